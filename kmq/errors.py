@@ -1,0 +1,67 @@
+"""What can go wrong, and the exit code that says whether starting again can help.
+
+    code  name          restart helps?  meaning
+    0     EXIT_OK       -               stopped as asked, drained
+    1     EXIT_FAILED   no              a command did what it could and the answer is no
+    65    EXIT_CORRUPT  no              what is on disk or in shared memory contradicts itself
+    69    EXIT_BUSY     no              another process owns what this one needs
+    75    EXIT_RETRY    yes             input or output failed; nothing unsynced was acknowledged
+    78    EXIT_CONFIG   no              a setting, a path or a name is wrong
+
+The numbers are those of sysexits.h where it has one, so that a supervisor that knows
+them (ours does, see supervisor.py) restarts on 75 and on a signal, and stops on the others.
+"""
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CORRUPT = 65
+EXIT_BUSY = 69
+EXIT_RETRY = 75
+EXIT_CONFIG = 78
+
+NO_RESTART = frozenset({EXIT_OK, EXIT_CORRUPT, EXIT_BUSY, EXIT_CONFIG})
+
+EXIT_NAMES = {
+    EXIT_OK: "ok",
+    EXIT_FAILED: "failed",
+    EXIT_CORRUPT: "corrupt",
+    EXIT_BUSY: "busy",
+    EXIT_RETRY: "retry",
+    EXIT_CONFIG: "config",
+}
+
+
+class KmqError(Exception):
+    """Base of every error KMQ raises on purpose; `exit_code` is what the process ends with."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(KmqError):
+    """A setting, path or name is wrong. Names the field and the limit."""
+
+    exit_code = EXIT_CONFIG
+
+
+class BusyError(KmqError):
+    """Another process owns the ring, the directory or the FIFO. Names the holder."""
+
+    exit_code = EXIT_BUSY
+
+
+class CorruptError(KmqError):
+    """Files and rings contradict each other. Names the file and the byte, changes nothing."""
+
+    exit_code = EXIT_CORRUPT
+
+
+class RetryError(KmqError):
+    """Input or output failed; a fresh process with fresh descriptors may do better."""
+
+    exit_code = EXIT_RETRY
+
+
+class Stopped(KmqError):
+    """Raised out of a wait when the stage was told to stop and the time to drain is over."""
+
+    exit_code = EXIT_OK

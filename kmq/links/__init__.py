@@ -1,0 +1,1 @@
+"""What joins two processes: the FIFO, the rings, their doorbells, and who owns which end."""

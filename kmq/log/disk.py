@@ -1,0 +1,158 @@
+"""The few things KMQ does to files, each whole or not at all."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Sequence
+
+from kmq.errors import RetryError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_IOV_MAX = 1024  # buffers one writev takes (Linux)
+_CHUNK = 1 << 18  # bytes read at once from the end of a file
+
+Buffer = bytes | memoryview
+# Called with the path while the disk is full; returns when it is worth trying again, raises to give up.
+WaitForRoom = Callable[[str], None]
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in `path` survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: str, content: bytes, wait_for_room: WaitForRoom | None = None) -> None:
+    """Give `path` new content so that a crash at any instant leaves the old or the new, whole."""
+    making = f"{path}.new"
+    while True:
+        try:
+            with open(making, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            break
+        except OSError as err:
+            if err.errno not in FULL or wait_for_room is None:
+                raise
+            wait_for_room(making)
+    os.rename(making, path)
+    sync_directory(os.path.dirname(path))
+
+
+def point_symlink(path: str, target: str) -> None:
+    """Make `path` a symlink to `target`; readers see the old one or the new one."""
+    with contextlib.suppress(OSError):
+        if os.readlink(path) == target:
+            return
+    making = f"{path}.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(making)
+    os.symlink(target, making)
+    os.rename(making, path)
+
+
+class AppendFile:
+    """A file that grows by whole appends.
+
+    Invariant   Between calls the file ends where `size` says: an append that the disk had no room for is cut off again,
+                then tried anew when there is room, so nothing is torn and nothing is lost.
+    """
+
+    def __init__(self, path: str, wait_for_room: WaitForRoom) -> None:
+        self.path = path
+        self._wait_for_room = wait_for_room
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.size = os.fstat(self.fd).st_size
+
+    def append(self, buffers: Sequence[Buffer], nbytes: int) -> None:
+        """Append all of `buffers`, `nbytes` in total, waiting for room where the disk is full."""
+        while True:
+            try:
+                written = self._write(buffers)
+                if written == nbytes:
+                    self.size += nbytes
+                    return
+                # Short without an error: the disk filled in the middle, or a signal came. Start over from the size.
+                os.ftruncate(self.fd, self.size)
+            except OSError as err:
+                os.ftruncate(self.fd, self.size)
+                if err.errno not in FULL:
+                    raise RetryError(f"{self.path}: write failed: {err.strerror}") from err
+                self._wait_for_room(self.path)
+
+    def _write(self, buffers: Sequence[Buffer]) -> int:
+        if len(buffers) == 1:
+            return os.write(self.fd, buffers[0])
+        return sum(os.writev(self.fd, buffers[at : at + _IOV_MAX]) for at in range(0, len(buffers), _IOV_MAX))
+
+    def sync(self) -> None:
+        """fdatasync. On failure raises RetryError; this descriptor must not be synced again."""
+        try:
+            os.fdatasync(self.fd)
+        except OSError as err:
+            raise RetryError(f"{self.path}: fdatasync failed: {err.strerror}") from err
+
+    def moved_under_us(self) -> bool:
+        """Whether someone else cut or grew the file."""
+        return os.lseek(self.fd, 0, os.SEEK_END) != self.size
+
+    def is_unlinked(self) -> bool:
+        return os.fstat(self.fd).st_nlink == 0
+
+    def truncate(self, size: int) -> None:
+        os.ftruncate(self.fd, size)
+        self.size = size
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Tail:
+    """What recovery found at the end of a log: `size` is where the good bytes end, `last` the last good line."""
+
+    __slots__ = ("cut", "last", "size")
+
+    def __init__(self, size: int, last: bytes, cut: int) -> None:
+        self.size, self.last, self.cut = size, last, cut
+
+
+def find_tail(fd: int, size: int, is_good: Callable[[bytes], bool], floor: int = 0) -> Tail:
+    """The end of the last whole, good line of a file, looking back from `size`, not below `floor` (a line start).
+
+    A torn last line, a run of NULs, and lines that are not good are passed over; `last` is b"" when none is left.
+    """
+    end, data, start = size, b"", size
+    while True:
+        cut = data.rstrip(b"\0").rfind(b"\n")
+        if cut < 0:
+            if start <= floor:
+                return Tail(floor, b"", size - floor)
+            step = min(_CHUNK, start - floor)
+            data = os.pread(fd, step, start - step) + data
+            start -= step
+            continue
+        line_start = data.rfind(b"\n", 0, cut) + 1
+        if line_start == 0 and start > floor:
+            step = min(_CHUNK, start - floor)
+            data = os.pread(fd, step, start - step) + data
+            start -= step
+            continue
+        end = start + cut + 1
+        if is_good(data[line_start:cut]):
+            return Tail(end, data[line_start:cut], size - end)
+        data = data[:line_start]
+
+
+def find_nul(fd: int, start: int, end: int) -> int:
+    """Position of the first NUL byte in [start, end), or -1."""
+    for at in range(start, end, _CHUNK):
+        found = os.pread(fd, min(_CHUNK, end - at), at).find(b"\0")
+        if found >= 0:
+            return at + found
+    return -1

@@ -1,0 +1,67 @@
+"""dropped.log: what `drop_oldest` threw away, `ring|first_seq|last_seq|count|ts`, one line per range.
+
+Writers     the reader of each ring: durability for `framed`, the router for `durable`. One line is one append, synced.
+Invariant   A range is in the file, on disk, before its reader goes on past it (G4), so no record after a gap is stored
+            while the gap has no name.
+Crash       A torn last line is cut by the next writer; its range is found again in the ring and named again.
+"""
+
+import os
+import time
+
+from kmq import record
+from kmq.log.disk import AppendFile, WaitForRoom
+
+
+class Range:
+    """Seqs first…last of `ring`, dropped."""
+
+    __slots__ = ("first", "last", "ring")
+
+    def __init__(self, ring: str, first: int, last: int) -> None:
+        self.ring, self.first, self.last = ring, first, last
+
+
+def read(data: str, ring: str) -> list[Range]:
+    """The named ranges of one ring, in order."""
+    try:
+        with open(f"{data}/dropped.log", "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return []
+    ranges = []
+    for line in text[: text.rfind(b"\n") + 1].splitlines():
+        name, first, last = line.split(b"|")[:3]
+        if name.decode() == ring:
+            ranges.append(Range(ring, int(first), int(last)))
+    return ranges
+
+
+def append(data: str, ring: str, first: int, last: int, wait_for_room: WaitForRoom) -> None:
+    """Name the range first…last of `ring`; it is on disk when this returns."""
+    path = f"{data}/dropped.log"
+    file = AppendFile(path, wait_for_room)
+    try:
+        whole = os.pread(file.fd, file.size, 0).rfind(b"\n") + 1
+        if whole < file.size:
+            file.truncate(whole)
+        stamp = record.format_ts(time.time_ns() // 1000)
+        line = b"%b|%d|%d|%d|%b\n" % (ring.encode(), first, last, last - first + 1, stamp)
+        file.append([line], len(line))
+        file.sync()
+    finally:
+        file.close()
+
+
+def without(first: int, last: int, ranges: list[Range]) -> list[tuple[int, int]]:
+    """first…last less `ranges` (in order), as (low, high) spans: what of a gap was not missing before."""
+    spans = []
+    for gone in ranges:
+        if gone.last < first or gone.first > last:
+            continue
+        if gone.first > first:
+            spans.append((first, gone.first - 1))
+        first = gone.last + 1
+    if first <= last:
+        spans.append((first, last))
+    return spans

@@ -1,0 +1,185 @@
+"""The sparse index beside a log: text, `offset|byte_position|crc32|recv_ts`, one line per ~64 KiB block.
+
+A line describes the block that begins at `byte_position` with record `offset`, received at `recv_ts`; the block ends
+where the next one begins, and `crc32` (zlib) covers its bytes. The block still open gets a provisional line now and then:
+the last line for an offset wins, and its crc covers the block up to the end of some line in it.
+
+Invariant   An index never says more than the log holds: it is written after the log, cut when the log is cut, and
+            can be thrown away, for everything in it follows from the log.
+Crash       A torn last line is cut at open; the open block is read again (at most ~64 KiB and one group) to go on with
+            its crc.
+"""
+
+import os
+import zlib
+
+from kmq import record
+from kmq.log.disk import AppendFile, Buffer, WaitForRoom
+
+BLOCK_BYTES = 64 << 10
+
+
+class Entry:
+    """One index line."""
+
+    __slots__ = ("crc", "offset", "position", "recv_ts")
+
+    def __init__(self, offset: int, position: int, crc: int, recv_ts: bytes) -> None:
+        self.offset, self.position, self.crc, self.recv_ts = offset, position, crc, recv_ts
+
+    def line(self) -> bytes:
+        return b"%d|%d|%d|%b\n" % (self.offset, self.position, self.crc, self.recv_ts)
+
+
+def parse_line(line: bytes) -> Entry | None:
+    """An index line as an Entry, or None if it is not one."""
+    fields = line.split(b"|")
+    try:
+        offset, position, crc = (int(field) for field in fields[:3])
+        record.parse_ts(fields[3])
+    except (ValueError, IndexError):
+        return None
+    return Entry(offset, position, crc, fields[3]) if len(fields) == 4 else None
+
+
+def read_entries(path: str, log_size: int) -> list[Entry]:
+    """The entries in force for a log of `log_size` bytes, in order; [] where there is no index."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        return []
+    entries: list[Entry] = []
+    for line in text[: text.rfind(b"\n") + 1].splitlines():
+        entry = parse_line(line)
+        if entry is None or entry.position >= log_size:
+            continue
+        while entries and entries[-1].offset >= entry.offset:
+            entries.pop()
+        entries.append(entry)
+    return entries
+
+
+def last_before(path: str, log_size: int, offset: int) -> tuple[int, int]:
+    """(offset, byte position) of a line start at or before `offset`, as near as the index says: O(log n) reads."""
+    best = (-1, 0)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return best
+    try:
+        low, high = 0, os.fstat(fd).st_size
+        while low < high:
+            middle = (low + high) // 2
+            start, line = _line_at(fd, middle, high)
+            entry = parse_line(line)
+            if entry is not None and entry.offset <= offset and entry.position < log_size:
+                best = max(best, (entry.offset, entry.position))
+                low = start + len(line) + 1
+            else:
+                high = min(middle, start)
+    finally:
+        os.close(fd)
+    return best
+
+
+def _line_at(fd: int, at: int, end: int) -> tuple[int, bytes]:
+    """(start, text) of the line that holds byte `at`."""
+    window = 256  # an index line is shorter
+    base = max(0, at - window)
+    data = os.pread(fd, window * 2, base)
+    start = data.rfind(b"\n", 0, at - base) + 1
+    stop = data.find(b"\n", at - base)
+    return base + start, data[start : stop if stop >= 0 else min(len(data), end - base)]
+
+
+class IndexWriter:
+    """Follows what is appended to one log file and writes its index.
+
+    In memory only: where the open block began, its bytes so far and their crc.
+    """
+
+    def __init__(self, path: str, wait_for_room: WaitForRoom) -> None:
+        self.path = path
+        self._wait_for_room = wait_for_room
+        self._pending: list[bytes] = []
+        self._open: Entry | None = None
+        self._length = 0  # bytes of the open block
+        self._noted = 0  # of them, those that a provisional line has told
+
+    def resume(self, log_fd: int, log_size: int, first_offset: int) -> None:
+        """Cut what the log no longer holds, and pick up the open block of a log of `log_size` bytes.
+
+        Where the index is missing or behind, what follows its last entry is indexed now.
+        """
+        entries = read_entries(self.path, log_size)
+        self._rewrite_if_damaged(entries, log_size)
+        self._open, self._length, self._noted = None, 0, 0
+        if entries:
+            offset, position = entries[-1].offset, entries[-1].position
+        else:
+            offset, position = first_offset, 0
+        while position < log_size:
+            data = os.pread(log_fd, min(BLOCK_BYTES * 16, log_size - position), position)
+            data = data[: data.rfind(b"\n") + 1]
+            if not data:
+                break
+            self.extend(data, position, offset)
+            offset += data.count(b"\n")
+            position += len(data)
+        self._noted = self._length if entries else 0
+
+    def _rewrite_if_damaged(self, entries: list[Entry], log_size: int) -> None:
+        try:
+            with open(self.path, "rb") as file:
+                text = file.read()
+        except FileNotFoundError:
+            return
+        kept = [parse_line(line) for line in text.splitlines()]
+        whole = text.endswith(b"\n") or not text
+        if whole and all(entry is not None and entry.position < log_size for entry in kept):
+            return
+        with open(f"{self.path}.new", "wb") as file:
+            file.write(b"".join(entry.line() for entry in entries))
+        os.rename(f"{self.path}.new", self.path)
+
+    def extend(self, data: bytes, position: int, offset: int) -> None:
+        """`data`, whole lines, now lies at `position` of the log; its first line is record `offset`."""
+        at, size = 0, len(data)
+        while at < size:
+            if self._open is None:
+                recv_ts = data[at : at + 64].split(b"|", 2)[1]
+                self._open = Entry(offset, position + at, 0, recv_ts)
+                self._length = self._noted = 0
+            want = BLOCK_BYTES - self._length
+            end = size if size - at <= want else data.find(b"\n", at + want - 1) + 1
+            part: Buffer = data if at == 0 and end == size else memoryview(data)[at:end]
+            self._open.crc = zlib.crc32(part, self._open.crc)
+            self._length += end - at
+            if self._length >= BLOCK_BYTES:
+                self._pending.append(self._open.line())
+                self._open = None
+                if end < size:  # only a block that begins in here needs to know how many records came before it
+                    offset += data.count(b"\n", at, end)
+            at = end
+
+    def note_open(self) -> None:
+        """Give the open block a provisional line, if it has grown since the last one."""
+        if self._open is not None and self._length > self._noted:
+            self._pending.append(self._open.line())
+            self._noted = self._length
+
+    @property
+    def has_open_news(self) -> bool:
+        return self._open is not None and self._length > self._noted
+
+    def flush(self) -> None:
+        """Write the lines that have come together."""
+        if self._pending:
+            text = b"".join(self._pending)
+            self._pending = []
+            file = AppendFile(self.path, self._wait_for_room)
+            try:
+                file.append([text], len(text))
+            finally:
+                file.close()

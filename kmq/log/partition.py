@@ -1,0 +1,152 @@
+"""A partition log: the lines of one partition of one topic, in order, each once.
+
+Owner       the router is the only writer (lock topics/.owner); anybody may read.
+Invariant   What is in the file is a prefix of what the WAL routes here; `last_seq` is the seq of its last line, so a
+            line with a seq not above it is there already and is passed over.
+Crash       The file is a copy: whatever is torn, cut or missing comes again from the WAL. `recover` finds what is whole.
+            On disk: the lines, the index. In memory only: end_offset, last_seq, size; the checkpoint keeps them.
+"""
+
+import os
+from collections.abc import Callable
+
+from kmq import record
+from kmq.errors import RetryError
+from kmq.log import segment, wal
+from kmq.log.disk import AppendFile, WaitForRoom, find_nul, find_tail, point_symlink
+from kmq.log.index import IndexWriter, last_before
+
+_CHUNK = 1 << 20
+
+
+class State:
+    """What is known of a partition log: `end_offset` records, the last of them `last_seq`, in `size` bytes."""
+
+    __slots__ = ("end_offset", "last_seq", "size")
+
+    def __init__(self, end_offset: int, last_seq: int, size: int) -> None:
+        self.end_offset, self.last_seq, self.size = end_offset, last_seq, size
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self.values() == other.values()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def values(self) -> tuple[int, int, int]:
+        return self.end_offset, self.last_seq, self.size
+
+
+EMPTY = State(0, 0, 0)
+
+
+def log_path(data: str, topic: str, partition: int) -> str:
+    """Path of the (only, in this version) segment of a partition."""
+    return f"{data}/topics/{topic}/{partition}/{segment.name(0)}"
+
+
+def size_of(path: str) -> int:
+    """Size of a log in bytes, -1 where there is none."""
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _is_stored(line: bytes) -> bool:
+    return record.parse_stored(line) is not None
+
+
+def recover(path: str, known: State) -> tuple[State, int]:
+    """What of the log at `path` is whole, and how many bytes were cut off its end.
+
+    `known` is what the checkpoint says was on disk. What goes beyond it may be torn or have NULs in it after a power
+    cut, so it is looked through; what falls short of it has been cut by somebody and is counted anew.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        floor = known.size if size >= known.size else 0
+        nul = find_nul(fd, floor, size)
+        tail = find_tail(fd, size if nul < 0 else nul, _is_stored, floor)
+        if tail.size < size:
+            os.ftruncate(fd, tail.size)
+        if tail.size == known.size:
+            return known, size - tail.size
+        last_seq = record.seq_of(tail.last) if tail.last else known.last_seq if floor else 0
+        if floor:
+            offset, position = known.end_offset, known.size
+        else:
+            offset, position = last_before(segment.index_path(path), tail.size, 1 << 62)
+            offset, position = (offset, position) if offset >= 0 else (0, 0)
+        return State(offset + _count_lines(fd, position, tail.size), last_seq, tail.size), size - tail.size
+    finally:
+        os.close(fd)
+
+
+def _count_lines(fd: int, position: int, end: int) -> int:
+    return sum(os.pread(fd, min(_CHUNK, end - at), at).count(b"\n") for at in range(position, end, _CHUNK))
+
+
+class PartitionLog:
+    """The writing end of one partition. The descriptor is opened when needed and may be closed at any time."""
+
+    __slots__ = ("_data", "_file", "_index", "_wait_for_room", "link", "number", "path", "state", "topic")
+
+    def __init__(self, data: str, topic: str, number: int, link: str, state: State, wait_for_room: WaitForRoom) -> None:
+        self._data, self._wait_for_room = data, wait_for_room
+        self.topic, self.number, self.link = topic, number, link
+        self.state = state  # shared with Queues, which keeps it when this object is cold
+        self.path = log_path(data, topic, number)
+        self._file: AppendFile | None = None
+        self._index: IndexWriter | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def open(self, warn: Callable[..., None]) -> None:
+        """Open the file, making what is missing: directory, log, symlink."""
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        self._file = AppendFile(self.path, self._wait_for_room)
+        link = f"{self._data}/{self.link}"
+        target = os.path.relpath(self.path, self._data)
+        if os.path.lexists(link) and os.readlink(link) != target:
+            warn("symlink_taken", symlink=self.link, topic=self.topic, file=target)
+        else:
+            point_symlink(link, target)
+        if self._index is None:
+            self._index = IndexWriter(segment.index_path(self.path), self._wait_for_room)
+            self._index.resume(self._file.fd, self._file.size, 0)
+
+    def append(self, data: bytes, count: int, first_seq: int, last_seq: int) -> int:
+        """Append `data`, the `count` lines first_seq…last_seq, less those it has already; bytes written."""
+        state, file, index = self.state, self._file, self._index
+        assert file is not None and index is not None
+        if first_seq <= state.last_seq:
+            data = wal.within(data, state.last_seq + 1, last_seq)
+            count = data.count(b"\n")
+        if not data:
+            return 0
+        if file.moved_under_us():
+            raise RetryError(f"{self.path}: changed by somebody else (expected {file.size} bytes)")
+        position = file.size
+        file.append([data], len(data))
+        index.extend(data, position, state.end_offset)
+        state.end_offset += count
+        state.last_seq, state.size = last_seq, file.size
+        return len(data)
+
+    def note_open_block(self) -> None:
+        """Once a second while there are writes: let the index speak of the block that is still open."""
+        if self._index is not None:
+            self._index.note_open()
+            self._index.flush()
+
+    def is_unlinked(self) -> bool:
+        return self._file is not None and self._file.is_unlinked()
+
+    def close(self) -> None:
+        """Give the descriptor back; state and index stay in memory."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

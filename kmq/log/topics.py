@@ -1,0 +1,82 @@
+"""topics/<topic>/topic.toml: what has been declared, and from which seq on it is in force.
+
+A declaration without `from_seq` is pending: `declare` makes it, the router adopts it with the next seq it will route. That
+is the only way to a seq that is right by construction: nobody else knows what has been routed.
+"""
+
+import contextlib
+import os
+import shutil
+
+from kmq import record
+from kmq.errors import ConfigError
+from kmq.log.disk import replace_file, sync_directory
+from kmq.routing import Topic
+
+MAX_PARTITIONS = 1024
+
+
+def toml_path(data: str, name: str) -> str:
+    return f"{data}/topics/{name}/topic.toml"
+
+
+def text(partitions: int, from_seq: int | None) -> bytes:
+    lines = [f"partitions = {partitions}"] + ([f"from_seq = {from_seq}"] if from_seq is not None else [])
+    return ("\n".join(lines) + "\n").encode()
+
+
+def load(data: str, name: str) -> tuple[int, int | None]:
+    """(partitions, from_seq) of a topic; from_seq is None while the declaration is pending.
+
+    A file that a power cut left empty is made good from the partitions that are there: only topics that messages
+    created themselves are written without a sync, and those have one partition and are in force from the start.
+    """
+    import tomllib
+
+    try:
+        with open(toml_path(data, name), "rb") as file:
+            table = tomllib.load(file)
+        partitions = int(table["partitions"])
+        from_seq = table.get("from_seq")
+    except (FileNotFoundError, KeyError, ValueError):
+        found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
+        return max(1, found), 1
+    return partitions, None if from_seq is None else int(from_seq)
+
+
+def names(data: str) -> list[str]:
+    """Names of all topics, in order."""
+    return sorted(
+        entry.name for entry in os.scandir(f"{data}/topics") if not entry.name.startswith(".") and entry.is_dir()
+    )
+
+
+def listing(data: str) -> list[tuple[str, int, int | None]]:
+    """(name, partitions, from_seq) of all topics, in order."""
+    return [(name, *load(data, name)) for name in names(data)]
+
+
+def declare(data: str, name: str, partitions: int) -> None:
+    """Declare a topic; it is pending until the router has adopted it. Raises ConfigError naming what is wrong."""
+    if not record.is_topic(name):
+        raise ConfigError(
+            f"topic {name!r}: must match [A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}} and not begin with append, dropped or __"
+        )
+    if not 1 <= partitions <= MAX_PARTITIONS:
+        raise ConfigError(f"partitions={partitions}: must be between 1 and {MAX_PARTITIONS}")
+    if os.path.isdir(f"{data}/topics/{name}"):
+        raise ConfigError(f"topic {name!r} exists already with {load(data, name)[0]} partition(s)")
+    for link in Topic(name, partitions, 1).log_names():
+        if os.path.lexists(f"{data}/{link}"):
+            raise ConfigError(f"topic {name!r}: its symlink {link} exists already and leads to another queue")
+    making = f"{data}/topics/.new-{name}-{os.getpid()}"
+    os.mkdir(making)
+    try:
+        replace_file(f"{making}/topic.toml", text(partitions, None))
+        os.rename(making, f"{data}/topics/{name}")
+    except OSError as err:
+        raise ConfigError(f"topic {name!r}: could not be declared: {err.strerror}") from err
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(making)
+    sync_directory(f"{data}/topics")

@@ -1,0 +1,157 @@
+"""The line: what a producer may send, what is stored, and what becomes of a line that is neither.
+
+    sent     routing_key|producer_ts|id|payload
+    stored   seq|recv_ts|routing_key|producer_ts|id|payload
+
+Everything here is a pure function of bytes. The hot path asks one question of a whole block
+(`good_prefix`: how far is every line well formed?) and touches single lines only from the first
+line that is not.
+"""
+
+import re
+from base64 import b64encode
+
+MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
+RESERVED = (b"append", b"dropped")  # their symlinks <topic>.log would be the broker's own files
+MALFORMED = b"dead.malformed"
+# Room that the header of a dead.malformed line takes beyond a payload of KMQ_MAX_LINE bytes.
+MALFORMED_OVERHEAD = 256
+CONTROL = b"!+-"  # first bytes of the FIFO's control lines (design 2.3); no topic begins with one
+
+# The first label of a routing key. Every legal topic begins with one, so a key is legal exactly when this is:
+# the text before the first dot is a topic name, and a longer declared topic was checked when it was declared.
+_LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
+# Possessive quantifiers: without them a bad line makes the engine back into every good line before it.
+_GOOD = re.compile(rb"(?:" + _LABEL + rb"(?:\.[^|\n]*+)?+\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
+_GOOD_NO_NUL = re.compile(rb"(?:" + _LABEL + rb"(?:\.[^|\n\0]*+)?+\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
+_LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
+_RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
+_TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+_CONTROL_LINE = re.compile(rb"\n[!+\-]")
+
+# Last three digits of a sequence number: numbering a line costs two list slots instead of a format call.
+_LOW = [b"%03d|" % i for i in range(1000)]
+
+
+def good_prefix(data: bytes) -> int:
+    """How many bytes from the start of `data` are whole, well-formed lines as sent."""
+    pattern = _GOOD_NO_NUL if 0 in data else _GOOD
+    match = pattern.match(data)
+    return match.end() if match else 0
+
+
+def has_control_line(data: bytes | bytearray, start: int, end: int) -> bool:
+    """Whether a line in data[start:end] begins with a control byte. `start` is the start of a line."""
+    return data[start] in CONTROL or _CONTROL_LINE.search(data, start, end) is not None
+
+
+def common_key(data: bytes, count: int) -> bytes:
+    """The routing key that all `count` lines of `data` share, or b"" where they differ.
+
+    Exact, not a guess: a newline before the key ties it to the start of a line.
+    """
+    key = data[: data.index(b"|") + 1]
+    return key[:-1] if data.count(b"\n" + key) == count - 1 else b""
+
+
+def is_topic(name: str) -> bool:
+    """Whether `name` may be declared as a topic."""
+    return _TOPIC.fullmatch(name) is not None and refusal(name.encode() + b"|||") == ""
+
+
+def refusal(line: bytes) -> str:
+    """Why `line` (without newline) is not a message, as one word; "" when it is one."""
+    if not line:
+        return "empty_line"
+    if line[0] in CONTROL:
+        return "control_byte"
+    if 0 in line:
+        return "nul"
+    if b"|" not in line:
+        return "no_separator"
+    if line[:1] == b"|":
+        return "empty_routing_key"
+    if _RESERVED_LABEL.match(line):
+        return "reserved_topic"
+    if not _LABEL_ONLY.match(line):
+        return "bad_topic"
+    return ""
+
+
+def malformed(reason: str, original: bytes, length: int, max_line: int) -> bytes:
+    """The `dead.malformed` line, as sent, that keeps a line which is not a message.
+
+    `length` is the original's length in bytes, `original` may already be cut. The payload is at most `max_line`.
+    """
+    if 0 in original:
+        payload, encoding = b64encode(original[: max_line // 4 * 3]), b";enc=b64"
+    else:
+        payload, encoding = original[:max_line], b""
+    return b"%b||;reason=%b;len=%d%b|%b" % (MALFORMED, reason.encode(), length, encoding, payload)
+
+
+def admit(line: bytes, max_line: int) -> bytes:
+    """`line` as it will be stored: padded to four fields, or wrapped as dead.malformed."""
+    reason = refusal(line)
+    if not reason and len(line) > max_line + (MALFORMED_OVERHEAD if line.startswith(MALFORMED) else 0):
+        reason = "too_long"
+    if reason:
+        return malformed(reason, line, len(line), max_line)
+    missing = 3 - line.count(b"|")
+    return line + b"|" * missing if missing > 0 else line
+
+
+def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:
+    """Stored form of `lines` (each without newline), numbered from `seq`, as one block of whole lines.
+
+    Returns (block, added): `added` is how many bytes the numbers and times take, so that
+    len(block) - added is what the lines took with their newlines.
+    """
+    stamp = recv_ts + b"|"
+    parts: list[bytes] = []
+    added = 0
+    done, count = 0, len(lines)
+    while done < count:
+        high, low = divmod(seq + done, 1000)
+        run = min(count - done, 1000 - low)
+        quads = [stamp] * (4 * run)
+        if high:
+            head = b"\n%d" % high
+            quads[0::4] = [head] * run
+            quads[1::4] = _LOW[low : low + run]
+            added += run * (len(head) + 3 + len(stamp))
+        else:
+            quads[0::4] = [b"\n"] * run
+            quads[1::4] = [b"%d|" % n for n in range(low, low + run)]
+            added += sum(map(len, quads[1::4])) + run * len(stamp)
+        quads[3::4] = lines[done : done + run]
+        parts += quads
+        done += run
+    parts[0] = parts[0][1:]  # every line but the first brings the newline of the one before it
+    parts.append(b"\n")
+    return b"".join(parts), added
+
+
+def seq_of(line: bytes) -> int:
+    """Sequence number of a stored line."""
+    return int(line[: line.index(b"|")])
+
+
+def format_ts(micros: int) -> bytes:
+    """Microseconds since the epoch as a recv_ts field: seconds with six decimals."""
+    return b"%d.%06d" % divmod(micros, 1_000_000)
+
+
+def parse_ts(field: bytes) -> int:
+    """A recv_ts field as microseconds since the epoch."""
+    seconds, _, micros = field.partition(b".")
+    return int(seconds) * 1_000_000 + int(micros)
+
+
+_STORED = re.compile(rb"(\d{1,19})\|(\d{1,12}\.\d{6})\|[^|\n\0]+\|[^|\n\0]*\|[^|\n\0]*\|[^\n\0]*")
+
+
+def parse_stored(line: bytes) -> tuple[int, int] | None:
+    """(seq, recv_ts in microseconds) of a stored line without its newline, or None if it is not one."""
+    match = _STORED.fullmatch(line)
+    return (int(match[1]), parse_ts(match[2])) if match else None

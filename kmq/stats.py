@@ -1,0 +1,131 @@
+"""The stats page: /dev/shm/<instance>.stats, where every stage says how it is.
+
+Layout      a line of text that names the data directory, then one row of 8-byte words per process.
+Owners      each word of a row is written by that process only (`restarts` by the supervisor). Readers are `kmq status`
+            and ingress, for GET_ACK.
+Crash       Counters are hints for people, except durability's `seq`, which is a durable cursor: it only ever says
+            what is on disk, and a page of another data directory is wiped before it is used.
+"""
+
+import fcntl
+import mmap
+import os
+import time
+
+from kmq.errors import BusyError, ConfigError
+from kmq.links.ring import SHM
+from kmq.settings import OWNER_WAIT_S, STAGES
+
+_TEXT = 1024  # bytes of the identity line
+_ROW = 32  # words of a row
+_FILE_BYTES = 4096
+_POLL_S = 0.1
+
+STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped")
+_FIELDS = (
+    "pid",  # as its own container sees it
+    "started",  # CLOCK_MONOTONIC, ns
+    "heartbeat",  # CLOCK_MONOTONIC, ns
+    "state",  # index into STATES
+    "messages",  # moved since start
+    "bytes",  # moved since start
+    "seq",  # framer: last numbered; durability: last on disk; router: last routed
+    "restarts",  # by the supervisor
+    "refused",  # lines that became dead.malformed here
+    "connections",  # ingress: open now
+    "dropped",  # messages named in dropped.log here
+)
+
+
+class Row:
+    """The words of one process: attributes read and write shared memory."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: memoryview) -> None:
+        object.__setattr__(self, "_words", words)
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            value: int = self._words[_FIELDS.index(name)]
+        except ValueError:
+            raise AttributeError(name) from None
+        return value
+
+    def __setattr__(self, name: str, value: int) -> None:
+        self._words[_FIELDS.index(name)] = value
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last heartbeat."""
+        return (time.monotonic_ns() - self.heartbeat) / 1e9
+
+    @property
+    def state_name(self) -> str:
+        return STATES[self.state] if self.state < len(STATES) else "?"
+
+    def wipe(self) -> None:
+        """Forget everything but `restarts`, which is not ours."""
+        for at, name in enumerate(_FIELDS):
+            if name != "restarts":
+                self._words[at] = 0
+
+
+class StatsPage:
+    """All rows of one instance."""
+
+    def __init__(self, instance: str, data_id: str, data: str) -> None:
+        """Open the page, making or wiping it. Raises BusyError while the instance serves another data directory."""
+        self.path = f"{SHM}/{instance}.stats"
+        identity = f"kmq-stats data_id={data_id} data={os.path.abspath(data)}\n".encode()[:_TEXT]
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+        except PermissionError:
+            raise ConfigError(f"{self.path}: belongs to another user; use another KMQ_INSTANCE") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.posix_fallocate(fd, 0, _FILE_BYTES)
+            self._map(fd)
+            if self.identity() != identity.decode(errors="replace").strip():
+                self._take_over(instance)
+                self._mm[0:_FILE_BYTES] = identity.ljust(_TEXT, b"\0").ljust(_FILE_BYTES, b"\0")
+        finally:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # the mapping keeps a duplicate of fd, so closing alone would keep the lock
+            os.close(fd)
+
+    def _map(self, fd: int) -> None:
+        self._mm = mmap.mmap(fd, _FILE_BYTES)
+        words = memoryview(self._mm).cast("Q")
+        start = _TEXT // 8
+        self.rows = {name: Row(words[start + i * _ROW : start + (i + 1) * _ROW]) for i, name in enumerate(STAGES)}
+
+    def identity(self) -> str:
+        return self._mm[:_TEXT].rstrip(b"\0").decode(errors="replace").strip()
+
+    def _take_over(self, instance: str) -> None:
+        """The page is another directory's: wait until nobody of that one is alive any more."""
+        deadline = time.monotonic() + 2 * OWNER_WAIT_S
+        while any(row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in self.rows.values()):
+            if time.monotonic() > deadline:
+                raise BusyError(
+                    f"KMQ_INSTANCE={instance} is in use by another data directory ({self.identity()});"
+                    " give this broker an instance name of its own"
+                )
+            time.sleep(_POLL_S)
+
+
+def peek(instance: str) -> StatsPage | None:
+    """The page of an instance for looking only, or None where there is none."""
+    page = StatsPage.__new__(StatsPage)
+    page.path = f"{SHM}/{instance}.stats"
+    try:
+        fd = os.open(page.path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        if os.fstat(fd).st_size < _FILE_BYTES:
+            return None
+        page._map(fd)
+    finally:
+        os.close(fd)
+    return page

@@ -1,0 +1,1 @@
+"""The four entry points of KMQ, one process each: ingress → framer → durability → router."""

@@ -1,0 +1,170 @@
+"""Durability stage: turns framed blocks into durable lines, then shows them to the router.
+
+Links       in: ring `framed` (sole reader)   out: ring `durable` (sole writer)
+Owns        the WAL (lock append/.owner), the durable cursor, the `framed` lines of dropped.log.
+
+Invariant   A block enters `durable` only after the fdatasync that covers its lines returned. The cursor of `framed`
+            moves last.
+Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the start
+                                  and appended again;
+            after the fsync       they are read again, not written again (seq <= last_seq), pushed if `durable` lacks them;
+            inside a line         Wal cuts the torn end: nothing that is cut had been shown to anybody;
+            fsync failed          the ring remembers; we end, and the next start goes on in a new segment (wal.py).
+Not covered A disk that lies about fdatasync.
+"""
+
+import sys
+import time
+
+from kmq.errors import CorruptError, RetryError
+from kmq.links.ownership import FileLock
+from kmq.links.ring import Block, RingReader, RingWriter
+from kmq.log import dropped
+from kmq.log.wal import Wal
+from kmq.settings import MIB
+from kmq.stage import Stage, main
+
+_NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
+_SLACK = 2 * MIB  # beyond one ring of blocks: how far back from the end of the WAL something may be torn
+
+
+def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
+    """Make everything in the WAL durable, so that from here on what it holds may be shown."""
+    synced = framed.synced_seq
+    if synced is None:
+        wal.rewrite_tail(framed.size + _SLACK)
+    elif wal.last_seq > synced:
+        # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it.
+        if framed.first_waiting_seq() <= synced + 1 or framed.sync_failed:
+            stage.log.info("unsynced_cut", from_seq=synced + 1, to_seq=wal.last_seq, new_segment=framed.sync_failed)
+            wal.cut_after(synced)
+            if framed.sync_failed:
+                wal.roll()
+        else:
+            wal.rewrite_tail(framed.size + _SLACK)
+    wal.sync()
+    framed.set_synced(wal.last_seq)
+    framed.sync_failed = False
+
+
+class Durability:
+    """The job: from `framed` through the WAL to `durable`."""
+
+    def __init__(self, stage: Stage, framed: RingReader, wal: Wal, durable: RingWriter) -> None:
+        self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
+        self.named = max([0, *(r.last for r in dropped.read(stage.settings.data, "framed"))])
+        self._noted = time.monotonic_ns()
+
+    def turn(self) -> bool:
+        """One group commit of all blocks that wait; whether there were any."""
+        blocks = self.framed.take()
+        if blocks:
+            self._name_gap(blocks[0])
+            copies = [bytes(block.data) for block in blocks]
+            self._store(blocks, copies)
+            self._show(blocks, copies)
+            self.framed.release(blocks[-1])
+        if time.monotonic_ns() - self._noted > _NOTE_NS:
+            self.wal.note_open_block()
+            self._noted = time.monotonic_ns()
+        return bool(blocks)
+
+    def _name_gap(self, block: Block) -> None:
+        """What drop_oldest took out between the last record and this block gets its name before we go on."""
+        expected = max(self.wal.last_seq, self.named) + 1
+        if block.first_seq <= expected:
+            return
+        if not self.framed.jumped:
+            raise CorruptError(f"the WAL ends at seq {expected - 1}, but the ring goes on at {block.first_seq}")
+        settings, row = self.stage.settings, self.stage.row
+        dropped.append(settings.data, "framed", expected, block.first_seq - 1, self.stage.wait_for_room)
+        self.named = block.first_seq - 1
+        row.dropped += block.first_seq - expected
+        self.stage.log.warn("dropped", ring="framed", first_seq=expected, last_seq=self.named)
+
+    def _store(self, blocks: list[Block], copies: list[bytes]) -> None:
+        """Append what the WAL does not have yet and sync it: the commit point."""
+        wal, row = self.wal, self.stage.row
+        new = [
+            (copy, block.first_seq, block.count, block.recv_ts)
+            for block, copy in zip(blocks, copies, strict=True)
+            if block.first_seq > wal.last_seq
+        ]
+        if not new:
+            return
+        wal.append(new)
+        try:
+            wal.sync()
+        except RetryError:
+            self.framed.sync_failed = True
+            raise
+        self.framed.set_synced(wal.last_seq)
+        self.stage.has_room()
+        row.seq = wal.last_seq
+        row.messages += sum(count for _, _, count, _ in new)
+        row.bytes += sum(len(copy) for copy, *_ in new)
+
+    def _show(self, blocks: list[Block], copies: list[bytes]) -> None:
+        """Push what `durable` does not have yet."""
+        durable = self.durable
+        for block, copy in zip(blocks, copies, strict=True):
+            if block.first_seq < durable.last.next_seq:
+                continue
+            if not durable.has_room(len(copy), block.count):
+                while not durable.wait_room(len(copy), block.count):
+                    self.stage.check()
+            durable.append(copy, block.first_seq, block.count, block.key_length, block.recv_ts)
+        self.stage.beat()
+
+
+def run(stage: Stage) -> None:
+    """Promise: see the module. Settings → links → recover → loop → drain."""
+    settings = stage.settings
+    owner = FileLock(f"{settings.data}/append/.owner")
+    owner.acquire(f"WAL {settings.data}/append", stage.who)
+    stage.state("recovering")
+    wal = Wal(settings.data, stage.wait_for_room, settings.ring_bytes + _SLACK)
+    if wal.cut_bytes:
+        stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)
+
+    def attach() -> RingReader | None:
+        return RingReader.attach(settings.instance, "framed", stage.ring_identity("framed"), stage.who)
+
+    framed = stage.wait_for("ring framed, from the framer", attach)
+    assert isinstance(framed, RingReader)
+    recover_wal(stage, wal, framed)
+    durable = RingWriter.open(
+        settings.instance,
+        "durable",
+        stage.ring_identity("durable"),
+        stage.who,
+        lambda: (wal.last_seq + 1, wal.last_ts),
+        stage.log,
+    )
+    if durable.last.next_seq > wal.last_seq + 1 and not framed.drops:
+        raise CorruptError(
+            f"the WAL ends at seq {wal.last_seq}, but the ring {durable.path} has shown seq {durable.last.next_seq - 1}"
+        )
+    job = Durability(stage, framed, wal, durable)
+    stage.row.seq = wal.last_seq
+    stage.ready(last_seq=wal.last_seq)
+
+    while True:
+        busy = job.turn()
+        stage.beat()
+        if stage.stopping:
+            stage.state("draining")
+            if not busy and framed.writer_is_gone():
+                break
+            stage.check()
+        if not busy:
+            framed.wait()
+    wal.close()
+    for ring in (durable, framed):
+        ring.close()
+        ring.lock.release()
+    owner.release()
+
+
+if __name__ == "__main__":
+    sys.exit(main("durability", run))

@@ -1,0 +1,169 @@
+"""Framer stage: numbers the lines of the FIFO and puts them, as blocks, into the ring `framed`.
+
+Links       in: FIFO `raw` (sole reader)   out: ring `framed` (sole writer)
+Owns        the reading end of the FIFO, the sequence.
+
+Invariant   Every line that reached the FIFO gets exactly one seq; seqs are dense. A line that is no message gets one too,
+            as dead.malformed.
+Crash       All state is in the ring's shared memory, and one store commits a block, the next seq and the bytes of the
+            FIFO that the block came from (ring.py, staging.py). Killed before that store the same lines are framed again, in
+            the same place with the same seqs; killed after it, never again.
+            When the ring is gone too (the pod restarted) the sequence goes on from the last record of the WAL.
+Not covered A WAL that was changed behind a living ring: the two disagree, which stops us here.
+"""
+
+import select
+import sys
+import time
+from itertools import accumulate
+
+from kmq import framing, record
+from kmq.errors import CorruptError
+from kmq.links.fifo import waiting_bytes
+from kmq.links.ownership import FileLock
+from kmq.links.ring import Commit, RingWriter
+from kmq.links.staging import Staging, area_bytes
+from kmq.log import dropped, wal
+from kmq.stage import Stage, main
+
+_IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
+_DRAIN_POLL_S = 0.01  # while draining: how often we look whether ingress is gone
+_STAMP_BYTES = 40  # most that a seq and a time add to a line
+
+
+def open_ring(stage: Stage) -> RingWriter:
+    """The ring, new or as the last framer left it, checked against the WAL."""
+    data = stage.settings.data
+    named = dropped.read(data, "framed")
+
+    def next_after_wal() -> tuple[int, int]:
+        seq, recv_ts = wal.last_stored(data)
+        return max([seq, *(r.last for r in named)]) + 1, recv_ts
+
+    ring = RingWriter.open(
+        stage.settings.instance, "framed", stage.ring_identity("framed"), stage.who, next_after_wal, stage.log
+    )
+    in_wal = next_after_wal()[0] - 1
+    if in_wal >= ring.last.next_seq or (not ring.drops and in_wal + 1 < ring.first_waiting_seq()):
+        raise CorruptError(
+            f"the WAL ends at seq {in_wal}, but the ring {ring.path} holds seq {ring.first_waiting_seq()} to"
+            f" {ring.last.next_seq - 1}: if the WAL was restored on purpose, remove the ring while the broker is down"
+        )
+    return ring
+
+
+class Framer:
+    """The job: from the staging area to the ring."""
+
+    def __init__(self, stage: Stage, ring: RingWriter, staging: Staging) -> None:
+        self.stage, self.ring, self.staging = stage, ring, staging
+
+    def turn(self) -> bool:
+        """Frame all whole lines that are staged; whether there were any."""
+        staging = self.staging
+        text = staging.lines()
+        if not text:
+            return staging.filled == staging.size and self._endless()
+        ordered = framing.untangle(text)
+        if ordered is not text:
+            self._carry(staging.consumed + len(text), ordered)
+            return True
+        batch = framing.parse(text, self.stage.settings.max_line)
+        if batch.used:
+            self._frame(batch)
+        return batch.used > 0
+
+    def _frame(self, batch: framing.Batch) -> None:
+        """Number the lines of `batch` and append them, block by block; the last commit also swaps the areas."""
+        ring, staging, row = self.ring, self.staging, self.stage.row
+        base, consumed = staging.consumed, staging.consumed
+        total, start = len(batch.lines), 0
+        for stop in self._cuts(batch):
+            lines = batch.lines[start:stop]
+            last = ring.last
+            recv_ts = max(time.time_ns() // 1000, last.last_ts)
+            block, added = record.number(lines, last.next_seq, record.format_ts(recv_ts))
+            self._wait_room(len(block), len(lines))
+            consumed = base + batch.ends[stop - 1] if batch.ends else consumed + len(block) - added
+            area, offset = staging.active, consumed
+            if stop == total:
+                area, offset = staging.carried(base + batch.used)
+            ring.append(block, last.next_seq, len(lines), len(batch.key), recv_ts, area, offset)
+            staging.follow(ring.last)
+            row.messages += len(lines)
+            row.bytes += len(block)
+            row.seq = ring.last.next_seq - 1
+            start = stop
+        if not total:
+            self._carry(base + batch.used, b"")
+
+    def _cuts(self, batch: framing.Batch) -> list[int]:
+        """Where the lines are cut into blocks that the ring takes."""
+        count, max_count, max_bytes = len(batch.lines), self.ring.max_count, self.ring.max_bytes
+        if batch.used + count * _STAMP_BYTES <= max_bytes:
+            return [*range(max_count, count, max_count), count] if count else []
+        cuts, first, before = [], 0, 0
+        for at, size in enumerate(accumulate(len(line) + _STAMP_BYTES for line in batch.lines)):
+            if at > first and (size - before > max_bytes or at - first == max_count):
+                cuts.append(at)
+                first, before = at, size - len(batch.lines[at]) - _STAMP_BYTES
+        return [*cuts, count] if count else []
+
+    def _wait_room(self, nbytes: int, count: int) -> None:
+        ring = self.ring
+        if not ring.has_room(nbytes, count):
+            while not ring.wait_room(nbytes, count):
+                self.stage.check()
+
+    def _carry(self, consumed: int, lines: bytes) -> None:
+        """Move what is unfinished to the other area, behind `lines`, in a commit of its own."""
+        last = self.ring.last
+        area, offset = self.staging.carried(consumed, lines)
+        self.ring.commit(Commit(last.head, last.messages, last.next_seq, last.last_ts, area, offset))
+        self.staging.follow(self.ring.last)
+
+    def _endless(self) -> bool:
+        """The area is full of bytes without a newline: nobody who writes whole lines does that. Keep them, refused."""
+        staging = self.staging
+        raw = staging.unfinished()
+        line = record.malformed("too_long", raw, len(raw), self.stage.settings.max_line)
+        self._frame(framing.Batch([line], [len(raw)], len(raw), b""))
+        return True
+
+
+def run(stage: Stage) -> None:
+    """Promise: see the module. Settings → links → loop → drain."""
+    settings = stage.settings
+    owner = FileLock(f"{settings.pipes}/raw.owner")
+    owner.acquire(f"FIFO {settings.pipes}/raw (reader)", stage.who)
+    ring = open_ring(stage)
+    stage.log.info("seq_resume", seq_resume=ring.last.next_seq - 1, ring="new" if ring.created else "kept")
+    staging = Staging(ring, area_bytes(settings.max_line))
+    framer = Framer(stage, ring, staging)
+    stage.row.seq = ring.last.next_seq - 1
+    stage.ready()
+
+    ingress = FileLock(f"{settings.pipes}/ingress.owner")
+    poll = select.poll()
+    poll.register(stage.raw, select.POLLIN)
+    poll.register(stage.signalled, select.POLLIN)
+    while True:
+        busy = framer.turn()
+        busy = staging.read(stage.raw) > 0 or busy
+        stage.beat()
+        if stage.stopping:
+            stage.state("draining")
+            if not busy and not ingress.is_held() and waiting_bytes(stage.raw) == 0:
+                break
+            stage.check()
+            if not busy:
+                stage.pause(_DRAIN_POLL_S)
+        elif not busy:
+            poll.poll(_IDLE_MS)
+    ring.close()
+    ring.lock.release()
+    owner.release()
+
+
+if __name__ == "__main__":
+    sys.exit(main("framer", run))

@@ -1,0 +1,98 @@
+"""Router stage: sorts durable lines into the partition logs of their topics.
+
+Links       in: ring `durable` (sole reader)   out: topics/<topic>/<partition>/…
+Owns        topics/ (lock topics/.owner), router.ckpt, the symlinks <topic>.log, the `durable` lines of dropped.log.
+
+Invariant   Each WAL record is in exactly one partition log, once, in order; but for what dropped.log names.
+Crash       The logs are copies and the WAL is the truth. A start looks at every log (recover), then replays the WAL from
+            the checkpoint, or from further back for a log that is short of what the checkpoint saw; each log passes over
+            what it has already. So it does not matter where we were killed.
+            A gap between what was routed and the next block is read from the WAL, or, where drop_oldest made it, named in
+            dropped.log before anything after it is routed.
+"""
+
+import sys
+import time
+
+from kmq.links.ownership import FileLock
+from kmq.links.ring import Block, RingReader
+from kmq.log import dropped
+from kmq.log.dropped import without
+from kmq.log.queues import Queues
+from kmq.stage import Stage, main
+
+_TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the checkpoint's clock
+
+
+def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: bool) -> None:
+    """Account for the seqs between what is routed and `block`."""
+    first, last = queues.routed_seq + 1, block.first_seq - 1
+    if last < first:
+        return
+    if not dropped_it:
+        queues.replay(first, last)
+        return
+    data = stage.settings.data
+    for low, high in without(first, last, dropped.read(data, "framed")):
+        dropped.append(data, "durable", low, high, stage.wait_for_room)
+        stage.row.dropped += high - low + 1
+        stage.log.warn("dropped", ring="durable", first_seq=low, last_seq=high)
+
+
+def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
+    """Route all blocks that wait; whether there were any."""
+    blocks = ring.take()
+    if not blocks:
+        return False
+    name_or_read_gap(stage, queues, blocks[0], ring.jumped)
+    row = stage.row
+    new = [block for block in blocks if block.last_seq > queues.routed_seq]
+    if new:
+        row.bytes += queues.route(new)
+        row.messages += sum(block.count for block in new)
+    ring.release(blocks[-1])
+    row.seq = queues.routed_seq
+    stage.has_room()
+    return True
+
+
+def run(stage: Stage) -> None:
+    """Promise: see the module. Settings → links → recover → loop → drain."""
+    settings = stage.settings
+    owner = FileLock(f"{settings.data}/topics/.owner")
+    owner.acquire(f"queues {settings.data}/topics", stage.who)
+
+    def attach() -> RingReader | None:
+        return RingReader.attach(settings.instance, "durable", stage.ring_identity("durable"), stage.who)
+
+    ring = stage.wait_for("ring durable, from durability", attach)
+    assert isinstance(ring, RingReader)
+    stage.state("recovering")
+    queues = Queues(settings.data, stage.wait_for_room, stage.log)
+    queues.recover(ring.committed().next_seq - 1, stage.check)
+    stage.row.seq = queues.routed_seq
+    stage.ready(routed_seq=queues.routed_seq, topics=len(queues.topics))
+
+    ticked = time.monotonic_ns()
+    while True:
+        busy = turn(stage, ring, queues)
+        stage.beat()
+        if time.monotonic_ns() - ticked > _TICK_NS:
+            queues.tick()
+            ticked = time.monotonic_ns()
+        if stage.stopping:
+            stage.state("draining")
+            if not busy and ring.writer_is_gone():
+                break
+            stage.check()
+        if not busy:
+            queues.adopt_declarations()
+            ring.wait()
+    queues.close()
+    ring.close()
+    ring.lock.release()
+    owner.release()
+
+
+if __name__ == "__main__":
+    sys.exit(main("router", run))
