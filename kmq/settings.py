@@ -19,7 +19,19 @@ PIPE_BUF = 4096  # bytes one FIFO write may have and still be atomic (Linux)
 DRAIN_S = 10.0  # after SIGTERM a stage finishes queued work for at most this long
 OWNER_WAIT_S = 2.0  # a second instance waits this long for the first to go before it gives up
 
-_UNITS = {"": 1, "b": 1, "k": KIB, "kb": KIB, "kib": KIB, "m": MIB, "mb": MIB, "mib": MIB, "g": GIB, "gb": GIB, "gib": GIB}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kb": KIB,
+    "kib": KIB,
+    "m": MIB,
+    "mb": MIB,
+    "mib": MIB,
+    "g": GIB,
+    "gb": GIB,
+    "gib": GIB,
+}
 _SERVICE_LINK = re.compile(r"KMQ_(?:.*_)?(?:SERVICE_(?:HOST|PORT)(?:_.*)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
 _LINK_VALUE = re.compile(r"(?:tcp|udp|sctp)://")
 

@@ -105,7 +105,9 @@ class StatsPage:
     def _take_over(self, instance: str) -> None:
         """The page is another directory's: wait until nobody of that one is alive any more."""
         deadline = time.monotonic() + 2 * OWNER_WAIT_S
-        while any(row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in self.rows.values()):
+        while any(
+            row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in self.rows.values()
+        ):
             if time.monotonic() > deadline:
                 raise BusyError(
                     f"KMQ_INSTANCE={instance} is in use by another data directory ({self.identity()});"

@@ -138,11 +138,6 @@ class _Ring:
             if cells[_COUNTER] == counter:
                 return Commit(*record)
 
-    def backlog(self) -> int:
-        """Messages between the effective tail and the head: a snapshot."""
-        done = max(self.cells[_TAIL_MESSAGES], self.cells[_FLOOR_MESSAGES])
-        return max(0, self.committed().messages - done)
-
     @property
     def synced_seq(self) -> int | None:
         """Last seq that durability knows to be on disk, or None where it has not said since the ring was made."""
@@ -516,6 +511,35 @@ def _same_file(fd: int, path: str) -> bool:
 def make_identity(data_id: str, slots: int, ring_bytes: int, extra: int, policy: str) -> Identity:
     """An Identity with its sizes rounded to what the layout needs."""
     return Identity(data_id, slots, ring_bytes + _ALIGN & ~_ALIGN, extra, policy)
+
+
+def is_drained(instance: str, *names: str) -> bool:
+    """Whether these rings, where they exist, hold nothing any more."""
+    for name in names:
+        try:
+            fd = os.open(f"{SHM}/{instance}.{name}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            if _waiting(fd):
+                return False
+        finally:
+            os.close(fd)
+    return True
+
+
+def backlog(instance: str, name: str) -> int:
+    """Messages that wait in a ring: a snapshot; 0 where there is no ring."""
+    try:
+        fd = os.open(f"{SHM}/{instance}.{name}", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        words = memoryview(os.pread(fd, BLOCKS - _CELLS, _CELLS)).cast("Q")
+        put = words[_RECORD[words[_COUNTER] & 1] + 1]
+        return max(0, put - max(words[_TAIL_MESSAGES], words[_FLOOR_MESSAGES]))
+    finally:
+        os.close(fd)
 
 
 def remove(instance: str, name: str) -> None:

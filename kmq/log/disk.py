@@ -10,6 +10,8 @@ from kmq.errors import RetryError
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _IOV_MAX = 1024  # buffers one writev takes (Linux)
 _CHUNK = 1 << 18  # bytes read at once from the end of a file
+_DROP_STEP = 4 << 20  # appended bytes between two looks at what the page cache may forget
+_KEEP = 16 << 20  # the end of a file that stays in the page cache, for those who follow it
 
 Buffer = bytes | memoryview
 # Called with the path while the disk is full; returns when it is worth trying again, raises to give up.
@@ -60,6 +62,10 @@ class AppendFile:
 
     Invariant   Between calls the file ends where `size` says: an append that the disk had no room for is cut off again,
                 then tried anew when there is room, so nothing is torn and nothing is lost.
+    Memory      A log is written once and read near its end, so all but the last _KEEP bytes are handed to the disk early
+                and then dropped from the page cache. Filling memory never touched before costs several times
+                as much as the write itself (267 against 1,347 MB/s in one run on a virtual machine), and in
+                a container the cache counts against the pod's limit.
     """
 
     def __init__(self, path: str, wait_for_room: WaitForRoom) -> None:
@@ -67,6 +73,7 @@ class AppendFile:
         self._wait_for_room = wait_for_room
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self.size = os.fstat(self.fd).st_size
+        self._dropped = self.size
 
     def append(self, buffers: Sequence[Buffer], nbytes: int) -> None:
         """Append all of `buffers`, `nbytes` in total, waiting for room where the disk is full."""
@@ -75,6 +82,8 @@ class AppendFile:
                 written = self._write(buffers)
                 if written == nbytes:
                     self.size += nbytes
+                    if self.size - self._dropped >= _KEEP + _DROP_STEP:
+                        self._drop_behind()
                     return
                 # Short without an error: the disk filled in the middle, or a signal came. Start over from the size.
                 os.ftruncate(self.fd, self.size)
@@ -83,6 +92,13 @@ class AppendFile:
                 if err.errno not in FULL:
                     raise RetryError(f"{self.path}: write failed: {err.strerror}") from err
                 self._wait_for_room(self.path)
+
+    def _drop_behind(self) -> None:
+        """Two passes over every byte: the first starts writing it to the disk, the next drops it, by then clean."""
+        until = self.size - _KEEP
+        start = max(0, self._dropped - 2 * _DROP_STEP)
+        os.posix_fadvise(self.fd, start, until - start, os.POSIX_FADV_DONTNEED)
+        self._dropped = until
 
     def _write(self, buffers: Sequence[Buffer]) -> int:
         if len(buffers) == 1:

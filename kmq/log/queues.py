@@ -218,7 +218,9 @@ class Queues:
                 needs = state.last_seq + 1
         self._states[topic.name, partition] = State(*state.values())
         if needs <= known.last_seq:
-            self.log.warn("queue_short", file=path, bytes=max(size, 0), expected_bytes=known.size, rebuilt_from_seq=needs)
+            self.log.warn(
+                "queue_short", file=path, bytes=max(size, 0), expected_bytes=known.size, rebuilt_from_seq=needs
+            )
         if size < 0 or not os.path.lexists(f"{self.data}/{topic.log_names()[partition]}"):
             self._use(self._log_of(topic, partition))
         return needs
@@ -255,7 +257,9 @@ class Queues:
                 continue
             partitions, from_seq = topics.load(self.data, name)
             topic = Topic(name, partitions, self.routed_seq + 1 if from_seq is None else from_seq)
-            replace_file(topics.toml_path(self.data, name), topics.text(partitions, topic.from_seq), self._wait_for_room)
+            replace_file(
+                topics.toml_path(self.data, name), topics.text(partitions, topic.from_seq), self._wait_for_room
+            )
             self.topics[name.encode()] = topic
             self._routes.clear()
             for partition in range(partitions):

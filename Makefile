@@ -1,0 +1,50 @@
+# What to type. Everything works on a fresh clone with only python3 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SHELL := /bin/bash
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml scripts/setup
+	@scripts/setup $(PYTHON) $(VENV)
+	@touch $@
+
+setup: $(STAMP)  ## make the environment in .venv
+
+demo: $(STAMP)  ## set up, ship this machine's logs through the broker (or INPUT="file …"), show the result
+	@scripts/demo $(INPUT)
+
+test: $(STAMP)  ## set up and run all the tests
+	@$(BIN)/python -m pytest -m "not soak"
+
+check: $(STAMP)  ## lint, types, unit tests: under a minute
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest -q tests/unit
+
+scenario-1: $(STAMP)  ## resume: 500 messages, SIGKILL of the whole pod, 500 more
+	@scripts/scenario-1
+scenario-2: $(STAMP)  ## routing: 100 messages into four queues
+	@scripts/scenario-2
+scenario-3: $(STAMP)  ## drop_oldest: router stopped, 20,000 messages, every loss is named
+	@scripts/scenario-3
+scenario-3-block: $(STAMP)  ## block: router stopped, the sender feels it, zero loss
+	@scripts/scenario-3-block
+scenario-4: $(STAMP)  ## dead letters replayed, dead.log untouched
+	@scripts/scenario-4
+scenarios: scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4  ## all of them
+
+bench: $(STAMP)  ## speed, latency, memory, start-up: a table and JSON
+	@$(BIN)/python scripts/bench.py $(ARGS)
+
+soak: $(STAMP)  ## the full counts of kills and damages that CI samples
+	@$(BIN)/python -m pytest -m soak --timeout 3600 -s
+
+clean:  ## remove the environment and what runs leave (not ./data)
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+.PHONY: help setup demo test check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenarios bench soak clean

@@ -1,0 +1,334 @@
+"""`kmq …`: what a person types. Parses, calls one function, maps the result to text and an exit code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kmq import redrive as redriving
+from kmq import status as statuses
+from kmq.client.lines import LineSender, format_message, read_port
+from kmq.errors import EXIT_BUSY, EXIT_FAILED, EXIT_OK, ConfigError, KmqError, RetryError
+from kmq.links.ownership import FileLock
+from kmq.log import topics as declarations
+from kmq.log.identity import open_data
+from kmq.log.partition import end_offset
+from kmq.settings import DRAIN_S, STAGES, Settings, load
+
+_UP_S = 60.0  # longest wait for a pod to be ready: recovery of a long WAL included
+_DOWN_S = DRAIN_S + 10.0
+_ADOPT_S = 5.0  # how long the router may take to adopt a declaration
+_POLL_S = 0.02
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="KMQ: a message broker inside one pod, whose every message is a line in a text file.",
+    epilog="Settings come from the environment (KMQ_DATA, KMQ_PORT, …), then ./kmq.toml, then defaults.",
+)
+topics_app = typer.Typer(no_args_is_help=True, help="Declare topics and list them.")
+app.add_typer(topics_app, name="topics")
+out = Console()
+err = Console(stderr=True)
+
+
+def _examples(*lines: str) -> str:
+    """The end of a help text: examples that work when pasted."""
+    return "\b\nExamples:\n\n" + "\n\n".join(f"    {line}" for line in lines)
+
+
+# --- up, down ----------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples(
+        "kmq up", "KMQ_PORT=0 KMQ_DATA=/tmp/kmq/data KMQ_PIPES=/tmp/kmq/pipes kmq up", "kmq up --foreground"
+    )
+)
+def up(
+    foreground: Annotated[
+        bool, typer.Option("--foreground", "-f", help="Stay, log to stderr, end with Ctrl-C.")
+    ] = False,
+) -> None:
+    """Start the broker: four stages under a supervisor, in the background. Returns when all are ready."""
+    settings = load()
+    if foreground:
+        from kmq.supervisor import Supervisor
+
+        raise typer.Exit(Supervisor(settings).run())
+    holder = FileLock(f"{settings.pipes}/supervisor.owner")
+    if holder.is_held():
+        err.print(f"kmq: this broker is up already ({holder.holder()}); see: kmq status", highlight=False, markup=False)
+        raise typer.Exit(EXIT_BUSY)
+    open_data(settings.data)  # a directory that cannot be written is said here, not in a log file
+    Path(settings.pipes).mkdir(parents=True, exist_ok=True)
+    log_path = Path(settings.pipes) / "kmq.log"
+    begin = log_path.stat().st_size if log_path.exists() else 0
+    launched = time.monotonic_ns()
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kmq.cli", "up", "--foreground"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _UP_S
+    while time.monotonic() < deadline:
+        status = statuses.collect(settings)
+        if status.ready and all(stage.started > launched for stage in status.stages):
+            port = read_port(settings, "ingress", settings.port)
+            print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {log_path}")
+            return
+        if process.poll() is not None:
+            _say_errors(log_path, begin)
+            raise typer.Exit(process.returncode)
+        time.sleep(_POLL_S)
+    err.print(f"kmq: not ready after {_UP_S:.0f} s; it goes on starting. See: kmq status, {log_path}", highlight=False)
+    raise typer.Exit(EXIT_FAILED)
+
+
+def _say_errors(log_path: Path, begin: int) -> None:
+    """What the log says went wrong since `begin`."""
+    with log_path.open("rb") as log:
+        log.seek(begin)
+        lines = [line.rstrip() for line in log.read().decode(errors="replace").splitlines()]
+    for line in [line for line in lines if "level=error" in line] or lines[-5:]:
+        print(line, file=sys.stderr)
+    print(f"kmq: could not start; the whole log is in {log_path}", file=sys.stderr)
+
+
+@app.command(epilog=_examples("kmq down"))
+def down() -> None:
+    """Stop the broker: stages drain from the front, nothing is left in the links."""
+    settings = load()
+    lock = FileLock(f"{settings.pipes}/supervisor.owner")
+    if lock.is_held():
+        fields = dict(part.partition("=")[::2] for part in lock.holder().split())
+        pids = [int(fields["pid"])]
+    else:  # the supervisor was killed: its stages may live
+        status = statuses.collect(settings)
+        pids = [stage.pid for stage in status.stages if statuses.is_stage(stage.pid, stage.name)]
+    if not pids:
+        print("kmq: not up")
+        return
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _DOWN_S
+    while time.monotonic() < deadline:
+        if not any(_is_alive(pid) for pid in pids):
+            print("kmq: down")
+            return
+        time.sleep(_POLL_S)
+    err.print(f"kmq: still running after {_DOWN_S:.0f} s: pid {', '.join(map(str, pids))}", highlight=False)
+    raise typer.Exit(EXIT_FAILED)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- status ------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=_examples("kmq status", "kmq status --logfmt | awk '$1 == \"stage=router\"'", "kmq status --json"))
+def status(
+    as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per stage, for scripts; no rates.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs; no rates.")] = False,
+) -> None:
+    """Show each stage (pid, state, restarts, rate) and what waits in each link. Exit code 1 unless all are ready."""
+    settings = load()
+    if as_logfmt or as_json:
+        found = statuses.collect(settings)
+        if as_json:
+            print(json.dumps({"stages": [vars(stage) for stage in found.stages], "backlog": found.backlog}))
+        else:
+            print(statuses.logfmt(found))
+    else:
+        found = statuses.collect_with_rates(settings)
+        _print_status(settings, found)
+    raise typer.Exit(EXIT_OK if found.ready else EXIT_FAILED)
+
+
+def _print_status(settings: Settings, found: statuses.Status) -> None:
+    if not found.stages:
+        print(f"kmq: instance {settings.instance} is down (data {settings.data})")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("stage", "pid", "state", "restarts", "msg/s", "messages", "last seq", "waits before it"):
+        table.add_column(title, justify="left" if title in ("stage", "state", "waits before it") else "right")
+    before = {
+        "ingress": f"{found.stages[0].connections} connection(s)",
+        "framer": f"raw {found.backlog['raw_bytes']:,} B",
+        "durability": f"framed {found.backlog['framed_messages']:,} of {settings.ring_slots:,} msg",
+        "router": f"durable {found.backlog['durable_messages']:,} of {settings.ring_slots:,} msg",
+    }
+    for s in found.stages:
+        colour = {"ready": "green", "draining": "yellow", "recovering": "yellow"}.get(s.state, "red")
+        seq = "" if s.name == "ingress" else f"{s.seq:,}"
+        cells = (f"{s.restarts}", f"{s.rate:,.0f}", f"{s.messages:,}", seq, before[s.name])
+        table.add_row(s.name, str(s.pid), f"[{colour}]{s.state}[/]", *cells)
+    out.print(table)
+    refused, dropped = sum(s.refused for s in found.stages), sum(s.dropped for s in found.stages)
+    if refused or dropped:
+        out.print(f"refused at ingress: {refused:,}   dropped (see dropped.log): {dropped:,}", highlight=False)
+
+
+# --- produce -----------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples(
+        "kmq produce test.probe -m hello",
+        "kmq produce orders.new < /etc/hostname",
+        "printf 'test.probe|0|1|hi\\n' | kmq produce --raw",
+    )
+)
+def produce(
+    routing_key: Annotated[str, typer.Argument(help="<topic> or <topic>.<key>; not with --raw.")] = "",
+    message: Annotated[list[str] | None, typer.Option("--message", "-m", help="A payload; may be given again.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="stdin is whole lines: routing_key|producer_ts|id|payload")
+    ] = False,
+) -> None:
+    """Send messages: one per -m, else one per line of stdin. Fire and forget: nobody says that it is stored."""
+    settings = load()
+    if raw == bool(routing_key):
+        raise ConfigError("give a routing key, or --raw for lines that bring their own")
+    if "|" in routing_key or "\n" in routing_key:
+        raise ConfigError(f"routing key {routing_key!r}: must not hold | or a newline")
+    if message:
+        payloads: Iterable[bytes] = (os.fsencode(text) for text in message)
+    else:
+        payloads = _lines(sys.stdin.buffer)
+    key = os.fsencode(routing_key)
+    lines = (payload + b"\n" for payload in payloads) if raw else (format_message(key, p) for p in payloads)
+    port = read_port(settings, "ingress", settings.port)
+    with LineSender(settings.host, port) as sender:
+        for line in _with_progress(lines, "sending"):
+            sender.send(line)
+    print(f"sent {sender.sent}")
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    for line in stream:
+        yield line.removesuffix(b"\n")
+
+
+def _with_progress(items: Iterable[bytes], what: str) -> Iterator[bytes]:
+    """`items`, with a count on the terminal while they go by."""
+    columns = (SpinnerColumn(), TextColumn(what + " {task.completed:,.0f}"), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        for number, item in enumerate(items, 1):
+            yield item
+            if number % 1024 == 0:
+                progress.update(task, completed=number)
+
+
+# --- topics ------------------------------------------------------------------------------------------------------
+
+
+@topics_app.command("create", epilog=_examples("kmq topics create orders --partitions 4", "kmq topics create jobs.eu"))
+def create(
+    name: Annotated[str, typer.Argument(help="[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")],
+    partitions: Annotated[int, typer.Option("--partitions", "-p", help="1 to 1024; fixed for the topic's life.")] = 1,
+) -> None:
+    """Declare a topic. It is in force from the next message that is routed on."""
+    settings = load()
+    open_data(settings.data)
+    declarations.declare(settings.data, name, partitions)
+    deadline = time.monotonic() + _ADOPT_S
+    while statuses.collect(settings).ready and time.monotonic() < deadline:
+        from_seq = declarations.load(settings.data, name)[1]
+        if from_seq is not None:
+            print(f"topic {name}: {partitions} partition(s), in force from seq {from_seq}")
+            return
+        time.sleep(_POLL_S)
+    print(f"topic {name}: {partitions} partition(s), in force when the router has taken it up")
+
+
+@topics_app.command("list", epilog=_examples("kmq topics list", "kmq topics list --logfmt"))
+def list_topics(as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per partition.")] = False) -> None:
+    """List topics with their partitions, messages and bytes."""
+    settings = load()
+    open_data(settings.data)
+    table = Table("topic", box=None, pad_edge=False, header_style="bold")
+    for title in ("partition", "messages", "bytes", "in force from seq"):
+        table.add_column(title, justify="right")
+    for name, partitions, from_seq in declarations.listing(settings.data):
+        for partition in range(partitions):
+            messages, size = end_offset(settings.data, name, partition)
+            if as_logfmt:
+                print(f"topic={name} partition={partition} messages={messages} bytes={size} from_seq={from_seq or 0}")
+            else:
+                since = "pending" if from_seq is None else str(from_seq)
+                table.add_row(name, str(partition), f"{messages:,}", f"{size:,}", since)
+    if not as_logfmt:
+        out.print(table)
+
+
+# --- redrive -----------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog=_examples(
+        "kmq redrive dead --to 'test.recovered_{key}' --dry-run",
+        "kmq redrive dead --to 'test.recovered_{key}' --key 'letter_*' --from-seq 1",
+    )
+)
+def redrive(
+    topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not touched.")],
+    to: Annotated[str, typer.Option("--to", help="New routing key; may use {routing_key}, {topic}, {key}.")],
+    key: Annotated[str, typer.Option("--key", help="Only records whose key matches this glob.")] = "*",
+    from_seq: Annotated[int, typer.Option("--from-seq", help="Only records with this seq or a later one.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
+) -> None:
+    """Send the records of a queue through the broker again, under new routing keys, as new messages."""
+    settings = load()
+    chosen = redriving.select(settings.data, topic, to, key, from_seq)
+    if dry_run:
+        count = 0
+        for old, new, _ in chosen:
+            print(f"{old.decode('latin-1')} -> {new.decode('latin-1')}")
+            count += 1
+        print(f"would redrive {count} of {topic}")
+        return
+    lines = [line for _, _, line in chosen]  # read before anything is sent: the target may be the same queue
+    with LineSender(settings.host, read_port(settings, "ingress", settings.port)) as sender:
+        for line in _with_progress(lines, "redriving"):
+            sender.send(line)
+    print(f"redriven {sender.sent} of {topic}")
+
+
+def main() -> None:
+    """Entry point: KmqError becomes one line on stderr and its exit code."""
+    try:
+        app()
+    except KmqError as error:
+        print(f"kmq: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(RetryError.exit_code) from None
+
+
+__all__ = ["STAGES", "main"]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What `kmq status` shows: how each stage is, and what waits in each link. Looks only; touches nothing."""
+
+import os
+import time
+
+from kmq.links import fifo, ring
+from kmq.logfmt import pairs
+from kmq.settings import STAGES, Settings
+from kmq.stats import Row, peek
+
+_STALE_S = 2.0  # without a heartbeat for this long a stage is stopped, hung or dead
+_SAMPLE_S = 0.5  # rates are measured over this long
+
+
+class StageStatus:
+    """One line of the table."""
+
+    def __init__(self, name: str, row: Row) -> None:
+        self.name, self.pid = name, row.pid
+        self.messages, self.bytes, self.seq = row.messages, row.bytes, row.seq
+        self.restarts, self.refused, self.dropped, self.connections = (
+            row.restarts,
+            row.refused,
+            row.dropped,
+            row.connections,
+        )
+        self.started = row.started
+        self.age_s = row.age_s
+        self.state = self._state(row)
+        self.rate = 0.0
+
+    def _state(self, row: Row) -> str:
+        if not row.pid:
+            return "down"
+        if row.state_name == "stopped":
+            return "stopped"
+        if row.age_s <= _STALE_S:
+            return row.state_name
+        # Whether it is dead can only be told where its pid means something to us.
+        return "silent" if is_stage(row.pid, self.name) else "dead"
+
+
+class Status:
+    """The whole broker at one moment."""
+
+    def __init__(self, stages: list[StageStatus], backlog: dict[str, int]) -> None:
+        self.stages, self.backlog = stages, backlog
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.stages) and all(stage.state == "ready" for stage in self.stages)
+
+
+def is_stage(pid: int, name: str) -> bool:
+    """Whether the process `pid` is that stage: a pid may have been given to somebody else since."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return f"stages.{name}".encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def collect(settings: Settings) -> Status:
+    """How it is now, without rates."""
+    page = peek(settings.instance)
+    if page is None or f"data={os.path.abspath(settings.data)}" not in page.identity():
+        return Status([], {})
+    stages = [StageStatus(name, page.rows[name]) for name in STAGES]
+    waiting = {"raw_bytes": 0}
+    path = f"{settings.pipes}/raw"
+    if os.path.exists(path):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        waiting["raw_bytes"] = fifo.waiting_bytes(fd)
+        os.close(fd)
+    for name in ("framed", "durable"):
+        waiting[f"{name}_messages"] = ring.backlog(settings.instance, name)
+    return Status(stages, waiting)
+
+
+def collect_with_rates(settings: Settings) -> Status:
+    """As collect, with messages per second measured over a moment."""
+    before, at = collect(settings), time.monotonic()
+    time.sleep(_SAMPLE_S)
+    now, span = collect(settings), time.monotonic() - at
+    for old, new in zip(before.stages, now.stages, strict=False):
+        new.rate = max(0.0, (new.messages - old.messages) / span)
+    return now
+
+
+def logfmt(status: Status) -> str:
+    """One line per stage and one for the links: for scripts."""
+    lines = [
+        pairs(
+            stage=s.name,
+            pid=s.pid,
+            state=s.state,
+            restarts=s.restarts,
+            messages=s.messages,
+            bytes=s.bytes,
+            rate=round(s.rate),
+            seq=s.seq,
+            refused=s.refused,
+            dropped=s.dropped,
+            connections=s.connections,
+            heartbeat_age_s=f"{s.age_s:.1f}",
+        )
+        for s in status.stages
+    ]
+    return "\n".join([*lines, pairs(links="backlog", **status.backlog)])

@@ -1,0 +1,139 @@
+"""Starts the four stages on one machine, watches them and starts a dead one again: what kubelet does in a pod.
+
+Owner       pipes/supervisor.owner: one supervisor for one broker.
+Promise     A stage that ends is started again while the others go on, at once the first time, then with a growing
+            pause if it keeps dying young. An exit code that says restarting cannot help (errors.py) stops the pod with
+            that code. SIGTERM is passed to all stages at once; they drain from the front by themselves.
+Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART
+from kmq.links import ring
+from kmq.links.ownership import FileLock, describe
+from kmq.log.identity import open_data
+from kmq.logfmt import Log
+from kmq.settings import DRAIN_S, STAGES, Settings
+from kmq.stats import StatsPage
+
+_YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
+_PAUSE_S = (0.1, 5.0)  # first and longest wait
+_KILL_AFTER_S = DRAIN_S + 5.0  # stages end by themselves after DRAIN_S; a stopped (SIGSTOP) one never would
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+
+
+class _Child:
+    """One stage under supervision."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pid = 0
+        self.started = 0.0
+        self.pause = 0.0
+        self.due = 0.0  # when to start it, while pid is 0
+
+
+class Supervisor:
+    """Runs the stages until it is told to stop or one of them cannot go on."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.log = Log("supervisor")
+        self.children = [_Child(name) for name in STAGES]
+        self.stopping_since = 0.0
+        self.exit_code = EXIT_OK
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
+        self.environment = kept | settings.environment()
+
+    def run(self) -> int:
+        """Supervise until the end; returns the exit code."""
+        settings = self.settings
+        os.makedirs(settings.pipes, exist_ok=True)
+        data_id = open_data(settings.data)
+        owner = FileLock(f"{settings.pipes}/supervisor.owner")
+        owner.acquire("this broker", describe("supervisor", settings.data))
+        # Blocked here and taken by sigtimedwait, so that none can fall between a look and a wait; the children
+        # get an empty mask.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        page = StatsPage(settings.instance, data_id, settings.data)
+        for name in STAGES:
+            page.rows[name].restarts = 0
+        while not self._all_gone():
+            self._start_due(page)
+            info = signal.sigtimedwait(_SIGNALS, self._next_wait())
+            if info is not None and info.si_signo in (signal.SIGTERM, signal.SIGINT):
+                self._stop(EXIT_OK)
+            self._reap()
+            self._kill_overdue()
+        self._clean_up()
+        owner.release()
+        self.log.info("stopped", exit_code=self.exit_code)
+        return self.exit_code
+
+    def _all_gone(self) -> bool:
+        return bool(self.stopping_since) and not any(child.pid for child in self.children)
+
+    def _start_due(self, page: StatsPage) -> None:
+        now = time.monotonic()
+        for child in self.children:
+            if not child.pid and not self.stopping_since and child.due <= now:
+                argv = [sys.executable, "-m", f"stages.{child.name}"]
+                child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[])
+                if child.started:
+                    page.rows[child.name].restarts += 1
+                child.started = now
+
+    def _next_wait(self) -> float:
+        now = time.monotonic()
+        due = [child.due - now for child in self.children if not child.pid]
+        return max(0.0, min([1.0, *due]))
+
+    def _reap(self) -> None:
+        for child in self.children:
+            if not child.pid:
+                continue
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                child.pid = 0
+                self._ended(child, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, child: _Child, code: int) -> None:
+        """`code` is the exit code, or minus the signal that ended it."""
+        how = EXIT_NAMES.get(code, "killed" if code < 0 else "crashed")
+        if self.stopping_since:
+            if code != EXIT_OK:
+                self.log.warn("stage_ended", name=child.name, code=code, how=how)
+            return
+        if code in NO_RESTART and code != EXIT_OK:
+            self.log.error("stage_cannot_go_on", name=child.name, code=code, how=how, effect="the pod stops")
+            self._stop(code)
+            return
+        age = time.monotonic() - child.started
+        child.pause = min(max(child.pause * 2, _PAUSE_S[0]), _PAUSE_S[1]) if age < _YOUNG_S else 0.0
+        child.due = time.monotonic() + child.pause
+        self.log.warn("stage_ended", name=child.name, code=code, how=how, restart_in_s=child.pause)
+
+    def _stop(self, code: int) -> None:
+        if not self.stopping_since:
+            self.stopping_since = time.monotonic()
+            self.exit_code = code
+        for child in self.children:
+            if child.pid:
+                os.kill(child.pid, signal.SIGTERM)
+
+    def _kill_overdue(self) -> None:
+        if self.stopping_since and time.monotonic() - self.stopping_since > _KILL_AFTER_S:
+            for child in self.children:
+                if child.pid:
+                    self.log.warn("stage_killed", name=child.name, reason="did not drain in time")
+                    os.kill(child.pid, signal.SIGKILL)
+
+    def _clean_up(self) -> None:
+        """After a clean stop with nothing left in the rings, leave nothing behind in /dev/shm."""
+        if self.exit_code == EXIT_OK and ring.is_drained(self.settings.instance, "framed", "durable"):
+            for name in ("framed", "durable"):
+                ring.remove(self.settings.instance, name)
