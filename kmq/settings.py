@@ -9,6 +9,7 @@ Flags, `--help` texts and the README's table are all derived from `SETTINGS`.
 
 import os
 import re
+from collections.abc import Callable
 
 from kmq.errors import ConfigError
 
@@ -50,9 +51,9 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-def _ranged(parse, low, high, unit):  # type: ignore[no-untyped-def]
+def _ranged(parse: Callable[[str], int], low: int, high: int, unit: str) -> Callable[[str], int]:
     def check(text: str) -> int:
-        value: int = parse(text)
+        value = parse(text)
         if not low <= value <= high:
             raise ValueError(f"must be between {low} and {high}{unit}")
         return value
@@ -60,7 +61,7 @@ def _ranged(parse, low, high, unit):  # type: ignore[no-untyped-def]
     return check
 
 
-def _one_of(*choices: str):  # type: ignore[no-untyped-def]
+def _one_of(*choices: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         if text not in choices:
             raise ValueError("must be " + " or ".join(choices))
@@ -81,10 +82,10 @@ def _text(text: str) -> str:
     return text
 
 
-def _only(value: str, issue: str):  # type: ignore[no-untyped-def]
+def _only(value: str, what: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         if text.strip().lower() != value:
-            raise ValueError(f"only {value!r} is available in this version ({issue})")
+            raise ValueError(f"only {value!r} is available in this version ({what})")
         return value
 
     return check
@@ -93,7 +94,7 @@ def _only(value: str, issue: str):  # type: ignore[no-untyped-def]
 class Setting:
     """One row of the table: `env` name, attribute of Settings, default as text, parser, one line of help."""
 
-    def __init__(self, env: str, attribute: str, default: str, parse, help: str) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, env: str, attribute: str, default: str, parse: Callable[[str], int | str], help: str) -> None:
         self.env, self.attribute, self.default, self.parse, self.help = env, attribute, default, parse, help
 
 

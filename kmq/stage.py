@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError, Stopped
 from kmq.links.fifo import open_fifo
+from kmq.links.layout import Identity, make_identity
 from kmq.links.ownership import describe
-from kmq.links.ring import Identity, make_identity
 from kmq.links.staging import area_bytes
 from kmq.log.identity import open_data
 from kmq.logfmt import Log

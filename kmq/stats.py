@@ -13,7 +13,7 @@ import os
 import time
 
 from kmq.errors import BusyError, ConfigError
-from kmq.links.ring import SHM
+from kmq.links.layout import SHM
 from kmq.settings import OWNER_WAIT_S, STAGES
 
 _TEXT = 1024  # bytes of the identity line
@@ -41,6 +41,7 @@ class Row:
     """The words of one process: attributes read and write shared memory."""
 
     __slots__ = ("_words",)
+    _words: memoryview
 
     def __init__(self, words: memoryview) -> None:
         object.__setattr__(self, "_words", words)

@@ -3,7 +3,7 @@
 import os
 import time
 
-from kmq.links import fifo, ring
+from kmq.links import fifo, layout
 from kmq.logfmt import pairs
 from kmq.settings import STAGES, Settings
 from kmq.stats import Row, peek
@@ -73,7 +73,7 @@ def collect(settings: Settings) -> Status:
         waiting["raw_bytes"] = fifo.waiting_bytes(fd)
         os.close(fd)
     for name in ("framed", "durable"):
-        waiting[f"{name}_messages"] = ring.backlog(settings.instance, name)
+        waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
     return Status(stages, waiting)
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 
 from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART
-from kmq.links import ring
+from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
@@ -134,6 +134,6 @@ class Supervisor:
 
     def _clean_up(self) -> None:
         """After a clean stop with nothing left in the rings, leave nothing behind in /dev/shm."""
-        if self.exit_code == EXIT_OK and ring.is_drained(self.settings.instance, "framed", "durable"):
+        if self.exit_code == EXIT_OK and layout.is_drained(self.settings.instance, "framed", "durable"):
             for name in ("framed", "durable"):
-                ring.remove(self.settings.instance, name)
+                layout.remove(self.settings.instance, name)

@@ -17,8 +17,9 @@ import sys
 import time
 
 from kmq.errors import CorruptError, RetryError
+from kmq.links.layout import Block
 from kmq.links.ownership import FileLock
-from kmq.links.ring import Block, RingReader, RingWriter
+from kmq.links.ring import RingReader, RingWriter
 from kmq.log import dropped
 from kmq.log.wal import Wal
 from kmq.settings import MIB
@@ -133,7 +134,7 @@ def run(stage: Stage) -> None:
     framed = stage.wait_for("ring framed, from the framer", attach)
     assert isinstance(framed, RingReader)
     recover_wal(stage, wal, framed)
-    durable = RingWriter.open(
+    durable = RingWriter(
         settings.instance,
         "durable",
         stage.ring_identity("durable"),
@@ -160,9 +161,8 @@ def run(stage: Stage) -> None:
         if not busy:
             framed.wait()
     wal.close()
-    for ring in (durable, framed):
-        ring.close()
-        ring.lock.release()
+    durable.close()
+    framed.close()
     owner.release()
 
 

@@ -20,8 +20,9 @@ from itertools import accumulate
 from kmq import framing, record
 from kmq.errors import CorruptError
 from kmq.links.fifo import waiting_bytes
+from kmq.links.layout import Commit
 from kmq.links.ownership import FileLock
-from kmq.links.ring import Commit, RingWriter
+from kmq.links.ring import RingWriter
 from kmq.links.staging import Staging, area_bytes
 from kmq.log import dropped, wal
 from kmq.stage import Stage, main
@@ -40,7 +41,7 @@ def open_ring(stage: Stage) -> RingWriter:
         seq, recv_ts = wal.last_stored(data)
         return max([seq, *(r.last for r in named)]) + 1, recv_ts
 
-    ring = RingWriter.open(
+    ring = RingWriter(
         stage.settings.instance, "framed", stage.ring_identity("framed"), stage.who, next_after_wal, stage.log
     )
     in_wal = next_after_wal()[0] - 1
@@ -161,7 +162,6 @@ def run(stage: Stage) -> None:
         elif not busy:
             poll.poll(_IDLE_MS)
     ring.close()
-    ring.lock.release()
     owner.release()
 
 

@@ -177,7 +177,7 @@ def answer(question: bytes, durable_seq: int) -> bytes:
 
 def _accept(server: socket.socket, stage: Stage) -> list[tuple[socket.socket, tuple[str, int]]]:
     """All connections that wait."""
-    accepted = []
+    accepted: list[tuple[socket.socket, tuple[str, int]]] = []
     while True:
         try:
             sock, peer = server.accept()

@@ -14,8 +14,9 @@ Crash       The logs are copies and the WAL is the truth. A start looks at every
 import sys
 import time
 
+from kmq.links.layout import Block
 from kmq.links.ownership import FileLock
-from kmq.links.ring import Block, RingReader
+from kmq.links.ring import RingReader
 from kmq.log import dropped
 from kmq.log.dropped import without
 from kmq.log.queues import Queues
@@ -90,7 +91,6 @@ def run(stage: Stage) -> None:
             ring.wait()
     queues.close()
     ring.close()
-    ring.lock.release()
     owner.release()
 
 

@@ -17,7 +17,8 @@ Not covered A write whose last byte is NUL, cut off by a full area and then by a
 import mmap
 import os
 
-from kmq.links.ring import BLOCKS, Commit, RingWriter
+from kmq.links.layout import BLOCKS, Commit
+from kmq.links.ring import RingWriter
 from kmq.settings import KIB
 
 READ_BYTES = 256 * KIB  # taken from the FIFO at once: fits the second-level cache, some blocks of short lines

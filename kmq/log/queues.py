@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
-from kmq.links.ring import Block
+from kmq.links.layout import Block
 from kmq.log import checkpoint, dropped, topics, wal
 from kmq.log.disk import WaitForRoom, replace_file
 from kmq.log.partition import EMPTY, PartitionLog, State, log_path, recover, size_of
