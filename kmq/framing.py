@@ -1,8 +1,8 @@
 """From the text of the FIFO to the lines of a block.
 
-`parse` takes whole lines as they came through the FIFO and returns the lines as they will be stored (without seq and
-time), and for each how far into the text it reaches, so that a block can be committed together with exactly the bytes
-it came from. Well-formed lines go through in one piece; only text with something else in it is looked at line by line.
+A batch is the lines as they will be stored (without seq and time), and for each how far into the text it reaches, so that
+a block can be committed together with exactly the bytes it came from. Well-formed lines go through in one piece (`plain`);
+only text with something else in it is looked at line by line (`untangle`, `parse`).
 
 A long line arrives as pieces, `+…` and at last `-…`. Lines of other writers may lie between the pieces; `untangle` moves
 them in front, so that what is unfinished is always the end of the text and can be carried on as it is.
@@ -25,16 +25,17 @@ class Batch:
         self.key = key  # the routing key that all lines share, or b""
 
 
+def plain(text: bytes) -> Batch | None:
+    """The batch of a text that is well-formed lines and nothing else, or None: the way nearly everything goes."""
+    if record.good_prefix(text) != len(text):
+        return None
+    lines = text.split(b"\n")
+    lines.pop()
+    return Batch(lines, None, len(text), record.common_key(text, lines))
+
+
 def parse(text: bytes, max_line: int) -> Batch:
-    """`text` is whole lines, untangled. See Batch."""
-    if record.good_prefix(text) == len(text):
-        lines = text.split(b"\n")
-        lines.pop()
-        return Batch(lines, None, len(text), record.common_key(text, len(lines)))
-    return _parse_each(text, max_line)
-
-
-def _parse_each(text: bytes, max_line: int) -> Batch:
+    """The batch of any whole lines, untangled: control lines are obeyed, what is no message is wrapped."""
     lines: list[bytes] = []
     ends: list[int] = []
     pieces: list[bytes] = []

@@ -9,7 +9,7 @@ line that is not.
 """
 
 import re
-from base64 import b64encode
+from binascii import b2a_base64
 
 MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
 RESERVED = (b"append", b"dropped")  # their symlinks <topic>.log would be the broker's own files
@@ -42,16 +42,21 @@ def good_prefix(data: bytes) -> int:
 
 def has_control_line(data: bytes | bytearray, start: int, end: int) -> bool:
     """Whether a line in data[start:end] begins with a control byte. `start` is the start of a line."""
+    if all(data.find(byte, start, end) < 0 for byte in CONTROL):
+        return False  # finding no such byte at all is ten times faster than looking at the start of every line
     return data[start] in CONTROL or _CONTROL_LINE.search(data, start, end) is not None
 
 
-def common_key(data: bytes, count: int) -> bytes:
-    """The routing key that all `count` lines of `data` share, or b"" where they differ.
+def common_key(data: bytes, lines: list[bytes]) -> bytes:
+    """The routing key that all `lines` share (`data` is the same lines in one piece), or b"" where they differ.
 
-    Exact, not a guess: a newline before the key ties it to the start of a line.
+    Exact, not a guess: a newline before the key ties it to the start of a line. Lines of many keys seldom end as they
+    began, so the last line answers for most of them.
     """
-    key = data[: data.index(b"|") + 1]
-    return key[:-1] if data.count(b"\n" + key) == count - 1 else b""
+    key = lines[0][: lines[0].index(b"|") + 1]
+    if lines[-1].startswith(key) and data.count(b"\n" + key) == len(lines) - 1:
+        return key[:-1]
+    return b""
 
 
 def is_topic(name: str) -> bool:
@@ -84,7 +89,7 @@ def malformed(reason: str, original: bytes, length: int, max_line: int) -> bytes
     `length` is the original's length in bytes, `original` may already be cut. The payload is at most `max_line`.
     """
     if 0 in original:
-        payload, encoding = b64encode(original[: max_line // 4 * 3]), b";enc=b64"
+        payload, encoding = b2a_base64(original[: max_line // 4 * 3], newline=False), b";enc=b64"
     else:
         payload, encoding = original[:max_line], b""
     return b"%b||;reason=%b;len=%d%b|%b" % (MALFORMED, reason.encode(), length, encoding, payload)

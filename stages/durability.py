@@ -61,9 +61,8 @@ class Durability:
         blocks = self.framed.take()
         if blocks:
             self._name_gap(blocks[0])
-            copies = [bytes(block.data) for block in blocks]
-            self._store(blocks, copies)
-            self._show(blocks, copies)
+            self._store(blocks)
+            self._show(blocks)
             self.framed.release(blocks[-1])
         if time.monotonic_ns() - self._noted > _NOTE_NS:
             self.wal.note_open_block()
@@ -83,14 +82,10 @@ class Durability:
         row.dropped += block.first_seq - expected
         self.stage.log.warn("dropped", ring="framed", first_seq=expected, last_seq=self.named)
 
-    def _store(self, blocks: list[Block], copies: list[bytes]) -> None:
+    def _store(self, blocks: list[Block]) -> None:
         """Append what the WAL does not have yet and sync it: the commit point."""
         wal, row = self.wal, self.stage.row
-        new = [
-            (copy, block.first_seq, block.count, block.recv_ts)
-            for block, copy in zip(blocks, copies, strict=True)
-            if block.first_seq > wal.last_seq
-        ]
+        new = [(b.data, b.first_seq, b.count, b.recv_ts) for b in blocks if b.first_seq > wal.last_seq]
         if not new:
             return
         wal.append(new)
@@ -103,18 +98,18 @@ class Durability:
         self.stage.has_room()
         row.seq = wal.last_seq
         row.messages += sum(count for _, _, count, _ in new)
-        row.bytes += sum(len(copy) for copy, *_ in new)
+        row.bytes += sum(len(data) for data, *_ in new)
 
-    def _show(self, blocks: list[Block], copies: list[bytes]) -> None:
+    def _show(self, blocks: list[Block]) -> None:
         """Push what `durable` does not have yet."""
         durable = self.durable
-        for block, copy in zip(blocks, copies, strict=True):
+        for block in blocks:
             if block.first_seq < durable.last.next_seq:
                 continue
-            if not durable.has_room(len(copy), block.count):
-                while not durable.wait_room(len(copy), block.count):
+            if not durable.has_room(len(block.data), block.count):
+                while not durable.wait_room(len(block.data), block.count):
                     self.stage.check()
-            durable.append(copy, block.first_seq, block.count, block.key_length, block.recv_ts)
+            durable.append(block.data, block.first_seq, block.count, block.key_length, block.recv_ts)
         self.stage.beat()
 
 

@@ -65,11 +65,13 @@ class Framer:
         text = staging.lines()
         if not text:
             return staging.filled == staging.size and self._endless()
-        ordered = framing.untangle(text)
-        if ordered is not text:
-            self._carry(staging.consumed + len(text), ordered)
-            return True
-        batch = framing.parse(text, self.stage.settings.max_line)
+        batch = framing.plain(text)
+        if batch is None:
+            ordered = framing.untangle(text)
+            if ordered is not text:
+                self._carry(staging.consumed + len(text), ordered)
+                return True
+            batch = framing.parse(text, self.stage.settings.max_line)
         if batch.used:
             self._frame(batch)
         return batch.used > 0

@@ -86,8 +86,7 @@ class Ingress:
             elif fd in self.askers:
                 self._answer(fd)
         row = self.stage.row
-        row.messages, row.bytes = self.intake.messages, self.intake.bytes
-        row.refused, row.connections = self.intake.refused, len(self.producers)
+        row.bytes, row.refused, row.connections = self.intake.bytes, self.intake.refused, len(self.producers)
         return bool(events)
 
     def _follow_fifo(self) -> None:

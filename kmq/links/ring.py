@@ -152,10 +152,17 @@ class RingWriter(Ring):
         return True
 
     def _place(self, nbytes: int) -> tuple[int, int]:
-        """(bytes to skip to reach a contiguous place, bytes the block takes there), both added to head."""
-        total = block_bytes(nbytes)
-        at = self._last.head % self.size
-        return (self._last.head + self.size - at if at + total > self.size else self._last.head), total
+        """(position where a block of `nbytes` begins, bytes it takes): the head, or the start of the ring after a skip.
+
+        It skips where the block does not fit before the end, and whenever the ring is empty: a reader that keeps up then
+        works on the same few pages again and again, which stay in the cache and keep the memory small.
+        """
+        total, head = block_bytes(nbytes), self._last.head
+        at = head % self.size
+        is_empty = max(self.cells[TAIL], self._floor) == head
+        if at + total > self.size or (is_empty and total <= at):
+            return head + self.size - at, total
+        return head, total
 
     def _fits(self, total: int, count: int) -> bool:
         cells = self.cells

@@ -21,7 +21,10 @@ from kmq.links.layout import BLOCKS, Commit
 from kmq.links.ring import RingWriter
 from kmq.settings import KIB
 
+_LOOK_BYTES = 64 * KIB  # looked at or zeroed at once: small enough to leave no hole in the heap behind
 READ_BYTES = 256 * KIB  # taken from the FIFO at once: fits the second-level cache, some blocks of short lines
+
+_ZEROS = memoryview(bytes(_LOOK_BYTES))
 
 
 def area_bytes(max_line: int) -> int:
@@ -37,10 +40,8 @@ class Staging:
         self.mm, self._view = ring.mm, ring.view
         self.active = ring.last.area
         self._zero(1 - self.active, size)
-        start = self._start(self.active)
         self.consumed = ring.last.consumed
-        self.filled = len(self.mm[start : start + size].rstrip(b"\0"))  # see Crash
-        self.filled = max(self.filled, self.consumed)
+        self.filled = max(self._content(self.active), self.consumed)
         self._used_other = 0
         # Zeroing and looking touched every page; give the mapping back, the content stays in shared memory.
         page = mmap.PAGESIZE
@@ -50,9 +51,21 @@ class Staging:
     def _start(self, area: int) -> int:
         return BLOCKS + self.ring.size + area * self.size
 
+    def _content(self, area: int) -> int:
+        """Bytes up to the last that is not NUL (see Crash)."""
+        start = self._start(area)
+        for end in range(self.size, 0, -_LOOK_BYTES):
+            first = max(0, end - _LOOK_BYTES)
+            found = len(self.mm[start + first : start + end].rstrip(b"\0"))
+            if found:
+                return first + found
+        return 0
+
     def _zero(self, area: int, length: int) -> None:
         start = self._start(area)
-        self.mm[start : start + length] = bytes(length)
+        for at in range(0, length, _LOOK_BYTES):
+            count = min(_LOOK_BYTES, length - at)
+            self.mm[start + at : start + at + count] = _ZEROS[:count]
 
     def read(self, fd: int) -> int:
         """Read from the FIFO into the active area; bytes read, 0 where it is empty or the area is full."""

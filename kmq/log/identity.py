@@ -5,7 +5,6 @@ Rings carry the id, so that one left by another directory is never read as this 
 
 import contextlib
 import os
-import uuid
 
 from kmq.errors import ConfigError
 from kmq.log.disk import sync_directory
@@ -19,7 +18,7 @@ def open_data(path: str) -> str:
         os.makedirs(f"{path}/append", exist_ok=True)
         os.makedirs(f"{path}/topics", exist_ok=True)
         _write_once(path, "format", FORMAT)
-        _write_once(path, "id", uuid.uuid4().hex)
+        _write_once(path, "id", os.urandom(16).hex())
     except OSError as err:
         raise ConfigError(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename})") from err
     found = read(path, "format")

@@ -17,6 +17,8 @@ from kmq import record
 from kmq.log.disk import AppendFile, Buffer, WaitForRoom
 
 BLOCK_BYTES = 64 << 10
+_HEAD_BYTES = 64  # a seq and a time are shorter
+_WINDOW = 4 << 10  # bytes looked through at once for the end of a line
 
 
 class Entry:
@@ -93,6 +95,15 @@ def _line_at(fd: int, at: int, end: int) -> tuple[int, bytes]:
     return base + start, data[start : stop if stop >= 0 else min(len(data), end - base)]
 
 
+def _line_end(data: Buffer, at: int) -> int:
+    """Where the line that holds byte `at` ends, with its newline. A memoryview has no find, hence the windows."""
+    while True:
+        found = bytes(data[at : at + _WINDOW]).find(b"\n")
+        if found >= 0:
+            return at + found + 1
+        at += _WINDOW
+
+
 class IndexWriter:
     """Follows what is appended to one log file and writes its index.
 
@@ -124,6 +135,7 @@ class IndexWriter:
             data = data[: data.rfind(b"\n") + 1]
             if not data:
                 break
+            # first_seq is not given: after a drop the seqs have gaps
             self.extend(data, position, offset)
             offset += data.count(b"\n")
             position += len(data)
@@ -143,24 +155,29 @@ class IndexWriter:
             file.write(b"".join(entry.line() for entry in entries))
         os.rename(f"{self.path}.new", self.path)
 
-    def extend(self, data: bytes, position: int, offset: int) -> None:
-        """`data`, whole lines, now lies at `position` of the log; its first line is record `offset`."""
+    def extend(self, data: Buffer, position: int, offset: int, first_seq: int = 0) -> None:
+        """`data`, whole lines, now lies at `position` of the log; its first line is record `offset`.
+
+        `first_seq`: where given, the seqs in `data` follow one another from there, so that a line's offset is read off its
+        seq; else the lines before it are counted, which costs more than the crc.
+        """
         at, size = 0, len(data)
         while at < size:
             if self._open is None:
-                recv_ts = data[at : at + 64].split(b"|", 2)[1]
-                self._open = Entry(offset, position + at, 0, recv_ts)
+                fields = bytes(data[at : at + _HEAD_BYTES]).split(b"|", 2)
+                if first_seq:
+                    here = offset + int(fields[0]) - first_seq
+                else:
+                    here = offset + bytes(data[:at]).count(b"\n")
+                self._open = Entry(here, position + at, 0, fields[1])
                 self._length = self._noted = 0
             want = BLOCK_BYTES - self._length
-            end = size if size - at <= want else data.find(b"\n", at + want - 1) + 1
-            part: Buffer = data if at == 0 and end == size else memoryview(data)[at:end]
-            self._open.crc = zlib.crc32(part, self._open.crc)
+            end = size if size - at <= want else _line_end(data, at + want - 1)
+            self._open.crc = zlib.crc32(data[at:end] if at or end < size else data, self._open.crc)
             self._length += end - at
             if self._length >= BLOCK_BYTES:
                 self._pending.append(self._open.line())
                 self._open = None
-                if end < size:  # only a block that begins in here needs to know how many records came before it
-                    offset += data.count(b"\n", at, end)
             at = end
 
     def note_open(self) -> None:

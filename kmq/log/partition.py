@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kmq import record
 from kmq.errors import RetryError
 from kmq.log import segment, wal
-from kmq.log.disk import AppendFile, WaitForRoom, find_nul, find_tail, point_symlink
+from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink
 from kmq.log.index import IndexWriter, last_before
 
 _CHUNK = 1 << 20
@@ -118,12 +118,13 @@ class PartitionLog:
             self._index = IndexWriter(segment.index_path(self.path), self._wait_for_room)
             self._index.resume(self._file.fd, self._file.size, 0)
 
-    def append(self, data: bytes, count: int, first_seq: int, last_seq: int) -> int:
+    def append(self, data: Buffer, count: int, first_seq: int, last_seq: int) -> int:
         """Append `data`, the `count` lines first_seq…last_seq, less those it has already; bytes written."""
         state, file, index = self.state, self._file, self._index
         assert file is not None and index is not None
         if first_seq <= state.last_seq:
-            data = wal.within(data, state.last_seq + 1, last_seq)
+            first_seq = state.last_seq + 1
+            data = wal.within(bytes(data), first_seq, last_seq)
             count = data.count(b"\n")
         if not data:
             return 0
@@ -131,7 +132,7 @@ class PartitionLog:
             raise RetryError(f"{self.path}: changed by somebody else (expected {file.size} bytes)")
         position = file.size
         file.append([data], len(data))
-        index.extend(data, position, state.end_offset)
+        index.extend(data, position, state.end_offset, first_seq if last_seq - first_seq + 1 == count else 0)
         state.end_offset += count
         state.last_seq, state.size = last_seq, file.size
         return len(data)

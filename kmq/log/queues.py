@@ -17,7 +17,7 @@ from kmq import record
 from kmq.errors import CorruptError, RetryError
 from kmq.links.layout import Block
 from kmq.log import checkpoint, dropped, topics, wal
-from kmq.log.disk import WaitForRoom, replace_file
+from kmq.log.disk import Buffer, WaitForRoom, replace_file
 from kmq.log.partition import EMPTY, PartitionLog, State, log_path, recover, size_of
 from kmq.logfmt import Log
 from kmq.routing import Topic, resolve
@@ -26,6 +26,7 @@ from kmq.settings import MIB
 MAX_OPEN = 256  # descriptors; far below the 1024 that a process has by default
 CHECKPOINT_NS = 30_000_000_000
 CHECKPOINT_BYTES = 256 * MIB  # bounds what a restart has to replay
+_STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory
 
 Target = PartitionLog | Topic  # where a routing key leads; a Topic: its partition depends on the seq (no key)
@@ -57,25 +58,25 @@ class Queues:
         written = 0
         mixed: list[bytes] = []
         for block in blocks:
-            data = bytes(block.data)
-            target = self._common_target(data, block.key_length)
+            target = self._common_target(block)
             if target is None:
-                mixed.append(data)
+                mixed.append(bytes(block.data))
                 continue
             written += self._route_lines(mixed)
             mixed = []
-            written += self._deliver(target, [data], block.count, block.first_seq, block.last_seq)
+            written += self._deliver(target, block.data, block.count, block.first_seq, block.last_seq)
         written += self._route_lines(mixed)
         self.routed_seq = blocks[-1].last_seq
         self._bytes_since += written
         return written
 
-    def _common_target(self, data: bytes, key_length: int) -> PartitionLog | None:
+    def _common_target(self, block: Block) -> PartitionLog | None:
         """The one log where all lines of a block go, if the framer saw that they share their routing key."""
-        if not key_length:
+        if not block.key_length:
             return None
-        at = data.index(b"|", data.index(b"|") + 1) + 1
-        target = self._target(data[at : at + key_length], record.seq_of(data[:at]))
+        head = bytes(block.data[: _STAMP_BYTES + block.key_length])
+        at = head.index(b"|", head.index(b"|") + 1) + 1
+        target = self._target(head[at : at + block.key_length], block.first_seq)
         return target if isinstance(target, PartitionLog) else None
 
     def _route_lines(self, chunks: list[bytes]) -> int:
@@ -96,7 +97,9 @@ class Queues:
         written = 0
         for log, queued in _spread(groups, self._log_of).items():
             first, last = record.seq_of(queued[0]), record.seq_of(queued[-1])
-            written += self._deliver(log, [b"\n".join(queued), b"\n"], len(queued), first, last)
+            count = len(queued)
+            queued.append(b"")  # the newline of the last line
+            written += self._deliver(log, b"\n".join(queued), count, first, last)
         return written
 
     def _target(self, routing_key: bytes, seq: int) -> Target:
@@ -134,15 +137,13 @@ class Queues:
             self._logs[at] = log
         return log
 
-    def _deliver(self, log: PartitionLog, buffers: list[bytes], count: int, first: int, last: int) -> int:
-        if last <= log.state.last_seq:
+    def _deliver(self, log: PartitionLog, data: Buffer, count: int, first_seq: int, last_seq: int) -> int:
+        if last_seq <= log.state.last_seq:
             return 0
         self._use(log)
         self._unsynced.add(log)
         self._unnoted.add(log)
-        if len(buffers) > 1:
-            buffers = [b"".join(buffers)]
-        return log.append(buffers[0], count, first, last)
+        return log.append(data, count, first_seq, last_seq)
 
     def _use(self, log: PartitionLog) -> None:
         """Have it open, closing the longest unused one where there are too many."""

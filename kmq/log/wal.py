@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from kmq import record
 from kmq.errors import CorruptError, RetryError
 from kmq.log import segment
-from kmq.log.disk import AppendFile, WaitForRoom, find_nul, find_tail, point_symlink, sync_directory
+from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink, sync_directory
 from kmq.log.index import IndexWriter, last_before, read_entries
 
 _READ_BYTES = 1 << 20
@@ -96,13 +96,13 @@ class Wal:
     def size(self) -> int:
         return self._file.size
 
-    def append(self, blocks: list[tuple[bytes, int, int, int]]) -> None:
+    def append(self, blocks: list[tuple[Buffer, int, int, int]]) -> None:
         """Append (lines, first seq, count, recv_ts) blocks in one write; not yet durable."""
         file = self._file
         position = file.size
         file.append([data for data, *_ in blocks], sum(len(data) for data, *_ in blocks))
         for data, first_seq, count, recv_ts in blocks:
-            self._index.extend(data, position, first_seq)
+            self._index.extend(data, position, first_seq, first_seq)
             position += len(data)
             self.last_seq, self.last_ts = first_seq + count - 1, recv_ts
 
