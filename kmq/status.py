@@ -63,7 +63,7 @@ def is_stage(pid: int, name: str) -> bool:
 def collect(settings: Settings) -> Status:
     """How it is now, without rates."""
     page = peek(settings.instance)
-    if page is None or f"data={os.path.abspath(settings.data)}" not in page.identity():
+    if page is None or not page.identity().endswith(f" data={os.path.abspath(settings.data)}"):
         return Status([], {})
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     waiting = {"raw_bytes": 0}
