@@ -1,0 +1,182 @@
+# What the scenario scripts share: a pod to drive, counts over all segments, checks, the end. Sourced, not run.
+#
+# A scenario takes the pod as it is: the one that is up, with that one's settings, or a new one with the settings of
+# this shell. It counts what it adds, so it can be run again on a directory that has been used. Nobody else should send
+# meanwhile. At the end the pod is as it was: up or down, with its own settings.
+
+set -euo pipefail
+shopt -s inherit_errexit
+export LC_ALL=C
+PATH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd):$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin:$PATH
+command -v kmq >/dev/null || { echo "kmq is not installed; run: make setup" >&2; exit 78; }
+
+scenario=${0##*scenario-}
+scratch=$(mktemp -d)
+failed=0 checks=0 finished='' before=''  # before: how the pod was, "up" or "down"
+declare -A restore=()                    # settings of the pod that was up, to give back to it
+trap at_exit EXIT
+
+# --- saying ----------------------------------------------------------------------------------------------------------
+
+say() { echo "scenario=$scenario $*"; }
+
+# check NAME WANT GOT
+check() {
+    local result=pass
+    [[ $2 == "$3" ]] || { result=fail failed=$((failed + 1)); }
+    checks=$((checks + 1))
+    say "check=$1 want=${2// /_} got=${3// /_} result=$result"
+}
+
+finish() {
+    finished=yes
+    exit $((failed > 0))
+}
+
+at_exit() {
+    local code=$?
+    trap - EXIT
+    set +e
+    pause_ends
+    give_back
+    rm -rf "$scratch"
+    if [[ $finished ]]; then
+        say "checks=$checks failed=$failed duration_s=$SECONDS result=$([[ $code == 0 ]] && echo pass || echo fail)"
+    else
+        say "result=error reason=\"ended before its last check\" exit_code=$code"
+        [[ $code != 0 ]] || code=1
+    fi
+    exit "$code"
+}
+
+# --- the pod -----------------------------------------------------------------------------------------------------------
+
+# One field of one line of `kmq status --logfmt`: status stage=router pid
+status() {
+    { kmq status --logfmt || true; } | awk -v line="$1" -v name="$2=" '
+        $1 == line { for (i = 2; i <= NF; i++) if (index($i, name) == 1) print substr($i, length(name) + 1) }'
+}
+
+pid() { status "stage=$1" pid; }
+seq_of() { status "stage=$1" seq; }
+
+# wait_for SECONDS COMMAND…: until it succeeds; what never comes ends the scenario
+wait_for() {
+    local deadline=$((SECONDS + $1))
+    shift
+    until "$@"; do
+        if ((SECONDS > deadline)); then
+            say "error=timeout waited_for=\"$*\"" >&2
+            exit 1
+        fi
+        sleep 0.05
+    done
+}
+
+ready() { kmq status --logfmt >/dev/null; }
+reached() { (($(seq_of "$1") >= $2)); }  # reached STAGE SEQ
+
+# Nothing on the way: all links empty, all stages at the same seq.
+idle() {
+    { kmq status --logfmt || true; } | awk '
+        /^links=/ { for (i = 2; i <= NF; i++) { split($i, f, "="); waits += f[2] } }
+        $1 ~ /=(framer|durability|router)$/ { for (i = 2; i <= NF; i++) if ($i ~ /^seq=/) seen[$i] = 1 }
+        END { for (s in seen) different++; exit waits > 0 || different != 1 }'
+}
+
+# The settings of the pod that is up: its stages have all of them in their environment.
+adopt() {
+    local name pid
+    pid=$(pid framer)
+    for name in "${!KMQ_@}" "${!RB_@}"; do unset "$name"; done
+    while IFS= read -r -d '' name; do
+        case $name in KMQ_* | RB_*) export "$name" ;; esac
+    done <"/proc/$pid/environ"
+}
+
+# Value in force of a setting, for the ring policies that follow a general one too.
+in_force() {
+    case $1 in RB_OVERFLOW_POLICY_*) echo "${!1:-${RB_OVERFLOW_POLICY:-block}}" ;; *) echo "${!1:-}" ;; esac
+}
+
+# use_pod [NAME=VALUE…]: a pod that is up, idle and has these settings. Sets data, pipes and s0, the last seq so far.
+use_pod() {
+    local want name
+    kmq status --logfmt >/dev/null || (($? == 1)) || exit 78  # a setting is wrong, and kmq has said which
+    if [[ $(status stage=router state) == silent ]]; then  # left stopped by a scenario that was killed
+        kill -CONT "$(pid router)"
+        wait_for 10 ready
+    fi
+    before=down
+    if ready; then
+        before=up
+        adopt
+    fi
+    for want in "$@"; do
+        name=${want%%=*}
+        if [[ $before == up && $(in_force "$name") != "${want#*=}" ]]; then restore[$name]=${!name-unset}; fi
+        export "$want"
+    done
+    if ((${#restore[@]})); then
+        say "event=restart reason=\"needs $*\""
+        kmq down >/dev/null
+    fi
+    ready || kmq up >/dev/null
+    adopt
+    data=$KMQ_DATA pipes=$KMQ_PIPES
+    wait_for 60 idle
+    s0=$(seq_of durability)
+    say "event=begin data=$data last_seq=$s0"
+}
+
+# Leave the pod as use_pod found it.
+give_back() {
+    local name
+    [[ $before ]] || return 0
+    if [[ $before == down ]] || ((${#restore[@]})); then kmq down >/dev/null; fi
+    if [[ $before == up ]]; then
+        for name in "${!restore[@]}"; do
+            if [[ ${restore[$name]} == unset ]]; then unset "$name"; else export "$name=${restore[$name]}"; fi
+        done
+        ready || kmq up >/dev/null
+    fi
+}
+
+# pause STAGE … pause_ends: SIGSTOP, and SIGCONT whatever happens in between
+paused=''
+pause() {
+    paused=$(pid "$1")
+    kill -STOP "$paused"
+}
+pause_ends() {
+    if [[ $paused ]]; then kill -CONT "$paused"; fi
+    paused=''
+}
+
+# --- messages ----------------------------------------------------------------------------------------------------------
+
+# Lines of stdin to the broker, over plain TCP: nothing of KMQ is needed for it.
+send() { cat >"/dev/tcp/$KMQ_HOST/$(<"$pipes/ingress.port")"; }
+
+# The same, done only when the broker has taken every byte: for measuring how long it holds the sender up.
+send_and_wait() { kmq produce --raw; }
+
+# Messages in a topic: all partitions, all segments.
+count() { find "$data/topics/$1" -name '*.log' -exec cat {} + 2>/dev/null | wc -l || true; }
+
+# Seqs that this run added, sorted as text: in the WAL, in a topic, named in dropped.log for the ring `durable`.
+new_seqs() { awk -F'|' -v s0="$s0" '$1 + 0 > s0 { print $1 }' "$@" | sort; }
+wal_seqs() { new_seqs "$data"/append/*.log; }
+queue_seqs() { new_seqs "$data/topics/$1"/*/*.log; }
+dropped_seqs() {
+    if [[ -e $data/dropped.log ]]; then
+        awk -F'|' -v s0="$s0" '$1 == "durable" && $2 > s0 { for (i = $2; i <= $3; i++) printf "%.0f\n", i }' \
+            "$data/dropped.log" | sort
+    fi
+}
+
+# check_wal COUNT: this run added exactly so many records, contiguous, none twice.
+check_wal() { check wal "pass_$1" "$(check-gap from=$((s0 + 1)) to=$((s0 + $1)) "$data"/append/*.log |
+    awk '{ for (i = 1; i <= NF; i++) { split($i, f, "="); v[f[1]] = f[2] } } END { print v["result"] "_" v["records"] }')"; }
+
+now_ms() { echo $((${EPOCHREALTIME/./} / 1000)); }
