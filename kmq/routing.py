@@ -12,6 +12,8 @@ A topic is in force from its `from_seq` on: the router gives it that number when
 
 import zlib
 
+from kmq.record import MAX_TOPIC
+
 
 class Topic:
     """One row of the table."""
@@ -35,6 +37,8 @@ class Topic:
 def resolve(topics: dict[bytes, Topic], routing_key: bytes, seq: int) -> tuple[bytes, bytes]:
     """(topic name, key) of a routing key, under the topics in force at `seq`."""
     name = routing_key
+    if len(name) > MAX_TOPIC:  # no longer prefix is a topic; a key of a million dots must not be tried dot by dot
+        name = name[: MAX_TOPIC + 1].rpartition(b".")[0]
     while b"." in name:
         topic = topics.get(name)
         if topic is not None and topic.from_seq <= seq:
