@@ -33,7 +33,7 @@ _UNITS = {
     "gb": GIB,
     "gib": GIB,
 }
-_SERVICE_LINK = re.compile(r"KMQ_(?:.*_)?(?:SERVICE_(?:HOST|PORT)(?:_.*)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
+_SERVICE_LINK = re.compile(r"KMQ_(?:.*_)?(?:SERVICE_(?:HOST|PORT)(?:_.*)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_.*)?)")
 _LINK_VALUE = re.compile(r"(?:tcp|udp|sctp)://")
 
 
