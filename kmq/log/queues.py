@@ -118,13 +118,18 @@ class Queues:
         return target
 
     def _create_topic(self, name: bytes, seq: int) -> Topic:
-        """A topic that a message brings into being: one partition, in force from its first message on."""
+        """A topic that a message brings into being: one partition, in force from its first message on.
+
+        Where it has been declared and that message came before we looked, the declaration is adopted with it: routing
+        to one partition under a file that says several would make a rebuilt queue another one.
+        """
         topic = Topic(name.decode(), 1, seq)
         os.makedirs(f"{self.data}/topics/{topic.name}/0", exist_ok=True)
         path = topics.toml_path(self.data, topic.name)
-        if not os.path.exists(path):
-            with open(path, "wb") as file:
-                file.write(topics.text(1, seq))
+        if os.path.exists(path):
+            return self._adopt(topic.name, seq)
+        with open(path, "wb") as file:
+            file.write(topics.text(1, seq))
         self.topics[name] = topic
         return topic
 
@@ -256,16 +261,19 @@ class Queues:
         for name in topics.names(self.data):
             if name.encode() in self.topics:
                 continue
-            partitions, from_seq = topics.load(self.data, name)
-            topic = Topic(name, partitions, self.routed_seq + 1 if from_seq is None else from_seq)
-            replace_file(
-                topics.toml_path(self.data, name), topics.text(partitions, topic.from_seq), self._wait_for_room
-            )
-            self.topics[name.encode()] = topic
-            self._routes.clear()
-            for partition in range(partitions):
-                self._use(self._log_of(topic, partition))
-            self.log.info("topic_adopted", topic=name, partitions=partitions, from_seq=topic.from_seq)
+            self._adopt(name, self.routed_seq + 1)
+
+    def _adopt(self, name: str, next_seq: int) -> Topic:
+        """Put a declared topic in force: from `next_seq` on, unless its file says already from when."""
+        partitions, from_seq = topics.load(self.data, name)
+        topic = Topic(name, partitions, next_seq if from_seq is None else from_seq)
+        replace_file(topics.toml_path(self.data, name), topics.text(partitions, topic.from_seq), self._wait_for_room)
+        self.topics[name.encode()] = topic
+        self._routes.clear()
+        for partition in range(partitions):
+            self._use(self._log_of(topic, partition))
+        self.log.info("topic_adopted", topic=name, partitions=partitions, from_seq=topic.from_seq)
+        return topic
 
     def tick(self) -> None:
         """Once a second: provisional index lines, declarations, the checkpoint when it is due."""
