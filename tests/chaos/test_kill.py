@@ -1,0 +1,210 @@
+"""G2, G3, G6: kills, stops and restarts at random moments under load; nothing that reached the FIFO is lost or doubled.
+
+The FIFO is kept alive by the writer, so even a kill of all four stages at once may lose nothing here; the weaker promise,
+when the FIFO dies with them, has tests of its own at the end.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from chaos.checker import Stream
+from chaos.load import FifoLoad, Load, TcpLoad
+from chaos.pod import STAGES, Pod
+
+AT_LEAST = 200_000  # messages of every run
+SINGLES = [(name,) for name in STAGES]
+PAIRS = list(itertools.combinations(STAGES, 2))
+SMALL = {
+    "RB_SLOTS": 256,
+    "RB_BYTES": 256 << 10,
+    "KMQ_MAX_LINE": 64 << 10,
+}  # rings that are full, and wrap, all the time
+
+Make = Callable[..., Pod]
+Start = Callable[[Load], Load]
+
+
+def moment(rng: random.Random, longest_s: float) -> None:
+    """Let a random time pass: the instant of the next blow is what these tests try."""
+    time.sleep(rng.random() ** 2 * longest_s)
+
+
+@contextmanager
+def under_load(pod: Pod, rng: random.Random, start: Start, longest: int = 200_000) -> Iterator[list[Load]]:
+    """A started pod with one writer on the FIFO and two on TCP; afterwards the checker has found nothing."""
+    loads = [start(FifoLoad(pod.pipes, "fifo", rng.randrange(1 << 30)))]
+    pod.start()
+    loads += [start(TcpLoad(pod.pipes, f"tcp{n}", rng.randrange(1 << 30), longest=longest)) for n in range(2)]
+    declare(pod)
+    pod.wait(lambda: all(load.count > 1000 for load in loads), "every writer got going")
+    yield loads
+    pod.wait(lambda: sum(load.count for load in loads) >= AT_LEAST, f"{AT_LEAST} messages sent")
+    for load in loads:
+        load.finish()
+    report = pod.judge([stream for load in loads for stream in load.sent])
+    assert report.records >= AT_LEAST * 0.9  # what ingress had not passed on when it died does not count
+
+
+def declare(pod: Pod, partitions: int = 3) -> None:
+    """`wide` gets partitions, while messages for it arrive already: both sides of its from_seq are checked."""
+    pod.wait_ready("router")
+    directory = pod.data / "topics" / ".new-wide"
+    if not (pod.data / "topics" / "wide").exists():
+        directory.mkdir()
+        (directory / "topic.toml").write_text(f"partitions = {partitions}\n")
+        try:
+            directory.rename(pod.data / "topics" / "wide")
+        except OSError:  # a message was faster: then it has one partition
+            (directory / "topic.toml").unlink()
+            directory.rmdir()
+
+
+def blow(pod: Pod, rng: random.Random, victims: tuple[str, ...]) -> None:
+    """Kill them at once, start them in any order, and sometimes kill them again while they recover."""
+    moment(rng, 0.15)
+    pod.kill(*victims)
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        pod.start(*rng.sample(victims, len(victims)))
+        moment(rng, 0.3)
+        pod.kill(*victims)
+    moment(rng, 0.1)
+    pod.start(*rng.sample(victims, len(victims)))
+    if rng.random() < 0.7:
+        pod.wait_ready(*victims)
+
+
+def storm(pod: Pod, rng: random.Random, start: Start, blows: list[tuple[str, ...]], **options: int) -> None:
+    rng.shuffle(blows)
+    with under_load(pod, rng, start, **options):
+        for victims in blows:
+            blow(pod, rng, victims)
+        pod.wait_ready()
+
+
+@pytest.mark.parametrize("victim", STAGES)
+def test_killing_a_stage_loses_and_doubles_nothing(
+    make_pod: Make, rng: random.Random, loads: Start, victim: str
+) -> None:
+    storm(make_pod(), rng, loads, [(victim,)] * 4)
+
+
+def test_killing_pairs_and_all_four_loses_and_doubles_nothing(make_pod: Make, rng: random.Random, loads: Start) -> None:
+    storm(make_pod(), rng, loads, [*PAIRS, STAGES, STAGES])
+
+
+def test_killing_with_small_rings_loses_and_doubles_nothing(make_pod: Make, rng: random.Random, loads: Start) -> None:
+    storm(make_pod(**SMALL), rng, loads, [*SINGLES, *SINGLES[1:], STAGES], longest=60_000)
+
+
+def test_stopping_and_killing_loses_and_doubles_nothing(make_pod: Make, rng: random.Random, loads: Start) -> None:
+    pauses_and_kills(make_pod(), rng, loads, 8)
+
+
+def pauses_and_kills(pod: Pod, rng: random.Random, start: Start, rounds: int) -> None:
+    """SIGSTOP one or two, kill another meanwhile, SIGCONT."""
+    with under_load(pod, rng, start):
+        for _ in range(rounds):
+            paused = rng.sample(STAGES, rng.randrange(1, 3))
+            moment(rng, 0.1)
+            pod.pause(*paused)
+            moment(rng, 0.4)
+            if rng.random() < 0.6:
+                blow_to = rng.choice([name for name in STAGES if name not in paused])
+                pod.kill(blow_to)
+                pod.start(blow_to)
+                moment(rng, 0.2)
+            if rng.random() < 0.3:
+                pod.kill(*paused)  # a stopped process dies of SIGKILL too
+                pod.start(*paused)
+            else:
+                pod.resume(*paused)
+        pod.wait_ready()
+
+
+def test_orderly_restarts_in_any_order_lose_and_double_nothing(
+    make_pod: Make, rng: random.Random, loads: Start
+) -> None:
+    """SIGTERM: a stage whose peers go on leaves its work in the links for the next one."""
+    pod = make_pod()
+    with under_load(pod, rng, loads):
+        for name in rng.sample(STAGES, 4):
+            pod.signal(15, name)
+            pod.kill(name) if rng.random() < 0.5 and pod.is_alive(name) else pod.wait_exit(name)
+            moment(rng, 0.1)
+            pod.start(name)
+        pod.wait_ready()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("small", [False, True])
+def test_soak_ten_kills_of_each_and_of_each_pair(make_pod: Make, rng: random.Random, loads: Start, small: bool) -> None:
+    blows = [*SINGLES * 12, *PAIRS * 10, *[STAGES] * 10]
+    storm(make_pod(**SMALL if small else {}), rng, loads, blows, longest=60_000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_soak_stopping_and_killing(make_pod: Make, rng: random.Random, loads: Start) -> None:
+    pauses_and_kills(make_pod(), rng, loads, 100)
+
+
+# --- the weaker promise: the FIFO dies with the stages, and the rings may, too ----------------------------------------
+
+
+def all_at_once(pod: Pod, rng: random.Random, start: Start, rounds: int, rings_too: bool) -> None:
+    """Only what was not acked may be missing; what is there is whole, in order and there once."""
+    pod.start()
+    load = start(TcpLoad(pod.pipes, "tcp", rng.randrange(1 << 30)))
+    for _ in range(rounds):
+        pod.wait_ready()
+        base = pod.seq("durability")
+        pod.wait(lambda base=base: pod.seq("durability") > base + 2000, "messages become durable")
+        moment(rng, 0.3)
+        if rng.random() < 0.5:  # a backlog in all the links, the FIFO too
+            pod.pause(rng.choice(STAGES[1:]))
+            moment(rng, 0.3)
+        acked = pod.seq("durability")
+        pod.kill()
+        wal = acked_part(pod.data, acked)
+        if rings_too:
+            for ring in Path("/dev/shm").glob(f"{pod.instance}.*"):
+                ring.unlink()
+        pod.start(*rng.sample(STAGES, 4))
+        pod.wait_ready()
+        assert acked_part(pod.data, acked) == wal, f"acked records up to seq {acked} have changed"
+    pod.wait(lambda: load.count >= AT_LEAST, f"{AT_LEAST} messages sent")
+    load.finish()
+    sent = [stream if stream.mode == "all" else stream._replace(mode="prefix") for stream in load.sent]
+    assert pod.judge(sent).records > 1000
+
+
+def acked_part(data: Path, seq: int) -> bytes:
+    """The WAL up to record `seq`."""
+    text = b"".join(path.read_bytes() for path in sorted((data / "append").glob("*.log")))
+    end = text.index(b"\n%d|" % (seq + 1)) + 1 if b"\n%d|" % (seq + 1) in text else text.rindex(b"\n") + 1
+    assert text[: end - 1].rpartition(b"\n")[2].startswith(b"%d|" % seq), f"the WAL ends before seq {seq}"
+    return text[:end]
+
+
+@pytest.mark.parametrize("rings_too", [False, True], ids=["the rings stay", "the rings go too"])
+def test_when_all_die_with_the_fifo_only_unacked_lines_are_lost(
+    make_pod: Make, rng: random.Random, loads: Start, rings_too: bool
+) -> None:
+    all_at_once(make_pod(), rng, loads, 4, rings_too)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("rings_too", [False, True], ids=["the rings stay", "the rings go too"])
+def test_soak_all_four_with_the_fifo(make_pod: Make, rng: random.Random, loads: Start, rings_too: bool) -> None:
+    all_at_once(make_pod(), rng, loads, 25, rings_too)
+
+
+__all__ = ["Stream"]
