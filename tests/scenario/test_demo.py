@@ -1,0 +1,286 @@
+"""`scripts/demo` as a person runs it: a broker of its own on free ports, real input, and what it prints."""
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = str(ROOT / "scripts" / "demo")
+
+AWKWARD = {
+    "crlf.log": b"one\r\ntwo\r\n\r\nthree\r\n",
+    "cr-inside.log": b"10%\r50%\r100%\ndone\rreally\n",
+    "not-utf8.log": b"caf\xe9 \xff\xfe\xc3\x28\nplain\n",
+    "tabs-and-bars.log": b"a\tb|c||d|\n|leading\n||||||\n!bang\n+plus\n-minus\n",
+    "long.log": b"x" * 5000 + b"\n" + bytes(range(1, 10)) + b"y" * 70_000 + b"|\n",
+    "nul.log": b"be\0fore\n\0\nafter\n",
+    "no-newline.log": b"first\nlast without newline",
+    "blank-lines.log": b"\n\n\nx\n\n",
+    "empty.log": b"",
+    "append.log": b"a name that is the broker's own\n",
+    "dead.log": b"a name where dead letters go\n",
+}
+
+
+@pytest.fixture
+def env(tmp_path):
+    """The environment of a private broker; its shared memory is removed afterwards."""
+    instance = f"demo{os.getpid()}"
+    yield {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))},
+        "KMQ_INSTANCE": instance,
+        "KMQ_PORT": "0",
+        "KMQ_ACK_PORT": "0",
+        "KMQ_DATA": str(tmp_path / "data"),
+        "KMQ_PIPES": str(tmp_path / "pipes"),
+    }
+    remove_shared_memory(instance)
+
+
+def remove_shared_memory(instance):
+    for left in [*Path("/dev/shm").glob(f"{instance}.*"), *Path("/dev/shm").glob(f"sem.{instance}.*")]:
+        left.unlink()
+
+
+def run(env, *inputs, cwd=ROOT):
+    return subprocess.run([DEMO, *map(str, inputs)], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def kmq(env, *arguments):
+    command = [sys.executable, "-m", "kmq.cli", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def write_awkward(directory):
+    directory.mkdir()
+    for name, content in AWKWARD.items():
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def table(stdout):
+    """queue → (messages, bytes, first seq, last seq), as printed."""
+    rows = re.findall(r"^(\S+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)$", stdout, re.M)
+    return {name: tuple(int(n.replace(",", "")) for n in numbers) for name, *numbers in rows}
+
+
+def payloads(data, topic):
+    return [line.split(b"|", 5)[5] for line in (data / f"{topic}.log").read_bytes().split(b"\n")[:-1]]
+
+
+def printed_commands(stdout):
+    return [line.strip() for line in stdout.partition("look further:\n")[2].splitlines()]
+
+
+def test_the_default_input_comes_out_as_it_went_in(env, tmp_path):
+    done = run(env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gaps 0, duplicates 0" in done.stdout
+    assert "as sent, byte for byte" in done.stdout
+    shipped = sum(messages for messages, *_ in table(done.stdout).values())
+    assert shipped >= 5000
+    wal = (tmp_path / "data" / "append.log").read_bytes()
+    assert wal.count(b"\n") == shipped
+    assert not kmq(env, "status", "--json").stdout.count('"ready"'), "it stops the broker that it started"
+
+
+def test_awkward_files_come_out_byte_for_byte_and_a_second_run_counts_only_its_own(env, tmp_path):
+    inputs = write_awkward(tmp_path / "in")
+    lines = {name: content.removesuffix(b"\n").split(b"\n") if content else [] for name, content in AWKWARD.items()}
+    total = sum(map(len, lines.values()))
+    for number in range(2):
+        done = run(env, inputs)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"WAL        seq {number * total + 1} to {(number + 1) * total}, {total} records" in done.stdout
+        assert {name: row[0] for name, row in table(done.stdout).items()} == {
+            topic_of(name): len(rows) for name, rows in lines.items() if rows
+        }
+    data = tmp_path / "data"
+    for name, rows in lines.items():
+        if rows and name != "nul.log":  # those are base64, as the line format asks for
+            assert payloads(data, topic_of(name)) == rows * 2, name
+    assert not (data / "empty.log").exists()
+    assert not (data / "dead.log").exists()
+
+
+def topic_of(name):
+    stem = name.removesuffix(".log")
+    return {"append": "log-append", "dead": "in-dead"}.get(stem, stem)
+
+
+def test_the_three_printed_commands_work_when_pasted(env, tmp_path):
+    relative = {**env, "KMQ_DATA": "./data", "KMQ_PIPES": "./pipes"}
+    log = tmp_path / "app.log"
+    log.write_bytes(b"2026-01-02 03:04:05 WARN disk | is almost full\n2026-01-02 03:04:06 ERROR it is full\n")
+    done = run(relative, log, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    commands = printed_commands(done.stdout)
+    assert [command.split()[0] for command in commands] == ["tail", "awk", "cat"]
+    tail, awk, cat = (
+        subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, check=True) for command in commands
+    )
+    assert not tail.stderr + awk.stderr + cat.stderr
+    assert tail.stdout == (tmp_path / "data" / "app.log").read_bytes()
+    assert sorted(awk.stdout.splitlines()) == [b"1 app.error", b"1 app.warn"]
+    assert cat.stdout == log.read_bytes()
+
+
+def test_lines_over_the_limit_are_counted_and_kept_as_dead_letters(env, tmp_path):
+    log = tmp_path / "big.log"
+    log.write_bytes(b"short\n" + b"z" * 9000 + b"\n" + b"short too\n")
+    done = run({**env, "KMQ_MAX_LINE": "8 KiB"}, log)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 line(s) over KMQ_MAX_LINE, kept as dead.malformed (1 found)" in done.stdout
+    assert {name: row[0] for name, row in table(done.stdout).items()} == {"big": 2, "dead": 1}
+
+
+def test_sources_of_the_same_name_get_topics_of_their_own(env, tmp_path):
+    for directory in ("one", "two"):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / "app.log").write_bytes(directory.encode() + b"\n")
+    done = run(env, tmp_path / "one" / "app.log", tmp_path / "two" / "app.log")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert payloads(tmp_path / "data", "app") == [b"one"]
+    assert payloads(tmp_path / "data", "two-app") == [b"two"]
+
+
+def run_changed(env, change, *inputs):
+    """The demo with a line of Python run between its import and its start."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; from pathlib import Path\n{change}\n"
+    )
+    command = [sys.executable, "-c", code + "sys.exit(demo.main())", *map(str, inputs)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_a_machine_with_few_logs_ships_live_process_events_too(env, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "small.log").write_bytes(b"one\ntwo\n")
+    (tmp_path / "logs" / "old.log.gz").write_bytes(b"\x1f\x8b\x08")
+    (tmp_path / "logs" / "link.log").symlink_to("small.log")
+    done = run_changed(env, f"demo.LOGS = Path({str(tmp_path / 'logs')!r})")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 compressed" in done.stdout
+    assert {name: row[0] for name, row in table(done.stdout).items()} == {"small": 2, "process": 4998}
+    ours = [event for event in payloads(tmp_path / "data", "process") if b" pid=%d " % os.getpid() in event]
+    assert ours, "this very process is among them"
+
+
+def test_a_changed_byte_in_a_queue_is_found(env, tmp_path):
+    """The check must be able to fail: the WAL is compared while a queue lies."""
+    (tmp_path / "app.log").write_bytes(b"hay\nneedle\nhay\n")
+    lie = """
+honest = demo.queued_lines
+demo.queued_lines = lambda path, start: (line.replace(b"needle", b"noodle") for line in honest(path, start))
+"""
+    done = run_changed(env, lie, tmp_path / "app.log")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "gaps 1" in done.stdout
+    assert "NOT as sent: app" in done.stdout
+
+
+def test_a_broker_that_is_up_is_used_and_left_up(env, tmp_path):
+    assert kmq(env, "up").returncode == 0
+    try:
+        (tmp_path / "app.log").write_bytes(b"hello\n")
+        done = run(env, tmp_path / "app.log")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "was up" in done.stdout
+        assert kmq(env, "status", "--logfmt").returncode == 0, "it is still up"
+    finally:
+        assert kmq(env, "down").returncode == 0
+
+
+def test_it_works_after_a_crash_that_left_fifos_and_shared_memory(env, tmp_path):
+    (tmp_path / "app.log").write_bytes(b"hello\n")
+    assert kmq(env, "up").returncode == 0
+    kill_pod(env)
+    assert list(Path("/dev/shm").glob(f"{env['KMQ_INSTANCE']}.*")), "the crash left its rings"
+    done = run(env, tmp_path / "app.log")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = run({**env, "KMQ_DATA": str(tmp_path / "other-data")}, tmp_path / "app.log")
+    assert done.returncode == 0, "another directory behind the same instance name: " + done.stdout + done.stderr
+
+
+def kill_pod(env):
+    """SIGKILL supervisor and stages, and wait until they are gone."""
+    import psutil
+
+    owner = (Path(env["KMQ_PIPES"]) / "supervisor.owner").read_text()
+    supervisor = psutil.Process(int(re.search(r"pid=(\d+)", owner)[1]))
+    pod = [supervisor, *supervisor.children()]
+    assert len(pod) == 5
+    for process in pod:
+        process.kill()
+    _, alive = psutil.wait_procs(pod, timeout=10)
+    assert not alive
+
+
+def test_a_taken_port_is_named_without_a_traceback(env, tmp_path):
+    (tmp_path / "app.log").write_bytes(b"hello\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run({**env, "KMQ_PORT": str(port)}, tmp_path / "app.log")
+    assert done.returncode == 78
+    assert f"KMQ_PORT={port}: cannot listen" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"KMQ_DATA": "data2", "KMQ_PIPES": "pipes2"}, "is in use by another data directory"),
+        ({"KMQ_INSTANCE": "demo_second", "KMQ_PIPES": "pipes2"}, "is held by pid="),
+        ({"KMQ_INSTANCE": "demo_second", "KMQ_DATA": "data2"}, "serves another broker"),
+    ],
+    ids=["same instance name", "same data directory", "same pipes directory"],
+)
+def test_what_a_second_broker_shares_with_the_first_is_named(env, tmp_path, other, said):
+    (tmp_path / "app.log").write_bytes(b"hello\n")
+    second = {
+        **env,
+        **{k: str(tmp_path / v) if k != "KMQ_INSTANCE" else v + str(os.getpid()) for k, v in other.items()},
+    }
+    assert kmq(env, "up").returncode == 0
+    try:
+        done = run(second, tmp_path / "app.log")
+        assert done.returncode == 69, done.stdout + done.stderr
+        assert said in done.stderr, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        assert kmq(env, "status", "--logfmt").returncode == 0, "the first one goes on"
+    finally:
+        assert kmq(env, "down").returncode == 0
+        remove_shared_memory(f"demo_second{os.getpid()}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "said"),
+    [
+        (["missing.log"], {}, "INPUT 'missing.log': not a readable file or directory"),
+        ([os.devnull], {}, "not a readable file or directory"),
+        ([], {"KMQ_PROT": "1"}, "unknown setting KMQ_PROT; did you mean KMQ_PORT?"),
+        ([], {"KMQ_DATA": "/proc/no"}, "KMQ_DATA='/proc/no': cannot be written"),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(env, arguments, settings, said):
+    done = run({**env, **settings}, *arguments)
+    assert done.returncode == 78
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_name_with_spaces_gives_commands_that_still_work(env, tmp_path):
+    home = tmp_path / "my data"
+    home.mkdir()
+    (tmp_path / "the app.log").write_bytes(b"hello\n")
+    done = run({**env, "KMQ_DATA": str(home)}, tmp_path / "the app.log")
+    assert done.returncode == 0, done.stdout + done.stderr
+    tail = printed_commands(done.stdout)[0]
+    assert Path(shlex.split(tail)[-1]) == home / "the-app.log"
+    assert subprocess.run(tail, shell=True, capture_output=True, check=True).stdout.endswith(b"|hello\n")
