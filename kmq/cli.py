@@ -18,7 +18,8 @@ from rich.table import Table
 from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
-from kmq.errors import EXIT_BUSY, EXIT_FAILED, EXIT_OK, ConfigError, KmqError, RetryError
+from kmq.errors import EXIT_FAILED, EXIT_OK, BusyError, ConfigError, KmqError, RetryError
+from kmq.links.fifo import open_fifo
 from kmq.links.ownership import FileLock
 from kmq.log import topics as declarations
 from kmq.log.identity import open_data
@@ -30,22 +31,28 @@ _DOWN_S = DRAIN_S + 10.0
 _ADOPT_S = 5.0  # how long the router may take to adopt a declaration
 _POLL_S = 0.02
 
+
+def _examples(*lines: str) -> str:
+    """The end of a help text: examples that work when pasted. At most 74 columns, or a terminal of 80 breaks them."""
+    return "\b\nExamples:\n\n" + "\n\n".join(f"    {line}" for line in lines)
+
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     help="KMQ: a message broker inside one pod, whose every message is a line in a text file.",
-    epilog="Settings come from the environment (KMQ_DATA, KMQ_PORT, …), then ./kmq.toml, then defaults.",
+    epilog="Settings come from the environment (KMQ_DATA, KMQ_PORT, …), then ./kmq.toml, then defaults.\n\n"
+    + _examples("kmq up", "kmq produce test.probe -m hello", "kmq status", "kmq down"),
 )
-topics_app = typer.Typer(no_args_is_help=True, help="Declare topics and list them.")
+topics_app = typer.Typer(
+    no_args_is_help=True,
+    help="Declare topics and list them.",
+    epilog=_examples("kmq topics create orders --partitions 4", "kmq topics list"),
+)
 app.add_typer(topics_app, name="topics")
 out = Console()
 err = Console(stderr=True)
-
-
-def _examples(*lines: str) -> str:
-    """The end of a help text: examples that work when pasted."""
-    return "\b\nExamples:\n\n" + "\n\n".join(f"    {line}" for line in lines)
 
 
 # --- up, down ----------------------------------------------------------------------------------------------------
@@ -53,7 +60,9 @@ def _examples(*lines: str) -> str:
 
 @app.command(
     epilog=_examples(
-        "kmq up", "KMQ_PORT=0 KMQ_DATA=/tmp/kmq/data KMQ_PIPES=/tmp/kmq/pipes kmq up", "kmq up --foreground"
+        "kmq up",
+        "KMQ_INSTANCE=b KMQ_DATA=b/d KMQ_PIPES=b/p KMQ_PORT=0 KMQ_ACK_PORT=0 kmq up",
+        "kmq up --foreground",
     )
 )
 def up(
@@ -63,16 +72,22 @@ def up(
 ) -> None:
     """Start the broker: four stages under a supervisor, in the background. Returns when all are ready."""
     settings = load()
+    open_data(settings.data)  # a directory that cannot be written is said here, not in a log file
+    os.close(open_fifo(settings.pipes, "raw"))
     if foreground:
         from kmq.supervisor import Supervisor
 
         raise typer.Exit(Supervisor(settings).run())
     holder = FileLock(f"{settings.pipes}/supervisor.owner")
     if holder.is_held():
-        err.print(f"kmq: this broker is up already ({holder.holder()}); see: kmq status", highlight=False, markup=False)
-        raise typer.Exit(EXIT_BUSY)
-    open_data(settings.data)  # a directory that cannot be written is said here, not in a log file
-    Path(settings.pipes).mkdir(parents=True, exist_ok=True)
+        raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
+    orphans = _living_stages(settings)
+    if orphans:
+        pids = ", ".join(map(str, orphans))
+        raise BusyError(f"stages are still running without their supervisor (pid {pids}); stop them with: kmq down")
+    wal = FileLock(f"{settings.data}/append/.owner")
+    if wal.is_held():  # said here, before a half-started pod takes messages it cannot store
+        raise BusyError(f"KMQ_DATA={settings.data} is in use by another broker ({wal.holder()})")
     log_path = Path(settings.pipes) / "kmq.log"
     begin = log_path.stat().st_size if log_path.exists() else 0
     launched = time.monotonic_ns()
@@ -95,8 +110,7 @@ def up(
             _say_errors(log_path, begin)
             raise typer.Exit(process.returncode)
         time.sleep(_POLL_S)
-    err.print(f"kmq: not ready after {_UP_S:.0f} s; it goes on starting. See: kmq status, {log_path}", highlight=False)
-    raise typer.Exit(EXIT_FAILED)
+    raise KmqError(f"not ready after {_UP_S:.0f} s; it goes on starting. See: kmq status, {log_path}")
 
 
 def _say_errors(log_path: Path, begin: int) -> None:
@@ -104,7 +118,7 @@ def _say_errors(log_path: Path, begin: int) -> None:
     with log_path.open("rb") as log:
         log.seek(begin)
         lines = [line.rstrip() for line in log.read().decode(errors="replace").splitlines()]
-    for line in [line for line in lines if "level=error" in line] or lines[-5:]:
+    for line in [line for line in lines if "level=error" in line or line.startswith("kmq: ")] or lines[-5:]:
         print(line, file=sys.stderr)
     print(f"kmq: could not start; the whole log is in {log_path}", file=sys.stderr)
 
@@ -118,8 +132,7 @@ def down() -> None:
         fields = dict(part.partition("=")[::2] for part in lock.holder().split())
         pids = [int(fields["pid"])]
     else:  # the supervisor was killed: its stages may live
-        status = statuses.collect(settings)
-        pids = [stage.pid for stage in status.stages if statuses.is_stage(stage.pid, stage.name)]
+        pids = _living_stages(settings)
     if not pids:
         print("kmq: not up")
         return
@@ -131,8 +144,11 @@ def down() -> None:
             print("kmq: down")
             return
         time.sleep(_POLL_S)
-    err.print(f"kmq: still running after {_DOWN_S:.0f} s: pid {', '.join(map(str, pids))}", highlight=False)
-    raise typer.Exit(EXIT_FAILED)
+    raise KmqError(f"still running after {_DOWN_S:.0f} s: pid {', '.join(map(str, pids))}")
+
+
+def _living_stages(settings: Settings) -> list[int]:
+    return [s.pid for s in statuses.collect(settings).stages if statuses.is_stage(s.pid, s.name)]
 
 
 def _is_alive(pid: int) -> bool:
@@ -173,15 +189,16 @@ def _print_status(settings: Settings, found: statuses.Status) -> None:
     for title in ("stage", "pid", "state", "restarts", "msg/s", "messages", "last seq", "waits before it"):
         table.add_column(title, justify="left" if title in ("stage", "state", "waits before it") else "right")
     before = {
-        "ingress": f"{found.stages[0].connections} connection(s)",
+        "ingress": f"{found.stages[0].connections} producers",
         "framer": f"raw {found.backlog['raw_bytes']:,} B",
-        "durability": f"framed {found.backlog['framed_messages']:,} of {settings.ring_slots:,} msg",
-        "router": f"durable {found.backlog['durable_messages']:,} of {settings.ring_slots:,} msg",
+        "durability": f"framed {found.backlog['framed_messages']:,} msg",
+        "router": f"durable {found.backlog['durable_messages']:,} msg",
     }
     for s in found.stages:
         colour = {"ready": "green", "draining": "yellow", "recovering": "yellow"}.get(s.state, "red")
-        seq = "" if s.name == "ingress" else f"{s.seq:,}"
-        cells = (f"{s.restarts}", f"{s.rate:,.0f}", f"{s.messages:,}", seq, before[s.name])
+        # ingress passes blocks on and looks into none: the framer counts
+        counts = ("", "", "") if s.name == "ingress" else (f"{s.rate:,.0f}", f"{s.messages:,}", f"{s.seq:,}")
+        cells = (f"{s.restarts}", *counts, before[s.name])
         table.add_row(s.name, str(s.pid), f"[{colour}]{s.state}[/]", *cells)
     out.print(table)
     refused, dropped = sum(s.refused for s in found.stages), sum(s.dropped for s in found.stages)

@@ -7,12 +7,13 @@ Promise     A stage that ends is started again while the others go on, at once t
 Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
 
-from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART
+from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError
 from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
@@ -62,6 +63,7 @@ class Supervisor:
         page = StatsPage(settings.instance, data_id, settings.data)
         for name in STAGES:
             page.rows[name].restarts = 0
+        self._remove_drained_rings()
         while not self._all_gone():
             self._start_due(page)
             info = signal.sigtimedwait(_SIGNALS, self._next_wait())
@@ -69,7 +71,8 @@ class Supervisor:
                 self._stop(EXIT_OK)
             self._reap()
             self._kill_overdue()
-        self._clean_up()
+        if self.exit_code == EXIT_OK:
+            self._remove_drained_rings()
         owner.release()
         self.log.info("stopped", exit_code=self.exit_code)
         return self.exit_code
@@ -132,8 +135,14 @@ class Supervisor:
                     self.log.warn("stage_killed", name=child.name, reason="did not drain in time")
                     os.kill(child.pid, signal.SIGKILL)
 
-    def _clean_up(self) -> None:
-        """After a clean stop with nothing left in the rings, leave nothing behind in /dev/shm."""
-        if self.exit_code == EXIT_OK and layout.is_drained(self.settings.instance, "framed", "durable"):
-            for name in ("framed", "durable"):
-                layout.remove(self.settings.instance, name)
+    def _remove_drained_rings(self) -> None:
+        """Rings that hold nothing are made anew from the WAL; only those with messages in them must outlive a pod.
+
+        At the end, so that a clean stop leaves nothing behind in /dev/shm. At the start, because one left by a crash may be
+        behind the WAL by now, if the directory was used under another instance name meanwhile, and would be refused.
+        """
+        names = ("framed", "durable")
+        if layout.is_drained(self.settings.instance, *names):
+            with contextlib.suppress(BusyError):  # a stage that outlived its supervisor: ours will name it and end
+                for name in names:
+                    layout.remove(self.settings.instance, name)
