@@ -318,15 +318,16 @@ def redrive(
 ) -> None:
     """Send the records of a queue through the broker again, under new routing keys, as new messages."""
     settings = load()
-    chosen = redriving.select(settings.data, topic, to, key, from_seq)
+    held = redriving.segments(settings.data, topic)  # as of now: what is sent may end in this very queue
+    total = 0
+    for old, new, _ in redriving.select(held, topic, to, key, from_seq):  # a bad new key is found before any is sent
+        total += 1
+        if dry_run:
+            print(f"{old.decode(errors='replace')} -> {new.decode(errors='replace')}")
     if dry_run:
-        count = 0
-        for old, new, _ in chosen:
-            print(f"{old.decode('latin-1')} -> {new.decode('latin-1')}")
-            count += 1
-        print(f"would redrive {count} of {topic}")
+        print(f"would redrive {total} of {topic}")
         return
-    lines = [line for _, _, line in chosen]  # read before anything is sent: the target may be the same queue
+    lines = (line for _, _, line in redriving.select(held, topic, to, key, from_seq))
     with LineSender(settings.host, read_port(settings, "ingress", settings.port)) as sender:
         for line in _with_progress(lines, "redriving"):
             sender.send(line)

@@ -12,40 +12,54 @@ from kmq.errors import ConfigError
 from kmq.log import segment, topics
 
 _FIELDS = ("routing_key", "topic", "key")
+_ANY_BYTES = "surrogateescape"  # a key is UTF-8 by convention only; this way every byte comes out as it went in
 
 
 def rewrite(template: str, topic: str, routing_key: bytes) -> bytes:
     """The new routing key. Raises ConfigError where the template or what it gives is not one."""
-    old = routing_key.decode("latin-1")
+    old = routing_key.decode(errors=_ANY_BYTES)
     key = old[len(topic) + 1 :]
     try:
         new = template.format_map({"routing_key": old, "topic": topic, "key": key})
     except (KeyError, ValueError, IndexError) as err:
         raise ConfigError(f"--to {template!r}: {err}; the fields are {{{'}, {'.join(_FIELDS)}}}") from None
-    result = new.encode("latin-1", errors="replace")
+    result = new.encode(errors=_ANY_BYTES)
     reason = record.refusal(result + b"|||")
     if reason or b"|" in result or b"\n" in result:
         raise ConfigError(f"--to {template!r}: gives {new!r}, which is no routing key ({reason or 'separator in it'})")
     return result
 
 
-def stored_lines(data: str, topic: str) -> Iterator[bytes]:
-    """All records of a topic, partition by partition, each in order."""
+def segments(data: str, topic: str) -> list[tuple[str, int]]:
+    """(path, size) of what a topic holds now, partition by partition. What comes later is not redriven."""
     if not os.path.isdir(f"{data}/topics/{topic}"):
         raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows those that do")
+    found = []
     for partition in range(topics.load(data, topic)[0]):
         for _, path in segment.listing(f"{data}/topics/{topic}/{partition}"):
-            with open(path, "rb") as file:
-                for line in file:
-                    if line.endswith(b"\n") and line != b"\n":
-                        yield line[:-1]
+            found.append((path, os.path.getsize(path)))
+    return found
 
 
-def select(data: str, topic: str, template: str, key_glob: str, from_seq: int) -> Iterator[tuple[bytes, bytes, bytes]]:
+def stored_lines(held: list[tuple[str, int]]) -> Iterator[bytes]:
+    """The records of these segments, in order, without what compaction took away."""
+    for path, size in held:
+        with open(path, "rb") as file:
+            for line in file:
+                size -= len(line)
+                if size < 0 or not line.endswith(b"\n"):
+                    break
+                if line != b"\n":
+                    yield line[:-1]
+
+
+def select(
+    held: list[tuple[str, int]], topic: str, template: str, key_glob: str, from_seq: int
+) -> Iterator[tuple[bytes, bytes, bytes]]:
     """(old routing key, new routing key, line as sent) of every record to redrive, in order."""
-    for line in stored_lines(data, topic):
+    for line in stored_lines(held):
         seq, _, routing_key, rest = line.split(b"|", 3)
-        key = routing_key[len(topic) + 1 :].decode("latin-1")
+        key = routing_key[len(topic) + 1 :].decode(errors=_ANY_BYTES)
         if int(seq) >= from_seq and fnmatchcase(key, key_glob):
             new = rewrite(template, topic, routing_key)
             yield routing_key, new, b"%b|%b\n" % (new, rest)
