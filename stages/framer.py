@@ -19,6 +19,7 @@ from itertools import accumulate
 
 from kmq import framing, record
 from kmq.errors import CorruptError
+from kmq.links import fifo
 from kmq.links.fifo import waiting_bytes
 from kmq.links.layout import Commit
 from kmq.links.ownership import FileLock
@@ -51,6 +52,18 @@ def open_ring(stage: Stage) -> RingWriter:
             f" {ring.last.next_seq - 1}: if the WAL was restored on purpose, remove the ring while the broker is down"
         )
     return ring
+
+
+def know_pipe(stage: Stage, ring: RingWriter, staging: Staging) -> None:
+    """Is this the FIFO that what is staged came from? If not, a line that was half read never gets its rest.
+
+    Where the mark could not be set we cannot tell, and take it for the same: that holds while any stage lives.
+    """
+    if ring.pipe_marked and not fifo.is_marked(stage.raw):
+        forgotten = staging.forget_unfinished()
+        if forgotten:
+            stage.log.warn("unfinished_line_forgotten", bytes=forgotten, reason="the FIFO died with all its holders")
+    ring.pipe_marked = fifo.mark(stage.raw)
 
 
 class Framer:
@@ -142,6 +155,7 @@ def run(stage: Stage) -> None:
     ring = open_ring(stage)
     stage.log.info("seq_resume", seq_resume=ring.last.next_seq - 1, ring="new" if ring.created else "kept")
     staging = Staging(ring, area_bytes(settings.max_line))
+    know_pipe(stage, ring, staging)
     framer = Framer(stage, ring, staging)
     stage.row.seq = ring.last.next_seq - 1
     stage.ready()

@@ -3,7 +3,8 @@
 Invariant   Every write is one atomic write of at most PIPE_BUF bytes made of whole lines, so lines of different writers
             never mix. A line longer than that goes as pieces, `+<bytes>` … `-<bytes>`, each a line of its own.
 Crash       Every stage holds the FIFO open for reading and writing: what it holds lives while any stage lives, a
-            writer never gets EPIPE and the reader never sees end-of-file.
+            writer never gets EPIPE and the reader never sees end-of-file. When all die, the pipe behind the name dies
+            with what it holds, and the next one is another: `mark` lets the framer tell.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import stat
 from kmq.errors import ConfigError
 from kmq.settings import MIB, PIPE_BUF
 
-CAPACITY = MIB  # what we ask for; Linux lets an unprivileged process have this much by default
+CAPACITY = MIB  # of a marked pipe; Linux lets an unprivileged process have this much by default
 _PIECE = PIPE_BUF - 2  # bytes of a long line in one write, beside its mark and its newline
 
 
@@ -32,9 +33,21 @@ def open_fifo(directory: str, name: str) -> int:
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         os.close(fd)
         raise ConfigError(f"{path} is not a FIFO; move it away")
-    with contextlib.suppress(OSError):  # over the user's limit: a smaller FIFO works, only slower
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, CAPACITY)
     return fd
+
+
+def is_marked(fd: int) -> bool:
+    """Whether a framer has had this very pipe before: the capacity is all that lives and dies with it."""
+    return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) == CAPACITY
+
+
+def mark(fd: int) -> bool:
+    """Give the pipe its capacity; False over the user's limit, where a smaller FIFO works, only slower and unmarked."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, CAPACITY)
+    except OSError:
+        return False
+    return True
 
 
 def waiting_bytes(fd: int) -> int:

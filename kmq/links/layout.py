@@ -57,6 +57,7 @@ RECORD = (8, 16)  # six words: head, messages put in so far, next seq, last recv
 FLOOR, FLOOR_MESSAGES = 24, 25  # thrown away: up to this position, this many messages
 WRITER_SLEEPS = 32
 BASE_SEQ = 33  # next seq when the ring was created
+PIPE_MARKED = 34  # framer only: the FIFO that the staged bytes came from carries fifo.mark
 # Written by the reader process:
 TAIL, TAIL_MESSAGES = 64, 65  # done: up to this position, this many messages
 READER_SLEEPS = 72

@@ -16,6 +16,7 @@ from kmq.links.layout import (
     HEADER,
     IDENTITY,
     LAYOUT,
+    PIPE_MARKED,
     READER,
     READER_SLEEPS,
     RECORD,
@@ -241,6 +242,14 @@ class RingWriter(Ring):
             self.writer_bell.wait()
         self.cells[WRITER_SLEEPS] = 0
         return self.has_room(nbytes, count)
+
+    @property
+    def pipe_marked(self) -> bool:
+        return bool(self.cells[PIPE_MARKED])
+
+    @pipe_marked.setter
+    def pipe_marked(self, marked: bool) -> None:
+        self.cells[PIPE_MARKED] = int(marked)
 
     def first_waiting_seq(self) -> int:
         """Seq of the oldest block the reader has not released, or next_seq where there is none."""

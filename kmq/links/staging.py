@@ -8,6 +8,7 @@ Mechanism   The FIFO is read straight into the active area (os.readv). Lines are
 Crash       The content of the active area ends at its last byte that is not NUL, so it needs no length of its own:
             killed after the read      the bytes are there, found by that rule, framed after the restart;
             killed before the commit   the same bytes are framed again, in the place of the uncommitted block;
+            all killed, and the FIFO with them: the rest of a line that was half read never comes; forget_unfinished;
             killed while carrying      the other area is not in force yet and is zeroed again at the start.
             With one area instead of two a carry overwrites bytes whose commit is not in force: thousands of doubled
             lines in 8,000 kills; with two, none.
@@ -90,6 +91,16 @@ class Staging:
         """All that waits, whole lines or not."""
         start = self._start(self.active)
         return self.mm[start + self.consumed : start + self.filled]
+
+    def forget_unfinished(self) -> int:
+        """Drop what follows the last newline, whose rest will never come; returns how many bytes that was."""
+        start = self._start(self.active)
+        end = self.mm.rfind(b"\n", start + self.consumed, start + self.filled) + 1 - start
+        end = max(end, self.consumed)
+        forgotten = self.filled - end
+        self.mm[start + end : start + self.filled] = bytes(forgotten)
+        self.filled = end
+        return forgotten
 
     def carried(self, consumed: int, lines: bytes = b"") -> tuple[int, int]:
         """Copy `lines` and what follows `consumed` to the other area; returns (area, consumed) for the commit.
