@@ -38,11 +38,14 @@ def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
             f"the WAL ends at seq {wal.last_seq}, but the ring {framed.path} has numbered up to {numbered} only:"
             " it is older than the WAL; remove it while the broker is down"
         )
+    waiting = framed.first_waiting_seq()
+    if wal.last_seq + 1 < waiting and not framed.drops:
+        raise CorruptError(f"the WAL ends at seq {wal.last_seq}, but the ring goes on at {waiting}: the WAL was cut")
     if synced is None:
         wal.rewrite_tail(framed.size + _SLACK)
     elif wal.last_seq > synced:
         # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it.
-        if framed.first_waiting_seq() <= synced + 1 or framed.sync_failed:
+        if waiting <= synced + 1 or framed.sync_failed:
             stage.log.info("unsynced_cut", from_seq=synced + 1, to_seq=wal.last_seq, new_segment=framed.sync_failed)
             wal.cut_after(synced)
             if framed.sync_failed:

@@ -45,10 +45,11 @@ def open_ring(stage: Stage) -> RingWriter:
     ring = RingWriter(
         stage.settings.instance, "framed", stage.ring_identity("framed"), stage.who, next_after_wal, stage.log
     )
+    waiting = ring.first_waiting_seq()  # before the WAL is read: a living durability moves both on
     in_wal = next_after_wal()[0] - 1
-    if in_wal >= ring.last.next_seq or (not ring.drops and in_wal + 1 < ring.first_waiting_seq()):
+    if in_wal >= ring.last.next_seq or (not ring.drops and in_wal + 1 < waiting):
         raise CorruptError(
-            f"the WAL ends at seq {in_wal}, but the ring {ring.path} holds seq {ring.first_waiting_seq()} to"
+            f"the WAL ends at seq {in_wal}, but the ring {ring.path} holds seq {waiting} to"
             f" {ring.last.next_seq - 1}: if the WAL was restored on purpose, remove the ring while the broker is down"
         )
     return ring

@@ -10,6 +10,7 @@ Crash       Lines not yet in the FIFO are unacknowledged, and their producers se
 """
 
 import os
+import resource
 import select
 import socket
 import sys
@@ -59,6 +60,7 @@ class Ingress:
         self.intake = Intake(self.fifo, settings.max_line)
         self.producers: dict[int, Connection] = {}
         self.askers: dict[int, tuple[socket.socket, bytearray]] = {}
+        _raise_descriptor_limit()
         self.poll = select.epoll()
         self.producer_poll = select.epoll()
         self.poll.register(stage.signalled, select.EPOLLIN)
@@ -152,6 +154,7 @@ class Ingress:
 
     def close(self) -> None:
         """Stop accepting, take what connected producers have already sent, then let them go."""
+        self.poll.unregister(self.stage.signalled)  # it has been heard; left in, every wait would end at once
         self.producer_poll.unregister(self.lines)
         self.lines.close()
         self.questions.close()
@@ -164,6 +167,12 @@ class Ingress:
         while self.fifo.clogged:
             self.turn(_IDLE_S)
             self.stage.check()
+
+
+def _raise_descriptor_limit() -> None:
+    """One descriptor per producer: take as many as the system allows us."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def answer(question: bytes, durable_seq: int) -> bytes:

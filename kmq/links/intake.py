@@ -7,6 +7,7 @@ byte, then writes of at most PIPE_BUF. Only what cannot be judged further down i
     a line over KMQ_MAX_LINE        becomes dead.malformed, cut at the limit, when its newline or the end comes
     no newline at the end           becomes dead.malformed
     a first byte `!`, `+` or `-`    becomes dead.malformed: behind us it would be taken for a control line
+    a NUL                           becomes dead.malformed: the framer's staging area ends at its last byte that is none
 
 Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes; all of them together PARTIAL_BYTES. Over that the connection
             with the longest one is closed, and what it sent so far becomes dead.malformed: nothing is lost unsaid.
@@ -20,9 +21,16 @@ from kmq.links.fifo import FifoWriter
 from kmq.settings import KIB, MIB
 
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
-PARTIAL_BYTES = 16 * MIB  # all unfinished lines together
+PARTIAL_BYTES = 64 * MIB  # all unfinished lines together
 _HELLO = b"!hello"
 _CONTROL = (b"!", b"+", b"-")
+
+
+def _refusal(line: bytes) -> str:
+    """Why a whole line must not reach the FIFO as it is; "" for the others, which the framer judges."""
+    if line[:1] in _CONTROL:
+        return "control_byte"
+    return "nul" if 0 in line else ""
 
 
 class Connection:
@@ -106,8 +114,7 @@ class Intake:
         connection.partial, connection.length = bytearray(), 0
         if not reason and length > self.max_line:
             reason = "too_long"
-        if not reason and line[:1] in _CONTROL:
-            reason = "control_byte"
+        reason = reason or _refusal(line)
         if reason:
             line = record.malformed(reason, line, length, self.max_line)
             self.refused += 1
@@ -121,10 +128,11 @@ class Intake:
     def _forward(self, start: int, end: int) -> None:
         """buffer[start:end] is whole lines, none over max_line: the buffer is not larger."""
         buffer = self._buffer
-        if record.has_control_line(buffer, start, end):
+        if buffer.find(0, start, end) >= 0 or record.has_control_line(buffer, start, end):
             for line in bytes(self._view[start : end - 1]).split(b"\n"):
-                if line[:1] in _CONTROL:
-                    line = record.malformed("control_byte", line, len(line), self.max_line)
+                reason = _refusal(line)
+                if reason:
+                    line = record.malformed(reason, line, len(line), self.max_line)
                     self.refused += 1
                 self._put(line)
             return

@@ -266,6 +266,7 @@ class RingReader(Ring):
         self._sign(READER, who)
         self.position: int = self.tail
         self.jumped = False
+        self._jump_untold = bool(self.cells[FLOOR] > self.cells[TAIL])  # dropped while nobody read
 
     @classmethod
     def attach(cls, instance: str, name: str, identity: Identity, who: str) -> "RingReader | None":
@@ -292,22 +293,23 @@ class RingReader(Ring):
     def take(self) -> list[Block]:
         """All blocks committed since the last take, oldest first; [] when there are none.
 
-        Under drop_oldest the list may begin later than the last one ended; `jumped` then says that what lies between was
-        dropped.
+        Under drop_oldest the list may begin later than the last one ended; `jumped` says that what lies between was dropped.
         """
         head = self.committed().head
         blocks: list[Block] = []
-        self.jumped = False
+        jumped = self._jump_untold
         while self.position < head:
             if self.drops and self.cells[FLOOR] > self.position:
                 if blocks:
                     break  # a gap begins a list of its own
                 self.position = self.cells[FLOOR]
-                self.jumped = True
+                jumped = True
                 continue
             block = self._block_at(self.position, head)
             if block is not None:
                 blocks.append(block)
+        self.jumped = jumped and bool(blocks)
+        self._jump_untold = jumped and not blocks
         return blocks
 
     def _block_at(self, position: int, head: int) -> Block | None:

@@ -14,7 +14,7 @@ import os
 import threading
 
 from kmq.errors import RetryError
-from kmq.log.disk import WaitForRoom, replace_file, sync_directory
+from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log.partition import State
 
 Rows = dict[tuple[str, int], State]
@@ -75,6 +75,7 @@ class Checkpointer:
                 sync_directory(directory)
             if dirty:
                 sync_directory(f"{self._data}/topics")
-            replace_file(f"{self._data}/router.ckpt", content, self._wait_for_room)
+            path = f"{self._data}/router.ckpt"
+            with_room(path, self._wait_for_room, lambda: replace_file(path, content))
         except Exception as err:
             self._error = err

@@ -27,20 +27,24 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def replace_file(path: str, content: bytes, wait_for_room: WaitForRoom | None = None) -> None:
-    """Give `path` new content so that a crash at any instant leaves the old or the new, whole."""
-    making = f"{path}.new"
+def with_room(path: str, wait_for_room: WaitForRoom, action: Callable[[], object]) -> object:
+    """Do `action`, which may be repeated, and again whenever the disk has no room for it."""
     while True:
         try:
-            with open(making, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            break
+            return action()
         except OSError as err:
-            if err.errno not in FULL or wait_for_room is None:
+            if err.errno not in FULL:
                 raise
-            wait_for_room(making)
+            wait_for_room(path)
+
+
+def replace_file(path: str, content: bytes) -> None:
+    """Give `path` new content so that a crash at any instant leaves the old or the new, whole."""
+    making = f"{path}.new"
+    with open(making, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.rename(making, path)
     sync_directory(os.path.dirname(path))
 
@@ -71,7 +75,10 @@ class AppendFile:
     def __init__(self, path: str, wait_for_room: WaitForRoom) -> None:
         self.path = path
         self._wait_for_room = wait_for_room
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        fd = with_room(path, wait_for_room, lambda: os.open(path, flags, 0o644))
+        assert isinstance(fd, int)
+        self.fd = fd
         self.size = os.fstat(self.fd).st_size
         self._dropped = self.size
 

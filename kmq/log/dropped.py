@@ -12,6 +12,8 @@ import time
 from kmq import record
 from kmq.log.disk import AppendFile, WaitForRoom
 
+_LINE_BYTES = 256  # a line is shorter
+
 
 class Range:
     """Seqs first…last of `ring`, dropped."""
@@ -42,9 +44,10 @@ def append(data: str, ring: str, first: int, last: int, wait_for_room: WaitForRo
     path = f"{data}/dropped.log"
     file = AppendFile(path, wait_for_room)
     try:
-        whole = os.pread(file.fd, file.size, 0).rfind(b"\n") + 1
-        if whole < file.size:
-            file.truncate(whole)
+        start = max(0, file.size - _LINE_BYTES)
+        torn = file.size - start - (os.pread(file.fd, _LINE_BYTES, start).rfind(b"\n") + 1)
+        if torn:
+            file.truncate(file.size - torn)
         stamp = record.format_ts(time.time_ns() // 1000)
         line = b"%b|%d|%d|%d|%b\n" % (ring.encode(), first, last, last - first + 1, stamp)
         file.append([line], len(line))

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from kmq import record
 from kmq.errors import RetryError
 from kmq.log import segment, wal
-from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink
+from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink, with_room
 from kmq.log.index import IndexWriter, last_before
 
 _CHUNK = 1 << 20
+_LOOK = 4096  # bytes of an unchanged log's end that are looked at on a start
 
 
 class State:
@@ -52,22 +53,24 @@ def size_of(path: str) -> int:
         return -1
 
 
-def _is_stored(line: bytes) -> bool:
-    return record.parse_stored(line) is not None
-
-
-def recover(path: str, known: State) -> tuple[State, int]:
+def recover(path: str, known: State, high: int) -> tuple[State, int]:
     """What of the log at `path` is whole, and how many bytes were cut off its end.
 
+    A last line whose seq is above `high`, the end of the WAL, was not written by us: it would hide all that is to come.
     `known` is what the checkpoint says was on disk. What goes beyond it may be torn or have NULs in it after a power
     cut, so it is looked through; what falls short of it has been cut by somebody and is counted anew.
     """
+
+    def is_ours(line: bytes) -> bool:
+        found = record.parse_stored(line)
+        return found is not None and found[0] <= high
+
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
         floor = known.size if size >= known.size else 0
         nul = find_nul(fd, floor, size)
-        tail = find_tail(fd, size if nul < 0 else nul, _is_stored, floor)
+        tail = find_tail(fd, size if nul < 0 else nul, is_ours, floor)
         if tail.size < size:
             os.ftruncate(fd, tail.size)
         if tail.size == known.size:
@@ -81,6 +84,19 @@ def recover(path: str, known: State) -> tuple[State, int]:
         return State(offset + _count_lines(fd, position, tail.size), last_seq, tail.size), size - tail.size
     finally:
         os.close(fd)
+
+
+def ends_as(path: str, known: State) -> bool:
+    """Whether the last line of a log of the known size is the known one: one small read, which sees a zeroed end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        tail = os.pread(fd, _LOOK, max(0, known.size - _LOOK))
+    finally:
+        os.close(fd)
+    if not tail.endswith(b"\n") or 0 in tail:
+        return not known.size
+    start = tail.rfind(b"\n", 0, -1) + 1
+    return tail.startswith(b"%d|" % known.last_seq, start) or (not start and len(tail) == _LOOK)
 
 
 def _count_lines(fd: int, position: int, end: int) -> int:
@@ -106,17 +122,19 @@ class PartitionLog:
 
     def open(self, warn: Callable[..., None]) -> None:
         """Open the file, making what is missing: directory, log, symlink."""
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        with_room(self.path, self._wait_for_room, lambda: self._make_names(warn))
         self._file = AppendFile(self.path, self._wait_for_room)
-        link = f"{self._data}/{self.link}"
-        target = os.path.relpath(self.path, self._data)
+        if self._index is None:
+            self._index = IndexWriter(segment.index_path(self.path), self._wait_for_room)
+            self._index.resume(self._file.fd, self._file.size, 0)
+
+    def _make_names(self, warn: Callable[..., None]) -> None:
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        link, target = f"{self._data}/{self.link}", os.path.relpath(self.path, self._data)
         if os.path.lexists(link) and os.readlink(link) != target:
             warn("symlink_taken", symlink=self.link, topic=self.topic, file=target)
         else:
             point_symlink(link, target)
-        if self._index is None:
-            self._index = IndexWriter(segment.index_path(self.path), self._wait_for_room)
-            self._index.resume(self._file.fd, self._file.size, 0)
 
     def append(self, data: Buffer, count: int, first_seq: int, last_seq: int) -> int:
         """Append `data`, the `count` lines first_seq…last_seq, less those it has already; bytes written."""

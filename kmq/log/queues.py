@@ -16,9 +16,9 @@ from itertools import pairwise
 from kmq import record
 from kmq.errors import CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import checkpoint, dropped, topics, wal
-from kmq.log.disk import Buffer, WaitForRoom, replace_file
-from kmq.log.partition import EMPTY, PartitionLog, State, log_path, recover, size_of
+from kmq.log import checkpoint, dropped, segment, topics, wal
+from kmq.log.disk import Buffer, WaitForRoom, replace_file, with_room
+from kmq.log.partition import EMPTY, PartitionLog, State, ends_as, log_path, recover, size_of
 from kmq.logfmt import Log
 from kmq.routing import Topic, resolve
 from kmq.settings import MIB
@@ -124,12 +124,16 @@ class Queues:
         to one partition under a file that says several would make a rebuilt queue another one.
         """
         topic = Topic(name.decode(), 1, seq)
-        os.makedirs(f"{self.data}/topics/{topic.name}/0", exist_ok=True)
         path = topics.toml_path(self.data, topic.name)
         if os.path.exists(path):
             return self._adopt(topic.name, seq)
-        with open(path, "wb") as file:
-            file.write(topics.text(1, seq))
+
+        def write() -> None:
+            os.makedirs(f"{self.data}/topics/{topic.name}/0", exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(topics.text(1, seq))
+
+        with_room(path, self._wait_for_room, write)
         self.topics[name] = topic
         return topic
 
@@ -173,7 +177,7 @@ class Queues:
         replay_from = seq + 1
         for topic in self._load_topics(rows):
             for partition in range(topic.partitions):
-                replay_from = min(replay_from, self._examine(topic, partition, rows))
+                replay_from = min(replay_from, self._examine(topic, partition, rows, high))
             check()
         has = wal.first_seq(self.data)
         if replay_from < has:
@@ -202,11 +206,11 @@ class Queues:
         for topic in found.values():
             if not os.path.exists(topics.toml_path(self.data, topic.name)):
                 os.makedirs(f"{self.data}/topics/{topic.name}", exist_ok=True)
-                replace_file(topics.toml_path(self.data, topic.name), topics.text(topic.partitions, topic.from_seq))
+                self._write_toml(topic)
         self.topics = {topic.name.encode(): topic for topic in found.values()}
         return list(found.values())
 
-    def _examine(self, topic: Topic, partition: int, rows: checkpoint.Rows) -> int:
+    def _examine(self, topic: Topic, partition: int, rows: checkpoint.Rows, high: int) -> int:
         """Find the state of one log; returns the seq from which it needs the WAL (a high one: not at all)."""
         known = rows.get((topic.name, partition), EMPTY)
         path = log_path(self.data, topic.name, partition)
@@ -216,8 +220,8 @@ class Queues:
             state = EMPTY
             if known.size:
                 needs = topic.from_seq
-        elif size != known.size:
-            state, cut = recover(path, known)
+        elif size != known.size or not ends_as(path, known):
+            state, cut = recover(path, known if size != known.size else EMPTY, high)
             if cut:
                 self.log.warn("torn_tail_cut", file=path, bytes=cut, last_seq=state.last_seq)
             if state.size < known.size:
@@ -227,8 +231,11 @@ class Queues:
             self.log.warn(
                 "queue_short", file=path, bytes=max(size, 0), expected_bytes=known.size, rebuilt_from_seq=needs
             )
-        if size < 0 or not os.path.lexists(f"{self.data}/{topic.log_names()[partition]}"):
-            self._use(self._log_of(topic, partition))
+        names = f"{self.data}/{topic.log_names()[partition]}", segment.index_path(path)
+        if size < 0 or not all(map(os.path.lexists, names)):
+            log = self._log_of(topic, partition)
+            self._use(log)
+            self._unnoted.add(log)
         return needs
 
     def replay(self, low: int, high: int, check: Callable[[], None] = lambda: None) -> None:
@@ -267,13 +274,18 @@ class Queues:
         """Put a declared topic in force: from `next_seq` on, unless its file says already from when."""
         partitions, from_seq = topics.load(self.data, name)
         topic = Topic(name, partitions, next_seq if from_seq is None else from_seq)
-        replace_file(topics.toml_path(self.data, name), topics.text(partitions, topic.from_seq), self._wait_for_room)
+        self._write_toml(topic)
         self.topics[name.encode()] = topic
         self._routes.clear()
         for partition in range(partitions):
             self._use(self._log_of(topic, partition))
         self.log.info("topic_adopted", topic=name, partitions=partitions, from_seq=topic.from_seq)
         return topic
+
+    def _write_toml(self, topic: Topic) -> None:
+        path = topics.toml_path(self.data, topic.name)
+        text = topics.text(topic.partitions, topic.from_seq)
+        with_room(path, self._wait_for_room, lambda: replace_file(path, text))
 
     def tick(self) -> None:
         """Once a second: provisional index lines, declarations, the checkpoint when it is due."""

@@ -132,6 +132,7 @@ class Wal:
     def roll(self) -> None:
         """Go on in a new segment."""
         self._index.note_open()
+        self._file.sync()  # a fresh descriptor: what was cut off must not come back after a power cut
         self._index.flush()
         self._file.close()
         self._open_segment(self.last_seq + 1, f"{self.directory}/{segment.name(self.last_seq + 1)}")
