@@ -87,18 +87,17 @@ class AppendFile:
         while True:
             try:
                 written = self._write(buffers)
-                if written == nbytes:
-                    self.size += nbytes
-                    if self.size - self._dropped >= _KEEP + _DROP_STEP:
-                        self._drop_behind()
-                    return
-                # Short without an error: the disk filled in the middle, or a signal came. Start over from the size.
-                os.ftruncate(self.fd, self.size)
+                if written < nbytes:  # the disk filled in the middle, or a signal came: the rest says which
+                    self._write_rest(b"".join(buffers), written)
+                break
             except OSError as err:
                 os.ftruncate(self.fd, self.size)
                 if err.errno not in FULL:
                     raise RetryError(f"{self.path}: write failed: {err.strerror}") from err
                 self._wait_for_room(self.path)
+        self.size += nbytes
+        if self.size - self._dropped >= _KEEP + _DROP_STEP:
+            self._drop_behind()
 
     def _drop_behind(self) -> None:
         """Two passes over every byte: the first starts writing it to the disk, the next drops it, by then clean."""
@@ -110,7 +109,11 @@ class AppendFile:
     def _write(self, buffers: Sequence[Buffer]) -> int:
         if len(buffers) == 1:
             return os.write(self.fd, buffers[0])
-        return sum(os.writev(self.fd, buffers[at : at + _IOV_MAX]) for at in range(0, len(buffers), _IOV_MAX))
+        return os.writev(self.fd, buffers[:_IOV_MAX])
+
+    def _write_rest(self, data: bytes, written: int) -> None:
+        while written < len(data):
+            written += os.write(self.fd, memoryview(data)[written:])
 
     def sync(self) -> None:
         """fdatasync. On failure raises RetryError; this descriptor must not be synced again."""
