@@ -231,8 +231,8 @@ class Queues:
             self.log.warn(
                 "queue_short", file=path, bytes=max(size, 0), expected_bytes=known.size, rebuilt_from_seq=needs
             )
-        names = f"{self.data}/{topic.log_names()[partition]}", segment.index_path(path)
-        if size < 0 or not all(map(os.path.lexists, names)):
+        link, index = f"{self.data}/{topic.log_names()[partition]}", segment.index_path(path)
+        if size < 0 or not os.path.lexists(link) or (size and not os.path.exists(index)):
             log = self._log_of(topic, partition)
             self._use(log)
             self._unnoted.add(log)
