@@ -230,3 +230,9 @@ def _suggest(name: str, known: dict[str, Setting]) -> str:
 
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def table() -> str:
+    """The settings as the README shows them; a test keeps the two alike."""
+    rows = [f"| `{row.env}` | {f'`{row.default}`' if row.default else ''} | {row.help} |" for row in SETTINGS]
+    return "\n".join(["| name | default | what |", "|---|---|---|", *rows])
