@@ -4,6 +4,7 @@
     scripts/bench.py [burst sustained latency idle memory startup] [--quick] [--json FILE] [--dir DIR] [--cache DIR]
 
 The pod is what `kmq up` starts, with a private instance, free ports and a new directory on a real disk; fdatasync is on.
+Other settings (RB_SLOTS=32768 scripts/bench.py sustained) are taken from the environment and named in the result.
 The producer is another process that sends blocks made beforehand, so that the broker is what is measured. The end of
 a run is seen in the queue file itself (its size, by stat every 0.2 ms), for that is what a consumer can see.
 """
@@ -46,6 +47,13 @@ POLL_S = 0.0002  # between two looks at a queue file
 WAIT_S = 300.0  # longest wait for anything
 KEY = "test.probe"
 MIXED = [f"{topic}.k{key}" for topic in ("test", "jobs", "orders", "audit", "metrics") for key in range(4)]
+PRIVATE = (
+    "KMQ_INSTANCE",
+    "KMQ_PORT",
+    "KMQ_ACK_PORT",
+    "KMQ_DATA",
+    "KMQ_PIPES",
+)  # set here, whatever the environment says
 GIB_NEEDED = 25  # free disk space for the sustained runs
 
 out = Console(highlight=False, soft_wrap=True)
@@ -163,8 +171,7 @@ class Pod:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
-        self.environment = kept | {
+        self.environment = dict(os.environ) | {
             "KMQ_INSTANCE": f"bench{os.getpid()}",
             "KMQ_PORT": "0",
             "KMQ_ACK_PORT": "0",
@@ -545,6 +552,9 @@ def say(text: str) -> None:
 
 def show(figures: list[Figure], where: str) -> None:
     out.print(where)
+    changed = sorted(name for name in os.environ if name.startswith(("KMQ_", "RB_")) and name not in PRIVATE)
+    if changed:
+        out.print("settings changed: " + ", ".join(f"{name}={os.environ[name]}" for name in changed), markup=False)
     part = ""
     for figure in figures:
         digits = 0 if figure.value >= 1000 else 1 if figure.value >= 100 else 3
