@@ -27,7 +27,8 @@ MAX_OPEN = 256  # descriptors; far below the 1024 that a process has by default
 CHECKPOINT_NS = 30_000_000_000
 CHECKPOINT_BYTES = 256 * MIB  # bounds what a restart has to replay
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
-_MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory
+_MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory,
+_MAX_ROUTE = 256  # nor one with long keys: bytes of a routing key that is remembered
 
 Target = PartitionLog | Topic  # where a routing key leads; a Topic: its partition depends on the seq (no key)
 
@@ -114,7 +115,8 @@ class Queues:
             target = self._log_of(topic, topic.partition_of(key, seq))
         if len(self._routes) >= _MAX_ROUTES:
             self._routes.clear()
-        self._routes[routing_key] = target
+        if len(routing_key) <= _MAX_ROUTE:
+            self._routes[routing_key] = target
         return target
 
     def _create_topic(self, name: bytes, seq: int) -> Topic:
@@ -227,6 +229,8 @@ class Queues:
             if state.size < known.size:
                 needs = state.last_seq + 1
         self._states[topic.name, partition] = State(*state.values())
+        if state is not known and size >= 0:  # written by one who was killed: nobody has synced it
+            self._unsynced.add(self._log_of(topic, partition))
         if needs <= known.last_seq:
             self.log.warn(
                 "queue_short", file=path, bytes=max(size, 0), expected_bytes=known.size, rebuilt_from_seq=needs
