@@ -43,7 +43,7 @@ def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
         raise CorruptError(f"the WAL ends at seq {wal.last_seq}, but the ring goes on at {waiting}: the WAL was cut")
     if synced is None:
         wal.rewrite_tail(framed.size + _SLACK)
-    elif wal.last_seq > synced:
+    elif wal.last_seq > synced or framed.sync_failed:
         # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it.
         if waiting <= synced + 1 or framed.sync_failed:
             stage.log.info("unsynced_cut", from_seq=synced + 1, to_seq=wal.last_seq, new_segment=framed.sync_failed)

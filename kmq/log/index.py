@@ -110,8 +110,10 @@ class IndexWriter:
     In memory only: where the open block began, its bytes so far and their crc.
     """
 
-    def __init__(self, path: str, wait_for_room: WaitForRoom) -> None:
+    def __init__(self, path: str, wait_for_room: WaitForRoom, by_seq: bool = False) -> None:
+        """`by_seq`: offsets are the seqs that stand in the lines (the WAL, where drop_oldest leaves gaps)."""
         self.path = path
+        self._by_seq = by_seq
         self._wait_for_room = wait_for_room
         self._pending: list[bytes] = []
         self._open: Entry | None = None
@@ -125,6 +127,7 @@ class IndexWriter:
         """
         entries = read_entries(self.path, log_size)
         self._rewrite_if_damaged(entries, log_size)
+        self._pending = []  # may speak of what has been cut
         self._open, self._length, self._noted = None, 0, 0
         if entries:
             offset, position = entries[-1].offset, entries[-1].position
@@ -165,7 +168,9 @@ class IndexWriter:
         while at < size:
             if self._open is None:
                 fields = bytes(data[at : at + _HEAD_BYTES]).split(b"|", 2)
-                if first_seq:
+                if self._by_seq:
+                    here = int(fields[0])
+                elif first_seq:
                     here = offset + int(fields[0]) - first_seq
                 else:
                     here = offset + bytes(data[:at]).count(b"\n")

@@ -68,7 +68,7 @@ class Wal:
     def _open_segment(self, first: int, path: str) -> None:
         new = not os.path.exists(path)
         self._file = AppendFile(path, self._wait_for_room)
-        self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
+        self._index = IndexWriter(segment.index_path(path), self._wait_for_room, by_seq=True)
         self._first = first
         point_symlink(f"{self.data}/append.log", os.path.relpath(path, self.data))
         if new:
