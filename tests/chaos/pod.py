@@ -56,6 +56,7 @@ class Pod:
                     cwd=self.root,
                     stdin=subprocess.DEVNULL,
                     stderr=log,
+                    start_new_session=True,
                 )
             (self.wrapped.add if under else self.wrapped.discard)(name)
 
@@ -93,7 +94,7 @@ class Pod:
         """Nothing of this pod is left, whatever happened."""
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # a group: what runs under strace would outlive it
         for process in self.processes.values():
             process.wait(PATIENCE_S)
         for name in ("framed", "durable"):
@@ -118,6 +119,12 @@ class Pod:
     def seq(self, name: str) -> int:
         row = self.row(name)
         return row.seq if row else -1
+
+    def seq_left(self, name: str) -> int:
+        """What the stats page says of a stage that has ended."""
+        page = stats.peek(self.instance)
+        assert page is not None
+        return page.rows[name].seq
 
     def wait(self, condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
         """Until `condition`; fails loudly at the deadline, or when a stage that should run has ended."""
