@@ -110,9 +110,9 @@ class Ingress:
                 self._accept_producer()
             elif fd in self.producers and not self.intake.receive(self.producers[fd]):
                 self._drop_producer(fd)
-        for connection in self.intake.over_budget(self.producers.values()):
-            self.stage.log.warn("unfinished_line_cut", peer=connection.peer, bytes=connection.length)
-            self._drop_producer(connection.sock.fileno())
+            for connection in self.intake.over_budget(self.producers.values()):
+                self.stage.log.warn("unfinished_line_cut", peer=connection.peer, bytes=connection.length)
+                self._drop_producer(connection.sock.fileno())
 
     def _accept_producer(self) -> None:
         for sock, peer in _accept(self.lines, self.stage):

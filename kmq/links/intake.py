@@ -146,6 +146,11 @@ class Intake:
 
     def over_budget(self, connections: Iterable[Connection]) -> list[Connection]:
         """Connections to close because unfinished lines take too much memory, longest line first."""
-        if self._partial_bytes <= PARTIAL_BYTES:
-            return []
-        return [max(connections, key=lambda connection: len(connection.partial))]
+        over, chosen = self._partial_bytes - PARTIAL_BYTES, []
+        if over > 0:
+            for connection in sorted(connections, key=lambda connection: len(connection.partial), reverse=True):
+                chosen.append(connection)
+                over -= len(connection.partial)
+                if over <= 0:
+                    break
+        return chosen
