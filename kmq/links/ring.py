@@ -176,7 +176,9 @@ class RingWriter(Ring):
         """Give up the oldest block: publish the floor before its bytes are overwritten (invariant 4)."""
         cells = self.cells
         if cells[TAIL] > self._floor:
+            # Look again first: the reader may have released everything meanwhile, and there is no block at the head.
             self._floor, self._floor_messages = cells[TAIL], cells[TAIL_MESSAGES]
+            return
         at = BLOCKS // 8 + self._floor % self.size // 8
         nbytes = self.words[at]
         if nbytes == SKIP:
