@@ -124,6 +124,8 @@ class PartitionLog:
         """Open the file, making what is missing: directory, log, symlink."""
         with_room(self.path, self._wait_for_room, lambda: self._make_names(warn))
         self._file = AppendFile(self.path, self._wait_for_room)
+        if self._file.size != self.state.size:  # while it was closed; to append now would hide the hole for ever
+            raise RetryError(f"{self.path}: changed by somebody else (expected {self.state.size} bytes)")
         if self._index is None:
             self._index = IndexWriter(segment.index_path(self.path), self._wait_for_room)
             self._index.resume(self._file.fd, self._file.size, 0)
