@@ -21,7 +21,7 @@ def rewrite(template: str, topic: str, routing_key: bytes) -> bytes:
     key = old[len(topic) + 1 :]
     try:
         new = template.format_map({"routing_key": old, "topic": topic, "key": key})
-    except (KeyError, ValueError, IndexError) as err:
+    except (KeyError, ValueError, IndexError, AttributeError) as err:
         raise ConfigError(f"--to {template!r}: {err}; the fields are {{{'}, {'.join(_FIELDS)}}}") from None
     result = new.encode(errors=_ANY_BYTES)
     reason = record.refusal(result + b"|||")
