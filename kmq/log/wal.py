@@ -192,14 +192,16 @@ def _read_segment(path: str, low: int, high: int) -> Iterator[bytes]:
     try:
         size = os.fstat(fd).st_size
         _, position = last_before(segment.index_path(path), size, low)
+        length = _READ_BYTES
         while position < size:
-            data = os.pread(fd, min(_READ_BYTES, size - position), position)
+            data = os.pread(fd, min(length, size - position), position)
             end = data.rfind(b"\n") + 1
             if not end:  # one line longer than a read
-                data = os.pread(fd, min(_READ_BYTES * 512, size - position), position)
-                end = data.rfind(b"\n") + 1
-                if not end:
+                if length >= size - position:
                     return
+                length *= 2
+                continue
+            length = _READ_BYTES
             lines = data[:end] if end < len(data) else data
             position += end
             wanted = within(lines, low, high)
