@@ -133,16 +133,22 @@ class IndexWriter:
             offset, position = entries[-1].offset, entries[-1].position
         else:
             offset, position = first_offset, 0
+        length = BLOCK_BYTES * 16
         while position < log_size:
-            data = os.pread(log_fd, min(BLOCK_BYTES * 16, log_size - position), position)
+            data = os.pread(log_fd, min(length, log_size - position), position)
             data = data[: data.rfind(b"\n") + 1]
-            if not data:
-                break
+            if not data:  # one line longer than a read
+                if length >= log_size - position:
+                    break
+                length *= 2
+                continue
             # first_seq is not given: after a drop the seqs have gaps
             self.extend(data, position, offset)
             offset += data.count(b"\n")
             position += len(data)
-        self._noted = self._length if entries else 0
+        # A log that was cut inside its last block must not be left with the crc of the block as it was.
+        if entries and self._open_line() == entries[-1].line():
+            self._noted = self._length
 
     def _rewrite_if_damaged(self, entries: list[Entry], log_size: int) -> None:
         try:
@@ -184,6 +190,9 @@ class IndexWriter:
                 self._pending.append(self._open.line())
                 self._open = None
             at = end
+
+    def _open_line(self) -> bytes:
+        return self._open.line() if self._open is not None else b""
 
     def note_open(self) -> None:
         """Give the open block a provisional line, if it has grown since the last one."""
