@@ -1,0 +1,100 @@
+"""router.ckpt and dropped.log: small text files that decide what a restart does."""
+
+import os
+
+import pytest
+from made_up import no_room
+
+from kmq.errors import RetryError
+from kmq.log import checkpoint, dropped
+from kmq.log.checkpoint import Checkpointer
+from kmq.log.dropped import Range, without
+
+
+def test_without_a_checkpoint_everything_is_replayed(data):
+    assert checkpoint.load(data) == (0, {})
+
+
+def test_a_checkpoint_is_read_as_it_was_written(data):
+    os.makedirs(f"{data}/topics/jobs.eu/3")
+    path = f"{data}/topics/jobs.eu/3/x.log"
+    with open(path, "w"):
+        pass
+    writer = Checkpointer(data, no_room)
+    writer.start(17, [b"jobs.eu|3|5|16|400\n", b"t|0|1|17|80\n"], [path])
+    writer.finish()
+    seq, rows = checkpoint.load(data)
+    assert seq == 17
+    assert {at: row.values() for at, row in rows.items()} == {("jobs.eu", 3): (5, 16, 400), ("t", 0): (1, 17, 80)}
+
+
+@pytest.mark.parametrize("text", ["", "x\n", "5\nt|0|1\n", "5\nt|0|1|2|3|4\n", "5\nt|0|a|2|3\n", "5\n\n"])
+def test_what_is_no_checkpoint_is_said_to_be_none(data, text):
+    with open(f"{data}/router.ckpt", "w") as file:
+        file.write(text)
+    with pytest.raises((ValueError, IndexError)):
+        checkpoint.load(data)
+
+
+def test_a_checkpoint_that_failed_is_told_and_leaves_the_old_one(data):
+    writer = Checkpointer(data, no_room)
+    writer.start(1, [], [])
+    writer.finish()
+    writer.start(2, [], [f"{data}/topics/gone.log"])
+    with pytest.raises(RetryError, match="checkpoint failed"):
+        writer.finish()
+    assert checkpoint.load(data)[0] == 1
+    with pytest.raises(RetryError):
+        _ = writer.busy
+
+
+def ranges(data, ring):
+    return [(r.first, r.last) for r in dropped.read(data, ring)]
+
+
+def test_a_dropped_range_is_one_line_of_its_ring(data):
+    dropped.append(data, "framed", 5, 9, no_room)
+    dropped.append(data, "durable", 20, 20, no_room)
+    dropped.append(data, "framed", 30, 31, no_room)
+    assert ranges(data, "framed") == [(5, 9), (30, 31)] and ranges(data, "durable") == [(20, 20)]
+    with open(f"{data}/dropped.log") as file:
+        rows = [line.rstrip("\n").split("|") for line in file]
+    assert [row[:4] for row in rows] == [
+        ["framed", "5", "9", "5"],
+        ["durable", "20", "20", "1"],
+        ["framed", "30", "31", "2"],
+    ]
+    assert all(float(row[4]) > 1.7e9 for row in rows)
+
+
+def test_a_torn_range_is_not_read_and_cut_by_the_next_writer(data):
+    dropped.append(data, "framed", 5, 9, no_room)
+    with open(f"{data}/dropped.log", "a") as file:
+        file.write("framed|30|3")
+    assert ranges(data, "framed") == [(5, 9)]
+    dropped.append(data, "framed", 30, 35, no_room)
+    assert ranges(data, "framed") == [(5, 9), (30, 35)]
+
+
+def test_nothing_was_dropped_where_there_is_no_file(data):
+    assert dropped.read(data, "framed") == []
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "gone", "left"),
+    [
+        (1, 10, [], [(1, 10)]),
+        (1, 10, [(20, 30)], [(1, 10)]),
+        (11, 15, [(1, 10)], [(11, 15)]),
+        (1, 10, [(1, 10)], []),
+        (1, 10, [(0, 99)], []),
+        (1, 10, [(1, 3)], [(4, 10)]),
+        (1, 10, [(8, 12)], [(1, 7)]),
+        (1, 10, [(4, 6)], [(1, 3), (7, 10)]),
+        (1, 10, [(2, 2), (3, 3), (9, 9)], [(1, 1), (4, 8), (10, 10)]),
+        (1, 10, [(2, 5), (4, 6), (2, 5)], [(1, 1), (7, 10)]),
+        (5, 4, [(1, 2)], []),
+    ],
+)
+def test_without_leaves_what_was_not_dropped(first, last, gone, left):
+    assert without(first, last, [Range("framed", a, b) for a, b in gone]) == left

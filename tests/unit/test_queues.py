@@ -1,0 +1,268 @@
+"""All partition logs: routing is a pure function of the WAL, and whatever is lost comes back byte for byte."""
+
+import os
+import pathlib
+import random
+import shutil
+
+import pytest
+from made_up import FIRST_TS, Silent, no_room, stored, write_wal
+
+from kmq import record
+from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.links.layout import Block
+from kmq.log import dropped, index, partition, queues, segment, topics
+from kmq.log.queues import Queues
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(index, "BLOCK_BYTES", 1024)
+
+
+def open_queues(data, high):
+    made = Queues(data, no_room, Silent())
+    made.recover(high, lambda: None)
+    return made
+
+
+def block(lines, first_seq):
+    """`lines` as sent → a Block, as the framer makes it."""
+    text = b"".join(stored(lines, first_seq))
+    sent = b"".join(line + b"\n" for line in lines)
+    key = len(record.common_key(sent, lines))
+    return Block(text, 0, [len(text), first_seq, len(lines), key, FIRST_TS, 0])
+
+
+def route(made, lines, first_seq, size=7):
+    """Route `lines` in blocks of `size`, several at a time."""
+    blocks = [block(lines[at : at + size], first_seq + at) for at in range(0, len(lines), size)]
+    for at in range(0, len(blocks), 3):
+        made.route(blocks[at : at + 3])
+
+
+def files(data):
+    """Every queue file and its content."""
+    found = {}
+    for directory, _, names in os.walk(f"{data}/topics"):
+        for name in names:
+            if name.endswith(".log"):
+                with open(f"{directory}/{name}", "rb") as file:
+                    found[os.path.relpath(f"{directory}/{name}", data)] = file.read()
+    return found
+
+
+def log_of(data, topic, number=0):
+    return files(data)[f"topics/{topic}/{number}/{segment.name(0)}"]
+
+
+KEYS = b"test.probe test jobs.eu.7 jobs.us jobs a.b.c a.b a spread spread.k1 spread.".split()
+
+
+def messages(rng, count):
+    out = []
+    while len(out) < count:
+        key = rng.choice(KEYS)
+        out += [b"%b|1|%d|%b" % (key, len(out), b"x" * rng.randrange(60))] * rng.choice([1, 1, 1, 12])
+    return out[:count]
+
+
+def test_each_line_goes_to_its_topic_in_order(data):
+    lines = [b"test.a|||1", b"jobs.x|||2", b"test|||3", b"test.a|||4"]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    route(made, lines, 1)
+    assert log_of(data, "test") == b"".join(stored([lines[0]], 1) + stored([lines[2]], 3) + stored([lines[3]], 4))
+    assert log_of(data, "jobs") == stored([lines[1]], 2)[0]
+    assert os.readlink(f"{data}/test.log") == f"topics/test/0/{segment.name(0)}"
+    assert topics.load(data, "test") == (1, 1) and topics.load(data, "jobs") == (1, 2)
+    assert made.routed_seq == 4
+    made.close()
+
+
+def build(data, lines, seed):
+    """Route `lines` with declarations midway and ranges that drop_oldest took; returns the files."""
+    rng = random.Random(seed)
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    declared = {120: ("a.b", 2), 300: ("spread", 3), 410: ("jobs.eu", 1)}
+    at = 0
+    while at < len(lines):
+        if declared and at >= min(declared):
+            name, partitions = declared.pop(min(declared))
+            if not os.path.isdir(f"{data}/topics/{name}"):
+                topics.declare(data, name, partitions)
+            made.adopt_declarations()
+        size = rng.randrange(1, 25)
+        if at > 50 and rng.randrange(6) == 0:
+            gone = min(len(lines), at + size) - at
+            dropped.append(data, "durable", at + 1, at + gone, no_room)
+        else:
+            route(made, lines[at : at + size], at + 1)
+        at += size
+        made.routed_seq = min(at, len(lines))
+    made.close()
+    return files(data)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("lost", ["logs", "logs and checkpoint", "one log", "half of each", "indexes"])
+def test_what_is_rebuilt_from_the_wal_is_the_same_byte_for_byte(data, seed, lost):
+    lines = messages(random.Random(seed), 600)
+    lines = [line for line in lines if seed % 2 or not line.startswith(b"spread")] or lines
+    before = build(data, lines, seed)
+    assert len(before) >= 5
+    rng = random.Random(seed)
+    for number, name in enumerate(sorted(before)):
+        path = f"{data}/{name}"
+        if lost.startswith("logs") or (lost == "one log" and number == seed):
+            os.unlink(path)
+        elif lost == "half of each":
+            os.truncate(path, rng.randrange(len(before[name]) + 1))
+        elif lost == "indexes":
+            pathlib.Path(segment.index_path(path)).unlink(missing_ok=True)
+            os.truncate(path, len(before[name]) // 2)
+    if lost == "logs and checkpoint":
+        os.unlink(f"{data}/router.ckpt")
+    open_queues(data, len(lines)).close()
+    assert files(data) == before
+    for name, content in before.items():
+        _, topic, number, _ = name.split("/")
+        assert partition.end_offset(data, topic, int(number)) == (content.count(b"\n"), len(content))
+
+
+def test_a_restart_in_the_middle_writes_nothing_twice(data):
+    lines = messages(random.Random(3), 400)
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    route(made, lines[:200], 1)  # and then killed: no close, no checkpoint
+    again = open_queues(data, 300)
+    assert again.routed_seq == 300
+    route(again, lines[250:], 251)  # the ring begins with what the WAL gave already
+    again.close()
+    everything = sorted(b"".join(files(data).values()).splitlines(keepends=True), key=record.seq_of)
+    assert everything == stored(lines)
+
+
+def test_a_dotted_topic_takes_messages_only_from_its_declaration_on(data):
+    lines = [b"a.b.k|||%d" % n for n in range(20)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    route(made, lines[:10], 1)
+    topics.declare(data, "a.b", 1)
+    made.adopt_declarations()
+    route(made, lines[10:], 11)
+    made.close()
+    assert log_of(data, "a") == b"".join(stored(lines[:10])) and log_of(data, "a.b") == b"".join(stored(lines[10:], 11))
+    assert topics.load(data, "a.b") == (1, 11)
+
+
+def test_a_message_that_overtakes_the_adoption_of_its_topic_is_partitioned_as_declared(data):
+    lines = [b"t.%d|||x" % n for n in range(30)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    topics.declare(data, "t", 3)
+    route(made, lines, 1)
+    made.close()
+    before = files(data)
+    assert len(before) == 3 and all(before.values()) and topics.load(data, "t") == (3, 1)
+    shutil.rmtree(f"{data}/topics/t/1")
+    os.unlink(f"{data}/router.ckpt")
+    open_queues(data, 30).close()
+    assert files(data) == before
+
+
+def test_messages_without_a_key_are_spread_by_seq_and_stay_in_order_among_the_keyed(data):
+    rng = random.Random(2)
+    lines = [rng.choice([b"t|||x", b"t.k%d|||x" % rng.randrange(5)]) for _ in range(300)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    topics.declare(data, "t", 3)
+    made.adopt_declarations()
+    route(made, lines, 1, size=40)
+    made.close()
+    for number in range(3):
+        seqs = [record.seq_of(line) for line in log_of(data, "t", number).splitlines()]
+        assert seqs == sorted(seqs)
+        assert {seq for seq in range(1, 301) if lines[seq - 1] == b"t|||x" and seq % 3 == number} <= set(seqs)
+
+
+def test_more_topics_than_descriptors(data, monkeypatch):
+    monkeypatch.setattr(queues, "MAX_OPEN", 8)
+    rng = random.Random(1)
+    lines = [b"t%d|||%d" % (rng.randrange(60), n) for n in range(2000)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    before = len(os.listdir("/proc/self/fd"))
+    route(made, lines[:1500], 1)
+    made.tick()
+    assert len(os.listdir("/proc/self/fd")) <= before + 8
+    route(made, lines[1500:], 1501)
+    made.close()
+    whole = files(data)
+    assert len(whole) == 60
+    for topic in range(60):
+        name = b"t%d|" % topic
+        expected = [line for n, line in enumerate(stored(lines)) if lines[n].startswith(name)]
+        assert log_of(data, f"t{topic}") == b"".join(expected)
+        assert partition.end_offset(data, f"t{topic}", 0)[0] == len(expected)
+    for name in whole:
+        os.unlink(f"{data}/{name}")
+    open_queues(data, 2000).close()
+    assert files(data) == whole
+
+
+def test_a_producer_of_long_routing_keys_does_not_fill_the_memory(data):
+    lines = [b"t.%d.%b|||x" % (n, b"k" * 4000) for n in range(100)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    route(made, lines, 1)
+    assert sum(map(len, made._routes)) < 50_000
+    made.close()
+
+
+def test_a_queue_that_drop_oldest_left_short_is_not_filled_up_behind_its_back(data):
+    lines = [b"t|||%d" % n for n in range(30)]
+    write_wal(data, lines).close()
+    dropped.append(data, "durable", 11, 20, no_room)
+    open_queues(data, 30).close()
+    assert log_of(data, "t") == b"".join(stored(lines)[:10] + stored(lines)[20:])
+
+
+def test_a_checkpoint_ahead_of_the_wal_is_refused(data):
+    lines = [b"t|||%d" % n for n in range(30)]
+    write_wal(data, lines).close()
+    open_queues(data, 30).close()
+    with pytest.raises(CorruptError, match="has routed up to seq 30, but the WAL ends at 20"):
+        open_queues(data, 20)
+
+
+def test_a_log_removed_under_the_router_ends_it(data):
+    lines = [b"t|||%d" % n for n in range(30)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 30)
+    os.unlink(f"{data}/topics/t/0/{segment.name(0)}")
+    with pytest.raises(RetryError, match="removed by somebody else"):
+        made.tick()
+    open_queues(data, 30).close()
+    assert log_of(data, "t") == b"".join(stored(lines))
+
+
+@pytest.mark.parametrize(
+    ("name", "partitions", "said"),
+    [
+        ("../t", 1, "must match"),
+        ("append", 1, "must match"),
+        ("t", 0, "must be between 1 and 1024"),
+        ("t", 1025, "must be between 1 and 1024"),
+        ("there", 1, "exists already with 2 partition"),
+        ("there-0", 1, r"its symlink there-0.log exists already"),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_refused_and_leaves_nothing(data, name, partitions, said):
+    topics.declare(data, "there", 2)
+    open_queues(data, 0).close()
+    before = sorted(os.listdir(f"{data}/topics"))
+    with pytest.raises(ConfigError, match=said):
+        topics.declare(data, name, partitions)
+    assert sorted(os.listdir(f"{data}/topics")) == before
