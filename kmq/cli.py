@@ -212,7 +212,7 @@ def _print_status(settings: Settings, found: statuses.Status) -> None:
 @app.command(
     epilog=_examples(
         "kmq produce test.probe -m hello",
-        "kmq produce orders.new < /etc/hostname",
+        "kmq produce notes.host < /etc/hostname",
         "printf 'test.probe|0|1|hi\\n' | kmq produce --raw",
     )
 )

@@ -51,14 +51,17 @@ at_exit() {
 
 # --- the pod -----------------------------------------------------------------------------------------------------------
 
-# One field of one line of `kmq status --logfmt`: status stage=router pid
-status() {
-    { kmq status --logfmt || true; } | awk -v line="$1" -v name="$2=" '
-        $1 == line { for (i = 2; i <= NF; i++) if (index($i, name) == 1) print substr($i, length(name) + 1) }'
+# A look at the pod, kept: each one starts a process. Its exit code is 0 when all stages are ready.
+look() { kmq status --logfmt >"$scratch/status"; }
+
+# One field of the last look: seen router pid
+seen() {
+    awk -v line="stage=$1" -v name="$2=" '
+        $1 == line { for (i = 2; i <= NF; i++) if (index($i, name) == 1) print substr($i, length(name) + 1) }
+    ' "$scratch/status"
 }
 
-pid() { status "stage=$1" pid; }
-seq_of() { status "stage=$1" seq; }
+seq_of() { look || true; seen "$1" seq; }
 
 # wait_for SECONDS COMMAND…: until it succeeds; what never comes ends the scenario
 wait_for() {
@@ -73,21 +76,30 @@ wait_for() {
     done
 }
 
-ready() { kmq status --logfmt >/dev/null; }
-reached() { (($(seq_of "$1") >= $2)); }  # reached STAGE SEQ
+routed() { (($(seq_of router) >= $1)); }
 
-# Nothing on the way: all links empty, all stages at the same seq.
+# Asked on the ack port, as any program can: is this seq on disk?
+durable() {
+    local answer
+    exec {ack}<>"/dev/tcp/$KMQ_HOST/$(<"$pipes/ack.port")"
+    echo "GET_ACK $1" >&"$ack"
+    read -r answer <&"$ack"
+    exec {ack}>&-
+    [[ $answer == ACK ]]
+}
+
+# Nothing on the way: all stages ready, all links empty, all at the same seq.
 idle() {
-    { kmq status --logfmt || true; } | awk '
+    look && awk '
         /^links=/ { for (i = 2; i <= NF; i++) { split($i, f, "="); waits += f[2] } }
-        $1 ~ /=(framer|durability|router)$/ { for (i = 2; i <= NF; i++) if ($i ~ /^seq=/) seen[$i] = 1 }
-        END { for (s in seen) different++; exit waits > 0 || different != 1 }'
+        $1 ~ /=(framer|durability|router)$/ { for (i = 2; i <= NF; i++) if ($i ~ /^seq=/) seqs[$i] = 1 }
+        END { for (s in seqs) different++; exit waits > 0 || different != 1 }' "$scratch/status"
 }
 
 # The settings of the pod that is up: its stages have all of them in their environment.
 adopt() {
     local name pid
-    pid=$(pid framer)
+    pid=$(seen framer pid)
     for name in "${!KMQ_@}" "${!RB_@}"; do unset "$name"; done
     while IFS= read -r -d '' name; do
         case $name in KMQ_* | RB_*) export "$name" ;; esac
@@ -101,17 +113,16 @@ in_force() {
 
 # use_pod [NAME=VALUE…]: a pod that is up, idle and has these settings. Sets data, pipes and s0, the last seq so far.
 use_pod() {
-    local want name
-    kmq status --logfmt >/dev/null || (($? == 1)) || exit 78  # a setting is wrong, and kmq has said which
-    if [[ $(status stage=router state) == silent ]]; then  # left stopped by a scenario that was killed
-        kill -CONT "$(pid router)"
-        wait_for 10 ready
-    fi
-    before=down
-    if ready; then
+    local want name code=0
+    look || code=$?
+    ((code <= 1)) || exit "$code"  # a setting is wrong, and kmq has said which
+    before=$( ((code)) && echo down || echo up)
+    if [[ $(seen router state) == silent ]]; then  # left stopped by a scenario that was killed
+        kill -CONT "$(seen router pid)"
+        wait_for 10 look
         before=up
-        adopt
     fi
+    if [[ $before == up ]]; then adopt; fi
     for want in "$@"; do
         name=${want%%=*}
         if [[ $before == up && $(in_force "$name") != "${want#*=}" ]]; then restore[$name]=${!name-unset}; fi
@@ -121,11 +132,11 @@ use_pod() {
         say "event=restart reason=\"needs $*\""
         kmq down >/dev/null
     fi
-    ready || kmq up >/dev/null
+    if [[ $before == down ]] || ((${#restore[@]})); then kmq up >/dev/null; fi
+    wait_for 60 idle
     adopt
     data=$KMQ_DATA pipes=$KMQ_PIPES
-    wait_for 60 idle
-    s0=$(seq_of durability)
+    s0=$(seen durability seq)
     say "event=begin data=$data last_seq=$s0"
 }
 
@@ -138,14 +149,14 @@ give_back() {
         for name in "${!restore[@]}"; do
             if [[ ${restore[$name]} == unset ]]; then unset "$name"; else export "$name=${restore[$name]}"; fi
         done
-        ready || kmq up >/dev/null
+        look || kmq up >/dev/null
     fi
 }
 
 # pause STAGE … pause_ends: SIGSTOP, and SIGCONT whatever happens in between
 paused=''
 pause() {
-    paused=$(pid "$1")
+    paused=$(seen "$1" pid)
     kill -STOP "$paused"
 }
 pause_ends() {
@@ -157,9 +168,6 @@ pause_ends() {
 
 # Lines of stdin to the broker, over plain TCP: nothing of KMQ is needed for it.
 send() { cat >"/dev/tcp/$KMQ_HOST/$(<"$pipes/ingress.port")"; }
-
-# The same, done only when the broker has taken every byte: for measuring how long it holds the sender up.
-send_and_wait() { kmq produce --raw; }
 
 # Messages in a topic: all partitions, all segments.
 count() { find "$data/topics/$1" -name '*.log' -exec cat {} + 2>/dev/null | wc -l || true; }

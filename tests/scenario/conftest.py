@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,11 +19,18 @@ PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
 _number = count()
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Not gone and not a zombie: init takes its time to reap what a dead supervisor leaves to it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 class Broker:
     """One instance: its settings as environment, its directories, the commands that drive it."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.data, self.pipes = root, root / "data", root / "pipes"
+    def __init__(self, root: Path, data: Path | None = None) -> None:
+        self.root, self.data, self.pipes = root, data or root / "data", root / "pipes"
         root.mkdir(parents=True, exist_ok=True)
         self.instance = f"sc{os.getpid()}-{next(_number)}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
@@ -116,7 +122,7 @@ class Broker:
         victims = [psutil.Process(pids[name]) for name in names or ("supervisor", *STAGES)]
         for victim in victims:
             victim.kill()
-        psutil.wait_procs(victims, timeout=PATIENCE_S)
+        self.wait(lambda: not any(map(is_alive, victims)), "the end of those killed")
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs in this instance's environment, however it was started."""
@@ -128,11 +134,10 @@ class Broker:
         return found
 
     def close(self) -> None:
-        while left := self.processes():
+        while left := self.processes():  # again: a supervisor may have started a stage just now
             for process in left:
                 with contextlib.suppress(psutil.Error):
-                    process.send_signal(signal.SIGKILL)
-            psutil.wait_procs(left, timeout=PATIENCE_S)
+                    process.kill()
         for pattern in (f"{self.instance}.*", f"sem.{self.instance}.*"):
             for path in Path("/dev/shm").glob(pattern):
                 path.unlink()
@@ -141,11 +146,11 @@ class Broker:
 
 @pytest.fixture
 def new_broker(tmp_path):
-    """A function that makes brokers, each with an instance and directories of its own."""
+    """A function that makes brokers, each with an instance and directories of its own, or on another's `data`."""
     brokers = []
 
-    def make() -> Broker:
-        brokers.append(Broker(tmp_path / f"b{len(brokers)}"))
+    def make(data: Path | None = None) -> Broker:
+        brokers.append(Broker(tmp_path / f"b{len(brokers)}", data))
         return brokers[-1]
 
     yield make

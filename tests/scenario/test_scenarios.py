@@ -1,5 +1,8 @@
 """The five scenarios, as a user runs them: each twice in the same directory, for none may need cleaning up."""
 
+import os
+import signal
+
 RUNS = 2
 
 
@@ -110,3 +113,11 @@ def test_a_scenario_that_cannot_start_its_pod_says_why_and_fails(broker, scripts
     result = broker.run(str(scripts / "scenario-2"), RB_SLOTS="many")
     assert result.returncode == 78
     assert "RB_SLOTS='many': expected a whole number" in result.stderr
+
+
+def test_a_scenario_copes_with_a_router_that_a_killed_scenario_left_stopped(broker, scripts):
+    broker.up()
+    os.kill(broker.pids()["router"], signal.SIGSTOP)
+    broker.wait(lambda: broker.status()["router"]["state"] == "silent", "router silent")
+    run(broker, scripts, "2")
+    assert broker.kmq("status").returncode == 0

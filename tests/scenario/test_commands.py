@@ -1,0 +1,451 @@
+"""The commands as a user meets them: what they say, what they end with, and what they leave behind."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from kmq.cli import app
+
+BUSY, RETRY, CONFIG, CORRUPT = 69, 75, 78, 65
+
+
+def shared_memory(broker):
+    return sorted(path.name for path in Path("/dev/shm").glob(f"{broker.instance}.*"))
+
+
+def refused(result, code, *words):
+    """The command ended with `code`, and stderr has these words, in an unbroken line each and without a traceback."""
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+    return True
+
+
+# --- up and down -----------------------------------------------------------------------------------------------------
+
+
+def test_up_says_where_it_listens_and_down_leaves_no_process_and_no_ring(broker):
+    result = broker.kmq("up")
+    port = (broker.pipes / "ingress.port").read_text().strip()
+    assert result.stdout == (
+        f"kmq: up; lines in on 127.0.0.1:{port}, data in {broker.data}, log in {broker.pipes}/kmq.log\n"
+    )
+    assert broker.kmq("down").stdout == "kmq: down\n"
+    assert broker.processes() == []
+    assert shared_memory(broker) == [f"{broker.instance}.stats"]
+
+
+def test_up_twice_names_the_one_that_is_up(broker):
+    broker.up()
+    before = broker.pids()
+    refused(broker.kmq("up"), BUSY, f"up already (pid={before['supervisor']} ", "see: kmq status")
+    refused(broker.kmq("up", "--foreground"), BUSY, f"held by pid={before['supervisor']} ")
+    assert broker.pids() == before
+
+
+def test_down_twice_is_no_error(broker):
+    assert (broker.kmq("down").returncode, broker.kmq("down").stdout) == (0, "kmq: not up\n")
+
+
+def test_a_second_instance_on_the_same_directory_is_refused_before_it_starts(broker, new_broker):
+    broker.up()
+    second = new_broker(broker.data)
+    refused(second.kmq("up"), BUSY, f"KMQ_DATA={broker.data} is in use", f"pid={broker.pids()['durability']} ")
+    assert second.processes() == [] and shared_memory(second) == []
+    assert broker.kmq("status").returncode == 0
+
+
+def test_another_data_directory_behind_the_same_instance_name_is_refused(broker, new_broker):
+    broker.up()
+    other = new_broker()
+    result = broker.kmq("up", KMQ_DATA=other.data, KMQ_PIPES=other.pipes)
+    refused(result, BUSY, f"KMQ_INSTANCE={broker.instance} is in use by another data directory", str(broker.data))
+    assert broker.kmq("status").returncode == 0
+
+
+def test_an_instance_name_may_move_to_another_directory_once_its_pod_is_down(broker, new_broker):
+    broker.up()
+    broker.send_lines([b"test.a|0|1|here"])
+    broker.wait_routed(1)
+    broker.kill()
+    other = new_broker()
+    result = broker.kmq("up", KMQ_DATA=other.data, KMQ_PIPES=other.pipes)
+    assert result.returncode == 0, result.stderr
+    assert other.wal() == []
+
+
+def test_a_port_that_is_taken_is_named_with_its_setting(broker):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(broker.kmq("up", KMQ_PORT=port), CONFIG, f"KMQ_PORT={port}: cannot listen on 127.0.0.1:{port}")
+        refused(broker.kmq("up", KMQ_ACK_PORT=port), CONFIG, f"KMQ_ACK_PORT={port}: cannot listen")
+    assert broker.processes() == []
+    broker.up(KMQ_PORT=port)
+
+
+@pytest.mark.parametrize("setting", ["KMQ_DATA", "KMQ_PIPES"])
+def test_a_directory_that_cannot_be_made_is_named_with_its_setting(broker, setting):
+    (broker.root / "file").write_text("")
+    path = str(broker.root / "file" / "inside")
+    refused(broker.kmq("up", **{setting: path}), CONFIG, f"{setting}='{path}': cannot", "Not a directory")
+    refused(broker.kmq("up", "--foreground", **{setting: path}), CONFIG, f"{setting}='{path}': cannot")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+@pytest.mark.parametrize("setting", ["KMQ_DATA", "KMQ_PIPES"])
+def test_a_directory_without_write_permission_is_named_with_its_setting(broker, setting):
+    path = broker.root / "readonly"
+    path.mkdir(mode=0o500)
+    refused(broker.kmq("up", **{setting: path}), CONFIG, f"{setting}='{path}': cannot")
+
+
+def test_a_file_where_the_fifo_should_be_is_named(broker):
+    broker.pipes.mkdir()
+    (broker.pipes / "raw").write_text("not a pipe")
+    refused(broker.kmq("up"), CONFIG, f"{broker.pipes}/raw is not a FIFO")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("KMQ_PROT", "5673", "unknown setting KMQ_PROT; did you mean KMQ_PORT?"),
+        ("RB_SLOTS", "many", "RB_SLOTS='many': expected a whole number"),
+        ("RB_BYTES", "4 bananas", "RB_BYTES='4 bananas': expected a number of bytes"),
+        ("RB_OVERFLOW_POLICY", "drop", "RB_OVERFLOW_POLICY='drop': must be block or drop_oldest"),
+        ("KMQ_INSTANCE", "a/b", "KMQ_INSTANCE='a/b': must be 1 to 64 of"),
+        ("KMQ_PORT", "70000", "KMQ_PORT='70000': must be between 0 and 65535"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_nothing_starts(broker, setting, value, words):
+    refused(broker.kmq("up", **{setting: value}), CONFIG, words)
+    assert not broker.data.exists()
+
+
+@pytest.mark.parametrize("command", ["status", "down", "produce test.a -m x", "topics list", "redrive dead --to a"])
+def test_every_command_refuses_a_wrong_setting(broker, command):
+    refused(broker.kmq(*command.split(), KMQ_DAAT="x"), CONFIG, "KMQ_DAAT; did you mean KMQ_DATA?")
+
+
+def test_a_wrong_line_in_kmq_toml_is_named_with_the_file(broker):
+    (broker.root / "kmq.toml").write_text('KMQ_DAAT = "/tmp"\n')
+    refused(broker.kmq("up"), CONFIG, "kmq.toml: unknown setting KMQ_DAAT; did you mean KMQ_DATA?")
+
+
+# --- after a crash ---------------------------------------------------------------------------------------------------
+
+
+def test_up_after_everything_was_killed_just_works_and_keeps_what_was_durable(broker):
+    broker.up()
+    broker.send_lines([b"test.a|0|%d|x" % n for n in range(100)])
+    broker.wait_routed(100)
+    broker.kill()
+    assert (broker.pipes / "raw").is_fifo() and f"{broker.instance}.framed" in shared_memory(broker)
+    broker.up()
+    broker.send_lines([b"test.a|0|100|y"])
+    broker.wait_routed(101)
+    assert [int(line.split(b"|")[0]) for line in broker.lines("test")] == list(range(1, 102))
+
+
+def test_up_after_a_crash_with_other_settings_works_when_the_rings_hold_nothing(broker):
+    broker.up()
+    broker.send_lines([b"test.a|0|1|x"])
+    broker.wait_routed(1)
+    broker.kill()
+    broker.up(RB_SLOTS=64, RB_OVERFLOW_POLICY="drop_oldest")
+
+
+def test_messages_in_a_ring_of_other_settings_are_not_thrown_away(broker):
+    broker.up()
+    os.kill(broker.pids()["router"], signal.SIGSTOP)
+    broker.send_lines([b"test.a|0|1|x"])
+    broker.wait(lambda: broker.status()["durability"]["seq"] == "1", "seq 1 durable")
+    broker.kill()
+    result = broker.kmq("up", RB_SLOTS=64)
+    refused(result, CONFIG, "bytes of messages under other settings", "slots=8192", "start once with those settings")
+    broker.up()
+    broker.wait_routed(1)
+    broker.down()
+    broker.up(RB_SLOTS=64)
+    assert len(broker.lines("test")) == 1
+
+
+def test_down_finds_the_stages_of_a_supervisor_that_was_killed(broker):
+    broker.up()
+    stages = broker.pids()
+    broker.kill("supervisor")
+    result = broker.kmq("up")
+    refused(result, BUSY, "without their supervisor", "stop them with: kmq down")
+    assert all(str(stages[name]) in result.stderr for name in ("ingress", "framer", "durability", "router"))
+    broker.send_lines([b"test.a|0|1|still served"])
+    broker.down()
+    assert broker.processes() == []
+    broker.up()
+    broker.wait_routed(1)
+
+
+def test_a_stage_that_is_killed_comes_back_and_status_counts_it(broker):
+    broker.up()
+    broker.kill("framer")
+    broker.wait(lambda: broker.status()["framer"]["restarts"] == "1", "framer restarted")
+    broker.wait(lambda: broker.kmq("status").returncode == 0, "all ready")
+    broker.send_lines([b"test.a|0|1|x"])
+    broker.wait_routed(1)
+
+
+def test_an_instance_that_comes_back_to_a_directory_used_meanwhile_goes_on(broker, new_broker):
+    """Its drained ring from before the crash is behind the WAL by now; it once made durability cut the WAL."""
+    broker.up()
+    broker.send_lines([b"test.a|0|1|x"])
+    broker.wait_routed(1)
+    broker.kill()
+    other = new_broker(broker.data)
+    other.up()
+    other.send_lines([b"test.a|0|%d|x" % n for n in range(9)])
+    other.wait_routed(10)
+    other.down()
+    broker.up()
+    broker.send_lines([b"test.a|0|1|y"])
+    broker.wait_routed(11)
+    assert [int(line.split(b"|")[0]) for line in broker.wal()] == list(range(1, 12))
+
+
+def test_a_ring_with_messages_that_is_older_than_the_wal_is_refused_and_the_wal_stays_whole(broker, new_broker):
+    broker.up()
+    os.kill(broker.pids()["durability"], signal.SIGSTOP)
+    broker.send_lines([b"test.a|0|1|in the ring only"])
+    broker.wait(lambda: broker.status()["framer"]["seq"] == "1", "seq 1 numbered")
+    broker.kill()
+    other = new_broker(broker.data)
+    other.up()
+    other.send_lines([b"test.a|0|%d|x" % n for n in range(9)])
+    other.wait_routed(9)
+    other.down()
+    before = broker.wal()
+    refused(broker.kmq("up"), CORRUPT, "the WAL ends at seq 9, but the ring", "remove")
+    assert broker.wal() == before and len(before) == 9
+
+
+# --- status ----------------------------------------------------------------------------------------------------------
+
+
+def test_status_of_a_broker_that_was_never_up_says_down_and_fails(broker):
+    result = broker.kmq("status")
+    assert (result.returncode, result.stdout) == (
+        1,
+        f"kmq: instance {broker.instance} is down (data {broker.data})\n",
+    )
+
+
+def test_status_shows_each_stage_in_one_line_of_an_80_column_terminal(broker):
+    broker.up()
+    broker.send_lines([b"test.a|0|%d|x" % n for n in range(1000)])
+    broker.wait_routed(1000)
+    result = broker.kmq("status")
+    assert result.returncode == 0
+    title, *rows = result.stdout.splitlines()
+    assert title.split()[:4] == ["stage", "pid", "state", "restarts"]
+    pids = broker.pids()
+    assert [row.split()[:4] for row in rows] == [
+        [name, str(pids[name]), "ready", "0"] for name in ("ingress", "framer", "durability", "router")
+    ]
+    assert all("1,000" in row for row in rows[1:])
+
+
+def test_status_says_which_stage_is_silent_or_dead(broker):
+    broker.up()
+    pids = broker.pids()
+    os.kill(pids["router"], signal.SIGSTOP)
+    broker.wait(lambda: broker.status()["router"]["state"] == "silent", "router silent")
+    assert broker.kmq("status").returncode == 1
+    broker.kill("supervisor", "framer")
+    broker.wait(lambda: broker.status()["framer"]["state"] == "dead", "framer dead")
+
+
+# --- produce, topics -------------------------------------------------------------------------------------------------
+
+
+def test_produce_sends_messages_lines_of_stdin_or_whole_lines(broker):
+    broker.up()
+    assert broker.kmq("produce", "test.a", "-m", "one", "-m", "two|2").stdout == "sent 2\n"
+    assert broker.kmq("produce", "test.b", text="three\nfour\n").stdout == "sent 2\n"
+    assert broker.kmq("produce", "--raw", text="test.c|0|id|five\n").stdout == "sent 1\n"
+    broker.wait_routed(5)
+    found = [line.split(b"|", 5) for line in broker.lines("test")]
+    assert [(key, payload) for _, _, key, _, _, payload in found] == [
+        (b"test.a", b"one"),
+        (b"test.a", b"two|2"),
+        (b"test.b", b"three"),
+        (b"test.b", b"four"),
+        (b"test.c", b"five"),
+    ]
+
+
+def test_produce_says_when_nobody_listens(broker):
+    refused(broker.kmq("produce", "test.a", "-m", "x"), CONFIG, "is the broker up?")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    refused(broker.kmq("produce", "test.a", "-m", "x", KMQ_PORT=port), RETRY, f"127.0.0.1:{port}", "is the broker up?")
+
+
+def test_produce_wants_a_routing_key_or_raw_and_not_both(broker):
+    for arguments in ([], ["test.a", "--raw"], ["a|b"]):
+        refused(broker.kmq("produce", *arguments), CONFIG, "routing key")
+
+
+def test_topics_are_declared_listed_and_used(broker):
+    broker.up()
+    assert broker.kmq("topics", "create", "orders", "--partitions", "4").stdout == (
+        "topic orders: 4 partition(s), in force from seq 1\n"
+    )
+    broker.send_lines([b"orders.k%d|0|%d|x" % (n % 7, n) for n in range(100)])
+    broker.wait_routed(100)
+    rows = [
+        dict(f.split("=") for f in line.split())
+        for line in broker.kmq("topics", "list", "--logfmt").stdout.splitlines()
+    ]
+    assert [(row["topic"], row["partition"]) for row in rows] == [("orders", str(n)) for n in range(4)]
+    assert sum(int(row["messages"]) for row in rows) == 100
+    assert broker.kmq("topics", "list").stdout.count("orders") == 4
+
+
+def test_a_topic_that_cannot_be_declared_is_refused_with_the_reason(broker):
+    broker.up()
+    for name, words in (
+        ("append", "not begin with append"),
+        ("../x", "must match"),
+        ("__offsets", "must match"),
+    ):
+        refused(broker.kmq("topics", "create", name), CONFIG, f"topic '{name}'", words)
+    refused(broker.kmq("topics", "create", "many", "-p", "0"), CONFIG, "partitions=0: must be between 1 and 1024")
+    broker.kmq("topics", "create", "orders")
+    refused(broker.kmq("topics", "create", "orders"), CONFIG, "topic 'orders' exists already with 1 partition(s)")
+
+
+# --- redrive ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dead_letters(broker):
+    """A broker that is up and has ten dead letters, seqs 1 to 10, and one that no topic can be made of."""
+    broker.up()
+    broker.send_lines([b"dead.letter_%d|0|%d|a|b %d" % (n, n, n) for n in range(10)] + [b"dead.-bad|0|0|x"])
+    broker.wait_routed(11)
+    return broker
+
+
+def test_redrive_shows_first_and_sends_then(dead_letters):
+    command = ["redrive", "dead", "--to", "test.recovered_{key}", "--key", "letter_*", "--from-seq", "6"]
+    before = dead_letters.lines("dead")
+    shown = dead_letters.kmq(*command, "--dry-run").stdout.splitlines()
+    assert shown[0] == "dead.letter_5 -> test.recovered_letter_5"
+    assert shown[-1] == "would redrive 5 of dead"
+    assert int(dead_letters.status()["framer"]["seq"]) == 11
+    assert dead_letters.kmq(*command).stdout == "redriven 5 of dead\n"
+    dead_letters.wait_routed(16)
+    assert [line.split(b"|", 2)[2] for line in dead_letters.lines("test")] == [
+        b"test.recovered_letter_%d|0|%d|a|b %d" % (n, n, n) for n in range(5, 10)
+    ]
+    assert dead_letters.lines("dead") == before
+
+
+def test_redrive_into_the_same_queue_ends(dead_letters):
+    assert dead_letters.kmq("redrive", "dead", "--to", "dead.again").stdout == "redriven 11 of dead\n"
+    dead_letters.wait_routed(22)
+    assert len(dead_letters.lines("dead")) == 22
+
+
+def test_redrive_sends_nothing_when_one_key_cannot_be_rewritten(dead_letters):
+    refused(dead_letters.kmq("redrive", "dead", "--to", "{key}"), CONFIG, "'-bad', which is no routing key")
+    assert int(dead_letters.status()["framer"]["seq"]) == 11
+
+
+@pytest.mark.parametrize(
+    ("topic", "template", "words"),
+    [
+        ("nosuch", "test.{key}", "topic 'nosuch' does not exist"),
+        ("dead", "test.{kee}", "the fields are {routing_key}, {topic}, {key}"),
+        ("dead", "a|b", "separator in it"),
+        ("dead", "", "empty_routing_key"),
+        ("dead", "append.{key}", "reserved_topic"),
+    ],
+)
+def test_redrive_says_what_is_wrong_with_its_arguments(dead_letters, topic, template, words):
+    refused(dead_letters.kmq("redrive", topic, "--to", template), CONFIG, words)
+
+
+def test_redrive_carries_any_bytes_of_a_key(broker):
+    broker.up()
+    broker.send_lines(["dead.größe|0|1|x".encode(), b"dead.\xff|0|2|y"])
+    broker.wait_routed(2)
+    broker.kmq("redrive", "dead", "--to", "test.ü_{key}")
+    broker.wait_routed(4)
+    keys = [line.split(b"|")[2] for line in broker.lines("test")]
+    assert keys == ["test.ü_größe".encode(), "test.ü_".encode() + b"\xff"]
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+def commands(command, path=()):
+    """(words, …) of every command there is, groups too."""
+    yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+def examples(broker, path):
+    text = broker.kmq(*path, "--help").stdout.partition("Examples:")[2]
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+EVERY_COMMAND = sorted(commands(typer.main.get_command(app)))
+
+
+def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_broker):
+    found = {path: examples(broker, path) for path in EVERY_COMMAND}
+    assert len(found) >= 9
+    assert [path for path, lines in found.items() if not lines] == []
+    second = new_broker()
+    lines = [line for line in dict.fromkeys(chain(*found.values())) if "kmq up" not in line and line != "kmq down"]
+
+    def paste(line):
+        result = broker.run("bash", "-c", f"set -o pipefail; {line}")
+        assert (result.returncode, result.stderr) == (0, ""), f"{line}\n{result.stdout}{result.stderr}"
+        assert result.stdout.strip(), line
+
+    paste("kmq up")
+    broker.send_lines([b"dead.letter_1|0|1|x"])
+    broker.wait_routed(1)
+    for line in lines:
+        paste(line)
+    paste("kmq down")
+
+    starts = [line for line in chain(*found.values()) if "kmq up" in line and line != "kmq up"]
+    assert sorted(starts) == ["KMQ_INSTANCE=b KMQ_DATA=b/d KMQ_PIPES=b/p KMQ_PORT=0 KMQ_ACK_PORT=0 kmq up", FOREGROUND]
+    paste("kmq up")
+    paste(starts[0].replace("KMQ_INSTANCE=b ", f"KMQ_INSTANCE={second.instance} "))
+    paste("kmq down")
+
+
+FOREGROUND = "kmq up --foreground"
+
+
+def test_up_in_the_foreground_logs_to_stderr_and_ends_with_ctrl_c(broker):
+    with subprocess.Popen(shlex.split(FOREGROUND), env=broker.env, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 30
+        while broker.kmq("status").returncode != 0:
+            assert process.poll() is None and time.monotonic() < deadline
+        process.send_signal(signal.SIGINT)
+        _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert log.splitlines()[-1].endswith("stage=supervisor event=stopped exit_code=0")
+    assert broker.processes() == []
