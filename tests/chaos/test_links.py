@@ -1,0 +1,140 @@
+"""G6 and G9: stages start in any order; a ring left by another directory, size or version is never read as ours."""
+
+import itertools
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from chaos.checker import Stream
+from chaos.load import FifoLoad, Lines, Load
+from chaos.pod import STAGES, Pod
+
+ORDERS = list(itertools.permutations(STAGES))
+PEER = {"durability": "framer", "router": "durability"}  # who makes the ring that it reads
+
+Make = Callable[..., Pod]
+Start = Callable[[Load], Load]
+
+
+def ring(pod: Pod, name: str = "framed") -> Path:
+    return Path(f"/dev/shm/{pod.instance}.{name}")
+
+
+def starts_in_order(pod: Pod, order: tuple[str, ...]) -> None:
+    """One after the other, each as far as it gets without those that are still to come."""
+    lines, said = Lines("fifo"), Stream("fifo", Lines("fifo").line, 4)
+    for nth, name in enumerate(order):
+        pod.start(name)
+        alone = name in PEER and PEER[name] not in order[:nth]
+        waits = alone or (name == "router" and "framer" not in order[:nth])
+        pod.wait(lambda name=name, waits=waits: pod.state(name) == ("waiting" if waits else "ready"), f"{name} is up")
+        if waits:
+            assert any(f"stage={name} event=waiting" in line for line in pod.log().splitlines())
+        (pod.pipes / "raw").write_bytes(lines.line(nth) + b"\n")  # the FIFO lives while any stage lives
+    pod.judge([said])
+
+
+@pytest.mark.parametrize("order", random.Random(4).sample(ORDERS, 4), ids="-".join)
+def test_stages_start_in_any_order(make_pod: Make, order: tuple[str, ...]) -> None:
+    starts_in_order(make_pod(), order)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_soak_stages_start_in_every_order(make_pod: Make, order: tuple[str, ...]) -> None:
+    starts_in_order(make_pod(), order)
+
+
+def with_backlog(pod: Pod, loads: Start) -> Load:
+    """Killed with messages in the ring `framed`."""
+    load = loads(FifoLoad(pod.pipes, "old", seed=1))
+    pod.start("framer", "ingress")
+    pod.wait(lambda: pod.seq("framer") > 1000, "a backlog")
+    load.finish()
+    pod.wait(lambda: not pod.fifo_bytes(), "the FIFO is empty")
+    pod.kill("framer", "ingress")
+    return load
+
+
+def test_a_ring_of_another_data_directory_is_recreated(make_pod: Make, loads: Start) -> None:
+    """Its messages are another broker's: they must not appear in ours."""
+    pod = make_pod()
+    with_backlog(pod, loads)
+    pod.data = pod.settings["KMQ_DATA"] = pod.root / "other"
+    pod.start()
+    pod.wait_ready()
+    assert any("ring=framed" in line for line in pod.events("ring_recreated"))
+    lines = Lines("new")
+    (pod.pipes / "raw").write_bytes(lines.line(0) + b"\n")
+    pod.wait(lambda: pod.seq("router") == 1, "the first message of this directory")
+    assert pod.judge([Stream("new", lines.line, 1)]).records == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"RB_BYTES": 8 << 20}, {"RB_SLOTS": 64}, {"RB_OVERFLOW_POLICY": "drop_oldest"}, {"KMQ_MAX_LINE": 1 << 19}],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_ring_of_other_settings_that_holds_messages_is_refused_and_kept(
+    make_pod: Make, loads: Start, other: dict[str, object]
+) -> None:
+    pod = make_pod()
+    load = with_backlog(pod, loads)
+    ours, before = dict(pod.settings), ring(pod).read_bytes()
+    pod.settings |= other
+    pod.start("framer")
+    assert pod.wait_exit("framer") == 78
+    assert "under other settings" in pod.tail()
+    assert ring(pod).read_bytes()[8192:] == before[8192:], "what it holds has been touched"
+    pod.settings = ours
+    pod.start()
+    pod.judge(load.sent)
+
+
+def test_an_empty_ring_of_other_settings_is_recreated(make_pod: Make, loads: Start) -> None:
+    pod = make_pod()
+    load = loads(FifoLoad(pod.pipes, "old", seed=1))
+    pod.start()
+    pod.wait(lambda: load.count > 1000, "some messages")
+    load.finish()
+    pod.settle()
+    pod.stop()
+    pod.settings |= {"RB_BYTES": 8 << 20}
+    pod.start()
+    pod.wait_ready()
+    assert len(pod.events("ring_recreated")) == 2
+    pod.judge(load.sent)
+
+
+HEADERS: dict[str, Callable[[bytes], bytes]] = {
+    "another layout version": lambda text: text.replace(b"layout=", b"layout=9"),
+    "garbage": lambda text: os.urandom(1024),
+    "zeros": lambda text: bytes(1024),
+    "nothing": lambda text: b"",
+}
+
+
+@pytest.mark.parametrize("name", ["framed", "durable"])
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_ring_with_a_foreign_header_is_recreated(make_pod: Make, loads: Start, header: str, name: str) -> None:
+    """What is durable survives; what was only in that ring is lost with it, for nobody can read it."""
+    pod = make_pod()
+    load = loads(FifoLoad(pod.pipes, "old", seed=1))
+    pod.start()
+    pod.wait(lambda: load.count > 1000, "some messages")
+    load.finish()
+    pod.settle()
+    pod.kill()
+    text = ring(pod, name).read_bytes()
+    changed = HEADERS[header](text[:1024])
+    ring(pod, name).write_bytes(changed + text[1024:] if changed else b"")
+    pod.start()
+    pod.wait_ready()
+    assert any(f"ring={name}" in line for line in pod.events("ring_recreated"))
+    lines = Lines("new")
+    (pod.pipes / "raw").write_bytes(lines.line(0) + b"\n")
+    pod.wait(lambda: pod.seq("router") == load.count + 1, "the next message")
+    pod.judge([*load.sent, Stream("new", lines.line, 1)])
