@@ -1,0 +1,141 @@
+"""At most one living process holds each end; a dead one holds nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+
+import pytest
+import sysv_ipc
+from ring_end import block_of, identity, open_writer
+from waiting import wait_until
+
+from kmq.errors import BusyError
+from kmq.links import ownership
+from kmq.links.ownership import FileLock, RingLock, describe
+from kmq.links.ring import RingReader
+from kmq.settings import OWNER_WAIT_S
+
+FREE_WITHIN_S = 0.1  # the kernel needs far less than a millisecond; the rest is this machine's other work
+
+
+def held(start):
+    process = start("holder")
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_writer_waits_and_then_names_the_holder(start, instance):
+    process = held(start)
+    began = time.monotonic()
+    with pytest.raises(BusyError, match=rf"ring {instance}\.framed \(writer\) is held by pid={process.pid}$"):
+        open_writer(instance, "block")
+    assert OWNER_WAIT_S <= time.monotonic() - began < OWNER_WAIT_S + 1
+
+
+def test_a_lock_is_free_at_once_when_its_holder_is_killed(start, instance):
+    process = held(start)
+    lock = RingLock(instance, "framed", "writer")
+    assert lock.is_held() and not lock.try_acquire()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    began = time.monotonic()
+    assert lock.try_acquire()
+    assert time.monotonic() - began < FREE_WITHIN_S
+    lock.release()
+    assert not lock.is_held()
+
+
+def test_a_writer_that_waits_gets_the_ring_when_the_holder_dies(start, instance):
+    process = held(start)
+    subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -9 {process.pid}"]).wait()
+    writer = open_writer(instance, "block")
+    assert not writer.created
+    writer.lock.release()
+
+
+def test_looking_at_a_held_lock_does_not_free_it(start, instance):
+    held(start)
+    for _ in range(3):
+        assert RingLock(instance, "framed", "writer").is_held()
+        assert not RingLock(instance, "framed", "writer").try_acquire()
+
+
+def test_of_many_that_try_at_once_exactly_one_gets_it(start, instance, tmp_path):
+    contenders = [start("contender") for _ in range(6)]
+    (tmp_path / "out.go").touch()
+    answers = [process.stdout.readline() for process in contenders]
+    assert sorted(answers) == ["False\n"] * 5 + ["True\n"]
+    assert RingLock(instance, "framed", "writer").is_held()
+
+
+def test_a_creator_that_died_before_it_set_the_lock_does_not_block_it_for_ever(instance):
+    lock = RingLock(instance, "framed", "writer")
+    key = zlib.crc32(f"kmq:{lock.name}".encode()) & 0x7FFFFFFF
+    dead = sysv_ipc.Semaphore(key, sysv_ipc.IPC_CREX, mode=0o660, initial_value=0)
+    assert (dead.value, dead.o_time) == (0, 0)
+    lock.acquire("the lock", "nobody")
+    assert RingLock(instance, "framed", "writer").is_held()
+    lock.release()
+
+
+def test_a_reader_exits_and_the_ring_remains(start, instance, tmp_path):
+    writer = open_writer(instance, "block")
+    data, count = block_of(1)
+    writer.append(data, 1, count, 0, 0)
+    (tmp_path / "out.stop").touch()
+    process = start("reader")
+    wait_until(lambda: writer.first_waiting_seq() == 1 + count, "the reader has released the block")
+    writer.lock.release()
+    assert process.wait(30) == 0, process.communicate()[1]
+    assert os.path.exists(writer.path)
+    again = open_writer(instance, "block")
+    assert not again.created and again.last.next_seq == 1 + count
+    again.append(b"later", 1 + count, 1, 0, 0)
+    reader = RingReader.attach(instance, "framed", identity("block"), "another")
+    assert [bytes(block.data) for block in reader.take()] == [b"later"]
+    for end in (again, reader):
+        end.lock.release()
+
+
+HOLD_FILE = """
+import sys, time
+from kmq.links.ownership import FileLock, describe
+FileLock(sys.argv[1]).acquire("the WAL", describe("durability", "."))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def file_holder(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_FILE, f"{tmp_path}/.owner"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_owner_of_a_directory_waits_and_then_names_the_holder(file_holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "OWNER_WAIT_S", 0.3)
+    lock = FileLock(f"{tmp_path}/.owner")
+    with pytest.raises(BusyError, match=rf"the WAL is held by pid={file_holder.pid} host=\S+ stage=durability data=/"):
+        lock.acquire("the WAL", describe("another", "."))
+    assert lock.is_held() and f"pid={file_holder.pid} " in lock.holder()
+
+
+def test_a_directory_is_free_at_once_when_its_owner_is_killed(file_holder, tmp_path):
+    file_holder.kill()
+    file_holder.wait()
+    lock = FileLock(f"{tmp_path}/.owner")
+    assert not lock.is_held()
+    began = time.monotonic()
+    lock.acquire("the WAL", "the next")
+    assert time.monotonic() - began < FREE_WITHIN_S
+    assert lock.holder() == "the next" and lock.is_held()
+    lock.release()
+    assert not lock.is_held()
