@@ -44,10 +44,12 @@ def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
     if synced is None:
         wal.rewrite_tail(framed.size + _SLACK)
     elif wal.last_seq > synced or framed.sync_failed:
-        # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it.
-        if waiting <= synced + 1 or framed.sync_failed:
-            stage.log.info("unsynced_cut", from_seq=synced + 1, to_seq=wal.last_seq, new_segment=framed.sync_failed)
-            wal.cut_after(synced)
+        # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it. Under
+        # drop_oldest it may have only the end of it, and the WAL only the first lines of a block that the ring has whole.
+        if waiting <= wal.last_seq or framed.sync_failed:
+            keep = synced if framed.sync_failed else max(synced, waiting - 1)
+            stage.log.info("unsynced_cut", from_seq=keep + 1, to_seq=wal.last_seq, new_segment=framed.sync_failed)
+            wal.cut_after(keep)
             if framed.sync_failed:
                 wal.roll()
         else:
