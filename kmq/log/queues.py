@@ -206,7 +206,7 @@ class Queues:
                 found[name] = Topic(name, 1, 1)
             found[name].partitions = max(found[name].partitions, partition + 1)
         for topic in found.values():
-            if not os.path.exists(topics.toml_path(self.data, topic.name)):
+            if size_of(topics.toml_path(self.data, topic.name)) <= 0:  # 0: a kill or a power cut came before its text
                 os.makedirs(f"{self.data}/topics/{topic.name}", exist_ok=True)
                 self._write_toml(topic)
         self.topics = {topic.name.encode(): topic for topic in found.values()}
