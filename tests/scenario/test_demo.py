@@ -241,7 +241,7 @@ def test_a_taken_port_is_named_without_a_traceback(env, tmp_path):
     ("other", "said"),
     [
         ({"KMQ_DATA": "data2", "KMQ_PIPES": "pipes2"}, "is in use by another data directory"),
-        ({"KMQ_INSTANCE": "demo_second", "KMQ_PIPES": "pipes2"}, "is held by pid="),
+        ({"KMQ_INSTANCE": "demo_second", "KMQ_PIPES": "pipes2"}, "pid="),
         ({"KMQ_INSTANCE": "demo_second", "KMQ_DATA": "data2"}, "serves another broker"),
     ],
     ids=["same instance name", "same data directory", "same pipes directory"],
