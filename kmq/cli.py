@@ -87,7 +87,7 @@ def up(
         raise BusyError(f"stages are still running without their supervisor (pid {pids}); stop them with: kmq down")
     wal = FileLock(f"{settings.data}/append/.owner")
     if wal.is_held():  # said here, before a half-started pod takes messages it cannot store
-        raise BusyError(f"KMQ_DATA={settings.data} is in use by another broker ({wal.holder()})")
+        raise BusyError(f"KMQ_DATA={settings.data} is held by {wal.holder()}: one broker per directory")
     log_path = Path(settings.pipes) / "kmq.log"
     begin = log_path.stat().st_size if log_path.exists() else 0
     launched = time.monotonic_ns()

@@ -59,7 +59,7 @@ def test_down_twice_is_no_error(broker):
 def test_a_second_instance_on_the_same_directory_is_refused_before_it_starts(broker, new_broker):
     broker.up()
     second = new_broker(broker.data)
-    refused(second.kmq("up"), BUSY, f"KMQ_DATA={broker.data} is in use", f"pid={broker.pids()['durability']} ")
+    refused(second.kmq("up"), BUSY, f"KMQ_DATA={broker.data} is held by pid={broker.pids()['durability']} ")
     assert second.processes() == [] and shared_memory(second) == []
     assert broker.kmq("status").returncode == 0
 
