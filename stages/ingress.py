@@ -15,6 +15,7 @@ import select
 import socket
 import sys
 import time
+from collections import deque
 
 from kmq.errors import ConfigError
 from kmq.links.fifo import FifoWriter
@@ -68,6 +69,7 @@ class Ingress:
         self.poll.register(self.producer_poll, select.EPOLLIN)
         self.producer_poll.register(self.lines, select.EPOLLIN)
         self.reading = True
+        self.ready: deque[int] = deque()  # producers with something to receive that have not had their turn
 
     def announce(self) -> None:
         """Tell the framer that a long line of our predecessor will not be finished."""
@@ -103,9 +105,11 @@ class Ingress:
                 self.poll.register(self.stage.raw, select.EPOLLOUT)
 
     def _serve_producers(self) -> None:
-        for fd, _ in self.producer_poll.poll(0):
-            if self.fifo.clogged:
-                return
+        """Everyone who has something gets one receive before anyone gets another, also when the FIFO clogs between."""
+        if not self.ready:
+            self.ready.extend(fd for fd, _ in self.producer_poll.poll(0))
+        while self.ready and not self.fifo.clogged:
+            fd = self.ready.popleft()
             if fd == self.lines.fileno():
                 self._accept_producer()
             elif fd in self.producers and not self.intake.receive(self.producers[fd]):
