@@ -93,7 +93,7 @@ def up(
     launched = time.monotonic_ns()
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kmq.cli", "up", "--foreground"],
+            [sys.executable, "-m", "kmq.supervisor"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

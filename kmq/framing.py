@@ -31,7 +31,7 @@ def plain(text: bytes) -> Batch | None:
         return None
     lines = text.split(b"\n")
     lines.pop()
-    return Batch(lines, None, len(text), record.common_key(text, lines))
+    return Batch(lines, None, len(text), record.common_key(lines))
 
 
 def parse(text: bytes, max_line: int) -> Batch:

@@ -8,6 +8,7 @@ from kmq.logfmt import pairs
 from kmq.settings import STAGES, Settings
 from kmq.stats import Row, peek
 
+_BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
 _STALE_S = 2.0  # without a heartbeat for this long a stage is stopped, hung or dead
 _SAMPLE_S = 0.5  # rates are measured over this long
 
@@ -34,10 +35,10 @@ class StageStatus:
             return "down"
         if row.state_name == "stopped":
             return "stopped"
-        if row.age_s <= _STALE_S:
-            return row.state_name
-        # Whether it is dead can only be told where its pid means something to us.
-        return "silent" if is_stage(row.pid, self.name) else "dead"
+        # Whether it is dead can only be told where its pid means something to us: not from another container.
+        if row.age_s > _BEAT_S and not is_stage(row.pid, self.name):
+            return "dead"
+        return row.state_name if row.age_s <= _STALE_S else "silent"
 
 
 class Status:

@@ -13,12 +13,12 @@ import signal
 import sys
 import time
 
-from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError
+from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError
 from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
-from kmq.settings import DRAIN_S, STAGES, Settings
+from kmq.settings import DRAIN_S, STAGES, Settings, load
 from kmq.stats import StatsPage
 
 _YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
@@ -146,3 +146,16 @@ class Supervisor:
             with contextlib.suppress(BusyError):  # a stage that outlived its supervisor: ours will name it and end
                 for name in names:
                     layout.remove(self.settings.instance, name)
+
+
+def main() -> int:
+    """`python -m kmq.supervisor`: what `kmq up` puts in the background. No command line, so it starts at once."""
+    try:
+        return Supervisor(load()).run()
+    except KmqError as error:
+        Log("supervisor").error("failed", exit_code=error.exit_code, reason=error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

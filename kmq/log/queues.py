@@ -25,7 +25,7 @@ from kmq.settings import MIB
 
 MAX_OPEN = 256  # descriptors; far below the 1024 that a process has by default
 CHECKPOINT_NS = 30_000_000_000
-CHECKPOINT_BYTES = 256 * MIB  # bounds what a restart has to replay
+CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay: ready in a second also after a kill
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory,
 _MAX_ROUTE = 256  # nor one with long keys: bytes of a routing key that is remembered

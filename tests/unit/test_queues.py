@@ -29,8 +29,7 @@ def open_queues(data, high):
 def block(lines, first_seq):
     """`lines` as sent → a Block, as the framer makes it."""
     text = b"".join(stored(lines, first_seq))
-    sent = b"".join(line + b"\n" for line in lines)
-    key = len(record.common_key(sent, lines))
+    key = len(record.common_key(lines))
     return Block(text, 0, [len(text), first_seq, len(lines), key, FIRST_TS, 0])
 
 

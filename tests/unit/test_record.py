@@ -166,11 +166,12 @@ def test_number_counts_on_over_every_change_of_digits(first, count):
 
 def test_common_key_is_exact():
     def common(*lines):
-        return record.common_key(b"".join(line + b"\n" for line in lines), list(lines))
+        return record.common_key(list(lines))
 
     assert common(b"t.k|1|2|x") == b"t.k"
     assert common(b"t.k|1|2|x", b"t.k|||") == b"t.k"
     assert common(b"t.k|1|2|x", b"t.kk|||", b"t.k|||") == b""
+    assert common(b"t.k|1|2|x", b"t.k!|||", b"t.k|||") == b""  # sorts before
     assert common(b"t.k|1|2|x", b"a|t.k|t.k|", b"t.k|||") == b""
     assert common(b"t.k|1|2|x", b"a|||") == b""
 
