@@ -1,0 +1,563 @@
+"""Bad input: whatever is thrown at the socket, the broker stays up, keeps its memory, and accounts for every line.
+
+What must be stored of each line is worked out here from design 2.1, with nothing of kmq's own code for lines: a message as it
+was sent (padded), or dead.malformed with a reason that applies, its length and the original. Beside the attackers a
+well-behaved producer sends lines like those of real logs, which must all come out byte for byte and in order.
+"""
+
+import base64
+import contextlib
+import os
+import pathlib
+import random
+import re
+import resource
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+
+import pytest
+
+from kmq import stats
+from kmq.links import layout
+
+STAGES = ("ingress", "framer", "durability", "router")
+MIB = 1 << 20
+MAX_LINE = MIB
+PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
+TOPIC = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
+# A stage holds a few copies of what a ring holds (4 MiB); ingress also up to 64 MiB of unfinished lines.
+RSS_LIMIT = {"ingress": 110 * MIB, "framer": 64 * MIB, "durability": 64 * MIB, "router": 96 * MIB}
+CONNECTIONS = 24  # at a time, beside the well-behaved one
+
+
+# --- what must become of a line ------------------------------------------------------------------------------------
+
+
+def reasons(line, finished=True):
+    """Every reason that applies; none: it is a message."""
+    found = set() if finished else {"no_newline"}
+    key, bar, _ = line.partition(b"|")
+    topic = key.partition(b".")[0]
+    if len(line) > MAX_LINE:
+        found.add("too_long")
+    if not line:
+        found.add("empty_line")
+    if line[:1] in (b"!", b"+", b"-"):
+        found.add("control_byte")
+    if b"\0" in line:
+        found.add("nul")
+    if not bar:
+        found.add("no_separator")
+    elif not key:
+        found.add("empty_routing_key")
+    elif topic in (b"append", b"dropped") or topic.startswith(b"__"):
+        found.add("reserved_topic")
+    elif not TOPIC.fullmatch(topic):
+        found.add("bad_topic")
+    return found
+
+
+class Account:
+    """What was sent, against which what is stored is settled line by line."""
+
+    def __init__(self):
+        self.good = Counter()  # stored form of messages
+        self.bad = defaultdict(list)  # (length, first bytes) → [(original, reasons)]
+        self.cut_off = set()  # lines of connections that were reset: each may be there, whole or as a beginning
+
+    def add(self, stream):
+        """A stream that arrived whole."""
+        *lines, rest = stream.split(b"\n")
+        for line in lines:
+            self._add(line, reasons(line))
+        if rest:
+            self._add(rest, reasons(rest, finished=False))
+
+    def _add(self, line, why):
+        if why:
+            self.bad[len(line), line[:32]].append((line, why))
+        else:
+            self.good[line + b"|" * max(0, 3 - line.count(b"|"))] += 1
+
+    def settle(self, stored):
+        """`stored` is a WAL record without seq and time. Raises AssertionError where nobody sent it."""
+        if stored.startswith(b"dead.malformed||;reason="):
+            self._settle_malformed(stored)
+        elif stored.startswith(b"reset."):
+            self.cut_off.remove(stored)
+        else:
+            assert self.good[stored] > 0, stored[:200]
+            self.good[stored] -= 1
+
+    def _settle_malformed(self, stored):
+        _, _, header, payload = stored.split(b"|", 3)
+        fields = dict(field.split(b"=") for field in header.split(b";")[1:])
+        length = int(fields[b"len"])
+        if fields.get(b"enc") == b"b64":
+            payload = base64.b64decode(payload, validate=True)
+        assert len(payload) >= min(length, MAX_LINE // 4 * 3 - 3)
+        waiting = self.bad[length, payload[:32]]
+        waiting.sort(key=lambda sent: len(sent[1]))  # of two alike, the one with fewer reasons can only be this one
+        for number, (original, why) in enumerate(waiting):
+            if fields[b"reason"].decode() in why and original.startswith(payload):
+                del waiting[number]
+                return
+        is_cut_off = fields[b"reason"] == b"no_newline" and length == len(payload)
+        assert is_cut_off and any(line.startswith(payload) for line in self.cut_off), stored[:200]
+
+    def check_nothing_is_missing(self):
+        missing = [line[:200] for line, count in self.good.items() if count]
+        missing += [line[:200] for waiting in self.bad.values() for line, _ in waiting]
+        assert not missing, f"{len(missing)} lines are not stored: {missing[:5]}"
+
+
+@pytest.mark.parametrize("stored", [b"t|1|2|other", b"dead.malformed||;reason=nul;len=3|bad", b"reset.1|||x"])
+def test_the_account_does_not_take_what_nobody_sent(stored):
+    account = Account()
+    account.add(b"t|1|2|x\nbad\n")
+    with pytest.raises((AssertionError, KeyError)):
+        account.settle(stored)
+
+
+def test_the_account_misses_what_is_not_stored():
+    account = Account()
+    account.add(b"t|1|2|x\nbad\n")
+    account.settle(b"t|1|2|x")
+    with pytest.raises(AssertionError, match="bad"):
+        account.check_nothing_is_missing()
+    account.settle(b"dead.malformed||;reason=no_separator;len=3|bad")
+    account.check_nothing_is_missing()
+
+
+# --- the pod -------------------------------------------------------------------------------------------------------
+
+
+class Pod:
+    """Four stages, no supervisor: one that ends stays ended, and is seen."""
+
+    def __init__(self, root):
+        self.root = root
+        self.data, self.pipes = root / "deep" / "down" / "data", root / "deep" / "down" / "pipes"
+        self.instance = f"fuzz-{os.getpid()}-{random.randrange(1 << 30)}"
+        (root / "deep" / "down").mkdir(parents=True)
+        (root / "cwd").mkdir()
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+        settings = {"KMQ_DATA": self.data, "KMQ_PIPES": self.pipes, "KMQ_INSTANCE": self.instance}
+        settings |= {"KMQ_PORT": 0, "KMQ_ACK_PORT": 0}
+        self.environ = kept | {name: str(value) for name, value in settings.items()}
+        self.processes, self.peak = {}, Counter()
+
+    def start(self):
+        with open(self.root / "log", "wb") as log:
+            for name in STAGES:
+                argv = [sys.executable, "-m", f"stages.{name}"]
+                self.processes[name] = subprocess.Popen(argv, env=self.environ, cwd=self.root / "cwd", stderr=log)
+        self.wait(lambda: (self.root / "log").read_text().count("event=ready") == len(STAGES), "all are ready")
+        self.port = int((self.pipes / "ingress.port").read_text())
+        self.outside = self.names_outside()
+
+    def wait(self, condition, what):
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            self.look()
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
+            time.sleep(0.005)
+
+    def look(self):
+        """All are alive, and none has taken more memory than it may."""
+        for name, process in self.processes.items():
+            assert process.poll() is None, f"{name} ended: {(self.root / 'log').read_text()[-2000:]}"
+            pages = int(pathlib.Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+            self.peak[name] = max(self.peak[name], pages * resource.getpagesize())
+            assert self.peak[name] < RSS_LIMIT[name], f"{name} takes {self.peak[name] / MIB:.0f} MiB"
+
+    def connect(self):
+        sock = socket.create_connection(("127.0.0.1", self.port))
+        sock.setblocking(False)
+        return sock
+
+    def settle(self):
+        """Everything that arrived is in the queues."""
+        self.wait(lambda: stats.peek(self.instance).rows["ingress"].connections == 0, "ingress has let all go")
+        with socket.create_connection(("127.0.0.1", self.port)) as sock:
+            sock.sendall(b"last|0|0|line\n")
+        self.wait((self.data / "last.log").exists, "the last line is in its queue")
+
+    def stop(self):
+        for process in self.processes.values():
+            process.terminate()
+        codes = {name: process.wait(PATIENCE_S) for name, process in self.processes.items()}
+        assert not any(codes.values()), codes
+
+    def close(self):
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+        for name in ("framed", "durable"):
+            layout.remove(self.instance, name)
+        pathlib.Path(f"/dev/shm/{self.instance}.stats").unlink(missing_ok=True)
+
+    def names_outside(self):
+        return sorted(path for path in self.root.rglob("*") if not {self.data, self.pipes} & {path, *path.parents})
+
+    def wal(self):
+        """The stored lines, without seq and time; the seqs have no gap."""
+        lines = b"".join(path.read_bytes() for path in sorted((self.data / "append").glob("*.log"))).split(b"\n")
+        assert lines.pop() == b""
+        for seq, line in enumerate(lines, start=1):
+            found, _, rest = line.split(b"|", 2)
+            assert int(found) == seq
+            yield line, rest
+
+    def check_files(self):
+        """Nothing lies where it does not belong."""
+        assert self.names_outside() == self.outside
+        legal = re.compile(
+            r"id|format|router\.ckpt|append|append/(\d{20}\.(log|idx)|\.owner)|topics|topics/\.owner"
+            r"|topics/[A-Za-z0-9_][\w.-]*(/(topic\.toml|\d+(/\d{20}\.(log|idx))?))?|[A-Za-z0-9_][\w.-]*\.log",
+            re.ASCII,
+        )
+        strange = [str(p.relative_to(self.data)) for p in self.data.rglob("*")]
+        assert not [name for name in strange if not legal.fullmatch(name)]
+        for link in self.data.glob("*.log"):
+            assert link.resolve().is_relative_to(self.data)
+        pipes = {path.name for path in self.pipes.iterdir()}
+        assert pipes == {"raw", "acks", "ingress.port", "ack.port", "ingress.owner", "raw.owner"}
+
+    def check_queues(self):
+        """Each WAL record is in the log of its topic, once and in order."""
+        queues = defaultdict(list)
+        for line, rest in self.wal():
+            queues[re.split(rb"[.|]", rest, maxsplit=1)[0].decode()].append(line)
+        for topic, lines in queues.items():
+            path = self.data / "topics" / topic / "0" / f"{0:020d}.log"
+            assert path.read_bytes() == b"".join(line + b"\n" for line in lines), topic
+        assert set(os.listdir(self.data / "topics")) - {".owner"} == set(queues)
+
+
+@pytest.fixture
+def pod(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    made = Pod(tmp_path)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# --- the attackers -------------------------------------------------------------------------------------------------
+
+TOPICS = [
+    b"../../../etc/cron.d/x",
+    b"..",
+    b".",
+    b"./t",
+    b"/tmp/x",
+    b"a/b",
+    b"t\\..\\x",
+    b"%2e%2e/x",
+    b"t\r",
+    b"\xff\xfe",
+    b" t",
+]
+TOPICS += [
+    b"append",
+    b"dropped.x",
+    b"__groups",
+    b"A" * 201,
+    b"t/../../x",
+    b"~",
+    b"$(id)",
+    b"topics/../../x",
+    b"-rf",
+    b"t|",
+]
+
+
+def random_bytes(rng):
+    return b"\n".join(rng.randbytes(rng.randrange(4000)) for _ in range(rng.randrange(1, 40))) + rng.choice(
+        [b"", b"\n"]
+    )
+
+
+def huge_lines(rng):
+    lines = []
+    for _ in range(rng.randrange(1, 4)):
+        size = rng.choice([rng.randrange(3 * MIB), MAX_LINE - 1, MAX_LINE, MAX_LINE + 1, 4095, 4096, 4097])
+        head = rng.choice(
+            [
+                b"huge.k|0|%d|" % rng.randrange(1 << 30),
+                b"huge|%d|" % rng.randrange(1 << 30),
+                b"no separator",
+                b"+",
+                b"\0",
+            ]
+        )
+        lines.append((head + rng.choice([b"x", b"\xe2\x82\xac", b"a|b\t"]) * size)[:size])
+    return b"\n".join(lines) + rng.choice([b"", b"\n"])
+
+
+def bad_topics(rng):
+    return b"".join(b"%b.k|0|%d|x\n" % (rng.choice(TOPICS), n) for n in range(rng.randrange(1, 200)))
+
+
+def control_bytes(rng):
+    marks = [b"!", b"+", b"-", b"!b 1", b"!c 1.1 1 1", b"+t|0|1|", b"-", b"-x", b"+" * 5000]
+    # Not as the very first line: that would be a greeting or the attempt of one.
+    return b"t|0|0|first\n" + b"".join(b"%b%d\n" % (rng.choice(marks), n) for n in range(rng.randrange(1, 200)))
+
+
+def nuls(rng):
+    lines = [b"t.k|0|%d|a\0b" % rng.randrange(1000), b"\0", b"\0" * 5000, b"t|0|1|\0", b"\0t|0|1|", b"t\0.k|0|1|x"]
+    return b"\n".join(rng.choices(lines, k=rng.randrange(1, 60))) + rng.choice([b"", b"\n"])
+
+
+def short_of_fields(rng):
+    lines = [b"t", b"t|", b"t.k|x", b"t.k|1|2", b"|", b"||||", b"", b"\r", b"t.|", b".|", b"t|||||||"]
+    return b"\n".join(rng.choices(lines, k=rng.randrange(1, 100))) + rng.choice([b"", b"\n"])
+
+
+ATTACKS = [random_bytes, huge_lines, bad_topics, control_bytes, nuls, short_of_fields]
+
+
+def log_lines(rng, count):
+    """Lines like those of real logs: CRLF, CR inside, tabs, bars, other encodings, a trace of several KiB."""
+    words = b"sshd[2211]: Failed password \tat user= a|b||c caf\xe9 na\xc3\xafve 2026-05-20T01:02:03Z #0".split(b" ")
+    words += [b"50%\rdone", b"+", b"!", b"-", b";reason=x", b"\xff\xfe", b"\x1b[0m", b"  ", b"=" * 80]
+    for _ in range(count):
+        length = rng.choice([0, 3, 8, 15, 15, 30, 700])
+        yield b" ".join(rng.choices(words, k=length)) + rng.choice([b"", b"", b"\r"])
+
+
+def own_logs():
+    """Lines of the log files of this machine that may be read, at most a few MiB."""
+    lines, size = [], 0
+    for path in sorted(pathlib.Path("/var/log").rglob("*.log")):
+        with contextlib.suppress(OSError):
+            text = path.read_bytes()[: 2 * MIB]
+            size += len(text)
+            lines += text.split(b"\n")
+        if size > 8 * MIB:
+            break
+    return [line for line in lines if b"\0" not in line]
+
+
+class Sender:
+    """One connection with its stream, sent in small steps. Ends in order, or with a reset in the middle."""
+
+    def __init__(self, pod, rng, stream, step, reset_at=None):
+        self.sock, self.rng, self.stream, self.step = pod.connect(), rng, memoryview(stream), step
+        self.at, self.end = 0, len(stream) if reset_at is None else reset_at
+        self.resets, self.over = reset_at is not None, False
+        if step < 100:
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def events(self):
+        return select.POLLOUT if self.at < self.end else select.POLLIN
+
+    def go_on(self):
+        if self.at < self.end:
+            with contextlib.suppress(BlockingIOError):
+                self.at += self.sock.send(
+                    self.stream[self.at : min(self.end, self.at + self.rng.randrange(1, self.step + 1))]
+                )
+            if self.at == self.end:
+                self._finish()
+        elif not self.sock.recv(1000):  # ingress has taken everything and closed its side
+            self.sock.close()
+            self.over = True
+
+    def _finish(self):
+        if self.resets:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.sock.close()
+            self.over = True
+        else:
+            self.sock.shutdown(socket.SHUT_WR)
+
+
+class Crowd:
+    """The senders of a run, and the account of what they sent."""
+
+    def __init__(self, pod, seed):
+        self.pod, self.rng, self.account = pod, random.Random(seed), Account()
+        self.senders, self.started = [], Counter()
+        self.well_behaved = None
+        self.streams = 0  # of the well-behaved producer
+
+    def attack(self):
+        rng = self.rng
+        if rng.randrange(3) == 0:  # a connection that dies
+            number = self.started["reset"]
+            lines = [b"reset.%d|0|%d|%b" % (number, n, b"x" * rng.randrange(300)) for n in range(rng.randrange(1, 30))]
+            stream = b"\n".join(lines) + b"\n"
+            self.account.cut_off.update(lines)
+            sender = Sender(self.pod, rng, stream, rng.choice([5, 5000]), reset_at=rng.randrange(1, len(stream)))
+            self.started["reset"] += 1
+        else:
+            kind = rng.choice(ATTACKS)
+            stream = kind(rng)
+            while not stream or stream.startswith(b"!"):
+                stream = kind(rng)
+            self.account.add(stream)
+            step = rng.choice([3, 200, 10_000]) if len(stream) < 20_000 else 200_000
+            sender = Sender(self.pod, rng, stream, step)
+            self.started[kind.__name__] += 1
+        self.senders.append(sender)
+
+    def behave_well(self, lines):
+        stream = b"".join(b"good.s%d|0|%d|%b\n" % (self.streams, n, line) for n, line in enumerate(lines))
+        self.account.add(stream)
+        self.streams += 1
+        self.well_behaved = Sender(self.pod, self.rng, stream, 20_000)
+        self.senders.append(self.well_behaved)
+
+    def turn(self):
+        """Each sender that can goes one step on."""
+        poll = select.poll()
+        by_fd = {sender.sock.fileno(): sender for sender in self.senders}
+        for fd, sender in by_fd.items():
+            poll.register(fd, sender.events())
+        for fd, _ in poll.poll(100):
+            by_fd[fd].go_on()
+        self.senders = [sender for sender in self.senders if not sender.over]
+
+    def run(self, seconds):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for _ in range(5):
+                self.turn()
+                while len(self.senders) < CONNECTIONS:
+                    self.attack()
+                if self.well_behaved is None or self.well_behaved.over:
+                    self.behave_well(log_lines(self.rng, 2000))
+            self.pod.look()
+        deadline = time.monotonic() + PATIENCE_S
+        while self.senders:
+            self.turn()
+            self.pod.look()
+            assert time.monotonic() < deadline, "ingress does not take what is left"
+
+
+def check(pod, account):
+    """After the pod has stopped: every line is accounted for, nothing else is there, nothing lies elsewhere."""
+    account.add(b"last|0|0|line\n")
+    stored = 0
+    next_of = Counter()
+    for _, line in pod.wal():
+        account.settle(line)
+        stored += 1
+        if line.startswith(b"good.s"):
+            key, _, number, _ = line.split(b"|", 3)
+            assert int(number) == next_of[key], "lines of the well-behaved producer are out of order"
+            next_of[key] += 1
+    account.check_nothing_is_missing()
+    pod.check_queues()
+    pod.check_files()
+    return stored
+
+
+def fuzz(pod, seed, seconds):
+    crowd = Crowd(pod, seed)
+    crowd.run(seconds)
+    pod.settle()
+    pod.stop()
+    stored = check(pod, crowd.account)
+    assert set(crowd.started) == {"reset", *(attack.__name__ for attack in ATTACKS)}
+    peaks = " ".join(f"{name}_mib={peak / MIB:.0f}" for name, peak in pod.peak.items())
+    print(f"event=fuzz seed={seed} connections={sum(crowd.started.values())} lines={stored} {peaks}")
+
+
+def test_bad_input_is_accounted_for_and_good_lines_beside_it_are_untouched(pod):
+    fuzz(pod, seed=2, seconds=10)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_bad_input_for_a_long_time(pod, seed):
+    fuzz(pod, seed, seconds=60)
+
+
+def test_the_logs_of_this_machine_come_out_byte_for_byte(pod):
+    lines = [*log_lines(random.Random(1), 5000), *own_logs()]
+    crowd = Crowd(pod, 1)
+    crowd.behave_well(lines)
+    while crowd.senders:
+        crowd.turn()
+    pod.settle()
+    pod.stop()
+    queue = (pod.data / "good.log").read_bytes().split(b"\n")[:-1]
+    assert [line.split(b"|", 5)[5] for line in queue] == lines
+    check(pod, crowd.account)
+
+
+def test_lines_without_end_keep_ingress_small_and_each_is_accounted_for(pod):
+    """200 connections send up to 3 MiB each without a newline, in turns: 600 MiB that must not be in memory."""
+    piece, alive, sent = b"x" * 100_000, {}, {}
+    for n in range(200):
+        head = b"endless.%d|" % n
+        alive[n] = pod.connect()
+        sent[n] = alive[n].send(head)
+    for _ in range(30):
+        for n, sock in list(alive.items()):
+            deadline = time.monotonic() + PATIENCE_S
+            left = len(piece)
+            while left and n in alive:
+                assert time.monotonic() < deadline
+                if not select.select([], [sock], [], 1)[1]:
+                    continue
+                try:
+                    count = sock.send(piece[:left])
+                    left, sent[n] = left - count, sent[n] + count
+                except OSError:  # ingress closed the longest lines when they took too much together
+                    alive.pop(n).close()
+        pod.look()
+    for sock in alive.values():
+        sock.close()
+    pod.settle()
+    pod.stop()
+    found = {}
+    for _, line in pod.wal():
+        match = re.match(rb"dead\.malformed\|\|;reason=(too_long|no_newline);len=(\d+)\|(endless\.(\d+)\|x*)$", line)
+        if match:
+            n = int(match[4])
+            assert n not in found and len(match[3]) == min(int(match[2]), MAX_LINE) and int(match[2]) <= sent[n]
+            found[n] = int(match[2])
+    cut = (pod.root / "log").read_text().count("event=unfinished_line_cut")
+    assert set(found) == set(sent) and cut > 50
+    assert sum(found[n] == sent[n] for n in sent) >= 200 - cut
+    pod.check_files()
+    print(f"event=endless cut={cut} ingress_peak_mib={pod.peak['ingress'] / MIB:.0f}")
+
+
+def test_a_thousand_connections_that_open_and_die(pod):
+    """All open at once; each has sent nothing, a part of a line or a line, and goes with a reset or in order."""
+    rng, account, sockets = random.Random(3), Account(), []
+    for n in range(1000):
+        stream = rng.choice([b"", b"part.%d|0|" % n, b"whole.%d|0|1|x\n" % n, b"whole.%d|0|1|x\nand part" % n])
+        sock = pod.connect()
+        assert sock.send(stream) == len(stream) if stream else True
+        sockets.append((sock, stream))
+    pod.wait(lambda: stats.peek(pod.instance).rows["ingress"].connections == 1000, "all are accepted")
+    rng.shuffle(sockets)
+    resets = 0
+    for sock, stream in sockets:
+        if not stream and rng.randrange(2):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            resets += 1
+        else:
+            account.add(stream)
+        sock.close()
+    pod.settle()
+    pod.stop()
+    check(pod, account)
+    assert resets > 50
