@@ -7,14 +7,13 @@ A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 
-from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError, Stopped
+from kmq.errors import EXIT_OK, EXIT_RETRY, KmqError, Stopped
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity
-from kmq.links.ownership import describe
+from kmq.links.ownership import FileLock, describe
 from kmq.links.staging import area_bytes
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
@@ -39,9 +38,7 @@ class Stage:
         self.who = describe(name, settings.data)
         self.page = StatsPage(settings.instance, self.data_id, settings.data)
         self.row = self.page.rows[name]
-        self.row.wipe()
-        self.row.pid, self.row.started = os.getpid(), time.monotonic_ns()
-        self.state("starting")
+        self.owns_row = False
         # Readable once a signal has come: register it in every poll, for Python goes on waiting after a handler.
         self.signalled, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -56,6 +53,18 @@ class Stage:
             os._exit(128 + number)
         self.stopping = True
         self._deadline = time.monotonic() + DRAIN_S
+
+    def own(self, path: str, what: str) -> FileLock:
+        """Take the lock that makes us the only one of our kind. Only then is the row of the stats page ours: a second
+        instance that is about to be refused must not wipe the durable cursor of the first.
+        """
+        owner = FileLock(path)
+        owner.acquire(what, self.who)
+        self.owns_row = True
+        self.row.wipe()
+        self.row.pid, self.row.started = os.getpid(), time.monotonic_ns()
+        self.state("starting")
+        return owner
 
     def state(self, name: str) -> None:
         """Say how we are; also a heartbeat."""
@@ -132,7 +141,7 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
     except OSError as err:
         code, reason = EXIT_RETRY, str(err)
         log.error("failed", exit_code=code, reason=reason)
-    if stage is not None and not isinstance(sys.exc_info()[1], ConfigError):
+    if stage is not None and stage.owns_row:
         stage.state("stopped")
     log.info("stopped", exit_code=code, reason=reason)
     return code

@@ -18,7 +18,6 @@ import time
 
 from kmq.errors import CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.links.ownership import FileLock
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import dropped
 from kmq.log.wal import Wal
@@ -127,8 +126,7 @@ class Durability:
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → recover → loop → drain."""
     settings = stage.settings
-    owner = FileLock(f"{settings.data}/append/.owner")
-    owner.acquire(f"WAL {settings.data}/append", stage.who)
+    owner = stage.own(f"{settings.data}/append/.owner", f"WAL {settings.data}/append")
     stage.state("recovering")
     wal = Wal(settings.data, stage.wait_for_room, settings.ring_bytes + _SLACK)
     if wal.cut_bytes:

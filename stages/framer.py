@@ -151,8 +151,7 @@ class Framer:
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → loop → drain."""
     settings = stage.settings
-    owner = FileLock(f"{settings.pipes}/raw.owner")
-    owner.acquire(f"FIFO {settings.pipes}/raw (reader)", stage.who)
+    owner = stage.own(f"{settings.pipes}/raw.owner", f"FIFO {settings.pipes}/raw (reader)")
     ring = open_ring(stage)
     stage.log.info("seq_resume", seq_resume=ring.last.next_seq - 1, ring="new" if ring.created else "kept")
     staging = Staging(ring, area_bytes(settings.max_line))

@@ -20,7 +20,6 @@ from collections import deque
 from kmq.errors import ConfigError
 from kmq.links.fifo import FifoWriter
 from kmq.links.intake import Connection, Intake
-from kmq.links.ownership import FileLock
 from kmq.log.disk import replace_file
 from kmq.stage import Stage, main
 
@@ -209,8 +208,7 @@ def run(stage: Stage) -> None:
     """Promise: see the module. Settings → ports → loop → drain."""
     settings = stage.settings
     os.makedirs(settings.pipes, exist_ok=True)
-    owner = FileLock(f"{settings.pipes}/ingress.owner")
-    owner.acquire(f"FIFO {settings.pipes}/raw (ingress)", stage.who)
+    owner = stage.own(f"{settings.pipes}/ingress.owner", f"FIFO {settings.pipes}/raw (ingress)")
     ingress = Ingress(stage)
     ingress.announce()
     stage.ready(port=ingress.lines.getsockname()[1], ack_port=ingress.questions.getsockname()[1])

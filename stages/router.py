@@ -15,7 +15,6 @@ import sys
 import time
 
 from kmq.links.layout import Block
-from kmq.links.ownership import FileLock
 from kmq.links.ring import RingReader
 from kmq.log import dropped
 from kmq.log.dropped import without
@@ -60,8 +59,7 @@ def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → recover → loop → drain."""
     settings = stage.settings
-    owner = FileLock(f"{settings.data}/topics/.owner")
-    owner.acquire(f"queues {settings.data}/topics", stage.who)
+    owner = stage.own(f"{settings.data}/topics/.owner", f"queues {settings.data}/topics")
 
     def attach() -> RingReader | None:
         return RingReader.attach(settings.instance, "durable", stage.ring_identity("durable"), stage.who)
