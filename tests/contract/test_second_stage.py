@@ -39,9 +39,9 @@ def test_a_second_instance_of_a_stage_is_refused_and_leaves_no_trace(run_stage, 
     first = run_stage(name)
     wait_until(lambda: (page := stats.peek(instance)) and page.rows[name].pid == first.pid, f"{name} runs")
     row = stats.peek(instance).rows[name]
-    row.seq = 500  # as durability's cursor, which answers GET_ACK
+    row.dropped = 500  # stands for all that a wipe would take, like the cursor that answers GET_ACK
     second = run_stage(name)
     _, said = second.communicate(timeout=30)
     assert second.returncode == EXIT_BUSY and f"is held by pid={first.pid} " in said
-    assert (row.pid, row.seq) == (first.pid, 500) and row.state_name != "stopped"
+    assert (row.pid, row.dropped) == (first.pid, 500) and row.state_name != "stopped"
     assert first.poll() is None
