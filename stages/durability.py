@@ -32,7 +32,7 @@ def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
     """Make everything in the WAL durable, so that from here on what it holds may be shown."""
     synced = framed.synced_seq
     numbered = framed.committed().next_seq - 1
-    if wal.last_seq > numbered:  # a ring that slept while another instance wrote here: nothing it says holds for the rest
+    if wal.last_seq > numbered:  # the ring slept while another instance wrote here: cut nothing on its word
         raise CorruptError(
             f"the WAL ends at seq {wal.last_seq}, but the ring {framed.path} has numbered up to {numbered} only:"
             " it is older than the WAL; remove it while the broker is down"

@@ -9,6 +9,7 @@ Crash       Lines not yet in the FIFO are unacknowledged, and their producers se
             which only some pieces were written is forgotten by the framer when it sees the next start (`!b`).
 """
 
+import contextlib
 import os
 import resource
 import select
@@ -137,20 +138,17 @@ class Ingress:
     def _answer(self, fd: int) -> None:
         """`GET_ACK <seq>` → ACK or PENDING, from durability's cursor in the stats page."""
         sock, waiting = self.askers[fd]
-        try:
+        with contextlib.suppress(
+            OSError
+        ):  # gone, or does not read its replies: half a reply must not be followed by another
             data = sock.recv(4096)
-            waiting += data
-            *questions, rest = bytes(waiting).split(b"\n")
+            *questions, rest = bytes(waiting + data).split(b"\n")
             waiting[:] = rest
             if questions:
                 durable = self.stage.page.rows["durability"].seq
                 sock.sendall(b"".join(answer(question, durable) for question in questions))
             if data and len(rest) <= _MAX_QUESTION:
                 return
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
         self.poll.unregister(fd)
         del self.askers[fd]
         sock.close()

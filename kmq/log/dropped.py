@@ -6,6 +6,7 @@ Invariant   A range is in the file, on disk, before its reader goes on past it (
 Crash       A torn last line is cut by the next writer; its range is found again in the ring and named again.
 """
 
+import fcntl
 import os
 import time
 
@@ -44,6 +45,9 @@ def append(data: str, ring: str, first: int, last: int, wait_for_room: WaitForRo
     path = f"{data}/dropped.log"
     file = AppendFile(path, wait_for_room)
     try:
+        # The other ring's reader writes here too, and a full disk makes each cut back to the size it knows.
+        fcntl.flock(file.fd, fcntl.LOCK_EX)
+        file.size = os.fstat(file.fd).st_size
         start = max(0, file.size - _LINE_BYTES)
         torn = file.size - start - (os.pread(file.fd, _LINE_BYTES, start).rfind(b"\n") + 1)
         if torn:

@@ -11,7 +11,7 @@ from made_up import FIRST_TS, Silent, no_room, stored, write_wal
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import dropped, index, partition, queues, segment, topics
+from kmq.log import checkpoint, dropped, index, partition, queues, segment, topics
 from kmq.log.queues import Queues
 
 
@@ -141,6 +141,22 @@ def test_a_restart_in_the_middle_writes_nothing_twice(data):
     again.close()
     everything = sorted(b"".join(files(data).values()).splitlines(keepends=True), key=record.seq_of)
     assert everything == stored(lines)
+
+
+def test_a_checkpoint_syncs_what_a_killed_router_had_written(data, monkeypatch):
+    lines = [b"test.a|||x", b"jobs.b|||y"] * 20
+    write_wal(data, lines).close()
+    route(open_queues(data, 0), lines, 1)  # and then killed: the logs are in the page cache only
+    synced, fsync = set(), os.fsync
+
+    def note(fd):
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    open_queues(data, len(lines)).close()  # writes nothing itself
+    assert {partition.log_path(data, topic, 0) for topic in ("test", "jobs")} <= synced
+    assert checkpoint.load(data)[0] == len(lines)
 
 
 def test_a_dotted_topic_takes_messages_only_from_its_declaration_on(data):
