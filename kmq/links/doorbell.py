@@ -6,9 +6,8 @@ Crash       A ring of the bell by a process that dies is still rung; a sleeper t
             its peer one needless post.
 
 A sleeper sets its flag, then re-reads the cursor; a publisher moves the cursor, then reads the flag. Each needs a
-full fence between its store and its load, or both may read the old value and the wake-up is lost (about 1 in 150
-under stress). Python has no fence, but acquiring and releasing a lock is a locked instruction, which is one on x86
-and carries a barrier on ARM.
+full fence between its store and its load, or both may read the old value and the wake-up is lost. Python has no fence,
+but acquiring and releasing a lock is a locked instruction, which is one on x86 and carries a barrier on ARM.
 """
 
 import threading

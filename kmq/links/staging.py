@@ -10,8 +10,8 @@ Crash       The content of the active area ends at its last byte that is not NUL
             killed before the commit   the same bytes are framed again, in the place of the uncommitted block;
             all killed, and the FIFO with them: the rest of a line that was half read never comes; forget_unfinished;
             killed while carrying      the other area is not in force yet and is zeroed again at the start.
-            With one area instead of two a carry overwrites bytes whose commit is not in force: thousands of doubled
-            lines in 8,000 kills; with two, none.
+            With one area instead of two a carry would overwrite bytes whose commit is not in force yet, and a
+            kill right then would frame them twice or not at all.
 Not covered A write whose last byte is NUL, cut off by a full area and then by a kill, loses that NUL: no legal line has one.
 """
 
