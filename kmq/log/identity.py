@@ -4,23 +4,28 @@ Rings carry the id, so that one left by another directory is never read as this 
 """
 
 import contextlib
+import errno
 import os
 
-from kmq.errors import ConfigError
-from kmq.log.disk import sync_directory
+from kmq.errors import ConfigError, RetryError
+from kmq.log.disk import FULL, sync_directory
 
 FORMAT = "1"
 
 
 def open_data(path: str) -> str:
-    """Make `path` a data directory if it is none, and return its id. Raises ConfigError where it cannot be one."""
+    """Make `path` a data directory if it is none, and return its id.
+
+    Raises ConfigError where it cannot be one, RetryError where the disk is at fault.
+    """
     try:
         os.makedirs(f"{path}/append", exist_ok=True)
         os.makedirs(f"{path}/topics", exist_ok=True)
         _write_once(path, "format", FORMAT)
         _write_once(path, "id", os.urandom(16).hex())
     except OSError as err:
-        raise ConfigError(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename})") from err
+        kind = RetryError if err.errno in (errno.EIO, *FULL) else ConfigError
+        raise kind(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename})") from err
     found = read(path, "format")
     if found != FORMAT:
         raise ConfigError(f"KMQ_DATA={path!r}: format {found!r} is not the one this version writes ({FORMAT})")

@@ -35,6 +35,7 @@ def test_after_a_failed_fdatasync_durability_ends_and_goes_on_in_a_new_segment(
     load = loads(FifoLoad(pod.pipes, "fifo", seed=nth))
     inject = f"inject=fdatasync,fsync:error=EIO:when={nth}+"
     pod.start("framer", "router", "ingress")
+    pod.wait(lambda: (pod.data / "id").exists(), "somebody else makes the directory, whose fsyncs would count too")
     pod.start("durability", under=[strace, "-f", "-qq", "-o", "/dev/null", "-e", "trace=fdatasync,fsync", "-e", inject])
     assert pod.wait_exit("durability") == 75
     synced = pod.seq_left("durability")
