@@ -62,6 +62,7 @@ def test_what_a_failed_checkpoint_leaves_is_made_good(
     pod = make_pod()
     load = loads(FifoLoad(pod.pipes, "fifo", seed=1))
     pod.start("framer", "durability", "ingress")
+    pod.wait_ready("framer", "durability", "ingress")  # somebody else makes the directory, whose fsyncs would fail too
     pod.start(
         "router", under=[strace, "-f", "-qq", "-o", "/dev/null", "-e", "trace=fsync", "-e", "inject=fsync:error=EIO"]
     )
