@@ -34,6 +34,7 @@ from stages import durability, framer, router
 TRACED = ("/kmq/links/", "/kmq/log/", "/kmq/framing.py", "/stages/")
 RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run}
 READ_BYTES = 700  # of the FIFO at once, so that lines are cut and carried all the time
+CHILD_S = 30  # a child takes some milliseconds
 LONGEST = 6000  # one line in some is longer than a FIFO write
 BATCHES = [70, 25, 12]  # lines before each generation: what is carried later is shorter than what was before
 SETTINGS: dict[str, dict[str, object]] = {
@@ -126,6 +127,8 @@ class Bench:
         pid = os.fork()
         if pid == 0:
             code = 1
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(CHILD_S)  # a child that hangs ends, and says so by the signal
             try:
                 log = os.open(self.root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 2)

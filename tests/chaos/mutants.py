@@ -1,0 +1,314 @@
+"""Can the chaos tests fail? Takes one guard out of a copy of the repository at a time, and sees which test goes red.
+
+    python tests/chaos/mutants.py [word …]      all, or those whose name has one of the words; exit code 1 if one stays green
+
+A mutant that stays green is a test that is too weak, or a guard behind which another one stands: the note says which.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parents[2]
+COPIED = ("kmq", "stages", "tests/chaos", "pyproject.toml")
+PATIENCE_S = 900
+DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
+RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
+
+Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
+
+
+class Mutant(NamedTuple):
+    name: str
+    edits: list[Edit]
+    tests: list[str]  # what pytest is given, in order, until one is red
+    covered: str = ""  # why it may stay green
+
+
+def crash(victim: str, policy: str = "block") -> str:
+    return f"tests/chaos/test_crash_points.py::test_a_kill_at_any_line_loses_and_doubles_nothing[{victim}-{policy}]"
+
+
+WRITES = "tests/chaos/test_crash_points.py::test_a_kill_inside_any_write_leaves_nothing_torn"
+RACES = "tests/chaos/test_interleavings.py"
+FILES = "tests/chaos/test_files.py"
+KILLS = "tests/chaos/test_kill.py"
+DROPS = "tests/chaos/test_drop_oldest.py"
+FSYNC = "tests/chaos/test_fsync.py"
+LINKS = "tests/chaos/test_links.py"
+DISK = "tests/chaos/test_disk_full.py"
+
+COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
+FLOOR_STORE = (
+    "        cells[FLOOR_MESSAGES] = self._floor_messages\n        cells[FLOOR] = self._floor\n        fence()\n"
+)
+IN_APPEND = "        words[header + 5] = last.messages + count\n"
+
+MUTANTS = [
+    Mutant(
+        "durability moves its cursor before the work",
+        [
+            (DURABILITY, "            self.framed.release(blocks[-1])\n", ""),
+            (
+                DURABILITY,
+                "            self._store(blocks)\n",
+                "            self.framed.release(blocks[-1])\n            self._store(blocks)\n",
+            ),
+        ],
+        [crash("durability"), KILLS],
+    ),
+    Mutant(
+        "durability: no seq check against the WAL",
+        [(DURABILITY, "for b in blocks if b.first_seq > wal.last_seq]", "for b in blocks]")],
+        [crash("durability"), KILLS],
+    ),
+    Mutant(
+        "durability: no seq check against the ring durable",
+        [(DURABILITY, "if block.first_seq < durable.last.next_seq:", "if False:")],
+        [crash("durability")],
+    ),
+    Mutant(
+        "router moves its cursor before the work",
+        [
+            (ROUTER, "    ring.release(blocks[-1])\n", ""),
+            (ROUTER, "    row = stage.row\n    new", "    row = stage.row\n    ring.release(blocks[-1])\n    new"),
+        ],
+        [crash("router"), KILLS],
+        "a start replays the WAL from the checkpoint, so the cursor costs work, never a message",
+    ),
+    Mutant(
+        "router: no seq check on the blocks it takes",
+        [(ROUTER, "if block.last_seq > queues.routed_seq]", "if True]")],
+        [crash("router"), KILLS],
+        "each queue passes over what it has, the next mutant",
+    ),
+    Mutant(
+        "router: a queue does not pass over what it has",
+        [
+            ("kmq/log/queues.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
+            (PARTITION, "        if first_seq <= state.last_seq:\n", "        if False:\n"),
+        ],
+        [crash("router"), KILLS],
+    ),
+    Mutant(
+        "no cut of a torn tail in the WAL",
+        [
+            (
+                WAL,
+                "        if self.cut_bytes:\n            file.truncate",
+                "        if False:\n            file.truncate",
+            )
+        ],
+        [WRITES, FILES],
+    ),
+    Mutant(
+        "no cut of a torn tail in a queue",
+        [(PARTITION, "        if tail.size < size:\n", "        if False:\n")],
+        [WRITES, FILES],
+    ),
+    Mutant(
+        "one staging area instead of two",
+        [(STAGING, "        other = 1 - self.active\n", "        other = self.active\n")],
+        [crash("framer"), KILLS],
+    ),
+    Mutant(
+        "the other staging area is not zeroed at the start",
+        [(STAGING, "        self._zero(1 - self.active, size)\n", "")],
+        [crash("framer"), KILLS],
+    ),
+    Mutant(
+        "the other staging area is not zeroed before a carry",
+        [(STAGING, "        self._zero(other, max(self._used_other, len(rest)))\n", "")],
+        [crash("framer"), KILLS],
+    ),
+    Mutant(
+        "no fence",
+        [("kmq/links/doorbell.py", "    _fence_lock.acquire()\n    _fence_lock.release()\n", "    pass\n")],
+        [RACES],
+    ),
+    Mutant(
+        "one commit record instead of two",
+        [("kmq/links/layout.py", "RECORD = (8, 16)", "RECORD = (8, 8)")],
+        [crash("framer")],
+    ),
+    Mutant(
+        "the counter is bumped before the record is written",
+        [
+            (RING, COUNTER_STORE, ""),
+            (
+                RING,
+                "        cells[at] = record.head\n",
+                "        cells[COUNTER] = counter\n        cells[at] = record.head\n",
+            ),
+        ],
+        [crash("framer"), RACES],
+    ),
+    Mutant(
+        "the drop floor is published after the bytes are overwritten",
+        [
+            (RING, FLOOR_STORE, ""),
+            (RING, IN_APPEND, IN_APPEND + FLOOR_STORE.replace("cells[", "self.cells[")),
+        ],
+        [RACES, DROPS],
+    ),
+    Mutant(
+        "the reader does not look at the floor again after its copy",
+        [(RING, "            if self.cells[FLOOR] > position:\n", "            if False:\n")],
+        [RACES, DROPS],
+    ),
+    Mutant(
+        "durability does not name what was dropped",
+        [
+            (
+                DURABILITY,
+                '        dropped.append(settings.data, "framed"',
+                '        (lambda *_: 0)(settings.data, "framed"',
+            )
+        ],
+        [crash("durability", "drop_oldest"), DROPS],
+    ),
+    Mutant(
+        "router does not name what was dropped",
+        [(ROUTER, '        dropped.append(data, "durable"', '        (lambda *_: 0)(data, "durable"')],
+        [crash("router", "drop_oldest"), DROPS],
+    ),
+    Mutant(
+        "a start goes on after the first lines of a block that the ring has whole",
+        [(DURABILITY, "        if waiting <= wal.last_seq or framed.sync_failed:", "        if framed.sync_failed:")],
+        [WRITES],
+    ),
+    Mutant(
+        "the WAL's index counts lines",
+        [(WAL, ", by_seq=True)", ")")],
+        [DROPS, crash("durability", "drop_oldest")],
+    ),
+    Mutant(
+        "a failed fdatasync is passed over",
+        [(DURABILITY, "            self.framed.sync_failed = True\n            raise\n", "            pass\n")],
+        [FSYNC],
+    ),
+    Mutant(
+        "after a failed fdatasync the same segment goes on",
+        [(DURABILITY, "                wal.roll()\n", "                pass\n")],
+        [FSYNC],
+    ),
+    Mutant(
+        "a write that the full disk cut short stays",
+        [("kmq/log/disk.py", "                os.ftruncate(self.fd, self.size)\n", "                pass\n")],
+        [DISK],
+    ),
+    Mutant(
+        "a ring is taken for ours whatever its header says",
+        [(RING, "        if found == wanted.text() and", "        if True or")],
+        [LINKS],
+    ),
+    Mutant(
+        "only ingress and the framer hold the FIFO open",
+        [
+            (
+                "kmq/stage.py",
+                '        self.raw = open_fifo(settings.pipes, "raw")\n',
+                '        self.raw = open_fifo(settings.pipes, "raw")\n'
+                '        if name in ("durability", "router"):\n            os.close(self.raw)\n',
+            )
+        ],
+        [LINKS],
+    ),
+    Mutant(
+        "the framer does not see that the FIFO died",
+        [(FRAMER, "        forgotten = staging.forget_unfinished()\n", "        forgotten = 0\n")],
+        [KILLS + "::test_a_line_cut_by_the_death_of_the_fifo_is_forgotten_whole"],
+    ),
+    Mutant(
+        "ingress does not announce its start",
+        [("stages/ingress.py", "    ingress.announce()\n", "")],
+        [KILLS + "::test_killing_a_stage_loses_and_doubles_nothing[ingress]", KILLS],
+    ),
+    Mutant(
+        "a declaration that the first message overtakes is ignored",
+        [("kmq/log/queues.py", "            return self._adopt(topic.name, seq)\n", "            pass\n")],
+        [FILES],
+    ),
+    Mutant(
+        "a queue of the size that the checkpoint knows is not looked at",
+        [("kmq/log/queues.py", " or not ends_as(path, known):", ":")],
+        [FILES],
+    ),
+]
+
+
+def copy_to(target: Path) -> None:
+    for name in COPIED:
+        source = REPOSITORY / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target / name)
+
+
+def mutate(root: Path, edits: list[Edit]) -> None:
+    for name, old, new in edits:
+        text = (root / name).read_text()
+        sites = text.count(old)
+        if not sites:
+            raise SystemExit(f"{name}: nothing to mutate, {old!r} is not there; the mutant must follow the code")
+        (root / name).write_text(text.replace(old, new))
+
+
+def first_red(root: Path, tests: list[str]) -> str:
+    """The first test that fails, or "" when all are green."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-m",
+        "not soak",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "200",
+    ]
+    for test in tests:
+        result = subprocess.run(
+            [*command, test],
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE_S,
+        )
+        if result.returncode not in (0, 1):
+            raise SystemExit(f"pytest could not run {test}:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")
+        if result.returncode:
+            found = re.findall(r"^(?:FAILED|ERROR) \S*/(\S+?\.py::[^\n]*?)(?: - .*)?$", result.stdout, re.MULTILINE)
+            return found[0] if found else test
+    return ""
+
+
+def main(words: list[str]) -> int:
+    wanted = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    rows, surprises = [], 0
+    for mutant in wanted:
+        with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
+            root = Path(directory)
+            copy_to(root)
+            mutate(root, mutant.edits)
+            red = first_red(root, mutant.tests)
+        surprises += not red and not mutant.covered
+        row = f"| {mutant.name} | {red or '-'} | {'red' if red else 'GREEN'} | {'' if red else mutant.covered} |"
+        print(row, file=sys.stderr, flush=True)
+        rows.append(row)
+    print("| guard removed | test | result | note |\n|---|---|---|---|", *rows, sep="\n")
+    return 1 if surprises else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
