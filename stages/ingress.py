@@ -138,9 +138,7 @@ class Ingress:
     def _answer(self, fd: int) -> None:
         """`GET_ACK <seq>` → ACK or PENDING, from durability's cursor in the stats page."""
         sock, waiting = self.askers[fd]
-        with contextlib.suppress(
-            OSError
-        ):  # gone, or does not read its replies: half a reply must not be followed by another
+        with contextlib.suppress(OSError):  # gone, or reads no replies: nothing may follow half a reply
             data = sock.recv(4096)
             *questions, rest = bytes(waiting + data).split(b"\n")
             waiting[:] = rest
@@ -154,7 +152,10 @@ class Ingress:
         sock.close()
 
     def close(self) -> None:
-        """Stop accepting, take what connected producers have already sent, then let them go."""
+        """Stop accepting, take what connected producers have already sent, then let them go.
+
+        A line that is unfinished then is not one: its producer sees the connection break and sends it again.
+        """
         self.poll.unregister(self.stage.signalled)  # it has been heard; left in, every wait would end at once
         self.producer_poll.unregister(self.lines)
         self.lines.close()
@@ -163,8 +164,9 @@ class Ingress:
         while self.producers and time.monotonic() < until:
             self.turn(_GRACE_S / 4)
             self.stage.check()
-        for fd in list(self.producers):
-            self._drop_producer(fd)
+        for connection in self.producers.values():
+            connection.sock.close()
+        self.producers.clear()
         while self.fifo.clogged:
             self.turn(_IDLE_S)
             self.stage.check()

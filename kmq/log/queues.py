@@ -173,8 +173,8 @@ class Queues:
         seq, rows = self._load_checkpoint()
         if seq > high:
             raise CorruptError(
-                f"{self.data}/router.ckpt has routed up to seq {seq}, but the WAL ends at {high}:"
-                " it was cut or replaced by an older one"
+                f"{self.data}/router.ckpt has routed up to seq {seq}, but the ring durable has shown up to {high} only:"
+                " the WAL was cut, or the ring is older than the WAL; remove the ring while the broker is down"
             )
         replay_from = seq + 1
         for topic in self._load_topics(rows):

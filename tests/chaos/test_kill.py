@@ -171,6 +171,7 @@ def all_at_once(pod: Pod, rng: random.Random, start: Start, rounds: int, rings_t
             moment(rng, 0.3)
         acked = pod.seq("durability")
         pod.kill()
+        cut = len(load.sent)  # also a connection that ended in order may have left its last lines in the links
         wal = acked_part(pod.data, acked)
         if rings_too:
             for ring in Path("/dev/shm").glob(f"{pod.instance}.*"):
@@ -180,7 +181,8 @@ def all_at_once(pod: Pod, rng: random.Random, start: Start, rounds: int, rings_t
         assert acked_part(pod.data, acked) == wal, f"acked records up to seq {acked} have changed"
     pod.wait(lambda: pod.seq("durability") >= AT_LEAST, f"{AT_LEAST} messages")
     load.finish()
-    pod.judge(load.sent)
+    before = [Stream(stream.name, stream.line, stream.count, "prefix") for stream in load.sent[:cut]]
+    pod.judge([*before, *load.sent[cut:]])
 
 
 def acked_part(data: Path, seq: int) -> bytes:
