@@ -230,7 +230,7 @@ def test_a_ring_with_messages_that_is_older_than_the_wal_is_refused_and_the_wal_
     other.wait_routed(9)
     other.down()
     before = broker.wal()
-    alone = broker.run(*"timeout 20 python -m stages.durability".split())  # it has no framer to stop it in time
+    alone = broker.run("timeout", "20", "python", "-m", "stages.durability")  # it has no framer to stop it in time
     refused(alone, CORRUPT, "the WAL ends at seq 9, but the ring", "remove")
     refused(broker.run("kmq", "up"), CORRUPT, "but the ring", "remove")  # whichever stage sees it first
     assert broker.wal() == before and len(before) == 9
