@@ -260,8 +260,8 @@ def mutate(root: Path, edits: list[Edit]) -> None:
         (root / name).write_text(text.replace(old, new))
 
 
-def first_red(root: Path, tests: list[str]) -> str:
-    """The first test that fails, or "" when all are green."""
+def first_red(root: Path, tests: list[str]) -> tuple[str, str]:
+    """The first test that fails and what it says; empty when all are green."""
     command = [
         sys.executable,
         "-m",
@@ -289,8 +289,10 @@ def first_red(root: Path, tests: list[str]) -> str:
             raise SystemExit(f"pytest could not run {test}:\n{result.stdout[-3000:]}{result.stderr[-1000:]}")
         if result.returncode:
             found = re.findall(r"^(?:FAILED|ERROR) \S*/(\S+?\.py::[^\n]*?)(?: - .*)?$", result.stdout, re.MULTILINE)
-            return found[0] if found else test
-    return ""
+            kinds = re.findall(r"^E .*finding=(\w+)", result.stdout, re.MULTILINE)
+            words = re.findall(r"^E  +(?:\w+Error: )?(\S.{0,70})", result.stdout, re.MULTILINE)
+            return found[0] if found else test, ", ".join(sorted(set(kinds))) or "".join(words[:1])
+    return "", ""
 
 
 def main(words: list[str]) -> int:
@@ -301,12 +303,12 @@ def main(words: list[str]) -> int:
             root = Path(directory)
             copy_to(root)
             mutate(root, mutant.edits)
-            red = first_red(root, mutant.tests)
+            red, says = first_red(root, mutant.tests)
         surprises += not red and not mutant.covered
-        row = f"| {mutant.name} | {red or '-'} | {'red' if red else 'GREEN'} | {'' if red else mutant.covered} |"
+        row = f"| {mutant.name} | {red or '-'} | {'red' if red else 'GREEN'} | {says if red else mutant.covered} |"
         print(row, file=sys.stderr, flush=True)
         rows.append(row)
-    print("| guard removed | test | result | note |\n|---|---|---|---|", *rows, sep="\n")
+    print("| guard removed | test | result | it says |\n|---|---|---|---|", *rows, sep="\n")
     return 1 if surprises else 0
 
 
