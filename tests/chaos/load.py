@@ -52,6 +52,7 @@ class Load(threading.Thread):
         super().__init__(daemon=True)
         self.rng, self.rest_s = random.Random(seed), rest_s
         self.enough = threading.Event()
+        self.blocked = threading.Event()  # somebody has pushed back
         self.error: BaseException | None = None
         self.slowest_s = 0.0  # longest time one write took: 0 while nothing pushes back
 
@@ -99,6 +100,7 @@ class FifoLoad(Load):
         for count, text in self.lines.blocks(PIPE_BUF):
             started = time.monotonic()
             while not self._write(text):
+                self.blocked.set()
                 poll.poll(50)
                 if self.enough.is_set():
                     return

@@ -6,6 +6,7 @@ when the FIFO dies with them, has tests of its own at the end.
 
 import itertools
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -233,3 +234,26 @@ def test_a_line_cut_by_the_death_of_the_fifo_is_forgotten_whole(make_pod: Make, 
 @pytest.mark.parametrize("rings_too", [False, True], ids=["the rings stay", "the rings go too"])
 def test_soak_all_four_with_the_fifo(make_pod: Make, rng: random.Random, loads: Start, rings_too: bool) -> None:
     all_at_once(make_pod(), rng, loads, 25, rings_too)
+
+
+def test_a_killed_ingress_breaks_connections_and_never_seems_to_end_them_in_order(make_pod: Make, loads: Start) -> None:
+    """It has taken lines that the full FIFO does not: their producer has sent all and waits for the orderly end."""
+    pod = make_pod()
+    filler = FifoLoad(pod.pipes, "filler", seed=1, rest_s=0)
+    pod.start()
+    pod.wait_ready()
+    pod.pause("framer")
+    loads(filler)
+    pod.wait(filler.blocked.is_set, "the FIFO is full")
+    filler.finish()
+    lines = Lines("tcp")
+    with socket.create_connection(("127.0.0.1", int((pod.pipes / "ingress.port").read_text())), timeout=10) as sock:
+        sock.sendall(b"".join(lines.line(n) + b"\n" for n in range(100)))  # more than one page of the pipe takes
+        sock.shutdown(socket.SHUT_WR)
+        pod.wait(lambda: pod.row("ingress").bytes > 0, "ingress has taken them")
+        pod.kill("ingress")
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+    pod.resume("framer")
+    pod.start("ingress")
+    pod.judge([*filler.sent, Stream("tcp", lines.line, 100, "prefix")])
