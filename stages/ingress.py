@@ -14,6 +14,7 @@ import os
 import resource
 import select
 import socket
+import struct
 import sys
 import time
 from collections import deque
@@ -27,6 +28,9 @@ from kmq.stage import Stage, main
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
 _BACKLOG = 1024
 _MAX_QUESTION = 64  # bytes of a GET_ACK line
+# SO_LINGER: a producer's connection ends with a reset unless we close it in order. When we are killed the kernel closes it, and
+# an end that looks like ours would tell a producer that waits for it that lines which we had not passed on are safe.
+_BREAK, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 _GRACE_S = 0.2  # when told to stop: how long connected producers may still hand over what they have sent
 
 
@@ -120,6 +124,7 @@ class Ingress:
 
     def _accept_producer(self) -> None:
         for sock, peer in _accept(self.lines, self.stage):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _BREAK)
             connection = Connection(sock, f"{peer[0]}:{peer[1]}")
             self.producers[sock.fileno()] = connection
             self.producer_poll.register(sock, select.EPOLLIN)
@@ -128,7 +133,7 @@ class Ingress:
         connection = self.producers.pop(fd)
         self.producer_poll.unregister(fd)
         self.intake.finish(connection)
-        connection.sock.close()
+        _close_in_order(connection)
 
     def _accept_asker(self) -> None:
         for sock, _ in _accept(self.questions, self.stage):
@@ -164,12 +169,21 @@ class Ingress:
         while self.producers and time.monotonic() < until:
             self.turn(_GRACE_S / 4)
             self.stage.check()
-        for connection in self.producers.values():
-            connection.sock.close()
-        self.producers.clear()
-        while self.fifo.clogged:
+        while self.fifo.clogged:  # before we let them go: an orderly end says that all of it is in the FIFO
             self.turn(_IDLE_S)
             self.stage.check()
+        for connection in self.producers.values():
+            if connection.length:
+                connection.sock.close()
+            else:
+                _close_in_order(connection)
+        self.producers.clear()
+
+
+def _close_in_order(connection: Connection) -> None:
+    """End a connection whose every whole line is in the FIFO."""
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
+    connection.sock.close()
 
 
 def _raise_descriptor_limit() -> None:
