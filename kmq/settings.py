@@ -45,6 +45,39 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * _UNITS[match[2].lower()]
 
 
+_DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(text: str) -> float:
+    """`500ms`, `30s`, `24h`, `30d` → seconds. Raises ValueError on anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*(ms|s|m|h|d)\s*", text)
+    if not match:
+        raise ValueError("expected a whole number with ms, s, m, h or d, such as 30s or 24h")
+    return int(match[1]) * _DURATIONS[match[2]]
+
+
+def _duration(text: str) -> float:
+    seconds = parse_duration(text)
+    if not seconds:
+        raise ValueError("must not be 0")
+    return seconds
+
+
+def _or(word: str, value: int | float, parse: Callable[[str], int | float]) -> Callable[[str], int | float]:
+    """`parse`, or `value` where the text is `word`."""
+    return lambda text: value if text.strip().lower() == word else parse(text)
+
+
+def parse_fsync(text: str) -> float:
+    """Seconds between two fsyncs: 0 for `always` (each group commit), infinity for `never`, else of `interval:<ms>`."""
+    mode, _, millis = text.strip().partition(":")
+    if mode == "interval" and millis.isdigit() and 1 <= int(millis) <= 60_000:
+        return int(millis) / 1000
+    if mode in ("always", "never") and not millis:
+        return 0.0 if mode == "always" else float("inf")
+    raise ValueError("must be always, never or interval:<ms> with 1 to 60000 ms")
+
+
 def _parse_int(text: str) -> int:
     if not re.fullmatch(r"\s*\d+\s*", text):
         raise ValueError("expected a whole number")
@@ -76,35 +109,41 @@ def _instance(text: str) -> str:
     return text
 
 
+def _topic(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}", text) or text.startswith(("__", "append", "dropped")):
+        raise ValueError("must be a topic name without a dot")
+    return text
+
+
 def _text(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError("must not be empty")
     return text
 
 
-def _only(value: str, what: str) -> Callable[[str], str]:
-    def check(text: str) -> str:
-        if text.strip().lower() != value:
-            raise ValueError(f"only {value!r} is available in this version ({what})")
-        return value
-
-    return check
+def _path(text: str) -> str:
+    return _text(text)
 
 
 class Setting:
     """One row of the table: `env` name, attribute of Settings, default as text, parser, one line of help."""
 
-    def __init__(self, env: str, attribute: str, default: str, parse: Callable[[str], int | str], help: str) -> None:
+    def __init__(
+        self, env: str, attribute: str, default: str, parse: Callable[[str], int | float | str], help: str
+    ) -> None:
         self.env, self.attribute, self.default, self.parse, self.help = env, attribute, default, parse, help
 
 
 _PORT = _ranged(_parse_int, 0, 65535, "")
 _BYTES = _ranged(parse_bytes, 64 * KIB, 64 * GIB, " bytes")
 _POLICY = _one_of("block", "drop_oldest")
+_COUNT = _ranged(_parse_int, 1, 10_000_000, "")
+_AGE = _or("never", float("inf"), _duration)
+_LIMIT = _or("none", 0, _ranged(parse_bytes, MIB, 1 << 62, " bytes"))
 
 SETTINGS = (
-    Setting("KMQ_DATA", "data", "./data", _text, "directory of the WAL and the queue files"),
-    Setting("KMQ_PIPES", "pipes", "./pipes", _text, "directory of the FIFOs, port files and owner files"),
+    Setting("KMQ_DATA", "data", "./data", _path, "directory of the WAL and the queue files"),
+    Setting("KMQ_PIPES", "pipes", "./pipes", _path, "directory of the FIFOs, port files and owner files"),
     Setting("KMQ_INSTANCE", "instance", "kmq", _instance, "name of the shared memory in /dev/shm; one per broker"),
     Setting("KMQ_HOST", "host", "127.0.0.1", _text, "address the listeners bind to"),
     Setting("KMQ_PORT", "port", "5673", _PORT, "lines in, one message a line; 0: any free port"),
@@ -125,9 +164,54 @@ SETTINGS = (
         _ranged(parse_bytes, PIPE_BUF, 256 * MIB, " bytes"),
         "longest message; a longer one becomes dead.malformed",
     ),
-    Setting("KMQ_FSYNC", "fsync", "always", _only("always", "group commit"), "when the WAL is fsynced"),
-    Setting("KMQ_SEGMENT_BYTES", "segment_bytes", "1 GiB", _BYTES, "reserved: a log is one segment in this version"),
-    Setting("KMQ_DATA_QUOTA", "data_quota", "none", _only("none", "no quota"), "most bytes under KMQ_DATA"),
+    Setting("KMQ_FSYNC", "fsync", "always", parse_fsync, "when the WAL is fsynced: always, interval:<ms>, never"),
+    Setting("KMQ_SEGMENT_BYTES", "segment_bytes", "1 GiB", _BYTES, "a log goes on in a new segment at this size"),
+    Setting("KMQ_SEGMENT_AGE", "segment_age", "7d", _AGE, "and at this age; or never"),
+    Setting(
+        "KMQ_RETENTION_AGE", "retention_age", "never", _AGE, "segments are deleted at this age (topic.toml has its own)"
+    ),
+    Setting(
+        "KMQ_RETENTION_BYTES",
+        "retention_bytes",
+        "none",
+        _LIMIT,
+        "most bytes of the WAL, and of each partition; whole segments",
+    ),
+    Setting(
+        "KMQ_DATA_QUOTA",
+        "data_quota",
+        "none",
+        _LIMIT,
+        "most bytes under KMQ_DATA: producers are refused before it is reached",
+    ),
+    Setting("KMQ_DEDUPE_COUNT", "dedupe_count", "100000", _COUNT, "arbitrary message ids that are remembered"),
+    Setting("KMQ_DEDUPE_AGE", "dedupe_age", "24h", _duration, "and for how long"),
+    Setting(
+        "KMQ_PRODUCERS",
+        "producers",
+        "10000",
+        _COUNT,
+        "producer names that are remembered; new ones are refused over it",
+    ),
+    Setting("KMQ_PRODUCER_TTL", "producer_ttl", "30d", _duration, "a producer idle for so long is forgotten"),
+    Setting("KMQ_CONNECTIONS", "connections", "10000", _COUNT, "most connections of producers at a time"),
+    Setting("KMQ_IDLE", "idle", "never", _AGE, "a producer's connection that sends nothing for so long is closed"),
+    Setting(
+        "KMQ_LINE_DEADLINE",
+        "line_deadline",
+        "60s",
+        _AGE,
+        "an unfinished line, TLS handshake or HTTP header must be whole by then",
+    ),
+    Setting("KMQ_TLS_CERT", "tls_cert", "", _path, "certificate chain (PEM); with it the TLS listeners open"),
+    Setting("KMQ_TLS_KEY", "tls_key", "", _path, "its private key (PEM)"),
+    Setting("KMQ_TLS_CLIENT_CA", "tls_client_ca", "", _path, "with it TLS clients must show a certificate of this CA"),
+    Setting("KMQ_TLS_HOST", "tls_host", "0.0.0.0", _text, "address the TLS listeners bind to"),
+    Setting("KMQ_TLS_PORT", "tls_port", "5443", _PORT, "lines in over TLS; 0: any free port"),
+    Setting("KMQ_HTTPS_PORT", "https_port", "8443", _PORT, "HTTP API over TLS (gateway)"),
+    Setting("KMQ_GRPCS_PORT", "grpcs_port", "8444", _PORT, "gRPC API over TLS (gateway)"),
+    Setting("KMQ_TOKENS", "tokens", "", _path, "file of bearer tokens, hashed; with it every listener wants one"),
+    Setting("KMQ_PODBUS_TOPIC", "podbus_topic", "podbus", _topic, "where the records of gRPC Produce go (gateway)"),
 )
 
 
@@ -150,9 +234,29 @@ class Settings:
     ring_slots: int
     ring_bytes: int
     max_line: int
-    fsync: str
+    fsync: float  # seconds between two fsyncs; 0: each group commit, infinity: never
     segment_bytes: int
-    data_quota: str
+    segment_age: float
+    retention_age: float
+    retention_bytes: int  # 0: no limit
+    data_quota: int  # 0: none
+    dedupe_count: int
+    dedupe_age: float
+    producers: int
+    producer_ttl: float
+    connections: int
+    idle: float
+    line_deadline: float
+    tls_cert: str
+    tls_key: str
+    tls_client_ca: str
+    tls_host: str
+    tls_port: int
+    https_port: int
+    grpcs_port: int
+    tokens: str
+    podbus_topic: str
+    texts: dict[str, str]  # each setting as it was given, by its environment name
     ignored: list[str]  # service links of Kubernetes that were passed over
 
     def __init__(self, values: dict[str, object]) -> None:
@@ -160,9 +264,10 @@ class Settings:
 
     def environment(self) -> dict[str, str]:
         """These values as environment variables, for a child process in any working directory."""
-        values = {row.env: str(getattr(self, row.attribute)) for row in SETTINGS if getattr(self, row.attribute) != ""}
-        values["KMQ_DATA"] = os.path.abspath(self.data)
-        values["KMQ_PIPES"] = os.path.abspath(self.pipes)
+        values = dict(self.texts)
+        for row in SETTINGS:
+            if row.parse is _path and row.env in values:
+                values[row.env] = os.path.abspath(values[row.env])
         return values
 
 
@@ -206,12 +311,14 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
     for source, names in (("environment", from_env), (toml, from_file)):
         for name in sorted(set(names) - set(known)):
             raise ConfigError(f"{source}: unknown setting {name}{_suggest(name, known)}")
-    values: dict[str, object] = {"ignored": links}
+    texts: dict[str, str] = {}
+    values: dict[str, object] = {"ignored": links, "texts": texts}
     for row in SETTINGS:
         text = from_env.get(row.env, from_file.get(row.env, row.default))
         if text == "" and row.default == "":
             values[row.attribute] = ""
             continue
+        texts[row.env] = text
         try:
             values[row.attribute] = row.parse(text)
         except ValueError as err:

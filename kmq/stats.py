@@ -19,6 +19,7 @@ from kmq.settings import OWNER_WAIT_S, STAGES
 _TEXT = 1024  # bytes of the identity line
 _ROW = 32  # words of a row
 _FILE_BYTES = 4096
+PROCESSES = (*STAGES, "gateway")
 _POLL_S = 0.1
 
 STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped")
@@ -34,6 +35,12 @@ _FIELDS = (
     "refused",  # lines that became dead.malformed here
     "connections",  # ingress: open now
     "dropped",  # messages named in dropped.log here
+    "unanswered",  # ingress: acknowledged messages taken and not answered yet
+    "duplicates",  # framer: messages answered with the seq they had been stored under before
+    "producers",  # framer: producer names remembered
+    "remembered",  # framer: arbitrary message ids remembered
+    "synced",  # durability: when the last sync returned, CLOCK_REALTIME, ns
+    "port",  # ingress, gateway: where it listens
 )
 
 
@@ -98,7 +105,7 @@ class StatsPage:
         self._mm = mmap.mmap(fd, _FILE_BYTES)
         words = memoryview(self._mm).cast("Q")
         start = _TEXT // 8
-        self.rows = {name: Row(words[start + i * _ROW : start + (i + 1) * _ROW]) for i, name in enumerate(STAGES)}
+        self.rows = {name: Row(words[start + i * _ROW : start + (i + 1) * _ROW]) for i, name in enumerate(PROCESSES)}
 
     def identity(self) -> str:
         return self._mm[:_TEXT].rstrip(b"\0").decode(errors="replace").strip()

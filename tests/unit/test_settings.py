@@ -25,7 +25,9 @@ def test_nothing_set_gives_the_documented_defaults(tmp_path):
     assert (found.port, found.egress_port, found.ack_port, found.status_port) == (5673, 5674, 5675, 5676)
     assert (found.http_port, found.grpc_port) == (8082, 8080)
     assert (found.policy, found.ring_slots, found.ring_bytes) == ("block", 8192, 4 * MIB)
-    assert (found.max_line, found.fsync, found.segment_bytes, found.data_quota) == (MIB, "always", 1 << 30, "none")
+    assert (found.max_line, found.fsync, found.segment_bytes, found.data_quota) == (MIB, 0.0, 1 << 30, 0)
+    assert (found.segment_age, found.retention_age, found.retention_bytes) == (7 * 86400, float("inf"), 0)
+    assert (found.dedupe_count, found.dedupe_age, found.producer_ttl) == (100_000, 86400, 30 * 86400)
 
 
 def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_path):
@@ -51,7 +53,12 @@ def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_pa
         ({"KMQ_INSTANCE": "../x"}, "KMQ_INSTANCE='../x': must be 1 to 64 of"),
         ({"KMQ_INSTANCE": "a" * 65}, "KMQ_INSTANCE=.*must be 1 to 64 of"),
         ({"KMQ_DATA": ""}, "KMQ_DATA='': must not be empty"),
-        ({"KMQ_FSYNC": "never"}, "KMQ_FSYNC='never': only 'always'"),
+        ({"KMQ_FSYNC": "sometimes"}, "KMQ_FSYNC='sometimes': must be always, never or interval:<ms>"),
+        ({"KMQ_FSYNC": "interval:0"}, "KMQ_FSYNC='interval:0': must be always, never or interval:<ms>"),
+        ({"KMQ_DATA_QUOTA": "1 KiB"}, "KMQ_DATA_QUOTA='1 KiB': must be between 1048576 and"),
+        ({"KMQ_DEDUPE_AGE": "1 year"}, "KMQ_DEDUPE_AGE='1 year': expected a whole number with ms, s, m, h or d"),
+        ({"KMQ_DEDUPE_AGE": "0s"}, "KMQ_DEDUPE_AGE='0s': must not be 0"),
+        ({"KMQ_PODBUS_TOPIC": "__x"}, "KMQ_PODBUS_TOPIC='__x': must be a topic name"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_limit(tmp_path, environ, said):
@@ -144,3 +151,17 @@ def test_pipe_buf_is_the_one_of_this_machine(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     assert os.pathconf(tmp_path / "fifo", "PC_PIPE_BUF") == settings.PIPE_BUF
     assert CAPACITY % settings.PIPE_BUF == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("always", 0.0), ("never", float("inf")), ("interval:1", 0.001), ("interval:250", 0.25)]
+)
+def test_fsync_says_how_long_a_record_may_wait_for_it(tmp_path, text, seconds):
+    assert load(tmp_path, KMQ_FSYNC=text).fsync == seconds
+
+
+def test_a_child_gets_the_settings_as_they_were_written_and_its_paths_absolute(tmp_path):
+    found = load(tmp_path, KMQ_FSYNC="interval:5", RB_BYTES="8 MiB", KMQ_TOKENS="tokens.txt")
+    again = settings.load(found.environment(), str(tmp_path / "none.toml"))
+    assert (again.fsync, again.ring_bytes, again.retention_age) == (0.005, 8 * MIB, float("inf"))
+    assert again.tokens.startswith("/") and again.data.startswith("/") and again.policy_framed == ""
