@@ -1,82 +1,305 @@
-"""From the text of the FIFO to the lines of a block.
+"""From the text of the FIFO to the lines of a block, and the replies that go with them.
 
-A batch is the lines as they will be stored (without seq and time), and for each how far into the text it reaches, so that
-a block can be committed together with exactly the bytes it came from. Well-formed lines go through in one piece (`plain`);
-only text with something else in it is looked at line by line (`untangle`, `parse`).
+A batch is the lines as they will be stored (without seq and time), and where the text may be cut, so that a block can be
+committed together with exactly the bytes it came from. Well-formed lines of fire-and-forget producers go through in one
+piece (`plain`); everything else is looked at by `Parser`.
 
 A long line arrives as pieces, `+…` and at last `-…`. Lines of other writers may lie between the pieces; `untangle` moves
 them in front, so that what is unfinished is always the end of the text and can be carried on as it is.
+
+Lines of an acknowledged connection come as a group, `!c <connection> <n> <k> [p=<producer>|w=<scope>]` and k lines, all in
+one write. A group is never cut: its header says whom to answer. What ingress must refuse itself is in its place, as
+`!e <reason>`. Replies are made here, in order, as the text that durability writes to FIFO `acks` once the block is on disk:
+
+    <connection> <n of the first message it answers> !ack <n> <seq>      or !dup <n> <seq>, !err <n> <reason>
 """
 
+from itertools import accumulate, islice
+from operator import lt
+
 from kmq import record
+from kmq.log.producers import MAX_ID, MAX_WINDOW_ID, NEW, OUT_OF_ORDER, Producers
 
 # A long line from ingress is at most this much over max_line: it may be a dead.malformed with its header.
 _OVER = record.MALFORMED_OVERHEAD
+MAX_GROUP = 128  # messages in a group: with their numbers, names and replies they fit a block of the smallest ring
+_GROUP = b"!c "
+_REFUSED = b"!e "
 
 
 class Batch:
-    """Lines ready to be numbered. `ends` is None where each line took its own length and a newline."""
+    """Lines ready to be numbered.
 
-    __slots__ = ("ends", "key", "lines", "used")
+    cuts      (lines, bytes of the text) up to which the batch may be cut, in order; None where it may be cut after each line
+              and each took its own length and a newline.
+    answers   (bytes of the text, lines before it, connection, first n, last n, reply or b"" for an ack), in order.
+    """
 
-    def __init__(self, lines: list[bytes], ends: list[int] | None, used: int, key: bytes) -> None:
-        self.lines, self.ends = lines, ends
+    __slots__ = ("answers", "cuts", "key", "lines", "used")
+
+    def __init__(self, lines: list[bytes], cuts: list[tuple[int, int]] | None, used: int, key: bytes) -> None:
+        self.lines, self.cuts = lines, cuts
         self.used = used  # bytes of the text that are done when all lines are framed
         self.key = key  # the routing key that all lines share, or b""
+        self.answers: list[Answer] = []
+
+
+Answer = tuple[int, int, bytes, int, int, bytes]
 
 
 def plain(text: bytes) -> Batch | None:
     """The batch of a text that is well-formed lines and nothing else, or None: the way nearly everything goes."""
-    if record.good_prefix(text) != len(text):
+    if record.good_prefix(text) != len(text) or record.claims(text):
         return None
     lines = text.split(b"\n")
     lines.pop()
     return Batch(lines, None, len(text), record.common_key(lines))
 
 
-def parse(text: bytes, max_line: int) -> Batch:
-    """The batch of any whole lines, untangled: control lines are obeyed, what is no message is wrapped."""
-    lines: list[bytes] = []
-    ends: list[int] = []
-    pieces: list[bytes] = []
-    held = 0  # bytes in `pieces`
-    at = used = 0
-    for raw in text.split(b"\n")[:-1]:
-        at += len(raw) + 1
-        mark = raw[:1]
-        if mark == b"+":
-            pieces.append(raw[1:])
-            held += len(raw) - 1
-            if held <= max_line + _OVER:
-                continue
-            raw = b"".join(pieces)  # ingress never lets a line grow so long: whoever writes this gets it in parts
-            line = record.malformed("too_long", raw, held, max_line)
-        elif mark == b"-" and pieces:
-            pieces.append(raw[1:])
-            line = record.admit(b"".join(pieces), max_line)
-        elif raw.startswith(b"!b "):
-            pieces, held, used = [], 0, at  # ingress started anew: an unfinished long line will not be finished
+def replies(answers: list[Answer], start: int, next_seq: int) -> bytes:
+    """The text for FIFO `acks` of these answers, in a block whose first line is number `start` of the batch, as `next_seq`.
+
+    Acks of one connection whose seqs follow one another become one.
+    """
+    out: list[bytes] = []
+    conn, first, last, line_end = b"", 0, 0, -1
+
+    def acked() -> None:
+        if conn:
+            out.append(b"%b %d !ack %d %d\n" % (conn, first, last, next_seq + line_end - start - 1))
+
+    for _, lines_before, whom, low, high, reply in answers:
+        if not reply and whom == conn and low == last + 1 and lines_before == line_end:
+            last, line_end = high, line_end + high - low + 1
             continue
+        acked()
+        if reply:
+            conn = b""
+            out.append(b"%b %d %b\n" % (whom, low, reply))
         else:
-            line = record.admit(raw, max_line)
-        pieces, held, used = [], 0, at
-        lines.append(line)
-        ends.append(at)
-    return Batch(lines, ends, used, b"")
+            conn, first, last, line_end = whom, low, high, lines_before + high - low + 1
+    acked()
+    return b"".join(out)
+
+
+class Parser:
+    """Makes a batch of any whole, untangled lines: control lines are obeyed, what is no message is wrapped or refused."""
+
+    def __init__(self, max_line: int, producers: Producers) -> None:
+        self.max_line, self.producers = max_line, producers
+        self.duplicates = 0
+
+    def parse(self, text: bytes, next_seq: int, seconds: int) -> Batch:
+        """`next_seq` is what the first line will get; `seconds` since the epoch is now.
+
+        The table of producers is taken to hold what is returned: the caller frames all of it, or the process ends.
+        """
+        self._text, self._next_seq, self._seconds = text, next_seq, seconds
+        self._lines: list[bytes] = []
+        self._cuts: list[tuple[int, int]] = []
+        self._answers: list[Answer] = []
+        self._pieces: list[bytes] = []
+        self._held = 0  # bytes in `_pieces`
+        at = used = 0
+        while at < len(text):
+            if text.startswith(_GROUP, at):
+                end = self._group(at)
+                if not end:
+                    break  # its rest has not been read yet
+            else:
+                end = text.find(b"\n!c ", at) + 1 or len(text)
+                at, used = self._unasked(at, end, used)
+                continue
+            at = end
+            if not self._pieces:
+                used = at
+        batch = Batch(self._lines, self._cuts, used, record.common_key(self._lines) if self._lines else b"")
+        batch.answers = self._answers
+        return batch
+
+    # --- lines nobody asked to acknowledge ---------------------------------------------------------------------------
+
+    def _unasked(self, at: int, end: int, used: int) -> tuple[int, int]:
+        """text[at:end] is whole lines outside groups. Returns (end, used)."""
+        text = self._text[at:end]
+        lines, cuts = self._lines, self._cuts
+        if not self._pieces:
+            batch = plain(text)
+            if batch is not None:
+                ends = accumulate((len(line) + 1 for line in batch.lines), initial=at)
+                cuts += zip(
+                    range(len(lines) + 1, len(lines) + len(batch.lines) + 1), islice(ends, 1, None), strict=True
+                )
+                lines += batch.lines
+                return end, end
+        for raw in text.split(b"\n")[:-1]:
+            at += len(raw) + 1
+            mark = raw[:1]
+            if mark == b"+":
+                self._pieces.append(raw[1:])
+                self._held += len(raw) - 1
+                if self._held <= self.max_line + _OVER:
+                    continue
+                # ingress never lets a line grow so long: whoever writes this gets it in parts
+                line = record.malformed("too_long", self._joined(), self._held, self.max_line)
+            elif mark == b"-" and self._pieces:
+                line = record.admit(self._joined(raw[1:]), self.max_line)
+            elif raw.startswith(b"!b "):
+                self._forget_pieces()  # ingress started anew: an unfinished long line will not be finished
+                used = at
+                continue
+            else:
+                line = record.admit(raw, self.max_line)
+            self._forget_pieces()
+            used = at
+            lines.append(line)
+            cuts.append((len(lines), at))
+        return at, used
+
+    def _joined(self, last: bytes = b"") -> bytes:
+        return b"".join([*self._pieces, last])
+
+    def _forget_pieces(self) -> None:
+        self._pieces, self._held = [], 0
+
+    # --- groups --------------------------------------------------------------------------------------------------------
+
+    def _group(self, at: int) -> int:
+        """The group whose header is at `at`. Returns where it ends, 0 where that is not in the text yet."""
+        text = self._text
+        start = text.index(b"\n", at) + 1
+        header = text[at:start].split()
+        try:
+            conn, n, count = header[1], int(header[2]), int(header[3])
+            if not 0 < count <= MAX_GROUP:
+                raise ValueError(count)
+        except (IndexError, ValueError):
+            return start  # not ingress' header: what follows is lines that nobody asked to acknowledge
+        end = text.find(b"\n!c ", start - 1) + 1 or len(text)
+        found = text.count(b"\n", start, end)
+        if found < count:
+            if end == len(text):
+                return 0
+            count = found
+        if found > count:  # what follows was not asked to be acknowledged
+            end = start
+            for _ in range(count):
+                end = text.index(b"\n", end) + 1
+        body = text[start:end]
+        lines = body.split(b"\n")
+        lines.pop()
+        self._take(conn, n, lines, record.good_prefix(body) == len(body), header[4] if len(header) > 4 else b"", end)
+        self._cuts.append((len(self._lines), end))
+        return end
+
+    def _take(self, conn: bytes, n: int, lines: list[bytes], good: bool, tag: bytes, end: int) -> None:
+        """Messages n… of `conn`, well-formed where `good` says so."""
+        kind, _, name = tag.partition(b"=")
+        if good:
+            taken = self._all(lines, kind, name)
+            if taken is not None:
+                self._answers.append((end, len(self._lines), conn, n, n + len(lines) - 1, b""))
+                self._lines += taken
+                return
+        for raw in lines:
+            reply = self._one(raw, n, kind, name)
+            self._answers.append((end, len(self._lines) - (not reply), conn, n, n, reply))
+            n += 1
+
+    def _all(self, lines: list[bytes], kind: bytes, name: bytes) -> list[bytes] | None:
+        """These lines as they will be stored, where all of them are new; None where they must be looked at one by one."""
+        if not kind:
+            return None if record.claims(b"\n".join(lines)) else lines
+        if kind != b"p":
+            return None
+        producer = self.producers.producer(name, self._seconds)
+        if producer is None:
+            return None
+        fields = [line.split(b"|", 3) for line in lines]
+        ids = [field[2] for field in fields]
+        if not b"".join(ids).isdigit() or len(max(ids, key=len)) > MAX_ID or b"" in ids:
+            return None
+        numbers = list(map(int, ids))
+        first, count = numbers[0], len(numbers)
+        if first <= producer.last_id:
+            return None
+        seq = self._next_seq + len(self._lines)
+        if numbers == list(range(first, first + count)):
+            self.producers.stored(producer, first, seq, count, self._seconds)
+        elif all(map(lt, numbers, numbers[1:])):
+            for ahead, number in enumerate(numbers):
+                self.producers.stored(producer, number, seq + ahead, 1, self._seconds)
+        else:
+            return None
+        shape = b"%%b|%%b|%%b;p=%b|%%b" % name
+        return [shape % tuple(field) for field in fields]
+
+    def _one(self, raw: bytes, n: int, kind: bytes, name: bytes) -> bytes:
+        """Message n: the reply where it is refused or a duplicate, b"" where it is new and has become the next line."""
+        if raw.startswith(_REFUSED):
+            return b"!err %d %b" % (n, raw[len(_REFUSED) :])
+        if raw[:1] == b"-" and self._pieces:
+            raw = self._joined(raw[1:])
+            self._forget_pieces()
+        reason = record.refusal(raw) or ("too_long" if len(raw) > self.max_line else "")
+        if reason:
+            return b"!err %d %b" % (n, reason.encode())
+        routing_key, ts, id_field, payload = record.padded(raw).split(b"|", 3)
+        id, *headers = id_field.split(b";")
+        seq = self._next_seq + len(self._lines)
+        rest = b"".join(b";" + header for header in headers if header != b"%b=%b" % (kind, name))
+        if kind and record.claims(b"||%b|" % rest):
+            return b"!err %d bad_id the headers p= and w= are KMQ's own" % n
+        if kind == b"p":
+            reply = self._one_increasing(id, n, name, seq)
+        elif kind == b"w":
+            reply = self._one_arbitrary(id, n, name, seq)
+        else:
+            self._lines.append(record.disclaim(record.padded(raw)))
+            return b""
+        if not reply:
+            self._lines.append(b"%b|%b|%b;%b=%b%b|%b" % (routing_key, ts, id, kind, name, rest, payload))
+        return reply
+
+    def _one_increasing(self, id: bytes, n: int, name: bytes, seq: int) -> bytes:
+        if not id.isdigit() or len(id) > MAX_ID:
+            return b"!err %d bad_id a producer's ids are decimal numbers of at most %d digits" % (n, MAX_ID)
+        producer = self.producers.producer(name, self._seconds)
+        if producer is None:
+            return b"!err %d producers_full KMQ_PRODUCERS names are remembered already" % n
+        found = producer.find(int(id))
+        if found == NEW:
+            self.producers.stored(producer, int(id), seq, 1, self._seconds)
+            return b""
+        if found == OUT_OF_ORDER:
+            return b"!err %d out_of_order id %b comes after %d and was never stored" % (n, id, producer.last_id)
+        self.duplicates += 1
+        return b"!dup %d %d" % (n, found)
+
+    def _one_arbitrary(self, id: bytes, n: int, scope: bytes, seq: int) -> bytes:
+        if not 0 < len(id) <= MAX_WINDOW_ID:
+            return b"!err %d bad_id a message in a window needs an id of 1 to %d bytes" % (n, MAX_WINDOW_ID)
+        found = self.producers.seen(scope, id, self._seconds)
+        if found == NEW:
+            self.producers.remember(scope, id, seq, self._seconds)
+            return b""
+        self.duplicates += 1
+        return b"!dup %d %d" % (n, found)
 
 
 def untangle(text: bytes) -> bytes:
     """`text` with the pieces of each long line side by side; the same object where they are already.
 
-    Whole lines keep their order. A long line stands where its last piece stood; one without a last piece goes to
-    the end, so that the caller can carry it on.
+    Whole lines keep their order. A long line stands where its last piece stood, before the group header of that one; one without
+    a last piece goes to the end, so that the caller can carry it on.
     """
     if b"\n+" not in text and text[:1] != b"+":
         return text
     tangled = False
     out: list[bytes] = []
     pieces: list[bytes] = []
-    for raw in text.split(b"\n")[:-1]:
+    raws = text.split(b"\n")[:-1]
+    for at, raw in enumerate(raws):
         mark = raw[:1]
         if mark == b"+":
             pieces.append(raw)
@@ -86,6 +309,10 @@ def untangle(text: bytes) -> bytes:
             pieces = []
         elif raw.startswith(b"!b ") and pieces:
             pieces, tangled = [], True
+        elif raw.startswith(_GROUP) and pieces and raws[at + 1 : at + 2] and raws[at + 1].startswith(b"-"):
+            out += pieces
+            out.append(raw)
+            pieces = []
         else:
             tangled = tangled or bool(pieces)
             out.append(raw)

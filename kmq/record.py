@@ -102,8 +102,32 @@ def admit(line: bytes, max_line: int) -> bytes:
         reason = "too_long"
     if reason:
         return malformed(reason, line, len(line), max_line)
+    return disclaim(padded(line))
+
+
+def padded(line: bytes) -> bytes:
+    """A message with all of its four fields."""
     missing = 3 - line.count(b"|")
     return line + b"|" * missing if missing > 0 else line
+
+
+_OWN = re.compile(rb";(?=[pw]=)")
+_OWN_LINE = re.compile(rb"(?m)^[^|\n]*\|[^|\n]*\|[^|\n]*;[pw]=")
+
+
+def claims(text: bytes) -> bool:
+    """Whether the id of a line in `text` claims a producer or a window (`;p=`, `;w=`), which only the framer may say."""
+    return b";" in text and (b";p=" in text or b";w=" in text) and _OWN_LINE.search(text) is not None
+
+
+def disclaim(line: bytes) -> bytes:
+    """`line` with such a claim turned into a part of the id: what reads it later must not take it for ours."""
+    if b";" not in line:
+        return line
+    fields = line.split(b"|", 3)
+    if len(fields) > 2:
+        fields[2] = _OWN.sub(b"%3B", fields[2])
+    return b"|".join(fields)
 
 
 def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:

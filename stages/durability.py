@@ -1,13 +1,14 @@
 """Durability stage: turns framed blocks into durable lines, then shows them to the router.
 
-Links       in: ring `framed` (sole reader)   out: ring `durable` (sole writer)
+Links       in: ring `framed` (sole reader)   out: ring `durable` (sole writer), FIFO `acks`
 Owns        the WAL (lock append/.owner), the durable cursor, the `framed` lines of dropped.log.
 
-Invariant   A block enters `durable` only after the fdatasync that covers its lines returned. The cursor of `framed`
-            moves last.
+Invariant   A block enters `durable`, and its replies FIFO `acks`, only after the fdatasync that covers its lines returned. The
+            cursor of `framed` moves last.
 Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the start
                                   and appended again;
-            after the fsync       they are read again, not written again (seq <= last_seq), pushed if `durable` lacks them;
+            after the fsync       they are read again, not written again (seq <= last_seq), answered again, pushed if
+                                  `durable` lacks them;
             inside a line         Wal cuts the torn end: nothing that is cut had been shown to anybody;
             fsync failed          the ring remembers; we end, and the next start goes on in a new segment (wal.py).
 Not covered A disk that lies about fdatasync.
@@ -17,6 +18,7 @@ import sys
 import time
 
 from kmq.errors import CorruptError, RetryError
+from kmq.links.acks import AckWriter
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import dropped
@@ -63,6 +65,7 @@ class Durability:
 
     def __init__(self, stage: Stage, framed: RingReader, wal: Wal, durable: RingWriter) -> None:
         self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
+        self.acks = AckWriter(stage.acks)
         self.named = max([0, *(r.last for r in dropped.read(stage.settings.data, "framed"))])
         self._noted = time.monotonic_ns()
 
@@ -72,8 +75,11 @@ class Durability:
         if blocks:
             self._name_gap(blocks[0])
             self._store(blocks)
+            self._answer(blocks)
             self._show(blocks)
             self.framed.release(blocks[-1])
+        elif self.acks.waiting:
+            self.acks.flush()
         if time.monotonic_ns() - self._noted > _NOTE_NS:
             self.wal.note_open_block()
             self._noted = time.monotonic_ns()
@@ -95,7 +101,7 @@ class Durability:
     def _store(self, blocks: list[Block]) -> None:
         """Append what the WAL does not have yet and sync it: the commit point."""
         wal, row = self.wal, self.stage.row
-        new = [(b.data, b.first_seq, b.count, b.recv_ts) for b in blocks if b.first_seq > wal.last_seq]
+        new = [(b.data, b.first_seq, b.count, b.recv_ts) for b in blocks if b.count and b.first_seq > wal.last_seq]
         if not new:
             return
         wal.append(new)
@@ -110,11 +116,20 @@ class Durability:
         row.messages += sum(count for _, _, count, _ in new)
         row.bytes += sum(len(data) for data, *_ in new)
 
+    def _answer(self, blocks: list[Block]) -> None:
+        """Tell the producers; again for blocks that were stored before we were killed, whose replies may not have gone."""
+        replies = b"".join([block.replies for block in blocks if block.replies])
+        if replies:
+            lost = self.acks.lost
+            self.acks.put(replies)
+            if self.acks.lost > lost:
+                self.stage.log.warn("replies_lost", bytes=self.acks.lost - lost, reason="nobody reads the FIFO acks")
+
     def _show(self, blocks: list[Block]) -> None:
         """Push what `durable` does not have yet."""
         durable = self.durable
         for block in blocks:
-            if block.first_seq < durable.last.next_seq:
+            if not block.count or block.first_seq < durable.last.next_seq:
                 continue
             if not durable.has_room(len(block.data), block.count):
                 while not durable.wait_room(len(block.data), block.count):

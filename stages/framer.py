@@ -8,6 +8,7 @@ Invariant   Every line that reached the FIFO gets exactly one seq; seqs are dens
 Crash       All state is in the ring's shared memory, and one store commits a block, the next seq and the bytes of the
             FIFO that the block came from (ring.py, staging.py). Killed before that store the same lines are framed again, in
             the same place with the same seqs; killed after it, never again.
+            The same lines get the same replies, because the table of producers is rebuilt from what was committed.
             When the ring is gone too (the pod restarted) the sequence goes on from the last record of the WAL.
 Not covered A WAL that was changed behind a living ring: the two disagree, which stops us here.
 """
@@ -15,7 +16,10 @@ Not covered A WAL that was changed behind a living ring: the two disagree, which
 import select
 import sys
 import time
+from bisect import bisect_right
+from collections import deque
 from itertools import accumulate
+from operator import itemgetter
 
 from kmq import framing, record
 from kmq.errors import CorruptError
@@ -25,12 +29,15 @@ from kmq.links.layout import Commit
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.links.staging import Staging, area_bytes
-from kmq.log import dropped, wal
+from kmq.log import dropped, producers, wal
+from kmq.log.producers import Producers
 from kmq.stage import Stage, main
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
 _DRAIN_POLL_S = 0.01  # while draining: how often we look whether ingress is gone
 _STAMP_BYTES = 40  # most that a seq and a time add to a line
+_REPLY_BYTES = 120  # most that a reply takes beside its reason
+_LAST_CHECKPOINT_S = 1.0  # how long a stop may wait for durability, so that the next start has nothing to read again
 
 
 def open_ring(stage: Stage) -> RingWriter:
@@ -67,11 +74,33 @@ def know_pipe(stage: Stage, ring: RingWriter, staging: Staging) -> None:
     ring.pipe_marked = fifo.mark(stage.raw)
 
 
+def remember(stage: Stage, ring: RingWriter) -> Producers:
+    """What has been stored already, up to the next seq: from the checkpoint, the WAL, and the blocks that still wait."""
+    settings = stage.settings
+    table = Producers(settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age)
+    blocks = [block for block in ring.waiting() if block.count]  # before the WAL is read: durability moves them there
+    in_wal = (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
+    seq, reason = table.load(settings.data, ring.last.next_seq - 1)
+    if reason:
+        stage.log.warn(
+            "producers_unreadable", file=producers.path(settings.data), reason=reason, effect="the WAL is read"
+        )
+    for lines in wal.read(settings.data, max(seq + 1, wal.first_seq(settings.data)), in_wal):
+        table.absorb(lines)
+        stage.beat()
+    for block in blocks:
+        if block.first_seq > seq:
+            table.absorb(bytes(block.data))
+    return table
+
+
 class Framer:
     """The job: from the staging area to the ring."""
 
-    def __init__(self, stage: Stage, ring: RingWriter, staging: Staging) -> None:
-        self.stage, self.ring, self.staging = stage, ring, staging
+    def __init__(self, stage: Stage, ring: RingWriter, staging: Staging, table: Producers) -> None:
+        self.stage, self.ring, self.staging, self.table = stage, ring, staging, table
+        self.parser = framing.Parser(stage.settings.max_line, table)
+        self.checkpointer = producers.Checkpointer(stage.settings.data, table)
 
     def turn(self) -> bool:
         """Frame all whole lines that are staged; whether there were any."""
@@ -85,7 +114,7 @@ class Framer:
             if ordered is not text:
                 self._carry(staging.consumed + len(text), ordered)
                 return True
-            batch = framing.parse(text, self.stage.settings.max_line)
+            batch = self.parser.parse(text, self.ring.last.next_seq, int(time.time()))
         if batch.used:
             self._frame(batch)
         return batch.used > 0
@@ -94,37 +123,69 @@ class Framer:
         """Number the lines of `batch` and append them, block by block; the last commit also swaps the areas."""
         ring, staging, row = self.ring, self.staging, self.stage.row
         base, consumed = staging.consumed, staging.consumed
-        total, start = len(batch.lines), 0
-        for stop in self._cuts(batch):
+        answers, answered, start = batch.answers, 0, 0
+        stops = self._stops(batch)
+        for number, (stop, end) in enumerate(stops, 1):
             lines = batch.lines[start:stop]
             last = ring.last
             recv_ts = max(time.time_ns() // 1000, last.last_ts)
-            block, added = record.number(lines, last.next_seq, record.format_ts(recv_ts))
-            self._wait_room(len(block), len(lines))
-            consumed = base + batch.ends[stop - 1] if batch.ends else consumed + len(block) - added
+            block, added = record.number(lines, last.next_seq, record.format_ts(recv_ts)) if lines else (b"", 0)
+            replies = b""
+            if answers:
+                until = bisect_right(answers, end, lo=answered, key=itemgetter(0))
+                replies = framing.replies(answers[answered:until], start, last.next_seq)
+                answered = until
+            self._wait_room(len(block) + len(replies), len(lines))
+            consumed = base + end if batch.cuts else consumed + len(block) - added
             area, offset = staging.active, consumed
-            if stop == total:
+            if number == len(stops):
                 area, offset = staging.carried(base + batch.used)
-            ring.append(block, last.next_seq, len(lines), len(batch.key), recv_ts, area, offset)
+            ring.append(block, last.next_seq, len(lines), len(batch.key), recv_ts, area, offset, replies)
             staging.follow(ring.last)
             row.messages += len(lines)
             row.bytes += len(block)
             row.seq = ring.last.next_seq - 1
             start = stop
-        if not total:
+        if not stops:
             self._carry(base + batch.used, b"")
+        self.checkpointer.framed(batch.used, ring.last.next_seq, ring.synced_seq)
+        self._count()
 
-    def _cuts(self, batch: framing.Batch) -> list[int]:
-        """Where the lines are cut into blocks that the ring takes."""
+    def close(self) -> None:
+        """Leave a checkpoint of the table, unless durability takes too long to store what it speaks of."""
+        self.checkpointer.take(self.ring.last.next_seq - 1)
+        until = time.monotonic() + _LAST_CHECKPOINT_S
+        while not self.checkpointer.finish(self.ring.synced_seq) and time.monotonic() < until:
+            self.stage.pause(_DRAIN_POLL_S)
+
+    def _count(self) -> None:
+        row, table = self.stage.row, self.table
+        row.duplicates, row.producers, row.remembered = self.parser.duplicates, len(table.names), len(table.window)
+
+    def _stops(self, batch: framing.Batch) -> list[tuple[int, int]]:
+        """Where the lines are cut into blocks that the ring takes: (lines, bytes of the text), the latter only with cuts."""
         count, max_count, max_bytes = len(batch.lines), self.ring.max_count, self.ring.max_bytes
-        if batch.used + count * _STAMP_BYTES <= max_bytes:
-            return [*range(max_count, count, max_count), count] if count else []
-        cuts, first, before = [], 0, 0
-        for at, size in enumerate(accumulate(len(line) + _STAMP_BYTES for line in batch.lines)):
-            if at > first and (size - before > max_bytes or at - first == max_count):
-                cuts.append(at)
-                first, before = at, size - len(batch.lines[at]) - _STAMP_BYTES
-        return [*cuts, count] if count else []
+        said = sum(_REPLY_BYTES + len(answer[-1]) for answer in batch.answers)
+        if batch.used + count * _STAMP_BYTES + said <= max_bytes:
+            if batch.cuts is None:
+                return [(stop, 0) for stop in (*range(max_count, count, max_count), count)] if count else []
+            if count <= max_count:
+                return batch.cuts[-1:]
+        cuts = batch.cuts if batch.cuts is not None else [(at, 0) for at in range(1, count + 1)]
+        sizes = list(accumulate((len(line) + _STAMP_BYTES for line in batch.lines), initial=0))
+        answers = deque(batch.answers)
+        stops: list[tuple[int, int]] = []
+        fits: tuple[int, int] | None = None  # the last cut up to which what has come since the last stop fits a block
+        spoken = cost_before = lines_before = cost_of_fits = 0
+        for cut in cuts:
+            while answers and answers[0][0] <= cut[1]:
+                spoken += _REPLY_BYTES + len(answers.popleft()[-1])
+            cost = sizes[cut[0]] + spoken
+            if fits is not None and (cost - cost_before > max_bytes or cut[0] - lines_before > max_count):
+                stops.append(fits)
+                lines_before, cost_before = fits[0], cost_of_fits
+            fits, cost_of_fits = cut, cost
+        return [*stops, fits] if fits is not None else []
 
     def _wait_room(self, nbytes: int, count: int) -> None:
         ring = self.ring
@@ -144,7 +205,7 @@ class Framer:
         staging = self.staging
         raw = staging.unfinished()
         line = record.malformed("too_long", raw, len(raw), self.stage.settings.max_line)
-        self._frame(framing.Batch([line], [len(raw)], len(raw), b""))
+        self._frame(framing.Batch([line], [(1, len(raw))], len(raw), b""))
         return True
 
 
@@ -156,7 +217,7 @@ def run(stage: Stage) -> None:
     stage.log.info("seq_resume", seq_resume=ring.last.next_seq - 1, ring="new" if ring.created else "kept")
     staging = Staging(ring, area_bytes(settings.max_line))
     know_pipe(stage, ring, staging)
-    framer = Framer(stage, ring, staging)
+    framer = Framer(stage, ring, staging, remember(stage, ring))
     stage.row.seq = ring.last.next_seq - 1
     stage.ready()
 
@@ -177,6 +238,7 @@ def run(stage: Stage) -> None:
                 stage.pause(_DRAIN_POLL_S)
         elif not busy:
             poll.poll(_IDLE_MS)
+    framer.close()
     ring.close()
     owner.release()
 

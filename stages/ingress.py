@@ -1,12 +1,13 @@
-"""Ingress stage: takes lines from TCP and passes them, block by block, into the FIFO `raw`.
+"""Ingress stage: takes lines from TCP and passes them, block by block, into the FIFO `raw`; brings replies back.
 
-Links       in: TCP lines (KMQ_PORT), GET_ACK (KMQ_ACK_PORT)   out: FIFO `raw`
+Links       in: TCP lines (KMQ_PORT), GET_ACK (KMQ_ACK_PORT), FIFO `acks`   out: FIFO `raw`
 Owns        the ports, pipes/ingress.owner; it is the only writer of the FIFO's control lines.
 
 Invariant   What is written to the FIFO is whole lines, each connection's in its order. Memory is bounded: while the FIFO
             is full no producer's socket is read (that is the backpressure), and unfinished lines are bounded (intake.py).
 Crash       Lines not yet in the FIFO are unacknowledged, and their producers see the connection break. A long line of
             which only some pieces were written is forgotten by the framer when it sees the next start (`!b`).
+            Connections are named by our start and a number, so replies meant for a predecessor's reach nobody.
 """
 
 import contextlib
@@ -20,7 +21,11 @@ import time
 from collections import deque
 
 from kmq.errors import ConfigError
-from kmq.links.fifo import FifoWriter
+from kmq.framing import MAX_GROUP
+from kmq.links.acks import AckReader
+from kmq.links.fifo import FifoWriter, Sender
+from kmq.links.hello import Refused
+from kmq.links.hello import parse as parse_hello
 from kmq.links.intake import Connection, Intake
 from kmq.log.disk import replace_file
 from kmq.stage import Stage, main
@@ -32,6 +37,12 @@ _MAX_QUESTION = 64  # bytes of a GET_ACK line
 # an end that looks like ours would tell a producer that waits for it that lines which we had not passed on are safe.
 _BREAK, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 _GRACE_S = 0.2  # when told to stop: how long connected producers may still hand over what they have sent
+_ANSWER_S = 2.0  # and how long we wait for the replies to what was taken
+_ROOM_S = 0.1  # while producers are refused: how often we look whether there is room again
+REFUSALS = {
+    "disk_full": "the disk has no room for more; what is on the way will be stored",
+    "quota": "KMQ_DATA_QUOTA is reached; what is on the way will be stored",
+}
 
 
 def listen(stage: Stage, name: str, setting: str, port: int) -> socket.socket:
@@ -61,34 +72,44 @@ class Ingress:
         settings = stage.settings
         self.lines = listen(stage, "ingress", "KMQ_PORT", settings.port)
         self.questions = listen(stage, "ack", "KMQ_ACK_PORT", settings.ack_port)
-        self.fifo = FifoWriter(stage.raw)
-        self.intake = Intake(self.fifo, settings.max_line)
+        self.fifo = FifoWriter(stage.raw, max(1, min(MAX_GROUP, settings.ring_slots // 4)))
+        self.intake = Intake(self.fifo, settings.max_line, self._greet)
+        self.replies = AckReader(stage.acks)
+        self.boot = time.time_ns()
         self.producers: dict[int, Connection] = {}
+        self.acknowledged: dict[bytes, Connection] = {}  # by the name of their sender
+        self.by_name: dict[bytes, Connection] = {}  # by producer=
         self.askers: dict[int, tuple[socket.socket, bytearray]] = {}
+        self.greeted = 0
+        self.refusing = b""  # why nothing more is taken: code and reason
         _raise_descriptor_limit()
         self.poll = select.epoll()
         self.producer_poll = select.epoll()
         self.poll.register(stage.signalled, select.EPOLLIN)
         self.poll.register(self.questions, select.EPOLLIN)
+        self.poll.register(stage.acks, select.EPOLLIN)
         self.poll.register(self.producer_poll, select.EPOLLIN)
         self.producer_poll.register(self.lines, select.EPOLLIN)
         self.reading = True
-        self.ready: deque[int] = deque()  # producers with something to receive that have not had their turn
+        self.ready: deque[tuple[int, int]] = deque()  # producers with something to receive that have not had their turn
 
     def announce(self) -> None:
         """Tell the framer that a long line of our predecessor will not be finished."""
-        boot = b"!b %d\n" % time.time_ns()
+        boot = b"!b %d\n" % self.boot
         self.fifo.put(boot, 0, len(boot))
 
     def turn(self, timeout_s: float) -> bool:
         """Wait for something to do and do it; whether there was anything."""
         self._follow_fifo()
-        events = self.poll.poll(timeout_s)
+        self._follow_disk()
+        events = self.poll.poll(_ROOM_S if self.refusing else timeout_s)
         for fd, _ in events:
             if fd == self.producer_poll.fileno():
                 self._serve_producers()
             elif fd == self.stage.raw:
                 self.fifo.flush()
+            elif fd == self.stage.acks:
+                self._pass_replies()
             elif fd == self.questions.fileno():
                 self._accept_asker()
             elif fd in self.askers:
@@ -108,32 +129,133 @@ class Ingress:
                 self.poll.unregister(self.producer_poll)
                 self.poll.register(self.stage.raw, select.EPOLLOUT)
 
+    def _follow_disk(self) -> None:
+        """Refuse exactly while there is no room for more than what is on the way."""
+        reason = ""
+        if self.stage.page.rows["durability"].state_name == "disk_full":
+            reason = "disk_full"
+        refusing = f"{reason} {REFUSALS[reason]}".encode() if reason else b""
+        if refusing == self.refusing:
+            return
+        self.refusing = refusing
+        if reason:
+            self.stage.log.warn("refusing", reason=reason, effect="acknowledged producers are told, others wait")
+        else:
+            self.stage.log.info("taking_again")
+        for connection in self.producers.values():
+            if reason and connection.sender is not None:
+                connection.refusing = refusing
+            self._listen_to(connection)
+
+    def _listen_to(self, connection: Connection) -> None:
+        """Wait for what can be acted on: more messages, room for replies, or neither."""
+        wants = 0 if connection.ended or connection.is_choked else select.EPOLLIN
+        if self.refusing and connection.sender is None and not connection.fresh:
+            wants = 0
+        if connection.unsaid:
+            wants |= select.EPOLLOUT
+        if wants != connection.awaited:
+            connection.awaited = wants
+            self.producer_poll.modify(connection.sock, wants)
+
     def _serve_producers(self) -> None:
         """Everyone who has something gets one receive before anyone gets another, also when the FIFO clogs between."""
         if not self.ready:
-            self.ready.extend(fd for fd, _ in self.producer_poll.poll(0))
+            self.ready.extend(self.producer_poll.poll(0))
         while self.ready and not self.fifo.clogged:
-            fd = self.ready.popleft()
+            fd, event = self.ready.popleft()
             if fd == self.lines.fileno():
                 self._accept_producer()
-            elif fd in self.producers and not self.intake.receive(self.producers[fd]):
-                self._drop_producer(fd)
+            elif fd in self.producers:
+                self._serve(self.producers[fd], event)
             for connection in self.intake.over_budget(self.producers.values()):
                 self.stage.log.warn("unfinished_line_cut", peer=connection.peer, bytes=connection.length)
-                self._drop_producer(connection.sock.fileno())
+                self._drop_producer(connection)
+
+    def _serve(self, connection: Connection, event: int) -> None:
+        if connection.fresh and self.refusing and _is_plain(connection):
+            connection.fresh = False  # its turn comes when there is room
+            self._listen_to(connection)
+            return
+        if connection.ended and event & (select.EPOLLHUP | select.EPOLLERR):
+            self._drop_producer(connection)  # has sent all and is gone: there is nobody to tell
+            return
+        if not connection.ended and not connection.is_choked and not self.intake.receive(connection):
+            self.intake.finish(connection)
+            connection.ended = True
+        self._tell(connection)
+
+    def _tell(self, connection: Connection) -> None:
+        """Hand over replies; end a connection that has sent all and been told all."""
+        if not connection.say() or connection.is_done:
+            self._drop_producer(connection)
+        else:
+            self._listen_to(connection)
 
     def _accept_producer(self) -> None:
         for sock, peer in _accept(self.lines, self.stage):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _BREAK)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = Connection(sock, f"{peer[0]}:{peer[1]}")
             self.producers[sock.fileno()] = connection
             self.producer_poll.register(sock, select.EPOLLIN)
 
-    def _drop_producer(self, fd: int) -> None:
-        connection = self.producers.pop(fd)
-        self.producer_poll.unregister(fd)
+    def _greet(self, connection: Connection, line: bytes) -> None:
+        """The hello of a connection: it gets a name for its replies. Raises Refused."""
+        hello = parse_hello(line)
+        if (self.stage.settings.policy_framed or self.stage.settings.policy) == "drop_oldest":
+            raise Refused("drop_oldest the ring framed may drop messages, so none can be acknowledged")
+        if self.refusing:
+            raise Refused(self.refusing.decode())
+        older = self.by_name.pop(hello.producer, None)
+        if older is not None:
+            self.stage.log.info("fenced", producer=hello.producer.decode(), peer=older.peer, by=connection.peer)
+            older.refusing = b"fenced a newer connection of this producer has said hello"
+            older.producer = b""
+        self.greeted += 1
+        connection.acks, connection.producer = hello.acks, hello.producer
+        connection.sender = Sender(b"%d.%d" % (self.boot, self.greeted), hello.tag)
+        self.acknowledged[connection.sender.name] = connection
+        if hello.producer:
+            self.by_name[hello.producer] = connection
+
+    def _pass_replies(self) -> None:
+        """Replies from durability to the connections they are for."""
+        told: dict[bytes, Connection] = {}
+        for line in self.replies.take():
+            name, _, rest = line.partition(b" ")
+            connection = self.acknowledged.get(name)
+            if connection is None:
+                continue  # gone, or a predecessor's
+            first, _, text = rest.partition(b" ")
+            if connection.reply(int(first), text):
+                told[name] = connection
+            else:
+                self.stage.log.warn("replies_lost", peer=connection.peer, effect="the producer sends again")
+                self._break(connection)
+                told.pop(name, None)
+        for connection in told.values():
+            connection.say_refused()
+            self._tell(connection)
+
+    def _drop_producer(self, connection: Connection) -> None:
+        self._forget(connection)
         self.intake.finish(connection)
         _close_in_order(connection)
+
+    def _break(self, connection: Connection) -> None:
+        """End a connection so that its producer sees that not all was answered."""
+        self._forget(connection)
+        connection.sock.close()
+
+    def _forget(self, connection: Connection) -> None:
+        fd = connection.sock.fileno()
+        del self.producers[fd]
+        self.producer_poll.unregister(fd)
+        if connection.sender is not None:
+            del self.acknowledged[connection.sender.name]
+            if self.by_name.get(connection.producer) is connection:
+                del self.by_name[connection.producer]
 
     def _accept_asker(self) -> None:
         for sock, _ in _accept(self.questions, self.stage):
@@ -169,6 +291,10 @@ class Ingress:
         while self.producers and time.monotonic() < until:
             self.turn(_GRACE_S / 4)
             self.stage.check()
+        until = time.monotonic() + _ANSWER_S
+        while any(c.answered < c.taken for c in self.acknowledged.values()) and time.monotonic() < until:
+            self.turn(_GRACE_S / 4)
+            self.stage.check()
         while self.fifo.clogged:  # before we let them go: an orderly end says that all of it is in the FIFO
             self.turn(_IDLE_S)
             self.stage.check()
@@ -178,6 +304,13 @@ class Ingress:
             else:
                 _close_in_order(connection)
         self.producers.clear()
+
+
+def _is_plain(connection: Connection) -> bool:
+    """Whether the first byte that has come, if any, is not that of a hello."""
+    with contextlib.suppress(OSError):
+        return connection.sock.recv(1, socket.MSG_PEEK) not in (b"!", b"")
+    return False
 
 
 def _close_in_order(connection: Connection) -> None:

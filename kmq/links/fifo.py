@@ -60,37 +60,65 @@ def waiting_bytes(fd: int) -> int:
     return count[0]
 
 
-class FifoWriter:
-    """Ingress' end: takes whole lines, writes as much as fits, keeps the rest in order."""
+class Sender:
+    """Who a group of messages comes from: the name that replies carry, and how many it has passed on."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._queue: list[tuple[bytes | bytearray, int, int]] = []  # (data, start, end) still to be written
+    __slots__ = ("name", "sent", "tag")
+
+    def __init__(self, name: bytes, tag: bytes = b"") -> None:
+        self.name = name
+        self.tag = b" " + tag if tag else b""  # ` p=<producer>` or ` w=<scope>`
+        self.sent = 0  # messages written to the FIFO, and so the n of the last one
+
+    def header(self, count: int) -> bytes:
+        return b"!c %b %d %d%b\n" % (self.name, self.sent + 1, count, self.tag)
+
+    @property
+    def header_room(self) -> int:
+        """Bytes that the longest header takes."""
+        return len(self.name) + len(self.tag) + 32
+
+
+class FifoWriter:
+    """Ingress' end: takes whole lines, writes as much as fits, keeps the rest in order.
+
+    Lines of a Sender go as groups, each with its header in the same write.
+    """
+
+    def __init__(self, fd: int, max_group: int = 1) -> None:
+        self.fd, self.max_group = fd, max_group
+        # (data, start, end, whose) still to be written
+        self._queue: list[tuple[bytes | bytearray, int, int, Sender | None]] = []
 
     @property
     def clogged(self) -> bool:
         """Whether something waits for room; its bytes must not change, so nothing more may be received."""
         return bool(self._queue)
 
-    def put(self, data: bytes | bytearray, start: int, end: int) -> None:
+    def put(self, data: bytes | bytearray, start: int, end: int, sender: Sender | None = None) -> None:
         """Write the whole lines data[start:end], of any length; what does not fit waits for flush."""
-        self._queue.append((data, start, end))
+        self._queue.append((data, start, end, sender))
         if len(self._queue) == 1:
             self.flush()
 
     def flush(self) -> None:
         """Write what waits, as far as there is room."""
         while self._queue:
-            data, start, end = self._queue[0]
-            done, full = self._write(data, start, end)
+            data, start, end, sender = self._queue[0]
+            done, full = self._write_groups(data, start, end, sender) if sender else self._write(data, start, end)
             if full:
-                self._queue[0] = (data, done, end)
+                self._queue[0] = (data, done, end, sender)
                 return
             del self._queue[0]
             if done < end:  # a line that one write cannot take: as pieces, then the rest
                 line_end = data.index(b"\n", done)
-                cut = pieces(bytes(data[done:line_end]))
-                self._queue[:0] = [(cut, 0, len(cut)), (data, line_end + 1, end)]
+                cut = pieces(bytes(data[done:line_end]), sender.header_room if sender else 0)
+                last = cut.rfind(b"\n", 0, -1) + 1
+                self._queue[:0] = [
+                    (cut, 0, last, None),
+                    (cut, last, len(cut), sender),
+                    (data, line_end + 1, end, sender),
+                ]
 
     def _write(self, data: bytes | bytearray, at: int, end: int) -> tuple[int, bool]:
         """Write data[at:end] in atomic writes. Returns (up to where it got, whether for lack of room).
@@ -112,8 +140,37 @@ class FifoWriter:
                 return at, True
         return end, False
 
+    def _write_groups(self, data: bytes | bytearray, at: int, end: int, sender: Sender) -> tuple[int, bool]:
+        """As _write, each write with the header of its group."""
+        room, most = PIPE_BUF - sender.header_room, self.max_group
+        with memoryview(data) as view:
+            try:
+                while at < end:
+                    cut = end if end - at <= room else data.rfind(b"\n", at, at + room) + 1
+                    if not cut:
+                        return at, False
+                    count = data.count(b"\n", at, cut)
+                    if count > most:
+                        cut, count = _after_lines(data, at, most), most
+                    os.writev(self.fd, [sender.header(count), view[at:cut]])
+                    sender.sent += count
+                    at = cut
+            except BlockingIOError:
+                return at, True
+        return end, False
 
-def pieces(line: bytes) -> bytes:
-    """`line` (without newline), longer than one write may be, as the lines that carry it through the FIFO."""
-    cuts = [line[at : at + _PIECE] for at in range(0, len(line), _PIECE)]
-    return b"".join(b"+%b\n" % piece for piece in cuts[:-1]) + b"-%b\n" % cuts[-1]
+
+def _after_lines(data: bytes | bytearray, at: int, count: int) -> int:
+    for _ in range(count):
+        at = data.index(b"\n", at) + 1
+    return at
+
+
+def pieces(line: bytes, header_room: int = 0) -> bytes:
+    """`line` (without newline), longer than one write may be, as the lines that carry it through the FIFO.
+
+    The last one leaves `header_room` bytes of its write for the header of a group.
+    """
+    tail = min(len(line) % _PIECE or _PIECE, _PIECE - header_room)
+    cuts = [line[at : min(at + _PIECE, len(line) - tail)] for at in range(0, len(line) - tail, _PIECE)]
+    return b"".join(b"+%b\n" % piece for piece in cuts) + b"-%b\n" % line[len(line) - tail :]

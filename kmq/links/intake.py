@@ -1,4 +1,4 @@
-"""From the bytes of a connection to whole lines in the FIFO.
+"""From the bytes of a connection to whole lines in the FIFO, and from its replies back.
 
 Lines go on in blocks as they were received: one search for the last newline, one for a line that begins with a control
 byte, then writes of at most PIPE_BUF. Only what cannot be judged further down is looked at line by line here:
@@ -9,20 +9,28 @@ byte, then writes of at most PIPE_BUF. Only what cannot be judged further down i
     a first byte `!`, `+` or `-`    becomes dead.malformed: behind us it would be taken for a control line
     a NUL                           becomes dead.malformed: the framer's staging area ends at its last byte that is none
 
+A connection whose first line begins with `!` speaks the acknowledged protocol (hello.py). Its lines go as groups, what it
+should not have sent goes as `!e <reason>` in its place so that the framer's replies stay in order, and a line without
+newline at the end was never sent.
+
 Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes; all of them together PARTIAL_BYTES. Over that the connection
             with the longest one is closed, and what it sent so far becomes dead.malformed: nothing is lost unsaid.
+            Of a producer that reads no replies, or has MAX_UNANSWERED messages on the way, nothing more is read.
 """
 
+import select
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kmq import record
-from kmq.links.fifo import FifoWriter
+from kmq.links import hello
+from kmq.links.fifo import FifoWriter, Sender
 from kmq.settings import KIB, MIB
 
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
 PARTIAL_BYTES = 64 * MIB  # all unfinished lines together
-_HELLO = b"!hello"
+MAX_UNANSWERED = 1 << 17  # messages of one connection on the way: far more than the links hold
+MAX_UNSAID = MIB  # bytes of replies that a producer may leave unread
 _CONTROL = (b"!", b"+", b"-")
 
 
@@ -34,22 +42,95 @@ def _refusal(line: bytes) -> str:
 
 
 class Connection:
-    """One producer: its socket and the line it has not finished."""
+    """One producer: its socket, the line it has not finished, and what it is still to be told."""
 
-    __slots__ = ("fresh", "length", "partial", "peer", "sock")
+    __slots__ = (
+        "acks",
+        "answered",
+        "awaited",
+        "ended",
+        "fresh",
+        "length",
+        "partial",
+        "passed",
+        "peer",
+        "producer",
+        "refusing",
+        "sender",
+        "sock",
+        "taken",
+        "unsaid",
+    )
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.sock, self.peer = sock, peer
         self.partial = bytearray()  # at most max_line + 1 bytes of the unfinished line
         self.length = 0  # of the unfinished line, also what is no longer kept
-        self.fresh = True  # nothing received yet
+        self.fresh = True  # its first line has not come yet
+        self.sender: Sender | None = None  # only with the acknowledged protocol:
+        self.producer = b""
+        self.acks = False  # wants replies
+        self.taken = self.passed = 0  # messages received; of them passed on: all but those refused at the end
+        self.answered = 0  # messages that have had their reply
+        self.refusing = b""  # code and reason: nothing more is taken from it
+        self.unsaid = bytearray()  # replies the socket has not taken yet
+        self.ended = False  # has sent all
+        self.awaited = select.EPOLLIN  # what ingress waits for
+
+    @property
+    def is_choked(self) -> bool:
+        """Whether it has to read replies, or wait for them, before more is read from it."""
+        return len(self.unsaid) > MAX_UNSAID or self.taken - self.answered > MAX_UNANSWERED
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has sent all and been told all."""
+        return self.ended and self.answered >= self.taken and not self.unsaid
+
+    def reply(self, first: int, text: bytes) -> bool:
+        """The reply to the messages from `first` on; False where one before it is missing."""
+        if first <= self.answered:
+            return True  # said again by a durability that was killed in between
+        if first != self.answered + 1:
+            return False
+        self.answered = int(text.split(b" ", 2)[1])
+        if self.acks:
+            self.unsaid += text + b"\n"
+        return True
+
+    def refuse(self, count: int) -> None:
+        """`count` more messages will not be taken; they are told so when those before them have had their replies."""
+        self.taken += count
+        self.say_refused()
+
+    def say_refused(self) -> None:
+        """Once all that was passed on has been answered: the rest is refused."""
+        if self.refusing and self.answered >= self.passed:
+            for n in range(self.answered + 1, self.taken + 1):
+                if self.acks:
+                    self.unsaid += b"!err %d %b\n" % (n, self.refusing)
+            self.answered = self.taken
+
+    def say(self) -> bool:
+        """Hand replies to the kernel; False when the connection is over."""
+        while self.unsaid:
+            try:
+                del self.unsaid[: self.sock.send(self.unsaid)]
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+        return True
 
 
 class Intake:
     """Receives from connections and puts whole lines into the FIFO."""
 
-    def __init__(self, fifo: FifoWriter, max_line: int) -> None:
-        self.fifo, self.max_line = fifo, max_line
+    def __init__(
+        self, fifo: FifoWriter, max_line: int, greet: Callable[[Connection, bytes], None] | None = None
+    ) -> None:
+        """`greet` is given the first line of a connection that begins with `!`; it sets the sender, or raises Refused."""
+        self.fifo, self.max_line, self.greet = fifo, max_line, greet
         self.bytes = self.refused = 0
         self._buffer = bytearray(min(RECEIVE_BYTES, max_line))
         self._view = memoryview(self._buffer)
@@ -65,20 +146,41 @@ class Intake:
             return False
         if not count:
             return False
-        if connection.fresh:
-            connection.fresh = False
-            if self._buffer.startswith(_HELLO, 0, count):
-                return self._refuse_hello(connection)
+        if connection.fresh and (connection.partial or self._buffer)[:1] == b"!":
+            return self._greet(connection, count)
+        connection.fresh = False
         self._take(connection, count)
         return True
 
-    def _refuse_hello(self, connection: Connection) -> bool:
-        """The acknowledged protocol is not spoken yet: say so rather than store a greeting as a message."""
+    def _greet(self, connection: Connection, count: int) -> bool:
+        """buffer[:count] is, or goes on with, a hello; whatever follows it are messages."""
+        end = self._buffer.find(b"\n", 0, count)
+        self._keep(connection, 0, count if end < 0 else end)
+        if end < 0 and connection.length <= hello.MAX_BYTES:
+            return True
+        line = bytes(connection.partial)
+        self._forget_partial(connection)
+        connection.fresh = False
         try:
-            connection.sock.send(b"!err 0 this version speaks the plain protocol only: send lines without !hello\n")
-        except OSError:
-            pass
-        return False
+            if self.greet is None or len(line) > hello.MAX_BYTES:
+                raise hello.Refused(f"bad_hello longer than {hello.MAX_BYTES} bytes")
+            self.greet(connection, line)
+        except hello.Refused as refused:
+            connection.unsaid += f"!err 0 {refused}\n".encode()
+            connection.say()
+            return False
+        connection.unsaid += b"!ok max_line=%d\n" % self.max_line
+        if not connection.say():
+            return False
+        if end + 1 < count:
+            rest = count - end - 1
+            self._buffer[:rest] = self._buffer[end + 1 : count]
+            self._take(connection, rest)
+        return True
+
+    def _forget_partial(self, connection: Connection) -> None:
+        self._partial_bytes -= len(connection.partial)
+        connection.partial, connection.length = bytearray(), 0
 
     def _take(self, connection: Connection, count: int) -> None:
         """buffer[:count] has arrived."""
@@ -93,7 +195,7 @@ class Intake:
             self._end_line(connection)
         end = buffer.rfind(b"\n", start, count) + 1
         if end:
-            self._forward(start, end)
+            self._forward(connection, start, end)
         else:
             end = start
         if end < count:
@@ -110,39 +212,49 @@ class Intake:
     def _end_line(self, connection: Connection, reason: str = "") -> None:
         """The unfinished line is complete, or will never be (`reason`)."""
         line, length = bytes(connection.partial), connection.length
-        self._partial_bytes -= len(connection.partial)
-        connection.partial, connection.length = bytearray(), 0
+        self._forget_partial(connection)
         if not reason and length > self.max_line:
             reason = "too_long"
-        reason = reason or _refusal(line)
+        self._put(connection, line, length, reason or _refusal(line))
+
+    def _put(self, connection: Connection, line: bytes, length: int, reason: str) -> None:
+        """One line of any length, refused where there is a `reason`."""
         if reason:
-            line = record.malformed(reason, line, length, self.max_line)
             self.refused += 1
-        self._put(line)
+            if connection.sender is None:
+                line = record.malformed(reason, line, length, self.max_line)
+            else:
+                line = f"!e {reason}".encode()
+        self._pass_on(connection, line + b"\n", 0, len(line) + 1)
 
-    def _put(self, line: bytes) -> None:
-        """One line of any length."""
-        self.fifo.put(line + b"\n", 0, len(line) + 1)
-        self.bytes += len(line) + 1
-
-    def _forward(self, start: int, end: int) -> None:
+    def _forward(self, connection: Connection, start: int, end: int) -> None:
         """buffer[start:end] is whole lines, none over max_line: the buffer is not larger."""
         buffer = self._buffer
         if buffer.find(0, start, end) >= 0 or record.has_control_line(buffer, start, end):
             for line in bytes(self._view[start : end - 1]).split(b"\n"):
-                reason = _refusal(line)
-                if reason:
-                    line = record.malformed(reason, line, len(line), self.max_line)
-                    self.refused += 1
-                self._put(line)
+                self._put(connection, line, len(line), _refusal(line))
             return
+        self._pass_on(connection, buffer, start, end)
+
+    def _pass_on(self, connection: Connection, data: bytes | bytearray, start: int, end: int) -> None:
+        """data[start:end], whole lines that may stand in the FIFO."""
+        sender = connection.sender
+        if sender is not None:
+            count = data.count(b"\n", start, end)
+            if connection.refusing:
+                connection.refuse(count)
+                return
+            connection.taken += count
+            connection.passed += count
         self.bytes += end - start
-        self.fifo.put(buffer, start, end)
+        self.fifo.put(data, start, end, sender)
 
     def finish(self, connection: Connection) -> None:
-        """The connection is over: an unfinished line becomes dead.malformed."""
-        if connection.length:
+        """The connection is over: an unfinished line becomes dead.malformed, or, unasked for with acks, nothing."""
+        if connection.length and connection.sender is None:
             self._end_line(connection, "too_long" if connection.length > self.max_line else "no_newline")
+        else:
+            self._forget_partial(connection)
 
     def over_budget(self, connections: Iterable[Connection]) -> list[Connection]:
         """Connections to close because unfinished lines take too much memory, longest line first."""

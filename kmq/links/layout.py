@@ -46,7 +46,7 @@ from kmq.links.doorbell import Doorbell, fence
 from kmq.links.ownership import RingLock
 
 SHM = "/dev/shm"  # where Linux keeps POSIX shared memory
-LAYOUT = 1  # version of the layout on this page
+LAYOUT = 2  # version of the layout on this page
 
 IDENTITY, WRITER, READER, TEXT = 0, 1024, 2048, 1024
 CELLS, BLOCKS = 4096, 8192
@@ -65,7 +65,8 @@ SYNCED = 73  # durability only: last seq known to be on disk, plus 1; 0: never s
 SYNC_FAILED = 74  # durability only: an fsync has failed; what lies after SYNCED is not to be trusted
 
 # Block header, words: payload bytes, first seq, messages, length of the routing key that all lines share (0: they differ),
-# recv_ts in microseconds, messages put in so far with this block. Two words are free for the acknowledged protocol.
+# recv_ts in microseconds, messages put in so far with this block, bytes of replies at the end of the payload. The replies are
+# what FIFO `acks` gets once the lines are durable; a block may have no lines and only replies. One word is free.
 HEADER = 64
 ALIGN = 63
 SKIP = (1 << 64) - 1
@@ -109,11 +110,13 @@ class Commit:
 class Block:
     """A block as the reader gets it. `data` is valid until release() under `block`, a copy under `drop_oldest`."""
 
-    __slots__ = ("count", "data", "end", "first_seq", "key_length", "messages", "recv_ts")
+    __slots__ = ("count", "data", "end", "first_seq", "key_length", "messages", "recv_ts", "replies")
 
-    def __init__(self, data: memoryview | bytes, end: int, header: list[int]) -> None:
-        self.data, self.end = data, end
-        _, self.first_seq, self.count, self.key_length, self.recv_ts, self.messages = header
+    def __init__(self, payload: memoryview | bytes, end: int, header: list[int]) -> None:
+        nbytes, self.first_seq, self.count, self.key_length, self.recv_ts, self.messages, replies = header
+        self.end = end
+        self.data = payload[: nbytes - replies] if replies else payload
+        self.replies = bytes(payload[nbytes - replies :]) if replies else b""
 
     @property
     def last_seq(self) -> int:

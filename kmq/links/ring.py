@@ -199,22 +199,27 @@ class RingWriter(Ring):
         recv_ts: int,
         area: int = 0,
         consumed: int = 0,
+        replies: bytes = b"",
     ) -> None:
-        """Append a block that has_room said fits, and commit it together with the framer's two staging cells."""
+        """Append a block that has_room said fits (data and replies), and commit it with the framer's two staging cells."""
         last = self._last
-        start, total = self._place(len(data))
+        nbytes = len(data) + len(replies)
+        start, total = self._place(nbytes)
         words = self.words
         if start != last.head:
             words[BLOCKS // 8 + last.head % self.size // 8] = SKIP
         at = BLOCKS + start % self.size
         self.mm[at + HEADER : at + HEADER + len(data)] = data
+        if replies:
+            self.mm[at + HEADER + len(data) : at + HEADER + nbytes] = replies
         header = at // 8
-        words[header] = len(data)
+        words[header] = nbytes
         words[header + 1] = first_seq
         words[header + 2] = count
         words[header + 3] = key_length
         words[header + 4] = recv_ts
         words[header + 5] = last.messages + count
+        words[header + 6] = len(replies)
         self.commit(Commit(start + total, last.messages + count, first_seq + count, recv_ts, area, consumed))
 
     def commit(self, record: Commit) -> None:
@@ -256,6 +261,15 @@ class RingWriter(Ring):
     def first_waiting_seq(self) -> int:
         """Seq of the oldest block the reader has not released, or next_seq where there is none."""
         return first_waiting(self, self.tail, self._last)
+
+    def waiting(self) -> list[Block]:
+        """The blocks the reader has not released, as it may go on doing: only the writer overwrites them, and it is here."""
+        blocks, position = [], self.tail
+        while position < self._last.head:
+            block, position = _block_at(self, position, self._last.head)
+            if block is not None:
+                blocks.append(block)
+        return blocks
 
 
 class RingReader(Ring):
@@ -307,33 +321,12 @@ class RingReader(Ring):
                 self.position = self.cells[FLOOR]
                 jumped = True
                 continue
-            block = self._block_at(self.position, head)
+            block, self.position = _block_at(self, self.position, head)
             if block is not None:
                 blocks.append(block)
         self.jumped = jumped and bool(blocks)
         self._jump_untold = jumped and not blocks
         return blocks
-
-    def _block_at(self, position: int, head: int) -> Block | None:
-        """The block at `position`, which moves on; None where it was a skip or has just been dropped."""
-        at = BLOCKS + position % self.size
-        header = self.words[at // 8 : at // 8 + 6].tolist()
-        nbytes = header[0]
-        end = position + block_bytes(nbytes) if nbytes != SKIP else position + self.size - position % self.size
-        damaged = end > head or (nbytes != SKIP and at + end - position > BLOCKS + self.size)
-        data: memoryview | bytes = b""
-        if not damaged and nbytes != SKIP:
-            data = self.view[at + HEADER : at + HEADER + nbytes]
-            if self.drops:
-                data = bytes(data)
-        if self.drops:
-            fence()
-            if self.cells[FLOOR] > position:
-                return None
-        if damaged:
-            raise CorruptError(f"{self.path}: block header at position {position} runs past the head {head}")
-        self.position = end
-        return None if nbytes == SKIP else Block(data, end, header)
 
     def release(self, block: Block) -> None:
         """Everything up to and with `block` is durable: give its room back (invariant 3)."""
@@ -371,6 +364,27 @@ class RingReader(Ring):
     def writer_is_gone(self) -> bool:
         """Whether no process holds the writing end: a snapshot, for draining."""
         return not RingLock(self.instance, self.name, "writer").is_held()
+
+
+def _block_at(ring: Ring, position: int, head: int) -> tuple[Block | None, int]:
+    """(block at `position`, where the next one begins); no block where it was a skip or, not moving on, just dropped."""
+    at = BLOCKS + position % ring.size
+    header = ring.words[at // 8 : at // 8 + 7].tolist()
+    nbytes = header[0]
+    end = position + block_bytes(nbytes) if nbytes != SKIP else position + ring.size - position % ring.size
+    damaged = end > head or (nbytes != SKIP and at + end - position > BLOCKS + ring.size)
+    payload: memoryview | bytes = b""
+    if not damaged and nbytes != SKIP:
+        payload = ring.view[at + HEADER : at + HEADER + nbytes]
+        if ring.drops:
+            payload = bytes(payload)
+    if ring.drops:
+        fence()
+        if ring.cells[FLOOR] > position:
+            return None, position
+    if damaged:
+        raise CorruptError(f"{ring.path}: block header at position {position} runs past the head {head}")
+    return (None if nbytes == SKIP else Block(payload, end, header)), end
 
 
 def _same_file(fd: int, path: str) -> bool:
