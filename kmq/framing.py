@@ -7,23 +7,27 @@ piece (`plain`); everything else is looked at by `Parser`.
 A long line arrives as pieces, `+…` and at last `-…`. Lines of other writers may lie between the pieces; `untangle` moves
 them in front, so that what is unfinished is always the end of the text and can be carried on as it is.
 
-Lines of an acknowledged connection come as a group, `!c <connection> <n> <k> [p=<producer>|w=<scope>]` and k lines, all in
-one write. A group is never cut: its header says whom to answer. What ingress must refuse itself is in its place, as
-`!e <reason>`. Replies are made here, in order, as the text that durability writes to FIFO `acks` once the block is on disk:
+Lines of an acknowledged connection come as a group, all in one write: `!c <connection> <n> <k> l=<bytes>
+[p=<producer>|w=<scope>]` and k lines (l= saves looking for their end). A group is never cut: its header says whom to answer.
+What ingress must refuse itself is in its place, as `!e <reason>`. Replies are made here, in order, as the text that
+durability writes to FIFO `acks` once the block is on disk:
 
     <connection> <n of the first message it answers> !ack <n> <seq>      or !dup <n> <seq>, !err <n> <reason>
 """
 
 from itertools import accumulate, islice
 from operator import lt
+from typing import Any
 
 from kmq import record
 from kmq.log.producers import MAX_ID, MAX_WINDOW_ID, NEW, OUT_OF_ORDER, Producers
+from kmq.settings import PIPE_BUF
 
 # A long line from ingress is at most this much over max_line: it may be a dead.malformed with its header.
 _OVER = record.MALFORMED_OVERHEAD
 MAX_GROUP = 128  # messages in a group: with their numbers, names and replies they fit a block of the smallest ring
 _GROUP = b"!c "
+_NEWLINE = 10
 _REFUSED = b"!e "
 
 
@@ -103,16 +107,15 @@ class Parser:
         at = used = 0
         while at < len(text):
             if text.startswith(_GROUP, at):
-                end = self._group(at)
+                end = self._groups(at)
                 if not end:
                     break  # its rest has not been read yet
+                at = end
+                if not self._pieces:
+                    used = at
             else:
                 end = text.find(b"\n!c ", at) + 1 or len(text)
                 at, used = self._unasked(at, end, used)
-                continue
-            at = end
-            if not self._pieces:
-                used = at
         batch = Batch(self._lines, self._cuts, used, record.common_key(self._lines) if self._lines else b"")
         batch.answers = self._answers
         return batch
@@ -164,52 +167,88 @@ class Parser:
 
     # --- groups --------------------------------------------------------------------------------------------------------
 
-    def _group(self, at: int) -> int:
-        """The group whose header is at `at`. Returns where it ends, 0 where that is not in the text yet."""
+    def _groups(self, at: int) -> int:
+        """The groups from `at` on that follow one another. Returns where they end, 0 where not even the first is whole.
+
+        A header that is none of ingress' is passed over: what follows is lines that nobody asked to acknowledge.
+        """
+        whose: tuple[bytes, ...] = ()  # connection and tag
+        first = count = done = 0
+        bodies: list[bytes] = []
+        ends: list[tuple[int, int]] = []  # (messages so far, bytes of the text)
+        while self._text.startswith(_GROUP, at):
+            start = self._text.index(b"\n", at) + 1
+            try:
+                n, k, end, *here = self._header(at, start)
+            except (IndexError, ValueError):
+                if not ends:
+                    return start
+                break
+            if not end or (ends and (n != first + count or tuple(here) != whose)):
+                break
+            if not ends:
+                first, whose = n, tuple(here)
+            at = done = end
+            count += k
+            bodies.append(self._text[start:end])
+            ends.append((count, end))
+        if ends:
+            self._take(whose, first, b"".join(bodies), ends)
+        return done
+
+    def _header(self, at: int, start: int) -> tuple[Any, ...]:
+        """(n, k, end of the group or 0 where it is not read yet, connection[, tag]) of the header in text[at:start].
+
+        Raises ValueError or IndexError where k whole lines do not follow as it says.
+        """
         text = self._text
-        start = text.index(b"\n", at) + 1
-        header = text[at:start].split()
-        try:
-            conn, n, count = header[1], int(header[2]), int(header[3])
-            if not 0 < count <= MAX_GROUP:
-                raise ValueError(count)
-        except (IndexError, ValueError):
-            return start  # not ingress' header: what follows is lines that nobody asked to acknowledge
-        end = text.find(b"\n!c ", start - 1) + 1 or len(text)
-        found = text.count(b"\n", start, end)
-        if found < count:
-            if end == len(text):
-                return 0
-            count = found
-        if found > count:  # what follows was not asked to be acknowledged
+        _, conn, n, k, *rest = text[at:start].split()
+        count = int(k)
+        if rest and rest[0].startswith(b"l="):
+            end = start + int(rest.pop(0)[2:])
+        else:
             end = start
-            for _ in range(count):
-                end = text.index(b"\n", end) + 1
-        body = text[start:end]
+            for _ in range(min(count, MAX_GROUP)):
+                end = text.find(b"\n", end) + 1 or len(text) + 1
+        if not 0 < count <= MAX_GROUP or not start < end <= at + PIPE_BUF:
+            raise ValueError(count)
+        if end > len(text):
+            return int(n), count, 0, conn, *rest
+        if text[end - 1] != _NEWLINE or text.count(b"\n", start, end) != count:
+            raise ValueError(count)
+        return int(n), count, end, conn, *rest
+
+    def _take(self, whose: tuple[bytes, ...], n: int, body: bytes, ends: list[tuple[int, int]]) -> None:
+        """Messages n… in `body`, which may be cut after each of `ends` (messages, bytes of the text)."""
+        conn, *tags = whose
+        kind, _, name = tags[0].partition(b"=") if tags else (b"", b"", b"")
         lines = body.split(b"\n")
         lines.pop()
-        self._take(conn, n, lines, record.good_prefix(body) == len(body), header[4] if len(header) > 4 else b"", end)
-        self._cuts.append((len(self._lines), end))
-        return end
+        base = len(self._lines)
+        taken = self._all(body, lines, kind, name)
+        if taken is not None:
+            self._lines += taken
+            before = 0
+            for count, end in ends:
+                self._answers.append((end, base + before, conn, n + before, n + count - 1, b""))
+                self._cuts.append((base + count, end))
+                before = count
+            return
+        at = 0
+        for count, end in ends:
+            for raw in lines[at:count]:
+                reply = self._one(raw, n, kind, name)
+                self._answers.append((end, len(self._lines) - (not reply), conn, n, n, reply))
+                n += 1
+            at = count
+            self._cuts.append((len(self._lines), end))
 
-    def _take(self, conn: bytes, n: int, lines: list[bytes], good: bool, tag: bytes, end: int) -> None:
-        """Messages n… of `conn`, well-formed where `good` says so."""
-        kind, _, name = tag.partition(b"=")
-        if good:
-            taken = self._all(lines, kind, name)
-            if taken is not None:
-                self._answers.append((end, len(self._lines), conn, n, n + len(lines) - 1, b""))
-                self._lines += taken
-                return
-        for raw in lines:
-            reply = self._one(raw, n, kind, name)
-            self._answers.append((end, len(self._lines) - (not reply), conn, n, n, reply))
-            n += 1
-
-    def _all(self, lines: list[bytes], kind: bytes, name: bytes) -> list[bytes] | None:
-        """These lines as they will be stored, where all of them are new; None where they must be looked at one by one."""
+    def _all(self, body: bytes, lines: list[bytes], kind: bytes, name: bytes) -> list[bytes] | None:
+        """These lines as they will be stored, where all of them are good and new; None where each must be looked at."""
+        if record.good_prefix(body) != len(body):
+            return None
         if not kind:
-            return None if record.claims(b"\n".join(lines)) else lines
+            return None if record.claims(body) else lines
         if kind != b"p":
             return None
         producer = self.producers.producer(name, self._seconds)
@@ -217,11 +256,11 @@ class Parser:
             return None
         fields = [line.split(b"|", 3) for line in lines]
         ids = [field[2] for field in fields]
-        if not b"".join(ids).isdigit() or len(max(ids, key=len)) > MAX_ID or b"" in ids:
+        if not b"".join(ids).isdigit() or b"" in ids:
             return None
         numbers = list(map(int, ids))
         first, count = numbers[0], len(numbers)
-        if first <= producer.last_id:
+        if first <= producer.last_id or numbers[-1] >= 10**MAX_ID:
             return None
         seq = self._next_seq + len(self._lines)
         if numbers == list(range(first, first + count)):

@@ -18,7 +18,6 @@ import sys
 import time
 from bisect import bisect_right
 from collections import deque
-from itertools import accumulate
 from operator import itemgetter
 
 from kmq import framing, record
@@ -166,26 +165,29 @@ class Framer:
         """Where the lines are cut into blocks that the ring takes: (lines, bytes of the text), the latter only with cuts."""
         count, max_count, max_bytes = len(batch.lines), self.ring.max_count, self.ring.max_bytes
         said = sum(_REPLY_BYTES + len(answer[-1]) for answer in batch.answers)
-        if batch.used + count * _STAMP_BYTES + said <= max_bytes:
-            if batch.cuts is None:
+        fits = sum(map(len, batch.lines)) + count * _STAMP_BYTES + said <= max_bytes
+        if batch.cuts is None:
+            if fits:
                 return [(stop, 0) for stop in (*range(max_count, count, max_count), count)] if count else []
-            if count <= max_count:
-                return batch.cuts[-1:]
-        cuts = batch.cuts if batch.cuts is not None else [(at, 0) for at in range(1, count + 1)]
-        sizes = list(accumulate((len(line) + _STAMP_BYTES for line in batch.lines), initial=0))
+            return self._greedy([(at, 0) for at in range(1, count + 1)], batch)
+        return batch.cuts[-1:] if fits and count <= max_count else self._greedy(batch.cuts, batch)
+
+    def _greedy(self, cuts: list[tuple[int, int]], batch: framing.Batch) -> list[tuple[int, int]]:
+        """Each block as large as it may be."""
+        max_count, max_bytes, lines = self.ring.max_count, self.ring.max_bytes, batch.lines
         answers = deque(batch.answers)
         stops: list[tuple[int, int]] = []
-        fits: tuple[int, int] | None = None  # the last cut up to which what has come since the last stop fits a block
-        spoken = cost_before = lines_before = cost_of_fits = 0
+        count = cost = at = 0  # of the block so far
+        before = 0, 0
         for cut in cuts:
+            more = sum(map(len, lines[at : cut[0]])) + (cut[0] - at) * _STAMP_BYTES
             while answers and answers[0][0] <= cut[1]:
-                spoken += _REPLY_BYTES + len(answers.popleft()[-1])
-            cost = sizes[cut[0]] + spoken
-            if fits is not None and (cost - cost_before > max_bytes or cut[0] - lines_before > max_count):
-                stops.append(fits)
-                lines_before, cost_before = fits[0], cost_of_fits
-            fits, cost_of_fits = cut, cost
-        return [*stops, fits] if fits is not None else []
+                more += _REPLY_BYTES + len(answers.popleft()[-1])
+            if before != (0, 0) and (cost + more > max_bytes or count + cut[0] - at > max_count):
+                stops.append(before)
+                count = cost = 0
+            count, cost, at, before = count + cut[0] - at, cost + more, cut[0], cut
+        return [*stops, cuts[-1]] if cuts else []
 
     def _wait_room(self, nbytes: int, count: int) -> None:
         ring = self.ring

@@ -70,13 +70,13 @@ class Sender:
         self.tag = b" " + tag if tag else b""  # ` p=<producer>` or ` w=<scope>`
         self.sent = 0  # messages written to the FIFO, and so the n of the last one
 
-    def header(self, count: int) -> bytes:
-        return b"!c %b %d %d%b\n" % (self.name, self.sent + 1, count, self.tag)
+    def header(self, count: int, nbytes: int) -> bytes:
+        return b"!c %b %d %d l=%d%b\n" % (self.name, self.sent + 1, count, nbytes, self.tag)
 
     @property
     def header_room(self) -> int:
         """Bytes that the longest header takes."""
-        return len(self.name) + len(self.tag) + 32
+        return len(self.name) + len(self.tag) + 40
 
 
 class FifoWriter:
@@ -152,7 +152,7 @@ class FifoWriter:
                     count = data.count(b"\n", at, cut)
                     if count > most:
                         cut, count = _after_lines(data, at, most), most
-                    os.writev(self.fd, [sender.header(count), view[at:cut]])
+                    os.writev(self.fd, [sender.header(count, cut - at), view[at:cut]])
                     sender.sent += count
                     at = cut
             except BlockingIOError:

@@ -224,6 +224,7 @@ class Snapshot:
         self._window = list(table.window.items())
 
     def rows(self) -> Iterator[bytes]:
+        """`p|name|last_id|seconds|trimmed|id:seq:count,…` and `w|scope|id|seq|seconds`."""
         for name, last_id, seconds, trimmed, *runs in self._names:
             listed = b",".join(b"%d:%d:%d" % run for run in zip(*runs, strict=True))
             yield b"p|%b|%d|%d|%d|%b\n" % (name, last_id, seconds, trimmed, listed)
@@ -245,7 +246,7 @@ def checkpoint_seq(data: str) -> int:
 
 
 def text(seq: int, snapshot: Snapshot) -> bytes:
-    """The file: `<seq>|<crc32 of the rest>`, then rows `p|name|last_id|seconds|trimmed|id:seq:count,…`, `w|scope|id|seq|seconds`."""
+    """The file: `<seq>|<crc32 of the rest>`, then the rows of the snapshot."""
     body = b"".join(snapshot.rows())
     return b"%d|%d\n%b" % (seq, zlib.crc32(body), body)
 
