@@ -44,6 +44,9 @@ _FIELDS = (
 )
 
 
+_AT = {name: at for at, name in enumerate(_FIELDS)}
+
+
 class Row:
     """The words of one process: attributes read and write shared memory."""
 
@@ -55,13 +58,13 @@ class Row:
 
     def __getattr__(self, name: str) -> int:
         try:
-            value: int = self._words[_FIELDS.index(name)]
-        except ValueError:
+            value: int = self._words[_AT[name]]
+        except KeyError:
             raise AttributeError(name) from None
         return value
 
     def __setattr__(self, name: str, value: int) -> None:
-        self._words[_FIELDS.index(name)] = value
+        self._words[_AT[name]] = value
 
     @property
     def age_s(self) -> float:

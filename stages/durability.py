@@ -177,8 +177,7 @@ def run(stage: Stage) -> None:
             if not busy and framed.writer_is_gone():
                 break
             stage.check()
-        if not busy:
-            framed.wait()
+        framed.wait()  # returns at once where there is more
     wal.close()
     durable.close()
     framed.close()

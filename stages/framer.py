@@ -27,7 +27,7 @@ from kmq.links.fifo import waiting_bytes
 from kmq.links.layout import Commit
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
-from kmq.links.staging import Staging, area_bytes
+from kmq.links.staging import READ_BYTES, Staging, area_bytes
 from kmq.log import dropped, producers, wal
 from kmq.log.producers import Producers
 from kmq.stage import Stage, main
@@ -228,17 +228,17 @@ def run(stage: Stage) -> None:
     poll.register(stage.raw, select.POLLIN)
     poll.register(stage.signalled, select.POLLIN)
     while True:
-        busy = framer.turn()
-        busy = staging.read(stage.raw) > 0 or busy
+        read = staging.read(stage.raw)
+        framed = framer.turn()
         stage.beat()
         if stage.stopping:
             stage.state("draining")
-            if not busy and not ingress.is_held() and waiting_bytes(stage.raw) == 0:
+            if not framed and not read and not ingress.is_held() and waiting_bytes(stage.raw) == 0:
                 break
             stage.check()
-            if not busy:
+            if not framed and not read:
                 stage.pause(_DRAIN_POLL_S)
-        elif not busy:
+        elif read < READ_BYTES and not (framed and staging.lines()):  # the FIFO was empty: ask by waiting for it
             poll.poll(_IDLE_MS)
     framer.close()
     ring.close()
