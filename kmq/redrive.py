@@ -4,6 +4,7 @@ The new key is a template: `{routing_key}`, `{topic}` and `{key}` (what follows 
 """
 
 import os
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -11,6 +12,7 @@ from kmq import record
 from kmq.errors import ConfigError
 from kmq.log import segment, topics
 
+_OWN = re.compile(rb";[pw]=[^;]*")  # who sent it first; it is a new message now
 _FIELDS = ("routing_key", "topic", "key")
 _ANY_BYTES = "surrogateescape"  # a key is UTF-8 by convention only; this way every byte comes out as it went in
 
@@ -58,8 +60,8 @@ def select(
 ) -> Iterator[tuple[bytes, bytes, bytes]]:
     """(old routing key, new routing key, line as sent) of every record to redrive, in order."""
     for line in stored_lines(held):
-        seq, _, routing_key, rest = line.split(b"|", 3)
+        seq, _, routing_key, ts, id, payload = line.split(b"|", 5)
         key = routing_key[len(topic) + 1 :].decode(errors=_ANY_BYTES)
         if int(seq) >= from_seq and fnmatchcase(key, key_glob):
             new = rewrite(template, topic, routing_key)
-            yield routing_key, new, b"%b|%b\n" % (new, rest)
+            yield routing_key, new, b"%b|%b|%b|%b\n" % (new, ts, _OWN.sub(b"", id), payload)
