@@ -25,7 +25,8 @@ from kmq.errors import RetryError
 from kmq.log.disk import FULL, replace_file
 from kmq.settings import MIB
 
-CHECKPOINT_BYTES = 32 * MIB  # of framed lines: bounds what a start has to read again to a third of a second
+CHECKPOINT_BYTES = 32 * MIB  # of framed lines: bounds what a start has to read again to a third of a second;
+_EMPTY_TIMES = 4  # and so many times that while there is nobody to remember: looking for nobody is that much faster
 _RUNS = 1024  # runs remembered per producer
 _MIN_RUNS = 8  # also when all producers together have too many
 MAX_WINDOW_ID = 256  # bytes of an arbitrary id: bounds the memory of a window
@@ -92,6 +93,9 @@ class Producers:
         self._runs = 0
         # scope|id → seq << 34 | seconds, in order of age: one integer costs a third of a tuple
         self.window: dict[bytes, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.window)
 
     # --- increasing ids --------------------------------------------------------------------------------------------
 
@@ -263,23 +267,20 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._bytes = 0  # framed since the last snapshot
-        self.seq = 0  # the file speaks up to here
 
     def framed(self, nbytes: int, next_seq: int, synced: int | None) -> None:
         """After each turn: `nbytes` more were framed, durability has `synced` on disk."""
         self._bytes += nbytes
         if self._snapshot is not None:
             self._write_if(synced)
-        elif self._bytes >= CHECKPOINT_BYTES and not self.busy:
+        elif self._bytes >= CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES) and not self.busy:
             self.take(next_seq - 1)
 
     def take(self, seq: int) -> None:
         """Snapshot the table as of `seq`."""
         self._bytes = 0
-        table = self._table
-        table.forget_idle(int(time.time()))
-        if table.names or table.window or self.seq:
-            self._snapshot = seq, table.snapshot()
+        self._table.forget_idle(int(time.time()))
+        self._snapshot = seq, self._table.snapshot()
 
     @property
     def pending(self) -> bool:
@@ -310,7 +311,6 @@ class Checkpointer:
     def _write(self, seq: int, snapshot: Snapshot) -> None:
         try:
             replace_file(self._path, text(seq, snapshot))
-            self.seq = seq
         except OSError as err:
             if err.errno in FULL:  # the old file stays right: a start only has more to read
                 self._remove_half()
