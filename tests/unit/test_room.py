@@ -1,0 +1,185 @@
+"""Whether more may be accepted: answered early, by an upper bound, without standing still, and without flapping."""
+
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from kmq.log import room
+from kmq.log.room import Room, Usage
+from kmq.settings import GIB, MIB, load
+
+
+class Broker:
+    """A data directory that somebody writes into, a clock that we move, a file system that has what we say."""
+
+    def __init__(self, data, monkeypatch):
+        self.data, self.appended, self.now, self.free, self.whole = data, 0, 1000.0, 64 * GIB, 64 * GIB
+        monkeypatch.setattr(room.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(room.os, "statvfs", lambda path: SimpleNamespace(**self._statvfs()))
+
+    def _statvfs(self):
+        return {"f_bavail": self.free // 4096, "f_blocks": self.whole // 4096, "f_frsize": 4096}
+
+    def room(self, quota="none"):
+        return Room(load({"KMQ_DATA": self.data, "KMQ_DATA_QUOTA": quota}, "none"), lambda: self.appended)
+
+    def usage(self):
+        return Usage(self.data, lambda: self.appended)
+
+    def append(self, nbytes, topic="t"):
+        """Into the WAL and one queue, as the broker does."""
+        os.makedirs(f"{self.data}/topics/{topic}/0", exist_ok=True)
+        for path in ("append/1.log", f"topics/{topic}/0/0.log"):
+            with open(f"{self.data}/{path}", "ab") as file:
+                file.write(bytes(nbytes))
+        self.appended += nbytes
+
+    def du(self):
+        return int(subprocess.check_output(["du", "-s", "-B1", self.data]).split()[0])
+
+
+@pytest.fixture
+def broker(data, monkeypatch):
+    return Broker(data, monkeypatch)
+
+
+def test_a_disk_with_less_than_what_is_on_the_way_is_refused_until_there_is_clearly_more(broker):
+    asked, answers = broker.room(), []
+    for free_mib in (1024, 32, 28, 32, 36, 40, 32):
+        broker.free = free_mib * MIB
+        broker.now += 1
+        answers.append(asked.refusal())
+    assert answers == ["", "", "disk_full", "disk_full", "disk_full", "", ""]
+
+
+def test_a_small_disk_keeps_a_tenth_of_itself_free(broker):
+    broker.whole, broker.free = 100 * MIB, 11 * MIB
+    asked = broker.room()
+    assert asked.refusal() == ""
+    broker.free, broker.now = 9 * MIB, broker.now + 1
+    assert asked.refusal() == "disk_full"
+    broker.free, broker.now = 13 * MIB, broker.now + 1
+    assert asked.refusal() == ""
+
+
+def test_an_answer_is_kept_for_a_moment(broker):
+    asked = broker.room()
+    assert asked.refusal() == ""
+    broker.free = 0
+    assert asked.refusal() == ""
+    broker.now += 0.1
+    assert asked.refusal() == "disk_full"
+
+
+def test_without_a_quota_any_usage_is_fine(broker):
+    asked = broker.room()
+    broker.appended = 1 << 50
+    assert asked.refusal() == ""
+    assert not asked.must_wait(1 << 40)
+
+
+def test_usage_is_never_below_what_du_says(broker):
+    usage = broker.usage()
+    for n in range(200):
+        broker.append(n * 37, f"t{n % 50}")
+        broker.now += n % 7
+        usage.walk_if_due(n % 3 == 0, 1 << 30)
+        assert usage.bound() + 50 * room._OLD_TOPIC >= broker.du()
+
+
+def test_a_walk_makes_the_bound_tight(broker):
+    usage = broker.usage()
+    broker.append(MIB)
+    os.truncate(f"{broker.data}/append/1.log", 0)  # as retention does
+    assert usage.bound() > 2 * MIB
+    broker.now += 60
+    usage.walk_if_due(False, GIB)
+    assert MIB < usage.bound() <= broker.du() < 1.1 * MIB
+
+
+def test_what_comes_during_a_walk_is_counted_on_top_of_it(broker, monkeypatch):
+    broker.append(4096)
+    usage = broker.usage()
+    monkeypatch.setattr(room, "_SLICE_S", -1.0)  # one file at a time
+    broker.now += 60
+    for _ in range(100):
+        broker.append(MIB // 4, "late")
+        usage.walk_if_due(False, 1 << 40)
+        assert usage.bound() + room._OLD_TOPIC >= broker.du()
+        broker.now += 1
+
+
+def test_a_durability_that_counts_from_zero_again_takes_nothing_off(broker):
+    usage = broker.usage()
+    broker.append(10 * MIB)
+    before = usage.bound()
+    broker.appended = 0
+    assert usage.bound() >= before
+    broker.appended = MIB
+    assert usage.bound() >= before + 2 * MIB
+
+
+def test_the_quota_refuses_early_then_waits_and_never_is_passed(broker):
+    asked, refused_at = broker.room("200 MiB"), 0
+    group = MIB
+    while not asked.must_wait(group):
+        broker.append(group)
+        broker.now += 0.1
+        refused_at = refused_at or (broker.du() if asked.refusal() == "quota" else 0)
+        assert broker.du() <= 200 * MIB
+    assert 150 * MIB < refused_at <= broker.du() - asked._accepted + 4 * MIB, "what is on the way fits in between"
+    assert broker.du() > 185 * MIB, "and no more than that is given away"
+
+
+def test_room_under_the_quota_is_noticed_within_a_second_of_asking(broker):
+    asked = broker.room("100 MiB")
+    broker.append(49 * MIB)
+    broker.now += 1
+    assert asked.refusal() == "quota"
+    assert asked.must_wait(1)
+    os.unlink(f"{broker.data}/append/1.log")
+    answers = []
+    for _ in range(10):
+        broker.now += 0.1
+        answers.append((asked.refusal(), asked.must_wait(1)))
+    assert answers[0] == ("quota", True)
+    assert answers[-1] == ("", False)
+
+
+def test_new_topics_count_before_a_walk_sees_them(broker):
+    usage = broker.usage()
+    for n in range(300):
+        os.makedirs(f"{broker.data}/topics/t{n}/0")
+        for name in ("topic.toml", "0/0.log", "0/0.idx"):
+            with open(f"{broker.data}/topics/t{n}/{name}", "wb") as file:
+                file.write(b"x")
+    assert usage.bound() >= broker.du()
+
+
+def test_files_that_vanish_during_a_walk_do_not_end_it(broker, monkeypatch):
+    broker.append(4096, "a")
+    usage = broker.usage()
+    monkeypatch.setattr(room, "_SLICE_S", -1.0)
+    for n in range(50):
+        broker.append(4096, f"b{n}")
+    broker.now += 60
+    usage.walk_if_due(False, GIB)
+    subprocess.run(["rm", "-r", f"{broker.data}/topics"], check=True)
+    for _ in range(400):
+        usage.walk_if_due(False, GIB)
+    assert usage.bound() < MIB
+
+
+def test_a_walk_over_thousands_of_topics_goes_in_slices(data):
+    for n in range(2_000):
+        os.makedirs(f"{data}/topics/t{n}/0")
+        for name in ("topic.toml", "0/0.log", "0/0.idx"):
+            os.close(os.open(f"{data}/topics/t{n}/{name}", os.O_CREAT | os.O_WRONLY))
+    usage = Usage(data, lambda: 0)
+    usage._begin_walk()
+    usage.walk(room._SLICE_S)
+    assert usage._files is not None, "10,000 files take longer than that"
+    usage.walk(60)
+    assert usage._files is None
