@@ -1,13 +1,22 @@
-"""The plain line protocol from the sender's side: fire and forget, in blocks.
+"""Lines as a client writes and reads them, and the plain protocol: fire and forget, in blocks.
+
+Payloads    Tools that pass on lines of text (`kmq produce`, the demo) leave bytes as they are and encode only what no line can
+            hold: NUL and newline. The Python clients encode whatever is not printable text (design 2.1): text is UTF-8 without
+            control characters other than tab and carriage return, so that `tail -F` of a queue can drive no terminal. Either way
+            it is base64 with the header `enc=b64`, and `decode_payload` gives back the very bytes.
+Keys        Every dot in a key given to a Python client is percent-encoded: whichever topics are declared, now or later, none
+            longer than the one that was named can be a prefix of it that ends at such a dot. `decode` gives the text back.
 
 Promise     close() returns only after ingress has taken every byte and closed its side, so an error on the way is seen. What
             ingress took is durable a moment later, but nobody says so: that is the acknowledged protocol's job.
 """
 
+import re
 import socket
 import time
-from base64 import b64encode
-from urllib.parse import quote
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from urllib.parse import quote, unquote
 
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.settings import MIB, Settings
@@ -40,6 +49,104 @@ def format_message(routing_key: bytes, payload: bytes, id: bytes = b"", ts: floa
         payload, id = b64encode(payload), id + b";enc=b64"
     stamp = b"%.6f" % (time.time() if ts is None else ts)
     return b"%b|%b|%b|%b\n" % (routing_key, stamp, id, payload)
+
+
+_CONTROL_FREE = bytes(byte for byte in range(256) if (byte >= 32 and byte != 127) or byte in b"\t\r")
+_OWN_HEADERS = ("enc", "reason", "len")  # and all of one letter (design 2.1)
+_TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_:@/=+-]*")
+_LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot instead of a format call per message
+
+
+def is_text(payload: bytes) -> bool:
+    """Whether a payload is printable text, and so stays as it is."""
+    return not payload.translate(None, _CONTROL_FREE) and _is_utf8(payload)
+
+
+def _is_utf8(data: bytes) -> bool:
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def decode_payload(id: bytes, payload: bytes) -> bytes:
+    """The payload that was sent, of a record with this id field."""
+    return b64decode(payload) if b"enc=b64" in id.split(b";")[1:] else payload
+
+
+def decode(field: bytes | str) -> str:
+    """A key, id or header value as it was before `percent_encode`."""
+    return unquote(field)
+
+
+def make_routing_key(topic: str, key: str | None = None) -> bytes:
+    """`<topic>` or `<topic>.<key>`. Raises ValueError where `topic` cannot be one."""
+    if not _TOPIC.fullmatch(topic):
+        raise ValueError(f"topic {topic!r}: must be letters, digits, _ . - and begin with none of the last two")
+    if key is None:
+        return topic.encode()
+    if not _PLAIN_KEY.fullmatch(key):
+        key = percent_encode(key).replace(".", "%2E")
+    return f"{topic}.{key}".encode()
+
+
+def make_id(id: str, headers: Mapping[str, str] | None = None) -> bytes:
+    """The id field: the id and its headers. Raises ValueError for a header name that is KMQ's own."""
+    field = percent_encode(id)
+    for name, value in (headers or {}).items():
+        if len(name) < 2 or name in _OWN_HEADERS or percent_encode(name) != name or "=" in name:
+            raise ValueError(f"header {name!r}: names of one letter and {', '.join(_OWN_HEADERS)} are KMQ's own")
+        field += f";{name}={percent_encode(value)}"
+    return field.encode()
+
+
+def format_text(routing_key: bytes, payload: bytes, id: bytes, ts: float) -> bytes:
+    """One line as a Python client sends it."""
+    if not is_text(payload):
+        payload, id = b64encode(payload), id + b";enc=b64"
+    return b"%b|%.6f|%b|%b\n" % (routing_key, ts, id, payload)
+
+
+def format_many(routing_key: bytes, payloads: Sequence[bytes], ts: float, first_id: int | None = None) -> bytes:
+    """The same for many, numbered from `first_id` on where there is one: some 70 ns a message where all are text."""
+    if not payloads:
+        return b""
+    head = b"%b|%.6f|" % (routing_key, ts)
+    if first_id is None:
+        separator = b"\n" + head + b"|"
+        data = b"".join((head, b"|", separator.join(payloads), b"\n"))
+    else:
+        data = _numbered(head, payloads, first_id)
+    if len(data.translate(None, _CONTROL_FREE)) == len(payloads) and _is_utf8(data):
+        return data  # no control character but our newlines
+    ids: Iterable[bytes] = (b"" for _ in payloads)
+    if first_id is not None:
+        ids = (b"%d" % id for id in range(first_id, first_id + len(payloads)))
+    return b"".join(format_text(routing_key, payload, id, ts) for payload, id in zip(payloads, ids, strict=True))
+
+
+def _numbered(head: bytes, payloads: Sequence[bytes], first_id: int) -> bytes:
+    parts: list[bytes] = []
+    done, count = 0, len(payloads)
+    while done < count:
+        high, low = divmod(first_id + done, 1000)
+        run = min(count - done, 1000 - low)
+        if high:
+            triples = [b"\n%b%d" % (head, high)] * (3 * run)
+            triples[1::3] = _LOW[low : low + run]
+        else:
+            triples = [b"\n" + head] * (3 * run)
+            triples[1::3] = [b"%d|" % n for n in range(low, low + run)]
+        triples[2::3] = payloads[done : done + run]
+        parts += triples
+        done += run
+    parts[0] = parts[0][1:]  # every line but the first brings the newline of the one before it
+    parts.append(b"\n")
+    return b"".join(parts)
 
 
 class LineSender:
@@ -93,4 +200,17 @@ class LineSender:
             self._sock.close()
 
 
-__all__ = ["KmqError", "LineSender", "format_message", "percent_encode", "read_port"]
+__all__ = [
+    "KmqError",
+    "LineSender",
+    "decode",
+    "decode_payload",
+    "format_many",
+    "format_message",
+    "format_text",
+    "is_text",
+    "make_id",
+    "make_routing_key",
+    "percent_encode",
+    "read_port",
+]

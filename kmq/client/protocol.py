@@ -1,0 +1,530 @@
+"""The acknowledged protocol from the producer's side, without I/O: messages in, lines out; replies in, deliveries out.
+
+    add → queue → take → flying → receive → done            (kmq.Producer and kmq.AsyncProducer move the bytes)
+            ↑_______ lost ________|
+
+Invariant   Messages leave in the order in which they came, and what has no reply stays here: `lost` puts all that was flying
+            back in front of the queue, with the same ids, so that the next connection sends it again and the broker answers
+            `!dup` for what it had stored. Every message gets exactly one outcome: a seq, or an error.
+Memory      Bounded by max_in_flight and max_in_flight_bytes: `is_full` until replies come. A message, or one list of them, is
+            let in whole where there is any room.
+Threads     None: who calls, locks.
+"""
+
+import re
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+
+from kmq.client.lines import format_many, format_text, make_id, make_routing_key
+from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
+from kmq.settings import KIB, MIB
+
+# The rest of the connection is refused with the same code: reconnect later, and send again.
+RETRYABLE = frozenset(("disk_full", "quota", "stopping", "busy", "connections"))
+CHUNK_BYTES = 256 * KIB  # of one write: what ingress receives at once
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_MAX_TOPICS = 10_000  # routing keys remembered as bytes
+_MAX_UNTOLD = 1000  # failed messages kept until somebody is told
+
+
+class Refused(KmqError):
+    """The broker refused a message, or the connection: nothing of it was stored. `code` is one word, `line` the message."""
+
+    def __init__(self, reason: str, line: bytes = b"") -> None:
+        self.code, self.line = reason.partition(" ")[0], line
+        message = f": {line[:200]!r}" if line else ""
+        super().__init__(f"refused by the broker: {reason}{message}")
+
+
+class Fenced(Refused):
+    """A newer producer of the same name has said hello: this one has ended."""
+
+
+class NotAnswered(RetryError, TimeoutError):
+    """Time is up and there is no reply: the message may or may not be stored. Sending it again with the same id is safe."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What kmq.Producer and kmq.AsyncProducer can be told.
+
+    Who is sending, and so what a retry does:
+        (nothing)       a generated name: a message is stored once however often the connection breaks.
+        producer=       a name of your own, whose ids the broker remembers over restarts of your program. Then
+                          - give each message its number, send(…, id=n), from something that you can come back to (a line
+                            number, a key of your database): what you repeat after a crash is stored once. Or
+                          - let ids be made: from `first_id` on, or without it from the clock (0.1 µs since 1970), which is beyond
+                            all ids of an earlier run. A made id that turns out to be stored already (the clock went back) is an
+                            error (code reused_id), never taken for a success.
+                        Two programs with one name: the later one fences the earlier one.
+        window=         ids are any text, known to be stored while the broker's KMQ_DEDUPE_COUNT and _AGE let it remember.
+        dedupe=False    no memory at all: what had no reply when a connection broke is stored again.
+    """
+
+    producer: str = ""
+    window: str = ""
+    dedupe: bool = True
+    first_id: int | None = None
+    # None: what comes while a reply is awaited goes with the next write. 0: a write per message. Else gather for so long.
+    linger_ms: float | None = None
+    batch_bytes: int = 64 * KIB  # gathered so far: written whatever linger_ms says
+    max_in_flight: int = 100_000  # messages without a reply, those not yet written included
+    max_in_flight_bytes: int = 32 * MIB
+    timeout_s: float = 60.0  # of every call that waits and is not given a timeout of its own
+    delivery_timeout_s: float | None = None  # a message without a reply for so long fails (NotAnswered); None: never
+    retry: frozenset[str] = RETRYABLE  # refusals that pass: reconnect and send again. Others fail the message.
+    token: str = ""  # bearer token
+    tls: ssl.SSLContext | None = None
+    server_hostname: str | None = None
+    stall_s: float = 5.0  # whoever waits so long says so, and again each time so much more has passed
+    on_stall: Callable[[str], None] | None = None  # how; None: a warning of logger kmq.producer
+
+    def __post_init__(self) -> None:
+        for field in ("producer", "window"):
+            if getattr(self, field) and not _NAME.fullmatch(getattr(self, field)):
+                raise ConfigError(f"{field}={getattr(self, field)!r}: must be 1 to 64 of A-Z a-z 0-9 _ . : -")
+        if bool(self.producer) + bool(self.window) + (not self.dedupe) > 1:
+            raise ConfigError("producer=, window= and dedupe=False exclude each other")
+        if self.first_id is not None and not self.producer:
+            raise ConfigError("first_id= is for a producer= with a name of its own")
+        if min(self.max_in_flight, self.max_in_flight_bytes, self.batch_bytes) < 1:
+            raise ConfigError("max_in_flight, max_in_flight_bytes and batch_bytes must be at least 1")
+
+
+class Delivery:
+    """Messages sent together, one or a list, and what became of them.
+
+    seq         of the message, or of the first stored one of a list; 0: stored before, too long ago for the broker to say which
+    runs        of a list: (place in the list, seq there, how many go on like this), in order
+    refused     of a list: place → Refused
+    error       why it failed: the first refusal, or that there was no reply
+    """
+
+    __slots__ = (
+        "answered",
+        "callback",
+        "count",
+        "data",
+        "done",
+        "error",
+        "may_be_stored",
+        "refused",
+        "runs",
+        "seen",
+        "seq",
+        "since",
+        "size",
+    )
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.answered = 0
+        self.done = self.seen = False
+        self.may_be_stored = False  # it has been on a connection that broke, or brings an id that may have been
+        self.seq = -1
+        self.error: KmqError | None = None
+        self.callback: Callable[[Delivery], object] | None = None
+        self.runs: list[tuple[int, int, int]] = []
+        self.refused: dict[int, Refused] = {}
+
+    def start(self, data: bytes, count: int, since: float) -> None:
+        self.data, self.count, self.size, self.since = data, count, len(data), since
+
+    def line(self, place: int) -> bytes:
+        """The message at `place` as it was sent."""
+        return self.data.split(b"\n")[place] if self.data else b""
+
+    def rest(self) -> bytes:
+        """The lines that have no reply yet."""
+        at = 0
+        for _ in range(self.answered):
+            at = self.data.index(b"\n", at) + 1
+        return self.data[at:]
+
+    def stored(self, count: int, seq: int) -> None:
+        """The next `count` messages are stored from `seq` on."""
+        if self.seq < 0:
+            self.seq = seq
+        if self.count > 1:
+            self.runs.append((self.answered, seq, count))
+        self.answered += count
+
+    def refuse(self, error: Refused) -> None:
+        """The next message is refused."""
+        self.refused[self.answered] = error
+        if self.error is None:
+            self.error = error
+        self.answered += 1
+
+    @property
+    def seqs(self) -> list[int]:
+        """The seq of each message; 0 where it is not known, or refused."""
+        if self.count == 1:
+            return [max(self.seq, 0)]
+        seqs = [0] * self.count
+        for place, seq, count in self.runs:
+            if seq:
+                seqs[place : place + count] = range(seq, seq + count)
+        return seqs
+
+
+class Core:
+    """One producer's messages and what is known of them."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.done: deque[Delivery] = deque()  # those with a callback, to be told
+        self.unanswered = self.bytes = 0  # messages without outcome, and the bytes they hold
+        self.failed: KmqError | None = None  # the producer has ended
+        self.connected = False
+        self.hurry = False  # somebody waits: what is queued goes now
+        self.last_error = "not connected yet"
+        self.unreachable_since = time.monotonic()
+        self.max_line = MIB
+        self._queue: deque[Delivery] = deque()
+        self._queued_bytes = 0
+        self._flying: deque[Delivery] = deque()  # on this connection, without reply
+        self._flown = 0  # messages answered on this connection
+        self._refusing = ""  # the connection is of no more use: the code that all further messages get
+        self._rest = b""
+        self._untold: list[Delivery] = []  # failed, and perhaps nobody has been told
+        self._keys: dict[str, bytes] = {}
+        self._window_prefix, self._next_id, self._ids_are_made = "", 0, False
+        self.name = options.producer
+        if options.window:
+            self._window_prefix = token_hex(8)
+        elif options.dedupe:
+            self._ids_are_made = options.first_id is None
+            if self.name:
+                self._next_id = time.time_ns() // 100 if options.first_id is None else options.first_id
+            else:
+                self.name, self._next_id = f"py-{token_hex(12)}", 1
+
+    # --- messages in -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        return self.unanswered >= self.options.max_in_flight or self.bytes >= self.options.max_in_flight_bytes
+
+    def add(
+        self,
+        delivery: Delivery,
+        topic: str,
+        payload: bytes | str,
+        key: str | None = None,
+        id: str | int | None = None,
+        headers: Mapping[str, str] | None = None,
+        ts: float | None = None,
+    ) -> None:
+        """Queue one message."""
+        if key is None:
+            routing_key = self._keys.get(topic) or self._routing_key(topic)
+        else:
+            routing_key = make_routing_key(topic, key)
+        if payload.__class__ is not bytes:
+            payload = payload.encode() if isinstance(payload, str) else bytes(payload)
+        if id is None and not headers and not self._window_prefix:
+            id_field = b"%d" % self._make_id() if self.name else b""
+        else:
+            id_field = self._id_field(delivery, id, headers)
+        line = format_text(routing_key, payload, id_field, time.time() if ts is None else ts)
+        delivery.start(line, 1, time.monotonic())
+        self._enqueue(delivery)
+
+    def _make_id(self) -> int:
+        made = self._next_id
+        self._next_id += 1
+        return made
+
+    def _id_field(self, delivery: Delivery, id: str | int | None, headers: Mapping[str, str] | None) -> bytes:
+        if id is None:
+            number = self._make_id() if self.name or self._window_prefix else ""
+            id = f"{self._window_prefix}-{number}" if self._window_prefix else number
+        else:
+            delivery.may_be_stored = True
+            if self.name:
+                if not str(id).isdecimal() or not str(id).isascii() or len(str(id)) > 18:
+                    raise ValueError(
+                        f"id {id!r}: those of a producer are numbers of at most 18 digits, each above the last"
+                    )
+                self._next_id = max(self._next_id, int(id) + 1)
+        return make_id(str(id), headers)
+
+    def _routing_key(self, topic: str) -> bytes:
+        if len(self._keys) >= _MAX_TOPICS:
+            self._keys.clear()
+        key = self._keys[topic] = make_routing_key(topic)
+        return key
+
+    def add_many(
+        self, delivery: Delivery, topic: str, payloads: Sequence[bytes], key: str | None = None, ts: float | None = None
+    ) -> None:
+        """Queue a list."""
+        routing_key = make_routing_key(topic, key)
+        ts = time.time() if ts is None else ts
+        if self._window_prefix:
+            data = b"".join(
+                format_text(routing_key, payload, self._id_field(delivery, None, None), ts) for payload in payloads
+            )
+        else:
+            data = format_many(routing_key, payloads, ts, self._next_id if self.name else None)
+            self._next_id += len(payloads)
+        self.add_lines(delivery, data, len(payloads))
+
+    def add_lines(self, delivery: Delivery, lines: bytes, count: int) -> None:
+        """Queue `count` whole lines as they are, with ids of their own."""
+        delivery.start(lines, count, time.monotonic())
+        if count:
+            self._enqueue(delivery)
+        else:
+            delivery.done = True
+
+    def _enqueue(self, delivery: Delivery) -> None:
+        self._queue.append(delivery)
+        self._queued_bytes += delivery.size
+        self.bytes += delivery.size
+        self.unanswered += delivery.count
+
+    # --- a connection ------------------------------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """What a connection begins with."""
+        words = ["!hello acks=1"]
+        words += [f"producer={self.name}"] if self.name else []
+        words += [f"window={self.options.window}"] if self.options.window else []
+        words += [f"token={self.options.token}"] if self.options.token else []
+        return " ".join(words).encode() + b"\n"
+
+    def greeted(self, line: bytes) -> None:
+        """The reply to hello. Raises Refused where the connection is of no use; `failed` says whether any other is."""
+        verb, _, rest = line.decode(errors="replace").strip().partition(" ")
+        if verb == "!ok":
+            self.connected, self._flown, self._refusing, self._rest = True, 0, "", b""
+            name, _, value = rest.partition("=")
+            if name == "max_line" and value.isdecimal():
+                self.max_line = int(value)
+            return
+        if verb != "!err":
+            raise Refused(f"not_kmq it answers {line[:100]!r} to !hello")
+        error = Refused(rest.removeprefix("0 "))
+        if error.code not in RETRYABLE:
+            error.exit_code = EXIT_CONFIG
+            self.fail(error)
+        elif error.code not in self.options.retry:
+            self._fail_all(error)
+        raise error
+
+    def lost(self, reason: str) -> None:
+        """The connection is gone, or could not be made: what has no reply waits for the next one, in order."""
+        if self.connected:
+            self.unreachable_since = time.monotonic()
+        self.connected, self.last_error = False, reason
+        again: list[Delivery] = []
+        for delivery in self._flying:
+            if delivery.done:  # its time was up
+                self._release(delivery)
+                continue
+            delivery.may_be_stored = True
+            again.append(delivery)
+        self._flying.clear()
+        self._queue.extendleft(reversed(again))
+        self._queued_bytes = sum(delivery.size for delivery in self._queue)
+
+    # --- lines out ---------------------------------------------------------------------------------------------------
+
+    def may_write(self, now: float) -> bool:
+        """Whether something is queued that should not wait for more."""
+        queue = self._queue
+        if not queue or not self.connected or self._refusing:
+            return False
+        linger = self.options.linger_ms
+        return (
+            self.hurry
+            or self._queued_bytes >= self.options.batch_bytes
+            or (not self._flying if linger is None else now - queue[0].since >= linger / 1000)
+        )
+
+    def linger_left(self, now: float) -> float | None:
+        """Seconds until what is queued has waited long enough; None where that does not depend on time."""
+        linger = self.options.linger_ms
+        if linger is None or not self._queue or not self.connected or self._refusing:
+            return None
+        return max(0.0, self._queue[0].since + linger / 1000 - now)
+
+    def take(self, now: float) -> bytes:
+        """The next bytes to write, b"" where nothing should go yet."""
+        if not self.may_write(now):
+            return b""
+        queue, flying = self._queue, self._flying
+        parts: list[bytes] = []
+        size = 0
+        while queue and size < CHUNK_BYTES:
+            delivery = queue.popleft()
+            self._queued_bytes -= delivery.size
+            data = delivery.rest() if delivery.answered else delivery.data
+            flying.append(delivery)
+            parts.append(data)
+            size += len(data)
+        if not queue:
+            self.hurry = False
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    # --- replies in --------------------------------------------------------------------------------------------------
+
+    def receive(self, data: bytes) -> None:
+        """Replies. Raises Refused where the connection must be replaced (call `lost`), or the producer has `failed`."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                verb, number, rest = line.split(b" ", 2)
+                count = int(number) - self._flown
+                if count < 1:
+                    raise ValueError(number)
+                if verb == b"!ack":
+                    self._stored(count, int(rest) - count + 1)
+                elif count > 1:
+                    raise ValueError(number)
+                elif verb == b"!dup":
+                    self._stored_before(int(rest))
+                elif verb == b"!err":
+                    self._refused(rest.decode(errors="replace"))
+                else:
+                    raise ValueError(verb)
+            except (ValueError, IndexError):
+                raise Refused(f"protocol the broker says {line[:100]!r} after {self._flown} replies") from None
+        if self._refusing and not self._flying:
+            raise Refused(self._refusing)  # all it had of ours has been answered: the next connection may do better
+
+    def _stored(self, count: int, seq: int) -> None:
+        flying = self._flying
+        self._flown += count
+        self.unanswered -= count
+        while count:
+            delivery = flying[0]
+            part = min(count, delivery.count - delivery.answered)
+            delivery.stored(part, seq)
+            if delivery.answered == delivery.count:
+                flying.popleft()
+                self.bytes -= delivery.size
+                self._finish(delivery)
+            count -= part
+            seq += part
+
+    def _stored_before(self, seq: int) -> None:
+        delivery = self._flying[0]
+        if delivery.may_be_stored or not self._ids_are_made:
+            self._stored(1, seq)
+        else:
+            line = delivery.line(delivery.answered)
+            self._refuse(
+                Refused(f"reused_id seq {seq} has this id already: it was used before this producer began", line)
+            )
+
+    def _refused(self, reason: str) -> None:
+        code = reason.partition(" ")[0]
+        if code == "fenced":
+            self.fail(Fenced(reason))
+            raise Fenced(reason)
+        if code in self.options.retry:
+            raise Refused(reason)
+        if code in RETRYABLE:
+            self._refusing = reason
+        delivery = self._flying[0]
+        self._refuse(Refused(reason, delivery.line(delivery.answered)))
+
+    def _refuse(self, error: Refused) -> None:
+        delivery = self._flying[0]
+        self._flown += 1
+        self.unanswered -= 1
+        delivery.refuse(error)
+        if delivery.answered == delivery.count:
+            self._flying.popleft()
+            self.bytes -= delivery.size
+            self._finish(delivery)
+
+    # --- outcomes ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, delivery: Delivery) -> None:
+        delivery.data = b""
+        if delivery.done:  # its time was up before
+            return
+        delivery.done = True
+        if delivery.callback is not None:
+            delivery.seen = True
+            self.done.append(delivery)
+        elif delivery.error is not None:
+            if len(self._untold) >= _MAX_UNTOLD:
+                self._untold = [untold for untold in self._untold if not untold.seen][:_MAX_UNTOLD]
+            self._untold.append(delivery)
+
+    def _release(self, delivery: Delivery) -> None:
+        """It is on no connection and goes on none."""
+        self.unanswered -= delivery.count - delivery.answered
+        self.bytes -= delivery.size
+
+    def _fail_all(self, error: KmqError) -> None:
+        for delivery in (*self._flying, *self._queue):
+            if not delivery.done and delivery.error is None:
+                delivery.error = error
+            self._release(delivery)
+            self._finish(delivery)
+        self._flying.clear()
+        self._queue.clear()
+        self._queued_bytes = 0
+
+    def fail(self, error: KmqError) -> None:
+        """The producer has ended, and with it everything that has no reply."""
+        self.failed = error
+        self._fail_all(error)
+
+    def expire(self, now: float) -> None:
+        """Fail what has waited longer than delivery_timeout_s."""
+        limit = self.options.delivery_timeout_s
+        if limit is None:
+            return
+        for delivery in (*self._flying, *self._queue):
+            if now - delivery.since < limit:
+                break
+            if not delivery.done:
+                delivery.error = NotAnswered(f"no reply within {limit:g} s: {self.describe(now)}")
+                self._finish(delivery)
+        while self._queue and self._queue[0].done:  # one that is flying holds its place among the replies
+            self._drop_queued()
+
+    def _drop_queued(self) -> None:
+        delivery = self._queue.popleft()
+        self._queued_bytes -= delivery.size
+        self._release(delivery)
+
+    def unseen_error(self) -> KmqError | None:
+        """What failed and neither a callback nor result() has shown to anybody; shown now."""
+        unseen = [delivery for delivery in self._untold if not delivery.seen]
+        self._untold.clear()
+        for delivery in unseen:
+            delivery.seen = True
+        return unseen[0].error if unseen else None
+
+    # --- what to say -------------------------------------------------------------------------------------------------
+
+    @property
+    def oldest(self) -> float | None:
+        """Since when the oldest message waits for its reply."""
+        waiting = self._flying or self._queue
+        return waiting[0].since if waiting else None
+
+    def describe(self, now: float) -> str:
+        """What is being waited for."""
+        oldest = self.oldest
+        text = f"{self.unanswered:,} messages unanswered"
+        if oldest is not None:
+            text += f", the oldest for {now - oldest:.1f} s"
+        if not self.connected:
+            return f"{text}; broker unreachable for {now - self.unreachable_since:.1f} s: {self.last_error}"
+        return f"{text}; the broker is connected and does not answer: it waits for its disk, or a stage of it is down"
+
+
+__all__ = ["RETRYABLE", "Core", "Delivery", "Fenced", "NotAnswered", "Options", "Refused"]
