@@ -1,0 +1,474 @@
+"""The client's side of the acknowledged protocol: lines in and out, no socket. What needs a broker is in tests/scenario."""
+
+import itertools
+import random
+import time
+
+import pytest
+
+from kmq import record
+from kmq.client import lines
+from kmq.client.protocol import Core, Delivery, Fenced, NotAnswered, Options, Refused
+from kmq.errors import ConfigError
+from kmq.links import hello
+
+
+def make(**options):
+    """A core that has been greeted, writing whatever it is given."""
+    core = Core(Options(**{"linger_ms": 0, **options}))
+    core.greeted(b"!ok max_line=1048576\n")
+    return core
+
+
+def add(core, payload=b"x", **more):
+    delivery = Delivery()
+    core.add(delivery, "t", payload, ts=1.5, **more)
+    return delivery
+
+
+def add_many(core, count, topic="t"):
+    delivery = Delivery()
+    core.add_many(delivery, topic, [b"%d" % n for n in range(count)], ts=1.5)
+    return delivery
+
+
+def take(core):
+    """Everything that may be written now, as lines without newline."""
+    data = b"".join(iter(lambda: core.take(time.monotonic()), b""))
+    assert not data or data.endswith(b"\n")
+    return data.splitlines()
+
+
+def ids(written):
+    return [line.split(b"|")[2] for line in written]
+
+
+def again(core, reason="it broke"):
+    """The connection is lost and another one made."""
+    core.lost(reason)
+    core.greeted(b"!ok max_line=1048576\n")
+
+
+# --- hello -----------------------------------------------------------------------------------------------------------
+
+
+def test_hello_says_who_is_sending():
+    assert Core(Options(producer="a:1")).hello() == b"!hello acks=1 producer=a:1\n"
+    assert Core(Options(window="podbus", token="t0")).hello() == b"!hello acks=1 window=podbus token=t0\n"
+    assert Core(Options(dedupe=False)).hello() == b"!hello acks=1\n"
+
+
+def test_a_generated_name_is_another_one_each_time_and_one_that_the_broker_takes():
+    names = {Core(Options()).name for _ in range(100)}
+    assert len(names) == 100
+    assert all(hello.parse(Core(Options()).hello().rstrip(b"\n")).producer for _ in range(10))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"producer": "a b"},
+        {"producer": "x" * 65},
+        {"window": "|"},
+        {"producer": "a", "window": "b"},
+        {"window": "b", "dedupe": False},
+        {"first_id": 1},
+        {"max_in_flight": 0},
+    ],
+)
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises(ConfigError):
+        Options(**options)
+
+
+@pytest.mark.parametrize("reply", [b"!err 0 drop_oldest no acks\n", b"!err 0 bad_hello\n", b"!err 0 unauthorized\n"])
+def test_a_hello_that_is_refused_for_good_ends_the_producer(reply):
+    core = Core(Options())
+    delivery = add(core)
+    with pytest.raises(Refused):
+        core.greeted(reply)
+    assert core.failed is delivery.error and delivery.done and core.unanswered == core.bytes == 0
+
+
+@pytest.mark.parametrize(
+    "reply", [b"!err 0 disk_full no room\n", b"!err 0 connections too many\n", b"SSH-2.0\r\n", b"\n"]
+)
+def test_a_hello_that_is_refused_for_now_leaves_everything_waiting(reply):
+    core = Core(Options())
+    delivery = add(core)
+    with pytest.raises(Refused):
+        core.greeted(reply)
+    assert core.failed is None and not delivery.done and not core.connected
+
+
+# --- replies ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_ack_answers_a_range_over_messages_and_lists():
+    core = make()
+    first, many, last = add(core), add_many(core, 5), add(core)
+    assert len(take(core)) == 7
+    core.receive(b"!ack 3 102\n")
+    assert (first.seq, many.done, last.done) == (100, False, False)
+    core.receive(b"!ack 7 106\n")
+    assert (many.seqs, last.seq, core.unanswered, core.bytes) == ([101, 102, 103, 104, 105], 106, 0, 0)
+
+
+def test_replies_may_be_cut_anywhere():
+    text = b"!ack 2 12\n!dup 3 7\n!err 4 bad_topic\n!ack 6 14\n"
+    for cut in range(len(text)):
+        core = make(producer="p", first_id=1)
+        many = add_many(core, 6)
+        take(core)
+        core.receive(text[:cut])
+        core.receive(text[cut:])
+        assert many.seqs == [11, 12, 7, 0, 13, 14]
+        assert list(many.refused) == [3] and many.error is many.refused[3]
+
+
+def test_a_refusal_names_code_and_message():
+    core = make()
+    add_many(core, 2)
+    delivery = add(core, b"the payload")
+    take(core)
+    core.receive(b"!ack 2 2\n!err 3 too_long by far\n")
+    assert delivery.error.code == "too_long" and b"the payload" in delivery.error.line
+    assert "too_long by far" in str(delivery.error) and "the payload" in str(delivery.error)
+
+
+def test_a_refused_message_nobody_was_told_of_is_kept_for_flush():
+    core = make()
+    told, seen, untold = add(core), add(core), add(core)
+    told.callback, seen.seen = print, True
+    take(core)
+    core.receive(b"!err 1 a\n!err 2 b\n!err 3 c\n")
+    assert core.unseen_error() is untold.error
+    assert core.unseen_error() is None
+    assert list(core.done) == [told]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"!ack 1\n",
+        b"!ack 0 1\n",
+        b"!ack x 1\n",
+        b"!ack 9 9\n",
+        b"!dup 2 1\n",
+        b"!err 2 x y\n",
+        b"hello\n",
+        b"\n",
+        b"!no 1 1\n",
+    ],
+)
+def test_a_reply_that_cannot_be_breaks_the_connection_and_loses_nothing(reply):
+    core = make()
+    delivery = add(core)
+    add(core)
+    before = take(core)
+    with pytest.raises(Refused, match="protocol"):
+        core.receive(reply)
+    again(core)
+    if not delivery.done:  # an ack of too many answers those that there are
+        assert take(core) == before
+
+
+def test_fenced_ends_the_producer_with_everything_that_has_no_reply():
+    core = make()
+    acked, flying, queued = add(core), add(core), None
+    take(core)
+    queued = add(core)
+    with pytest.raises(Fenced):
+        core.receive(b"!ack 1 1\n!err 2 fenced a newer one\n")
+    assert acked.error is None and acked.seq == 1
+    assert isinstance(flying.error, Fenced) and isinstance(queued.error, Fenced) and isinstance(core.failed, Fenced)
+    assert core.unanswered == core.bytes == 0
+
+
+# --- reconnects ------------------------------------------------------------------------------------------------------
+
+
+def test_all_that_has_no_reply_is_sent_again_in_order_with_the_same_ids():
+    core = make()
+    sent = [add(core), add_many(core, 4), add(core)]
+    written = take(core)
+    core.receive(b"!ack 3 3\n")
+    queued = add(core)
+    again(core)
+    resent = take(core)
+    assert resent[:3] == written[3:]
+    assert ids(resent) == [b"4", b"5", b"6", b"7"]
+    core.receive(b"!dup 1 4\n!dup 2 5\n!ack 4 7\n")
+    assert [d.seqs for d in (*sent, queued)] == [[1], [2, 3, 4, 5], [6], [7]]
+
+
+@pytest.mark.parametrize("code", ["disk_full", "quota", "stopping", "busy"])
+def test_a_refusal_that_passes_is_sent_again_on_the_next_connection(code):
+    core = make()
+    many = add_many(core, 3)
+    take(core)
+    with pytest.raises(Refused) as refused:
+        core.receive(b"!ack 1 1\n!err 2 %b for now\n!err 3 %b for now\n" % (code.encode(), code.encode()))
+    again(core, str(refused.value))
+    assert ids(take(core)) == [b"2", b"3"]
+    core.receive(b"!ack 2 3\n")
+    assert many.seqs == [1, 2, 3] and not many.refused
+
+
+def test_a_refusal_that_passes_fails_its_messages_where_nobody_wants_to_wait():
+    core = make(retry=frozenset())
+    first, second = add(core), add(core)
+    take(core)
+    core.receive(b"!err 1 disk_full no room\n")
+    later = add(core)
+    assert first.error.code == "disk_full" and not take(core), "nothing more goes where it would be refused"
+    with pytest.raises(Refused):  # all answered: the connection has to be replaced
+        core.receive(b"!err 2 disk_full no room\n")
+    assert second.error.code == "disk_full" and not later.done
+    core.lost("x")
+    with pytest.raises(Refused):
+        core.greeted(b"!err 0 disk_full no room\n")
+    assert later.error.code == "disk_full" and core.failed is None and core.unanswered == 0
+
+
+def test_time_that_is_up_fails_what_waits_and_only_that():
+    core = make(delivery_timeout_s=5.0)
+    flying = add(core)
+    take(core)
+    core.lost("the cable is out")
+    old, new = add(core), add(core)
+    old.since -= 6
+    flying.since -= 6
+    core.expire(time.monotonic())
+    assert isinstance(flying.error, NotAnswered) and "the cable is out" in str(flying.error)
+    assert old.done and not new.done and core.unanswered == 1 and core.bytes == new.size
+    core.greeted(b"!ok max_line=9\n")
+    assert ids(take(core)) == [b"3"]
+
+
+def test_a_reply_that_comes_after_the_time_was_up_changes_nothing():
+    core = make(delivery_timeout_s=5.0)
+    late, next_one = add(core), add(core)
+    take(core)
+    late.since -= 6
+    core.expire(time.monotonic())
+    core.receive(b"!ack 2 2\n")
+    assert isinstance(late.error, NotAnswered) and next_one.seq == 2 and next_one.error is None
+    assert core.unanswered == core.bytes == 0
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+
+def test_made_ids_of_a_named_producer_begin_beyond_those_of_an_earlier_run():
+    first = make(producer="a")
+    add_many(first, 1000)
+    second = make(producer="a")
+    add(second)
+    assert int(ids(take(first))[-1]) < int(ids(take(second))[0])
+
+
+def test_a_made_id_that_was_stored_before_is_an_error_and_no_success():
+    """The clock went back over a restart: taking `!dup` for delivered would lose the message silently."""
+    core = make(producer="a")
+    delivery = add(core)
+    take(core)
+    core.receive(b"!dup 1 77\n")
+    assert delivery.error.code == "reused_id"
+
+
+@pytest.mark.parametrize("options", [{"producer": "a", "first_id": 5}, {"producer": "a"}, {"window": "w"}])
+def test_an_id_of_the_users_own_may_have_been_stored_before(options):
+    core = make(**options)
+    delivery = add(core, id=5)
+    take(core)
+    core.receive(b"!dup 1 77\n")
+    assert delivery.seq == 77 and delivery.error is None
+
+
+def test_made_ids_go_on_after_those_of_the_user():
+    core = make(producer="a", first_id=1)
+    for id in (None, 10, None, "20", None):
+        add(core, id=id)
+    assert ids(take(core)) == [b"1", b"10", b"11", b"20", b"21"]
+
+
+@pytest.mark.parametrize("id", ["x", "-1", "1.5", "", "٣", 10**18])
+def test_an_id_that_no_producer_can_have_is_refused_here(id):
+    with pytest.raises(ValueError, match="id"):
+        add(make(), id=id)
+
+
+def test_ids_of_a_window_are_any_text_and_made_ones_are_unique():
+    cores = [make(window="w"), make(window="w")]
+    for core in cores:
+        add(core, id="order;7|x")
+        add(core)
+        add_many(core, 3)
+    written = [ids(take(core)) for core in cores]
+    assert written[0][0] == written[1][0] == b"order%3B7%7Cx"
+    made = written[0][1:] + written[1][1:]
+    assert len(set(made)) == len(made) == 8
+
+
+# --- what is written when ----------------------------------------------------------------------------------------------
+
+
+def test_what_comes_while_a_reply_is_awaited_goes_with_the_next_write():
+    core = make(linger_ms=None)
+    add(core)
+    assert len(take(core)) == 1
+    for _ in range(10):
+        add(core)
+    assert take(core) == []
+    core.receive(b"!ack 1 1\n")
+    assert len(take(core)) == 10
+
+
+def test_a_full_batch_and_somebody_who_waits_do_not_wait_for_a_reply():
+    core = make(linger_ms=None, batch_bytes=100)
+    add(core)
+    take(core)
+    add(core)
+    assert take(core) == []
+    core.hurry = True
+    assert len(take(core)) == 1 and not core.hurry
+    add(core, b"x" * 100)
+    assert len(take(core)) == 1
+
+
+def test_linger_gathers_for_its_time():
+    core = make(linger_ms=1000)
+    first = add(core)
+    now = first.since
+    assert core.take(now + 0.999) == b"" and core.linger_left(now + 0.999) == pytest.approx(0.001)
+    assert core.take(now + 1.0) != b""
+    assert core.linger_left(now) is None
+
+
+def test_the_window_is_full_by_messages_or_bytes_and_has_room_after_replies():
+    core = make(max_in_flight=3)
+    add_many(core, 3)
+    assert core.is_full
+    take(core)
+    core.receive(b"!ack 1 1\n")
+    assert not core.is_full
+    core = make(max_in_flight_bytes=100)
+    add(core, b"x" * 100)
+    assert core.is_full
+
+
+def test_a_stall_is_described_with_what_is_known():
+    core = Core(Options())
+    add(core)
+    core.lost("127.0.0.1:1: Connection refused")
+    text = core.describe(time.monotonic() + 7)
+    assert "1 messages unanswered, the oldest for 7.0 s" in text
+    assert "unreachable for 7.0 s: 127.0.0.1:1: Connection refused" in text
+    assert "does not answer" in make().describe(0)
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+PAYLOADS = [b"", b"plain", b"a|b;c%", b"tab\there", b"dos\r", "größe 日本".encode(), b"x" * 5000]
+ENCODED = [b"nul\0", b"two\nlines", b"\x1b[31mred", b"\x7f", b"\xff\xfe", b"\xc3", bytes(range(256))]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_plain_text_stays_plain(payload):
+    line = lines.format_text(b"t", payload, b"7", 1.5)
+    assert line == b"t|1.500000|7|" + payload + b"\n"
+
+
+@pytest.mark.parametrize("payload", PAYLOADS + ENCODED)
+@pytest.mark.parametrize("id", [b"", b"7", b"7;trace=a%3B"])
+def test_any_bytes_come_back_identical(payload, id):
+    line = lines.format_text(b"t", payload, id, 1.5)
+    assert record.good_prefix(line) == len(line) and line.count(b"\n") == 1
+    _, _, stored_id, stored = line[:-1].split(b"|", 3)
+    assert stored_id == id + (b";enc=b64" if payload in ENCODED else b"")
+    assert stored == payload or stored.isascii()
+    assert lines.decode_payload(stored_id, stored) == payload
+
+
+@pytest.mark.parametrize("first_id", [None, 1, 998, 999, 1000, 17_000_000_000_000_999])
+@pytest.mark.parametrize("odd", [None, *ENCODED, "größe".encode()])
+def test_a_list_is_formatted_like_one_message_after_the_other(first_id, odd):
+    payloads = [b"payload %d" % n for n in range(2500)]
+    if odd is not None:
+        payloads[1234] = odd
+    numbers = itertools.repeat(b"") if first_id is None else (b"%d" % n for n in itertools.count(first_id))
+    one_by_one = [lines.format_text(b"t.k", p, id, 1.5) for p, id in zip(payloads, numbers, strict=False)]
+    assert lines.format_many(b"t.k", payloads, 1.5, first_id) == b"".join(one_by_one)
+
+
+def test_an_empty_list_is_delivered_at_once():
+    core = make()
+    delivery = add_many(core, 0)
+    assert delivery.done and core.unanswered == 0 and take(core) == []
+
+
+def test_a_dot_in_a_key_cannot_make_it_another_topics_message():
+    assert lines.make_routing_key("jobs", "eu.1") == b"jobs.eu%2E1"
+    assert lines.make_routing_key("jobs.eu") == b"jobs.eu"
+    assert lines.make_routing_key("jobs", "") == b"jobs."
+    for key in ("eu.1", "a|b", "größe", "%2E", "a b\n", ""):
+        routing_key = lines.make_routing_key("jobs", key)
+        assert record.good_prefix(routing_key + b"|0||x\n")
+        assert lines.decode(routing_key.removeprefix(b"jobs.")) == key
+
+
+@pytest.mark.parametrize("topic", ["", ".a", "-a", "a|b", "a\n", "a b", "../x", "größe", "!hello"])
+def test_a_topic_that_cannot_be_one_is_refused_here(topic):
+    with pytest.raises(ValueError, match="topic"):
+        lines.make_routing_key(topic)
+
+
+def test_headers_follow_the_id_and_kmqs_own_are_refused():
+    assert lines.make_id("7", {"trace": "a;b=c|d"}) == b"7;trace=a%3Bb=c%7Cd"
+    for name in ("p", "w", "enc", "reason", "len", "", "a;b", "a=b", "a b"):
+        with pytest.raises(ValueError, match="header"):
+            lines.make_id("7", {name: "x"})
+
+
+# --- a whole history -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_history_of_broken_connections_stores_everything_once_and_in_order(seed):
+    """Replies and what was written are cut at random; the broker remembers as design 2.4 says, in a few lines of its own."""
+    rng = random.Random(seed)
+    core = make(max_in_flight=200, linger_ms=None)
+    stored, seqs, deliveries = [], {}, []  # the broker: lines, and id → seq
+
+    def reply_to(written, done):
+        replies = []
+        for n, line in enumerate(written, done + 1):
+            id = line.split(b"|")[2]
+            if id in seqs:
+                replies.append(b"!dup %d %d\n" % (n, seqs[id]))
+            else:
+                stored.append(line)
+                seqs[id] = len(stored)
+                replies.append(b"!ack %d %d\n" % (n, len(stored)))
+        return replies
+
+    done = 0
+    while len(deliveries) < 300 or core.unanswered:
+        if len(deliveries) < 300 and not core.is_full:
+            deliveries.append(add_many(core, rng.randrange(1, 30)) if rng.random() < 0.3 else add(core))
+        core.hurry = rng.random() < 0.5
+        written = take(core)
+        reached = written if rng.random() < 0.7 else written[: rng.randrange(len(written) + 1)]
+        replies = reply_to(reached, done)
+        if len(reached) < len(written) or rng.random() < 0.2:
+            core.receive(b"".join(replies[: rng.randrange(len(replies) + 1)]))
+            again(core)
+            done = 0
+        else:
+            core.receive(b"".join(replies))
+            done += len(written)
+    assert [int(id) for id in ids(stored)] == list(range(1, len(stored) + 1))
+    assert len(stored) == sum(delivery.count for delivery in deliveries)
+    assert [seq for delivery in deliveries for seq in delivery.seqs] == list(range(1, len(stored) + 1))
+    assert not any(delivery.error for delivery in deliveries) and core.bytes == 0
