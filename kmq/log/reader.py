@@ -1,0 +1,503 @@
+"""Reading a log, the WAL or a partition, while it grows, rolls and is retained: lookups and checked blocks.
+
+Owner       nobody: read-only, needs no lock.
+Invariant   No byte of a block is handed out before the block's crc was found right. What the index does not speak of yet, at
+            most the last second of writes, is checked line by line: syntax, no NUL, seqs that rise. Damage raises
+            DamageError as soon as it is reached, never before what is good in front of it has been handed out, and nothing
+            is ever passed over in silence.
+Numbers     A record's offset is its seq in the WAL, its position in a partition. Lookups are O(log n) reads of a few bytes:
+            over the names (or first lines) of the segments, then over the lines of one index. What they find is checked
+            against the data, so a damaged index line leads to an error or to a longer search, not to a wrong answer.
+Live        Each call looks anew. The index is opened before the log: it may say less than the log holds, never more. A log
+            whose open block gets longer, or gets its final line, meanwhile is looked at again. What retention takes away while
+            it is read is read to its end; what it has taken before is not there: a read that begins below `first_offset`
+            answers from there, and its offset says so.
+"""
+
+import contextlib
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from kmq import record
+from kmq.errors import CorruptError
+from kmq.log import segment
+from kmq.log.disk import find_tail
+from kmq.log.index import BLOCK_BYTES, Entry, parse_line
+
+READ_BYTES = 1 << 20  # handed out at once, unless one line is longer
+_INDEX_LINE = 256  # bytes; an index line is shorter
+_WINDOW = 1 << 14  # bytes of an index read at once in order: some 300 blocks
+
+# Whole stored lines; a bare newline is what compaction leaves. Possessive: a bad line must not be tried twice.
+_LINES = re.compile(rb"(?:(?:\d{1,19}\|\d{1,12}\.\d{6}\|[^|\n\0]++\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+)?+\n)*+")
+_SEQS = re.compile(rb"(?m)^(\d+)\|")
+
+
+class DamageError(CorruptError):
+    """Bytes that must not be served: those of `path` from `byte` to `end`. `next_offset` is the first record after them."""
+
+    def __init__(self, path: str, byte: int, end: int, first_offset: int, next_offset: int, what: str) -> None:
+        self.path, self.byte, self.end = path, byte, end
+        self.first_offset, self.next_offset, self.what = first_offset, next_offset, what
+        kind = "seq" if f"{os.sep}append{os.sep}" in path else "offset"
+        records = f"{kind} {first_offset}" + (f" to {next_offset - 1}" if next_offset > first_offset + 1 else "")
+        super().__init__(f"{path}: damaged at byte {byte} ({records}): {what}; run kmq verify --repair")
+
+
+class Piece(NamedTuple):
+    """Checked whole lines of a segment; the first is record `offset`, at byte `position`."""
+
+    offset: int
+    position: int
+    lines: bytes
+
+
+def seqs_of(lines: bytes) -> list[int]:
+    """The seqs of whole stored lines, without what compaction took away."""
+    return [int(seq) for seq in _SEQS.findall(lines)]
+
+
+def bad_line(lines: bytes, after: int = 0) -> int:
+    """Where in whole lines the first one begins that is not a stored line, or whose seq does not rise; -1: nowhere.
+
+    `after` is the seq that comes before them.
+    """
+    match = _LINES.match(lines)
+    end = match.end() if match else 0
+    seqs = [after, *seqs_of(lines[:end])]
+    if any(a >= b for a, b in pairwise(seqs)):
+        last = after
+        for found in _SEQS.finditer(lines):
+            if int(found[1]) <= last:
+                return found.start()
+            last = int(found[1])
+    return end if end < len(lines) else -1
+
+
+class Index:
+    """The lines of one index file as they are now; one that is just being written is not among them."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.fd, self.size = path, -1, 0
+        with contextlib.suppress(FileNotFoundError):
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            size = os.fstat(self.fd).st_size
+            start = max(0, size - _INDEX_LINE)
+            whole = start + os.pread(self.fd, _INDEX_LINE, start).rfind(b"\n") + 1
+            self.size = (
+                whole if whole > start or not start else size
+            )  # no line is so long: found bad when it is reached
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def line(self, at: int) -> tuple[int, int, Entry]:
+        """(start, end, entry) of the line that holds byte `at`. Raises DamageError where it is none."""
+        base = max(0, at - _INDEX_LINE)
+        data = os.pread(self.fd, 2 * _INDEX_LINE, base)
+        start = data.rfind(b"\n", 0, at - base) + 1
+        stop = data.find(b"\n", at - base)
+        return base + start, base + stop + 1, self._entry(data[start:stop] if stop >= 0 else b"", base + start)
+
+    def _entry(self, line: bytes, at: int) -> Entry:
+        entry = parse_line(line)
+        if entry is None:
+            raise self.damage(at, f"not an index line: {line[:40]!r}")
+        return entry
+
+    def damage(self, at: int, what: str) -> DamageError:
+        return DamageError(self.path, at, self.size, 0, 0, what)
+
+    def last(self, holds: Callable[[Entry], bool]) -> tuple[int, int, Entry] | None:
+        """(start, end, entry) of the last line that `holds`, where all before it do and none after it."""
+        best, low, high = None, 0, self.size
+        while low < high:
+            start, end, entry = self.line((low + high) // 2)
+            if holds(entry):
+                best, low = (start, end, entry), end
+            else:
+                high = start
+        return best
+
+    def entries(self, at: int = 0) -> Iterator[tuple[int, Entry]]:
+        """(byte, entry) of the lines in force, the last for each offset, from the line at byte `at` on."""
+        held: tuple[int, Entry] | None = None
+        while at < self.size:
+            data = os.pread(self.fd, min(_WINDOW, self.size - at), at)
+            whole = data.rfind(b"\n") + 1
+            if not whole:
+                raise self.damage(at, "no end of line")
+            for line in data[: whole - 1].split(b"\n"):
+                entry = self._entry(line, at)
+                if held is not None:
+                    before = held[1]
+                    if (entry.offset > before.offset) != (
+                        entry.position > before.position
+                    ) or entry.offset < before.offset:
+                        raise self.damage(at, "does not follow from the line before it")
+                    if entry.offset > before.offset:
+                        yield held
+                held = at, entry
+                at += len(line) + 1
+        if held is not None:
+            yield held
+
+
+class Segment:
+    """One segment as it is at this moment, open for reading; close it. Raises FileNotFoundError where it has gone."""
+
+    def __init__(self, path: str, first: int, by_seq: bool, sealed: bool) -> None:
+        self.path, self.first, self.by_seq, self.sealed = path, first, by_seq, sealed
+        self.index = Index(segment.index_path(path))
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self.index.close()
+            raise
+        status = os.fstat(self.fd)
+        self.size, self.inode = status.st_size, status.st_ino
+
+    def __enter__(self) -> "Segment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.index.close()
+        os.close(self.fd)
+
+    def damage(self, byte: int, end: int, first: int, following: int, what: str) -> DamageError:
+        return DamageError(self.path, byte, end, first, following, what)
+
+    # --- what an index line says -------------------------------------------------------------------------------------
+
+    def blocks(self, at: int = 0) -> Iterator[tuple[int, Entry, Entry | None]]:
+        """(byte, entry, the next one) of the blocks from the index line at byte `at` on; the last has none after it."""
+        held: tuple[int, Entry] | None = None
+        for here, entry in self.index.entries(at):
+            if held is not None:
+                yield *held, entry
+            held = here, entry
+        if held is not None:
+            yield *held, None
+
+    def fault(self, entry: Entry, data: bytes, following: int) -> str:
+        """What contradicts the entry in `data`, the whole block; `following`: offset of the next one, 0: not known."""
+        if zlib.crc32(data) != entry.crc:
+            return "crc mismatch"
+        fields = data.lstrip(b"\n").split(b"|", 2)  # compaction may have taken the first records
+        if data[0] != 10 and (fields[1] != entry.recv_ts or (self.by_seq and int(fields[0]) != entry.offset)):
+            return "the index speaks of another record"
+        if following and not self.by_seq and entry.offset + data.count(b"\n") != following:
+            return "the index counts other records"
+        return ""
+
+    def covered(self, entry: Entry) -> int:
+        """Where what the provisional line `entry` speaks of ends: somewhere in its block, at the end of a line."""
+        data = self._block_from(entry.position)
+        if zlib.crc32(data) == entry.crc and data:
+            return entry.position + len(data)
+        crc, at = 0, 0
+        for line in data.split(b"\n")[:-1]:
+            at += len(line) + 1
+            crc = zlib.crc32(b"\n", zlib.crc32(line, crc))
+            if crc == entry.crc:
+                return entry.position + at
+        raise self.damage(entry.position, entry.position + len(data), entry.offset, entry.offset + 1, "crc mismatch")
+
+    def _block_from(self, position: int) -> bytes:
+        """The whole lines from `position` until a block is full, or the log ends."""
+        want = BLOCK_BYTES
+        while True:
+            data = os.pread(self.fd, max(0, min(want, self.size - position)), position)
+            end = data.find(b"\n", BLOCK_BYTES - 1) + 1 if len(data) >= BLOCK_BYTES else 0
+            if end:
+                return data[:end]
+            if position + len(data) >= self.size:
+                return data[: data.rfind(b"\n") + 1]
+            want *= 2
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def pieces(self, offset: int, known: tuple[int, int] = (0, 0)) -> Iterator[Piece]:
+        """Checked lines from the block that holds `offset` on. `known`: (offset, position) of some line start."""
+        found = self.index.last(lambda entry: entry.offset <= offset)
+        if found is None:
+            if self.index.size:
+                raise self.index.damage(0, f"does not begin with record {self.first}")
+            yield from self._unindexed(max((self.first, 0), known if known[0] <= offset else (0, 0)))
+            return
+        self._check_start(*found)
+        yield from self.pieces_from(found[0], offset, known)
+
+    def pieces_from(self, at: int, offset: int = 0, known: tuple[int, int] = (0, 0)) -> Iterator[Piece]:
+        """The same from the index line at byte `at` on."""
+        for _, entry, following in self.blocks(at):
+            end = following.position if following else self.covered(entry)
+            data = os.pread(self.fd, end - entry.position, entry.position) if end <= self.size else b""
+            after = following.offset if following else 0
+            what = self.fault(entry, data, after) if len(data) == end - entry.position > 0 else "the log ends in it"
+            if what:
+                raise self.damage(entry.position, end, entry.offset, after or entry.offset + 1, what)
+            yield Piece(entry.offset, entry.position, data)
+        counted = (entry.offset + data.count(b"\n"), end)
+        yield from self._unindexed(known if counted < known and known[0] <= offset else counted, data)
+
+    def _check_start(self, start: int, end: int, entry: Entry) -> None:
+        """The offset of the last index line of a partition is checked by the lines of the block before it."""
+        if not start:
+            if (entry.offset, entry.position) != (self.first, 0) and not self.by_seq:
+                raise self.index.damage(0, f"does not begin with record {self.first}")
+        elif end == self.index.size and not self.by_seq and entry.offset != self.first:
+            before = self.index.last(lambda each: each.offset < entry.offset)
+            if before is not None:
+                position = before[2].position
+                data = os.pread(self.fd, max(0, entry.position - position), position)
+                if before[2].offset + data.count(b"\n") != entry.offset:
+                    raise self.index.damage(start, "does not follow from the line before it")
+
+    def _unindexed(self, start: tuple[int, int], before: bytes = b"\n") -> Iterator[Piece]:
+        """What follows `start`, (offset, position), where the index ends; `before` are the lines in front of it."""
+        offset, position = start
+        after = max([0, *seqs_of(before[before.rfind(b"\n", 0, -1) + 1 :])])
+        want = READ_BYTES
+        while position < self.size:
+            data = os.pread(self.fd, min(want, self.size - position), position)
+            data = data[: data.rfind(b"\n") + 1]
+            if not data and want < self.size - position:
+                want *= 2
+                continue
+            bad = bad_line(data, after)
+            data = data[:bad] if bad >= 0 else data
+            if data:
+                yield Piece(record.seq_of(data.lstrip(b"\n")) if self.by_seq else offset, position, data)
+                after = max([after, *seqs_of(data[-READ_BYTES:])[-1:]])
+            offset, position = offset + data.count(b"\n"), position + len(data)
+            if bad >= 0:
+                first = after + 1 if self.by_seq else offset
+                raise self.damage(position, self.size, first, first + 1, "not a stored line in order of seq")
+            if not data:
+                return  # a line that is being written, or a torn one
+
+    def stamp_at(self, position: int) -> tuple[int, int] | None:
+        """(seq, recv_ts) of the first record at or after the line start `position`, unchecked; None where there is none."""
+        while position < self.size:
+            data = os.pread(self.fd, 4096, position)
+            line = data.lstrip(b"\n")
+            if line:
+                fields = (line if len(line) > 64 else os.pread(self.fd, 64, position + len(data) - len(line))).split(
+                    b"|", 2
+                )
+                with contextlib.suppress(ValueError, IndexError):
+                    return int(fields[0]), record.parse_ts(fields[1])
+                return None
+            position += len(data)
+        return None
+
+
+class Log:
+    """The WAL (`by_seq`) or one partition. Cheap to make and to keep; no descriptor stays open between calls."""
+
+    def __init__(self, directory: str, by_seq: bool) -> None:
+        self.directory, self.by_seq = directory, by_seq
+        self._known = (0, 0, 0)  # inode, offset, position of a line start: where the last read ended
+
+    def segments(self) -> list[tuple[int, str]]:
+        """(first offset, path) of the segments, in order."""
+        return segment.listing(self.directory)
+
+    @property
+    def first_offset(self) -> int:
+        """The oldest offset there is, or was, before retention took all."""
+        segments = self.segments()
+        return segments[0][0] if segments else int(self.by_seq)
+
+    def end_offset(self) -> int:
+        """The offset that comes next."""
+        while True:
+            segments = self.segments()
+            if not segments:
+                return int(self.by_seq)
+            with contextlib.suppress(FileNotFoundError), self._open(segments, len(segments) - 1) as active:
+                if self.by_seq:
+                    tail = find_tail(active.fd, active.size, lambda line: record.parse_stored(line) is not None)
+                    return record.seq_of(tail.last) + 1 if tail.last else active.first
+                found = active.index.last(lambda _: True)
+                start = (found[2].offset, found[2].position) if found else (active.first, 0)
+                offset, position = max(start, self._known_in(active))
+                while position < active.size:
+                    data = os.pread(active.fd, READ_BYTES, position)
+                    offset, position = offset + data.count(b"\n"), position + len(data)
+                    if data.endswith(b"\n"):
+                        self._known = active.inode, offset, position
+                return offset
+
+    def _known_in(self, held: Segment) -> tuple[int, int]:
+        return self._known[1:] if self._known[0] == held.inode else (0, 0)
+
+    def _open(self, segments: list[tuple[int, str]], number: int) -> Segment:
+        first, path = segments[number]
+        return Segment(path, first, self.by_seq, number + 1 < len(segments))
+
+    def read(self, offset: int, max_bytes: int = READ_BYTES) -> tuple[int, bytes]:
+        """(offset of the first line, whole lines) from `offset` on, at most `max_bytes` or one line; b"" at the end.
+
+        In a partition the next read begins at offset + lines.count(newline); a bare newline is a record that compaction took
+        away. In the WAL it begins after the seq of the last line.
+        """
+        while True:
+            segments = self.segments()
+            number = max(0, sum(first <= offset for first, _ in segments) - 1)
+            try:
+                return self._read(segments, number, offset, max_bytes)
+            except FileNotFoundError:  # retention was faster
+                continue
+
+    def _read(self, segments: list[tuple[int, str]], number: int, offset: int, max_bytes: int) -> tuple[int, bytes]:
+        for at in range(number, len(segments)):
+            offset = max(offset, segments[at][0])
+            with self._open(segments, at) as held:
+                first, lines = self._take(held, offset, max_bytes)
+            if lines:
+                return first, lines
+            if held.sealed and not self.by_seq:
+                raise held.damage(
+                    held.size, held.size, offset, segments[at + 1][0], "the log ends before the next segment"
+                )
+        return offset, b""
+
+    def _take(self, held: Segment, offset: int, max_bytes: int) -> tuple[int, bytes]:
+        taken: list[bytes] = []
+        length, first, end = 0, offset, 0
+        try:
+            for piece in held.pieces(offset, self._known_in(held)):
+                lines = piece.lines
+                if not taken:
+                    first, lines = self._from(piece, offset)
+                    if not lines:
+                        continue
+                if taken and length + len(lines) > max_bytes:
+                    break
+                taken.append(lines)
+                length, end = length + len(lines), piece.position + len(piece.lines)
+                if length >= max_bytes:
+                    break
+        except DamageError:
+            if not taken:
+                raise
+        text = taken[0] if len(taken) == 1 else b"".join(taken)
+        if length > max_bytes:
+            text = text[: text.rfind(b"\n", 0, max_bytes) + 1 or text.find(b"\n") + 1]
+        elif taken and not self.by_seq and not held.sealed:
+            self._known = held.inode, first + text.count(b"\n"), end
+        return first, text
+
+    def _from(self, piece: Piece, offset: int) -> tuple[int, bytes]:
+        """(offset, lines) of a piece less the lines before `offset`."""
+        if not self.by_seq:
+            ahead = max(0, offset - piece.offset)
+            if ahead > piece.lines.count(b"\n"):
+                return offset, b""
+            return piece.offset + ahead, piece.lines.split(b"\n", ahead)[ahead] if ahead else piece.lines
+        lines = within(piece.lines, offset, 1 << 63)
+        return (record.seq_of(lines) if lines else offset), lines
+
+    # --- lookups -----------------------------------------------------------------------------------------------------
+
+    def offset_of_seq(self, seq: int) -> int:
+        """Offset of the first record with this seq or a later one; the end where there is none."""
+        return self.find(seq, 0)[0]
+
+    def offset_of_time(self, micros: int) -> int:
+        """Offset of the first record received at this time (µs) or later; the end where there is none."""
+        return self.find(micros, 1)[0]
+
+    def find(self, target: int, field: int) -> tuple[int, str, int, bytes]:
+        """(offset, path, byte, line) of the first record whose seq (field 0) or recv_ts (field 1) is at least `target`.
+
+        At the end: (end offset, "", 0, b"").
+        """
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return self._find(self.segments(), target, field) or (self.end_offset(), "", 0, b"")
+
+    def _find(self, segments: list[tuple[int, str]], target: int, field: int) -> tuple[int, str, int, bytes] | None:
+        low, high = 0, len(segments)  # the segments before `low` begin before the target, those from `high` on do not
+        while low < high:
+            middle = (low + high) // 2
+            with self._open(segments, middle) as held:
+                head = held.stamp_at(0)
+            if head is not None and head[field] < target:
+                low = middle + 1
+            else:
+                high = middle
+        for at in range(max(0, low - 1), len(segments)):
+            with self._open(segments, at) as held:
+                found = self._find_in(held, target, field)
+            if found is not None:
+                return found
+        return None
+
+    def _find_in(self, held: Segment, target: int, field: int) -> tuple[int, str, int, bytes] | None:
+        def is_before(entry: Entry) -> bool:
+            stamp = held.stamp_at(entry.position)
+            return stamp is not None and stamp[field] < target
+
+        found = held.index.last(is_before)
+        for start in (found[2].offset if found else held.first, held.first):
+            for number, piece in enumerate(held.pieces(start)):
+                at, position = 0, piece.position
+                for line in piece.lines.split(b"\n")[:-1]:
+                    stamp = record.parse_stored(line) if line else None
+                    if stamp is not None and stamp[field] >= target:
+                        if not number and not at and start != held.first:
+                            break  # a damaged probe led too far: from the beginning
+                        return (stamp[0] if self.by_seq else piece.offset + at), held.path, position, line
+                    at, position = at + 1, position + len(line) + 1
+                else:
+                    continue
+                break
+            else:
+                return None
+        return None
+
+
+def wal(data: str) -> Log:
+    """The WAL of a data directory."""
+    return Log(f"{data}/append", by_seq=True)
+
+
+def partition(data: str, topic: str, partition: int) -> Log:
+    """One partition of a topic."""
+    return Log(f"{data}/topics/{topic}/{partition}", by_seq=False)
+
+
+def first_seq(data: str) -> int:
+    """The oldest seq the WAL still has; 1 of an empty one."""
+    return wal(data).first_offset
+
+
+def read(data: str, low: int, high: int) -> Iterator[bytes]:
+    """The records low…high (inclusive) of the WAL as blocks of whole lines, in order; DamageError at what is not good.
+
+    The caller knows that `high` is durable; what lies after it in the file is not looked at.
+    """
+    log = wal(data)
+    while low <= high:
+        low, lines = log.read(low)
+        wanted = within(lines, low, high)
+        if not wanted:
+            return
+        yield wanted
+        low = record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :]) + 1
+
+
+def within(lines: bytes, low: int, high: int) -> bytes:
+    """Those of `lines` (whole, in order of seq) whose seq is in low…high."""
+    if not lines or (record.seq_of(lines) >= low and record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :]) <= high):
+        return lines
+    kept = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]
+    return b"\n".join(kept) + b"\n" if kept else b""
