@@ -17,7 +17,6 @@ durability writes to FIFO `acks` once the block is on disk:
 
 from itertools import accumulate, islice
 from operator import lt
-from typing import Any
 
 from kmq import record
 from kmq.log.producers import MAX_ID, MAX_WINDOW_ID, NEW, OUT_OF_ORDER, Producers
@@ -179,15 +178,15 @@ class Parser:
         while self._text.startswith(_GROUP, at):
             start = self._text.index(b"\n", at) + 1
             try:
-                n, k, end, *here = self._header(at, start)
+                n, k, end, here = self._header(at, start)
             except (IndexError, ValueError):
                 if not ends:
                     return start
                 break
-            if not end or (ends and (n != first + count or tuple(here) != whose)):
+            if not end or (ends and (n != first + count or here != whose)):
                 break
             if not ends:
-                first, whose = n, tuple(here)
+                first, whose = n, here
             at = done = end
             count += k
             bodies.append(self._text[start:end])
@@ -196,8 +195,8 @@ class Parser:
             self._take(whose, first, b"".join(bodies), ends)
         return done
 
-    def _header(self, at: int, start: int) -> tuple[Any, ...]:
-        """(n, k, end of the group or 0 where it is not read yet, connection[, tag]) of the header in text[at:start].
+    def _header(self, at: int, start: int) -> tuple[int, int, int, tuple[bytes, ...]]:
+        """(n, k, end of the group or 0 where it is not read yet, (connection[, tag])) of the header in text[at:start].
 
         Raises ValueError or IndexError where k whole lines do not follow as it says.
         """
@@ -213,10 +212,10 @@ class Parser:
         if not 0 < count <= MAX_GROUP or not start < end <= at + PIPE_BUF:
             raise ValueError(count)
         if end > len(text):
-            return int(n), count, 0, conn, *rest
+            return int(n), count, 0, (conn, *rest)
         if text[end - 1] != _NEWLINE or text.count(b"\n", start, end) != count:
             raise ValueError(count)
-        return int(n), count, end, conn, *rest
+        return int(n), count, end, (conn, *rest)
 
     def _take(self, whose: tuple[bytes, ...], n: int, body: bytes, ends: list[tuple[int, int]]) -> None:
         """Messages n… in `body`, which may be cut after each of `ends` (messages, bytes of the text)."""

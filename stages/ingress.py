@@ -28,6 +28,7 @@ from kmq.links.hello import Refused
 from kmq.links.hello import parse as parse_hello
 from kmq.links.intake import Connection, Intake
 from kmq.log.disk import replace_file
+from kmq.log.room import Room
 from kmq.stage import Stage, main
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
@@ -81,6 +82,8 @@ class Ingress:
         self.by_name: dict[bytes, Connection] = {}  # by producer=
         self.askers: dict[int, tuple[socket.socket, bytearray]] = {}
         self.greeted = 0
+        durability = stage.page.rows["durability"]
+        self.room = Room(settings, lambda: durability.bytes)
         self.refusing = b""  # why nothing more is taken: code and reason
         _raise_descriptor_limit()
         self.poll = select.epoll()
@@ -131,8 +134,8 @@ class Ingress:
 
     def _follow_disk(self) -> None:
         """Refuse exactly while there is no room for more than what is on the way."""
-        reason = ""
-        if self.stage.page.rows["durability"].state_name == "disk_full":
+        reason = self.room.refusal()
+        if not reason and self.stage.page.rows["durability"].state_name == "disk_full":
             reason = "disk_full"
         refusing = f"{reason} {REFUSALS[reason]}".encode() if reason else b""
         if refusing == self.refusing:
