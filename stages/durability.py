@@ -3,8 +3,8 @@
 Links       in: ring `framed` (sole reader)   out: ring `durable` (sole writer), FIFO `acks`
 Owns        the WAL (lock append/.owner), the durable cursor, the `framed` lines of dropped.log.
 
-Invariant   A block enters `durable`, and its replies FIFO `acks`, only after the fdatasync that covers its lines returned. The
-            cursor of `framed` moves last.
+Invariant   A block enters `durable`, and its replies FIFO `acks`, only after the fdatasync that covers its lines returned (but
+            for a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
 Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the start
                                   and appended again;
             after the fsync       they are read again, not written again (seq <= last_seq), answered again, pushed if
@@ -16,12 +16,16 @@ Not covered A disk that lies about fdatasync.
 
 import sys
 import time
+from collections.abc import Sequence
 
 from kmq.errors import CorruptError, RetryError
 from kmq.links.acks import AckWriter
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import dropped
+from kmq.log import checkpoint, dropped
+from kmq.log.disk import Buffer
+from kmq.log.room import Room
+from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.settings import MIB
 from kmq.stage import Stage, main
@@ -48,10 +52,15 @@ def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
         # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it. Under
         # drop_oldest it may have only the end of it, and the WAL only the first lines of a block that the ring has whole.
         if waiting <= wal.last_seq or framed.sync_failed:
-            keep = synced if framed.sync_failed else max(synced, waiting - 1)
+            keep = max(synced, waiting - 1)
+            if (
+                framed.sync_failed and not stage.settings.fsync
+            ):  # else what the ring has released counts as acknowledged
+                keep = synced
             stage.log.info("unsynced_cut", from_seq=keep + 1, to_seq=wal.last_seq, new_segment=framed.sync_failed)
             wal.cut_after(keep)
             if framed.sync_failed:
+                wal.rewrite_after(synced)
                 wal.roll()
         else:
             wal.rewrite_tail(framed.size + _SLACK)
@@ -66,6 +75,7 @@ class Durability:
     def __init__(self, stage: Stage, framed: RingReader, wal: Wal, durable: RingWriter) -> None:
         self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
         self.acks = AckWriter(stage.acks)
+        self.room = Room(stage.settings, lambda: stage.row.bytes)
         self.named = max([0, *(r.last for r in dropped.read(stage.settings.data, "framed"))])
         self._noted = time.monotonic_ns()
 
@@ -78,10 +88,13 @@ class Durability:
             self._answer(blocks)
             self._show(blocks)
             self.framed.release(blocks[-1])
-        elif self.acks.waiting:
-            self.acks.flush()
+        else:
+            self._commit()
+            if self.acks.waiting:
+                self.acks.flush()
         if time.monotonic_ns() - self._noted > _NOTE_NS:
             self.wal.note_open_block()
+            self._retain()
             self._noted = time.monotonic_ns()
         return bool(blocks)
 
@@ -104,17 +117,34 @@ class Durability:
         new = [(b.data, b.first_seq, b.count, b.recv_ts) for b in blocks if b.count and b.first_seq > wal.last_seq]
         if not new:
             return
-        wal.append(new)
-        try:
-            wal.sync()
-        except RetryError:
-            self.framed.sync_failed = True
-            raise
-        self.framed.set_synced(wal.last_seq)
+        nbytes = sum(len(data) for data, *_ in new)
+        while self.room.must_wait(nbytes):
+            self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)")
+        self._commit(new)
         self.stage.has_room()
         row.seq = wal.last_seq
         row.messages += sum(count for _, _, count, _ in new)
-        row.bytes += sum(len(data) for data, *_ in new)
+        row.bytes += nbytes
+
+    def _commit(self, new: Sequence[tuple[Buffer, int, int, int]] = ()) -> None:
+        """Append `new`, and sync what is due under KMQ_FSYNC, also when nothing came."""
+        wal = self.wal
+        try:
+            if new:
+                wal.append(new)  # may seal a segment, which syncs
+            wal.commit()
+        except RetryError:
+            self.framed.sync_failed = True
+            raise
+        self.framed.set_synced(wal.synced_seq)
+
+    def _retain(self) -> None:
+        """Delete old segments, unless the router may be reading them to mend a queue."""
+        stage = self.stage
+        if stage.page.rows["router"].state_name == "recovering":
+            return
+        for gone in self.wal.retain(lambda: checkpoint.wal_is_free_up_to(stage.settings.data)):
+            stage.log.info("segment_deleted", file=gone.path, first_seq=gone.first, bytes=gone.size)
 
     def _answer(self, blocks: list[Block]) -> None:
         """Tell the producers; again for blocks that were stored before we were killed, whose replies may not have gone."""
@@ -143,7 +173,8 @@ def run(stage: Stage) -> None:
     settings = stage.settings
     owner = stage.own(f"{settings.data}/append/.owner", f"WAL {settings.data}/append")
     stage.state("recovering")
-    wal = Wal(settings.data, stage.wait_for_room, settings.ring_bytes + _SLACK)
+    unindexed = settings.ring_bytes + _SLACK
+    wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync)
     if wal.cut_bytes:
         stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)
 

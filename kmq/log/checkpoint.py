@@ -14,6 +14,7 @@ import os
 import threading
 
 from kmq.errors import RetryError
+from kmq.log import producers
 from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log.partition import State
 
@@ -33,6 +34,23 @@ def load(data: str) -> tuple[int, Rows]:
         end_offset, last_seq, size = map(int, numbers)
         rows[topic, int(partition)] = State(end_offset, last_seq, size)
     return int(lines[0]), rows
+
+
+def routed_seq(data: str) -> int:
+    """The WAL seq of the checkpoint on disk; 0 where there is none that can be read."""
+    try:
+        with open(f"{data}/router.ckpt", "rb") as file:
+            return int(file.readline())
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def wal_is_free_up_to(data: str) -> int:
+    """Up to this seq nobody would need the WAL again after a crash: not the router, not the framer's memory of producers."""
+    seqs = [routed_seq(data)]
+    if os.path.exists(producers.path(data)):
+        seqs.append(producers.checkpoint_seq(data))
+    return min(seqs)
 
 
 class Checkpointer:

@@ -2,7 +2,8 @@
 
 A line describes the block that begins at `byte_position` with record `offset`, received at `recv_ts`; the block ends
 where the next one begins, and `crc32` (zlib) covers its bytes. The block still open gets a provisional line now and then:
-the last line for an offset wins, and its crc covers the block up to the end of some line in it.
+the last line for an offset wins, and its crc covers the block up to the end of some line in it. In a sealed segment it
+covers all that there is.
 
 Invariant   An index never says more than the log holds: it is written after the log, cut when the log is cut, and
             can be thrown away, for everything in it follows from the log.
@@ -62,6 +63,17 @@ def read_entries(path: str, log_size: int) -> list[Entry]:
     return entries
 
 
+def is_whole(path: str) -> bool:
+    """Whether the log at `path` ends where its index says, as a sealed segment must."""
+    size = os.stat(path).st_size
+    entries = read_entries(path.removesuffix(".log") + ".idx", 1 << 62)
+    if not entries or entries[-1].position >= size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(entries[-1].position)
+        return zlib.crc32(file.read()) == entries[-1].crc
+
+
 def last_before(path: str, log_size: int, offset: int) -> tuple[int, int]:
     """(offset, byte position) of a line start at or before `offset`, as near as the index says: O(log n) reads."""
     best = (-1, 0)
@@ -95,7 +107,7 @@ def _line_at(fd: int, at: int, end: int) -> tuple[int, bytes]:
     return base + start, data[start : stop if stop >= 0 else min(len(data), end - base)]
 
 
-def _line_end(data: Buffer, at: int) -> int:
+def line_end(data: Buffer, at: int) -> int:
     """Where the line that holds byte `at` ends, with its newline. A memoryview has no find, hence the windows."""
     while True:
         found = bytes(data[at : at + _WINDOW]).find(b"\n")
@@ -183,7 +195,7 @@ class IndexWriter:
                 self._open = Entry(here, position + at, 0, fields[1])
                 self._length = self._noted = 0
             want = BLOCK_BYTES - self._length
-            end = size if size - at <= want else _line_end(data, at + want - 1)
+            end = size if size - at <= want else line_end(data, at + want - 1)
             self._open.crc = zlib.crc32(data[at:end] if at or end < size else data, self._open.crc)
             self._length += end - at
             if self._length >= BLOCK_BYTES:
@@ -203,6 +215,11 @@ class IndexWriter:
     @property
     def has_open_news(self) -> bool:
         return self._open is not None and self._length > self._noted
+
+    def seal(self) -> None:
+        """The log is complete: so is the index now, each block with its final line."""
+        self.note_open()
+        self.flush()
 
     def flush(self) -> None:
         """Write the lines that have come together."""

@@ -1,6 +1,24 @@
-"""Names of segment files: `<first record, 20 digits>.log`, so that text order is record order."""
+"""Segments: a log is files `<first record, 20 digits>.log`, so that text order is record order.
 
+The last one is active: it grows. The others are sealed: they never change again, and each has a whole index. A log goes on in
+a new segment when the active one has reached `segment_bytes`, or when its first record is `segment_age` older than what
+comes next; so the active one always has a record but right after a roll. Retention takes whole sealed segments, oldest first,
+never the active one: while nothing comes, what came last stays.
+"""
+
+import contextlib
 import os
+import time
+from collections.abc import Sequence
+
+from kmq import record
+from kmq.errors import ConfigError
+from kmq.log.disk import find_tail, sync_directory
+from kmq.settings import GIB, SETTINGS, Settings
+
+_STAMP_BYTES = 64  # a seq and a time are shorter
+_PARSE = {row.attribute: row.parse for row in SETTINGS}
+LIMITS = ("segment_bytes", "segment_age", "retention_age", "retention_bytes")
 
 
 def name(first: int) -> str:
@@ -18,3 +36,97 @@ def listing(directory: str) -> list[tuple[int, str]]:
     except FileNotFoundError:
         return []
     return sorted((int(n[:20]), f"{directory}/{n}") for n in names if n.endswith(".log") and n[:-4].isdigit())
+
+
+class Segment:
+    """One file of a log: record `first` is its first one, `size` bytes lie in it."""
+
+    __slots__ = ("_newest", "first", "path", "size")
+
+    def __init__(self, first: int, path: str, size: int) -> None:
+        self.first, self.path, self.size = first, path, size
+        self._newest = 0
+
+    def newest_ts(self) -> int:
+        """recv_ts of the last record of a sealed segment, in µs: looked up once, when its age begins to matter."""
+        if not self._newest:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = record.parse_stored(find_tail(fd, self.size, _is_stored).last)
+            finally:
+                os.close(fd)
+            self._newest = found[1] if found else 1
+        return self._newest
+
+
+def _is_stored(line: bytes) -> bool:
+    return record.parse_stored(line) is not None
+
+
+def survey(directory: str) -> list[Segment]:
+    """The segments in `directory` with their sizes, in order."""
+    return [Segment(first, path, os.stat(path).st_size) for first, path in listing(directory)]
+
+
+def stamp(data: bytes | memoryview) -> tuple[int, int]:
+    """(seq, recv_ts in µs) of the first line of `data`; (0, 0) where there is none."""
+    fields = bytes(data[:_STAMP_BYTES]).split(b"|", 2)
+    try:
+        return int(fields[0]), record.parse_ts(fields[1])
+    except (ValueError, IndexError):
+        return 0, 0
+
+
+class Limits:
+    """When a log goes on in a new segment, and when its oldest segments go. Ages in seconds; 0 bytes: no limit."""
+
+    __slots__ = LIMITS
+
+    def __init__(
+        self,
+        segment_bytes: int = GIB,
+        segment_age: float = float("inf"),
+        retention_age: float = float("inf"),
+        retention_bytes: int = 0,
+    ) -> None:
+        self.segment_bytes, self.segment_age = segment_bytes, segment_age
+        self.retention_age, self.retention_bytes = retention_age, retention_bytes
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Limits":
+        return cls(settings.segment_bytes, settings.segment_age, settings.retention_age, settings.retention_bytes)
+
+    def but(self, texts: dict[str, str]) -> "Limits":
+        """These limits with some of them replaced, as in topic.toml. Raises ConfigError naming what is wrong."""
+        made = Limits(*(getattr(self, each) for each in LIMITS))
+        for each, text in texts.items():
+            try:
+                setattr(made, each, _PARSE[each](text))
+            except ValueError as err:
+                raise ConfigError(f"{each} = {text!r}: {err}") from None
+        return made
+
+    def is_full(self, size: int, first_ts: int, next_ts: int) -> bool:
+        """Whether a segment of `size` bytes whose first record came at `first_ts` µs is not for what came at `next_ts`."""
+        return size >= self.segment_bytes or (size > 0 and next_ts - first_ts >= self.segment_age * 1e6)
+
+    def expired(self, sealed: Sequence[Segment], active_bytes: int) -> int:
+        """How many of the oldest sealed segments have to go."""
+        total = active_bytes + sum(each.size for each in sealed) if self.retention_bytes else 0
+        youngest = (time.time() - self.retention_age) * 1e6
+        for count, each in enumerate(sealed):
+            too_old = self.retention_age != float("inf") and each.newest_ts() <= youngest
+            if total <= self.retention_bytes and not too_old:
+                return count
+            total -= each.size
+        return len(sealed)
+
+
+def remove(segments: Sequence[Segment]) -> None:
+    """Delete segments, the log before its index: an index alone says nothing."""
+    for each in segments:
+        for path in (each.path, index_path(each.path)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    if segments:
+        sync_directory(os.path.dirname(segments[0].path))

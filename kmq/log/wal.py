@@ -1,10 +1,15 @@
 """The write-ahead log: every message once, in order, numbered without a gap, on disk before anybody is told.
 
 Owner       durability is the only writer (lock append/.owner); anybody may read.
-Invariant   A record is acknowledged, shown to the router and counted in `last_seq` only after the fdatasync that covers
-            it returned. Seqs are dense but for what dropped.log names.
+Invariant   A record is acknowledged and shown to the router only after `commit` returned. Under KMQ_FSYNC=always that is
+            after the fdatasync that covers it; under `interval:<ms>` and `never` an acknowledgement means "written to the
+            page cache": it survives every kill, not a power cut. `synced_seq` never says more than what was synced.
+            Sealed segments are synced, with their index and their names, before the next one has a record.
+            Seqs are dense but for what dropped.log names.
 Crash       inside a line    the torn end is cut at open; nothing that is cut had been acknowledged;
             power cut        the unsynced end may be torn or NUL (ext4): cut back to the last whole, good line;
+            inside a roll    the new segment is empty, or is not there; append.log may still lead to the old one;
+            inside a removal an index without a log, which nobody reads; the log goes first, and oldest first;
             failed fsync     the process ends; what it had not synced is cut and appended again from the ring, into a new
                              segment and through a new descriptor. The old file is not trusted with another byte;
             ring gone too    (the pod restarted on the same kernel) the page cache may show a tail that a failed fsync has
@@ -16,16 +21,20 @@ Crash       inside a line    the torn end is cut at open; nothing that is cut ha
 Not covered damage in the middle (a flipped bit, a zeroed page) is not looked for here, and never cut at.
 """
 
+import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
 from kmq.log import segment
-from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink, sync_directory
+from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink, sync_directory, with_room
 from kmq.log.index import IndexWriter, last_before, read_entries
+from kmq.log.segment import Limits, Segment
 
 _READ_BYTES = 1 << 20
+_LAX_BYTES = 64 << 20  # not synced each time: how far back from the end a power cut may have left NULs
 
 
 def _is_stored(line: bytes) -> bool:
@@ -34,50 +43,67 @@ def _is_stored(line: bytes) -> bool:
 
 def last_stored(data: str) -> tuple[int, int]:
     """(seq, recv_ts in µs) of the last whole record of the WAL; (0, 0) of an empty one. Read-only."""
-    for first, path in reversed(segment.listing(f"{data}/append")):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            tail = find_tail(fd, os.fstat(fd).st_size, _is_stored)
-        finally:
-            os.close(fd)
-        found = record.parse_stored(tail.last)
-        if found:
-            return found
-        if first == 1:
-            break
-    return 0, 0
+    segments = segment.listing(f"{data}/append")
+    for _, path in reversed(segments):
+        with contextlib.suppress(FileNotFoundError):  # retention was faster
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                tail = find_tail(fd, os.fstat(fd).st_size, _is_stored)
+            finally:
+                os.close(fd)
+            found = record.parse_stored(tail.last)
+            if found:
+                return found
+    return segments[-1][0] - 1 if segments else 0, 0
 
 
 class Wal:
     """The writing end. After open, the file ends with a whole record and `last_seq` says which."""
 
-    def __init__(self, data: str, wait_for_room: WaitForRoom, unindexed_bytes: int) -> None:
-        """`unindexed_bytes`: how far back from the end NULs are looked for, at most; one group commit and more."""
+    def __init__(
+        self,
+        data: str,
+        wait_for_room: WaitForRoom,
+        unindexed_bytes: int,
+        limits: Limits | None = None,
+        fsync: float = 0.0,
+    ) -> None:
+        """`unindexed_bytes`: how far back from the end NULs are looked for, at most; one group commit and more.
+
+        `fsync`: seconds between two syncs; 0: every commit, infinity: none but at a roll and at the end.
+        """
         self.data = data
         self.directory = f"{data}/append"
         self._wait_for_room = wait_for_room
-        segments = segment.listing(self.directory)
-        self.last_seq, self.last_ts = last_stored(data)
+        self._limits = limits or Limits()
+        self._fsync = fsync
+        self._synced_at = time.monotonic()
+        *self._sealed, active = segment.survey(self.directory) or [Segment(1, f"{self.directory}/{segment.name(1)}", 0)]
         self.cut_bytes = 0
-        first, path = segments[-1] if segments else (1, f"{self.directory}/{segment.name(1)}")
-        self._open_segment(first, path)
+        self._open_segment(active.first, active.path)
         self._cut_tail(unindexed_bytes)
         self.last_seq, self.last_ts = last_stored(data)
-        self._index.resume(self._file.fd, self._file.size, first)
+        self.synced_seq = 0  # nobody knows yet
+        self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
+        self._index.resume(self._file.fd, self._file.size, active.first)
 
     def _open_segment(self, first: int, path: str) -> None:
         new = not os.path.exists(path)
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room, by_seq=True)
-        self._first = first
-        point_symlink(f"{self.data}/append.log", os.path.relpath(path, self.data))
+        self._first, self._first_ts = first, 0
         if new:
-            sync_directory(self.directory)
+            sync_directory(self.directory)  # before the link: it must not lead to what a power cut takes away
+        link, target = f"{self.data}/append.log", os.path.relpath(path, self.data)
+        with_room(link, self._wait_for_room, lambda: point_symlink(link, target))
+        if new:
             sync_directory(self.data)
 
     def _cut_tail(self, unindexed_bytes: int) -> None:
         file = self._file
         entries = read_entries(self._index.path, file.size)
+        if self._fsync:  # the disk may have got the index before the log
+            unindexed_bytes, entries = max(unindexed_bytes, _LAX_BYTES), []
         floor = max(entries[-1].position if entries else 0, file.size - unindexed_bytes)
         nul = find_nul(file.fd, floor, file.size)
         end = file.size if nul < 0 else nul
@@ -96,20 +122,34 @@ class Wal:
     def size(self) -> int:
         return self._file.size
 
-    def append(self, blocks: list[tuple[Buffer, int, int, int]]) -> None:
-        """Append (lines, first seq, count, recv_ts) blocks in one write; not yet durable."""
+    def append(self, blocks: Sequence[tuple[Buffer, int, int, int]]) -> None:
+        """Append (lines, first seq, count, recv_ts) blocks in one write, in a new segment if it is time; not yet durable."""
+        first_ts = blocks[0][3]
+        if self._limits.is_full(self._file.size, self._first_ts, first_ts):
+            self.roll()
         file = self._file
         position = file.size
         file.append([data for data, *_ in blocks], sum(len(data) for data, *_ in blocks))
+        if not position:
+            self._first_ts = first_ts
         for data, first_seq, count, recv_ts in blocks:
             self._index.extend(data, position, first_seq, first_seq)
             position += len(data)
             self.last_seq, self.last_ts = first_seq + count - 1, recv_ts
 
+    def commit(self) -> None:
+        """The commit point: everything appended is as durable as KMQ_FSYNC says, or RetryError and the process must end.
+
+        Also when nothing new came: what came before may be due by now.
+        """
+        if self.synced_seq < self.last_seq and time.monotonic() - self._synced_at >= self._fsync:
+            self.sync()
+
     def sync(self) -> None:
-        """The commit point: everything appended is durable, or RetryError and the process must end."""
+        """Everything appended is on disk, or RetryError and the process must end."""
         self._file.sync()
         self._index.flush()
+        self.synced_seq, self._synced_at = self.last_seq, time.monotonic()
 
     def note_open_block(self) -> None:
         """Once a second while there are writes: let the index speak of the block that is still open."""
@@ -118,24 +158,55 @@ class Wal:
 
     def cut_after(self, seq: int) -> None:
         """Forget every record after `seq`: they were never acknowledged and come again from the ring."""
-        offset, position = last_before(self._index.path, self._file.size, seq)
-        del offset
-        keep = position
-        for at, line in _lines_from(self._file.fd, position, self._file.size):
-            if record.seq_of(line) > seq:
-                break
-            keep = at + len(line) + 1
+        keep = self._end_of(seq)
         self._file.truncate(keep)
         self.last_seq, self.last_ts = last_stored(self.data)
         self._index.resume(self._file.fd, keep, self._first)
 
+    def _end_of(self, seq: int) -> int:
+        """Where the records up to `seq` end in the active segment."""
+        _, position = last_before(self._index.path, self._file.size, seq)
+        end = position
+        for at, line in _lines_from(self._file.fd, position, self._file.size):
+            if record.seq_of(line) > seq:
+                break
+            end = at + len(line) + 1
+        return end
+
     def roll(self) -> None:
-        """Go on in a new segment."""
-        self._index.note_open()
-        self._file.sync()  # a fresh descriptor: what was cut off must not come back after a power cut
-        self._index.flush()
+        """Seal the active segment and go on in a new one."""
+        self.sync()  # also for what was cut off: it must not come back after a power cut
+        self._index.seal()
+        path, size = self._file.path, self._file.size
         self._file.close()
+        if size:
+            _sync_path(self._index.path)
+            self._sealed.append(Segment(self._first, path, size))
+        else:  # the new one has the same name; a file that failed is not trusted, not even an empty one
+            segment.remove([Segment(self._first, path, size)])
         self._open_segment(self.last_seq + 1, f"{self.directory}/{segment.name(self.last_seq + 1)}")
+
+    def retain(self, needed_after: Callable[[], int]) -> list[Segment]:
+        """Delete the sealed segments that are too old or too many; call about once a second. Returns those deleted.
+
+        `needed_after` says up to which seq nobody needs the WAL any more; it is asked only where something is due.
+        """
+        sealed = self._sealed
+        due = self._limits.expired(sealed, self._file.size)
+        if due == len(sealed) and not self._file.size:
+            due -= 1  # the last record stays: the next seq and time follow from it
+        if due <= 0:
+            return []
+        ends = [*(each.first for each in sealed[1:]), self._first]  # each ends before the next one's first record
+        free = needed_after()
+        gone = [each for each, end in zip(sealed[:due], ends, strict=False) if end <= free + 1]
+        segment.remove(gone)
+        del sealed[: len(gone)]
+        return gone
+
+    def rewrite_after(self, seq: int) -> None:
+        """`rewrite_tail` for all records after `seq`."""
+        self.rewrite_tail(self._file.size - self._end_of(seq))
 
     def rewrite_tail(self, nbytes: int) -> None:
         """Write the last `nbytes` again in place, so that the next sync covers them (see Crash: ring gone too)."""
@@ -152,8 +223,21 @@ class Wal:
             os.close(fd)
 
     def close(self) -> None:
+        """Everything is on disk, whatever KMQ_FSYNC says."""
+        if self.synced_seq < self.last_seq:
+            self.sync()
         self.note_open_block()
         self._file.close()
+
+
+def _sync_path(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as err:
+        raise RetryError(f"{path}: fsync failed: {err.strerror}") from err
+    finally:
+        os.close(fd)
 
 
 def _lines_from(fd: int, position: int, size: int) -> Iterator[tuple[int, bytes]]:
@@ -188,7 +272,10 @@ def read(data: str, low: int, high: int) -> Iterator[bytes]:
 
 
 def _read_segment(path: str, low: int, high: int) -> Iterator[bytes]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # retention was faster
+        return
     try:
         size = os.fstat(fd).st_size
         _, position = last_before(segment.index_path(path), size, low)
