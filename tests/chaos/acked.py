@@ -1,0 +1,145 @@
+"""A producer of the acknowledged protocol that shares no code with kmq: what it was told is what the files have to show."""
+
+import random
+import re
+import select
+import socket
+import time
+from array import array
+from collections import Counter
+from pathlib import Path
+
+from chaos.load import TOPICS, Load
+
+_REPLY = re.compile(rb"!(ack|dup) (\d+) (\d+)|!err (\d+) (\w+)(?: [^\n]*)?")
+_OWN_ID = re.compile(rb"(\d+);p=([^;|]+)")
+
+
+class AckedLoad(Load):
+    """Sends 1, 2, 3, … with at most `window` of them unanswered; over every break it sends again what was not answered.
+
+    `seqs[i]` is what it was told about message i + 1: durable, under this seq.
+    """
+
+    def __init__(self, pipes: Path, name: str, seed: int, window: int = 1000, longest: int = 400) -> None:
+        super().__init__(seed)
+        self.producer, self.window = name.encode(), window
+        self.port_file = pipes / "ingress.port"
+        rng = random.Random(name)
+        self._payloads = [rng.randbytes(rng.randrange(2, longest) // 2).hex().encode() for _ in range(199)]
+        self._keys = [topic.encode() for topic in TOPICS]
+        self.seqs = array("Q")
+        self.sent = 0  # the highest id that may have reached the broker
+        self.codes: Counter[str] = Counter()  # of what was refused
+        self.duplicates = self.connections = 0
+        self.answered_at = time.monotonic()
+
+    def line(self, number: int) -> bytes:
+        payload = self._payloads[number % len(self._payloads)]
+        return b"%b|%d|%d|%b" % (self._keys[number // 64 % len(self._keys)], number, number, payload)
+
+    def stored(self, number: int) -> bytes:
+        """As it stands in the WAL behind `seq|recv_ts|`."""
+        key, ts, own, payload = self.line(number).split(b"|", 3)
+        return b"%b|%b|%b;p=%b|%b" % (key, ts, own, self.producer, payload)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.enough.is_set() and len(self.seqs) == self.sent
+
+    def has(self, count: int) -> bool:
+        """Whether so many messages have been acknowledged; raises what ended the producer."""
+        if self.error is not None:
+            raise self.error
+        return len(self.seqs) >= count
+
+    def work(self) -> None:
+        while not self.is_finished:
+            try:
+                port = int(self.port_file.read_text())
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+                    self._converse(sock)
+            except (OSError, ValueError):
+                pass  # broken, or nobody listens at the moment
+            time.sleep(0.01)
+
+    def _converse(self, sock: socket.socket) -> None:
+        """One connection, until it breaks, refuses or everything has been answered."""
+        sock.sendall(b"!hello acks=1 producer=%b\n" % self.producer)
+        greeting = b""
+        while not greeting.endswith(b"\n"):
+            data = sock.recv(4096)
+            if not data:
+                return
+            greeting += data
+        if not greeting.startswith(b"!ok "):
+            self.codes[greeting.split()[2].decode()] += 1
+            return
+        self.connections += 1
+        sock.setblocking(False)
+        base = upto = len(self.seqs)
+        unsent, rest = b"", b""
+        while not self.is_finished:
+            if not unsent:
+                last = min(upto + self.rng.randrange(1, 200), len(self.seqs) + self.window)
+                last = min(last, self.sent) if self.enough.is_set() else last
+                unsent = b"".join([self.line(number) + b"\n" for number in range(upto + 1, last + 1)])
+                upto, self.sent = last, max(self.sent, last)
+            readable, _, _ = select.select([sock], [sock] if unsent else [], [], 0.05)
+            if unsent:
+                try:
+                    unsent = unsent[sock.send(unsent) :]
+                except BlockingIOError:
+                    self.blocked.set()
+            if readable:
+                data = sock.recv(1 << 16)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                if not all(self._take(base, line) for line in lines):
+                    return
+
+    def _take(self, base: int, line: bytes) -> bool:
+        """Learn from one reply; False when the connection is of no more use."""
+        match = _REPLY.fullmatch(line)
+        assert match, f"no reply: {line!r}"
+        if match[4]:
+            assert base + int(match[4]) == len(self.seqs) + 1, f"out of order: {line!r}"
+            self.codes[match[5].decode()] += 1
+            return False
+        count, seq = base + int(match[2]) - len(self.seqs), int(match[3])
+        assert count >= 1 and (count == 1 or match[1] == b"ack") and seq >= count, f"out of order: {line!r}"
+        self.seqs.extend(range(seq - count + 1, seq + 1))
+        self.duplicates += match[1] == b"dup"
+        self.answered_at = time.monotonic()
+        return True
+
+
+def read_wal(data: Path) -> list[bytes]:
+    """Its lines; what follows the last newline of a segment, or stands in for bytes that never came, is none."""
+    lines: list[bytes] = []
+    for path in sorted((data / "append").glob("*.log")):
+        lines += [line for line in path.read_bytes().split(b"\n")[:-1] if line and 0 not in line]
+    return lines
+
+
+def account(data: Path, *loads: AckedLoad) -> None:
+    """Every acknowledged message is in the WAL with its bytes under its seq, and none of these producers' twice."""
+    by_seq: dict[int, bytes] = {}
+    times: Counter[tuple[bytes, bytes]] = Counter()
+    for line in read_wal(data):
+        seq, _, rest = line.split(b"|", 2)
+        by_seq[int(seq)] = rest
+        own = rest.split(b"|", 3)[2] if rest.count(b"|") > 2 else b""
+        if found := _OWN_ID.fullmatch(own):
+            times[found[2], found[1]] += 1
+    twice = [key for key, count in times.items() if count > 1]
+    assert not twice, f"stored twice: {len(twice)}, {twice[:5]}"
+    for load in loads:
+        told = list(load.seqs)
+        lost = [
+            (number, seq) for number, seq in enumerate(told, start=1) if by_seq.get(seq, b"") != load.stored(number)
+        ]
+        assert not lost, (
+            f"acknowledged and not there: {len(lost)} of {len(told)} (id, seq) {lost[:5]}: {by_seq.get(lost[0][1])!r}"
+        )

@@ -1,0 +1,84 @@
+"""A file system of our own in a file, small enough to fill and able to lose its power. Needs root and loop mounts."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+from chaos.pod import PATIENCE_S
+
+_FS_IOC_SHUTDOWN = 0x8004587D
+_NOLOGFLUSH = (2).to_bytes(4, "little")  # not even the journal's buffers reach the disk
+MIN_BYTES = {"ext4": 16 << 20, "xfs": 300 << 20}  # what mkfs takes; the image is sparse
+
+
+class LoopFs:
+    """`path` is mounted from construction to close()."""
+
+    def __init__(self, root: Path, kind: str, nbytes: int) -> None:
+        self.kind, self.image, self.path = kind, root / f"{kind}.image", root / kind
+        self.path.mkdir()
+        with self.image.open("wb") as file:
+            file.truncate(max(nbytes, MIN_BYTES[kind]))
+        options = {"ext4": ["-F", "-m", "0"], "xfs": ["-f"]}[kind]
+        _run(f"mkfs.{kind}", "-q", *options, str(self.image))
+        self._mount()
+
+    def _mount(self) -> None:
+        _run("mount", "-t", self.kind, "-o", "loop", str(self.image), str(self.path))
+
+    def cut_power(self) -> None:
+        """From now on nothing reaches the disk, and every write and sync fails. What was not synced is gone."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, _FS_IOC_SHUTDOWN, _NOLOGFLUSH)
+        finally:
+            os.close(fd)
+
+    def power_on(self) -> None:
+        """Mount again what the disk has. Those who used it are gone, though the kernel may need a moment to notice."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                _run("umount", str(self.path))
+                break
+            except subprocess.CalledProcessError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        self._mount()
+
+    def free(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    def fill(self, left: int) -> Path:
+        """Take all room but `left` bytes; returns the file to remove."""
+        ballast = self.path / f"ballast-{time.monotonic_ns()}"
+        with ballast.open("wb") as file:
+            while (spare := self.free() - left) > 0:
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), min(spare, 1 << 20))
+        return ballast
+
+    def close(self) -> None:
+        """Nothing is left, whatever happened: also a mount that is in use, or a device whose mount failed."""
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _run("umount", "-l", str(self.path))
+        with contextlib.suppress(subprocess.CalledProcessError):
+            for line in _run("losetup", "-j", str(self.image)).splitlines():
+                _run("losetup", "-d", line.partition(":")[0])
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def why_not(kind: str) -> str:
+    """Why no such file system can be mounted here; "" where it can."""
+    if os.geteuid() != 0:
+        return "loop mounts need root"
+    if not shutil.which(f"mkfs.{kind}"):
+        return f"mkfs.{kind} is not installed"
+    return ""

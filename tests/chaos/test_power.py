@@ -1,0 +1,156 @@
+"""G1: what was acknowledged survives a power cut, whatever the disk was doing, and the broker goes on behind it.
+
+A power cut takes the page cache, every process and /dev/shm at once. The file system stops first, so that what the
+stages still do, and tell, in their last moments counts as well.
+"""
+
+import itertools
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from chaos.acked import AckedLoad, account, read_wal
+from chaos.load import Load
+from chaos.loopfs import LoopFs, why_not
+from chaos.pod import Pod
+from kmq.links import layout
+
+pytestmark = pytest.mark.root
+CUTS = 20
+# What is made now and then is made all the time, so that cuts meet it: run by every process of the pod at its start.
+HURRY = """
+from kmq.log import producers, queues
+
+def route(self, blocks, route=queues.Queues.route):
+    written = route(self, blocks)
+    self.tick()
+    return written
+
+producers.CHECKPOINT_BYTES = queues.CHECKPOINT_BYTES = 1 << 20
+queues.Queues.route = route
+"""
+
+
+def disk_of(kind: str, nbytes: int, tmp_path: Path, cleanup: ExitStack) -> LoopFs:
+    reason = why_not(kind)
+    if reason:
+        if os.environ.get("CI") == "true" and kind == "ext4":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    disk = LoopFs(tmp_path, kind, nbytes)
+    cleanup.callback(disk.close)
+    return disk
+
+
+def a_moment(pod: Pod, rng: random.Random) -> Callable[[], object]:
+    """Any."""
+    end = time.monotonic() + rng.uniform(0.0, 0.5)
+    return lambda: time.monotonic() > end
+
+
+def a_roll(pod: Pod, rng: random.Random) -> Callable[[], object]:
+    """The WAL has just gone on in a new segment."""
+    before = len(list((pod.data / "append").glob("*.log")))
+    return lambda: len(list((pod.data / "append").glob("*.log"))) > before
+
+
+def a_checkpoint_of_producers(pod: Pod, rng: random.Random) -> Callable[[], object]:
+    """It is being written."""
+    return (pod.data / "producers.ckpt.new").exists
+
+
+def a_checkpoint_of_the_router(pod: Pod, rng: random.Random) -> Callable[[], object]:
+    """It is being written."""
+    return (pod.data / "router.ckpt.new").exists
+
+
+def behind_a_checkpoint(pod: Pod, rng: random.Random) -> Callable[[], object]:
+    """One of the router's is complete, so the next start goes on from there."""
+    path = pod.data / "router.ckpt"
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    return lambda: path.exists() and path.stat().st_mtime_ns > before
+
+
+MOMENTS = (a_moment, a_roll, a_checkpoint_of_producers, a_moment, a_checkpoint_of_the_router, behind_a_checkpoint)
+
+
+def wait_for(moment: Callable[[], object]) -> bool:
+    """Looks often, for some of them are short; what does not come within this time is not waited for."""
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        if moment():
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def cut_power(pod: Pod, disk: LoopFs) -> int:
+    """Everything is gone at once but the disk; returns the seq up to which GET_ACK would have said ACK at the end."""
+    disk.cut_power()
+    for process in pod.processes.values():
+        process.kill()
+        process.wait()
+    promised = pod.seq_left("durability")
+    for ring in ("framed", "durable"):
+        layout.remove(pod.instance, ring)
+    Path(f"/dev/shm/{pod.instance}.stats").unlink()
+    disk.power_on()
+    return promised
+
+
+def nul_tail(data: Path) -> bool:
+    return any(path.read_bytes().endswith(b"\0") for path in data.glob("**/*.log") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        ("ext4", 0),
+        *(pytest.param("ext4", n, marks=pytest.mark.soak) for n in range(1, 13)),
+        *(pytest.param("xfs", n, marks=pytest.mark.soak) for n in range(4)),
+    ],
+)
+def test_nothing_acknowledged_is_lost_in_power_cuts(
+    make_pod: Callable[..., Pod],
+    loads: Callable[[Load], Load],
+    tmp_path: Path,
+    cleanup: ExitStack,
+    rng: random.Random,
+    kind: str,
+    run: int,
+) -> None:
+    disk = disk_of(kind, 512 << 20, tmp_path, cleanup)
+    (tmp_path / "sitecustomize.py").write_text(HURRY)
+    pod = make_pod(KMQ_DATA=disk.path / "data", KMQ_SEGMENT_BYTES="2 MiB", PYTHONPATH=tmp_path)
+    pod.data = disk.path / "data"
+    producers = [AckedLoad(pod.pipes, f"{kind}-{run}-{n}", seed=rng.randrange(1 << 32), window=500) for n in range(2)]
+    for load in producers:
+        loads(load)
+    met: Counter[str] = Counter()
+    for _, moment in zip(range(CUTS), itertools.cycle(MOMENTS), strict=False):
+        told = [len(load.seqs) for load in producers]
+        pod.start()
+        pod.wait(
+            lambda told=told: all(map(AckedLoad.has, producers, [n + 1 for n in told])), "messages are acknowledged"
+        )
+        met[moment.__name__] += wait_for(moment(pod, rng))
+        promised = cut_power(pod, disk)
+        account(pod.data, *producers)  # before a recovery touches the files
+        assert int(read_wal(pod.data)[-1].split(b"|", 1)[0]) >= promised
+        met["a NUL tail"] += any(path.read_bytes().endswith(b"\0") for path in pod.data.glob("*/**/*.log"))
+    pod.start()
+    for load in producers:
+        load.finish()
+        assert load.is_finished
+    pod.judge()
+    account(pod.data, *producers)
+    print(f"fs={kind} cuts={CUTS} acked={sum(len(load.seqs) for load in producers)} met={dict(met)}")
+    assert all(load.duplicates for load in producers), (
+        "a reply went down with the power, and its message was not stored again"
+    )
