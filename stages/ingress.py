@@ -1,10 +1,11 @@
 """Ingress stage: takes lines from TCP and passes them, block by block, into the FIFO `raw`; brings replies back.
 
-Links       in: TCP lines (KMQ_PORT), GET_ACK (KMQ_ACK_PORT), FIFO `acks`   out: FIFO `raw`
+Links       in: TCP lines (KMQ_PORT, over TLS KMQ_TLS_PORT), GET_ACK (KMQ_ACK_PORT), FIFO `acks`   out: FIFO `raw`
 Owns        the ports, pipes/ingress.owner; it is the only writer of the FIFO's control lines.
 
 Invariant   What is written to the FIFO is whole lines, each connection's in its order. Memory is bounded: while the FIFO
             is full no producer's socket is read (that is the backpressure), and unfinished lines are bounded (intake.py).
+            With KMQ_TOKENS nothing is taken from a connection that has not shown one.
 Crash       Lines not yet in the FIFO are unacknowledged, and their producers see the connection break. A long line of
             which only some pieces were written is forgotten by the framer when it sees the next start (`!b`).
             Connections are named by our start and a number, so replies meant for a predecessor's reach nobody.
@@ -23,6 +24,7 @@ from collections import deque
 from kmq.errors import ConfigError
 from kmq.framing import MAX_GROUP
 from kmq.links.acks import AckReader
+from kmq.links.deadlines import Deadlines
 from kmq.links.fifo import FifoWriter, Sender
 from kmq.links.hello import Refused
 from kmq.links.hello import parse as parse_hello
@@ -30,6 +32,12 @@ from kmq.links.intake import Connection, Intake
 from kmq.log.disk import replace_file
 from kmq.log.room import Room
 from kmq.stage import Stage, main
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from kmq.tokens import Tokens
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
 _BACKLOG = 1024
@@ -40,28 +48,28 @@ _BREAK, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 _GRACE_S = 0.2  # when told to stop: how long connected producers may still hand over what they have sent
 _ANSWER_S = 2.0  # and how long we wait for the replies to what was taken
 _ROOM_S = 0.1  # while producers are refused: how often we look whether there is room again
+_UNAUTHORIZED = "unauthorized say: !hello acks=0|1|all token=<token>, with one that `kmq token new` has made"
 REFUSALS = {
     "disk_full": "the disk has no room for more; what is on the way will be stored",
     "quota": "KMQ_DATA_QUOTA is reached; what is on the way will be stored",
 }
 
 
-def listen(stage: Stage, name: str, setting: str, port: int) -> socket.socket:
+def listen(stage: Stage, name: str, setting: str, host: str, port: int) -> socket.socket:
     """A listening socket; its port is also written to KMQ_PIPES/<name>.port."""
-    settings = stage.settings
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.socket(family, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        server.bind((settings.host, port))
+        server.bind((host, port))
     except OSError as err:
         raise ConfigError(
-            f"{setting}={port}: cannot listen on {settings.host}:{port}: {err.strerror};"
+            f"{setting}={port}: cannot listen on {host}:{port}: {err.strerror};"
             f" stop what uses it or set {setting} (0: any free port)"
         ) from err
     server.listen(_BACKLOG)
     server.setblocking(False)
-    replace_file(f"{settings.pipes}/{name}.port", b"%d\n" % server.getsockname()[1])
+    replace_file(f"{stage.settings.pipes}/{name}.port", b"%d\n" % server.getsockname()[1])
     return server
 
 
@@ -71,10 +79,20 @@ class Ingress:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         settings = stage.settings
-        self.lines = listen(stage, "ingress", "KMQ_PORT", settings.port)
-        self.questions = listen(stage, "ack", "KMQ_ACK_PORT", settings.ack_port)
+        self.lines = listen(stage, "ingress", "KMQ_PORT", settings.host, settings.port)
+        self.questions = listen(stage, "ack", "KMQ_ACK_PORT", settings.host, settings.ack_port)
+        self.doors: dict[int, tuple[socket.socket, SSLContext | None]] = {self.lines.fileno(): (self.lines, None)}
+        if settings.tls_cert or settings.tls_key or settings.tls_client_ca:
+            self._open_tls()
         self.fifo = FifoWriter(stage.raw, max(1, min(MAX_GROUP, settings.ring_slots // 4)))
         self.intake = Intake(self.fifo, settings.max_line, self._greet)
+        self.tokens: Tokens | None = None
+        if settings.tokens:
+            self._ask_for_tokens()
+        self.deadlines = Deadlines(settings.idle, settings.line_deadline)
+        self.incidents: dict[
+            str, tuple[int, str, str]
+        ] = {}  # event → how often since the last sweep; last peer and reason
         self.replies = AckReader(stage.acks)
         self.boot = time.time_ns()
         self.producers: dict[int, Connection] = {}
@@ -92,9 +110,28 @@ class Ingress:
         self.poll.register(self.questions, select.EPOLLIN)
         self.poll.register(stage.acks, select.EPOLLIN)
         self.poll.register(self.producer_poll, select.EPOLLIN)
-        self.producer_poll.register(self.lines, select.EPOLLIN)
+        for fd in self.doors:
+            self.producer_poll.register(fd, select.EPOLLIN)
         self.reading = True
         self.ready: deque[tuple[int, int]] = deque()  # producers with something to receive that have not had their turn
+
+    def _open_tls(self) -> None:
+        from kmq.links import tls  # only where it is used: ssl costs a stage memory and start-up time
+
+        settings = self.stage.settings
+        context = tls.server_context(settings, self.stage.log)
+        server = listen(self.stage, "tls", "KMQ_TLS_PORT", settings.tls_host, settings.tls_port)
+        self.doors[server.fileno()] = (server, context)
+        self.stage.log.info("tls_ready", port=server.getsockname()[1])
+
+    def _ask_for_tokens(self) -> None:
+        from kmq.tokens import Tokens
+
+        self.tokens = Tokens(self.stage.settings, self.stage.log.warn)
+        self.intake.only_hello = _UNAUTHORIZED
+        host = self.stage.settings.host
+        if not (host.startswith("127.") or host in ("::1", "localhost")):
+            self.stage.log.warn("tokens_in_clear", KMQ_HOST=host, effect="anyone on the way can read them; use TLS")
 
     def announce(self) -> None:
         """Tell the framer that a long line of our predecessor will not be finished."""
@@ -105,6 +142,8 @@ class Ingress:
         """Wait for something to do and do it; whether there was anything."""
         self._follow_fifo()
         self._follow_disk()
+        if self.reading and not self.ready and time.monotonic() >= self.deadlines.due:
+            self._sweep()
         events = self.poll.poll(_ROOM_S if self.refusing else timeout_s)
         for fd, _ in events:
             if fd == self.producer_poll.fileno():
@@ -155,7 +194,7 @@ class Ingress:
         wants = 0 if connection.ended or connection.is_choked else select.EPOLLIN
         if self.refusing and connection.sender is None and not connection.fresh:
             wants = 0
-        if connection.unsaid:
+        if connection.unsaid or (connection.tls is not None and connection.tls.wants_write):
             wants |= select.EPOLLOUT
         if wants != connection.awaited:
             connection.awaited = wants
@@ -167,26 +206,55 @@ class Ingress:
             self.ready.extend(self.producer_poll.poll(0))
         while self.ready and not self.fifo.clogged:
             fd, event = self.ready.popleft()
-            if fd == self.lines.fileno():
-                self._accept_producer()
-            elif fd in self.producers:
+            if fd in self.producers:
                 self._serve(self.producers[fd], event)
+            elif fd in self.doors:
+                self._accept_producers(*self.doors[fd])
             for connection in self.intake.over_budget(self.producers.values()):
                 self.stage.log.warn("unfinished_line_cut", peer=connection.peer, bytes=connection.length)
                 self._drop_producer(connection)
 
     def _serve(self, connection: Connection, event: int) -> None:
-        if connection.fresh and self.refusing and _is_plain(connection):
+        if connection.fresh and self.refusing and self.tokens is None and _is_plain(connection):
             connection.fresh = False  # its turn comes when there is room
             self._listen_to(connection)
             return
         if connection.ended and event & (select.EPOLLHUP | select.EPOLLERR):
             self._drop_producer(connection)  # has sent all and is gone: there is nobody to tell
             return
-        if not connection.ended and not connection.is_choked and not self.intake.receive(connection):
-            self.intake.finish(connection)
-            connection.ended = True
+        tls = connection.tls
+        if not (connection.ended or connection.is_choked) and (
+            not self.intake.receive(connection) or (tls is not None and tls.over)
+        ):
+            if tls is not None and tls.failure:
+                self._note("tls_failed", connection.peer, tls.failure)
+            self._end(connection)
+        else:
+            self._tell(connection)
+
+    def _end(self, connection: Connection) -> None:
+        """Nothing more will be received from it; it may still have replies to come."""
+        self.intake.finish(connection)
+        connection.ended = True
         self._tell(connection)
+
+    def _sweep(self) -> None:
+        """Cut off those who keep us waiting too long, and say what has happened since the last sweep."""
+        for connection, why in self.deadlines.late(self.producers.values()).items():
+            self._note("cut_off", connection.peer, why)
+            if connection.ended:
+                self._break(connection)  # does not take its replies
+                continue
+            if connection.fresh and connection.length:
+                connection.unsaid += b"!err 0 bad_hello not finished within KMQ_LINE_DEADLINE\n"
+            self._end(connection)
+        for event, (count, peer, reason) in self.incidents.items():
+            self.stage.log.warn(event, count=count, peer=peer, reason=reason)
+        self.incidents.clear()
+
+    def _note(self, event: str, peer: str, reason: str) -> None:
+        """For the log, at the next sweep: strangers must not fill it with a line for each thing they do."""
+        self.incidents[event] = (self.incidents.get(event, (0,))[0] + 1, peer, reason)
 
     def _tell(self, connection: Connection) -> None:
         """Hand over replies; end a connection that has sent all and been told all."""
@@ -195,17 +263,39 @@ class Ingress:
         else:
             self._listen_to(connection)
 
-    def _accept_producer(self) -> None:
-        for sock, peer in _accept(self.lines, self.stage):
+    def _accept_producers(self, door: socket.socket, context: "SSLContext | None") -> None:
+        most = self.stage.settings.connections
+        for sock, address in _accept(door, self.stage):
+            peer = f"{address[0]}:{address[1]}"
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _BREAK)
+            if len(self.producers) >= most:
+                reason = f"KMQ_CONNECTIONS={most} are open already"
+                self._note("connection_refused", peer, reason)
+                if context is None:  # over TLS that would take the handshake that the limit is to spare us
+                    with contextlib.suppress(OSError):
+                        sock.send(f"!err 0 connections {reason}\n".encode())
+                sock.close()
+                continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(sock, f"{peer[0]}:{peer[1]}")
-            self.producers[sock.fileno()] = connection
-            self.producer_poll.register(sock, select.EPOLLIN)
+            if context is None:
+                connection = Connection(sock, peer)
+            else:
+                from kmq.links import tls
+
+                secure = tls.accept(context, sock)
+                if secure is None:
+                    continue
+                connection = Connection(secure, peer, secure)
+            fd = connection.sock.fileno()
+            self.producers[fd] = connection
+            self.producer_poll.register(fd, select.EPOLLIN)
 
     def _greet(self, connection: Connection, line: bytes) -> None:
         """The hello of a connection: it gets a name for its replies. Raises Refused."""
         hello = parse_hello(line)
+        if self.tokens is not None and not self.tokens.check(hello.token):
+            self._note("unauthorized", connection.peer, "no valid token")
+            raise Refused(_UNAUTHORIZED)
         if (self.stage.settings.policy_framed or self.stage.settings.policy) == "drop_oldest":
             raise Refused("drop_oldest the ring framed may drop messages, so none can be acknowledged")
         if self.refusing:
@@ -242,8 +332,11 @@ class Ingress:
             self._tell(connection)
 
     def _drop_producer(self, connection: Connection) -> None:
+        if connection.refusing and connection.sender is None:
+            self._note("unauthorized", connection.peer, "lines without a hello")
+            self._break(connection)  # an orderly end would say that its lines are in the FIFO
+            return
         self._forget(connection)
-        self.intake.finish(connection)
         _close_in_order(connection)
 
     def _break(self, connection: Connection) -> None:
@@ -252,6 +345,7 @@ class Ingress:
         connection.sock.close()
 
     def _forget(self, connection: Connection) -> None:
+        self.intake.finish(connection)
         fd = connection.sock.fileno()
         del self.producers[fd]
         self.producer_poll.unregister(fd)
@@ -287,8 +381,10 @@ class Ingress:
         A line that is unfinished then is not one: its producer sees the connection break and sends it again.
         """
         self.poll.unregister(self.stage.signalled)  # it has been heard; left in, every wait would end at once
-        self.producer_poll.unregister(self.lines)
-        self.lines.close()
+        for door, _ in self.doors.values():
+            self.producer_poll.unregister(door)
+            door.close()
+        self.doors.clear()
         self.questions.close()
         until = time.monotonic() + _GRACE_S
         while self.producers and time.monotonic() < until:
@@ -310,7 +406,9 @@ class Ingress:
 
 
 def _is_plain(connection: Connection) -> bool:
-    """Whether the first byte that has come, if any, is not that of a hello."""
+    """Whether the first byte that has come, if any, is not that of a hello. Over TLS we cannot look without taking it."""
+    if connection.tls is not None:
+        return False
     with contextlib.suppress(OSError):
         return connection.sock.recv(1, socket.MSG_PEEK) not in (b"!", b"")
     return False
@@ -318,6 +416,8 @@ def _is_plain(connection: Connection) -> bool:
 
 def _close_in_order(connection: Connection) -> None:
     """End a connection whose every whole line is in the FIFO."""
+    if connection.tls is not None:
+        connection.tls.say_end()
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
     connection.sock.close()
 

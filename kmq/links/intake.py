@@ -27,7 +27,12 @@ from kmq.links import hello
 from kmq.links.fifo import FifoWriter, Sender
 from kmq.settings import KIB, MIB
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # ssl would cost every stage some megabytes
+    from kmq.links.tls import TlsSocket
+
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
+_LEAST_BYTES = 16 * KIB  # a TLS record fits (tls.py)
 PARTIAL_BYTES = 64 * MIB  # all unfinished lines together
 MAX_UNANSWERED = 1 << 17  # messages of one connection on the way: far more than the links hold
 MAX_UNSAID = MIB  # bytes of replies that a producer may leave unread
@@ -50,20 +55,25 @@ class Connection:
         "awaited",
         "ended",
         "fresh",
+        "heard",
         "length",
         "partial",
         "passed",
         "peer",
         "producer",
+        "quiet_since",
         "refusing",
         "sender",
         "sock",
         "taken",
+        "tls",
+        "unfinished_since",
         "unsaid",
     )
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, tls: "TlsSocket | None" = None) -> None:
         self.sock, self.peer = sock, peer
+        self.tls = tls  # the same socket, where it is one
         self.partial = bytearray()  # at most max_line + 1 bytes of the unfinished line
         self.length = 0  # of the unfinished line, also what is no longer kept
         self.fresh = True  # its first line has not come yet
@@ -76,11 +86,19 @@ class Connection:
         self.unsaid = bytearray()  # replies the socket has not taken yet
         self.ended = False  # has sent all
         self.awaited = select.EPOLLIN  # what ingress waits for
+        self.heard = True  # has sent something, or taken a reply, since deadlines.py last looked, whose clock the next two are of
+        self.quiet_since = 0.0
+        self.unfinished_since = 0.0  # 0: this line, or handshake, has not been seen unfinished
 
     @property
     def is_choked(self) -> bool:
         """Whether it has to read replies, or wait for them, before more is read from it."""
         return len(self.unsaid) > MAX_UNSAID or self.taken - self.answered > MAX_UNANSWERED
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the rest of a line, of a hello or of a TLS handshake is to come."""
+        return self.length > 0 or (self.tls is not None and self.fresh and self.tls.is_shaking)
 
     @property
     def is_done(self) -> bool:
@@ -116,6 +134,7 @@ class Connection:
         while self.unsaid:
             try:
                 del self.unsaid[: self.sock.send(self.unsaid)]
+                self.heard = True
             except BlockingIOError:
                 return True
             except OSError:
@@ -131,8 +150,9 @@ class Intake:
     ) -> None:
         """`greet` is given the first line of a connection that begins with `!`; it sets the sender, or raises Refused."""
         self.fifo, self.max_line, self.greet = fifo, max_line, greet
+        self.only_hello = ""  # code and reason for those who send lines without a hello, where one is asked for
         self.bytes = self.refused = 0
-        self._buffer = bytearray(min(RECEIVE_BYTES, max_line))
+        self._buffer = bytearray(max(_LEAST_BYTES, min(RECEIVE_BYTES, max_line)))
         self._view = memoryview(self._buffer)
         self._partial_bytes = 0
 
@@ -146,9 +166,15 @@ class Intake:
             return False
         if not count:
             return False
-        if connection.fresh and (connection.partial or self._buffer)[:1] == b"!":
-            return self._greet(connection, count)
-        connection.fresh = False
+        connection.heard = True
+        if connection.fresh:
+            if (connection.partial or self._buffer)[:1] == b"!":
+                return self._greet(connection, count)
+            connection.fresh = False
+            if self.only_hello:
+                connection.refusing = self.only_hello.encode()
+                connection.unsaid += b"!err 0 %b\n" % connection.refusing
+                return False
         self._take(connection, count)
         return True
 
@@ -180,7 +206,7 @@ class Intake:
 
     def _forget_partial(self, connection: Connection) -> None:
         self._partial_bytes -= len(connection.partial)
-        connection.partial, connection.length = bytearray(), 0
+        connection.partial, connection.length, connection.unfinished_since = bytearray(), 0, 0.0
 
     def _take(self, connection: Connection, count: int) -> None:
         """buffer[:count] has arrived."""
@@ -228,11 +254,16 @@ class Intake:
         self._pass_on(connection, line + b"\n", 0, len(line) + 1)
 
     def _forward(self, connection: Connection, start: int, end: int) -> None:
-        """buffer[start:end] is whole lines, none over max_line: the buffer is not larger."""
+        """buffer[start:end] is whole lines."""
         buffer = self._buffer
-        if buffer.find(0, start, end) >= 0 or record.has_control_line(buffer, start, end):
+        if (
+            end - start > self.max_line  # only where the limit is very low: the buffer is seldom larger
+            or buffer.find(0, start, end) >= 0
+            or record.has_control_line(buffer, start, end)
+        ):
             for line in bytes(self._view[start : end - 1]).split(b"\n"):
-                self._put(connection, line, len(line), _refusal(line))
+                reason = "too_long" if len(line) > self.max_line else _refusal(line)
+                self._put(connection, line, len(line), reason)
             return
         self._pass_on(connection, buffer, start, end)
 
@@ -250,8 +281,11 @@ class Intake:
         self.fifo.put(data, start, end, sender)
 
     def finish(self, connection: Connection) -> None:
-        """The connection is over: an unfinished line becomes dead.malformed, or, unasked for with acks, nothing."""
-        if connection.length and connection.sender is None:
+        """The connection is over: an unfinished line becomes dead.malformed, or, with acks, nothing: it was never asked for.
+
+        Nor was an unfinished hello, which may hold a token.
+        """
+        if connection.length and connection.sender is None and not connection.fresh:
             self._end_line(connection, "too_long" if connection.length > self.max_line else "no_newline")
         else:
             self._forget_partial(connection)
