@@ -1,28 +1,30 @@
 """From the text of the FIFO to the lines of a block: pieces, other writers' lines between them, restarts of ingress."""
 
 import random
+from itertools import accumulate
 
 import pytest
 
 from kmq import framing, record
 from kmq.links.fifo import pieces
+from kmq.log.producers import Producers
 
 MAX = 8192
 
 
+def table(producers=1000, ttl=1e6, count=1000, age=1e6):
+    return Producers(producers, ttl, count, age)
+
+
 def frame(text):
-    """What the framer does with whole lines: (lines, text that is not done yet, ends of the lines in the text)."""
+    """What the framer does with whole lines: (lines, text that is not done yet, ends of the lines in the text, used)."""
     batch = framing.plain(text)
     if batch is None:
         text = framing.untangle(text)
-        batch = framing.parse(text, MAX)
-    ends = batch.ends
-    if ends is None:
-        ends, at = [], 0
-        for line in batch.lines:
-            at += len(line) + 1
-            ends.append(at)
-    return batch.lines, text, ends, batch.used
+        batch = framing.Parser(MAX, table()).parse(text, 1, 0)
+        assert [count for count, _ in batch.cuts] == list(range(1, len(batch.lines) + 1)) and not batch.answers
+        return batch.lines, text, [end for _, end in batch.cuts], batch.used
+    return batch.lines, text, list(accumulate(len(line) + 1 for line in batch.lines)), batch.used
 
 
 def expected(text):
@@ -57,7 +59,7 @@ LONG_PIECES = pieces(LONG)
         (b"+t|||a\n!b 1\nu|||\n", [b"u|||"]),
         (b"+t|||a\nu|||\n!b 1\n-b\n", [b"u|||", b"dead.malformed||;reason=control_byte;len=2|-b"]),
         (b"!b 1\n", []),
-        (b"!c 1.2 3 4\n", [b"dead.malformed||;reason=control_byte;len=10|!c 1.2 3 4"]),
+        (b"!x 1.2 3 4\n", [b"dead.malformed||;reason=control_byte;len=10|!x 1.2 3 4"]),
         (b"-no first piece\n", [b"dead.malformed||;reason=control_byte;len=15|-no first piece"]),
         (b"+t|||unfinished\n", []),
         (b"u|||\n+t|||unfinished\nv|||\n", [b"u|||", b"v|||"]),
@@ -71,7 +73,7 @@ def test_text_becomes_lines(text, lines):
 
 def test_plain_text_goes_through_in_one_piece_and_says_its_common_key():
     batch = framing.plain(b"t.k|1|2|a\nt.k|1|2|b\n")
-    assert (batch.lines, batch.ends, batch.used, batch.key) == ([b"t.k|1|2|a", b"t.k|1|2|b"], None, 20, b"t.k")
+    assert (batch.lines, batch.cuts, batch.used, batch.key) == ([b"t.k|1|2|a", b"t.k|1|2|b"], None, 20, b"t.k")
     assert framing.plain(b"t.k|1|2|a\nno separator\n") is None
 
 

@@ -10,8 +10,9 @@ from test_fifo_writer import read_all
 from test_framing import frame
 
 from kmq import record
+from kmq.links import hello
 from kmq.links import intake as intake_module
-from kmq.links.fifo import FifoWriter, open_fifo
+from kmq.links.fifo import FifoWriter, Sender, open_fifo
 from kmq.links.intake import Connection, Intake
 
 MAX = 8192
@@ -22,10 +23,16 @@ class Wire:
 
     def __init__(self, directory):
         self.raw = open_fifo(str(directory), "raw")
-        self.fifo = FifoWriter(self.raw)
-        self.intake = Intake(self.fifo, MAX)
+        self.fifo = FifoWriter(self.raw, max_group=5)
+        self.intake = Intake(self.fifo, MAX, self.greet)
         self.text = b""
-        self.sockets = [self.raw]
+        self.greeted = 0
+
+    def greet(self, connection, line):
+        said = hello.parse(line)
+        self.greeted += 1
+        connection.acks, connection.producer = said.acks, said.producer
+        connection.sender = Sender(b"1.%d" % self.greeted, said.tag)
 
     def connect(self):
         near, far = socket.socketpair()
@@ -82,7 +89,7 @@ def refused(reason, original, length=None):
         (b"t|1|2|no newline", [refused("no_newline", b"t|1|2|no newline")]),
         (b"a|||\nt\0", [b"a|||", refused("no_newline", b"t\0")]),
         (b"t|1|2|\0\nu|||\n", [refused("nul", b"t|1|2|\0"), b"u|||"]),
-        (b"!b 1\nt|||\n", [refused("control_byte", b"!b 1"), b"t|||"]),
+        (b"t|||\n!b 1\nt|||\n", [b"t|||", refused("control_byte", b"!b 1"), b"t|||"]),
         (b"t|||\n+x\n-y\nu|||\n", [b"t|||", refused("control_byte", b"+x"), refused("control_byte", b"-y"), b"u|||"]),
         (b"x!|+|-|!\n", [refused("bad_topic", b"x!|+|-|!")]),
         (b"t|||" + b"x" * 5000 + b"\n", [b"t|||" + b"x" * 5000]),
@@ -90,7 +97,7 @@ def refused(reason, original, length=None):
         (b"t|||" + b"x" * (MAX - 3) + b"\nu|||\n", [refused("too_long", b"t|||" + b"x" * (MAX - 3)), b"u|||"]),
         (b"t|||" + b"x" * 50_000 + b"\n", [refused("too_long", b"t|||" + b"x" * MAX, 50_004)]),
         (b"x" * 50_000, [refused("too_long", b"x" * MAX, 50_000)]),
-        (b"!" * 50_000 + b"\nu|||\n", [refused("too_long", b"!" * MAX, 50_000), b"u|||"]),
+        (b"t|||\n" + b"!" * 50_000 + b"\nu|||\n", [b"t|||", refused("too_long", b"!" * MAX, 50_000), b"u|||"]),
         (b"+" + b"x" * 5000 + b"\n", [refused("control_byte", b"+" + b"x" * 5000)]),
         (b"\0" * 50_000 + b"\n", [refused("too_long", b"\0" * (MAX + 1), 50_000)]),
     ],
@@ -143,13 +150,25 @@ def test_lines_of_many_connections_stay_in_order_and_apart(wire):
     assert len(wire.lines) == 12 * 40
 
 
-def test_a_greeting_gets_an_error_and_is_no_message(wire):
+@pytest.mark.parametrize(
+    "line",
+    [b"!", b"!b 1", b"!c 1.1 1 1", b"!hello", b"!hello acks=2", b"!hello acks=1 me", b"!helo acks=1", b"!" * 4097],
+)
+@pytest.mark.parametrize("step", [1, 1 << 20])
+def test_a_first_line_that_begins_with_a_bang_and_is_no_hello_is_refused_and_no_message(wire, line, step):
     near, connection = wire.connect()
-    near.sendall(b"!hello acks=1 producer=me\n")
-    assert not wire.receive(connection)
-    assert near.recv(1000).startswith(b"!err 0 ")
-    assert wire.lines == []
+    if step == 1:
+        step = max(1, len(line) // 100)
+    sent = line + b"\nt|||x\n"
+    for at in range(0, len(sent), step):
+        near.sendall(sent[at : at + step])
+        if not wire.receive(connection):
+            break
+    else:
+        pytest.fail("it was taken")
+    assert near.recv(1000).startswith(b"!err 0 bad_hello ")
     wire.finish(near, connection)
+    assert wire.lines == [] and connection.sender is None
 
 
 def test_a_connection_that_breaks_is_over_and_its_rest_is_kept(wire):

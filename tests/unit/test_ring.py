@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kmq.errors import BusyError, ConfigError
-from kmq.links import layout
+from kmq.links import layout, ring
 from kmq.links.layout import Commit
 from kmq.links.ownership import RingLock
 from kmq.links.ring import RingReader, RingWriter
@@ -159,17 +159,17 @@ def test_a_gap_begins_a_list_of_its_own(rings, monkeypatch):
     writer, reader = dropping(rings, slots=4)
     for _ in range(4):
         put(writer, b"x")
-    look, looked = reader._block_at, []
+    look, looked = ring._block_at, []
 
-    def overtaken(position, head):
-        block = look(position, head)
+    def overtaken(ring, position, head):
+        block = look(ring, position, head)
         looked.append(position)
         if len(looked) == 1:
             for _ in range(3):
                 put(writer, b"y")  # drops what the reader has, and two more
         return block
 
-    monkeypatch.setattr(reader, "_block_at", overtaken)
+    monkeypatch.setattr(ring, "_block_at", overtaken)
     first = reader.take()
     assert [block.first_seq for block in first] == [1] and not reader.jumped
     second = reader.take()
