@@ -214,6 +214,7 @@ def _print_status(settings: Settings, found: statuses.Status) -> None:
         "kmq produce test.probe -m hello",
         "kmq produce notes.host < /etc/hostname",
         "printf 'test.probe|0|1|hi\\n' | kmq produce --raw",
+        "kmq produce orders --producer import-7 < orders.txt",
     )
 )
 def produce(
@@ -222,8 +223,17 @@ def produce(
     raw: Annotated[
         bool, typer.Option("--raw", help="stdin is whole lines: routing_key|producer_ts|id|payload")
     ] = False,
+    acks: Annotated[
+        bool, typer.Option("--acks", help="Wait until everything is on disk; retry over restarts.")
+    ] = False,
+    producer: Annotated[
+        str,
+        typer.Option(
+            help="With acks, as this producer: the same lines given again are not stored again. --raw: ids are decimal."
+        ),
+    ] = "",
 ) -> None:
-    """Send messages: one per -m, else one per line of stdin. Fire and forget: nobody says that it is stored."""
+    """Send messages: one per -m, else one per line of stdin. Without --acks fire and forget: nobody says that it is stored."""
     settings = load()
     if raw == bool(routing_key):
         raise ConfigError("give a routing key, or --raw for lines that bring their own")
@@ -234,6 +244,13 @@ def produce(
     else:
         payloads = _lines(sys.stdin.buffer)
     key = os.fsencode(routing_key)
+    if acks or producer:
+        from kmq.client import command
+
+        numbered = (format_message(key, p, b"%d" % n) for n, p in enumerate(payloads, 1))
+        lines = (payload + b"\n" for payload in payloads) if raw else numbered
+        print(command.produce(_with_progress(lines, "sending"), producer, dedupe=bool(producer) or not raw))
+        return
     lines = (payload + b"\n" for payload in payloads) if raw else (format_message(key, p) for p in payloads)
     port = read_port(settings, "ingress", settings.port)
     with LineSender(settings.host, port) as sender:

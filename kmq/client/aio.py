@@ -126,11 +126,13 @@ class AsyncProducer(asyncio.Protocol):
                 self._core.hurry = True
                 self._flush()
                 await self._changed.wait()
+        if self._core.failed is not None:
+            raise self._core.failed
 
     async def close(self, timeout: float | None = None) -> None:
         """flush, then end. After a timeout, too: what has no reply then is lost to this program, though it may be stored."""
         try:
-            if self._core.failed is None and not self._closed:
+            if not self._closed:
                 await self.flush(timeout)
         finally:
             await self.abort()

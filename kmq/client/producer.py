@@ -72,8 +72,13 @@ class Delivery(CoreDelivery):
         super().__init__()
         self._producer = producer
 
+    def results(self, timeout: float | None = None) -> list[int]:
+        """The seq of each message, once all are on disk; 0 where the broker only knows that it was stored long ago."""
+        self.result(timeout)
+        return self.seqs
+
     def result(self, timeout: float | None = None) -> int:
-        """The seq, once it is on disk; of a list that of its first message (`seqs` has them all). Raises what went wrong."""
+        """The seq, once it is on disk; of a list that of its first message. Raises what went wrong with any."""
         self._producer._wait(lambda: self.done, timeout, "the reply to this message")
         if self.error is not None:
             self.seen = True
@@ -168,13 +173,19 @@ class Producer:
             self._queued()
         return delivery
 
-    def send_lines(self, lines: bytes, timeout: float | None = None) -> Delivery:
+    def send_lines(
+        self,
+        lines: bytes,
+        *,
+        callback: Callable[[CoreDelivery], object] | None = None,
+        timeout: float | None = None,
+    ) -> Delivery:
         """Queue whole lines `routing_key|ts|id|payload` as they are; with producer= or window= the ids are yours."""
-        delivery = Delivery(self)
         count = lines.count(b"\n")
-        if not lines.endswith(b"\n") and lines:
+        if lines and not lines.endswith(b"\n"):
             raise ValueError("each line ends with a newline")
-        delivery.may_be_stored = True
+        delivery = Delivery(self)
+        delivery.callback, delivery.may_be_stored = callback, True
         with self._lock:
             self._wait_for_room(timeout, count)
             self._core.add_lines(delivery, lines, count)
@@ -182,10 +193,10 @@ class Producer:
         return delivery
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until every message has its reply. Raises the first error that nobody has been told of."""
+        """Wait until every message has its reply. Raises what ended the producer, or an error that nobody has been told of."""
         self._wait(lambda: not self._core.unanswered, timeout, "the replies to all messages")
         with self._lock:
-            error = self._core.unseen_error()
+            error = self._core.failed or self._core.unseen_error()
         if error is not None:
             raise error
 
@@ -194,8 +205,7 @@ class Producer:
         if self._closed:
             return
         try:
-            if self._core.failed is None:
-                self.flush(timeout)
+            self.flush(timeout)
         finally:
             self.abort()
 

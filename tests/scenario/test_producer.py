@@ -1,0 +1,413 @@
+"""kmq.Producer and kmq.AsyncProducer against a real broker: what they say is stored is, once, whatever happens meanwhile."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import kmq
+from kmq.client import lines
+
+CODE_RETRY, CODE_CONFIG = 75, 78
+
+
+@pytest.fixture
+def up(broker):
+    broker.up()
+    return broker
+
+
+@pytest.fixture
+def connect(broker, monkeypatch):
+    """Makes producers of this broker; each finds the port that ingress has at the moment."""
+    for name, value in broker.env.items():
+        if name.startswith("KMQ_"):
+            monkeypatch.setenv(name, value)
+    made = []
+
+    def make(kind=kmq.Producer, **options):
+        producer = kind.local(**options)
+        made.append(producer)
+        return producer
+
+    yield make
+    for producer in made:
+        if isinstance(producer, kmq.Producer):
+            producer.abort()
+
+
+def stored(broker):
+    """seq → (routing key, id, payload) of what the WAL has."""
+    rows = (line.split(b"|", 5) for line in broker.wal())
+    return {int(row[0]): (row[2], row[4], row[5]) for row in rows}
+
+
+def ids(broker, name):
+    """The ids of one producer, in the order of the WAL."""
+    tail = b";p=" + name.encode()
+    return [int(id.partition(b";")[0]) for _, id, _ in stored(broker).values() if tail in id]
+
+
+# --- sending ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_seq_of_a_message_is_where_it_is_stored(up, connect):
+    with connect() as producer:
+        seq = producer.send("orders", b"one", key="eu.1", headers={"trace": "a b"}).result()
+        assert stored(up)[seq] == (b"orders.eu%2E1", b"1;p=%b;trace=a%%20b" % producer.name.encode(), b"one")
+        many = producer.send_many("orders", [b"two", b"three\n", b"four"])
+        seqs = many.results()
+        assert many.result() == seqs[0]
+        assert [lines.decode_payload(*stored(up)[seq][1:]) for seq in seqs] == [b"two", b"three\n", b"four"]
+
+
+def test_any_bytes_come_back_identical(up, connect):
+    payloads = [b"", bytes(range(256)), "größe".encode(), b"\x1b[0m", b"|;%", b"x" * 700_000]
+    with connect() as producer:
+        seqs = [producer.send("t", payload, key="k|;.ü").result() for payload in payloads]
+    found = [stored(up)[seq] for seq in seqs]
+    assert [lines.decode_payload(id, payload) for _, id, payload in found] == payloads
+    assert {lines.decode(key.removeprefix(b"t.")) for key, _, _ in found} == {"k|;.ü"}
+
+
+def test_callbacks_come_in_order_with_the_seqs(up, connect):
+    seqs = []
+    with connect() as producer:
+        for _ in range(5000):
+            producer.send("t", b"x", callback=lambda delivery: seqs.append(delivery.seq))
+    assert seqs == list(range(1, 5001))
+
+
+def test_who_sends_and_waits_is_called_back_in_his_own_thread(up, connect):
+    """The path of one message has no change of threads: that is half its latency."""
+    producer, threads = connect(), []
+    for _ in range(200):
+        producer.send("t", b"x", callback=lambda _: threads.append(threading.get_ident())).result()
+    assert threads.count(threading.get_ident()) > 150
+
+
+def test_threads_share_a_producer(up, connect):
+    results = {}
+    with connect(max_in_flight=50) as producer:
+
+        def work(n):
+            results[n] = [producer.send("t", f"{n}-{i}").result() for i in range(300)]
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = stored(up)
+    assert len(found) == 2400
+    assert all(found[seq][2] == b"%d-%d" % (n, i) for n, seqs in results.items() for i, seq in enumerate(seqs))
+
+
+def test_the_window_bounds_what_has_no_reply(up, connect):
+    with connect(max_in_flight=10) as producer:
+        most = 0
+        for _ in range(2000):
+            producer.send("t", b"x")
+            most = max(most, producer.unanswered)
+        assert 1 < most <= 10
+
+
+# --- what the broker refuses -------------------------------------------------------------------------------------------
+
+
+def test_a_refused_message_fails_alone_with_code_and_message(up, connect):
+    with connect() as producer:
+        before, bad, after = producer.send("t", b"1"), producer.send("append", b"2"), producer.send("t", b"3")
+        with pytest.raises(kmq.Refused, match=r"reserved_topic.*append\|") as refused:
+            bad.result()
+        assert refused.value.code == "reserved_topic"
+        assert after.result() == before.result() + 1
+        producer.send("append", b"4")
+        with pytest.raises(kmq.Refused, match="reserved_topic"):  # nobody looked at this one
+            producer.flush()
+        producer.flush()
+
+
+def test_a_line_over_the_limit_is_refused_and_the_next_one_is_not(up, connect):
+    with connect() as producer:
+        long, after = producer.send("t", b"x" * (1 << 20)), producer.send("t", b"y")
+        with pytest.raises(kmq.Refused, match="too_long"):
+            long.result()
+        assert after.result() == 1
+
+
+def test_a_newer_producer_of_the_name_ends_the_older(up, connect):
+    older = connect(producer="one")
+    assert older.send("t", b"x").result() == 1
+    newer = connect(producer="one")
+    assert newer.send("t", b"y").result() == 2
+    with pytest.raises(kmq.Fenced):
+        older.send("t", b"z").result()
+    with pytest.raises(kmq.Fenced):
+        older.send("t", b"z")
+    assert newer.send("t", b"y").result() == 3
+
+
+def test_drop_oldest_refuses_acks_with_a_reason(broker, connect):
+    broker.up(RB_OVERFLOW_POLICY_FRAMED="drop_oldest")
+    producer = connect()
+    with pytest.raises(kmq.Refused, match="drop_oldest"):
+        producer.send("t", b"x").result()
+    result = broker.kmq("produce", "t", "-m", "x", "--acks")
+    assert result.returncode == CODE_CONFIG and "drop_oldest" in result.stderr and "Traceback" not in result.stderr
+
+
+# --- retries ---------------------------------------------------------------------------------------------------------
+
+
+def test_killed_stages_lose_and_double_nothing(up, connect):
+    with connect() as producer:
+        deliveries = []
+        for victim in ("ingress", "durability", "framer"):
+            deliveries += [producer.send("t", b"%d" % n) for n in range(500)]
+            os.kill(up.pids()[victim], signal.SIGKILL)
+            deliveries += [producer.send("t", b"%d" % n) for n in range(500)]
+            up.wait(lambda: up.kmq("status").returncode == 0, "all ready")
+        producer.flush()
+    seqs = [delivery.result() for delivery in deliveries]
+    assert seqs == list(range(1, 3001))
+    assert ids(up, producer.name) == list(range(1, 3001))
+
+
+def test_what_a_program_repeats_after_a_crash_is_stored_once(up, connect):
+    with connect(producer="import") as first:
+        seqs = [first.send("t", b"x", id=n).result() for n in (1, 2, 5)]
+    with connect(producer="import") as second:
+        assert [second.send("t", b"x", id=n).result() for n in (1, 2, 5)] == seqs
+        assert second.send("t", b"x", id=6).result() == 4
+    assert len(stored(up)) == 4
+
+
+def test_a_named_producer_goes_on_after_a_restart_with_ids_of_its_own_making(up, connect):
+    for _ in range(3):
+        with connect(producer="meter") as producer:
+            producer.send_many("t", [b"x"] * 100)
+    assert len(set(ids(up, "meter"))) == 300
+
+
+def test_ids_of_a_window_are_stored_once(up, connect):
+    with connect(window="orders") as producer:
+        first = producer.send("t", b"x", id="order 7;|").result()
+        assert producer.send("t", b"x", id="order 7;|").result() == first
+        assert producer.send("t", b"x").result() == first + 1
+        assert producer.send_many("t", [b"x"] * 3).results() == [first + 2, first + 3, first + 4]
+
+
+def test_without_dedupe_everything_is_stored_as_often_as_sent(up, connect):
+    with connect(dedupe=False) as producer:
+        assert [producer.send("t", b"x", id="same").result() for _ in range(3)] == [1, 2, 3]
+        assert producer.send_many("t", [b"x"] * 3).results() == [4, 5, 6]
+    assert stored(up)[1] == (b"t", b"same", b"x")
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_listens_and_every_call_that_waits_says_so(broker, connect):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    said = []
+    producer = kmq.Producer(port=port, max_in_flight=1, timeout_s=0.3, stall_s=0.1, on_stall=said.append)
+    delivery = producer.send("t", b"x")
+    words = rf"unanswered, the oldest for .*unreachable for .*127\.0\.0\.1:{port}: Connection refused"
+    for call in (delivery.result, producer.flush, lambda: producer.send("t", b"y"), producer.close):
+        began = time.monotonic()
+        with pytest.raises(kmq.NotAnswered, match=words):
+            call()
+        assert 0.2 < time.monotonic() - began < 5
+    assert said and all("Connection refused" in text for text in said)
+    with pytest.raises(kmq.NotAnswered, match="closed before"):
+        delivery.result()
+
+
+def test_a_stall_is_reported_also_when_no_caller_waits(up, connect):
+    said = threading.Event()
+    producer = connect(stall_s=0.1, on_stall=lambda text: "does not answer" in text and said.set())
+    producer.send("t", b"x").result()
+    os.kill(up.pids()["durability"], signal.SIGSTOP)
+    delivery = producer.send("t", b"x")
+    assert said.wait(10)
+    os.kill(up.pids()["durability"], signal.SIGCONT)
+    assert delivery.result() == 2
+
+
+def test_a_broker_that_comes_up_later_gets_what_waits_for_it(broker, connect):
+    (broker.pipes).mkdir()
+    (broker.pipes / "ingress.port").write_text("1\n")
+    producer = connect()
+    delivery = producer.send("t", b"x")
+    broker.up()
+    assert delivery.result() == 1
+
+
+def test_a_full_window_waits_for_room_with_a_timeout(up, connect):
+    producer = connect(max_in_flight=5)
+    producer.send("t", b"x").result()
+    os.kill(up.pids()["durability"], signal.SIGSTOP)
+    deliveries = [producer.send("t", b"x") for _ in range(5)]
+    with pytest.raises(kmq.NotAnswered, match="room among the messages in flight: 5 messages unanswered"):
+        producer.send("t", b"x", timeout=0.2)
+    os.kill(up.pids()["durability"], signal.SIGCONT)
+    assert producer.send("t", b"x").result() == 7
+    assert [delivery.result() for delivery in deliveries] == [2, 3, 4, 5, 6]
+
+
+def test_a_delivery_has_a_timeout_of_its_own_if_asked_for(up, connect):
+    producer = connect(delivery_timeout_s=0.2)
+    producer.send("t", b"x").result()
+    os.kill(up.pids()["durability"], signal.SIGSTOP)
+    late = producer.send("t", b"late")
+    with pytest.raises(kmq.NotAnswered, match=r"no reply within 0\.2 s"):
+        late.result()
+    os.kill(up.pids()["durability"], signal.SIGCONT)
+    assert producer.send("t", b"x", timeout=10).result() == 3
+
+
+def test_a_program_that_ends_without_close_has_sent_everything(up):
+    code = "import kmq; p = kmq.Producer.local(); [p.send('t', str(n)) for n in range(1000)]"
+    result = up.run(sys.executable, "-c", code)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(stored(up)) == 1000
+
+
+def test_a_callback_may_send_and_one_that_fails_stops_nobody(up, connect, caplog):
+    with connect(max_in_flight=4) as producer:
+
+        def follow(delivery):
+            if delivery.seq < 50:
+                producer.send("t", b"again", callback=follow)
+            else:
+                raise RuntimeError("from the callback")
+
+        producer.send("t", b"first", callback=follow)
+        up.wait(lambda: len(stored(up)) == 50, "fifty messages")
+        producer.flush()
+        assert producer.send("t", b"x").result() == 51
+    assert "from the callback" in caplog.text
+
+
+# --- asyncio ---------------------------------------------------------------------------------------------------------
+
+
+def test_async_messages_are_stored_in_the_order_of_the_calls(up, connect):
+    async def main():
+        async with connect(kmq.AsyncProducer, max_in_flight=100) as producer:
+            assert await producer.send("t", bytes(range(256)), key="k") == 1
+            assert await producer.send_many("t", [b"a", b"b\n"]) == [2, 3]
+            replies = [await producer.submit("t", b"%d" % n) for n in range(1000)]
+            assert await asyncio.gather(*replies) == list(range(4, 1004))
+            sends = (producer.send("t", b"%d" % n) for n in range(1000))
+            assert await asyncio.gather(*sends) == list(range(1004, 2004))
+
+    asyncio.run(main())
+    assert [payload for _, _, payload in stored(up).values()][1003:] == [b"%d" % n for n in range(1000)]
+
+
+def test_async_killed_stages_lose_and_double_nothing(up, connect):
+    async def main():
+        async with connect(kmq.AsyncProducer) as producer:
+            replies = []
+            for victim in ("ingress", "durability"):
+                replies += [await producer.submit("t", b"x") for _ in range(500)]
+                os.kill(up.pids()[victim], signal.SIGKILL)
+                replies += [await producer.submit("t", b"x") for _ in range(500)]
+                await asyncio.to_thread(up.wait, lambda: up.kmq("status").returncode == 0, "all ready")
+            assert await asyncio.gather(*replies) == list(range(1, 2001))
+            return producer.name
+
+    assert ids(up, asyncio.run(main())) == list(range(1, 2001))
+
+
+def test_async_refusals_fencing_and_timeouts_are_exceptions(up, connect):
+    async def main():
+        async with connect(kmq.AsyncProducer, producer="one") as producer:
+            with pytest.raises(kmq.Refused, match="reserved_topic"):
+                await producer.send("append", b"x")
+            assert await producer.send("t", b"x") == 1
+            os.kill(up.pids()["durability"], signal.SIGSTOP)
+            with pytest.raises(kmq.NotAnswered, match="the reply to this message: 1 messages unanswered"):
+                await producer.send("t", b"x", timeout=0.2)
+            os.kill(up.pids()["durability"], signal.SIGCONT)
+            await producer.flush()
+            async with connect(kmq.AsyncProducer, producer="one") as newer:
+                assert await newer.send("t", b"y") == 3
+                with pytest.raises(kmq.Fenced):
+                    await producer.send("t", b"z")
+            await producer.abort()
+
+    asyncio.run(main())
+
+
+def test_async_a_full_window_waits_and_a_cancelled_send_harms_nobody(up, connect):
+    async def main():
+        async with connect(kmq.AsyncProducer, max_in_flight=5) as producer:
+            await producer.send("t", b"x")
+            os.kill(up.pids()["durability"], signal.SIGSTOP)
+            sends = [asyncio.create_task(producer.send("t", b"x")) for _ in range(20)]
+            await asyncio.sleep(0)
+            with pytest.raises(kmq.NotAnswered, match="room among the messages"):
+                await producer.submit("t", b"x", timeout=0.1)
+            for task in sends[::2]:
+                task.cancel()
+            os.kill(up.pids()["durability"], signal.SIGCONT)
+            results = await asyncio.gather(*sends, return_exceptions=True)
+            assert all(isinstance(result, int) for result in results[1::2])
+            assert await producer.send("t", b"last") == len(up.wal())
+
+    asyncio.run(main())
+
+
+# --- kmq produce --acks --------------------------------------------------------------------------------------------
+
+
+def test_produce_with_acks_says_what_is_stored(up):
+    assert up.kmq("produce", "test.a", "--acks", "-m", "one", "-m", "two|2").stdout == "stored 2, last seq 2\n"
+    assert up.kmq("produce", "--raw", "--acks", text="t|0|id|five\n").stdout == "stored 1, last seq 3\n"
+    assert [row[2] for row in stored(up).values()] == [b"one", b"two|2", b"five"]
+    result = up.kmq("produce", "--raw", "--acks", text="t|0|1|six\nno separator\nappend|0|2|x\n")
+    assert result.returncode == 1
+    assert "stored 1, last seq 4; 2 refused, the first: refused by the broker: no_separator" in result.stderr
+
+
+def test_the_same_lines_given_again_as_the_same_producer_are_stored_once(up):
+    for _ in range(2):
+        result = up.kmq("produce", "test.a", "--producer", "import-7", text="".join(f"{n}\n" for n in range(5000)))
+        assert result.stdout == "stored 5000, last seq 5000\n"
+    assert ids(up, "import-7") == list(range(1, 5001))
+
+
+def test_produce_with_acks_says_when_nobody_listens(broker):
+    result = broker.kmq("produce", "t", "-m", "x", "--acks")
+    assert result.returncode == CODE_CONFIG and "is the broker up?" in result.stderr
+
+
+def test_produce_with_acks_waits_over_a_restart(up):
+    text = "".join(f"{n}\n" for n in range(200_000))
+    sender = subprocess.Popen(
+        ["kmq", "produce", "t", "--acks"],
+        env=up.env,
+        cwd=up.root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with sender:
+        assert sender.stdin is not None and sender.stdout is not None
+        sender.stdin.write(text[: len(text) // 2])
+        up.wait(lambda: len(up.wal()) > 1000, "it has begun")
+        up.kill("ingress", "durability")
+        sender.stdin.write(text[len(text) // 2 :])
+        sender.stdin.close()
+        assert sender.stdout.read() == "stored 200000, last seq 200000\n"
+    assert sorted(int(payload) for _, _, payload in stored(up).values()) == list(range(200_000))
