@@ -4,6 +4,7 @@ import random
 import re
 import select
 import socket
+import threading
 import time
 from array import array
 from collections import Counter
@@ -31,8 +32,8 @@ class AckedLoad(Load):
         self.seqs = array("Q")
         self.sent = 0  # the highest id that may have reached the broker
         self.codes: Counter[str] = Counter()  # of what was refused
-        self.duplicates = self.connections = 0
-        self.answered_at = time.monotonic()
+        self.duplicates = self.attempts = self.connections = 0
+        self._hearing, self._deaf_to = threading.Lock(), 0
 
     def line(self, number: int) -> bytes:
         payload = self._payloads[number % len(self._payloads)]
@@ -53,6 +54,11 @@ class AckedLoad(Load):
             raise self.error
         return len(self.seqs) >= count
 
+    def deafen(self) -> None:
+        """From now on nothing is taken from the connection that there is: it has not been told what it did not hear."""
+        with self._hearing:
+            self._deaf_to = self.attempts
+
     def work(self) -> None:
         while not self.is_finished:
             try:
@@ -65,6 +71,7 @@ class AckedLoad(Load):
 
     def _converse(self, sock: socket.socket) -> None:
         """One connection, until it breaks, refuses or everything has been answered."""
+        self.attempts += 1
         sock.sendall(b"!hello acks=1 producer=%b\n" % self.producer)
         greeting = b""
         while not greeting.endswith(b"\n"):
@@ -96,8 +103,9 @@ class AckedLoad(Load):
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
-                if not all(self._take(base, line) for line in lines):
-                    return
+                with self._hearing:
+                    if self._deaf_to == self.attempts or not all(self._take(base, line) for line in lines):
+                        return
 
     def _take(self, base: int, line: bytes) -> bool:
         """Learn from one reply; False when the connection is of no more use."""
@@ -111,7 +119,6 @@ class AckedLoad(Load):
         assert count >= 1 and (count == 1 or match[1] == b"ack") and seq >= count, f"out of order: {line!r}"
         self.seqs.extend(range(seq - count + 1, seq + 1))
         self.duplicates += match[1] == b"dup"
-        self.answered_at = time.monotonic()
         return True
 
 

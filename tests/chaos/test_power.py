@@ -1,7 +1,6 @@
 """G1: what was acknowledged survives a power cut, whatever the disk was doing, and the broker goes on behind it.
 
-A power cut takes the page cache, every process and /dev/shm at once. The file system stops first, so that what the
-stages still do, and tell, in their last moments counts as well.
+A power cut takes the page cache, every process and /dev/shm at once. The file system stops first, under stages at work.
 """
 
 import itertools
@@ -90,22 +89,24 @@ def wait_for(moment: Callable[[], object]) -> bool:
     return False
 
 
-def cut_power(pod: Pod, disk: LoopFs) -> int:
-    """Everything is gone at once but the disk; returns the seq up to which GET_ACK would have said ACK at the end."""
+def cut_power(pod: Pod, disk: LoopFs, producers: list[AckedLoad]) -> int:
+    """Everything is gone at once but the disk; returns the seq up to which GET_ACK has said ACK.
+
+    What is told once the file system goes down does not count: an fdatasync that meets the shutdown may return 0 with
+    nothing written (2 of 200 on ext4 and 1 of 200 on XFS, a loop of write and fdatasync alone). Power leaves no time to tell.
+    """
+    for load in producers:
+        load.deafen()
+    promised = pod.seq_left("durability")
     disk.cut_power()
     for process in pod.processes.values():
         process.kill()
         process.wait()
-    promised = pod.seq_left("durability")
     for ring in ("framed", "durable"):
         layout.remove(pod.instance, ring)
     Path(f"/dev/shm/{pod.instance}.stats").unlink()
     disk.power_on()
     return promised
-
-
-def nul_tail(data: Path) -> bool:
-    return any(path.read_bytes().endswith(b"\0") for path in data.glob("**/*.log") if path.is_file())
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_nothing_acknowledged_is_lost_in_power_cuts(
             lambda told=told: all(map(AckedLoad.has, producers, [n + 1 for n in told])), "messages are acknowledged"
         )
         met[moment.__name__] += wait_for(moment(pod, rng))
-        promised = cut_power(pod, disk)
+        promised = cut_power(pod, disk, producers)
         account(pod.data, *producers)  # before a recovery touches the files
         assert int(read_wal(pod.data)[-1].split(b"|", 1)[0]) >= promised
         met["a NUL tail"] += any(path.read_bytes().endswith(b"\0") for path in pod.data.glob("*/**/*.log"))
