@@ -128,7 +128,8 @@ def test_nothing_acknowledged_is_lost_in_power_cuts(
 ) -> None:
     disk = disk_of(kind, 512 << 20, tmp_path, cleanup)
     (tmp_path / "sitecustomize.py").write_text(HURRY)
-    pod = make_pod(KMQ_DATA=disk.path / "data", KMQ_SEGMENT_BYTES="2 MiB", PYTHONPATH=tmp_path)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    pod = make_pod(KMQ_DATA=disk.path / "data", KMQ_SEGMENT_BYTES="2 MiB", PYTHONPATH=path)
     pod.data = disk.path / "data"
     producers = [AckedLoad(pod.pipes, f"{kind}-{run}-{n}", seed=rng.randrange(1 << 32), window=500) for n in range(2)]
     for load in producers:
