@@ -49,16 +49,17 @@ class DamageError(CorruptError):
 
 
 class Piece(NamedTuple):
-    """Checked whole lines of a segment; the first is record `offset`, at byte `position`."""
+    """Checked whole lines of a segment: the records from `offset` to before `next_offset`, at byte `position`."""
 
     offset: int
     position: int
     lines: bytes
+    next_offset: int
 
 
 def seqs_of(lines: bytes) -> list[int]:
     """The seqs of whole stored lines, without what compaction took away."""
-    return [int(seq) for seq in _SEQS.findall(lines)]
+    return [int(line[: line.index(b"|")]) for line in lines.split(b"\n") if line]
 
 
 def bad_line(lines: bytes, after: int = 0) -> int:
@@ -188,8 +189,8 @@ class Segment:
         """What contradicts the entry in `data`, the whole block; `following`: offset of the next one, 0: not known."""
         if zlib.crc32(data) != entry.crc:
             return "crc mismatch"
-        fields = data.lstrip(b"\n").split(b"|", 2)  # compaction may have taken the first records
-        if data[0] != 10 and (fields[1] != entry.recv_ts or (self.by_seq and int(fields[0]) != entry.offset)):
+        fields = data[:64].split(b"|", 2)
+        if data[:1] != b"\n" and (fields[1] != entry.recv_ts or (self.by_seq and int(fields[0]) != entry.offset)):
             return "the index speaks of another record"
         if following and not self.by_seq and entry.offset + data.count(b"\n") != following:
             return "the index counts other records"
@@ -242,9 +243,16 @@ class Segment:
             what = self.fault(entry, data, after) if len(data) == end - entry.position > 0 else "the log ends in it"
             if what:
                 raise self.damage(entry.position, end, entry.offset, after or entry.offset + 1, what)
-            yield Piece(entry.offset, entry.position, data)
-        counted = (entry.offset + data.count(b"\n"), end)
+            after = after or self._next(entry.offset, data)
+            yield Piece(entry.offset, entry.position, data, after)
+        counted = (after, end)
         yield from self._unindexed(known if counted < known and known[0] <= offset else counted, data)
+
+    def _next(self, offset: int, lines: bytes) -> int:
+        """The offset after those of `lines`, which begin with record `offset`."""
+        if self.by_seq:
+            return record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :]) + 1
+        return offset + lines.count(b"\n")
 
     def _check_start(self, start: int, end: int, entry: Entry) -> None:
         """The offset of the last index line of a partition is checked by the lines of the block before it."""
@@ -263,7 +271,7 @@ class Segment:
         """What follows `start`, (offset, position), where the index ends; `before` are the lines in front of it."""
         offset, position = start
         after = max([0, *seqs_of(before[before.rfind(b"\n", 0, -1) + 1 :])])
-        want = READ_BYTES
+        want = READ_BYTES // 4  # checking is slow, and what a read does not take is checked again
         while position < self.size:
             data = os.pread(self.fd, min(want, self.size - position), position)
             data = data[: data.rfind(b"\n") + 1]
@@ -273,9 +281,10 @@ class Segment:
             bad = bad_line(data, after)
             data = data[:bad] if bad >= 0 else data
             if data:
-                yield Piece(record.seq_of(data.lstrip(b"\n")) if self.by_seq else offset, position, data)
-                after = max([after, *seqs_of(data[-READ_BYTES:])[-1:]])
-            offset, position = offset + data.count(b"\n"), position + len(data)
+                following = self._next(offset, data)
+                yield Piece(record.seq_of(data) if self.by_seq else offset, position, data, following)
+                after = max([after, *seqs_of(data[data.rstrip(b"\n").rfind(b"\n") + 1 :])])
+                offset, position = following, position + len(data)
             if bad >= 0:
                 first = after + 1 if self.by_seq else offset
                 raise self.damage(position, self.size, first, first + 1, "not a stored line in order of seq")
@@ -371,7 +380,7 @@ class Log:
 
     def _take(self, held: Segment, offset: int, max_bytes: int) -> tuple[int, bytes]:
         taken: list[bytes] = []
-        length, first, end = 0, offset, 0
+        length, first, end, following = 0, offset, 0, offset
         try:
             for piece in held.pieces(offset, self._known_in(held)):
                 lines = piece.lines
@@ -382,7 +391,7 @@ class Log:
                 if taken and length + len(lines) > max_bytes:
                     break
                 taken.append(lines)
-                length, end = length + len(lines), piece.position + len(piece.lines)
+                length, end, following = length + len(lines), piece.position + len(piece.lines), piece.next_offset
                 if length >= max_bytes:
                     break
         except DamageError:
@@ -391,8 +400,8 @@ class Log:
         text = taken[0] if len(taken) == 1 else b"".join(taken)
         if length > max_bytes:
             text = text[: text.rfind(b"\n", 0, max_bytes) + 1 or text.find(b"\n") + 1]
-        elif taken and not self.by_seq and not held.sealed:
-            self._known = held.inode, first + text.count(b"\n"), end
+        elif taken:
+            self._known = held.inode, following, end
         return first, text
 
     def _from(self, piece: Piece, offset: int) -> tuple[int, bytes]:
