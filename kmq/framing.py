@@ -15,6 +15,7 @@ durability writes to FIFO `acks` once the block is on disk:
     <connection> <n of the first message it answers> !ack <n> <seq>      or !dup <n> <seq>, !err <n> <reason>
 """
 
+import re
 from itertools import accumulate, islice
 from operator import lt
 
@@ -26,6 +27,9 @@ from kmq.settings import PIPE_BUF
 _OVER = record.MALFORMED_OVERHEAD
 MAX_GROUP = 128  # messages in a group: with their numbers, names and replies they fit a block of the smallest ring
 _GROUP = b"!c "
+_HEADER = re.compile(
+    rb"!c (\d{1,20}\.\d{1,20}) (\d{1,18}) (\d{1,3})(?: l=(\d{1,4}))?(?: ([pw])=([A-Za-z0-9_.:-]{1,64}))?\n"
+)
 _NEWLINE = 10
 _REFUSED = b"!e "
 
@@ -48,6 +52,7 @@ class Batch:
 
 
 Answer = tuple[int, int, bytes, int, int, bytes]
+Whose = tuple[bytes, bytes, bytes]  # connection, `p`, `w` or nothing, producer or window
 
 
 def plain(text: bytes) -> Batch | None:
@@ -171,7 +176,7 @@ class Parser:
 
         A header that is none of ingress' is passed over: what follows is lines that nobody asked to acknowledge.
         """
-        whose: tuple[bytes, ...] = ()  # connection and tag
+        whose = b"", b"", b""
         first = count = done = 0
         bodies: list[bytes] = []
         ends: list[tuple[int, int]] = []  # (messages so far, bytes of the text)
@@ -179,7 +184,7 @@ class Parser:
             start = self._text.index(b"\n", at) + 1
             try:
                 n, k, end, here = self._header(at, start)
-            except (IndexError, ValueError):
+            except ValueError:
                 if not ends:
                     return start
                 break
@@ -195,32 +200,34 @@ class Parser:
             self._take(whose, first, b"".join(bodies), ends)
         return done
 
-    def _header(self, at: int, start: int) -> tuple[int, int, int, tuple[bytes, ...]]:
-        """(n, k, end of the group or 0 where it is not read yet, (connection[, tag])) of the header in text[at:start].
+    def _header(self, at: int, start: int) -> tuple[int, int, int, Whose]:
+        """(n, k, end of the group or 0 where it is not read yet, whose it is) of the header in text[at:start].
 
-        Raises ValueError or IndexError where k whole lines do not follow as it says.
+        Raises ValueError where it is none, or k whole lines do not follow as it says.
         """
         text = self._text
-        _, conn, n, k, *rest = text[at:start].split()
-        count = int(k)
-        if rest and rest[0].startswith(b"l="):
-            end = start + int(rest.pop(0)[2:])
+        match = _HEADER.match(text, at)
+        if match is None:
+            raise ValueError
+        conn, n, k, nbytes, kind, name = match.groups()
+        count, whose = int(k), (conn, kind or b"", name or b"")
+        if nbytes:
+            end = start + int(nbytes)
         else:
             end = start
             for _ in range(min(count, MAX_GROUP)):
                 end = text.find(b"\n", end) + 1 or len(text) + 1
         if not 0 < count <= MAX_GROUP or not start < end <= at + PIPE_BUF:
-            raise ValueError(count)
+            raise ValueError
         if end > len(text):
-            return int(n), count, 0, (conn, *rest)
+            return int(n), count, 0, whose
         if text[end - 1] != _NEWLINE or text.count(b"\n", start, end) != count:
-            raise ValueError(count)
-        return int(n), count, end, (conn, *rest)
+            raise ValueError
+        return int(n), count, end, whose
 
-    def _take(self, whose: tuple[bytes, ...], n: int, body: bytes, ends: list[tuple[int, int]]) -> None:
+    def _take(self, whose: Whose, n: int, body: bytes, ends: list[tuple[int, int]]) -> None:
         """Messages n… in `body`, which may be cut after each of `ends` (messages, bytes of the text)."""
-        conn, *tags = whose
-        kind, _, name = tags[0].partition(b"=") if tags else (b"", b"", b"")
+        conn, kind, name = whose
         lines = body.split(b"\n")
         lines.pop()
         base = len(self._lines)
@@ -347,8 +354,8 @@ def untangle(text: bytes) -> bytes:
             pieces = []
         elif raw.startswith(b"!b ") and pieces:
             pieces, tangled = [], True
-        elif raw.startswith(_GROUP) and pieces and raws[at + 1 : at + 2] and raws[at + 1].startswith(b"-"):
-            out += pieces
+        elif raw.startswith(_GROUP) and pieces and (at + 1 == len(raws) or raws[at + 1].startswith(b"-")):
+            out += pieces  # the last one follows, or has not been read yet
             out.append(raw)
             pieces = []
         else:

@@ -1,13 +1,18 @@
-"""From the text of the FIFO to the lines of a block: pieces, other writers' lines between them, restarts of ingress."""
+"""From the text of the FIFO to the lines of a block: pieces, other writers' lines between them, restarts of ingress.
+
+And the groups of acknowledged connections: what is stored of each message, and what its producer is told.
+"""
 
 import random
+import re
 from itertools import accumulate
 
 import pytest
 
 from kmq import framing, record
-from kmq.links.fifo import pieces
+from kmq.links.fifo import Sender, pieces
 from kmq.log.producers import Producers
+from kmq.settings import PIPE_BUF
 
 MAX = 8192
 
@@ -148,3 +153,385 @@ def test_it_does_not_matter_how_the_text_arrives():
                 lines += framed
                 waiting = ordered[used:] + waiting[end:]
         assert lines == expected(text)
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+ME = b"17.1"  # a connection
+
+
+def group(lines, n=1, tag=b"", conn=ME):
+    """Messages n… of a connection as ingress writes them; a long line as pieces, its group around the last one."""
+    sender = Sender(conn, tag)
+    sender.sent = n - 1
+    if len(lines) == 1 and len(lines[0]) > PIPE_BUF - sender.header_room:
+        first, last = pieces(lines[0], sender.header_room).rsplit(b"\n", 2)[:2]
+        return first + b"\n" + sender.header(1, len(last) + 1) + last + b"\n"
+    body = b"".join(line + b"\n" for line in lines)
+    return sender.header(len(lines), len(body)) + body
+
+
+def framed(text, known=None, next_seq=101):
+    """(stored lines, replies without their connection) where all of `text` goes into one block."""
+    ordered = framing.untangle(text)
+    batch = framing.Parser(MAX, table() if known is None else known).parse(ordered, next_seq, 0)
+    assert batch.used == len(ordered)
+    return batch.lines, told(framing.replies(batch.answers, 0, next_seq))
+
+
+def told(replies, conn=ME):
+    return [line.removeprefix(conn + b" ") for line in replies.split(b"\n")[:-1]]
+
+
+def mine(*ids, tag=b""):
+    """Messages with these ids, as sent or, with a tag, as stored."""
+    return [b"t.k|1|%b%b|x" % (id if isinstance(id, bytes) else b"%d" % id, tag) for id in ids]
+
+
+P, W = b"p=me", b"w=me"
+ERRORS = {
+    b"": b"empty_line",
+    b"no separator": b"no_separator",
+    b"|1|2|x": b"empty_routing_key",
+    b"a/b|1|2|x": b"bad_topic",
+    b"append|1|2|x": b"reserved_topic",
+    b"!x|1|2|": b"control_byte",
+    b"-x|1|2|": b"control_byte",
+    b"!e nul": b"nul",  # what ingress has refused itself
+    b"!e too_long": b"too_long",
+}
+BAD_ID = b"bad_id a producer's ids are decimal numbers of at most 18 digits"
+OWN_HEADER = b"bad_id the headers p= and w= are KMQ's own"
+
+
+@pytest.mark.parametrize(
+    ("sent", "tag", "lines", "replies"),
+    [
+        # neither producer nor window: stored as sent, as often as sent
+        (mine(1, 2), b"", mine(1, 2), [b"1 !ack 2 102"]),
+        (mine(b"", b"x;a=b", b"x;a=b"), b"", mine(b"", b"x;a=b", b"x;a=b"), [b"1 !ack 3 103"]),
+        ([b"t|x", b"t|"], b"", [b"t|x||", b"t|||"], [b"1 !ack 2 102"]),
+        (mine(b"1;p=you", b"2;a=b;w=x"), b"", mine(b"1%3Bp=you", b"2;a=b%3Bw=x"), [b"1 !ack 2 102"]),
+        # a producer
+        (mine(1), P, mine(1, tag=b";p=me"), [b"1 !ack 1 101"]),
+        (mine(5, 6, 7), P, mine(5, 6, 7, tag=b";p=me"), [b"1 !ack 3 103"]),
+        (mine(5, 7, 10**18 - 1), P, mine(5, 7, 10**18 - 1, tag=b";p=me"), [b"1 !ack 3 103"]),
+        (mine(0, 1), P, mine(0, 1, tag=b";p=me"), [b"1 !ack 2 102"]),
+        (mine(5, 5, 6), P, mine(5, 6, tag=b";p=me"), [b"1 !ack 1 101", b"2 !dup 2 101", b"3 !ack 3 102"]),
+        (mine(5, 6, 7, 6, 5), P, mine(5, 6, 7, tag=b";p=me"), [b"1 !ack 3 103", b"4 !dup 4 102", b"5 !dup 5 101"]),
+        (
+            mine(5, 9, 7, 10),
+            P,
+            mine(5, 9, 10, tag=b";p=me"),
+            [b"1 !ack 2 102", b"3 !err 3 out_of_order id 7 comes after 9 and was never stored", b"4 !ack 4 103"],
+        ),
+        (
+            mine(5, 4),
+            P,
+            mine(5, tag=b";p=me"),
+            [b"1 !ack 1 101", b"2 !err 2 out_of_order id 4 comes after 5 and was never stored"],
+        ),
+        (mine(b"1;a=b;c=d"), P, mine(b"1;p=me;a=b;c=d"), [b"1 !ack 1 101"]),
+        (mine(b"1;p=me", b"2;a=b;p=me"), P, mine(b"1;p=me", b"2;p=me;a=b"), [b"1 !ack 2 102"]),
+        ([b"t|x", b"t|1|7"], P, [b"t|1|7;p=me|"], [b"1 !err 1 " + BAD_ID, b"2 !ack 2 101"]),
+        *[(mine(id, 1), P, mine(1, tag=b";p=me"), [b"1 !err 1 " + BAD_ID, b"2 !ack 2 101"]) for id in
+          (b"", b"x", b"-1", b"+1", b"1.5", b" 1", b"1_0", b"1" * 19, "\u0661".encode(), b"9" * 4000, b"0" * 19 + b"x")],
+        *[(mine(b"1" + header, 2), P, mine(2, tag=b";p=me"), [b"1 !err 1 " + OWN_HEADER, b"2 !ack 2 101"]) for header in
+          (b";p=you", b";w=me", b";a=b;p=you", b";p=")],
+        # a window
+        (mine(b"b", b"a"), W, mine(b"b", b"a", tag=b";w=me"), [b"1 !ack 2 102"]),
+        (mine(b"a", b"b", b"a"), W, mine(b"a", b"b", tag=b";w=me"), [b"1 !ack 2 102", b"3 !dup 3 101"]),
+        (mine(b"a;c=d", b"a;e=f"), W, mine(b"a;w=me;c=d"), [b"1 !ack 1 101", b"2 !dup 2 101"]),
+        (mine(b"a;w=me"), W, mine(b"a;w=me"), [b"1 !ack 1 101"]),
+        (mine(b"a" * 256), W, mine(b"a" * 256, tag=b";w=me"), [b"1 !ack 1 101"]),
+        *[(mine(id), W, [], [b"1 !err 1 bad_id a message in a window needs an id of 1 to 256 bytes"]) for id in
+          (b"", b"a" * 257, b";a=b")],
+        (mine(b"a;p=me", b"b;w=you"), W, [], [b"1 !err 1 " + OWN_HEADER, b"2 !err 2 " + OWN_HEADER]),
+        # what is no message is refused in its place, and stores nothing
+        *[([*mine(1), bad, *mine(2)], tag, mine(1, 2, tag=b";" + tag if tag else b""),
+           [b"1 !ack 1 101", b"2 !err 2 " + reason, b"3 !ack 3 102"])
+          for bad, reason in ERRORS.items() for tag in (b"", P, W)],
+        ([b"", b""], P, [], [b"1 !err 1 empty_line", b"2 !err 2 empty_line"]),
+        ([b"t|1|1|" + b"x" * 6000], P, [b"t|1|1;p=me|" + b"x" * 6000], [b"1 !ack 1 101"]),
+        ([b"t|1|1|" + b"x" * (MAX - 6)], b"", [b"t|1|1|" + b"x" * (MAX - 6)], [b"1 !ack 1 101"]),
+        ([b"t|1|1|" + b"x" * (MAX - 5)], b"", [], [b"1 !err 1 too_long"]),
+        ([b"a/b|1|1|" + b"x" * 6000], P, [], [b"1 !err 1 bad_topic"]),
+        ([b"+b|1|1|" + b"x" * 6000], P, [], [b"1 !err 1 control_byte"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+def test_a_group_is_stored_and_answered_message_by_message(sent, tag, lines, replies):
+    assert framed(group(sent, tag=tag)) == (lines, replies)
+
+
+def without_length(text):
+    """The header as design 2.3 has it: `l=` is ours."""
+    return re.sub(rb"(?m)^(!c .*) l=\d+", rb"\1", text)
+
+
+@pytest.mark.parametrize("change", [lambda text: text, without_length], ids=["l=", "no l="])
+def test_a_group_among_other_lines_is_answered_and_they_are_not(change):
+    text = b"u|||a\n" + change(group(mine(5, 4, 6), tag=P)) + b"v|||b\nno separator\n+t|||unfinished\n"
+    batch = framing.Parser(MAX, table()).parse(text, 100, 0)
+    wrapped = b"dead.malformed||;reason=no_separator;len=12|no separator"
+    assert batch.lines == [b"u|||a", *mine(5, 6, tag=b";p=me"), b"v|||b", wrapped]
+    assert told(framing.replies(batch.answers, 0, 100)) == [
+        b"1 !ack 1 101",
+        b"2 !err 2 out_of_order id 4 comes after 5 and was never stored",
+        b"3 !ack 3 102",
+    ]
+    assert text[batch.used :] == b"+t|||unfinished\n"
+
+
+def test_groups_of_many_connections_are_answered_each_and_acks_that_follow_one_another_become_one():
+    you = b"17.2"
+    text = b"".join(
+        [
+            group(mine(1, 2), 1, P),
+            group(mine(3), 3, P),
+            group(mine(1), 1, b"p=you", you),
+            group(mine(4, 5), 4, P),
+            group(mine(2), 2, b"p=you", you),
+            group(mine(3), 3, b"p=you", you),
+        ]
+    )
+    lines, replies = framed(text)
+    own, other = b";p=me", b";p=you"
+    assert lines == mine(1, 2, 3, tag=own) + mine(1, tag=other) + mine(4, 5, tag=own) + mine(2, 3, tag=other)
+    assert replies == [b"1 !ack 3 103", b"17.2 1 !ack 1 104", b"4 !ack 5 106", b"17.2 2 !ack 3 108"]
+
+
+def test_two_connections_of_one_producer_share_its_ids():
+    lines, replies = framed(group(mine(1, 2), 1, P) + group(mine(2, 3), 1, P, b"17.2"))
+    assert lines == mine(1, 2, 3, tag=b";p=me")
+    assert replies == [b"1 !ack 2 102", b"17.2 1 !dup 1 102", b"17.2 2 !ack 2 103"]
+
+
+def test_what_was_stored_before_is_answered_with_its_seq_and_not_stored_again():
+    known = table()
+    assert framed(group(mine(1, 2, 3), tag=P) + group(mine(b"a"), tag=W), known, 7)[0]
+    lines, replies = framed(group(mine(2, 3, 4), 4, P) + group(mine(b"a", b"b"), 2, W, b"17.2"), known, 20)
+    assert lines == [*mine(4, tag=b";p=me"), *mine(b"b", tag=b";w=me")]
+    assert replies == [b"4 !dup 4 8", b"5 !dup 5 9", b"6 !ack 6 20", b"17.2 2 !dup 2 10", b"17.2 3 !ack 3 21"]
+
+
+def test_a_full_table_refuses_new_names_and_serves_known_ones():
+    text = group(mine(1), 1, P) + group(mine(1, 2), 1, b"p=you", b"17.2") + group(mine(2), 2, P)
+    lines, replies = framed(text, table(producers=1))
+    full = b"producers_full KMQ_PRODUCERS names are remembered already"
+    assert lines == mine(1, 2, tag=b";p=me")
+    assert replies == [b"1 !ack 1 101", b"17.2 1 !err 1 " + full, b"17.2 2 !err 2 " + full, b"2 !ack 2 102"]
+
+
+class Steps:
+    """The framer's turns without its ring: what is read is framed as far as it goes, the rest is carried on."""
+
+    def __init__(self, known, cut=lambda cuts: cuts[-1:]):
+        """`cut` chooses where a batch becomes blocks."""
+        self.known, self.cut = known, cut
+        self.seconds = 0
+        self.waiting = b""
+        self.lines, self.replies = [], []
+
+    def read(self, data):
+        self.waiting += data
+        while self.turn():
+            pass
+
+    def turn(self):
+        end = self.waiting.rfind(b"\n") + 1
+        if not end:
+            return False
+        ordered = framing.untangle(self.waiting[:end])
+        self.waiting = ordered + self.waiting[end:]
+        batch = framing.Parser(MAX, self.known).parse(ordered, len(self.lines) + 1, self.seconds)
+        start, answers = 0, batch.answers
+        for stop, end in self.cut(batch.cuts):
+            said = framing.replies([a for a in answers if a[0] <= end], start, len(self.lines) + 1)
+            answers = [a for a in answers if a[0] > end]
+            self.lines += batch.lines[start:stop]
+            self.replies += said.split(b"\n")[:-1]
+            start = stop
+        self.waiting = self.waiting[batch.used :]
+        return batch.used > 0
+
+
+LONG_GROUP = group([LONG], 5, P)
+
+
+@pytest.mark.parametrize("between", [b"", b"other|||x\n"])
+def test_a_long_line_and_its_group_are_one_wherever_a_read_cuts_them(between):
+    """What has been read up to the last newline is framed, the rest waits, as in the framer."""
+    first = LONG_GROUP.index(b"\n") + 1
+    text = LONG_GROUP[:first] + between + LONG_GROUP[first:]
+    for cut in range(1, len(text)):
+        steps = Steps(table())
+        steps.read(text[:cut])
+        steps.read(text[cut:])
+        seq = len(steps.lines)
+        assert steps.lines == [*between.split(b"\n")[:-1], LONG.replace(b"|2|", b"|2;p=me|")], cut
+        assert steps.replies == [b"17.1 5 !ack 5 %d" % seq] and not steps.waiting, cut
+
+
+def test_a_group_waits_for_its_rest_and_what_stands_before_it_does_not():
+    text = b"u|||\n" + group(mine(1, 2, 3), tag=P)
+    for end in range(text.index(b"\n", 5) + 1, len(text)):
+        batch = framing.Parser(MAX, table()).parse(text[: text.rindex(b"\n", 0, end) + 1], 1, 0)
+        assert (batch.lines, batch.used, batch.answers) == ([b"u|||"], 5, [])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"!c 17.1 1 1 l=999999",  # longer than any write
+        b"!c 17.1 1 3 l=%d",  # more lines than there are
+        b"!c 17.1 1 1 l=%d",  # fewer
+        b"!c 17.1 1 0 l=0",
+        b"!c 17.1 1 0",
+        b"!c 17.1 1 129 l=%d",
+        b"!c 17.1 1 999999999999999999999",
+        b"!c 17.1 1 2 l=1",  # no newline there
+        b"!c 17.1 x 2 l=%d",
+        b"!c 17.1 1 -2 l=%d",
+        b"!c 17.1",
+        b"!c ",
+        b"!c 17.1 1 2 l=",
+        b"!c 17.1 1 2 l=-5",
+        b"!c x 1 2 l=%d",
+        b"!c 17.1 1 2 l=%d p=",
+        b"!c 17.1 1 2 l=%d p=%%s%%d",
+        b"!c 17.1 1 2 l=%d p=a|b",
+        b"!c 17.1 1 2 l=%d p=a;b",
+        b"!c 17.1 1 2 l=%d x=me",
+        b"!c 17.1 1 2 l=%d p=me w=me",
+        b"!c 17.1 1 2 l=%d p=" + b"a" * 65,
+    ],
+)
+def test_a_header_that_lies_is_passed_over_and_the_lines_are_those_of_nobody(header):
+    """Any shell of the pod may write to the FIFO: it must not stop the framer, nor write what only the framer may say."""
+    body = b"t|1|1|a\nt|1|2;p=me|b\n"
+    text = (header % len(body) if b"%d" in header else header) + b"\n" + body
+    known = table()
+    batch = framing.Parser(MAX, known).parse(text, 1, 0)
+    assert (batch.lines, batch.answers, batch.used) == ([b"t|1|1|a", b"t|1|2%3Bp=me|b"], [], len(text))
+    assert not known
+
+
+def test_the_lines_of_a_group_are_never_cut_apart():
+    text = group(mine(1, 2), 1, P) + group(mine(2, 3, 4), 3, P) + b"u|||\nv|||\n" + group([b""], 6, P)
+    batch = framing.Parser(MAX, table()).parse(text, 1, 0)
+    ends = [text.index(b"!c", 2), text.index(b"u|||"), text.index(b"v|||"), text.rindex(b"!c"), len(text)]
+    assert batch.cuts == list(zip([2, 4, 5, 6, 6], ends, strict=True))
+
+
+def test_replies_of_a_part_of_a_batch_have_the_seqs_of_its_block():
+    """As when drop_oldest, or a full ring, lets the first block have other seqs than the second would follow from."""
+    text = b"u|||\n" + group(mine(1, 2), 1, P) + group(mine(3), 3, P)
+    answers = framing.Parser(MAX, table()).parse(text, 101, 0).answers
+    assert told(framing.replies(answers, 0, 101)) == [b"1 !ack 3 104"]
+    assert told(framing.replies(answers[:1], 1, 102)) == [b"1 !ack 2 103"]
+    assert told(framing.replies(answers[1:], 3, 104)) == [b"3 !ack 3 104"]
+    assert framing.replies([], 0, 1) == b""
+
+
+# --- the same in the plainest words ------------------------------------------------------------------------------------
+
+
+class Model:
+    """Who is told what, message by message: a dictionary that forgets nothing."""
+
+    def __init__(self):
+        self.lines, self.said = [], {}  # (connection, n) → reply without n
+        self.stored, self.last = {}, {}  # (tag, id) → seq; tag → last id
+
+    def take(self, line, conn, n, tag):
+        self.said[conn, n] = self._store(line, tag) if record.refusal(line) == "" else b"err " + refusal(line)
+
+    def _store(self, line, tag):
+        key, ts, id, payload = record.padded(line).split(b"|", 3)
+        id = id.partition(b";")[0]
+        if tag[:1] == b"p" and not id.isdigit():
+            return b"err bad_id"
+        known = tag, int(id) if tag[:1] == b"p" else id
+        if tag and known in self.stored:
+            return b"dup %d" % self.stored[known]
+        if tag[:1] == b"p":
+            if known[1] < self.last.get(tag, -1):
+                return b"err out_of_order"
+            self.last[tag] = known[1]
+        self.lines.append(b"|".join([key, ts, id + b";" + tag if tag else id, payload]))
+        self.stored[known] = len(self.lines)
+        return b"ack %d" % len(self.lines)
+
+    def nobody(self, line):
+        self.lines.append(record.admit(line, MAX))
+
+
+def refusal(line):
+    return record.refusal(line).encode()
+
+
+def one_by_one(replies):
+    """Replies as {(connection, n): reply}; asserts that each message gets one, in order."""
+    said, last = {}, {}
+    for line in replies:
+        conn, first, kind, n, rest = line.split(b" ", 4)
+        assert int(first) == last.get(conn, 0) + 1, f"no reply before {line}"
+        last[conn] = int(n)
+        for number in range(int(first), int(n) + 1):
+            value = b"%d" % (int(rest) - int(n) + number) if kind == b"!ack" else rest.split(b" ")[0]
+            said[conn, number] = kind[1:] + b" " + value
+    return said
+
+
+def random_traffic(rng, model, count=40):
+    """(text of the FIFO, what the model makes of it): many connections, resends, long lines, shells between."""
+    conns = [[b"17.%d" % n, rng.choice([b"", b"p=a", b"p=b", b"w=a", b"w=b"]), 0] for n in range(1, 5)]
+    out = []
+    for _ in range(count):
+        if not rng.randrange(4):
+            line = rng.choice([b"u|||plain", b"no separator", b"u|1|5;p=a|claimed", b"", b"u|x"])
+            out.append(line + b"\n")
+            model.nobody(line)
+            continue
+        conn = rng.choice(conns)
+        whose, tag, n = conn
+        sent, top = [], model.last.get(tag, 0)
+        for _ in range(rng.choice([1, 1, 3, 8])):
+            id = max(0, top + rng.choice([1, 1, 1, 1, 2, 5, 0, -1, -3]))
+            top = max(top, id)
+            sent.append(rng.choice([b"t.k|1|%d|x" % id] * 9 + [b"", b"no separator", b"t|1|x|y", b"t|1|%d" % id]))
+        if not rng.randrange(8):
+            sent = [b"t.k|1|%d|" % top + b"x" * 5000]
+        out.append(group(sent, n + 1, tag, whose))
+        for line in sent:
+            conn[2] += 1
+            model.take(line, whose, conn[2], tag)
+    return b"".join(out)
+
+
+def randomly(rng):
+    """Cuts a batch into some blocks."""
+    return lambda cuts: [cut for at, cut in enumerate(cuts) if at + 1 == len(cuts) or rng.randrange(2)]
+
+
+def test_however_traffic_is_read_and_cut_each_message_is_stored_once_and_told_its_own_seq():
+    rng, kinds = random.Random(6), set()
+    for _ in range(400):
+        model = Model()
+        text = random_traffic(rng, model)
+        steps = Steps(table(), randomly(rng))
+        at = 0
+        while at < len(text):
+            step = rng.choice([1, 20, 300, 5000])
+            steps.read(text[at : at + step])
+            at += step
+        assert steps.lines == model.lines
+        said = one_by_one(steps.replies)
+        assert said == model.said
+        kinds |= {reply.split()[0] if reply[:1] != b"e" else reply for reply in said.values()}
+    assert kinds == {
+        b"ack",
+        b"dup",
+        *(b"err " + k for k in (b"empty_line", b"no_separator", b"bad_id", b"out_of_order")),
+    }
