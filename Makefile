@@ -36,7 +36,9 @@ scenario-3-block: $(STAMP)  ## block: router stopped, the sender feels it, zero 
 	@scripts/scenario-3-block
 scenario-4: $(STAMP)  ## dead letters replayed, dead.log untouched
 	@scripts/scenario-4
-scenarios: scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4  ## all of them
+scenario-5: $(STAMP)  ## acks: 20,000 messages while stages are killed, the client retries, zero lost, zero twice
+	@scripts/scenario-5
+scenarios: scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5  ## all of them
 
 bench: $(STAMP)  ## speed, latency, memory, start-up: a table and JSON
 	@$(BIN)/python scripts/bench.py $(ARGS)
@@ -47,4 +49,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo test check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenarios bench soak clean
+.PHONY: help setup demo test check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench soak clean

@@ -63,6 +63,16 @@ class AsyncProducer(asyncio.Protocol):
         """What is being waited for, in words."""
         return self._core.describe(time.monotonic())
 
+    @property
+    def connections(self) -> int:
+        """Made so far."""
+        return self._core.connections
+
+    @property
+    def duplicates(self) -> int:
+        """Messages sent again that the broker had stored already."""
+        return self._core.duplicates
+
     # --- sending -----------------------------------------------------------------------------------------------------
 
     async def send(

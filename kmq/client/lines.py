@@ -11,6 +11,7 @@ Promise     close() returns only after ingress has taken every byte and closed i
             ingress took is durable a moment later, but nobody says so: that is the acknowledged protocol's job.
 """
 
+import contextlib
 import re
 import socket
 import time
@@ -152,15 +153,27 @@ def _numbered(head: bytes, payloads: Sequence[bytes], first_id: int) -> bytes:
 class LineSender:
     """One connection of a fire-and-forget producer."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, token: str = "") -> None:
         try:
             self._sock = socket.create_connection((host, port), timeout=_CONNECT_S)
         except OSError as err:
             raise RetryError(f"cannot connect to {host}:{port}: {err.strerror or err}; is the broker up?") from err
-        self._sock.settimeout(None)
         self._waiting: list[bytes] = []
         self._bytes = 0
         self.sent = 0
+        if token:
+            self._greet(token)
+        self._sock.settimeout(None)
+
+    def _greet(self, token: str) -> None:
+        try:
+            self._sock.sendall(f"!hello acks=0 token={token}\n".encode())
+            reply = self._sock.recv(4096)
+        except OSError as err:
+            raise self._broken(err) from err
+        if not reply.startswith(b"!ok"):
+            self._sock.close()
+            raise KmqError(f"the broker refused the connection: {reply.decode(errors='replace').strip()}")
 
     def send(self, line: bytes) -> None:
         """Queue one line (with newline); blocks while the broker pushes back."""
@@ -176,19 +189,28 @@ class LineSender:
         try:
             self._sock.sendall(data)
         except OSError as err:
-            raise RetryError(f"the broker closed the connection: {err.strerror}; lines sent last may be lost") from err
+            raise self._broken(err) from err
 
     def close(self) -> None:
         """Send what is queued and wait until ingress has taken it all."""
         self.flush()
+        said = b""
         try:
             self._sock.shutdown(socket.SHUT_WR)
-            while self._sock.recv(4096):
-                pass
+            while data := self._sock.recv(4096):
+                said = data
         except OSError as err:
-            raise RetryError(f"the broker closed the connection: {err.strerror}; lines sent last may be lost") from err
+            raise self._broken(err, said) from err
         finally:
             self._sock.close()
+
+    def _broken(self, err: OSError, said: bytes = b"") -> RetryError:
+        """What to raise, with what the broker said before it closed the connection, if anything."""
+        with contextlib.suppress(OSError):
+            said = said or self._sock.recv(4096, socket.MSG_DONTWAIT)
+        self._sock.close()
+        reason = said.decode(errors="replace").strip() or err.strerror or str(err)
+        return RetryError(f"the broker closed the connection: {reason}; lines sent last may be lost")
 
     def __enter__(self) -> "LineSender":
         return self

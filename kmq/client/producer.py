@@ -130,6 +130,16 @@ class Producer:
         """Messages without outcome: a snapshot."""
         return self._core.unanswered
 
+    @property
+    def connections(self) -> int:
+        """Made so far."""
+        return self._core.connections
+
+    @property
+    def duplicates(self) -> int:
+        """Messages sent again that the broker had stored already."""
+        return self._core.duplicates
+
     # --- sending -----------------------------------------------------------------------------------------------------
 
     def send(

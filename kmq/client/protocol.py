@@ -179,6 +179,7 @@ class Core:
         self.options = options
         self.done: deque[Delivery] = deque()  # those with a callback, to be told
         self.unanswered = self.bytes = 0  # messages without outcome, and the bytes they hold
+        self.connections = self.duplicates = 0  # made so far; messages that the broker had stored already
         self.failed: KmqError | None = None  # the producer has ended
         self.connected = False
         self.hurry = False  # somebody waits: what is queued goes now
@@ -304,6 +305,7 @@ class Core:
         verb, _, rest = line.decode(errors="replace").strip().partition(" ")
         if verb == "!ok":
             self.connected, self._flown, self._refusing, self._rest = True, 0, "", b""
+            self.connections += 1
             name, _, value = rest.partition("=")
             if name == "max_line" and value.isdecimal():
                 self.max_line = int(value)
@@ -416,6 +418,7 @@ class Core:
 
     def _stored_before(self, seq: int) -> None:
         delivery = self._flying[0]
+        self.duplicates += 1
         if delivery.may_be_stored or not self._ids_are_made:
             self._stored(1, seq)
         else:

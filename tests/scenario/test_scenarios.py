@@ -1,4 +1,4 @@
-"""The five scenarios, as a user runs them: each twice in the same directory, for none may need cleaning up."""
+"""The scenarios, as a user runs them: each twice in the same directory, for none may need cleaning up."""
 
 import os
 import signal
@@ -85,6 +85,15 @@ def test_scenario_4_replays_dead_letters_and_leaves_their_log_alone(broker, scri
         run(broker, scripts, "4")
     assert len(broker.lines("test")) == 200 * RUNS
     assert len(broker.lines("dead")) == 60 * RUNS
+
+
+def test_scenario_5_loses_and_doubles_nothing_while_stages_are_killed(broker, scripts):
+    for _ in range(RUNS):
+        checks, output = run(broker, scripts, "5")
+        assert checks["acked"] == "20000"
+        blows = [fields(line) for line in output.splitlines() if "event=killed" in line]
+        assert len(blows) == 6 and all(blow["sender_runs"] == "yes" for blow in blows)
+    assert len(broker.lines("test")) == 20_000 * RUNS == len(broker.wal())
 
 
 def test_a_scenario_leaves_a_pod_up_that_was_up_and_down_that_was_down(broker, scripts):
