@@ -219,6 +219,7 @@ def run(stage: Stage) -> None:
     stage.log.info("seq_resume", seq_resume=ring.last.next_seq - 1, ring="new" if ring.created else "kept")
     staging = Staging(ring, area_bytes(settings.max_line))
     know_pipe(stage, ring, staging)
+    stage.state("recovering")
     framer = Framer(stage, ring, staging, remember(stage, ring))
     stage.row.seq = ring.last.next_seq - 1
     stage.ready()
