@@ -51,6 +51,12 @@ topics_app = typer.Typer(
     epilog=_examples("kmq topics create orders --partitions 4", "kmq topics list"),
 )
 app.add_typer(topics_app, name="topics")
+token_app = typer.Typer(
+    no_args_is_help=True,
+    help="Bearer tokens of producers and consumers, in the file KMQ_TOKENS.",
+    epilog=_examples("KMQ_TOKENS=tokens kmq token new orders", "KMQ_TOKENS=tokens kmq token list"),
+)
+app.add_typer(token_app, name="token")
 out = Console()
 err = Console(stderr=True)
 
@@ -252,11 +258,19 @@ def produce(
         print(command.produce(_with_progress(lines, "sending"), producer, dedupe=bool(producer) or not raw))
         return
     lines = (payload + b"\n" for payload in payloads) if raw else (format_message(key, p) for p in payloads)
-    port = read_port(settings, "ingress", settings.port)
-    with LineSender(settings.host, port) as sender:
+    with _line_sender(settings) as sender:
         for line in _with_progress(lines, "sending"):
             sender.send(line)
     print(f"sent {sender.sent}")
+
+
+def _line_sender(settings: Settings) -> LineSender:
+    token = ""
+    if settings.tokens:
+        from kmq import tokens
+
+        token = tokens.local(settings)
+    return LineSender(settings.host, read_port(settings, "ingress", settings.port), token)
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
@@ -317,6 +331,35 @@ def list_topics(as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One li
         out.print(table)
 
 
+# --- token -------------------------------------------------------------------------------------------------------
+
+
+def _token_file() -> str:
+    settings = load()
+    if not settings.tokens:
+        raise ConfigError("KMQ_TOKENS is not set: it names the file of hashed tokens")
+    return settings.tokens
+
+
+@token_app.command("new", epilog=_examples("KMQ_TOKENS=tokens kmq token new orders"))
+def new_token(
+    name: Annotated[str, typer.Argument(help="Whose it is: A-Z a-z 0-9 _ -. A name may have several tokens.")],
+) -> None:
+    """Make a token and print it, this once: the file keeps its hash. In force within a second or two."""
+    from kmq import tokens
+
+    print(tokens.new(_token_file(), name))
+
+
+@token_app.command("list", epilog=_examples("KMQ_TOKENS=tokens kmq token list"))
+def list_tokens() -> None:
+    """List the names that have tokens, and how many. To take one away, delete its line in the file."""
+    from kmq import tokens
+
+    for name, hashes in tokens.read(_token_file()).items():
+        print(f"name={name} tokens={len(hashes)}")
+
+
 # --- redrive -----------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +388,7 @@ def redrive(
         print(f"would redrive {total} of {topic}")
         return
     lines = (line for _, _, line in redriving.select(held, topic, to, key, from_seq))
-    with LineSender(settings.host, read_port(settings, "ingress", settings.port)) as sender:
+    with _line_sender(settings) as sender:
         for line in _with_progress(lines, "redriving"):
             sender.send(line)
     print(f"redriven {sender.sent} of {topic}")

@@ -185,14 +185,14 @@ class Ingress:
         else:
             self.stage.log.info("taking_again")
         for connection in self.producers.values():
-            if reason and connection.sender is not None:
+            if reason and connection.acks:
                 connection.refusing = refusing
             self._listen_to(connection)
 
     def _listen_to(self, connection: Connection) -> None:
         """Wait for what can be acted on: more messages, room for replies, or neither."""
         wants = 0 if connection.ended or connection.is_choked else select.EPOLLIN
-        if self.refusing and connection.sender is None and not connection.fresh:
+        if self.refusing and not connection.acks and not connection.fresh:
             wants = 0
         if connection.unsaid or (connection.tls is not None and connection.tls.wants_write):
             wants |= select.EPOLLOUT
@@ -228,6 +228,8 @@ class Ingress:
         ):
             if tls is not None and tls.failure:
                 self._note("tls_failed", connection.peer, tls.failure)
+            if connection.refusing and connection.sender is None:
+                self._note("unauthorized", connection.peer, "lines without a hello")
             self._end(connection)
         else:
             self._tell(connection)
@@ -305,6 +307,8 @@ class Ingress:
             self.stage.log.info("fenced", producer=hello.producer.decode(), peer=older.peer, by=connection.peer)
             older.refusing = b"fenced a newer connection of this producer has said hello"
             older.producer = b""
+        if not (hello.acks or hello.tag):
+            return  # goes on as if it had not said hello: what is refused becomes dead.malformed, for nobody would be told
         self.greeted += 1
         connection.acks, connection.producer = hello.acks, hello.producer
         connection.sender = Sender(b"%d.%d" % (self.boot, self.greeted), hello.tag)
@@ -332,8 +336,7 @@ class Ingress:
             self._tell(connection)
 
     def _drop_producer(self, connection: Connection) -> None:
-        if connection.refusing and connection.sender is None:
-            self._note("unauthorized", connection.peer, "lines without a hello")
+        if connection.refusing and not connection.acks:
             self._break(connection)  # an orderly end would say that its lines are in the FIFO
             return
         self._forget(connection)

@@ -139,8 +139,10 @@ def server_context(settings: Settings, log: Log) -> ssl.SSLContext | None:
 def accept(context: ssl.SSLContext, sock: Any) -> TlsSocket | None:
     """TLS over a connection that has just come in; None where it is gone already. The handshake is still to be done."""
     try:
+        sock.getpeername()
         wrapped = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
     except OSError:
+        sock.close()
         return None
     assert isinstance(wrapped, TlsSocket)
     if wrapped._connected:  # type: ignore[attr-defined]
