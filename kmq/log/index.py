@@ -161,6 +161,8 @@ class IndexWriter:
         # A log that was cut inside its last block must not be left with the crc of the block as it was.
         if entries and self._open_line() == entries[-1].line():
             self._noted = self._length
+        self.note_open()  # at once: until then it speaks of bytes that are gone, and readers take that for damage
+        self.flush()
 
     def _rewrite_if_damaged(self, entries: list[Entry], log_size: int) -> None:
         try:

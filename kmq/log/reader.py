@@ -26,7 +26,7 @@ from kmq import record
 from kmq.errors import CorruptError
 from kmq.log import segment
 from kmq.log.disk import find_tail
-from kmq.log.index import BLOCK_BYTES, Entry, parse_line
+from kmq.log.index import BLOCK_BYTES, Entry, parse_line, read_entries
 
 READ_BYTES = 1 << 20  # handed out at once, unless one line is longer
 _INDEX_LINE = 256  # bytes; an index line is shorter
@@ -207,7 +207,8 @@ class Segment:
             crc = zlib.crc32(b"\n", zlib.crc32(line, crc))
             if crc == entry.crc:
                 return entry.position + at
-        raise self.damage(entry.position, entry.position + len(data), entry.offset, entry.offset + 1, "crc mismatch")
+        what = "crc mismatch" if data else "the log ends before what its index speaks of"
+        raise self.damage(entry.position, entry.position + len(data), entry.offset, entry.offset + 1, what)
 
     def _block_from(self, position: int) -> bytes:
         """The whole lines from `position` until a block is full, or the log ends."""
@@ -251,7 +252,7 @@ class Segment:
     def _next(self, offset: int, lines: bytes) -> int:
         """The offset after those of `lines`, which begin with record `offset`."""
         if self.by_seq:
-            return record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :]) + 1
+            return record.seq_of(last_line(lines)) + 1
         return offset + lines.count(b"\n")
 
     def _check_start(self, start: int, end: int, entry: Entry) -> None:
@@ -270,7 +271,7 @@ class Segment:
     def _unindexed(self, start: tuple[int, int], before: bytes = b"\n") -> Iterator[Piece]:
         """What follows `start`, (offset, position), where the index ends; `before` are the lines in front of it."""
         offset, position = start
-        after = max([0, *seqs_of(before[before.rfind(b"\n", 0, -1) + 1 :])])
+        after = max([0, *seqs_of(last_line(before))])
         want = READ_BYTES // 4  # checking is slow, and what a read does not take is checked again
         while position < self.size:
             data = os.pread(self.fd, min(want, self.size - position), position)
@@ -501,12 +502,29 @@ def read(data: str, low: int, high: int) -> Iterator[bytes]:
         if not wanted:
             return
         yield wanted
-        low = record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :]) + 1
+        low = record.seq_of(last_line(lines)) + 1
+
+
+def indexed_end(path: str, first: int) -> int:
+    """Where in the WAL segment at `path`, which begins with seq `first`, that ends what its index speaks of.
+
+    Raises DamageError where it is not as it was: a writer must not take that for a torn end, nor go on behind it.
+    """
+    entries = read_entries(segment.index_path(path), 1 << 62)  # without a torn last line, which a kill leaves
+    if not entries:
+        return 0
+    with Segment(path, first, by_seq=True, sealed=False) as held:
+        return held.covered(entries[-1])
+
+
+def last_line(lines: bytes) -> bytes:
+    """The last of whole `lines`."""
+    return lines[lines.rfind(b"\n", 0, -1) + 1 :]
 
 
 def within(lines: bytes, low: int, high: int) -> bytes:
     """Those of `lines` (whole, in order of seq) whose seq is in low…high."""
-    if not lines or (record.seq_of(lines) >= low and record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :]) <= high):
+    if not lines or (record.seq_of(lines) >= low and record.seq_of(last_line(lines)) <= high):
         return lines
     kept = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]
     return b"\n".join(kept) + b"\n" if kept else b""

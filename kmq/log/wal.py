@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
-from kmq.log import segment
+from kmq.log import reader, segment
 from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink, sync_directory, with_room
-from kmq.log.index import IndexWriter, last_before, read_entries
+from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
 
 _READ_BYTES = 1 << 20
@@ -101,10 +101,12 @@ class Wal:
 
     def _cut_tail(self, unindexed_bytes: int) -> None:
         file = self._file
-        entries = read_entries(self._index.path, file.size)
+        floor = 0
         if self._fsync:  # the disk may have got the index before the log
-            unindexed_bytes, entries = max(unindexed_bytes, _LAX_BYTES), []
-        floor = max(entries[-1].position if entries else 0, file.size - unindexed_bytes)
+            unindexed_bytes = max(unindexed_bytes, _LAX_BYTES)
+        else:  # what the index speaks of was synced: where that is not as it was, it has been damaged, and is not cut
+            floor = reader.indexed_end(file.path, self._first)
+        floor = max(floor, file.size - unindexed_bytes)
         nul = find_nul(file.fd, floor, file.size)
         end = file.size if nul < 0 else nul
         tail = find_tail(file.fd, end, _is_stored)
@@ -252,57 +254,5 @@ def _lines_from(fd: int, position: int, size: int) -> Iterator[tuple[int, bytes]
         rest = data[end:]
 
 
-def first_seq(data: str) -> int:
-    """The oldest seq the WAL still has; 1 of an empty one."""
-    segments = segment.listing(f"{data}/append")
-    return segments[0][0] if segments else 1
-
-
-def read(data: str, low: int, high: int) -> Iterator[bytes]:
-    """The records low…high (inclusive) as blocks of whole lines, in order. Read-only; needs no lock.
-
-    The caller knows that `high` is durable; what lies after it in the file is not looked at.
-    """
-    segments = segment.listing(f"{data}/append")
-    for number, (first, path) in enumerate(segments):
-        following = segments[number + 1][0] if number + 1 < len(segments) else high + 1
-        if following <= low or first > high:
-            continue
-        yield from _read_segment(path, low, min(high, following - 1))
-
-
-def _read_segment(path: str, low: int, high: int) -> Iterator[bytes]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:  # retention was faster
-        return
-    try:
-        size = os.fstat(fd).st_size
-        _, position = last_before(segment.index_path(path), size, low)
-        length = _READ_BYTES
-        while position < size:
-            data = os.pread(fd, min(length, size - position), position)
-            end = data.rfind(b"\n") + 1
-            if not end:  # one line longer than a read
-                if length >= size - position:
-                    return
-                length *= 2
-                continue
-            length = _READ_BYTES
-            lines = data[:end] if end < len(data) else data
-            position += end
-            wanted = within(lines, low, high)
-            if wanted:
-                yield wanted
-            if record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :]) >= high:
-                return
-    finally:
-        os.close(fd)
-
-
-def within(lines: bytes, low: int, high: int) -> bytes:
-    """Those of `lines` (whole, in order of seq) whose seq is in low…high."""
-    if record.seq_of(lines) >= low and record.seq_of(lines[lines.rfind(b"\n", 0, -1) + 1 :]) <= high:
-        return lines
-    kept = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]
-    return b"\n".join(kept) + b"\n" if kept else b""
+first_seq, read = reader.first_seq, reader.read  # what most callers need of it
+last_line, within = reader.last_line, reader.within

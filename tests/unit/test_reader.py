@@ -204,6 +204,16 @@ def test_a_lookup_reads_the_index_in_a_few_places_only(data, monkeypatch):
     assert sum(size > 4096 for size in reads) <= 4 and len(reads) < 40
 
 
+def test_reading_past_a_long_line_takes_no_more_memory_than_a_few_such_lines(data, monkeypatch):
+    lines = stored([b"t|||" + b"x" * 200_000, *LINES])
+    write_log(f"{data}/append", lines, True)
+    sizes, pread = [], os.pread
+    monkeypatch.setattr(reader.os, "pread", lambda fd, size, at: sizes.append(size) or pread(fd, size, at))
+    monkeypatch.setattr(reader, "READ_BYTES", 10_000)
+    assert b"".join(reader.read(data, 1, 3001)) == b"".join(lines)
+    assert max(sizes) < 600_000
+
+
 @pytest.mark.parametrize(
     ("low", "high", "kept"),
     [(1, 9, range(4, 7)), (4, 6, range(4, 7)), (5, 9, (5, 6)), (1, 5, (4, 5)), (5, 5, (5,)), (7, 9, ()), (1, 3, ())],
