@@ -257,16 +257,16 @@ class Parser:
             return None if record.claims(body) else lines
         if kind != b"p":
             return None
-        producer = self.producers.producer(name, self._seconds)
-        if producer is None:
-            return None
         fields = [line.split(b"|", 3) for line in lines]
         ids = [field[2] for field in fields]
         if not b"".join(ids).isdigit() or b"" in ids:
             return None
         numbers = list(map(int, ids))
         first, count = numbers[0], len(numbers)
-        if first <= producer.last_id or numbers[-1] >= 10**MAX_ID:
+        if numbers[-1] >= 10**MAX_ID:
+            return None
+        producer = self.producers.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
+        if producer is None or first <= producer.last_id:
             return None
         seq = self._next_seq + len(self._lines)
         if numbers == list(range(first, first + count)):

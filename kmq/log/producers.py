@@ -156,6 +156,8 @@ class Producers:
             if kind == b"w":
                 self.remember(name, id, seq, seconds)
                 continue
+            if not id.isdigit():
+                continue  # stored before there were producers: it claims what nobody asked the framer for
             number = int(id)
             if run and run[0] == name and run[1] + run[3] == number and run[2] + run[3] == seq:
                 run = name, run[1], run[2], run[3] + 1, seconds
@@ -188,7 +190,7 @@ class Producers:
             return 0, ""
         try:
             seq, crc = (int(field) for field in head.split(b"|"))
-            if zlib.crc32(body) != crc:
+            if _crc(seq, body) != crc:
                 raise ValueError("its crc does not match")
             if seq > last_seq:
                 raise ValueError(f"it speaks of seq {seq}, the WAL ends at {last_seq}")
@@ -250,9 +252,13 @@ def checkpoint_seq(data: str) -> int:
 
 
 def text(seq: int, snapshot: Snapshot) -> bytes:
-    """The file: `<seq>|<crc32 of the rest>`, then the rows of the snapshot."""
+    """The file: `<seq>|<crc32 of the seq and the rest>`, then the rows of the snapshot."""
     body = b"".join(snapshot.rows())
-    return b"%d|%d\n%b" % (seq, zlib.crc32(body), body)
+    return b"%d|%d\n%b" % (seq, _crc(seq, body), body)
+
+
+def _crc(seq: int, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(b"%d" % seq))
 
 
 class Checkpointer:

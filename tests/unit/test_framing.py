@@ -352,8 +352,15 @@ class Steps:
             self.lines += batch.lines[start:stop]
             self.replies += said.split(b"\n")[:-1]
             start = stop
+            if self.committed():
+                self.waiting = self.waiting[end:]
+                return True
         self.waiting = self.waiting[batch.used :]
         return batch.used > 0
+
+    def committed(self):
+        """After each block; whether the framer was killed there."""
+        return False
 
 
 LONG_GROUP = group([LONG], 5, P)
@@ -484,8 +491,9 @@ def one_by_one(replies):
     return said
 
 
-def random_traffic(rng, model, count=40):
+def random_traffic(rng, count=40):
     """(text of the FIFO, what the model makes of it): many connections, resends, long lines, shells between."""
+    model = Model()
     conns = [[b"17.%d" % n, rng.choice([b"", b"p=a", b"p=b", b"w=a", b"w=b"]), 0] for n in range(1, 5)]
     out = []
     for _ in range(count):
@@ -507,7 +515,7 @@ def random_traffic(rng, model, count=40):
         for line in sent:
             conn[2] += 1
             model.take(line, whose, conn[2], tag)
-    return b"".join(out)
+    return b"".join(out), model
 
 
 def randomly(rng):
@@ -518,8 +526,7 @@ def randomly(rng):
 def test_however_traffic_is_read_and_cut_each_message_is_stored_once_and_told_its_own_seq():
     rng, kinds = random.Random(6), set()
     for _ in range(400):
-        model = Model()
-        text = random_traffic(rng, model)
+        text, model = random_traffic(rng)
         steps = Steps(table(), randomly(rng))
         at = 0
         while at < len(text):

@@ -1,0 +1,390 @@
+"""What has been stored already: the table alone, its file, and the table that a killed framer finds again."""
+
+import errno
+import random
+import time
+
+import pytest
+from test_framing import P, Steps, W, group, mine, one_by_one, random_traffic, randomly, table
+
+from kmq.errors import RetryError
+from kmq.log import producers
+from kmq.log.producers import NEW, OUT_OF_ORDER, Checkpointer, Producer, Producers, Snapshot, text
+
+FORGOTTEN = 0  # stored, but nobody knows as which seq
+
+
+def state(known):
+    """Everything a table knows, to be compared."""
+    names = {
+        name: (p.last_id, p.seconds, p.trimmed, list(zip(p.ids, p.seqs, p.counts, strict=True)))
+        for name, p in known.names.items()
+    }
+    return names, list(known.window.items()), known._runs
+
+
+def with_runs(*runs):
+    """A producer that stored (first id, seq, count)…"""
+    producer = Producer()
+    for run in runs:
+        producer.add(*run)
+    return producer
+
+
+# --- increasing ids ----------------------------------------------------------------------------------------------------
+
+RUNS = (3, 101, 3), (8, 104, 1), (9, 110, 2)
+
+
+@pytest.mark.parametrize(
+    ("id", "found"),
+    [
+        (0, OUT_OF_ORDER),
+        (2, OUT_OF_ORDER),
+        (3, 101),
+        (5, 103),
+        (6, OUT_OF_ORDER),
+        (7, OUT_OF_ORDER),
+        (8, 104),
+        (9, 110),
+        (10, 111),
+        (11, NEW),
+        (10**18, NEW),
+    ],
+)
+def test_an_id_is_found_as_its_seq_or_as_one_that_was_passed_over_or_is_new(id, found):
+    assert with_runs(*RUNS).find(id) == found
+
+
+def test_a_producer_that_stored_nothing_knows_nothing():
+    assert Producer().find(0) == Producer().find(7) == NEW
+
+
+@pytest.mark.parametrize(
+    ("keep", "went", "answers"),
+    [
+        (3, 0, {0: OUT_OF_ORDER, 3: 101, 7: OUT_OF_ORDER, 8: 104, 9: 110}),
+        (2, 1, {0: FORGOTTEN, 3: FORGOTTEN, 7: FORGOTTEN, 8: 104, 9: 110, 11: NEW}),
+        (1, 2, {3: FORGOTTEN, 8: FORGOTTEN, 9: 110, 10: 111, 11: NEW}),
+    ],
+)
+def test_what_is_trimmed_is_still_known_to_be_stored(keep, went, answers):
+    """An id between two forgotten runs may have been stored or not: stored is the answer that doubles nothing."""
+    producer = with_runs(*RUNS)
+    assert producer.trim(keep) == went
+    assert {id: producer.find(id) for id in answers} == answers
+
+
+def test_ids_and_seqs_that_follow_one_another_are_one_run():
+    assert with_runs((1, 11, 2), (3, 13, 1)).ids == [1]
+    assert with_runs((1, 11, 2), (4, 13, 1)).ids == [1, 4]  # an id was left out
+    assert with_runs((1, 11, 2), (3, 14, 1)).ids == [1, 3]  # another's message came between
+
+
+def test_every_id_of_a_random_history_is_found():
+    rng = random.Random(1)
+    for _ in range(200):
+        producer, stored, id, seq = Producer(), {}, -1, 0
+        for _ in range(60):
+            id += rng.choice([1, 1, 1, 2, 7])
+            seq += rng.choice([1, 1, 1, 3])
+            count = rng.choice([1, 1, 5])
+            producer.add(id, seq, count)
+            stored |= {id + n: seq + n for n in range(count)}
+            id, seq = id + count - 1, seq + count - 1
+        for number in range(id + 2):
+            assert producer.find(number) == stored.get(number, OUT_OF_ORDER if number <= id else NEW)
+
+
+def test_runs_are_bounded_for_each_and_for_all_together(monkeypatch):
+    monkeypatch.setattr(producers, "_RUNS", 32)
+    known = table(count=200)
+    for id in range(0, 4000, 2):  # no two of them follow one another
+        for name in range(40):
+            known.stored(known.producer(b"%d" % name, 0), id, 1 + id * 40 + name, 1, 0)
+            assert known._runs <= 200 + 40 * producers._MIN_RUNS
+        assert max(len(p.ids) for p in known.names.values()) <= 33
+    assert known._runs == sum(len(p.ids) for p in known.names.values())
+    assert all(p.find(p.last_id) > 0 and p.find(0) == FORGOTTEN for p in known.names.values())
+
+
+def test_a_full_table_takes_a_new_name_once_an_idle_one_is_forgotten():
+    known = table(producers=2, ttl=100)
+    for name, seconds in ((b"a", 1000), (b"b", 1050)):
+        known.stored(known.producer(name, seconds), 1, 1, 1, seconds)
+    assert known.producer(b"c", 1100) is None  # a has been idle for just the time to live
+    assert known.producer(b"c", 1101) is not None
+    assert set(known.names) == {b"b", b"c"}
+    assert known._runs == 1
+
+
+# --- arbitrary ids -----------------------------------------------------------------------------------------------------
+
+
+def test_a_window_is_bounded_by_count_the_oldest_go_first():
+    known = table(count=3)
+    for seq, id in enumerate([b"a", b"b", b"c", b"a", b"d"], start=1):
+        known.remember(b"s", id, seq, 0)
+    assert [known.seen(b"s", id, 0) for id in (b"a", b"b", b"c", b"d")] == [4, NEW, 3, 5]
+
+
+def test_a_window_is_bounded_by_age():
+    known = table(age=10)
+    known.remember(b"s", b"a", 1, 100)
+    assert known.seen(b"s", b"a", 110) == 1
+    assert known.seen(b"s", b"a", 111) == NEW
+    known.remember(b"s", b"b", 2, 110)
+    assert len(known.window) == 2
+    known.remember(b"s", b"c", 3, 111)
+    assert list(known.window) == [b"s|b", b"s|c"]  # what is too old also goes out of the memory
+
+
+def test_the_same_id_in_two_scopes_is_two_messages():
+    known = table()
+    known.remember(b"s", b"a", 1, 0)
+    assert known.seen(b"t", b"a", 0) == NEW
+
+
+@pytest.mark.parametrize("seq", [1, 2**40, 10**18])
+@pytest.mark.parametrize("seconds", [0, 1_700_000_000, (1 << 34) - 1])
+def test_seq_and_time_share_a_number_without_mixing(seq, seconds):
+    known = table(age=0)
+    known.remember(b"s", b"a", seq, seconds)
+    assert known.seen(b"s", b"a", seconds) == seq and known.seen(b"s", b"a", seconds + 1) == NEW
+
+
+# --- from the records --------------------------------------------------------------------------------------------------
+
+
+def test_only_what_the_framer_says_in_the_first_header_is_taken_in():
+    known = table()
+    ids = [b"1;p=me", b"a;w=you", b"2;x=1;p=me", b"3%3Bp=me", b";reason=nul;p=me", b"x;p=old", b";p=old", b"-1;p=old"]
+    lines = [b"%d|9.000001|t|1|%b|;p=me" % (seq, id) for seq, id in enumerate(ids, start=1)]
+    known.absorb(b"\n".join([*lines, b"9|9.000001|t;p=me|4;p=me|x|7;p=me|"]) + b"\n")
+    assert state(known) == ({b"me": (1, 9, False, [(1, 1, 1)])}, [(b"you|a", 2 << 34 | 9)], 1)
+
+
+def test_more_names_than_the_limit_are_taken_in_when_they_have_records():
+    """The limit was lowered: whoever has stored something must not store it again."""
+    known = table(producers=1)
+    known.absorb(b"".join(b"%d|9.000001|t|1|1;p=%d|\n" % (seq, seq) for seq in range(1, 4)))
+    assert len(known.names) == 3 and known.producer(b"4", 9) is None
+
+
+class Killed(Steps):
+    """A framer that is killed behind some of its commits, and finds its table again in what is stored."""
+
+    def __init__(self, make, cut, is_killed, data):
+        super().__init__(make(), cut)
+        self.make, self.is_killed, self.data = make, is_killed, data
+        self.kills = 0
+        self.stamped = []  # the records, as the WAL has them
+
+    def committed(self):
+        for seq in range(len(self.stamped) + 1, len(self.lines) + 1):
+            self.stamped.append(b"%d|%d.000001|%b\n" % (seq, self.seconds, self.lines[seq - 1]))
+        if not self.is_killed():
+            return False
+        self.kills += 1
+        self.known = self.make()
+        seq, reason = self.known.load(self.data, len(self.lines))
+        assert not reason
+        self.known.absorb(b"".join(self.stamped[seq:]))
+        return True
+
+    def checkpoint(self):
+        """As Checkpointer does once all of it is synced."""
+        with open(producers.path(self.data), "wb") as file:
+            file.write(text(len(self.lines), Snapshot(self.known)))
+
+
+@pytest.mark.parametrize("limits", [{}, {"count": 12}, {"age": 6}], ids=["roomy", "few ids and runs", "young ids"])
+def test_a_framer_killed_at_any_commit_gives_the_same_answers_and_stores_the_same(tmp_path, limits, monkeypatch):
+    monkeypatch.setattr(producers, "_RUNS", 16)
+    rng, kills, kinds = random.Random(9), 0, set()
+    for n in range(300):
+        data = tmp_path / str(n)
+        data.mkdir()
+        random_text, _ = random_traffic(rng, count=60)
+        undisturbed = Steps(table(**limits))
+        killed = Killed(lambda: table(**limits), randomly(rng), lambda: not rng.randrange(4), str(data))
+        at = 0
+        while at < len(random_text):
+            step = rng.choice([30, 300, 5000])
+            for steps in (undisturbed, killed):
+                steps.read(random_text[at : at + step])
+                steps.seconds += step % 7
+            at += step
+            if not rng.randrange(3):
+                killed.checkpoint()
+        assert killed.lines == undisturbed.lines
+        said = one_by_one(killed.replies)
+        assert said == one_by_one(undisturbed.replies)
+        assert state(killed.known) == state(undisturbed.known)
+        kills += killed.kills
+        kinds |= {reply.split()[0] for reply in said.values()}
+    assert kills > 1000 and kinds == {b"ack", b"dup", b"err"}
+
+
+def test_a_name_that_stores_nothing_takes_no_place():
+    """The table follows from the records, or a framer that was killed would give other answers than before."""
+    known = table(producers=1)
+    steps = Steps(known)
+    for bad in (b"", b"x", b"1" * 19):
+        steps.read(group(mine(bad), 1, P))
+    steps.read(group([b"no separator"], 1, P) + group(mine(b"1;p=other"), 1, P))
+    assert not known.names
+
+
+# --- the file ----------------------------------------------------------------------------------------------------------
+
+
+def filled():
+    known = table(count=50)
+    steps = Steps(known)
+    steps.seconds = 1_700_000_000
+    for n in range(60):
+        steps.read(group(mine(2 * n, 2 * n + 1), 1, P) + group(mine(3 * n), 1, b"p=you") + group(mine(b"%d" % n), 1, W))
+    assert known.names[b"me"].trimmed and len(known.window) == 50
+    return known
+
+
+def write(data, content):
+    with open(producers.path(data), "wb") as file:
+        file.write(content)
+
+
+def test_what_is_written_is_what_is_read(data):
+    known, again = filled(), table(count=50)
+    write(data, text(240, Snapshot(known)))
+    assert again.load(data, 240) == (240, "") and state(again) == state(known)
+    assert producers.checkpoint_seq(data) == 240
+
+
+def test_an_empty_table_is_worth_a_file_too(data):
+    write(data, text(7, Snapshot(table())))
+    assert table().load(data, 7) == (7, "")
+
+
+def test_a_snapshot_does_not_move_with_the_table(data):
+    known = filled()
+    before, snapshot = text(240, Snapshot(known)), Snapshot(known)
+    known.stored(known.names[b"me"], 1000, 5000, 9, 0)
+    known.remember(b"me", b"more", 6000, 1_700_000_000)
+    assert text(240, snapshot) == before
+
+
+def test_no_file_is_no_fault(data):
+    assert table().load(data, 7) == (0, "") and producers.checkpoint_seq(data) == 0
+
+
+def test_a_file_that_is_damaged_anywhere_is_passed_over_whole(data):
+    whole = text(240, Snapshot(filled()))
+    damaged = [whole[:at] + bytes([whole[at] ^ 1 << at % 7]) + whole[at + 1 :] for at in range(len(whole))]
+    damaged += [whole[:at] for at in (*range(0, len(whole), 50), len(whole) - 1)]
+    damaged += [b"", b"\0" * len(whole), whole + b"x", whole[:200] + bytes(100) + whole[300:]]
+    for content in damaged:
+        write(data, content)
+        again = table()
+        seq, reason = again.load(data, 10**9)
+        assert seq == 0 and reason and state(again) == ({}, [], 0), content[:40]
+
+
+def test_a_file_that_speaks_of_more_than_there_is_is_passed_over_whole(data):
+    write(data, text(240, Snapshot(filled())))
+    again = table()
+    assert again.load(data, 239) == (0, "it speaks of seq 240, the WAL ends at 239")
+    assert state(again) == ({}, [], 0)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def seq_on_disk(data):
+    return producers.checkpoint_seq(data)
+
+
+def test_a_checkpoint_waits_until_all_that_it_speaks_of_is_synced(data):
+    checkpointer = Checkpointer(data, filled())
+    checkpointer.take(240)
+    for synced in (None, 0, 239):
+        checkpointer.framed(1, 250, synced)
+        assert checkpointer.pending and not checkpointer.finish(synced) and not checkpointer.busy
+    checkpointer.framed(1, 250, 240)
+    wait_until(lambda: checkpointer.finish(240))
+    assert seq_on_disk(data) == 240 and table().load(data, 240) == (240, "")
+
+
+@pytest.mark.parametrize(("make", "times"), [(filled, 1), (table, producers._EMPTY_TIMES)])
+def test_a_checkpoint_is_taken_every_so_many_bytes(data, make, times):
+    checkpointer, most = Checkpointer(data, make()), times * producers.CHECKPOINT_BYTES
+    checkpointer.framed(most - 1, 250, 0)
+    assert not checkpointer.pending
+    checkpointer.framed(1, 251, 0)
+    assert checkpointer.pending
+    wait_until(lambda: checkpointer.finish(250))
+    assert seq_on_disk(data) == 250
+    checkpointer.framed(most - 1, 260, 260)
+    assert not checkpointer.pending
+
+
+def test_a_checkpoint_forgets_idle_producers(data):
+    known = table(ttl=10)
+    known.stored(known.producer(b"gone", 0), 1, 1, 1, int(time.time()) - 12)
+    known.stored(known.producer(b"here", 0), 1, 2, 1, int(time.time()))
+    Checkpointer(data, known).take(2)
+    assert set(known.names) == {b"here"}
+
+
+def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
+    checkpointer = Checkpointer(data, filled())
+    checkpointer.take(240)
+    wait_until(lambda: checkpointer.finish(240))
+
+    def full(path, content):
+        with open(f"{path}.new", "wb") as file:
+            file.write(content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(producers, "replace_file", full)
+        checkpointer.take(250)
+        wait_until(lambda: checkpointer.finish(250))
+    assert seq_on_disk(data) == 240
+    with pytest.raises(FileNotFoundError):
+        open(f"{producers.path(data)}.new", "rb")
+    checkpointer.take(260)
+    wait_until(lambda: checkpointer.finish(260))
+    assert seq_on_disk(data) == 260
+
+
+def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
+    def broken(path, content):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(producers, "replace_file", broken)
+    checkpointer = Checkpointer(data, filled())
+    checkpointer.take(240)
+    with pytest.raises(RetryError, match=r"producers\.ckpt: cannot be written"):
+        wait_until(lambda: checkpointer.finish(240))
+
+
+def test_the_largest_table_of_the_default_settings_is_read_in_less_than_half_a_second(data):
+    """The rest of the second is for the WAL after it."""
+    known = Producers(10_000, 1e6, 100_000, 1e6)
+    for n in range(10_000):
+        producer = known.producer(b"producer-%d" % n, 5)
+        for run in range(10):
+            known.stored(producer, 100 * run, 1000 * run * n + 1, 50, 5)
+    for n in range(100_000):
+        known.remember(b"podbus", b"message-%032d" % n, n, 5)
+    write(data, text(10**9, Snapshot(known)))
+    again = Producers(10_000, 1e6, 100_000, 1e6)
+    started = time.process_time()
+    again.load(data, 10**9)
+    assert time.process_time() - started < 0.5
+    assert state(again) == state(known)
