@@ -24,8 +24,8 @@ from kmq.errors import KmqError
 class AsyncProducer(asyncio.Protocol):
     """See the module, and Options for what can be told."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 5673, **options: Any) -> None:
-        self._address: Address = lambda: (host, port)
+    def __init__(self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Any) -> None:
+        self._address: Address = lambda: (host, port() if callable(port) else port)
         self.options = Options(**options)
         self._core = Core(self.options)
         self._transport: asyncio.Transport | None = None

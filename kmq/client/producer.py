@@ -89,8 +89,9 @@ class Delivery(CoreDelivery):
 class Producer:
     """See the module, and Options for what can be told."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 5673, **options: Any) -> None:
-        self._start(lambda: (host, port), Options(**options))
+    def __init__(self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Any) -> None:
+        """A `port` that is a function is asked before each connection."""
+        self._start(lambda: (host, port() if callable(port) else port), Options(**options))
 
     @classmethod
     def local(cls, **options: Any) -> "Producer":
