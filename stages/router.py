@@ -19,6 +19,7 @@ from kmq.links.ring import RingReader
 from kmq.log import dropped
 from kmq.log.dropped import without
 from kmq.log.queues import Queues
+from kmq.log.segment import Limits
 from kmq.stage import Stage, main
 
 _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the checkpoint's clock
@@ -67,7 +68,7 @@ def run(stage: Stage) -> None:
     ring = stage.wait_for("ring durable, from durability", attach)
     assert isinstance(ring, RingReader)
     stage.state("recovering")
-    queues = Queues(settings.data, stage.wait_for_room, stage.log)
+    queues = Queues(settings.data, stage.wait_for_room, stage.log, Limits.of(settings), settings.fsync == 0)
     queues.recover(ring.committed().next_seq - 1, stage.check)
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=len(queues.topics))

@@ -2,38 +2,66 @@
 
     <WAL seq>
     topic|partition|end_offset|last_seq|bytes      one row per partition
+    topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
+
+`bytes` are those of all segments from `first_offset` on, so a start sees by their sizes alone whether an earlier one was
+cut or is missing. Retention first says here that it has moved `first_offset`, and deletes then: what is missing
+behind that was lost, not deleted. `from_seq` is in topic.toml too; here it outlives the directory.
 
 Invariant   Every record up to the WAL seq lies in its partition log, and those logs were fsynced before the file got its
             name. So a start replays the WAL from there, and a log smaller than its row has been cut since.
 Crash       The file is replaced atomically: the old or the new. Without one the WAL is replayed from its beginning.
+            Segments in front of `first_offset` that are still there are deleted by the next start.
 Mechanism   The fsyncs run in a thread beside the routing (they give up the interpreter lock): the rows are a snapshot,
             and the logs only grow beyond it.
 """
 
 import os
 import threading
+from collections.abc import Iterable
+from itertools import groupby
 
 from kmq.errors import RetryError
-from kmq.log import producers
+from kmq.log import producers, segment
 from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
-from kmq.log.partition import State
+from kmq.log.partition import EMPTY, State
+from kmq.log.segment import Segment
+from kmq.logfmt import Log
+from kmq.routing import Topic
 
 Rows = dict[tuple[str, int], State]
 
 
-def load(data: str) -> tuple[int, Rows]:
-    """(WAL seq, rows); (0, {}) where there is no checkpoint. Raises ValueError where it is not one."""
+def load(data: str) -> tuple[int, Rows, dict[str, int]]:
+    """(WAL seq, rows, from_seq of each topic); nothing where there is no checkpoint. Raises ValueError where it is not one."""
     try:
         with open(f"{data}/router.ckpt", encoding="ascii") as file:
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return 0, {}
+        return 0, {}, {}
     rows: Rows = {}
+    since: dict[str, int] = {}
     for line in lines[1:]:
-        topic, partition, *numbers = line.split("|")
-        end_offset, last_seq, size = map(int, numbers)
-        rows[topic, int(partition)] = State(end_offset, last_seq, size)
-    return int(lines[0]), rows
+        topic, *fields = line.split("|")
+        if len(fields) == 2:
+            since[topic] = int(fields[0])
+            for partition, first in enumerate(fields[1].split(",")):
+                state = rows[topic, partition]
+                rows[topic, partition] = State(state.end_offset, state.last_seq, state.size, int(first))
+        else:
+            partition, end_offset, last_seq, size = map(int, fields)
+            rows[topic, partition] = State(end_offset, last_seq, size)
+    return int(lines[0]), rows, since
+
+
+def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
+    """The file."""
+    rows = [f"{seq}\n"]
+    rows += [f"{at[0]}|{at[1]}|{s.end_offset}|{s.last_seq}|{s.size}\n" for at, s in states.items()]
+    for topic in topics:
+        starts = [str(states.get((topic.name, number), EMPTY).start) for number in range(topic.partitions)]
+        rows.append(f"{topic.name}|{topic.from_seq}|{','.join(starts)}\n")
+    return "".join(rows).encode()
 
 
 def routed_seq(data: str) -> int:
@@ -56,8 +84,8 @@ def wal_is_free_up_to(data: str) -> int:
 class Checkpointer:
     """Writes router.ckpt, one at a time."""
 
-    def __init__(self, data: str, wait_for_room: WaitForRoom) -> None:
-        self._data, self._wait_for_room = data, wait_for_room
+    def __init__(self, data: str, wait_for_room: WaitForRoom, log: Log) -> None:
+        self._data, self._wait_for_room, self._log = data, wait_for_room, log
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -68,10 +96,9 @@ class Checkpointer:
             raise RetryError(f"checkpoint failed: {self._error}") from self._error
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, seq: int, rows: list[bytes], dirty: list[str]) -> None:
-        """Sync the logs at the paths `dirty`, then write the file, beside the caller."""
-        content = b"%d\n" % seq + b"".join(rows)
-        self._thread = threading.Thread(target=self._run, args=(content, dirty), daemon=True)
+    def start(self, content: bytes, dirty: list[str], retired: list[Segment]) -> None:
+        """Sync the files `dirty`, write `content`, then delete the segments `retired`, beside the caller."""
+        self._thread = threading.Thread(target=self._run, args=(content, dirty, retired), daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -80,7 +107,7 @@ class Checkpointer:
             self._thread.join()
         _ = self.busy
 
-    def _run(self, content: bytes, dirty: list[str]) -> None:
+    def _run(self, content: bytes, dirty: list[str], retired: list[Segment]) -> None:
         try:
             for path in dirty:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -95,5 +122,9 @@ class Checkpointer:
                 sync_directory(f"{self._data}/topics")
             path = f"{self._data}/router.ckpt"
             with_room(path, self._wait_for_room, lambda: replace_file(path, content))
+            for _, group in groupby(retired, lambda each: os.path.dirname(each.path)):
+                segment.remove(gone := list(group))
+                for each in gone:
+                    self._log.info("segment_deleted", file=each.path, first_offset=each.first, bytes=each.size)
         except Exception as err:
             self._error = err

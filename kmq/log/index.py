@@ -178,6 +178,19 @@ class IndexWriter:
             file.write(b"".join(entry.line() for entry in entries))
         os.rename(f"{self.path}.new", self.path)
 
+    @classmethod
+    def complete(cls, log_path: str, first_offset: int, wait_for_room: WaitForRoom) -> None:
+        """Make the index of a sealed log whole, where a crash has left it behind."""
+        if is_whole(log_path):
+            return
+        fd = os.open(log_path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            writer = cls(log_path.removesuffix(".log") + ".idx", wait_for_room)
+            writer.resume(fd, os.fstat(fd).st_size, first_offset)
+            writer.seal()
+        finally:
+            os.close(fd)
+
     def extend(self, data: Buffer, position: int, offset: int, first_seq: int = 0) -> None:
         """`data`, whole lines, now lies at `position` of the log; its first line is record `offset`.
 

@@ -1,5 +1,12 @@
 """topics/<topic>/topic.toml: what has been declared, and from which seq on it is in force.
 
+    partitions = 4                   fixed for the topic's life
+    from_seq = 17                    written by the router
+    segment_bytes = "256 MiB"        these four in place of the settings, written as they are; read by the router
+    segment_age = "1d"               when it starts or adopts the topic
+    retention_age = "30d"
+    retention_bytes = "10 GiB"
+
 A declaration without `from_seq` is pending: `declare` makes it, the router adopts it with the next seq it will route. That
 is the only way to a seq that is right by construction: nobody else knows what has been routed.
 """
@@ -11,6 +18,7 @@ import shutil
 from kmq import record
 from kmq.errors import ConfigError
 from kmq.log.disk import replace_file, sync_directory
+from kmq.log.segment import LIMITS, Limits
 from kmq.routing import Topic
 
 MAX_PARTITIONS = 1024
@@ -20,13 +28,26 @@ def toml_path(data: str, name: str) -> str:
     return f"{data}/topics/{name}/topic.toml"
 
 
-def text(partitions: int, from_seq: int | None) -> bytes:
-    lines = [f"partitions = {partitions}"] + ([f"from_seq = {from_seq}"] if from_seq is not None else [])
-    return ("\n".join(lines) + "\n").encode()
+class Declaration:
+    """What topic.toml says. `from_seq` is None while it is pending; `limits`: in place of the settings, as texts."""
+
+    __slots__ = ("from_seq", "limits", "partitions")
+
+    def __init__(self, partitions: int, from_seq: int | None = None, limits: dict[str, str] | None = None) -> None:
+        self.partitions, self.from_seq, self.limits = partitions, from_seq, limits or {}
+
+    def text(self) -> bytes:
+        lines = [f"partitions = {self.partitions}"]
+        if self.from_seq is not None:
+            lines.append(f"from_seq = {self.from_seq}")
+        lines += [
+            f"{name} = {value}" if value.isdigit() else f'{name} = "{value}"' for name, value in self.limits.items()
+        ]
+        return ("\n".join(lines) + "\n").encode()
 
 
-def load(data: str, name: str) -> tuple[int, int | None]:
-    """(partitions, from_seq) of a topic; from_seq is None while the declaration is pending.
+def read(data: str, name: str) -> Declaration:
+    """The declaration of a topic.
 
     A file that a power cut left empty is made good from the partitions that are there: only topics that messages
     created themselves are written without a sync, and those have one partition and are in force from the start.
@@ -40,8 +61,15 @@ def load(data: str, name: str) -> tuple[int, int | None]:
         from_seq = table.get("from_seq")
     except (FileNotFoundError, KeyError, ValueError):
         found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
-        return max(1, found), 1
-    return partitions, None if from_seq is None else int(from_seq)
+        return Declaration(max(1, found), 1)
+    limits = {each: str(table[each]) for each in LIMITS if each in table}
+    return Declaration(partitions, None if from_seq is None else int(from_seq), limits)
+
+
+def load(data: str, name: str) -> tuple[int, int | None]:
+    """(partitions, from_seq) of a topic; from_seq is None while the declaration is pending."""
+    found = read(data, name)
+    return found.partitions, found.from_seq
 
 
 def names(data: str) -> list[str]:
@@ -56,8 +84,9 @@ def listing(data: str) -> list[tuple[str, int, int | None]]:
     return [(name, *load(data, name)) for name in names(data)]
 
 
-def declare(data: str, name: str, partitions: int) -> None:
+def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None) -> None:
     """Declare a topic; it is pending until the router has adopted it. Raises ConfigError naming what is wrong."""
+    Limits().but(limits or {})
     if not record.is_topic(name):
         raise ConfigError(
             f"topic {name!r}: must match [A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}} and not begin with append, dropped or __"
@@ -72,7 +101,7 @@ def declare(data: str, name: str, partitions: int) -> None:
     making = f"{data}/topics/.new-{name}-{os.getpid()}"
     os.mkdir(making)
     try:
-        replace_file(f"{making}/topic.toml", text(partitions, None))
+        replace_file(f"{making}/topic.toml", Declaration(partitions, None, limits).text())
         os.rename(making, f"{data}/topics/{name}")
     except OSError as err:
         raise ConfigError(f"topic {name!r}: could not be declared: {err.strerror}") from err

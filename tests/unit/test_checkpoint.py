@@ -3,16 +3,18 @@
 import os
 
 import pytest
-from made_up import no_room
+from made_up import Silent, no_room
 
 from kmq.errors import RetryError
 from kmq.log import checkpoint, dropped
 from kmq.log.checkpoint import Checkpointer
 from kmq.log.dropped import Range, without
+from kmq.log.partition import State
+from kmq.routing import Topic
 
 
 def test_without_a_checkpoint_everything_is_replayed(data):
-    assert checkpoint.load(data) == (0, {})
+    assert checkpoint.load(data) == (0, {}, {}) and checkpoint.routed_seq(data) == 0
 
 
 def test_a_checkpoint_is_read_as_it_was_written(data):
@@ -20,27 +22,38 @@ def test_a_checkpoint_is_read_as_it_was_written(data):
     path = f"{data}/topics/jobs.eu/3/x.log"
     with open(path, "w"):
         pass
-    writer = Checkpointer(data, no_room)
-    writer.start(17, [b"jobs.eu|3|5|16|400\n", b"t|0|1|17|80\n"], [path])
+    states = {("jobs.eu", 0): State(5, 16, 400), ("jobs.eu", 1): State(9, 12, 70, 3), ("t", 0): State(1, 17, 80)}
+    writer = Checkpointer(data, no_room, Silent())
+    writer.start(checkpoint.text(17, states, [Topic("jobs.eu", 2, 11), Topic("t", 1, 17)]), [path], [])
     writer.finish()
-    seq, rows = checkpoint.load(data)
-    assert seq == 17
-    assert {at: row.values() for at, row in rows.items()} == {("jobs.eu", 3): (5, 16, 400), ("t", 0): (1, 17, 80)}
+    with open(f"{data}/router.ckpt") as file:
+        assert file.read() == "17\njobs.eu|0|5|16|400\njobs.eu|1|9|12|70\nt|0|1|17|80\njobs.eu|11|0,3\nt|17|0\n"
+    assert checkpoint.load(data) == (17, states, {"jobs.eu": 11, "t": 17})
+    assert checkpoint.routed_seq(data) == 17
 
 
-@pytest.mark.parametrize("text", ["", "x\n", "5\nt|0|1\n", "5\nt|0|1|2|3|4\n", "5\nt|0|a|2|3\n", "5\n\n"])
+def test_a_checkpoint_of_the_first_version_is_read_too(data):
+    with open(f"{data}/router.ckpt", "w") as file:
+        file.write("17\nt|0|1|17|80\n")
+    assert checkpoint.load(data) == (17, {("t", 0): State(1, 17, 80)}, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x\n", "5\nt|0|1\n", "5\nt|0|1|2|3\nt|1|0,0\n", "5\nt|0|1|2\n", "5\nt|0|1|2|3|4\n", "5\nt|0|a|2|3\n", "5\n\n"],
+)
 def test_what_is_no_checkpoint_is_said_to_be_none(data, text):
     with open(f"{data}/router.ckpt", "w") as file:
         file.write(text)
-    with pytest.raises((ValueError, IndexError)):
+    with pytest.raises((ValueError, LookupError)):
         checkpoint.load(data)
 
 
 def test_a_checkpoint_that_failed_is_told_and_leaves_the_old_one(data):
-    writer = Checkpointer(data, no_room)
-    writer.start(1, [], [])
+    writer = Checkpointer(data, no_room, Silent())
+    writer.start(b"1\n", [], [])
     writer.finish()
-    writer.start(2, [], [f"{data}/topics/gone.log"])
+    writer.start(b"2\n", [f"{data}/topics/gone.log"], [])
     with pytest.raises(RetryError, match="checkpoint failed"):
         writer.finish()
     assert checkpoint.load(data)[0] == 1

@@ -7,7 +7,7 @@ from made_up import no_room, stored
 
 from kmq.errors import RetryError
 from kmq.log import index, partition, segment
-from kmq.log.partition import EMPTY, PartitionLog, State, recover
+from kmq.log.partition import EMPTY, PartitionLog, State
 
 LINES = stored([b"t|1|%d|%b" % (n, b"x" * (n % 50)) for n in range(1, 101)], 11)
 ENDS = [sum(map(len, LINES[:n])) for n in range(101)]
@@ -54,6 +54,13 @@ DAMAGED = [
 ]
 
 
+def recover(path, known, high):
+    """Of a log in one segment, with a WAL that has everything: (state, bytes cut)."""
+    here = segment.Segment(0, path, os.path.getsize(path))
+    found = partition.recover([here], known, high, True, 0)
+    return found.state, found.cut
+
+
 @pytest.mark.parametrize("has_index", [True, False])
 @pytest.mark.parametrize(
     ("known", "size", "tail", "whole"),
@@ -67,7 +74,7 @@ def test_recover_keeps_what_is_whole(path, known, size, tail, whole, has_index):
     if not has_index:
         os.unlink(segment.index_path(path))
     state, cut = recover(path, known, 110)
-    assert state.values() == (whole, 10 + whole if whole else 0, ENDS[whole])
+    assert state.values() == (whole, 10 + whole if whole else 0, ENDS[whole], 0)
     assert cut == size + len(tail) - ENDS[whole]
     with open(path, "rb") as file:
         assert file.read() == b"".join(LINES[:whole])
@@ -78,12 +85,12 @@ def test_nuls_below_the_checkpoint_are_damage_and_not_a_torn_end(path):
         file.seek(ENDS[20])
         file.write(b"\0" * 30)
     state, cut = recover(path, KNOWN, 110)
-    assert (state.values(), cut) == ((100, 110, ENDS[100]), 0)
+    assert (state.values(), cut) == ((100, 110, ENDS[100], 0), 0)
 
 
 def test_lines_that_the_wal_does_not_have_are_not_ours(path):
     state, cut = recover(path, KNOWN, 95)
-    assert (state.values(), cut) == ((85, 95, ENDS[85]), ENDS[100] - ENDS[85])
+    assert (state.values(), cut) == ((85, 95, ENDS[85], 0), ENDS[100] - ENDS[85])
 
 
 def test_a_line_that_is_there_already_is_passed_over(data, path):
@@ -92,7 +99,7 @@ def test_a_line_that_is_there_already_is_passed_over(data, path):
     more = stored([b"t|||more"], 111)[0]
     assert log.append(b"".join(LINES[90:]) + more, 11, 101, 111) == len(more)
     assert log.append(more, 1, 111, 111) == 0
-    assert log.state.values() == (101, 111, ENDS[100] + len(more))
+    assert log.state.values() == (101, 111, ENDS[100] + len(more), 0)
     log.close()
     assert partition.end_offset(data, "t", 0) == (101, ENDS[100] + len(more))
 

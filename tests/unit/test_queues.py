@@ -12,7 +12,10 @@ from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
 from kmq.log import checkpoint, dropped, index, partition, queues, segment, topics
+from kmq.log.partition import State
 from kmq.log.queues import Queues
+from kmq.log.segment import Limits
+from kmq.routing import Topic
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +23,23 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(index, "BLOCK_BYTES", 1024)
 
 
-def open_queues(data, high):
-    made = Queues(data, no_room, Silent())
+class Heard(Silent):
+    """A Log that remembers."""
+
+    def __init__(self):
+        self.events = []
+
+    def info(self, event, **fields):
+        self.events.append((event, fields))
+
+    warn = error = info
+
+    def of(self, event):
+        return [fields for name, fields in self.events if name == event]
+
+
+def open_queues(data, high, limits=None, log=None):
+    made = Queues(data, no_room, log or Silent(), limits)
     made.recover(high, lambda: None)
     return made
 
@@ -30,7 +48,7 @@ def block(lines, first_seq):
     """`lines` as sent → a Block, as the framer makes it."""
     text = b"".join(stored(lines, first_seq))
     key = len(record.common_key(lines))
-    return Block(text, 0, [len(text), first_seq, len(lines), key, FIRST_TS, 0])
+    return Block(text, 0, [len(text), first_seq, len(lines), key, FIRST_TS, 0, 0])
 
 
 def route(made, lines, first_seq, size=7):
@@ -79,11 +97,11 @@ def test_each_line_goes_to_its_topic_in_order(data):
     made.close()
 
 
-def build(data, lines, seed):
+def build(data, lines, seed, limits=None):
     """Route `lines` with declarations midway and ranges that drop_oldest took; returns the files."""
     rng = random.Random(seed)
     write_wal(data, lines).close()
-    made = open_queues(data, 0)
+    made = open_queues(data, 0, limits)
     declared = {120: ("a.b", 2), 300: ("spread", 3), 410: ("jobs.eu", 1)}
     at = 0
     while at < len(lines):
@@ -130,6 +148,120 @@ def test_what_is_rebuilt_from_the_wal_is_the_same_byte_for_byte(data, seed, lost
         assert partition.end_offset(data, topic, int(number)) == (content.count(b"\n"), len(content))
 
 
+SMALL = Limits(segment_bytes=900)
+
+
+def gone(path, rng):
+    os.unlink(path)
+
+
+def shortened(path, rng):
+    os.truncate(path, rng.randrange(os.path.getsize(path)))
+
+
+def emptied(path, rng):
+    os.truncate(path, 0)
+
+
+def without_index(path, rng):
+    shortened(path, rng)
+    pathlib.Path(segment.index_path(path)).unlink()
+
+
+@pytest.mark.parametrize("seed", [2])
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+@pytest.mark.parametrize("damage", [gone, shortened, emptied, without_index])
+@pytest.mark.parametrize("which", ["first", "middle", "last", "last two", "all", "some"])
+def test_a_segment_is_rebuilt_from_the_wal_with_the_same_name_and_bytes(data, seed, has_checkpoint, damage, which):
+    rng = random.Random(seed)
+    lines = messages(rng, 800)
+    before = build(data, lines, seed, SMALL)
+    assert all(len(content) < 900 + 100 for content in before.values())
+    for name in {os.path.dirname(name) for name in before}:
+        paths = [path for _, path in segment.listing(f"{data}/{name}")]
+        chosen = {
+            "first": paths[:1],
+            "middle": paths[1:-1][:1],
+            "last": paths[-1:],
+            "last two": paths[-2:],
+            "all": paths,
+            "some": rng.sample(paths, len(paths) // 2),
+        }[which]
+        for path in chosen:
+            if os.path.getsize(path):
+                damage(path, rng)
+    if not has_checkpoint:
+        os.unlink(f"{data}/router.ckpt")
+    open_queues(data, len(lines), SMALL).close()
+    assert files(data) == before
+    check_logs(data)
+    heard = Heard()
+    open_queues(data, len(lines), SMALL, heard).close()
+    assert not heard.events and files(data) == before
+
+
+def check_logs(data):
+    """Names, links and indexes of every partition fit its lines."""
+    for directory in {os.path.dirname(name) for name in files(data)}:
+        found = segment.survey(f"{data}/{directory}")
+        _, topic, number = directory.split("/")
+        offset = found[0].first
+        for each in found:
+            assert each.first == offset
+            with open(each.path, "rb") as file:
+                offset += file.read().count(b"\n")
+            if each is not found[-1]:
+                assert index.is_whole(each.path)
+        assert partition.end_offset(data, topic, int(number)) == (offset, sum(each.size for each in found))
+        names = Topic(topic, topics.load(data, topic)[0], 1).log_names()
+        assert os.path.realpath(f"{data}/{names[int(number)]}") == os.path.realpath(found[-1].path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_router_killed_anywhere_among_its_segments_goes_on(data, seed):
+    """Power cuts: what came after the checkpoint is there, torn, NUL or missing, file by file."""
+    rng = random.Random(seed)
+    lines = messages(rng, 900)
+    write_wal(data, lines).close()
+    made, at = open_queues(data, 0, SMALL), 0
+    while at < 900:
+        size = min(900 - at, rng.randrange(1, 120))
+        route(made, lines[at : at + size], at + 1)
+        at += size
+        made.tick()
+        if rng.randrange(4) == 0:
+            made._checkpoint([])
+        made._checkpointer.finish()
+        if rng.randrange(3) == 0:  # killed: no close; then the power goes
+            _, rows, _ = checkpoint.load(data)
+            for directory in {os.path.dirname(name) for name in files(data)}:
+                _, topic, number = directory.split("/")
+                cut_power(rng, segment.survey(f"{data}/{directory}"), rows.get((topic, int(number)), State()))
+            made = open_queues(data, at, SMALL)
+            check_logs(data)
+    made.close()
+    check_logs(data)
+    text = b"".join(files(data).values())
+    assert sorted(text.splitlines(keepends=True), key=record.seq_of) == stored(lines)
+
+
+def cut_power(rng, segments, known):
+    """Do to the bytes that the checkpoint does not know what a file system may do to bytes that nobody synced."""
+    synced = known.size
+    for each in segments:
+        keep, synced = min(each.size, synced), max(0, synced - each.size)
+        if keep == each.size:
+            continue
+        size = rng.randrange(keep, each.size + 1)
+        os.truncate(each.path, size)
+        if rng.randrange(2):
+            os.truncate(each.path, each.size)  # its length got there, its bytes did not
+        if rng.randrange(3) == 0:
+            pathlib.Path(segment.index_path(each.path)).unlink(missing_ok=True)
+        if not keep and each.first > known.end_offset and rng.randrange(3) == 0:
+            os.unlink(each.path)
+
+
 def test_a_restart_in_the_middle_writes_nothing_twice(data):
     lines = messages(random.Random(3), 400)
     write_wal(data, lines).close()
@@ -155,7 +287,7 @@ def test_a_checkpoint_syncs_what_a_killed_router_had_written(data, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", note)
     open_queues(data, len(lines)).close()  # writes nothing itself
-    assert {partition.log_path(data, topic, 0) for topic in ("test", "jobs")} <= synced
+    assert {f"{data}/topics/{topic}/0/{segment.name(0)}" for topic in ("test", "jobs")} <= synced
     assert checkpoint.load(data)[0] == len(lines)
 
 
