@@ -59,6 +59,11 @@ class AsyncProducer(asyncio.Protocol):
     def connected(self) -> bool:
         return self._core.connected
 
+    @property
+    def failed(self) -> KmqError | None:
+        """Why this producer has ended; None while it goes on."""
+        return self._core.failed
+
     def describe(self) -> str:
         """What is being waited for, in words."""
         return self._core.describe(time.monotonic())

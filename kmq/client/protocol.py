@@ -32,10 +32,10 @@ _MAX_UNTOLD = 1000  # failed messages kept until somebody is told
 
 
 class Refused(KmqError):
-    """The broker refused a message, or the connection: nothing of it was stored. `code` is one word, `line` the message."""
+    """The broker refused a message, or the connection: nothing of it was stored. `code` is the first word of `reason`."""
 
     def __init__(self, reason: str, line: bytes = b"") -> None:
-        self.code, self.line = reason.partition(" ")[0], line
+        self.code, self.reason, self.line = reason.partition(" ")[0], reason, line
         message = f": {line[:200]!r}" if line else ""
         super().__init__(f"refused by the broker: {reason}{message}")
 
