@@ -6,10 +6,11 @@ import random
 import threading
 
 import pytest
+from test_framing import Steps, one_by_one, table
 
 from kmq.errors import ConfigError
 from kmq.links import fifo
-from kmq.links.fifo import FifoWriter, open_fifo, pieces, waiting_bytes
+from kmq.links.fifo import FifoWriter, Sender, open_fifo, pieces, waiting_bytes
 from kmq.settings import PIPE_BUF
 
 
@@ -23,7 +24,7 @@ def raw(tmp_path):
 @pytest.fixture
 def writes(monkeypatch, raw):
     """Everything written to the FIFO, write by write."""
-    seen, write = [], os.write
+    seen, write, writev = [], os.write, os.writev
 
     def record(fd, data):
         written = write(fd, data)
@@ -31,7 +32,13 @@ def writes(monkeypatch, raw):
             seen.append((bytes(data), written))
         return written
 
+    def record_parts(fd, parts):
+        written = writev(fd, parts)
+        seen.append((b"".join(parts), written))
+        return written
+
     monkeypatch.setattr(fifo.os, "write", record)
+    monkeypatch.setattr(fifo.os, "writev", record_parts)
     return seen
 
 
@@ -43,11 +50,11 @@ def read_all(fd):
     return data
 
 
-def put_all(writer, raw, chunks):
-    """Put, as ingress does: nothing more while it is clogged. Returns what came through."""
+def put_all(writer, raw, chunks, sender=None, margin=0):
+    """Put, as ingress does: nothing more while it is clogged. Returns what came through, and how often it was."""
     got, clogs = b"", 0
     for chunk in chunks:
-        writer.put(chunk, 0, len(chunk))
+        writer.put(chunk, margin, len(chunk) - margin, sender)
         while writer.clogged:
             clogs += 1
             got += os.read(raw, random.Random(clogs).randrange(1, 100_000))
@@ -146,6 +153,80 @@ def test_lines_of_other_writers_never_mix_with_ours(raw, tmp_path):
         elif text.startswith(b"ours"):
             joined.append(text)
     assert joined == [b"ours|%d||%b" % (n, b"z" * (n * 97 % 9000)) for n in range(300)]
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_group", [1, 5, 128])
+@pytest.mark.parametrize("tag", [b"", b"p=me", b"w=" + b"A" * 64])
+def test_groups_are_atomic_say_what_they_hold_and_count_on(raw, writes, max_group, tag):
+    writer, sender = FifoWriter(raw, max_group), Sender(b"1732190000000000000.123456", tag)
+    lines = [b"t|1|%d|%b" % (n, b"x" * (n * 37 % 700)) for n in range(300)]
+    for at in range(0, 300, 60):
+        text = b"".join(line + b"\n" for line in lines[at : at + 60])
+        put_all(writer, raw, [b"__" + text + b"__"], sender, margin=2)
+    assert sender.sent == 300
+    got, n = [], 1
+    for data, done in writes:
+        assert len(data) == done <= PIPE_BUF
+        header, _, body = data.partition(b"\n")
+        count = body.count(b"\n")
+        said = b"!c 1732190000000000000.123456 %d %d l=%d" % (n, count, len(body))
+        assert header == (said + b" " + tag if tag else said) and 0 < count <= max_group
+        assert len(header) + 1 <= sender.header_room
+        n += count
+        got += body.split(b"\n")[:-1]
+    assert got == lines
+    if max_group == 128:  # as many as one write takes, not fewer
+        assert len(writes) < 1.15 * sum(map(len, lines)) / (PIPE_BUF - sender.header_room) + 5
+
+
+def test_a_long_message_goes_as_pieces_with_its_group_around_the_last_one(raw, writes):
+    writer, sender = FifoWriter(raw, 128), Sender(b"17.1", b"p=me")
+    room = PIPE_BUF - sender.header_room
+    for size in (room - 1, room, room + 1, PIPE_BUF, PIPE_BUF + 1, 2 * PIPE_BUF - sender.header_room, 100_000):
+        writes.clear()
+        sender.sent = 6  # 7 and 9 are short
+        line = b"t|1|7|" + b"y" * (size - 6)
+        text = b"t|1|6|x\n" + line + b"\nt|1|8|x\n"
+        got, _ = put_all(writer, raw, [text], sender)
+        assert all(len(data) == done <= PIPE_BUF for data, done in writes), size
+        assert sender.sent == 9
+        if size < room:
+            assert b"+" not in got
+            continue
+        *firsts, last, after = [data for data, _ in writes][1:]
+        assert after == b"!c 17.1 9 1 l=8 p=me\nt|1|8|x\n"
+        header, mark_and_end = last.split(b"\n", 1)
+        assert header == b"!c 17.1 8 1 l=%d p=me" % len(mark_and_end) and mark_and_end[:1] == b"-"
+        assert all(first[:1] == b"+" and first[-1:] == b"\n" for first in firsts)
+        assert b"".join(first[1:-1] for first in firsts) + mark_and_end[1:-1] == line
+
+
+def test_a_clogged_pipe_keeps_the_order_and_the_numbers_of_every_sender(raw, writes):
+    """Whatever was read between, the framer finds each connection's messages whole, in order and numbered on."""
+    rng = random.Random(8)
+    writer, got, clogs = FifoWriter(raw, 7), b"", 0
+    senders = [Sender(b"17.%d" % n, tag) for n, tag in enumerate([b"", b"p=a", b"w=b"], start=1)]
+    sent = {sender: [] for sender in (*senders, None)}
+    for turn in range(600):
+        sender = rng.choice([*senders, None])
+        sizes = rng.choices([5, 80, 4000, 4092, 5000, 60_000], [20, 20, 3, 2, 2, 1], k=rng.randrange(1, 30))
+        lines = [b"t|%d|%d|%b" % (turn, turn * 30 + n, b"z" * size) for n, size in enumerate(sizes)]
+        sent[sender] += lines
+        more, clogged = put_all(writer, raw, [b"".join(line + b"\n" for line in lines)], sender)
+        got, clogs = got + more, clogs + clogged
+    assert all(len(data) == done <= PIPE_BUF for data, done in writes) and clogs > 100
+    steps = Steps(table(count=1 << 20), max_line=1 << 16)
+    steps.read(got)
+    answers, stored = one_by_one(steps.replies), dict(enumerate(steps.lines, start=1))
+    for sender in senders:
+        said = [answers.pop((sender.name, n)) for n in range(1, len(sent[sender]) + 1)]
+        found = [stored.pop(int(reply.removeprefix(b"ack "))) for reply in said]
+        assert [line.replace(b";" + sender.tag[1:], b"") if sender.tag else line for line in found] == sent[sender]
+        assert sender.sent == len(sent[sender])
+    assert not answers and list(stored.values()) == sent[None] and not steps.waiting
 
 
 def test_open_fifo_makes_one_that_a_group_may_write_and_takes_one_that_is_there(tmp_path):

@@ -326,9 +326,9 @@ def test_a_full_table_refuses_new_names_and_serves_known_ones():
 class Steps:
     """The framer's turns without its ring: what is read is framed as far as it goes, the rest is carried on."""
 
-    def __init__(self, known, cut=lambda cuts: cuts[-1:]):
+    def __init__(self, known, cut=lambda cuts: cuts[-1:], max_line=MAX):
         """`cut` chooses where a batch becomes blocks."""
-        self.known, self.cut = known, cut
+        self.known, self.cut, self.max_line = known, cut, max_line
         self.seconds = 0
         self.waiting = b""
         self.lines, self.replies = [], []
@@ -344,7 +344,7 @@ class Steps:
             return False
         ordered = framing.untangle(self.waiting[:end])
         self.waiting = ordered + self.waiting[end:]
-        batch = framing.Parser(MAX, self.known).parse(ordered, len(self.lines) + 1, self.seconds)
+        batch = framing.Parser(self.max_line, self.known).parse(ordered, len(self.lines) + 1, self.seconds)
         start, answers = 0, batch.answers
         for stop, end in self.cut(batch.cuts):
             said = framing.replies([a for a in answers if a[0] <= end], start, len(self.lines) + 1)

@@ -1,0 +1,74 @@
+"""The first line of an acknowledged connection: what it may say, and what it is told where it says something else."""
+
+import pytest
+
+from kmq.links import hello
+
+LONG = b"A" * 64
+
+
+@pytest.mark.parametrize(
+    ("line", "acks", "producer", "tag", "token"),
+    [
+        (b"!hello acks=1", True, b"", b"", b""),
+        (b"!hello acks=all", True, b"", b"", b""),
+        (b"!hello acks=0", False, b"", b"", b""),
+        (b"!hello acks=1\r", True, b"", b"", b""),
+        (b"!hello  acks=1\tproducer=me ", True, b"me", b"p=me", b""),
+        (b"!hello producer=me acks=1", True, b"me", b"p=me", b""),
+        (b"!hello acks=1 producer=aZ09_.:-", True, b"aZ09_.:-", b"p=aZ09_.:-", b""),
+        (b"!hello acks=1 producer=" + LONG, True, LONG, b"p=" + LONG, b""),
+        (b"!hello acks=1 window=podbus", True, b"", b"w=podbus", b""),
+        (b"!hello acks=0 window=podbus token=a=b|c;d", False, b"", b"w=podbus", b"a=b|c;d"),
+    ],
+)
+def test_what_a_producer_asks_for(line, acks, producer, tag, token):
+    said = hello.parse(line)
+    assert (said.acks, said.producer, said.tag, said.token) == (acks, producer, tag, token)
+
+
+NAMES = "must be 1 to 64 of A-Z a-z 0-9 _ . : -"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"!", "expected: !hello acks=0|1|all"),
+        (b"!hell acks=1", "expected: !hello acks=0|1|all"),
+        (b"!helloacks=1", "expected: !hello acks=0|1|all"),
+        (b"!HELLO acks=1", "expected: !hello acks=0|1|all"),
+        (b"!b 17", "expected: !hello acks=0|1|all"),
+        (b"!hello", "acks= must be 0, 1 or all"),
+        (b"!hello acks=", "acks= must be 0, 1 or all"),
+        (b"!hello acks=2", "acks= must be 0, 1 or all"),
+        (b"!hello acks=-1", "acks= must be 0, 1 or all"),
+        (b"!hello producer=me", "acks= must be 0, 1 or all"),
+        (b"!hello acks=1 acks=1", "'acks=1': expected"),
+        (b"!hello acks=1 me", "'me': expected"),
+        (b"!hello acks=1 name=me", "'name=me': expected"),
+        (b"!hello acks=1 Producer=me", "'Producer=me': expected"),
+        (b"!hello acks=1 \xff\x00=me", "=me': expected"),
+        (b"!hello acks=1 producer=", "producer= " + NAMES),
+        (b"!hello acks=1 producer=a/b", "producer= " + NAMES),
+        (b"!hello acks=1 producer=a;w=b", "producer= " + NAMES),
+        (b"!hello acks=1 producer=a|b", "producer= " + NAMES),
+        (b"!hello acks=1 producer=a%b", "producer= " + NAMES),
+        (b"!hello acks=1 producer=" + LONG + b"A", "producer= " + NAMES),
+        (b"!hello acks=1 producer=\xc3\xa9", "producer= " + NAMES),
+        (b"!hello acks=1 window=", "window= " + NAMES),
+        (b"!hello acks=1 window=a\x00", "window= " + NAMES),
+        (b"!hello acks=1 producer=a window=b", "exclude each other"),
+    ],
+)
+def test_what_is_no_hello_is_refused_with_a_code_and_a_reason_in_one_line(line, reason):
+    with pytest.raises(hello.Refused) as refused:
+        hello.parse(line)
+    said = str(refused.value)
+    assert said.startswith("bad_hello ") and reason in said
+    assert len(said) < 200 and "\n" not in said and said.encode().decode().isprintable()
+
+
+def test_a_long_field_is_not_repeated_in_full():
+    with pytest.raises(hello.Refused) as refused:
+        hello.parse(b"!hello acks=1 " + b"x" * 4000)
+    assert len(str(refused.value)) < 200
