@@ -1,0 +1,14 @@
+"""The gateway: PodBus over gRPC, and HTTP. One asyncio process beside the four stages; it owns nothing on disk.
+
+    server.py     the process: what it opens, watches and ends
+    listeners.py  every port it listens on
+    podbus.py     service podbus.v1.PodBus (podbus.proto; podbus.desc is that file compiled)
+    feed.py       the records of a topic in order of seq, and how far the router is
+    broker.py     how the broker is: health, readiness
+    web.py        HTTP: /metrics /healthz /readyz
+    metrics.py    every metric
+    answers.py    every refusal, with its gRPC and its HTTP status
+
+Produces through ingress' acknowledged protocol, over one connection; reads the queue files that the router writes. So it can be
+killed and started at any time: a client that was not answered asks again.
+"""

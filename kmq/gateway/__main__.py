@@ -1,0 +1,81 @@
+"""`python -m kmq.gateway [--with <pid>]`: the gateway alone, in the foreground.
+
+--with  the pid of the supervisor: when it is gone so are we. We hold nothing that must outlive it, and the next one's gateway
+        wants the ports.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError
+from kmq.links.ownership import FileLock, describe
+from kmq.log.identity import open_data
+from kmq.logfmt import Log
+from kmq.settings import load
+from kmq.stats import STATES, StatsPage
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(pid: int) -> None:
+    """Be killed when the process `pid`, which has started us, ends."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != pid:  # gone already
+        raise SystemExit(EXIT_OK)
+
+
+def run(log: Log) -> None:
+    settings = load()
+    data_id = open_data(settings.data)
+    os.makedirs(settings.pipes, exist_ok=True)
+    owner = FileLock(f"{settings.pipes}/gateway.owner")
+    owner.acquire("the gateway of this broker", describe("gateway", settings.data))
+    page = StatsPage(settings.instance, data_id, settings.data)
+    row = page.rows["gateway"]
+    row.wipe()
+    row.pid, row.started = os.getpid(), time.monotonic_ns()
+    row.state, row.heartbeat = STATES.index("starting"), row.started
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it has to say, it says by exceptions too
+    try:
+        try:
+            import asyncio
+
+            from kmq.gateway.server import Gateway
+        except ImportError as err:
+            raise ConfigError(f"{err}; the gateway needs: pip install 'kmq[gateway]'") from err
+
+        async def serve() -> None:
+            await Gateway(settings, page, log).run()
+
+        asyncio.run(serve())
+    finally:
+        row.state = STATES.index("stopped")
+        owner.release()
+
+
+def main() -> int:
+    """Run the gateway to its end and return its exit code; every way out says why."""
+    log = Log("gateway")
+    try:
+        if sys.argv[1:2] == ["--with"]:
+            end_with(int(sys.argv[2]))
+        with contextlib.suppress(KeyboardInterrupt):
+            run(log)
+        code, reason = EXIT_OK, "drained"
+    except KmqError as err:
+        code, reason = err.exit_code, str(err)
+        log.error("failed", exit_code=code, reason=reason)
+    except OSError as err:
+        code, reason = EXIT_RETRY, str(err)
+        log.error("failed", exit_code=code, reason=reason)
+    log.info("stopped", exit_code=code, reason=reason)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

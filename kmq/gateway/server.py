@@ -1,0 +1,104 @@
+"""The gateway process: opens, serves, watches the broker, and ends.
+
+Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port.
+End         SIGTERM: no new requests; what has been taken is answered, streams end with UNAVAILABLE and are gone on with
+            elsewhere or later; then exit 0. A second signal means now.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+
+from aiohttp import web
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kmq.gateway.broker import Broker
+from kmq.gateway.feed import Watermark
+from kmq.gateway.listeners import grpc_server, listen_grpc, listen_http
+from kmq.gateway.metrics import Requests
+from kmq.gateway.podbus import SERVICE, PodBus, handler
+from kmq.gateway.web import application
+from kmq.logfmt import Log
+from kmq.settings import DRAIN_S, Settings
+from kmq.stats import STATES, StatsPage
+
+_LOOK_S = 0.25  # between looks at the broker; also our heartbeat
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class _Logfmt(logging.Handler):
+    """What libraries say, in our form."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__(logging.WARNING)
+        self.log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        reason = f"{record.getMessage()} {record.exc_info[1]!r}" if record.exc_info else record.getMessage()
+        self.log.warn("library", name=record.name, reason=reason)
+
+
+class Gateway:
+    def __init__(self, settings: Settings, page: StatsPage, log: Log) -> None:
+        self.settings, self.log = settings, log
+        self.row = page.rows["gateway"]
+        self.broker = Broker(settings, page)
+        self.requests = Requests()
+        self.bus = PodBus(settings, Watermark(page), log)
+        self.health = health.aio.HealthServicer()
+        self.stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until a signal comes."""
+        logging.basicConfig(handlers=[_Logfmt(self.log)])
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        server = grpc_server(self.settings)
+        server.add_generic_rpc_handlers((handler(self.bus, self.requests, self.log),))
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        runner = web.AppRunner(application(self.broker, self.requests), access_log=None, shutdown_timeout=DRAIN_S / 2)
+        await runner.setup()
+        try:
+            grpc_port = listen_grpc(server, self.settings)
+            http_port = await listen_http(runner, self.settings)
+            await server.start()
+            self.row.port = http_port
+            self.log.info("ready", pid=os.getpid(), host=self.settings.host, http_port=http_port, grpc_port=grpc_port)
+            await self._watch()
+        finally:
+            self._state("draining")
+            self.bus.stop()
+            await self.health.enter_graceful_shutdown()
+            await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup())
+            await self.bus.close()
+
+    async def _watch(self) -> None:
+        """Heartbeat and health, until we are told to stop."""
+        said = None
+        while not self.stopping.is_set():
+            self._state("ready")
+            reason = self.broker.why_not_ready()
+            if reason != said:
+                self.log.info("broker", ready=not reason, reason=reason)
+                for service in ("", SERVICE):
+                    await self.health.set(service, _NOT_SERVING if reason else _SERVING)
+                said = reason
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await self.stopping.wait()
+            except TimeoutError:
+                pass
+
+    def _state(self, name: str) -> None:
+        self.row.state = STATES.index(name)
+        self.row.heartbeat = time.monotonic_ns()
+
+    def _on_signal(self, number: int) -> None:
+        if self.stopping.is_set():
+            os._exit(128 + number)
+        self.stopping.set()

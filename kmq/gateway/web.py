@@ -1,0 +1,60 @@
+"""HTTP: metrics and health. One GET each; what a path answers is said in its row of PAGES."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from html import escape
+
+from aiohttp import web
+
+from kmq.gateway import metrics
+from kmq.gateway.broker import Broker
+from kmq.gateway.metrics import Requests
+
+_MAX_BODY = 1 << 16  # nobody has to send one yet
+
+PAGES = {
+    "/healthz": "200 while every stage gives signs of life, else 503 and the reason; with the last durable write",
+    "/readyz": "200 while a message sent now would be made durable, else 503 and the reason; with the last durable write",
+    "/metrics": "metrics for Prometheus",
+}
+
+
+def application(broker: Broker, requests: Requests) -> web.Application:
+    """The pages, to be served."""
+
+    async def healthz(request: web.Request) -> web.Response:
+        return _report(broker, broker.why_not_alive())
+
+    async def readyz(request: web.Request) -> web.Response:
+        return _report(broker, broker.why_not_ready())
+
+    async def scrape(request: web.Request) -> web.Response:
+        page = await asyncio.to_thread(metrics.page, broker, requests)
+        return web.Response(body=page, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def index(request: web.Request) -> web.Response:
+        return web.Response(text=_index(broker), content_type="text/html")
+
+    handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
+        "/": index,
+        "/healthz": healthz,
+        "/readyz": readyz,
+        "/metrics": scrape,
+    }
+    app = web.Application(client_max_size=_MAX_BODY)
+    app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
+    return app
+
+
+def _report(broker: Broker, reason: str) -> web.Response:
+    return web.json_response(broker.report(reason), status=503 if reason else 200)
+
+
+def _index(broker: Broker) -> str:
+    rows = "".join(f'<dt><a href="{path}">{path}</a></dt><dd>{escape(what)}</dd>' for path, what in PAGES.items())
+    state = escape(broker.why_not_ready() or "ready")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>KMQ</title><h1>KMQ</h1>'
+        f"<p>Instance {escape(broker.settings.instance)}: {state}.</p><dl>{rows}</dl>"
+        "<p>gRPC: service podbus.v1.PodBus on its own port, with health and reflection.</p></html>\n"
+    )
