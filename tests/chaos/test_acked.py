@@ -115,6 +115,23 @@ def test_acked_is_stored_once_when_stages_die_together(make_pod: Make, rng: rand
     storm(make_pod(), rng, loads, [*rng.sample(PAIRS, 3), STAGES, STAGES])
 
 
+def test_what_was_framed_and_not_yet_on_disk_is_known_to_the_next_framer(
+    make_pod: Make, rng: random.Random, loads: Start
+) -> None:
+    """Its producers send it again, while the first copies still wait in the ring."""
+    pod = make_pod()
+    with producing(pod, rng, loads):
+        for _ in range(4):
+            pod.wait_ready()
+            pod.pause("durability")
+            base = pod.seq("durability")
+            pod.wait(lambda base=base: pod.seq("framer") > base + 100, "messages wait in the ring")
+            pod.kill("ingress", "framer")
+            pod.start("ingress", "framer")
+            pod.wait_ready("framer")
+            pod.resume("durability")
+
+
 def storm(pod: Pod, rng: random.Random, start: Start, blows: list[tuple[str, ...]]) -> None:
     with producing(pod, rng, start):
         for victims in blows:
