@@ -3,7 +3,9 @@
     <WAL seq>
     topic|partition|end_offset|last_seq|bytes      one row per partition
     topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
+    crc32|<crc32 of the lines above>
 
+A damaged one is as good as none: a digit that is off by one would number records wrongly.
 `bytes` are those of all segments from `first_offset` on, so a start sees by their sizes alone whether an earlier one was
 cut or is missing. Retention first says here that it has moved `first_offset`, and deletes then: what is missing
 behind that was lost, not deleted. `from_seq` is in topic.toml too; here it outlives the directory.
@@ -18,6 +20,7 @@ Mechanism   The fsyncs run in a thread beside the routing (they give up the inte
 
 import os
 import threading
+import zlib
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -34,10 +37,8 @@ Rows = dict[tuple[str, int], State]
 
 def load(data: str) -> tuple[int, Rows, dict[str, int]]:
     """(WAL seq, rows, from_seq of each topic); nothing where there is no checkpoint. Raises ValueError where it is not one."""
-    try:
-        with open(f"{data}/router.ckpt", encoding="ascii") as file:
-            lines = file.read().splitlines()
-    except FileNotFoundError:
+    lines = _read(data)
+    if not lines:
         return 0, {}, {}
     rows: Rows = {}
     since: dict[str, int] = {}
@@ -61,15 +62,28 @@ def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
     for topic in topics:
         starts = [str(states.get((topic.name, number), EMPTY).start) for number in range(topic.partitions)]
         rows.append(f"{topic.name}|{topic.from_seq}|{','.join(starts)}\n")
-    return "".join(rows).encode()
+    body = "".join(rows).encode()
+    return b"%bcrc32|%d\n" % (body, zlib.crc32(body))
+
+
+def _read(data: str) -> list[str]:
+    """The lines of the file without the last; none where there is no file. Raises ValueError where its crc is wrong."""
+    try:
+        with open(f"{data}/router.ckpt", "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        return []
+    body = content[: content.rfind(b"\n", 0, -1) + 1]
+    if not body or content != b"%bcrc32|%d\n" % (body, zlib.crc32(body)):
+        raise ValueError("its crc does not match")
+    return body.decode("ascii").splitlines()
 
 
 def routed_seq(data: str) -> int:
     """The WAL seq of the checkpoint on disk; 0 where there is none that can be read."""
     try:
-        with open(f"{data}/router.ckpt", "rb") as file:
-            return int(file.readline())
-    except (FileNotFoundError, ValueError):
+        return int((_read(data) or ["0"])[0])
+    except ValueError:
         return 0
 
 

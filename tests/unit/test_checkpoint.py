@@ -1,6 +1,7 @@
 """router.ckpt and dropped.log: small text files that decide what a restart does."""
 
 import os
+import zlib
 
 import pytest
 from made_up import Silent, no_room
@@ -27,31 +28,44 @@ def test_a_checkpoint_is_read_as_it_was_written(data):
     writer.start(checkpoint.text(17, states, [Topic("jobs.eu", 2, 11), Topic("t", 1, 17)]), [path], [])
     writer.finish()
     with open(f"{data}/router.ckpt") as file:
-        assert file.read() == "17\njobs.eu|0|5|16|400\njobs.eu|1|9|12|70\nt|0|1|17|80\njobs.eu|11|0,3\nt|17|0\n"
+        body, crc = file.read().split("crc32|")
+    assert body == "17\njobs.eu|0|5|16|400\njobs.eu|1|9|12|70\nt|0|1|17|80\njobs.eu|11|0,3\nt|17|0\n"
+    assert int(crc) == zlib.crc32(body.encode())
     assert checkpoint.load(data) == (17, states, {"jobs.eu": 11, "t": 17})
     assert checkpoint.routed_seq(data) == 17
 
 
-def test_a_checkpoint_of_the_first_version_is_read_too(data):
-    with open(f"{data}/router.ckpt", "w") as file:
-        file.write("17\nt|0|1|17|80\n")
-    assert checkpoint.load(data) == (17, {("t", 0): State(1, 17, 80)}, {})
+def write(data, body):
+    with open(f"{data}/router.ckpt", "wb") as file:
+        file.write(b"%bcrc32|%d\n" % (body, zlib.crc32(body)))
+
+
+@pytest.mark.parametrize("at", range(len(b"17\nt|0|1|17|80\nt|17|0\ncrc32|2021978473\n")))
+def test_one_flipped_bit_or_a_cut_anywhere_makes_it_no_checkpoint(data, at):
+    write(data, b"17\nt|0|1|17|80\nt|17|0\n")
+    with open(f"{data}/router.ckpt", "rb") as file:
+        text = file.read()
+    for damaged in (text[:at], text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :]):
+        with open(f"{data}/router.ckpt", "wb") as file:
+            file.write(damaged)
+        with pytest.raises(ValueError, match="crc"):
+            checkpoint.load(data)
+        assert checkpoint.routed_seq(data) == 0
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x\n", "5\nt|0|1\n", "5\nt|0|1|2|3\nt|1|0,0\n", "5\nt|0|1|2\n", "5\nt|0|1|2|3|4\n", "5\nt|0|a|2|3\n", "5\n\n"],
+    ["x\n", "5\nt|0|1\n", "5\nt|0|1|2|3\nt|1|0,0\n", "5\nt|0|1|2\n", "5\nt|0|1|2|3|4\n", "5\nt|0|a|2|3\n", "5\n\n"],
 )
 def test_what_is_no_checkpoint_is_said_to_be_none(data, text):
-    with open(f"{data}/router.ckpt", "w") as file:
-        file.write(text)
+    write(data, text.encode())
     with pytest.raises((ValueError, LookupError)):
         checkpoint.load(data)
 
 
 def test_a_checkpoint_that_failed_is_told_and_leaves_the_old_one(data):
     writer = Checkpointer(data, no_room, Silent())
-    writer.start(b"1\n", [], [])
+    writer.start(checkpoint.text(1, {}, []), [], [])
     writer.finish()
     writer.start(b"2\n", [f"{data}/topics/gone.log"], [])
     with pytest.raises(RetryError, match="checkpoint failed"):
