@@ -7,7 +7,7 @@ from base64 import b64encode
 
 import pytest
 from test_fifo_writer import read_all
-from test_framing import frame
+from test_framing import Steps, frame, one_by_one, table
 
 from kmq import record
 from kmq.links import hello
@@ -26,7 +26,7 @@ class Wire:
         self.fifo = FifoWriter(self.raw, max_group=5)
         self.intake = Intake(self.fifo, MAX, self.greet)
         self.text = b""
-        self.greeted = 0
+        self.greeted, self.sockets = 0, []
 
     def greet(self, connection, line):
         said = hello.parse(line)
@@ -36,6 +36,7 @@ class Wire:
 
     def connect(self):
         near, far = socket.socketpair()
+        self.sockets += near, far
         far.setblocking(False)
         return near, Connection(far, "test")
 
@@ -72,6 +73,8 @@ class Wire:
 def wire(tmp_path):
     made = Wire(tmp_path)
     yield made
+    for each in made.sockets:
+        each.close()
     os.close(made.raw)
 
 
@@ -236,3 +239,218 @@ def test_a_thousand_unfinished_lines_at_once_are_cut_back_to_the_budget(wire, mo
     assert len(over) == 50
     for connection in open_connections:
         connection.sock.close()
+
+
+# --- the acknowledged protocol -----------------------------------------------------------------------------------------
+
+HELLO = b"!hello acks=1 producer=me\n"
+
+
+def answers(wire):
+    """What the framer makes of the text: (stored lines, {(connection, n): reply})."""
+    steps = Steps(table())
+    steps.read(wire.text)
+    assert not steps.waiting
+    return steps.lines, one_by_one(steps.replies)
+
+
+def greeted(wire, said=HELLO):
+    """A connection that has said hello, and been told so."""
+    near, connection = wire.connect()
+    near.sendall(said)
+    assert wire.receive(connection)
+    assert near.recv(100) == b"!ok max_line=%d\n" % MAX
+    return near, connection
+
+
+def read(near):
+    near.setblocking(False)
+    try:
+        return near.recv(1 << 20)
+    except BlockingIOError:
+        return b""
+
+
+SENT_WITH_ACKS = [
+    (b"t|1|7|x\nt|1|8|y\n", [b"7", b"8"], [b"ack 1", b"ack 2"]),
+    (b"t|1|7|x\r\n", [b"7"], [b"ack 1"]),
+    (b"t|1|7|x\n\nt|1|8|y\n", [b"7", b"8"], [b"ack 1", b"err empty_line", b"ack 2"]),
+    (b"\n\n", [], [b"err empty_line", b"err empty_line"]),
+    (b"t|1|7|\0\nt|1|8|y\n", [b"8"], [b"err nul", b"ack 1"]),
+    (b"t|1|7|x\n!hello acks=1\nt|1|8|y\n", [b"7", b"8"], [b"ack 1", b"err control_byte", b"ack 2"]),
+    (b"+x\n-y\n!e nul\n!c 1.1 1 1\n", [], [b"err control_byte"] * 4),
+    (b"no separator\nt|1|7|x\n", [b"7"], [b"err no_separator", b"ack 1"]),
+    (b"t|1|7|x\nt|1|7|x\n", [b"7"], [b"ack 1", b"dup 1"]),
+    (
+        b"".join(b"t|1|%d|x\n" % n for n in range(17)),
+        [b"%d" % n for n in range(17)],
+        [b"ack %d" % n for n in range(1, 18)],
+    ),
+    (b"t|1|7|" + b"x" * 5000 + b"\nt|1|8|y\n", [b"7", b"8"], [b"ack 1", b"ack 2"]),
+    (b"t|1|7|" + b"x" * (MAX - 6) + b"\n", [b"7"], [b"ack 1"]),
+    (b"t|1|7|" + b"x" * (MAX - 5) + b"\nt|1|8|y\n", [b"8"], [b"err too_long", b"ack 1"]),
+    (b"t|1|7|" + b"x" * 50_000 + b"\nt|1|8|y\n", [b"8"], [b"err too_long", b"ack 1"]),
+    (b"t|1|7|x\nt|1|8|never ended", [b"7"], [b"ack 1"]),
+    (b"x" * 50_000, [], []),
+    (b"", [], []),
+]
+
+
+@pytest.mark.parametrize(("sent", "ids", "replies"), SENT_WITH_ACKS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("step", [1, 7, 4096, 1 << 20])
+def test_each_line_after_the_hello_is_numbered_and_answered_however_it_arrives(wire, sent, ids, replies, step):
+    sent = HELLO + sent
+    if step == 1 and len(sent) > 500:
+        step = len(sent) // 500
+    near, connection = wire.connect()
+    for at in range(0, len(sent), step):
+        wire.send(near, connection, sent[at : at + step])
+    assert read(near) == b"!ok max_line=%d\n" % MAX
+    wire.finish(near, connection)
+    lines, said = answers(wire)
+    assert [line.split(b"|")[2] for line in lines] == [id + b";p=me" for id in ids]
+    assert said == {(b"1.1", n): reply for n, reply in enumerate(replies, start=1)}
+    assert connection.taken == connection.passed == len(replies)
+
+
+def test_messages_of_plain_and_acknowledged_connections_stay_apart(wire):
+    """Each has its own numbers, whoever else sends between."""
+    rng = random.Random(3)
+    open_connections = [greeted(wire, b"!hello acks=1 producer=p%d\n" % n) for n in range(4)]
+    plain = wire.connect()
+    count = [0] * 4
+    for turn in range(300):
+        n = rng.randrange(5)
+        if n == 4:
+            wire.send(*plain, b"u|1|%d|x\n" % turn)
+        else:
+            more = rng.randrange(1, 9)
+            text = b"".join(b"t|1|%d|x\n" % (count[n] + k) for k in range(more))
+            wire.send(*open_connections[n], text)
+            count[n] += more
+    _, said = answers(wire)
+    for n in range(4):
+        mine = {number for conn, number in said if conn == b"1.%d" % (n + 1)}
+        assert mine == set(range(1, count[n] + 1)) and open_connections[n][1].sender.sent == count[n]
+    assert {reply.split()[0] for reply in said.values()} == {b"ack"} and len(said) == sum(count)
+    for each in (plain, *open_connections):
+        wire.finish(*each)
+
+
+def test_a_hello_that_never_ends_is_refused_at_its_limit_and_one_that_is_cut_off_is_no_message(wire):
+    near, connection = wire.connect()
+    for _ in range(4):
+        wire.send(near, connection, b"!" + b"x" * 1000)
+    near.sendall(b"x" * 1000)
+    assert not wire.receive(connection) and near.recv(100).startswith(b"!err 0 bad_hello longer than 4096 bytes")
+    wire.finish(near, connection)
+    near, connection = wire.connect()
+    wire.send(near, connection, b"!hello acks=1 token=secret")
+    wire.finish(near, connection)
+    assert wire.text == b"" and wire.intake._partial_bytes == 0
+
+
+def test_replies_go_to_the_producer_in_order_and_those_said_again_are_passed_over(wire):
+    near, connection = greeted(wire)
+    wire.send(near, connection, b"".join(b"t|1|%d|x\n" % n for n in range(1, 6)))
+    for first, text in ((1, b"!ack 2 102"), (1, b"!ack 2 102"), (3, b"!dup 3 7"), (1, b"!ack 2 102"), (3, b"!dup 3 7")):
+        assert connection.reply(first, text)
+    assert connection.reply(4, b"!err 4 bad_id") and connection.reply(5, b"!ack 5 103")
+    assert connection.say() and read(near) == b"!ack 2 102\n!dup 3 7\n!err 4 bad_id\n!ack 5 103\n"
+    assert connection.answered == connection.taken == 5
+    wire.finish(near, connection)
+
+
+def test_a_hole_in_the_replies_is_seen(wire):
+    near, connection = greeted(wire)
+    wire.send(near, connection, b"t|1|1|x\n" * 5)
+    assert connection.reply(1, b"!ack 1 101")
+    assert not connection.reply(3, b"!ack 4 103")
+    connection.say()
+    assert read(near) == b"!ack 1 101\n" and connection.answered == 1
+    wire.finish(near, connection)
+
+
+def test_with_acks_0_replies_are_counted_and_not_said(wire):
+    near, connection = greeted(wire, b"!hello acks=0 producer=me\n")
+    wire.send(near, connection, b"t|1|1|x\nt|1|2|x\n")
+    assert connection.reply(1, b"!ack 2 102") and connection.answered == 2
+    connection.refusing = b"busy later"
+    wire.send(near, connection, b"t|1|3|x\n")
+    assert connection.say() and read(near) == b"" and connection.answered == connection.taken == 3
+    wire.finish(near, connection)
+
+
+def test_what_is_refused_is_told_behind_what_was_taken_and_stores_nothing(wire):
+    near, connection = greeted(wire)
+    wire.send(near, connection, b"t|1|1|x\nt|1|2|x\n")
+    taken = wire.text
+    connection.refusing = b"disk_full no room"
+    wire.send(near, connection, b"t|1|3|x\n\nt|1|4|x\n")
+    wire.send(near, connection, b"t|1|5|" + b"x" * 9000 + b"\n")
+    connection.say()
+    assert read(near) == b"" and wire.text == taken  # the first two are still on their way
+    connection.reply(1, b"!ack 1 101")
+    connection.say_refused()
+    connection.reply(2, b"!ack 2 102")
+    connection.say_refused()
+    connection.say()
+    refused = b"".join(b"!err %d disk_full no room\n" % n for n in range(3, 7))
+    assert read(near) == b"!ack 1 101\n!ack 2 102\n" + refused
+    wire.send(near, connection, b"t|1|6|x\n")
+    connection.say()
+    assert read(near) == b"!err 7 disk_full no room\n" and wire.text == taken
+    assert connection.answered == connection.taken == 7 and connection.passed == 2
+    wire.finish(near, connection)
+
+
+def test_a_producer_that_has_too_much_on_the_way_or_reads_no_replies_is_choked(wire, monkeypatch):
+    monkeypatch.setattr(intake_module, "MAX_UNANSWERED", 10)
+    monkeypatch.setattr(intake_module, "MAX_UNSAID", 1000)
+    near, connection = greeted(wire)
+    wire.send(near, connection, b"t|1|1|x\n" * 10)
+    assert not connection.is_choked
+    wire.send(near, connection, b"t|1|1|x\n")
+    assert connection.is_choked
+    connection.reply(1, b"!ack 1 101")
+    assert not connection.is_choked
+    connection.unsaid += b"x" * 1000
+    assert connection.is_choked
+    assert connection.say() and not connection.is_choked
+    wire.finish(near, connection)
+
+
+def test_a_connection_that_has_sent_all_is_done_when_it_has_been_told_all(wire):
+    near, connection = greeted(wire)
+    wire.send(near, connection, b"t|1|1|x\nt|1|2|x\nt|1|3|cut off")
+    near.shutdown(socket.SHUT_WR)
+    assert not wire.receive(connection)
+    wire.intake.finish(connection)
+    connection.ended = True
+    assert not connection.is_done
+    connection.reply(1, b"!ack 2 102")
+    assert not connection.is_done
+    assert connection.say() and connection.is_done
+    wire.finish(near, connection)
+
+
+def test_a_producer_that_is_gone_cannot_be_told(wire):
+    near, connection = greeted(wire)
+    wire.send(near, connection, b"t|1|1|x\n")
+    near.close()
+    connection.reply(1, b"!ack 1 101")
+    assert not connection.say()
+    connection.sock.close()
+
+
+def test_where_a_hello_is_asked_for_other_lines_are_refused_and_stored_nowhere(wire):
+    wire.intake.only_hello = "unauthorized say hello with a token"
+    near, connection = wire.connect()
+    near.sendall(b"t|1|1|x\n")
+    assert not wire.receive(connection)
+    connection.say()
+    assert near.recv(100) == b"!err 0 unauthorized say hello with a token\n"
+    assert wire.text == b""
+    connection.sock.close()
+    near.close()
+    wire.finish(*greeted(wire))

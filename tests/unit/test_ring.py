@@ -39,6 +39,50 @@ def test_a_block_comes_out_as_it_went_in(rings):
     assert reader.base_seq == 41
 
 
+def test_replies_travel_with_their_block_apart_from_its_lines(rings):
+    writer, reader = rings(first_seq=41)
+    writer.append(b"two\nlines\n", 41, 2, 3, 5, replies=b"17.1 1 !ack 2 42\n")
+    writer.append(b"", 43, 0, 0, 5, replies=b"17.1 3 !dup 3 7\n")
+    writer.append(b"x\n", 43, 1, 0, 5)
+    assert [block.first_seq for block in writer.waiting()] == [41, 43, 43]
+    assert [bytes(block.data) for block in writer.waiting()] == [b"two\nlines\n", b"", b"x\n"]
+    blocks = reader.take()
+    assert [(bytes(block.data), block.replies) for block in blocks] == [
+        (b"two\nlines\n", b"17.1 1 !ack 2 42\n"),
+        (b"", b"17.1 3 !dup 3 7\n"),
+        (b"x\n", b""),
+    ]
+    assert [(block.first_seq, block.last_seq, block.count) for block in blocks] == [
+        (41, 42, 2),
+        (43, 42, 0),
+        (43, 43, 1),
+    ]
+    reader.release(blocks[0])
+    assert writer.first_waiting_seq() == 43 and len(writer.waiting()) == 2
+    reader.release(blocks[-1])
+    assert writer.waiting() == [] and layout.is_drained(writer.instance, "framed")
+
+
+def test_what_waits_is_the_same_at_both_ends_wherever_the_ring_wraps(rings):
+    rng = random.Random(2)
+    writer, reader = rings(nbytes=8192, slots=10_000)
+    skipped = 0
+    for _ in range(2000):
+        data, replies = (bytes([rng.randrange(256)]) * rng.choice([0, 1, 64, 700, 3000]) for _ in range(2))
+        data = data[: writer.max_bytes - len(replies)]
+        if writer.has_room(len(data) + len(replies), 1):
+            before = writer.last.head
+            writer.append(data, writer.last.next_seq, 1, 0, 5, replies=replies)
+            skipped += writer.last.head - before > layout.block_bytes(len(data) + len(replies))
+        else:
+            reader.position = reader.tail
+            there = [(b.first_seq, bytes(b.data), b.replies, b.end) for b in writer.waiting()]
+            blocks = reader.take()
+            assert [(b.first_seq, bytes(b.data), b.replies, b.end) for b in blocks] == there
+            reader.release(blocks[rng.randrange(len(blocks))])
+    assert skipped > 100
+
+
 def test_what_is_not_released_is_seen_again_by_the_next_reader(rings):
     writer, reader = rings()
     for data in (b"a\n", b"b\n", b"c\n"):
