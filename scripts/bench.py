@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """How fast, how small, how soon: measured against a pod of its own, never part of a test run.
 
-    scripts/bench.py [burst sustained latency idle memory startup] [--quick] [--json FILE] [--dir DIR] [--cache DIR]
+    scripts/bench.py [burst sustained acked acked-latency latency idle memory startup]
+                     [--quick] [--json FILE] [--dir DIR] [--cache DIR]
 
 The pod is what `kmq up` starts, with a private instance, free ports and a new directory on a real disk; fdatasync is on.
 Other settings (RB_SLOTS=32768 scripts/bench.py sustained) are taken from the environment and named in the result.
@@ -35,6 +36,7 @@ from rich.console import Console
 
 from kmq import status
 from kmq.client.lines import read_port
+from kmq.client.producer import Producer
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError
 from kmq.links.ownership import RingLock
 from kmq.log import wal
@@ -42,7 +44,7 @@ from kmq.settings import MIB, STAGES, Settings, load
 from kmq.stats import StatsPage, peek
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("burst", "sustained", "latency", "idle", "memory", "startup")
+PARTS = ("burst", "sustained", "acked", "acked-latency", "latency", "idle", "memory", "startup")
 BLOCK = 200_000  # bytes of one send
 POLL_S = 0.0002  # between two looks at a queue file
 STARTS = 5  # of which the median counts
@@ -69,6 +71,7 @@ class Scale:
         self.bursts = 3 if quick else 10
         self.sustained_s = 3.0 if quick else 20.0
         self.latency_s = 2.0 if quick else 10.0
+        self.acked_s = 3.0 if quick else 10.0
         self.idle_s = 3.0 if quick else 10.0
         self.records = 500_000 if quick else 10_000_000
         self.topics = 500 if quick else 10_000
@@ -85,7 +88,9 @@ class Figure:
         if not self.bar:
             return None
         sign, _, limit = self.bar.partition(" ")
-        return self.value >= float(limit) if sign == "≥" else self.value < float(limit)
+        if sign == "≥":
+            return self.value >= float(limit)
+        return self.value <= float(limit) if sign == "≤" else self.value < float(limit)
 
 
 # --- lines as sent -----------------------------------------------------------------------------------------------
@@ -165,6 +170,88 @@ def _send_paced(sock: socket.socket, rate: int, seconds: float) -> int:
     return total
 
 
+# --- the producer with acks: kmq.Producer in another process, fsync always -------------------------------------------
+
+ONE_BATCH = 200_000  # bytes of a list of messages
+BATCHES = 40  # of them without reply
+
+
+def produce(kind: str, port: int, arguments: list[str]) -> None:
+    """Print what one kind of use gives, as JSON."""
+    measured: dict[str, Callable[..., dict[str, float]]] = {
+        "many": _produce_many,
+        "one": _produce_one,
+        "window": _produce_window,
+        "paced": _produce_paced,
+    }
+    print(json.dumps(measured[kind](port, *map(float, arguments))))
+
+
+def _payload(nbytes: float) -> bytes:
+    """Of a message whose line has so many bytes, with an id of seven digits."""
+    return b"x" * (int(nbytes) - len(line(KEY + "|1700000000.000000", 1_000_000, 0)))
+
+
+def _produce_many(port: int, nbytes: float, seconds: float) -> dict[str, float]:
+    """Lists of messages, a bounded number of them without reply; until the last reply."""
+    payloads = [_payload(nbytes)] * int(ONE_BATCH / nbytes)
+    with Producer(port=port, max_in_flight=BATCHES * len(payloads)) as producer:
+        producer.send_many(KEY, payloads).result()
+        begin, count, cpu = time.monotonic(), 0, time.process_time()
+        while time.monotonic() < begin + seconds:
+            producer.send_many(KEY, payloads)
+            count += len(payloads)
+        producer.flush()
+        return {"rate": count / (time.monotonic() - begin), "cpu": (time.process_time() - cpu) / count * 1e6}
+
+
+def _produce_one(port: int, seconds: float) -> dict[str, float]:
+    """One message without reply at a time."""
+    taken: list[float] = []
+    payload = _payload(100)
+    with Producer(port=port) as producer:
+        producer.send(KEY, payload).result()
+        until = time.monotonic() + seconds
+        while (begin := time.monotonic()) < until:
+            producer.send(KEY, payload).result()
+            taken.append(time.monotonic() - begin)
+    return _shares(taken)
+
+
+def _produce_window(port: int, seconds: float) -> dict[str, float]:
+    """Message after message, 64 without reply."""
+    taken: list[float] = []
+    payload = _payload(100)
+    with Producer(port=port, max_in_flight=64) as producer:
+        producer.send(KEY, payload).result()
+        begin = time.monotonic()
+        while time.monotonic() < begin + seconds:
+            for _ in range(1000):
+                producer.send(KEY, payload, callback=lambda d: taken.append(time.monotonic() - d.since))
+        producer.flush()
+        return {"rate": len(taken) / (time.monotonic() - begin)} | _shares(taken)
+
+
+def _produce_paced(port: int, rate: float, seconds: float) -> dict[str, float]:
+    """One message after the other at an even pace, whose replies nobody waits for."""
+    taken: list[float] = []
+    payload = _payload(100)
+    with Producer(port=port) as producer:
+        producer.send(KEY, payload).result()
+        begin = time.monotonic()
+        for n in range(int(rate * seconds)):
+            wait = begin + n / rate - time.monotonic()
+            if wait > 0:
+                time.sleep(wait)
+            producer.send(KEY, payload, callback=lambda d: taken.append(time.monotonic() - d.since))
+    return _shares(taken)
+
+
+def _shares(seconds: list[float]) -> dict[str, float]:
+    taken = sorted(seconds)
+    return {name: taken[int(share * len(taken))] * 1e6 for name, share in (("p50", 0.5), ("p99", 0.99))}
+
+
 # --- the pod -----------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +309,22 @@ class Pod:
 
     def send(self, kind: str, *arguments: object) -> "Sending":
         return Sending(kind, read_port(self.settings, "ingress", 0), *arguments)
+
+    def produce(self, kind: str, *arguments: float) -> dict[str, float]:
+        """What kmq.Producer, in another process, does here."""
+        argv = [
+            sys.executable,
+            __file__,
+            "_produce",
+            kind,
+            str(read_port(self.settings, "ingress", 0)),
+            *map(str, arguments),
+        ]
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
+        if done.returncode:
+            raise SystemExit("bench: the producer failed")
+        figures: dict[str, float] = json.loads(done.stdout)
+        return figures
 
     def log(self, topic: str = "test") -> Path:
         return self.home / "data" / f"{topic}.log"
@@ -426,6 +529,44 @@ def one_sustained(running: Pod, keys: list[str], nbytes: int, duration: float) -
     return end - begin, count, {stage: cpu_seconds(pid) - paid[stage] for stage, pid in pids.items()}
 
 
+def acked(directory: Path, scale: Scale) -> Iterator[Figure]:
+    """kmq.Producer with ids, so that a retry would store nothing twice: until the reply to the last message."""
+    for name, nbytes, bar in (("100 B", 100, "≥ 500000"), ("1 KB", 1000, "≥ 100000")):
+        with pod(directory) as running:
+            running.load("count", KEY, 10_000, nbytes)
+            say(f"acked {name}: {scale.acked_s:.0f} s")
+            with rest_of_machine(running) as rest:
+                found = running.produce("many", nbytes, scale.acked_s)
+            note = f"the producer took {found['cpu']:.2f} s CPU per M msg; {rest[0]}"
+            yield Figure(
+                "acked",
+                f"{name}, {BATCHES} lists of {ONE_BATCH // nbytes:,} in flight",
+                found["rate"],
+                "msg/s",
+                bar,
+                note,
+            )
+
+
+def acked_latency(directory: Path, scale: Scale) -> Iterator[Figure]:
+    """From send() until its caller has the reply, which says that the message is on disk."""
+    runs = (
+        ("one", (), "1 in flight", "≤ 500", ""),
+        ("window", (), "64 in flight", "", ""),
+        ("paced", (10_000.0,), "10,000 msg/s", "", "≤ 5000"),
+    )
+    with pod(directory) as running:
+        running.load("count", KEY, 1000, 100)
+        for kind, arguments, name, p50, p99 in runs:
+            say(f"acked latency, {name}: {scale.latency_s:.0f} s")
+            with rest_of_machine(running) as rest:
+                found = running.produce(kind, *arguments, scale.latency_s)
+            if "rate" in found:
+                yield Figure("acked-latency", name, found["rate"], "msg/s", "≥ 100000")
+            yield Figure("acked-latency", f"{name}, p50", found["p50"], "µs", p50)
+            yield Figure("acked-latency", f"{name}, p99", found["p99"], "µs", p99, rest[0])
+
+
 def latency(directory: Path, scale: Scale) -> Iterator[Figure]:
     """From just before the send until a reader, woken by inotify, has the bytes of the queue file in hand."""
     with pod(directory) as running:
@@ -574,9 +715,9 @@ def show(figures: list[Figure], where: str) -> None:
         bar = f"{sign} {float(limit):,.0f}" if limit else ""
         head = figure.part if figure.part != part else ""
         value = f"{figure.value:,.{digits}f}"
-        out.print(f"{head:9} {figure.what:42} {value:>12} {figure.unit:11} {bar:>11} {verdict}".rstrip())
+        out.print(f"{head:13} {figure.what:42} {value:>12} {figure.unit:11} {bar:>11} {verdict}".rstrip())
         if figure.note:
-            out.print(f"{'':9}   [dim]{figure.note}[/]")
+            out.print(f"{'':13}   [dim]{figure.note}[/]")
         part = figure.part
     barred = [figure for figure in figures if figure.bar]
     out.print(f"bars met: {sum(bool(figure.met) for figure in barred)} of {len(barred)}")
@@ -590,6 +731,9 @@ def show(figures: list[Figure], where: str) -> None:
 def main() -> int:
     if sys.argv[1:2] == ["_send"]:
         sender(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+        return EXIT_OK
+    if sys.argv[1:2] == ["_produce"]:
+        produce(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
         return EXIT_OK
     parser = argparse.ArgumentParser(
         description="Measure the broker: speed, latency, idle CPU, memory, start-up.",
@@ -629,7 +773,7 @@ def main() -> int:
 
 
 def run_part(part: str, directory: Path, cache: Path | None, scale: Scale) -> Iterator[Figure]:
-    measure: Callable[[Path, Scale], Iterator[Figure]] = globals()[part]
+    measure: Callable[[Path, Scale], Iterator[Figure]] = globals()[part.replace("-", "_")]
     if part == "startup" and cache:
         cache.mkdir(parents=True, exist_ok=True)
         yield from measure(cache, scale)
