@@ -8,12 +8,15 @@ Crash       A torn last line is cut by the next writer; its range is found again
 
 import fcntl
 import os
+import re
 import time
 
 from kmq import record
+from kmq.errors import CorruptError
 from kmq.log.disk import AppendFile, WaitForRoom
 
 _LINE_BYTES = 256  # a line is shorter
+_LINE = re.compile(rb"(?:framed|durable)\|(\d+)\|(\d+)\|(\d+)\|\d+\.\d{6}")
 
 
 class Range:
@@ -33,11 +36,21 @@ def read(data: str, ring: str) -> list[Range]:
     except FileNotFoundError:
         return []
     ranges = []
-    for line in text[: text.rfind(b"\n") + 1].splitlines():
+    at = 0
+    for line in text[: text.rfind(b"\n") + 1].split(b"\n")[:-1]:
+        if not is_range(line):  # to pass it over would take what was dropped for lost, or bring it back
+            raise CorruptError(f"{data}/dropped.log: damaged at byte {at}: {line[:60]!r}; run kmq verify --repair")
+        at += len(line) + 1
         name, first, last = line.split(b"|")[:3]
         if name.decode() == ring:
             ranges.append(Range(ring, int(first), int(last)))
     return ranges
+
+
+def is_range(line: bytes) -> bool:
+    """Whether a line names a range; the count tells a damaged digit."""
+    match = _LINE.fullmatch(line)
+    return match is not None and 0 < int(match[1]) <= int(match[2]) == int(match[1]) + int(match[3]) - 1
 
 
 def append(data: str, ring: str, first: int, last: int, wait_for_room: WaitForRoom) -> None:
