@@ -6,13 +6,16 @@ And the groups of acknowledged connections: what is stored of each message, and 
 import random
 import re
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 
 from kmq import framing, record
+from kmq.links import layout
 from kmq.links.fifo import Sender, pieces
 from kmq.log.producers import Producers
 from kmq.settings import PIPE_BUF
+from stages.framer import Framer
 
 MAX = 8192
 
@@ -542,3 +545,104 @@ def test_however_traffic_is_read_and_cut_each_message_is_stored_once_and_told_it
         b"dup",
         *(b"err " + k for k in (b"empty_line", b"no_separator", b"bad_id", b"out_of_order")),
     }
+
+
+# --- blocks ------------------------------------------------------------------------------------------------------------
+
+SMALLEST = 64 << 10  # RB_BYTES
+
+
+def stops(batch, max_count=2048, max_bytes=SMALLEST // 2 - layout.HEADER):
+    """Where the framer cuts a batch into blocks of a ring like that."""
+    framer = Framer.__new__(Framer)
+    framer.ring = SimpleNamespace(max_count=max_count, max_bytes=max_bytes)
+    return framer._stops(batch)
+
+
+def blocks(batch, found):
+    """(messages, bytes) of each block, lines and replies as they will be."""
+    start, answers = 0, batch.answers
+    for stop, end in found:
+        lines = batch.lines[start:stop]
+        block = record.number(lines, 10**18, b"1732190000.000000")[0] if lines else b""
+        said = [a for a in answers if a[0] <= end] if batch.cuts else []
+        answers = answers[len(said) :]
+        yield len(lines), len(block) + len(framing.replies(said, start, 10**18))
+        start = stop
+
+
+def a_batch(*texts):
+    return framing.Parser(MAX, table()).parse(b"".join(texts), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_count", "found"),
+    [
+        (framing.plain(b"t|||\n" * 5), 9, [(5, 0)]),
+        (framing.plain(b"t|||\n" * 5), 5, [(5, 0)]),
+        (framing.plain(b"t|||\n" * 5), 2, [(2, 0), (4, 0), (5, 0)]),
+        (framing.Batch([], None, 0, b""), 2, []),
+        (a_batch(b"!b 1\n"), 2, []),
+        (a_batch(b"x\n", b"y\n"), 9, [(2, 4)]),
+        (a_batch(b"x\n", b"y\n"), 1, [(1, 2), (2, 4)]),
+        (a_batch(group([b"", b""])), 1, [(0, len(group([b"", b""])))]),  # replies only
+        (a_batch(group(mine(1, 2, 3))), 2, [(3, len(group(mine(1, 2, 3))))]),  # never cut, whatever the ring would like
+        (a_batch(TWO := group(mine(1, 2)), ONE := group(mine(3), 3)), 2, [(2, len(TWO)), (3, len(TWO + ONE))]),
+    ],
+)  # fmt: skip
+def test_a_batch_is_cut_into_blocks_of_so_many_messages(batch, max_count, found):
+    assert stops(batch, max_count) == found
+
+
+def test_random_batches_are_cut_into_blocks_that_fit_and_are_not_too_small():
+    rng = random.Random(7)
+    cut = 0
+    for _ in range(200):
+        text, _ = random_traffic(rng, rng.choice([5, 60, 300]))
+        batch = framing.Parser(MAX, table()).parse(text, 1, 0)
+        max_count, max_bytes = rng.choice([64, 2048]), rng.choice([10_000, SMALLEST // 2])
+        found = stops(batch, max_count, max_bytes)
+        assert found[-1] == batch.cuts[-1] and set(found) <= set(batch.cuts)
+        sizes = list(blocks(batch, found))
+        assert all(count <= max_count and nbytes <= max_bytes for count, nbytes in sizes)
+        total, total_bytes = map(
+            sum, zip(*sizes, strict=True)
+        )  # replies are reckoned longer than they are: ten, not two
+        assert len(found) <= 2 + 2 * total // max_count + 10 * total_bytes // max_bytes
+        cut += len(found) > 1
+    assert cut > 100
+
+
+def test_plain_lines_of_every_length_are_cut_into_blocks_that_fit():
+    rng = random.Random(8)
+    for _ in range(100):
+        lines = [b"t|||" + b"x" * rng.choice([0, 50, 4000]) for _ in range(rng.randrange(1, 300))]
+        batch = framing.plain(b"".join(line + b"\n" for line in lines))
+        found = stops(batch, 64)
+        assert found[-1][0] == len(lines)
+        assert all(count <= 64 and nbytes <= SMALLEST // 2 - layout.HEADER for count, nbytes in blocks(batch, found))
+
+
+LONGEST_NAME, LONGEST_CONN = b"p=" + b"A" * 64, b"9" * 20 + b"." + b"9" * 20
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        mine(*range(1, 129)),
+        mine(*range(2, 258, 2)),
+        [id for n in range(2, 66) for id in mine(n, n)],  # each is stored, then sent again
+        [id for n in range(9, 73) for id in mine(n, 1)],  # each is stored, then one out of order
+        mine(*[b"x"] * 128),
+        [b""] * 128,
+    ],
+    ids=["a run", "gaps", "duplicates", "out of order", "bad ids", "empty lines"],
+)
+def test_the_largest_group_fits_a_block_of_the_smallest_ring(sent):
+    """It cannot be cut: one that did not fit would stop the framer for ever."""
+    assert len(sent) == framing.MAX_GROUP
+    text = group(sent, 10**17, LONGEST_NAME, LONGEST_CONN)
+    assert len(text) <= PIPE_BUF
+    batch = a_batch(text)
+    [(_, nbytes)] = blocks(batch, stops(batch))
+    assert batch.answers and nbytes <= SMALLEST // 2 - layout.HEADER

@@ -153,6 +153,45 @@ def test_a_long_good_block_before_a_bad_line_is_judged_in_one_pass():
     assert record.good_prefix(text) == len(text) - 13
 
 
+@pytest.mark.parametrize(
+    ("line", "stored"),
+    [
+        (b"t|1|7;p=me|x", b"t|1|7%3Bp=me|x"),
+        (b"t|1|7;w=me|x", b"t|1|7%3Bw=me|x"),
+        (b"t|1|;p=|x", b"t|1|%3Bp=|x"),
+        (b"t|1|7;a=b;p=me;w=you|x", b"t|1|7;a=b%3Bp=me%3Bw=you|x"),
+        (b"t|1|7;p=me;p=me|x;p=me", b"t|1|7%3Bp=me%3Bp=me|x;p=me"),
+        (b"t|1|7;p=me", b"t|1|7%3Bp=me|"),
+        (b"t|1|;;p=me|x", b"t|1|;%3Bp=me|x"),
+    ],
+)
+def test_only_the_framer_says_whose_message_it_is(line, stored):
+    """An id that claims a producer or a window would be taken for a message of it when the table is made anew."""
+    assert record.claims(b"u|||\n" + line + b"\nv|||\n")
+    assert record.admit(line, MAX) == stored and not record.claims(stored + b"\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"t|1|7|;p=me", b"t.k;p=me|1|7|x", b"t|;p=me|7|x", b"t|1|p=me|x", b"t|1|7;pp=me|x", b"t|1|7;P=me|x", b"t|1|7;p|x"],
+)
+def test_what_only_looks_like_a_claim_is_left_alone(line):
+    assert not record.claims(line + b"\n" + b"|;p=me\n")
+    assert record.admit(line, MAX) == line
+
+
+def test_claims_and_disclaim_agree_on_random_lines():
+    rng = random.Random(22)
+    words = [b"t", b"|", b"|", b"|", b";p=", b";w=", b"p=", b";", b"me", b"%3B", b"="]
+    found = 0
+    for _ in range(20_000):
+        line = b"".join(rng.choices(words, k=rng.randrange(12)))
+        stored = record.disclaim(record.padded(line))
+        assert (stored != record.padded(line)) == record.claims(line + b"\n"), line
+        found += stored != record.padded(line)
+    assert found > 1000
+
+
 @pytest.mark.parametrize("first", [1, 7, 997, 999, 1000, 9_997, 99_999, 999_999, 10**12 - 2])
 @pytest.mark.parametrize("count", [1, 2, 3, 999, 1001, 2500])
 def test_number_counts_on_over_every_change_of_digits(first, count):
