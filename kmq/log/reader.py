@@ -20,7 +20,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
 
 from kmq import record
 from kmq.errors import CorruptError
@@ -48,13 +47,13 @@ class DamageError(CorruptError):
         super().__init__(f"{path}: damaged at byte {byte} ({records}): {what}; run kmq verify --repair")
 
 
-class Piece(NamedTuple):
+class Piece:
     """Checked whole lines of a segment: the records from `offset` to before `next_offset`, at byte `position`."""
 
-    offset: int
-    position: int
-    lines: bytes
-    next_offset: int
+    __slots__ = ("lines", "next_offset", "offset", "position")
+
+    def __init__(self, offset: int, position: int, lines: bytes, next_offset: int) -> None:
+        self.offset, self.position, self.lines, self.next_offset = offset, position, lines, next_offset
 
 
 def seqs_of(lines: bytes) -> list[int]:
