@@ -112,7 +112,7 @@ class Ingress:
         self.poll.register(self.producer_poll, select.EPOLLIN)
         for fd in self.doors:
             self.producer_poll.register(fd, select.EPOLLIN)
-        self.reading = True
+        self.reading, self.clogged = True, False
         self.ready: deque[tuple[int, int]] = deque()  # producers with something to receive that have not had their turn
 
     def _open_tls(self) -> None:
@@ -140,8 +140,8 @@ class Ingress:
 
     def turn(self, timeout_s: float) -> bool:
         """Wait for something to do and do it; whether there was anything."""
-        self._follow_fifo()
         self._follow_disk()
+        self._follow_fifo()
         if self.reading and not self.ready and time.monotonic() >= self.deadlines.due:
             self._sweep()
         events = self.poll.poll(_ROOM_S if self.refusing else timeout_s)
@@ -161,15 +161,23 @@ class Ingress:
         return bool(events)
 
     def _follow_fifo(self) -> None:
-        """Read producers exactly while the FIFO takes everything."""
-        if self.fifo.clogged == self.reading:
-            self.reading = not self.fifo.clogged
-            if self.reading:
+        """Read producers exactly while the FIFO takes everything, or nothing may go there anyhow: whom we refuse is told."""
+        clogged = self.fifo.clogged
+        if clogged != self.clogged:
+            self.clogged = clogged
+            if clogged:
+                self.poll.register(self.stage.raw, select.EPOLLOUT)
+            else:
                 self.poll.unregister(self.stage.raw)
+        reading = not clogged or bool(self.refusing)
+        if reading != self.reading:
+            self.reading = reading
+            if reading:
                 self.poll.register(self.producer_poll, select.EPOLLIN)
             else:
                 self.poll.unregister(self.producer_poll)
-                self.poll.register(self.stage.raw, select.EPOLLOUT)
+        if clogged and reading:
+            self.fifo.copy()
 
     def _follow_disk(self) -> None:
         """Refuse exactly while there is no room for more than what is on the way."""
@@ -179,14 +187,16 @@ class Ingress:
         refusing = f"{reason} {REFUSALS[reason]}".encode() if reason else b""
         if refusing == self.refusing:
             return
-        self.refusing = refusing
+        before, self.refusing = self.refusing, refusing
         if reason:
             self.stage.log.warn("refusing", reason=reason, effect="acknowledged producers are told, others wait")
         else:
             self.stage.log.info("taking_again")
         for connection in self.producers.values():
-            if reason and connection.acks:
+            if connection.acks and not connection.refusing:
                 connection.refusing = refusing
+            elif connection.refusing == before and connection.taken == connection.passed:
+                connection.refusing = refusing  # it has sent nothing meanwhile: no gap can pass
             self._listen_to(connection)
 
     def _listen_to(self, connection: Connection) -> None:
@@ -196,6 +206,7 @@ class Ingress:
             wants = 0
         if connection.unsaid or (connection.tls is not None and connection.tls.wants_write):
             wants |= select.EPOLLOUT
+        wants = wants or select.EPOLLET  # a hang-up is told whatever we ask for: once, not again and again
         if wants != connection.awaited:
             connection.awaited = wants
             self.producer_poll.modify(connection.sock, wants)
@@ -204,7 +215,7 @@ class Ingress:
         """Everyone who has something gets one receive before anyone gets another, also when the FIFO clogs between."""
         if not self.ready:
             self.ready.extend(self.producer_poll.poll(0))
-        while self.ready and not self.fifo.clogged:
+        while self.ready and (not self.fifo.clogged or self.refusing):
             fd, event = self.ready.popleft()
             if fd in self.producers:
                 self._serve(self.producers[fd], event)
@@ -222,6 +233,8 @@ class Ingress:
         if connection.ended and event & (select.EPOLLHUP | select.EPOLLERR):
             self._drop_producer(connection)  # has sent all and is gone: there is nobody to tell
             return
+        if self.refusing and not connection.acks and not connection.fresh:
+            return  # waits until there is room
         tls = connection.tls
         if not (connection.ended or connection.is_choked) and (
             not self.intake.receive(connection) or (tls is not None and tls.over)
@@ -242,6 +255,7 @@ class Ingress:
 
     def _sweep(self) -> None:
         """Cut off those who keep us waiting too long, and say what has happened since the last sweep."""
+        self.stage.row.unanswered = sum(c.taken - c.answered for c in self.acknowledged.values())
         for connection, why in self.deadlines.late(self.producers.values()).items():
             self._note("cut_off", connection.peer, why)
             if connection.ended:

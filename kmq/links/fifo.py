@@ -101,6 +101,15 @@ class FifoWriter:
         if len(self._queue) == 1:
             self.flush()
 
+    def copy(self) -> None:
+        """Let go of the caller's buffers: they may change from now on."""
+        self._queue = [
+            (bytes(data[start:end]), 0, end - start, sender)
+            if isinstance(data, bytearray)
+            else (data, start, end, sender)
+            for data, start, end, sender in self._queue
+        ]
+
     def flush(self) -> None:
         """Write what waits, as far as there is room."""
         while self._queue:
