@@ -9,6 +9,7 @@ from made_up import FIRST_TS, no_room, stored, write_wal
 
 from kmq.errors import CorruptError
 from kmq.log import index, reader, segment, wal
+from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 90)) for n in range(1, 301)]
@@ -24,8 +25,20 @@ def path_of(data, first=1):
     return f"{data}/append/{segment.name(first)}"
 
 
-def reopen(data):
-    return Wal(data, no_room, 1 << 20)
+def reopen(data, limits=None, fsync=0.0):
+    return Wal(data, no_room, 1 << 20, limits, fsync)
+
+
+def append(log, low, high, group=10, ts=FIRST_TS):
+    """Group commits of the messages low…high of LINES."""
+    for at in range(low, high + 1, group):
+        part = stored(LINES[at - 1 : min(high, at + group - 1)], at)
+        log.append([(b"".join(part), at, len(part), ts + at + len(part))])
+        log.commit()
+
+
+def firsts(data):
+    return [first for first, _ in segment.listing(f"{data}/append")]
 
 
 def everything(data, low=1, high=1 << 40):
@@ -147,6 +160,194 @@ def test_rolling_goes_on_in_a_new_segment_also_while_that_is_empty(data):
     again = reopen(data)
     assert (again.last_seq, again.path) == (300, path_of(data, 301))
     again.close()
+
+
+def test_it_goes_on_in_a_new_segment_at_its_size_at_most_once_a_group(data):
+    log = reopen(data, Limits(segment_bytes=3000))
+    append(log, 1, 300)
+    log.close()
+    found = segment.survey(f"{data}/append")
+    assert len(found) > 5 and all(3000 <= each.size < 3000 + 10 * 140 for each in found[:-1])
+    assert all(index.is_whole(each.path) for each in found)
+    assert os.path.realpath(f"{data}/append.log") == found[-1].path
+    assert everything(data) == b"".join(stored(LINES))
+    log = reopen(data, Limits(segment_bytes=1))
+    log.append([(b"".join(stored(LINES[:200], 301)), 301, 200, FIRST_TS + 999)])
+    assert firsts(data) == [*(each.first for each in found), 301]
+    log.close()
+
+
+def test_it_goes_on_in_a_new_segment_when_its_first_record_is_old_also_after_a_restart(data):
+    limits = Limits(segment_age=60)
+    log = reopen(data, limits)
+    append(log, 1, 10)
+    append(log, 11, 20, ts=FIRST_TS + 59_000_000)
+    log.close()
+    log = reopen(data, limits)
+    append(log, 21, 30, ts=FIRST_TS + 61_000_000)
+    append(log, 31, 40, ts=FIRST_TS + 62_000_000)
+    log.close()
+    assert firsts(data) == [1, 21]
+
+
+def test_a_new_segment_has_its_name_on_disk_before_append_log_leads_to_it(data, monkeypatch):
+    log = reopen(data, Limits(segment_bytes=1))
+    append(log, 1, 10)
+    steps = []
+    for name in ("fsync", "fdatasync", "rename"):
+        real = getattr(os, name)
+
+        def note(*args, name=name, real=real):
+            what = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else args[1]
+            steps.append((name, os.path.relpath(what, data)))
+            return real(*args)
+
+        monkeypatch.setattr(os, name, note)
+    append(log, 11, 20)
+    log.close()
+    old, new = f"append/{segment.name(1)}", f"append/{segment.name(11)}"
+    assert steps == [
+        ("fdatasync", old),
+        ("fsync", segment.index_path(old)),
+        ("fsync", "append"),
+        ("rename", "append.log"),
+        ("fsync", "."),
+        ("fdatasync", new),
+    ]
+
+
+@pytest.mark.parametrize("state", ["no link", "link to the old one", "new one empty", "new one torn", "new one NUL"])
+def test_a_kill_inside_a_roll_costs_nothing(data, state):
+    limits = Limits(segment_bytes=1)
+    log = reopen(data, Limits())
+    append(log, 1, 20)
+    if state == "no link":
+        log.close()
+        os.unlink(f"{data}/append.log")
+    else:
+        log.roll()
+        log.close()
+        tail = {"new one torn": b"21|17", "new one NUL": b"\0" * 99}.get(state, b"")
+        pathlib.Path(path_of(data, 21)).write_bytes(tail)
+    if state == "link to the old one":
+        os.unlink(f"{data}/append.log")
+        os.symlink(f"append/{segment.name(1)}", f"{data}/append.log")
+    log = reopen(data, limits)
+    assert (log.last_seq, log.last_ts) == (20, FIRST_TS + 20)
+    assert os.path.realpath(f"{data}/append.log") == log.path
+    append(log, 21, 300)
+    log.close()
+    assert everything(data) == b"".join(stored(LINES))
+
+
+def test_an_empty_segment_whose_sync_failed_is_not_used_again(data):
+    """The new one would have its name: another file takes it."""
+    log = reopen(data)
+    before = os.stat(log.path).st_ino
+    with open(log.path):  # else the file system may give its number to the next file
+        log.roll()
+        assert firsts(data) == [1] and os.stat(log.path).st_ino != before
+    append(log, 1, 10)
+    log.close()
+    assert everything(data) == b"".join(stored(LINES[:10]))
+
+
+@pytest.mark.parametrize(
+    ("limits", "free", "left"),
+    [
+        (Limits(100), 1000, [1, 101, 201, 301]),
+        (Limits(100, retention_bytes=1), 1000, [201, 301]),  # the last record stays
+        (Limits(100, retention_bytes=1), 200, [201, 301]),
+        (Limits(100, retention_bytes=1), 199, [101, 201, 301]),
+        (Limits(100, retention_bytes=1), 100, [101, 201, 301]),
+        (Limits(100, retention_bytes=1), 99, [1, 101, 201, 301]),
+        (Limits(100, retention_bytes=1), 0, [1, 101, 201, 301]),
+        (Limits(100, retention_age=1), 1000, [201, 301]),
+        (Limits(100, retention_age=1e10), 1000, [1, 101, 201, 301]),
+    ],
+)
+def test_old_segments_go_but_not_what_somebody_needs(data, limits, free, left):
+    roll_every(data, 100).close()
+    log = reopen(data, limits)
+    gone = log.retain(lambda: free)
+    assert firsts(data) == left
+    assert [each.first for each in gone] == [first for first in (1, 101, 201, 301) if first not in left]
+    assert log.retain(lambda: free) == []
+    assert wal.first_seq(data) == left[0] and everything(data, left[0]) == b"".join(stored(LINES)[left[0] - 1 :])
+    log.close()
+    log = reopen(data, limits)
+    assert (log.last_seq, log.last_ts) == (300, FIRST_TS + 300)
+    log.append([(b"".join(stored(LINES[:9], 301)), 301, 9, FIRST_TS + 310)])
+    log.commit()
+    log.retain(lambda: 1000)
+    nothing_is_due = free == 1000 and len(left) == 4
+    assert firsts(data) == (left if nothing_is_due else [301])
+    log.close()
+    assert {int(name[:20]) for name in os.listdir(f"{data}/append")} == set(firsts(data))
+
+
+def test_nobody_is_asked_while_nothing_is_due(data):
+    log = roll_every(data, 100)
+    assert log.retain(lambda: pytest.fail("that costs reads")) == []
+    log.close()
+
+
+@pytest.fixture
+def syncs(monkeypatch):
+    """Paths of the files that were fdatasynced."""
+    paths, fdatasync = [], os.fdatasync
+
+    def note(fd):
+        paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fdatasync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    return paths
+
+
+@pytest.mark.parametrize(("fsync", "after_ten", "after_a_while"), [(0.0, 10, 10), (0.5, 0, 1), (float("inf"), 0, 0)])
+def test_it_is_synced_as_often_as_the_setting_says(data, monkeypatch, syncs, fsync, after_ten, after_a_while):
+    now = 1000.0
+    monkeypatch.setattr(wal.time, "monotonic", lambda: now)
+    log = reopen(data, None, fsync)
+    append(log, 1, 100)
+    assert (len(syncs), log.synced_seq) == (after_ten, 100 if after_ten else 0)
+    now += 0.6
+    log.commit()  # nothing new comes
+    assert (len(syncs), log.synced_seq) == (after_a_while, 100 if after_a_while else 0)
+    now += 0.6
+    log.commit()
+    assert len(syncs) == after_a_while, "there is nothing to sync"
+    append(log, 101, 110)
+    log.roll()
+    assert log.synced_seq == 110 and syncs[-1] == path_of(data)
+    append(log, 111, 120)
+    log.close()
+    assert log.synced_seq == 120 and syncs[-1] == path_of(data, 111)
+
+
+def test_where_not_every_commit_is_synced_nuls_are_looked_for_far_behind_the_index(data):
+    """After a power cut the disk may have the index and the end of the log, and not what is between."""
+    log = reopen(data, None, float("inf"))
+    append(log, 1, 300)
+    log.close()
+    with open(path_of(data), "r+b") as file:
+        file.seek(3000)
+        file.write(b"\0" * 100)
+    log = Wal(data, no_room, 4096, None, float("inf"))
+    log.close()
+    text, lines = b"", stored(LINES)
+    while len(text) + len(lines[0]) <= 3000:
+        text += lines.pop(0)
+    assert (log.last_seq, everything(data)) == (text.count(b"\n"), text)
+
+
+@pytest.mark.parametrize("seq", [0, 1, 150, 300])
+def test_rewriting_what_comes_after_a_seq_changes_no_byte(data, seq):
+    log = write_wal(data, LINES)
+    log.rewrite_after(seq)
+    log.close()
+    assert everything(data) == b"".join(stored(LINES))
 
 
 @pytest.mark.parametrize("count", [50, 100, 300])

@@ -1,0 +1,286 @@
+"""What retention takes is gone for good, what anybody needs stays, and what is lost beyond that is told, not invented."""
+
+import os
+import pathlib
+import shutil
+
+import pytest
+from made_up import Silent, no_room, stored, write_wal
+
+from kmq import record
+from kmq.links.layout import Block
+from kmq.log import checkpoint, dropped, index, partition, producers, segment, topics
+from kmq.log.queues import Queues
+from kmq.log.segment import Limits
+from kmq.log.wal import Wal
+
+LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 60)) for n in range(1, 401)]
+KEEP = Limits(segment_bytes=1000, retention_bytes=4500)
+NEVER = Limits(segment_bytes=1000)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(index, "BLOCK_BYTES", 256)
+
+
+class Heard(Silent):
+    """A Log that remembers."""
+
+    def __init__(self):
+        self.events = []
+
+    def info(self, event, **fields):
+        self.events.append((event, fields))
+
+    warn = error = info
+
+    def of(self, event):
+        return [fields for name, fields in self.events if name == event]
+
+
+def open_queues(data, high=400, limits=KEEP, log=None):
+    made = Queues(data, no_room, log or Silent(), limits)
+    made.recover(high, lambda: None)
+    return made
+
+
+def route(made, lines, first_seq):
+    for at in range(0, len(lines), 9):
+        text = b"".join(stored(lines[at : at + 9], first_seq + at))
+        made.route([Block(text, 0, [len(text), first_seq + at, len(lines[at : at + 9]), 0, 1, 0, 0])])
+
+
+def settle(made):
+    """A tick, and the checkpoint that it began."""
+    made.tick()
+    made._checkpointer.finish()
+
+
+def segments_of(data, topic="t", number=0):
+    return segment.survey(partition.directory_of(data, topic, number))
+
+
+def content(data, topic="t", number=0):
+    return b"".join(pathlib.Path(each.path).read_bytes() for each in segments_of(data, topic, number))
+
+
+def retained(data, log=None):
+    """400 messages of one topic, routed and retained; the WAL has them all."""
+    write_wal(data, LINES).close()
+    made = open_queues(data, 0, KEEP, log)
+    route(made, LINES, 1)
+    settle(made)
+    return made
+
+
+def test_whole_segments_go_oldest_first_and_offsets_stay(data):
+    heard = Heard()
+    made = retained(data, heard)
+    found = segments_of(data)
+    first = found[0].first
+    assert first > 0 and 3500 < sum(each.size for each in found) <= 4500
+    assert content(data) == b"".join(stored(LINES)[first:])
+    assert partition.end_offset(data, "t", 0) == (400, len(content(data)))
+    told = heard.of("segment_deleted")
+    assert [each["first_offset"] for each in told] == sorted(each["first_offset"] for each in told) and told
+    assert told[-1]["first_offset"] < first
+    names = os.listdir(partition.directory_of(data, "t", 0))
+    assert len(names) == 2 * len(found), "an index was left behind"
+    made.close()
+    heard = Heard()
+    open_queues(data, log=heard).close()
+    assert not heard.events and segments_of(data)[0].first == first
+
+
+def test_the_checkpoint_says_so_before_they_are_deleted(data, monkeypatch):
+    before = []
+
+    def remove(segments):
+        before.append((checkpoint.load(data)[1]["t", 0].start, segments[-1].first))
+
+    write_wal(data, LINES).close()
+    made = open_queues(data, 0)
+    route(made, LINES, 1)
+    monkeypatch.setattr(segment, "remove", remove)
+    settle(made)
+    [(start, last_gone)] = before
+    assert last_gone < start
+    # Killed here: the next start deletes them.
+    monkeypatch.undo()
+    assert segments_of(data)[0].first == 0
+    made = open_queues(data)
+    assert segments_of(data)[0].first == start and made._states["t", 0].values()[0] == 400
+    made.close()
+
+
+def test_nothing_happens_where_nothing_is_due(data):
+    made = retained(data)
+    made._checkpoint_at = 1 << 62  # not due by time
+    before = os.stat(f"{data}/router.ckpt").st_mtime_ns
+    for _ in range(3):
+        settle(made)
+    assert os.stat(f"{data}/router.ckpt").st_mtime_ns == before
+    made.close()
+
+
+def test_the_active_segment_stays_however_old_it_is(data):
+    write_wal(data, LINES[:5]).close()
+    made = open_queues(data, 0, Limits(segment_bytes=1 << 20, retention_bytes=1, retention_age=1))
+    route(made, LINES[:5], 1)
+    settle(made)
+    made.close()
+    assert content(data) == b"".join(stored(LINES[:5]))
+
+
+def test_each_topic_has_its_own_limits(data):
+    lines = [b"%b|||%d" % (name, n) for n in range(300) for name in (b"a", b"b")]
+    write_wal(data, lines).close()
+    topics.declare(data, "a", 1, {"retention_bytes": "none"})
+    made = open_queues(data, 0)
+    route(made, lines, 1)
+    settle(made)
+    assert segments_of(data, "a")[0].first == 0 and segments_of(data, "b")[0].first > 0
+    made.close()
+
+
+@pytest.mark.parametrize("lost", ["directory", "last", "first", "middle", "half of the last", "all but the first"])
+@pytest.mark.parametrize("wal_first", [1, 131, 391])
+def test_what_is_lost_after_retention_is_filled_as_far_as_the_wal_goes_and_the_rest_is_told(data, lost, wal_first):
+    retained(data).close()
+    before = {each.first: pathlib.Path(each.path).read_bytes() for each in segments_of(data)}
+    start, whole = min(before), b"".join(before.values())
+    cut_wal(data, wal_first)
+    paths = [each.path for each in segments_of(data)]
+    if lost == "directory":
+        shutil.rmtree(f"{data}/topics/t")
+    elif lost == "half of the last":
+        os.truncate(paths[-1], os.path.getsize(paths[-1]) // 2)
+    else:
+        chosen = {"last": paths[-1:], "first": paths[:1], "middle": paths[1:2], "all but the first": paths[1:]}[lost]
+        for path in chosen:
+            os.unlink(path)
+    heard = Heard()
+    made = open_queues(data, log=heard)
+    records = {}
+    for each in segments_of(data):
+        with open(each.path, "rb") as file:
+            records |= dict(enumerate(file, each.first))
+    # Every record that is there stands at its own offset, and those that are not there are told.
+    expected = dict(enumerate(stored(LINES)))
+    assert all(expected[offset] == line for offset, line in records.items())
+    told = {o for each in heard.of("unrecoverable") for o in range(each["first_offset"], each["last_offset"] + 1)}
+    assert {offset for offset in range(start, 400) if offset not in records} == told
+    assert all(offset < wal_first - 1 for offset in told)
+    for each in heard.of("unrecoverable"):
+        assert (each["first_seq"], each["last_seq"]) >= (1, each["last_offset"] + 1)
+    if wal_first == 1:
+        assert not told and content(data).endswith(whole)
+    # And it goes on with the right offset.
+    route(made, [b"t|||more"], 401)
+    made.close()
+    assert partition.end_offset(data, "t", 0)[0] == 401 and content(data).endswith(stored([b"t|||more"], 401)[0])
+    heard = Heard()
+    open_queues(data, 401, log=heard).close()
+    assert not heard.of("unrecoverable") and not heard.of("queue_short")
+
+
+def cut_wal(data, first):
+    """Leave the WAL with what comes from seq `first` on, as its retention does."""
+    log = Wal(data, no_room, 1 << 20)
+    text = b"".join(log_lines(data, first))
+    log.close()
+    for name in os.listdir(f"{data}/append"):
+        os.unlink(f"{data}/append/{name}")
+    pathlib.Path(f"{data}/append/{segment.name(first)}").write_bytes(text)
+    log = Wal(data, no_room, 1 << 20)
+    assert log.last_seq == 400
+    log.close()
+
+
+def log_lines(data, first):
+    with open(f"{data}/append.log", "rb") as file:
+        return [line for line in file if record.seq_of(line) >= first]
+
+
+def test_a_lost_checkpoint_does_not_number_anew_what_retention_left(data):
+    retained(data).close()
+    before = content(data)
+    cut_wal(data, 300)
+    os.unlink(f"{data}/router.ckpt")
+    heard = Heard()
+    made = open_queues(data, log=heard)
+    assert content(data) == before and not heard.of("unrecoverable")
+    made.close()
+
+
+def test_without_checkpoint_and_queue_what_the_wal_no_longer_has_is_told(data):
+    retained(data).close()
+    cut_wal(data, 300)
+    os.unlink(f"{data}/router.ckpt")
+    shutil.rmtree(f"{data}/topics/t")
+    heard = Heard()
+    open_queues(data, 400, NEVER, heard).close()
+    assert [(each["first_seq"], each["last_seq"]) for each in heard.of("unrecoverable")] == [(1, 299)]
+    assert content(data) == b"".join(stored(LINES)[299:])
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_topic_declared_midway_keeps_its_seq_when_its_directory_is_lost(data, partitions):
+    lines = [b"a.b.k%d|||%d" % (n % 7, n) for n in range(300)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0, NEVER)
+    route(made, lines[:100], 1)
+    topics.declare(data, "a.b", partitions)
+    made.adopt_declarations()
+    route(made, lines[100:], 101)
+    dropped.append(data, "durable", 301, 301, no_room)
+    made.close()
+    before = [content(data, "a.b", number) for number in range(partitions)]
+    assert all(before)
+    shutil.rmtree(f"{data}/topics/a.b")
+    open_queues(data, 300, NEVER).close()
+    assert topics.load(data, "a.b") == (partitions, 101)
+    assert [content(data, "a.b", number) for number in range(partitions)] == before
+    assert content(data, "a") == b"".join(stored(lines[:100]))
+
+
+@pytest.mark.parametrize(
+    ("router", "table", "free"), [(None, None, 0), (50, None, 50), (50, 40, 40), (50, 60, 50), (None, 60, 0)]
+)
+def test_the_wal_is_free_up_to_what_both_checkpoints_have_passed(data, router, table, free):
+    if router is not None:
+        pathlib.Path(f"{data}/router.ckpt").write_bytes(checkpoint.text(router, {}, []))
+    if table is not None:
+        pathlib.Path(producers.path(data)).write_bytes(
+            producers.text(table, producers.Producers(1, 1, 1, 1).snapshot())
+        )
+    assert checkpoint.wal_is_free_up_to(data) == free
+
+
+def test_under_a_lax_fsync_the_checkpoint_is_never_ahead_of_the_wal_on_disk(data, monkeypatch):
+    write_wal(data, LINES).close()
+    synced, fsync = [], os.fsync
+
+    def note(fd):
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    made = Queues(data, no_room, Silent(), NEVER, wal_is_synced=False)
+    made.recover(400, lambda: None)
+    monkeypatch.setattr(os, "fsync", note)
+    made.close()
+    log, saved = f"{data}/append/{segment.name(1)}", f"{data}/router.ckpt.new"
+    assert log in synced and synced.index(log) < synced.index(saved)
+
+
+def test_a_checkpoint_is_due_by_bytes_at_every_turn_not_once_a_second(data, monkeypatch):
+    from kmq.log import queues
+
+    monkeypatch.setattr(queues, "CHECKPOINT_BYTES", 2000)
+    write_wal(data, LINES).close()
+    made = open_queues(data, 0, NEVER)
+    route(made, LINES[:200], 1)  # and no tick
+    made._checkpointer.finish()
+    assert checkpoint.routed_seq(data) > 9
+    made.close()

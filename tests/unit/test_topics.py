@@ -1,0 +1,80 @@
+"""topic.toml: what is declared is what is read, and limits of its own outlive the router's pen."""
+
+import pytest
+from made_up import Silent, no_room
+
+from kmq.errors import ConfigError
+from kmq.log import topics
+from kmq.log.queues import Queues
+from kmq.log.segment import LIMITS
+from kmq.log.topics import Declaration
+
+OWN = {"segment_bytes": "1 MiB", "segment_age": "1d", "retention_age": "30d", "retention_bytes": "1073741824"}
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        Declaration(1),
+        Declaration(7, 12),
+        Declaration(3, None, OWN),
+        Declaration(3, 9, {"retention_age": "never"}),
+    ],
+)
+def test_a_declaration_is_read_as_it_was_written(data, declared):
+    (path := topics_dir(data, "t") / "topic.toml").write_bytes(declared.text())
+    found = topics.read(data, "t")
+    assert (found.partitions, found.from_seq, found.limits) == (declared.partitions, declared.from_seq, declared.limits)
+    assert topics.load(data, "t") == (declared.partitions, declared.from_seq)
+    assert path.read_bytes() == found.text()
+
+
+def topics_dir(data, name):
+    import pathlib
+
+    path = pathlib.Path(data) / "topics" / name
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("text", [b"", b"partit", b"from_seq = 5\n", b"partitions = x\n"])
+def test_a_file_without_its_text_is_made_good_from_the_partitions_there(data, text):
+    directory = topics_dir(data, "t")
+    (directory / "topic.toml").write_bytes(text)
+    assert topics.load(data, "t") == (1, 1)
+    for number in range(3):
+        (directory / str(number)).mkdir()
+    assert topics.load(data, "t") == (3, 1)
+
+
+def adopt(data, log=None):
+    made = Queues(data, no_room, log or Silent())
+    made.recover(0, lambda: None)
+    return made
+
+
+def test_the_router_keeps_a_topics_own_limits_when_it_writes_its_seq_and_follows_them(data):
+    topics.declare(data, "t", 2, OWN)
+    for _ in range(2):  # adopted, then read at a start
+        made = adopt(data)
+        limits = made._topic_limits["t"]
+        assert [getattr(limits, name) for name in LIMITS] == [1 << 20, 86400, 30 * 86400, 1 << 30]
+        assert topics.read(data, "t").limits == OWN and topics.load(data, "t") == (2, 1)
+        made.close()
+
+
+def test_a_limit_that_is_none_is_refused_at_the_declaration_and_passed_over_by_the_router(data):
+    with pytest.raises(ConfigError, match="retention_age = 'soon'"):
+        topics.declare(data, "t", 1, {"retention_age": "soon"})
+    assert topics.names(data) == []
+    (topics_dir(data, "t") / "topic.toml").write_text('partitions = 1\nretention_age = "soon"\n')
+    warned = []
+
+    class Warned(Silent):
+        def warn(self, event, **fields):
+            warned.append((event, str(fields["reason"])))
+
+    made = adopt(data, Warned())
+    assert "t" not in made._topic_limits and [event for event, _ in warned] == ["topic_limits_ignored"]
+    assert "retention_age = 'soon'" in warned[0][1]
+    made.close()
