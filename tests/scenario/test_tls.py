@@ -1,0 +1,547 @@
+"""Producers over TLS and with tokens, deadlines and caps: a real broker, real certificates, clients of the standard library."""
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import threading
+import time
+
+import pytest
+from certificates import Authority
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def files(authority, tmp_path):
+    """The server's certificate and key, in files of the test's own."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    for path, source in zip((cert, key), authority.issue("server"), strict=True):
+        shutil.copy(source, path)
+    return cert, key
+
+
+@pytest.fixture
+def secured(broker, authority, files):
+    """A function that brings the broker up with TLS and further settings."""
+    broker.env |= {
+        "KMQ_TLS_HOST": "127.0.0.1",
+        "KMQ_TLS_PORT": "0",
+        "KMQ_TLS_CERT": str(files[0]),
+        "KMQ_TLS_KEY": str(files[1]),
+    }
+    broker.trust = ssl.create_default_context(cafile=authority.path)
+
+    def up(**settings):
+        broker.env |= {name: str(value) for name, value in settings.items()}
+        broker.up()
+        return broker
+
+    return up
+
+
+def port_of(broker, name):
+    return int((broker.pipes / f"{name}.port").read_text())
+
+
+def plain(broker):
+    return socket.create_connection(("127.0.0.1", port_of(broker, "ingress")), timeout=PATIENCE_S)
+
+
+def secure(broker, context=None):
+    """A TLS connection that takes a missing close_notify for what it is."""
+    sock = socket.create_connection(("127.0.0.1", port_of(broker, "tls")), timeout=PATIENCE_S)
+    try:
+        context = context or broker.trust
+        return context.wrap_socket(sock, server_hostname="localhost", suppress_ragged_eofs=False)
+    except OSError:
+        sock.close()
+        raise
+
+
+def end(sock):
+    """Nothing more to send; returns when the broker has ended the connection in order, with what it said until then."""
+    said = b""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.setblocking(False)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            sock.unwrap()
+        sock.settimeout(PATIENCE_S)
+        with contextlib.suppress(ssl.SSLZeroReturnError):  # both sides have said close_notify
+            while data := sock.read(65536):
+                said += data
+    else:
+        sock.shutdown(socket.SHUT_WR)
+        while data := sock.recv(65536):
+            said += data
+    sock.close()
+    return said
+
+
+def half_closed(broker, data):
+    """Send all of it and our end, then listen until the broker's: ssl's own sockets take no data after their close_notify."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = broker.trust.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    said = b""
+    with socket.create_connection(("127.0.0.1", port_of(broker, "tls")), timeout=PATIENCE_S) as sock:
+
+        def finish(step, *arguments):
+            while True:
+                try:
+                    return step(*arguments)
+                except ssl.SSLWantReadError:
+                    sock.sendall(outgoing.read())
+                    received = sock.recv(65536)
+                    incoming.write(received) if received else incoming.write_eof()
+
+        finish(tls.do_handshake)
+        tls.write(data)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            tls.unwrap()
+        with contextlib.suppress(ssl.SSLZeroReturnError):  # the broker's close_notify
+            while True:
+                said += finish(tls.read, 65536)
+    return said
+
+
+def reply(sock):
+    """One line from the broker."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = sock.recv(1)
+        assert data, line
+        line += data
+    return line
+
+
+def greet(sock, words):
+    sock.sendall(b"!hello " + words.encode() + b"\n")
+    return reply(sock)
+
+
+def assert_broken(sock):
+    """Within the time that is left the connection ends, and not in order."""
+    with pytest.raises((ConnectionError, ssl.SSLEOFError)), sock:
+        while sock.recv(65536):
+            pass
+
+
+def lines_of(name, count, size=100):
+    return [b"test.%b|1|%d|%b" % (name, n, b"x" * size) for n in range(count)]
+
+
+def payload_lines(broker, name):
+    """What the broker has stored of test.<name>, as it was sent."""
+    stored = [line.split(b"|", 2)[2] for line in broker.lines("test")]
+    return [line for line in stored if line.startswith(b"test.%b|" % name)]
+
+
+def logged(broker, event):
+    """How often the log says that this has happened; it says so once a second."""
+    return sum(map(int, re.findall(rf"event={event} count=(\d+)", broker.log())))
+
+
+def at_once(*jobs):
+    """Run all of them in threads; what any of them raises is raised."""
+    failed = []
+
+    def run(job):
+        try:
+            job()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=[job]) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def test_plain_and_tls_producers_at_once_each_keep_their_order(secured):
+    broker = secured()
+    sent = {name: lines_of(name, 20_000) for name in (b"p1", b"p2", b"t1", b"t2")}
+
+    def produce(name):
+        sock = secure(broker) if name.startswith(b"t") else plain(broker)
+        sock.sendall(b"".join(line + b"\n" for line in sent[name]))
+        assert end(sock) == b""
+
+    at_once(*(lambda name=name: produce(name) for name in sent))
+    broker.wait_routed(80_000)
+    assert all(payload_lines(broker, name) == lines for name, lines in sent.items())
+
+
+def test_acked_messages_of_any_length_over_tls(secured):
+    broker = secured()
+    sizes = [10, 1_000_000, 0, 70_000, 16_384, 5000, 1 << 20]
+    lines = [b"test.k|1|%d|%b" % (n, b"x" * size) for n, size in enumerate(sizes, 1)]
+    said = half_closed(broker, b"!hello acks=1 producer=me\n" + b"".join(line + b"\n" for line in lines))
+    first, *replies = said.decode().splitlines()
+    assert first == "!ok max_line=1048576"
+    assert replies[-1] == "!err 7 too_long" and replies[-2].startswith("!ack 6 "), replies
+    broker.wait_routed(6)
+    stored = [line.split(b"|", 5) for line in broker.lines("test")]
+    assert [len(fields[5]) for fields in stored] == sizes[:-1]
+
+
+def test_an_unfinished_line_at_the_end_of_a_tls_connection_is_not_lost_unsaid(secured):
+    broker = secured()
+    sock = secure(broker)
+    sock.sendall(b"test.k|1|1|whole\ntest.k|1|2|unfin")
+    assert end(sock) == b""
+    broker.wait_routed(2)
+    assert b"reason=no_newline" in broker.lines("dead")[0]
+
+
+def test_the_python_producer_over_tls_and_with_a_token(secured, tmp_path):
+    from kmq import Producer
+
+    broker = secured(**token_file(tmp_path))
+    with Producer("localhost", port_of(broker, "tls"), tls=broker.trust, token=token(tmp_path)) as producer:
+        assert producer.send("test", b"hello", key="k").result(PATIENCE_S) == 1
+
+
+def test_who_does_not_do_the_handshake_is_cut_off_and_holds_up_nobody(secured):
+    broker = secured(KMQ_LINE_DEADLINE="1s")
+    silent = socket.create_connection(("127.0.0.1", port_of(broker, "tls")), timeout=PATIENCE_S)
+    slow = socket.create_connection(("127.0.0.1", port_of(broker, "tls")), timeout=PATIENCE_S)
+    slow.sendall(b"\x16\x03\x01\x02\x00\x01")  # the begin of a ClientHello
+    patient = secure(broker)  # done with its handshake, it may be silent
+    other = secure(broker)
+    other.sendall(b"test.k|1|1|x\n")
+    assert end(other) == b""
+    for sock in (silent, slow):
+        with sock, contextlib.suppress(ConnectionError):
+            assert sock.recv(100) == b""
+    patient.sendall(b"test.k|1|2|y\n")
+    assert end(patient) == b""
+    broker.wait_routed(2)
+    broker.wait(lambda: logged(broker, "cut_off") == 2, "a word in the log")
+
+
+def test_garbage_on_the_tls_port_ends_there_and_the_log_says_why(secured):
+    broker = secured()
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"test.probe|1|1|x\n", bytes(5000)):
+        with socket.create_connection(("127.0.0.1", port_of(broker, "tls")), timeout=PATIENCE_S) as sock:
+            sock.sendall(garbage)
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(100):  # an alert
+                    pass
+    broker.wait(lambda: "event=tls_failed" in broker.log(), "a word in the log")
+    other = secure(broker)
+    other.sendall(b"test.k|1|1|x\n")
+    assert end(other) == b""
+    broker.wait_routed(1)
+    assert len(broker.wal()) == 1
+
+
+def test_certificates_are_renewed_under_load_and_nobody_notices(secured, authority, files):
+    broker = secured()
+    stop = threading.Event()
+    seen, sent = set(), {b"long": 0, b"short": 0}
+
+    def one_long_connection():
+        sock = secure(broker)
+        while not stop.is_set():
+            sock.sendall(b"test.long|1|%d|x\n" % sent[b"long"] * 20)
+            sent[b"long"] += 1
+            time.sleep(0.001)
+        assert end(sock) == b""
+
+    def many_short_ones():
+        while not stop.is_set():
+            sock = secure(broker)
+            seen.add(dict(pair[0] for pair in sock.getpeercert()["subject"])["commonName"])
+            sock.sendall(b"test.short|1|%d|x\n" % sent[b"short"])
+            assert end(sock) == b""
+            sent[b"short"] += 1
+
+    def renew():
+        try:
+            for name in ("server-2", "server-3"):
+                for path, source in zip(files, authority.issue(name), strict=True):
+                    shutil.copy(source, f"{path}.new")
+                    os.rename(f"{path}.new", path)
+                broker.wait(lambda name=name: name in seen, f"{name} in use")
+        finally:
+            stop.set()
+
+    at_once(one_long_connection, many_short_ones, renew)
+    broker.wait_routed(20 * sent[b"long"] + sent[b"short"])
+    assert seen == {"server", "server-2", "server-3"}
+    assert len(payload_lines(broker, b"long")) == 20 * sent[b"long"]
+    assert payload_lines(broker, b"short") == [b"test.short|1|%d|x" % n for n in range(sent[b"short"])]
+
+
+def test_a_broken_certificate_keeps_the_old_one_and_the_log_says_so(secured, files):
+    broker = secured()
+    end(secure(broker))
+    files[0].write_text("broken")
+
+    def kept():
+        end(secure(broker))
+        return "event=certificates_kept" in broker.log()
+
+    broker.wait(kept, "a word in the log")
+
+
+def test_client_certificates_are_asked_for(secured, authority, tmp_path):
+    broker = secured(KMQ_TLS_CLIENT_CA=authority.path)
+
+    def attempt(*pair):
+        """Whether a client with this certificate could produce."""
+        context = ssl.create_default_context(cafile=authority.path)
+        if pair:
+            context.load_cert_chain(*pair)
+        try:
+            with secure(broker, context) as sock:
+                sock.sendall(b"test.k|1|1|x\n")
+                return end(sock) == b""
+        except (ssl.SSLError, ConnectionError):
+            return False
+
+    assert attempt(*authority.issue("client"))
+    assert not attempt(*Authority(tmp_path / "other", "other").issue("client"))
+    assert not attempt()
+    broker.wait(lambda: "event=tls_failed" in broker.log(), "a word in the log")
+    broker.wait_routed(1)
+    assert len(broker.wal()) == 1
+
+
+def test_a_killed_ingress_does_not_look_like_an_orderly_end(secured):
+    broker = secured()
+    socks = [secure(broker) for _ in range(5)]
+    for sock in socks:
+        sock.sendall(b"test.k|1|1|x\n")
+    broker.wait_routed(5)
+    broker.kill("ingress")
+    for sock in socks:
+        assert_broken(sock)
+
+
+def test_a_broker_that_stops_ends_in_order(secured):
+    broker = secured()
+    sock = secure(broker)
+    sock.sendall(b"test.k|1|1|x\n")
+    unfinished = secure(broker)
+    unfinished.sendall(b"test.k|1|2|unfin")
+    broker.wait_routed(1)
+    broker.down()
+    assert sock.recv(100) == b""  # close_notify
+    sock.close()
+    assert_broken(unfinished)
+    assert len(broker.wal()) == 1
+
+
+def test_tls_costs_less_than_the_rest_of_the_way(secured):
+    """In one run: what both kinds take. The bound is loose, for the machine is shared; what it catches is a loop per record."""
+    broker = secured()
+    data = b"".join(line + b"\n" for line in lines_of(b"k", 200_000))
+    took = {}
+    for n, connect in enumerate((plain, secure, plain, secure), 1):
+        sock = connect(broker)
+        begin = time.monotonic()
+        sock.sendall(data)
+        assert end(sock) == b""
+        took[connect.__name__] = min(time.monotonic() - begin, took.get(connect.__name__, 1e9))
+        broker.wait_routed(n * 200_000)
+    print({name: f"{200_000 / seconds:,.0f} msg/s" for name, seconds in took.items()})
+    assert took["secure"] < 3 * took["plain"] + 0.2
+
+
+@pytest.mark.parametrize("given", [["KMQ_TLS_CERT"], ["KMQ_TLS_KEY"], ["KMQ_TLS_CLIENT_CA"]])
+def test_half_of_what_tls_needs_stops_the_start(broker, files, given):
+    result = broker.kmq("up", **dict.fromkeys(given, files[0]))
+    assert result.returncode == 78
+    assert "KMQ_TLS_CERT and KMQ_TLS_KEY belong together" in result.stderr
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def token_file(tmp_path):
+    """Settings of a broker that asks for tokens; there is one, for `orders`."""
+    from kmq import tokens
+
+    (tmp_path / "token").write_text(tokens.new(str(tmp_path / "tokens"), "orders"))
+    return {"KMQ_TOKENS": tmp_path / "tokens"}
+
+
+def token(tmp_path):
+    return (tmp_path / "token").read_text()
+
+
+def test_a_token_opens_the_door_and_nothing_else_does(secured, tmp_path):
+    broker = secured(**token_file(tmp_path))
+    good = token(tmp_path)
+    bad = ("acks=1", "acks=0", "acks=1 token=", f"acks=1 token={good}x", "acks=1 token=orders.x")
+    for connect, words in itertools.product((plain, secure), bad):
+        with connect(broker) as sock:
+            sock.sendall(f"!hello {words}\ntest.k|1|1|x\n".encode())
+            assert reply(sock).startswith(b"!err 0 unauthorized "), words
+    for seq, connect in enumerate((plain, secure), 1):
+        sock = connect(broker)
+        assert greet(sock, f"acks=1 token={good}").startswith(b"!ok ")
+        sock.sendall(b"test.k|1|1|x\n")
+        assert reply(sock) == b"!ack 1 %d\n" % seq
+        assert end(sock) == b""
+    assert len(broker.wal()) == 2
+
+
+def test_lines_without_a_hello_are_not_taken_and_do_not_end_in_order(secured, tmp_path):
+    broker = secured(**token_file(tmp_path))
+    for connect in (plain, secure):
+        sock = connect(broker)
+        sock.sendall(b"test.k|1|1|x\nunfinished")
+        assert reply(sock).startswith(b"!err 0 unauthorized ")
+        assert_broken(sock)
+    sock = plain(broker)
+    assert greet(sock, f"acks=0 token={token(tmp_path)}").startswith(b"!ok ")  # and from here on as without tokens
+    sock.sendall(b"test.k|1|2|y\nbad\n")
+    assert end(sock) == b""
+    broker.wait_routed(2)
+    assert len(broker.wal()) == 2 and b"reason=no_separator" in broker.lines("dead")[0]
+
+
+def test_tokens_change_while_the_broker_runs(secured, tmp_path):
+    broker = secured(**token_file(tmp_path))
+
+    def admitted(text):
+        with plain(broker) as sock:
+            return greet(sock, f"acks=1 token={text}").startswith(b"!ok ")
+
+    old = token(tmp_path)
+    assert admitted(old)
+    new = broker.kmq("token", "new", "billing").stdout.strip()
+    assert broker.kmq("token", "list").stdout == "name=orders tokens=1\nname=billing tokens=1\n"
+    broker.wait(lambda: admitted(new), "the new token in force")
+    assert admitted(old)
+    rows = (tmp_path / "tokens").read_text().splitlines()
+    (tmp_path / "tokens").write_text(rows[1] + "\n")
+    broker.wait(lambda: not admitted(old), "the old token gone")
+    assert admitted(new)
+
+
+def test_commands_on_the_same_machine_need_no_token_of_their_own(secured, tmp_path):
+    broker = secured(**token_file(tmp_path))
+    result = broker.kmq("produce", "dead.letter_1", "-m", "hello")
+    assert (result.returncode, result.stdout) == (0, "sent 1\n"), result.stderr
+    broker.wait_routed(1)
+    assert broker.kmq("redrive", "dead", "--to", "test.{key}").returncode == 0
+    broker.wait_routed(2)
+
+
+def test_a_command_that_is_refused_says_why(secured, tmp_path):
+    broker = secured(**token_file(tmp_path))
+    result = broker.kmq("produce", "test.k", "-m", "hello", KMQ_TOKENS="")
+    assert result.returncode == 75 and "unauthorized" in result.stderr, result.stderr
+    assert not broker.wal()
+
+
+def test_kmq_token_says_what_is_wrong(broker, tmp_path):
+    assert "KMQ_TOKENS is not set" in broker.kmq("token", "new", "a").stderr
+    result = broker.kmq("token", "new", "a.b", KMQ_TOKENS=tmp_path / "tokens")
+    assert result.returncode == 78 and "must be" in result.stderr
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_tokens_that_would_travel_in_clear_are_warned_of(broker, tmp_path, host, warned):
+    broker.up(KMQ_HOST=host, **token_file(tmp_path))
+    assert ("event=tokens_in_clear" in broker.log()) == warned
+
+
+# --- deadlines and caps ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("connect", [plain, secure])
+def test_a_silent_connection_is_ended_and_one_that_waits_for_replies_is_not(secured, connect):
+    broker = secured(KMQ_IDLE="2s")
+    silent, talking, waiting = connect(broker), connect(broker), connect(broker)
+    begin = time.monotonic()
+    assert greet(waiting, "acks=1").startswith(b"!ok ")
+    durability = broker.pids()["durability"]
+    os.kill(durability, signal.SIGSTOP)  # the reply will take its time
+    waiting.sendall(b"test.k|1|1|x\n")
+    silent.settimeout(0.3)
+    sent = 0
+    while True:
+        talking.sendall(b"test.k|1|1|y\n")
+        sent += 1
+        try:
+            assert silent.recv(1) == b""  # ended in order: it had not begun anything
+            break
+        except TimeoutError:
+            assert time.monotonic() - begin < PATIENCE_S
+    assert time.monotonic() - begin >= 2
+    silent.close()
+    os.kill(durability, signal.SIGCONT)
+    assert reply(waiting).startswith(b"!ack 1 ")
+    assert end(talking) == b"" and end(waiting) == b""
+    broker.wait_routed(sent + 1)
+
+
+def test_a_line_that_is_never_finished_becomes_dead_malformed(secured):
+    broker = secured(KMQ_LINE_DEADLINE="1s")
+    socks = [plain(broker), secure(broker)]
+    for sock in socks:
+        sock.sendall(b"test.k|1|1|whole\ntest.k|1|2|unfin")
+    for sock in socks:
+        assert end_of(sock) == b""
+    broker.wait_routed(4)
+    lines = broker.lines("dead")
+    assert len(lines) == 2
+    assert all(b"reason=no_newline" in line and line.endswith(b"|test.k|1|2|unfin") for line in lines)
+
+
+def test_a_hello_that_is_never_finished_is_told_and_its_token_is_not_stored(secured):
+    broker = secured(KMQ_LINE_DEADLINE="1s")
+    sock = secure(broker)
+    sock.sendall(b"!hello acks=1 token=secret")
+    assert end_of(sock).startswith(b"!err 0 bad_hello ")
+    sock = plain(broker)
+    sock.sendall(b"!hello acks=1 token=secret")
+    sock.shutdown(socket.SHUT_WR)
+    end_of(sock)
+    sock = plain(broker)
+    sock.sendall(b"test.k|1|1|x\n")
+    assert end(sock) == b""
+    broker.wait_routed(1)
+    assert len(broker.wal()) == 1
+
+
+def end_of(sock):
+    """What is said until the end."""
+    with sock, sock.makefile("rb") as file:
+        return file.read()
+
+
+def test_one_connection_too_many_is_told_and_another_may_come_when_one_has_gone(secured):
+    broker = secured(KMQ_CONNECTIONS=3)
+    first, *others = [plain(broker), secure(broker), plain(broker)]
+    broker.wait(lambda: broker.status()["ingress"]["connections"] == "3", "three connections")
+    over = plain(broker)
+    assert reply(over).startswith(b"!err 0 connections ")
+    assert_broken(over)
+    with pytest.raises((ConnectionError, ssl.SSLError)):
+        secure(broker)
+    first.sendall(b"test.k|1|1|x\n")
+    assert end(first) == b""
+    another = secure(broker)
+    another.sendall(b"test.k|1|2|y\n")
+    assert end(another) == b""
+    for sock in others:
+        assert end(sock) == b""
+    broker.wait_routed(2)
+    broker.wait(lambda: logged(broker, "connection_refused") == 2, "a word in the log")
