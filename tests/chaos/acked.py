@@ -7,13 +7,14 @@ import socket
 import threading
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
+from chaos.checker import Stream
 from chaos.load import TOPICS, Load
 
 _REPLY = re.compile(rb"!(ack|dup) (\d+) (\d+)|!err (\d+) (\w+)(?: [^\n]*)?")
-_OWN_ID = re.compile(rb"(\d+);p=([^;|]+)")
 
 
 class AckedLoad(Load):
@@ -31,7 +32,7 @@ class AckedLoad(Load):
         self._keys = [topic.encode() for topic in TOPICS]
         self.seqs = array("Q")
         self.sent = 0  # the highest id that may have reached the broker
-        self.codes: Counter[str] = Counter()  # of what was refused
+        self.codes: Counter[str] = Counter()  # of what was refused; `hello <code>`: a connection
         self.duplicates = self.attempts = self.connections = 0
         self._hearing, self._deaf_to = threading.Lock(), 0
 
@@ -80,7 +81,7 @@ class AckedLoad(Load):
                 return
             greeting += data
         if not greeting.startswith(b"!ok "):
-            self.codes[greeting.split()[2].decode()] += 1
+            self.codes[f"hello {greeting.split()[2].decode()}"] += 1
             return
         self.connections += 1
         sock.setblocking(False)
@@ -130,23 +131,26 @@ def read_wal(data: Path) -> list[bytes]:
     return lines
 
 
-def account(data: Path, *loads: AckedLoad) -> None:
-    """Every acknowledged message is in the WAL with its bytes under its seq, and none of these producers' twice."""
+def account(data: Path, *loads: AckedLoad, plain: Iterable[Stream] = ()) -> None:
+    """Every acknowledged message is in the WAL with its bytes under its seq, none of these producers' is there twice, and of
+    the `plain` streams there is what their mode says, in order.
+    """
     by_seq: dict[int, bytes] = {}
-    times: Counter[tuple[bytes, bytes]] = Counter()
+    times: Counter[bytes] = Counter()
+    of_stream: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for line in read_wal(data):
         seq, _, rest = line.split(b"|", 2)
         by_seq[int(seq)] = rest
-        own = rest.split(b"|", 3)[2] if rest.count(b"|") > 2 else b""
-        if found := _OWN_ID.fullmatch(own):
-            times[found[2], found[1]] += 1
-    twice = [key for key, count in times.items() if count > 1]
+        own = rest.split(b"|", 3)[2]
+        times[own] += 1
+        if b";p=" not in own:
+            of_stream[own.rpartition(b"-")[0]].append(rest)
+    twice = [own for own, count in times.items() if count > 1]
     assert not twice, f"stored twice: {len(twice)}, {twice[:5]}"
     for load in loads:
-        told = list(load.seqs)
-        lost = [
-            (number, seq) for number, seq in enumerate(told, start=1) if by_seq.get(seq, b"") != load.stored(number)
-        ]
-        assert not lost, (
-            f"acknowledged and not there: {len(lost)} of {len(told)} (id, seq) {lost[:5]}: {by_seq.get(lost[0][1])!r}"
-        )
+        lost = [(n, seq) for n, seq in enumerate(list(load.seqs), start=1) if by_seq.get(seq) != load.stored(n)]
+        assert not lost, f"acknowledged and not there: {len(lost)} of {len(load.seqs)} (id, seq) {lost[:5]}"
+    for stream in plain:
+        there = of_stream[stream.name.encode()]
+        assert there == [stream.line(n) for n in range(len(there))], f"{stream.name}: lost or out of order in between"
+        assert stream.mode == "prefix" or len(there) == stream.count, f"{stream.name}: {len(there)} of {stream.count}"

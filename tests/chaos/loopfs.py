@@ -6,7 +6,10 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 from chaos.pod import PATIENCE_S
 
@@ -75,10 +78,17 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def why_not(kind: str) -> str:
-    """Why no such file system can be mounted here; "" where it can."""
+def disk_of(kind: str, nbytes: int, root: Path, cleanup: ExitStack) -> LoopFs:
+    """One for this test; skips, or fails in CI, where it cannot be had."""
+    reason = ""
     if os.geteuid() != 0:
-        return "loop mounts need root"
-    if not shutil.which(f"mkfs.{kind}"):
-        return f"mkfs.{kind} is not installed"
-    return ""
+        reason = "loop mounts need root"
+    elif not shutil.which(f"mkfs.{kind}"):
+        reason = f"mkfs.{kind} is not installed"
+    if reason and os.environ.get("CI") == "true" and kind == "ext4":
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    disk = LoopFs(root, kind, nbytes)
+    cleanup.callback(disk.close)
+    return disk

@@ -16,7 +16,7 @@ import pytest
 
 from chaos.acked import AckedLoad, account, read_wal
 from chaos.load import Load
-from chaos.loopfs import LoopFs, why_not
+from chaos.loopfs import LoopFs, disk_of
 from chaos.pod import Pod
 from kmq.links import layout
 
@@ -34,17 +34,6 @@ def route(self, blocks, route=queues.Queues.route):
 producers.CHECKPOINT_BYTES = queues.CHECKPOINT_BYTES = 1 << 20
 queues.Queues.route = route
 """
-
-
-def disk_of(kind: str, nbytes: int, tmp_path: Path, cleanup: ExitStack) -> LoopFs:
-    reason = why_not(kind)
-    if reason:
-        if os.environ.get("CI") == "true" and kind == "ext4":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    disk = LoopFs(tmp_path, kind, nbytes)
-    cleanup.callback(disk.close)
-    return disk
 
 
 def a_moment(pod: Pod, rng: random.Random) -> Callable[[], object]:

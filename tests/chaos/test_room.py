@@ -1,0 +1,156 @@
+"""G7 with acks: no room is a reason for acknowledged producers and backpressure for plain ones; room resumes both by itself.
+
+KMQ_DATA_QUOTA is such a lack of room, before the limit of an emptyDir would evict the pod.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from chaos.acked import AckedLoad, account
+from chaos.load import FifoLoad, Load, TcpLoad
+from chaos.loopfs import disk_of
+from chaos.pod import STAGES, Pod
+
+RESUME_S = 2.0
+MIB = 1 << 20
+QUOTA = 192 * MIB
+
+Start = Callable[[Load], Load]
+
+
+def stand_still(*loads: Load) -> bool:
+    """Whether nobody got anything accepted for a while; an acknowledged one tries all the time."""
+    before = [count(load) for load in loads]
+    time.sleep(0.3)
+    return before == [count(load) for load in loads]
+
+
+def count(load: Load) -> int:
+    return len(load.seqs) if isinstance(load, AckedLoad) else load.count
+
+
+def refused_with(load: AckedLoad, code: str) -> bool:
+    load.has(0)
+    return load.codes[code] > 0 and load.codes[f"hello {code}"] > 0
+
+
+def wait_resumed(pod: Pod, *loads: Load) -> float:
+    """Until everybody gets on; how long it took."""
+    started, before = time.monotonic(), [count(load) for load in loads]
+    for load, had in zip(loads, before, strict=True):
+        pod.wait(lambda load=load, had=had: count(load) > had, f"{type(load).__name__} goes on", RESUME_S)
+    return time.monotonic() - started
+
+
+@pytest.mark.root
+def test_a_disk_without_room_is_told_to_acknowledged_producers_and_felt_by_plain_ones(
+    make_pod: Callable[..., Pod], loads: Start, tmp_path: Path, cleanup: ExitStack
+) -> None:
+    disk = disk_of("ext4", 256 * MIB, tmp_path, cleanup)
+    pod = make_pod(KMQ_DATA=disk.path / "data")
+    pod.data = disk.path / "data"
+    pod.start()
+    plain = TcpLoad(pod.pipes, "plain", seed=1, longest=5_000)
+    acked = [AckedLoad(pod.pipes, f"acked-{n}", seed=n) for n in range(2)]
+    for load in (plain, *acked):
+        loads(load)
+    pod.wait(lambda: all(map(count, (plain, *acked))), "they are served")
+    ballast = disk.fill(40 * MIB)  # what comes soon reaches the reserve
+    for load in acked:
+        pod.wait(lambda load=load: refused_with(load, "disk_full"), "acknowledged producers are told")
+    pod.wait(lambda: stand_still(plain, *acked), "nobody gets on")
+    assert disk.free() > 4 * MIB, "what was on the way did not need all of the reserve"
+    ballast.unlink()
+    resumed = [wait_resumed(pod, plain, *acked)]
+
+    plain.finish()
+    ballast = disk.fill(0)  # somebody else takes even the reserve: what is on the way has to wait
+    pod.wait(lambda: len(pod.events("refusing")) > len(pod.events("taking_again")), "ingress has noticed")
+    late = AckedLoad(pod.pipes, "late", seed=3)
+    loads(late)
+    pod.wait(lambda: late.codes["hello disk_full"], "who comes now is told")
+    pod.wait(lambda: stand_still(late, *acked), "nobody gets on")
+    ballast.unlink()
+    resumed.append(wait_resumed(pod, late, *acked))
+    print("resumed_s=" + ",".join(f"{seconds:.2f}" for seconds in resumed))
+    assert all(map(pod.is_alive, STAGES))
+    for load in (late, *acked):
+        load.finish()
+    pod.judge()
+    account(pod.data, late, *acked, plain=plain.sent)
+
+
+def du(directory: Path) -> int:
+    """Bytes that everything under `directory` takes."""
+    total = 0
+    for path, names, files in os.walk(directory):
+        for name in (*names, *files):
+            try:
+                total += os.lstat(f"{path}/{name}").st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+@contextmanager
+def watched(directory: Path) -> Iterator[list[int]]:
+    """What `directory` takes, again and again."""
+    sizes, enough = [0], threading.Event()
+
+    def look() -> None:
+        while not enough.is_set():
+            sizes.append(du(directory))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield sizes
+    finally:
+        enough.set()
+        thread.join()
+
+
+def ballast_in(pod: Pod, n: int) -> Path:
+    """Something that takes a quarter of the quota, and can go."""
+    path = pod.data / f"ballast-{n}"
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, QUOTA // 4)
+    return path
+
+
+def test_the_quota_is_never_passed_whoever_writes_and_room_under_it_resumes_all(
+    make_pod: Callable[..., Pod], loads: Start
+) -> None:
+    pod = make_pod(KMQ_DATA_QUOTA=QUOTA)
+    pod.data.mkdir()
+    ballasts = [ballast_in(pod, n) for n in range(3)]
+    plain = TcpLoad(pod.pipes, "plain", seed=1, longest=5_000)
+    shell = FifoLoad(pod.pipes, "shell", seed=2)  # asks nobody
+    acked = AckedLoad(pod.pipes, "acked", seed=3)
+    with watched(pod.data) as sizes:
+        pod.start()
+        for load in (plain, acked, shell):
+            loads(load)
+        pod.wait(lambda: stand_still(plain, acked, shell), "nobody gets on")
+        shell.finish()  # with it there would never be more room than for itself
+        for ballast in ballasts[:2]:
+            pod.wait(lambda: refused_with(acked, "quota"), "the acknowledged producer is told")
+            acked.codes.clear()
+            pod.wait(lambda: stand_still(plain, acked), "nobody gets on")
+            ballast.unlink()
+            print(f"used={du(pod.data)} resumed_s={wait_resumed(pod, plain, acked):.2f}")
+        for load in (plain, acked):
+            load.enough.set()
+        ballasts[2].unlink()
+        for load in (plain, acked):
+            load.finish()
+        pod.judge()
+    print(f"quota={QUOTA} most_used={max(sizes)} looks={len(sizes)}")
+    assert QUOTA * 3 // 4 < max(sizes) <= QUOTA
+    account(pod.data, acked, plain=[*plain.sent, *shell.sent])
