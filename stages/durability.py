@@ -129,6 +129,7 @@ class Durability:
     def _commit(self, new: Sequence[tuple[Buffer, int, int, int]] = ()) -> None:
         """Append `new`, and sync what is due under KMQ_FSYNC, also when nothing came."""
         wal = self.wal
+        before = wal.synced_seq
         try:
             if new:
                 wal.append(new)  # may seal a segment, which syncs
@@ -137,6 +138,8 @@ class Durability:
             self.framed.sync_failed = True
             raise
         self.framed.set_synced(wal.synced_seq)
+        if wal.synced_seq > before:
+            self.stage.row.synced = time.time_ns()
 
     def _retain(self) -> None:
         """Delete old segments, unless the router may be reading them to mend a queue."""
