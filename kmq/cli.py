@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kmq import gateway
 from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
@@ -75,15 +76,18 @@ def up(
     foreground: Annotated[
         bool, typer.Option("--foreground", "-f", help="Stay, log to stderr, end with Ctrl-C.")
     ] = False,
+    with_gateway: Annotated[
+        bool, typer.Option("--gateway/--no-gateway", help="gRPC and HTTP, where the extra is installed.")
+    ] = True,
 ) -> None:
-    """Start the broker: four stages under a supervisor, in the background. Returns when all are ready."""
+    """Start the broker: four stages and the gateway under a supervisor, in the background. Returns when all are ready."""
     settings = load()
     open_data(settings.data)  # a directory that cannot be written is said here, not in a log file
     os.close(open_fifo(settings.pipes, "raw"))
     if foreground:
         from kmq.supervisor import Supervisor
 
-        raise typer.Exit(Supervisor(settings).run())
+        raise typer.Exit(Supervisor(settings, with_gateway).run())
     holder = FileLock(f"{settings.pipes}/supervisor.owner")
     if holder.is_held():
         raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
@@ -99,18 +103,21 @@ def up(
     launched = time.monotonic_ns()
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kmq.supervisor"],
+            [sys.executable, "-m", "kmq.supervisor", *([] if with_gateway else ["--no-gateway"])],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
+    awaited = len(STAGES) + (with_gateway and gateway.is_installed())
     deadline = time.monotonic() + _UP_S
     while time.monotonic() < deadline:
         status = statuses.collect(settings)
-        if status.ready and all(stage.started > launched for stage in status.stages):
+        if status.ready and sum(process.started > launched for process in status.processes) == awaited:
             port = read_port(settings, "ingress", settings.port)
             print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {log_path}")
+            if status.gateway:
+                _say_gateway(settings, status.gateway, log_path, begin)
             return
         if process.poll() is not None:
             _say_errors(log_path, begin)
@@ -119,14 +126,23 @@ def up(
     raise KmqError(f"not ready after {_UP_S:.0f} s; it goes on starting. See: kmq status, {log_path}")
 
 
-def _say_errors(log_path: Path, begin: int) -> None:
+def _say_gateway(settings: Settings, process: statuses.StageStatus, log_path: Path, begin: int) -> None:
+    """Where it listens; or why it does not, which stops nobody from sending lines."""
+    if process.state == "ready":
+        grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
+        print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")
+    else:
+        _say_errors(log_path, begin, "kmq: the gateway could not start: no gRPC, no HTTP")
+
+
+def _say_errors(log_path: Path, begin: int, what: str = "kmq: could not start") -> None:
     """What the log says went wrong since `begin`."""
     with log_path.open("rb") as log:
         log.seek(begin)
         lines = [line.rstrip() for line in log.read().decode(errors="replace").splitlines()]
     for line in [line for line in lines if "level=error" in line or line.startswith("kmq: ")] or lines[-5:]:
         print(line, file=sys.stderr)
-    print(f"kmq: could not start; the whole log is in {log_path}", file=sys.stderr)
+    print(f"{what}; the whole log is in {log_path}", file=sys.stderr)
 
 
 @app.command(epilog=_examples("kmq down"))
@@ -178,7 +194,7 @@ def status(
     if as_logfmt or as_json:
         found = statuses.collect(settings)
         if as_json:
-            print(json.dumps({"stages": [vars(stage) for stage in found.stages], "backlog": found.backlog}))
+            print(json.dumps({"stages": [vars(stage) for stage in found.processes], "backlog": found.backlog}))
         else:
             print(statuses.logfmt(found))
     else:
@@ -200,16 +216,25 @@ def _print_status(settings: Settings, found: statuses.Status) -> None:
         "durability": f"framed {found.backlog['framed_messages']:,} msg",
         "router": f"durable {found.backlog['durable_messages']:,} msg",
     }
-    for s in found.stages:
+    for s in found.processes:
         colour = {"ready": "green", "draining": "yellow", "recovering": "yellow"}.get(s.state, "red")
         # ingress passes blocks on and looks into none: the framer counts
-        counts = ("", "", "") if s.name == "ingress" else (f"{s.rate:,.0f}", f"{s.messages:,}", f"{s.seq:,}")
-        cells = (f"{s.restarts}", *counts, before[s.name])
+        counts = (f"{s.rate:,.0f}", f"{s.messages:,}", f"{s.seq:,}") if s.name in STAGES[1:] else ("", "", "")
+        cells = (f"{s.restarts}", *counts, before.get(s.name, ""))
         table.add_row(s.name, str(s.pid), f"[{colour}]{s.state}[/]", *cells)
     out.print(table)
     refused, dropped = sum(s.refused for s in found.stages), sum(s.dropped for s in found.stages)
     if refused or dropped:
         out.print(f"refused at ingress: {refused:,}   dropped (see dropped.log): {dropped:,}", highlight=False)
+
+
+# --- gateway -----------------------------------------------------------------------------------------------------
+
+
+@app.command("gateway", epilog=_examples("kmq gateway", "KMQ_HTTP_PORT=80 KMQ_GRPC_PORT=50051 kmq gateway"))
+def run_gateway() -> None:
+    """Run the gateway alone, in the foreground: gRPC and HTTP for a broker whose stages run elsewhere in the pod."""
+    os.execv(sys.executable, [sys.executable, "-m", "kmq.gateway"])  # in a process that has not loaded what we need
 
 
 # --- produce -----------------------------------------------------------------------------------------------------

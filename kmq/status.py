@@ -1,4 +1,4 @@
-"""What `kmq status` shows: how each stage is, and what waits in each link. Looks only; touches nothing."""
+"""What `kmq status` shows: how each process is, and what waits in each link. Looks only; touches nothing."""
 
 import os
 import time
@@ -44,19 +44,27 @@ class StageStatus:
 class Status:
     """The whole broker at one moment."""
 
-    def __init__(self, stages: list[StageStatus], backlog: dict[str, int]) -> None:
+    def __init__(self, stages: list[StageStatus], backlog: dict[str, int], gateway: StageStatus | None = None) -> None:
         self.stages, self.backlog = stages, backlog
+        self.gateway = gateway  # None: this broker has none
+
+    @property
+    def processes(self) -> list[StageStatus]:
+        return [*self.stages, self.gateway] if self.gateway else self.stages
 
     @property
     def ready(self) -> bool:
-        return bool(self.stages) and all(stage.state == "ready" for stage in self.stages)
+        """Whether all stages are, and the gateway, unless it has ended in order: messages come and go without it."""
+        stages = bool(self.stages) and all(stage.state == "ready" for stage in self.stages)
+        return stages and (self.gateway is None or self.gateway.state in ("ready", "stopped"))
 
 
 def is_stage(pid: int, name: str) -> bool:
-    """Whether the process `pid` is that stage: a pid may have been given to somebody else since."""
+    """Whether the process `pid` is that stage, or the gateway: a pid may have been given to somebody else since."""
+    module = f"kmq.{name}" if name == "gateway" else f"stages.{name}"
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return f"stages.{name}".encode() in file.read().split(b"\0")
+            return module.encode() in file.read().split(b"\0")
     except OSError:
         return False
 
@@ -67,6 +75,8 @@ def collect(settings: Settings) -> Status:
     if page is None or not page.identity().endswith(f" data={os.path.abspath(settings.data)}"):
         return Status([], {})
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
+    row = page.rows["gateway"]
+    gateway = StageStatus("gateway", row) if row.pid else None
     waiting = {"raw_bytes": 0}
     path = f"{settings.pipes}/raw"
     if os.path.exists(path):
@@ -75,7 +85,7 @@ def collect(settings: Settings) -> Status:
         os.close(fd)
     for name in ("framed", "durable"):
         waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
-    return Status(stages, waiting)
+    return Status(stages, waiting, gateway)
 
 
 def collect_with_rates(settings: Settings) -> Status:
@@ -89,7 +99,7 @@ def collect_with_rates(settings: Settings) -> Status:
 
 
 def logfmt(status: Status) -> str:
-    """One line per stage and one for the links: for scripts."""
+    """One line per process and one for the links: for scripts."""
     lines = [
         pairs(
             stage=s.name,
@@ -105,6 +115,6 @@ def logfmt(status: Status) -> str:
             connections=s.connections,
             heartbeat_age_s=f"{s.age_s:.1f}",
         )
-        for s in status.stages
+        for s in status.processes
     ]
     return "\n".join([*lines, pairs(links="backlog", **status.backlog)])

@@ -1,10 +1,11 @@
-"""Starts the four stages on one machine, watches them and starts a dead one again: what kubelet does in a pod.
+"""Starts the four stages and the gateway on one machine, watches them and starts a dead one again: what kubelet does in a pod.
 
 Owner       pipes/supervisor.owner: one supervisor for one broker.
 Promise     A stage that ends is started again while the others go on, at once the first time, then with a growing
             pause if it keeps dying young. An exit code that says restarting cannot help (errors.py) stops the pod with
-            that code. SIGTERM is passed to all stages at once; they drain from the front by themselves.
-Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page.
+            that code; only the gateway then stays down alone, for messages can come and go without it. SIGTERM is passed to
+            all at once; they drain from the front by themselves.
+Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway ends.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import signal
 import sys
 import time
 
+from kmq import gateway, status
 from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError
 from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
@@ -28,10 +30,10 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
 class _Child:
-    """One stage under supervision."""
+    """One process under supervision, and what comes behind `python -m`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *command: str) -> None:
+        self.name, self.command = name, command
         self.pid = 0
         self.started = 0.0
         self.pause = 0.0
@@ -41,10 +43,12 @@ class _Child:
 class Supervisor:
     """Runs the stages until it is told to stop or one of them cannot go on."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, with_gateway: bool = True) -> None:
         self.settings = settings
         self.log = Log("supervisor")
-        self.children = [_Child(name) for name in STAGES]
+        self.children = [_Child(name, f"stages.{name}") for name in STAGES]
+        if with_gateway and gateway.is_installed():
+            self.children.append(_Child("gateway", "kmq.gateway", "--with", str(os.getpid())))
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
@@ -61,8 +65,10 @@ class Supervisor:
         # get an empty mask.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         page = StatsPage(settings.instance, data_id, settings.data)
-        for name in STAGES:
-            page.rows[name].restarts = 0
+        for row in page.rows.values():
+            row.restarts = 0
+        if not status.is_stage(page.rows["gateway"].pid, "gateway"):
+            page.rows["gateway"].wipe()  # of one that was killed: this broker may have none
         self._remove_drained_rings()
         while not self._all_gone():
             self._start_due(page)
@@ -84,7 +90,7 @@ class Supervisor:
         now = time.monotonic()
         for child in self.children:
             if not child.pid and not self.stopping_since and child.due <= now:
-                argv = [sys.executable, "-m", f"stages.{child.name}"]
+                argv = [sys.executable, "-m", *child.command]
                 child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[])
                 if child.started:
                     page.rows[child.name].restarts += 1
@@ -112,6 +118,10 @@ class Supervisor:
                 self.log.warn("stage_ended", name=child.name, code=code, how=how)
             return
         if code in NO_RESTART and code != EXIT_OK:
+            if child.name == "gateway":
+                self.log.error("gateway_stays_down", code=code, how=how, effect="no gRPC, no HTTP until the next start")
+                child.due = float("inf")
+                return
             self.log.error("stage_cannot_go_on", name=child.name, code=code, how=how, effect="the pod stops")
             self._stop(code)
             return
@@ -151,7 +161,7 @@ class Supervisor:
 def main() -> int:
     """`python -m kmq.supervisor`: what `kmq up` puts in the background. No command line, so it starts at once."""
     try:
-        return Supervisor(load()).run()
+        return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
     except KmqError as error:
         Log("supervisor").error("failed", exit_code=error.exit_code, reason=error)
         return error.exit_code

@@ -12,3 +12,10 @@
 Produces through ingress' acknowledged protocol, over one connection; reads the queue files that the router writes. So it can be
 killed and started at any time: a client that was not answered asks again.
 """
+
+from importlib.util import find_spec
+
+
+def is_installed() -> bool:
+    """Whether the extra `gateway` is there. Imports nothing of it."""
+    return all(map(find_spec, ("aiohttp", "grpc", "grpc_health", "grpc_reflection", "prometheus_client")))

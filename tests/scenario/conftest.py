@@ -42,6 +42,8 @@ class Broker:
             "KMQ_PIPES": str(self.pipes),
             "KMQ_PORT": "0",
             "KMQ_ACK_PORT": "0",
+            "KMQ_HTTP_PORT": "0",
+            "KMQ_GRPC_PORT": "0",
         }
 
     # --- commands ------------------------------------------------------------------------------------------------
@@ -75,10 +77,10 @@ class Broker:
         return found
 
     def pids(self) -> dict[str, int]:
-        """Stage → pid, with the supervisor's."""
+        """Stage → pid, with the gateway's and the supervisor's."""
         status = self.status()
         owner = (self.pipes / "supervisor.owner").read_text()
-        return {name: int(status[name]["pid"]) for name in STAGES} | {
+        return {name: int(status[name]["pid"]) for name in (*STAGES, "gateway") if name in status} | {
             "supervisor": int(owner.split()[0][len("pid=") :])
         }
 

@@ -35,9 +35,10 @@ def refused(result, code, *words):
 
 def test_up_says_where_it_listens_and_down_leaves_no_process_and_no_ring(broker):
     result = broker.kmq("up")
-    port = (broker.pipes / "ingress.port").read_text().strip()
+    port, grpc, http = ((broker.pipes / f"{name}.port").read_text().strip() for name in ("ingress", "grpc", "http"))
     assert result.stdout == (
         f"kmq: up; lines in on 127.0.0.1:{port}, data in {broker.data}, log in {broker.pipes}/kmq.log\n"
+        f"kmq: gRPC on 127.0.0.1:{grpc}, HTTP on http://127.0.0.1:{http}\n"
     )
     assert broker.kmq("down").stdout == "kmq: down\n"
     assert broker.processes() == []
@@ -257,9 +258,9 @@ def test_status_shows_each_stage_in_one_line_of_an_80_column_terminal(broker):
     assert title.split()[:4] == ["stage", "pid", "state", "restarts"]
     pids = broker.pids()
     assert [row.split()[:4] for row in rows] == [
-        [name, str(pids[name]), "ready", "0"] for name in ("ingress", "framer", "durability", "router")
+        [name, str(pids[name]), "ready", "0"] for name in ("ingress", "framer", "durability", "router", "gateway")
     ]
-    assert all("1,000" in row for row in rows[1:])
+    assert all("1,000" in row for row in rows[1:4])
 
 
 def test_status_says_which_stage_is_silent_or_dead(broker):
@@ -417,7 +418,8 @@ def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_br
     assert len(found) >= 9
     assert [path for path, lines in found.items() if not lines] == []
     second = new_broker()
-    lines = [line for line in dict.fromkeys(chain(*found.values())) if "kmq up" not in line and line != "kmq down"]
+    apart = ("kmq up", "kmq down", "kmq gateway")
+    lines = [line for line in dict.fromkeys(chain(*found.values())) if not line.endswith(apart) and line != FOREGROUND]
 
     def paste(line):
         result = broker.run("bash", "-c", f"set -o pipefail; {line}")
