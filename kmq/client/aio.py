@@ -213,9 +213,7 @@ class AsyncProducer(asyncio.Protocol):
             else:
                 reply.set_exception(delivery.error)
 
-        delivery = Delivery()
-        delivery.callback = done
-        return delivery, reply
+        return Delivery(done), reply
 
     def _queued(self) -> None:
         self._start()

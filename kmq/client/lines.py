@@ -61,12 +61,10 @@ _LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot 
 
 def is_text(payload: bytes) -> bool:
     """Whether a payload is printable text, and so stays as it is."""
-    return not payload.translate(None, _CONTROL_FREE) and _is_utf8(payload)
+    return not payload.translate(None, _CONTROL_FREE) and (payload.isascii() or _is_utf8(payload))
 
 
 def _is_utf8(data: bytes) -> bool:
-    if data.isascii():
-        return True
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -122,7 +120,7 @@ def format_many(routing_key: bytes, payloads: Sequence[bytes], ts: float, first_
         data = b"".join((head, b"|", separator.join(payloads), b"\n"))
     else:
         data = _numbered(head, payloads, first_id)
-    if len(data.translate(None, _CONTROL_FREE)) == len(payloads) and _is_utf8(data):
+    if len(data.translate(None, _CONTROL_FREE)) == len(payloads) and (data.isascii() or _is_utf8(data)):
         return data  # no control character but our newlines
     ids: Iterable[bytes] = (b"" for _ in payloads)
     if first_id is not None:

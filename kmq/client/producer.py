@@ -37,8 +37,9 @@ CONNECT_S = 5.0  # to connect and be greeted
 BACKOFF_S = (0.01, 0.5)  # between two attempts: the first wait, doubled up to the last
 _TICK_S = 0.002  # how long callers may leave the socket alone before the background thread attends to it
 _REST_S = 0.05  # and how long that one stays when nothing is left to wait for
-_LOOK_S = 1.0  # longest wait in one piece: what is overdue is looked for so often
-_RECEIVE_BYTES = 256 * KIB
+_BUSY_TICK_S = 0.01  # the same while callers do attend: each look costs them a change of threads
+_LOOK_S = 1.0  # longest wait in one piece: what is overdue is looked for at least so often
+_RECEIVE_BYTES = 16 * KIB  # replies are short; a buffer that malloc has to map anew each time costs 20 µs
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Address = Callable[[], tuple[str, int]]
@@ -67,10 +68,7 @@ def backoff(attempt: int) -> float:
 
 class Delivery(CoreDelivery):
     __slots__ = ("_producer",)
-
-    def __init__(self, producer: "Producer") -> None:
-        super().__init__()
-        self._producer = producer
+    _producer: "Producer"
 
     def results(self, timeout: float | None = None) -> list[int]:
         """The seq of each message, once all are on disk; 0 where the broker only knows that it was stored long ago."""
@@ -110,12 +108,16 @@ class Producer:
         self._waiting = 0  # callers that wait for `_changed`
         self._attending = 0  # ident of the thread that attends to the socket
         self._turns = 0  # of callers at it
+        self._busy = False  # callers have attended lately
         self._resting = False  # the background thread waits for `_work`
         self._sock: socket.socket | None = None
         self._poll = select.epoll()
         self._out = memoryview(b"")  # taken from the core, not yet by the kernel
         self._wants_room = False
-        self._said = time.monotonic()  # when a stall was last spoken of
+        self._look_s = min(_LOOK_S, options.stall_s / 4, (options.delivery_timeout_s or _LOOK_S) / 4)
+        self._look_at = self._said = (
+            time.monotonic()
+        )  # when to look for what is overdue; when a stall was last spoken of
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kmq-producer", daemon=True)
         self._thread.start()
@@ -156,13 +158,15 @@ class Producer:
         timeout: float | None = None,
     ) -> Delivery:
         """Queue one message; waits only while the window is full. `callback` is called with the delivery."""
-        delivery = Delivery(self)
-        delivery.callback = callback
+        delivery = Delivery(callback)
+        delivery._producer = self
+        core = self._core
         with self._lock:
-            if self._core.is_full or self._core.failed or self._closed:
+            if core.is_full or core.failed or self._closed:
                 self._wait_for_room(timeout)
-            self._core.add(delivery, topic, payload, key, id, headers, ts)
-            self._queued()
+            core.add(delivery, topic, payload, key, id, headers, ts)
+            if self._resting or not core.waits_for_reply:
+                self._queued()
         return delivery
 
     def send_many(
@@ -176,8 +180,8 @@ class Producer:
         timeout: float | None = None,
     ) -> Delivery:
         """Queue a list in one go, for a fraction of the cost of as many sends; made ids, one delivery for all."""
-        delivery = Delivery(self)
-        delivery.callback = callback
+        delivery = Delivery(callback)
+        delivery._producer = self
         with self._lock:
             self._wait_for_room(timeout, len(payloads))
             self._core.add_many(delivery, topic, payloads, key, ts)
@@ -195,8 +199,8 @@ class Producer:
         count = lines.count(b"\n")
         if lines and not lines.endswith(b"\n"):
             raise ValueError("each line ends with a newline")
-        delivery = Delivery(self)
-        delivery.callback, delivery.may_be_stored = callback, True
+        delivery = Delivery(callback)
+        delivery._producer, delivery.may_be_stored = self, True
         with self._lock:
             self._wait_for_room(timeout, count)
             self._core.add_lines(delivery, lines, count)
@@ -274,19 +278,22 @@ class Producer:
         core, me = self._core, threading.get_ident()
         deadline = time.monotonic() + (self.options.timeout_s if timeout is None else timeout)
         while not ready() and core.failed is None and not self._closed:
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = deadline - now
             if left <= 0:
-                raise NotAnswered(f"timed out waiting for {what}: {core.describe(time.monotonic())}")
-            core.hurry = True
-            self._write()
+                raise NotAnswered(f"timed out waiting for {what}: {core.describe(now)}")
+            if core.has_queued:
+                core.hurry = True
+                self._write()
             if self._sock is not None and self._attending in (0, me):
                 self._turns += 1
                 self._attend(left)
             else:
                 self._waiting += 1
-                self._changed.wait(min(left, _LOOK_S))
+                self._changed.wait(min(left, self._look_s))
                 self._waiting -= 1
-            self._look_for_overdue()
+            if now >= self._look_at:
+                self._look_for_overdue()
 
     def _attend(self, timeout_s: float) -> None:
         """Take what the socket has, within that time, and tell. The lock is held, and let go meanwhile."""
@@ -294,12 +301,13 @@ class Producer:
         try:
             self._lock.release()
             try:
-                events = self._poll.poll(min(timeout_s, _LOOK_S))
+                events = self._poll.poll(min(timeout_s, self._look_s))
             finally:
                 self._lock.acquire()
             if events and self._sock is not None:
                 self._read()
-                self._write()
+                if self._out or self._core.has_queued:
+                    self._write()
             if self._core.done:
                 self._lock.release()
                 try:
@@ -325,6 +333,7 @@ class Producer:
     def _look_for_overdue(self) -> None:
         """Let messages fail whose time is up; speak up when nothing has come for long. The lock is held."""
         core, now = self._core, time.monotonic()
+        self._look_at = now + self._look_s
         core.expire(now)
         oldest = core.oldest
         if oldest is None or now - max(oldest, self._said) < self.options.stall_s:
@@ -473,13 +482,13 @@ class Producer:
     def _help(self) -> None:
         """Attend to the socket while no caller does. The lock is held, and let go meanwhile."""
         core, turns = self._core, self._turns
-        if not core.unanswered:
+        if not core.unanswered and not self._busy:
             self._resting = True
             self._work.wait()
             return
-        self._work.wait(_TICK_S)
-        if self._attending or turns != self._turns:
-            self._look_for_overdue()
+        self._work.wait(_BUSY_TICK_S if self._busy else _TICK_S)
+        self._busy = bool(self._attending) or turns != self._turns
+        if self._busy:
             return
         until = time.monotonic() + _REST_S
         while self._sock is not None and not self._waiting and not self._closed and not self._attending:
@@ -491,7 +500,8 @@ class Producer:
             linger = core.linger_left(now)
             self._attend(_REST_S if linger is None else min(linger + 0.0005, _REST_S))
             self._write()
-            self._look_for_overdue()
+            if now >= self._look_at:
+                self._look_for_overdue()
 
 
 def _log() -> logging.Logger:

@@ -28,6 +28,7 @@ RETRYABLE = frozenset(("disk_full", "quota", "stopping", "busy", "connections"))
 CHUNK_BYTES = 256 * KIB  # of one write: what ingress receives at once
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _MAX_TOPICS = 10_000  # routing keys remembered as bytes
+_NONE: Mapping[int, "Refused"] = {}  # shared by all messages that are not refused
 _MAX_UNTOLD = 1000  # failed messages kept until somebody is told
 
 
@@ -120,19 +121,20 @@ class Delivery:
         "size",
     )
 
-    def __init__(self) -> None:
-        self.count = 1
+    data: bytes
+    count: int
+    size: int
+    since: float  # by the monotonic clock
+
+    def __init__(self, callback: "Callable[[Delivery], object] | None" = None) -> None:
+        self.callback = callback
         self.answered = 0
         self.done = self.seen = False
         self.may_be_stored = False  # it has been on a connection that broke, or brings an id that may have been
         self.seq = -1
         self.error: KmqError | None = None
-        self.callback: Callable[[Delivery], object] | None = None
-        self.runs: list[tuple[int, int, int]] = []
-        self.refused: dict[int, Refused] = {}
-
-    def start(self, data: bytes, count: int, since: float) -> None:
-        self.data, self.count, self.size, self.since = data, count, len(data), since
+        self.runs: Sequence[tuple[int, int, int]] = ()
+        self.refused: Mapping[int, Refused] = _NONE
 
     def line(self, place: int) -> bytes:
         """The message at `place` as it was sent."""
@@ -150,12 +152,12 @@ class Delivery:
         if self.seq < 0:
             self.seq = seq
         if self.count > 1:
-            self.runs.append((self.answered, seq, count))
+            self.runs = [*self.runs, (self.answered, seq, count)]
         self.answered += count
 
     def refuse(self, error: Refused) -> None:
         """The next message is refused."""
-        self.refused[self.answered] = error
+        self.refused = {**self.refused, self.answered: error}
         if self.error is None:
             self.error = error
         self.answered += 1
@@ -177,6 +179,7 @@ class Core:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self._gathers = options.linger_ms is None
         self.done: deque[Delivery] = deque()  # those with a callback, to be told
         self.unanswered = self.bytes = 0  # messages without outcome, and the bytes they hold
         self.connections = self.duplicates = 0  # made so far; messages that the broker had stored already
@@ -233,8 +236,7 @@ class Core:
         else:
             id_field = self._id_field(delivery, id, headers)
         line = format_text(routing_key, payload, id_field, time.time() if ts is None else ts)
-        delivery.start(line, 1, time.monotonic())
-        self._enqueue(delivery)
+        self._enqueue(delivery, line, 1)
 
     def _make_id(self) -> int:
         made = self._next_id
@@ -278,17 +280,27 @@ class Core:
 
     def add_lines(self, delivery: Delivery, lines: bytes, count: int) -> None:
         """Queue `count` whole lines as they are, with ids of their own."""
-        delivery.start(lines, count, time.monotonic())
         if count:
-            self._enqueue(delivery)
+            self._enqueue(delivery, lines, count)
         else:
-            delivery.done = True
+            delivery.count, delivery.done = 0, True
 
-    def _enqueue(self, delivery: Delivery) -> None:
+    def _enqueue(self, delivery: Delivery, data: bytes, count: int) -> None:
+        size = len(data)
+        delivery.data, delivery.count, delivery.size, delivery.since = data, count, size, time.monotonic()
         self._queue.append(delivery)
-        self._queued_bytes += delivery.size
-        self.bytes += delivery.size
-        self.unanswered += delivery.count
+        self._queued_bytes += size
+        self.bytes += size
+        self.unanswered += count
+
+    @property
+    def waits_for_reply(self) -> bool:
+        """Whether what is queued goes with the next write, after a reply: the quick way to know that nothing goes now."""
+        return bool(self._gathers and self._flying and self._queued_bytes < self.options.batch_bytes and not self.hurry)
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._queue)
 
     # --- a connection ------------------------------------------------------------------------------------------------
 
@@ -407,6 +419,14 @@ class Core:
         self.unanswered -= count
         while count:
             delivery = flying[0]
+            if delivery.count == 1:
+                delivery.seq, delivery.answered = seq, 1
+                flying.popleft()
+                self.bytes -= delivery.size
+                self._finish(delivery)
+                count -= 1
+                seq += 1
+                continue
             part = min(count, delivery.count - delivery.answered)
             delivery.stored(part, seq)
             if delivery.answered == delivery.count:
