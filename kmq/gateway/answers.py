@@ -27,6 +27,7 @@ STATUS = {
     "stopping": _LATER,
     "busy": _LATER,
     "connections": _LATER,
+    "unauthorized": Status(grpc.StatusCode.UNAUTHENTICATED, 401),
     "too_long": _LONG,
     "bad_id": _BAD,
     "producers_full": _MANY,

@@ -1,14 +1,24 @@
-"""Every port the gateway listens on is opened here: one place for addresses, limits and, later, TLS."""
+"""Every port the gateway listens on is opened here: one place for addresses, limits, TLS and tokens.
+
+With certificates (tls.py) HTTP and gRPC are there twice, plaintext and TLS. With KMQ_TOKENS each request must bring
+`authorization: Bearer <token>`, but for questions about health, which kubelets ask.
+"""
 
 import os
+from collections.abc import Awaitable, Callable
+from ssl import SSLContext
 from typing import Any
 
 import grpc
 from aiohttp import web
 
 from kmq.errors import ConfigError
+from kmq.gateway.answers import STATUS
+from kmq.links import tls
 from kmq.log.disk import replace_file
+from kmq.logfmt import Log
 from kmq.settings import KIB, Settings
+from kmq.tokens import Tokens
 
 _ENVELOPE = 64 * KIB  # of a gRPC message around the record: the id, and gRPC's own framing
 _RPCS = 4096  # requests at a time, streams included
@@ -17,10 +27,51 @@ _KEEPALIVE_MS, _KEEPALIVE_ANSWER_MS = 30_000, 10_000  # a peer that is gone must
 _MIN_PING_MS = 10_000  # clients may ping so often, also while nothing is going on
 
 
-def grpc_server(settings: Settings) -> Any:
+_OPEN_PAGES = ("/healthz", "/readyz")
+_OPEN_METHODS = "/grpc.health.v1.Health/"
+_UNAUTHORIZED = "authorization: Bearer <token> is asked for, with a token that `kmq token new` has made"
+
+
+class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets in who shows a token."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        # Of this kind whatever the method is: it is answered before any request has come.
+        self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        shown = dict(details.invocation_metadata).get("authorization", "")
+        if details.method.startswith(_OPEN_METHODS) or self._tokens.check_header(shown):
+            return await continuation(details)
+        return self._refusal
+
+    @staticmethod
+    async def _refuse(requests: Any, context: Any) -> None:
+        await context.abort(STATUS["unauthorized"].grpc, f"unauthorized: {_UNAUTHORIZED}")
+
+
+def http_guard(tokens: Tokens) -> Any:
+    """The same as a middleware."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        if request.path in _OPEN_PAGES or tokens.check_header(request.headers.get("Authorization", "")):
+            return await handler(request)
+        return web.json_response(
+            {"code": "unauthorized", "error": _UNAUTHORIZED},
+            status=STATUS["unauthorized"].http,
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    return guard
+
+
+def grpc_server(settings: Settings, tokens: Tokens | None) -> Any:
     """A server without a port, to add services to."""
     longest = settings.max_line + _ENVELOPE
     return grpc.aio.server(
+        interceptors=(_Guard(tokens),) if tokens else (),
         maximum_concurrent_rpcs=_RPCS,
         options=(
             ("grpc.so_reuseport", 0),  # or a second gateway would share the port, and half of the clients, in silence
@@ -35,28 +86,66 @@ def grpc_server(settings: Settings) -> Any:
     )
 
 
-def listen_grpc(server: Any, settings: Settings) -> int:
-    """Open its port; which one."""
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+def listen_grpc(server: Any, settings: Settings, log: Log) -> dict[str, int]:
+    """Open its ports; name → which one."""
+    ports = {"grpc": _bind(server.add_insecure_port, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
+    certificates = tls.certificates(settings, log)
+    if certificates is not None:
+        credentials = _credentials(settings, certificates)
+        ports["grpcs"] = _bind(
+            lambda address: server.add_secure_port(address, credentials),
+            "KMQ_GRPCS_PORT",
+            settings.tls_host,
+            settings.grpcs_port,
+        )
+    return _write_ports(settings, ports)
+
+
+def _bind(add_port: Callable[[str], int], setting: str, host: str, port: int) -> int:
     try:
-        port: int = server.add_insecure_port(f"{host}:{settings.grpc_port}")
+        return add_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except RuntimeError:  # it does not say why, and the reason is nearly always this one
-        raise _refused("KMQ_GRPC_PORT", settings.host, settings.grpc_port, "Address already in use") from None
-    _write_port(settings, "grpc", port)
-    return port
+        raise _refused(setting, host, port, "Address already in use") from None
 
 
-async def listen_http(runner: web.AppRunner, settings: Settings) -> int:
-    """Open its port; which one."""
-    site = web.TCPSite(runner, settings.host, settings.http_port, reuse_port=False)
+def _credentials(settings: Settings, certificates: tls.Certificates) -> Any:
+    """gRPC has a TLS of its own. It asks for the files before each handshake."""
+
+    def read(path: str) -> bytes | None:
+        if not path:
+            return None
+        with open(path, "rb") as file:
+            return file.read()
+
+    def configuration() -> Any:
+        pair = (read(settings.tls_key), read(settings.tls_cert))
+        return grpc.ssl_server_certificate_configuration([pair], read(settings.tls_client_ca))
+
+    def fetch() -> Any:
+        return configuration() if certificates.renewed() else None
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, bool(settings.tls_client_ca))
+
+
+async def listen_http(runner: web.AppRunner, settings: Settings, log: Log) -> dict[str, int]:
+    """Open its ports; name → which one."""
+    ports = {"http": await _start(runner, "KMQ_HTTP_PORT", settings.host, settings.http_port)}
+    context = tls.server_context(settings, log)
+    if context is not None:
+        ports["https"] = await _start(runner, "KMQ_HTTPS_PORT", settings.tls_host, settings.https_port, context)
+    return _write_ports(settings, ports)
+
+
+async def _start(runner: web.AppRunner, setting: str, host: str, port: int, context: SSLContext | None = None) -> int:
+    before = len(runner.addresses)  # a name may stand for several
+    site = web.TCPSite(runner, host, port, reuse_port=False, ssl_context=context)
     try:
         await site.start()
     except OSError as err:
         reason = os.strerror(err.errno) if err.errno else str(err)
-        raise _refused("KMQ_HTTP_PORT", settings.host, settings.http_port, reason) from err
-    port: int = runner.addresses[0][1]
-    _write_port(settings, "http", port)
-    return port
+        raise _refused(setting, host, port, reason) from err
+    opened: int = runner.addresses[before][1]
+    return opened
 
 
 def _refused(setting: str, host: str, port: int, reason: str) -> ConfigError:
@@ -66,5 +155,7 @@ def _refused(setting: str, host: str, port: int, reason: str) -> ConfigError:
     )
 
 
-def _write_port(settings: Settings, name: str, port: int) -> None:
-    replace_file(f"{settings.pipes}/{name}.port", b"%d\n" % port)
+def _write_ports(settings: Settings, ports: dict[str, int]) -> dict[str, int]:
+    for name, port in ports.items():
+        replace_file(f"{settings.pipes}/{name}.port", b"%d\n" % port)
+    return ports

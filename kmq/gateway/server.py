@@ -1,6 +1,6 @@
 """The gateway process: opens, serves, watches the broker, and ends.
 
-Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port.
+Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port, with TLS https.port and grpcs.port.
 End         SIGTERM: no new requests; what has been taken is answered, streams end with UNAVAILABLE and are gone on with
             elsewhere or later; then exit 0. A second signal means now.
 """
@@ -24,6 +24,7 @@ from kmq.gateway.web import application
 from kmq.logfmt import Log
 from kmq.settings import DRAIN_S, Settings
 from kmq.stats import STATES, StatsPage
+from kmq.tokens import open_tokens
 
 _LOOK_S = 0.25  # between looks at the broker; also our heartbeat
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -47,6 +48,7 @@ class Gateway:
         self.row = page.rows["gateway"]
         self.broker = Broker(settings, page)
         self.requests = Requests()
+        self.tokens = open_tokens(settings, log.warn)
         self.bus = PodBus(settings, Watermark(page), log)
         self.health = health.aio.HealthServicer()
         self.stopping = asyncio.Event()
@@ -57,18 +59,20 @@ class Gateway:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = grpc_server(self.settings)
+        server = grpc_server(self.settings, self.tokens)
         server.add_generic_rpc_handlers((handler(self.bus, self.requests, self.log),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        runner = web.AppRunner(application(self.broker, self.requests), access_log=None, shutdown_timeout=DRAIN_S / 2)
+        app = application(self.broker, self.requests, self.tokens)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
         await runner.setup()
         try:
-            grpc_port = listen_grpc(server, self.settings)
-            http_port = await listen_http(runner, self.settings)
+            ports = listen_grpc(server, self.settings, self.log)
+            ports |= await listen_http(runner, self.settings, self.log)
             await server.start()
-            self.row.port = http_port
-            self.log.info("ready", pid=os.getpid(), host=self.settings.host, http_port=http_port, grpc_port=grpc_port)
+            self.row.port = ports["http"]
+            opened = {f"{name}_port": port for name, port in sorted(ports.items())}
+            self.log.info("ready", pid=os.getpid(), host=self.settings.host, **opened)
             await self._watch()
         finally:
             self._state("draining")

@@ -71,7 +71,7 @@ class TlsSocket(ssl.SSLSocket):
             self.unwrap()
 
 
-class _Certificates:
+class Certificates:
     """The files, and the context made of them last."""
 
     def __init__(self, settings: Settings, log: Log) -> None:
@@ -80,14 +80,21 @@ class _Certificates:
         self.watch = Watch(*filter(None, files))
         self.latest = make_context(settings)
 
+    def renewed(self) -> bool:
+        """Whether there are new ones, which are good. Call before a handshake."""
+        if not self.watch.changed():
+            return False
+        try:
+            self.latest = make_context(self.settings)
+        except ConfigError as err:
+            self.log.warn("certificates_kept", reason=err, effect="the old ones stay in force")
+            return False
+        self.log.info("certificates_reloaded", file=self.settings.tls_cert)
+        return True
+
     def choose(self, connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
         """Called by each handshake, also where the client names no server."""
-        if self.watch.changed():
-            try:
-                self.latest = make_context(self.settings)
-                self.log.info("certificates_reloaded", file=self.settings.tls_cert)
-            except ConfigError as err:
-                self.log.warn("certificates_kept", reason=err, effect="the old ones stay in force")
+        self.renewed()
         if context is not self.latest:
             connection.context = self.latest
 
@@ -124,15 +131,22 @@ def _reason(err: OSError) -> str:
     return getattr(err, "reason", None) or err.strerror or str(err)
 
 
-def server_context(settings: Settings, log: Log) -> ssl.SSLContext | None:
-    """The context of a TLS listener, which follows its files; None where TLS is off. Raises ConfigError."""
+def certificates(settings: Settings, log: Log) -> Certificates | None:
+    """What the settings name; None where TLS is off. Raises ConfigError."""
     if not (settings.tls_cert or settings.tls_key or settings.tls_client_ca):
         return None
     if not (settings.tls_cert and settings.tls_key):
         raise ConfigError("KMQ_TLS_CERT and KMQ_TLS_KEY belong together: set both, or none and no KMQ_TLS_CLIENT_CA")
-    certificates = _Certificates(settings, log)
-    context = certificates.latest
-    context.sni_callback = certificates.choose
+    return Certificates(settings, log)
+
+
+def server_context(settings: Settings, log: Log) -> ssl.SSLContext | None:
+    """The context of a TLS listener, which follows its files; None where TLS is off. Raises ConfigError."""
+    found = certificates(settings, log)
+    if found is None:
+        return None
+    context = found.latest
+    context.sni_callback = found.choose
     return context
 
 

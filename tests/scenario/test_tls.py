@@ -1,6 +1,7 @@
 """Producers over TLS and with tokens, deadlines and caps: a real broker, real certificates, clients of the standard library."""
 
 import contextlib
+import http.client
 import itertools
 import os
 import re
@@ -11,6 +12,7 @@ import ssl
 import threading
 import time
 
+import grpc
 import pytest
 from certificates import Authority
 
@@ -32,6 +34,8 @@ def secured(broker, authority, files):
     broker.env |= {
         "KMQ_TLS_HOST": "127.0.0.1",
         "KMQ_TLS_PORT": "0",
+        "KMQ_HTTPS_PORT": "0",
+        "KMQ_GRPCS_PORT": "0",
         "KMQ_TLS_CERT": str(files[0]),
         "KMQ_TLS_KEY": str(files[1]),
     }
@@ -460,6 +464,114 @@ def test_kmq_token_says_what_is_wrong(broker, tmp_path):
 def test_tokens_that_would_travel_in_clear_are_warned_of(broker, tmp_path, host, warned):
     broker.up(KMQ_HOST=host, **token_file(tmp_path))
     assert ("event=tokens_in_clear" in broker.log()) == warned
+
+
+# --- the gateway -----------------------------------------------------------------------------------------------------
+
+PRODUCE, STREAM = "/podbus.v1.PodBus/Produce", "/podbus.v1.PodBus/ProduceStream"
+HEALTH = "/grpc.health.v1.Health/Check"
+SERVING = b"\x08\x01"
+A_RECORD = b"\n\x03id1\x12\x05hello"  # of Produce, as protobuf has it
+OFFSET_1 = b"\x08\x01"
+
+
+def wait_gateway(broker):
+    broker.wait(lambda: "stage=gateway event=ready" in broker.log(), "the gateway")
+
+
+def get(broker, path, name="https", context=None, bearer=""):
+    """Status of one page, and its text."""
+    if name == "https":
+        port = port_of(broker, name)
+        connection = http.client.HTTPSConnection("localhost", port, timeout=PATIENCE_S, context=context or broker.trust)
+    else:
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(broker, name), timeout=PATIENCE_S)
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers={"Authorization": f"Bearer {bearer}"} if bearer else {})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def call(broker, authority, method, request, name="grpcs", bearer="", pair=()):
+    """The response to one gRPC request, or the code of its failure."""
+    if name == "grpcs":
+        key, cert = (path.read_bytes() for path in reversed(pair)) if pair else (None, None)
+        credentials = grpc.ssl_channel_credentials(authority.path.read_bytes(), key, cert)
+        channel = grpc.secure_channel(f"localhost:{port_of(broker, name)}", credentials)
+    else:
+        channel = grpc.insecure_channel(f"127.0.0.1:{port_of(broker, name)}")
+    metadata = [("authorization", f"Bearer {bearer}")] if bearer else []
+    with channel:
+        try:
+            if method == STREAM:
+                return list(channel.stream_stream(method)(iter(request), timeout=PATIENCE_S, metadata=metadata))
+            return channel.unary_unary(method)(request, timeout=PATIENCE_S, metadata=metadata)
+        except grpc.RpcError as error:
+            return error.code()
+
+
+def shown_name(broker, authority, name):
+    """Common name in the certificate that a port shows."""
+    with socket.create_connection(("127.0.0.1", port_of(broker, name)), timeout=PATIENCE_S) as sock:
+        context = ssl.create_default_context(cafile=authority.path)
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        with context.wrap_socket(sock, server_hostname="localhost") as secured:
+            return dict(pair[0] for pair in secured.getpeercert()["subject"])["commonName"]
+
+
+def test_http_and_grpc_are_there_in_clear_and_over_tls_with_certificates_that_change(secured, authority, files):
+    broker = secured()
+    wait_gateway(broker)
+    for name in ("http", "https"):
+        broker.wait(lambda name=name: get(broker, "/readyz", name)[0] == 200, "ready")
+    for name in ("grpc", "grpcs"):
+        assert call(broker, authority, PRODUCE, A_RECORD, name) == OFFSET_1
+    files[0].write_text("broken")
+    assert get(broker, "/healthz")[0] == 200
+    assert call(broker, authority, HEALTH, b"") == SERVING
+    for path, source in zip(files, authority.issue("renewed"), strict=True):
+        shutil.copy(source, path)
+    for name in ("https", "grpcs"):
+        broker.wait(lambda name=name: shown_name(broker, authority, name) == "renewed", "the new certificate")
+    assert get(broker, "/healthz")[0] == 200
+    assert call(broker, authority, PRODUCE, A_RECORD) == OFFSET_1
+    assert "Traceback" not in broker.log()
+
+
+def test_the_gateway_asks_for_client_certificates_too(secured, authority, tmp_path):
+    broker = secured(KMQ_TLS_CLIENT_CA=authority.path)
+    wait_gateway(broker)
+    ours, theirs = authority.issue("client"), Authority(tmp_path / "other", "other").issue("client")
+    for pair in (theirs, ()):
+        context = ssl.create_default_context(cafile=authority.path)
+        if pair:
+            context.load_cert_chain(*pair)
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
+            get(broker, "/healthz", context=context)
+        assert call(broker, authority, HEALTH, b"", pair=pair) == grpc.StatusCode.UNAVAILABLE
+    broker.trust.load_cert_chain(*ours)
+    assert get(broker, "/healthz")[0] == 200
+    assert call(broker, authority, HEALTH, b"", pair=ours) == SERVING
+
+
+def test_the_gateway_asks_for_tokens_but_not_for_questions_about_health(secured, authority, tmp_path):
+    broker = secured(**token_file(tmp_path))
+    wait_gateway(broker)
+    good = token(tmp_path)
+    for name in ("grpc", "grpcs"):
+        for bad in ("", good + "x"):
+            assert call(broker, authority, PRODUCE, A_RECORD, name, bad) == grpc.StatusCode.UNAUTHENTICATED
+            assert call(broker, authority, STREAM, [], name, bad) == grpc.StatusCode.UNAUTHENTICATED
+        assert call(broker, authority, PRODUCE, A_RECORD, name, good) == OFFSET_1
+        assert call(broker, authority, STREAM, [A_RECORD] * 2, name, good) == [OFFSET_1] * 2
+        assert call(broker, authority, HEALTH, b"", name) == SERVING
+    for name in ("http", "https"):
+        for path in ("/healthz", "/readyz"):
+            assert get(broker, path, name)[0] == 200
+        for path in ("/", "/metrics", "/nothing", "/healthz/../metrics", "//metrics"):
+            assert get(broker, path, name)[0] == get(broker, path, name, bearer=good + "x")[0] == 401, path
+        assert get(broker, "/metrics", name, bearer=good)[0] == 200
+    assert len(broker.wal()) == 1
 
 
 # --- deadlines and caps ------------------------------------------------------------------------------------------------
