@@ -1,0 +1,115 @@
+"""A log for years, in small: segments of 64 KiB, followed by `tail -F`, cut by retention, under load and over kills."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SEGMENT = 64 << 10
+BATCH = 450  # messages of ~130 bytes as stored: less than a segment, so no log rolls twice while `tail` looks away
+
+
+def batch(number, count=BATCH):
+    return [b"test.k|%d|%d|%b" % (n, n, b"x" * 70) for n in range(number * count, (number + 1) * count)]
+
+
+def seqs(lines):
+    return [int(line.split(b"|", 1)[0]) for line in lines]
+
+
+def segments(directory):
+    return sorted(Path(directory).glob("*.log"))
+
+
+@pytest.fixture
+def follow(broker):
+    """Starts `tail -F` on a log of the broker; returns the file where its output goes."""
+    running = []
+
+    def start(name):
+        path = broker.root / f"tail-{name}"
+        # tail looks at the name of a file only when it has not grown for so many looks; 5, one second apart, by default
+        command = ["tail", "-n", "+1", "-s", "0.02", "--max-unchanged-stats=1", "-F", str(broker.data / name)]
+        with path.open("wb") as out:
+            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL))
+        return path
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def test_tail_follows_append_log_and_test_log_across_rolls_and_sees_every_line_once(broker, follow):
+    broker.up(KMQ_SEGMENT_BYTES=SEGMENT)
+    seen = {name: follow(name) for name in ("append.log", "test.log")}
+    batches = 20
+    for number in range(batches):
+        broker.send_lines(batch(number))
+        for name, path in seen.items():
+            total = (number + 1) * BATCH
+            broker.wait(lambda p=path, n=total: p.read_bytes().count(b"\n") >= n, f"{total} lines of {name}")
+    for name, path in seen.items():
+        assert seqs(path.read_bytes().splitlines()) == list(range(1, batches * BATCH + 1)), name
+    broker.down()
+    for directory, link in (("append", "append.log"), ("topics/test/0", "test.log")):
+        found = segments(broker.data / directory)
+        assert len(found) >= batches // 2
+        assert (broker.data / link).resolve() == found[-1].resolve()
+        assert all(path.with_suffix(".idx").exists() for path in found)
+    sizes = [path.stat().st_size for path in segments(broker.data / "topics/test/0")[:-1]]
+    assert all(SEGMENT <= size < SEGMENT + 200 for size in sizes), "a queue's segment ends with the line that fills it"
+
+
+def test_retention_keeps_both_logs_small_under_load_and_over_a_kill(broker):
+    limit = 1 << 20
+    settings = {"KMQ_SEGMENT_BYTES": SEGMENT, "KMQ_RETENTION_BYTES": limit}
+    broker.up(**settings)
+    directories = [broker.data / "append", broker.data / "topics/test/0"]
+
+    def used(directory):
+        return sum(path.stat().st_size for path in segments(directory))
+
+    sent = 0
+    for number in range(60):
+        broker.send_lines(batch(number, 1000))
+        sent += 1000
+    broker.wait_routed(sent)
+    for directory in directories:
+        broker.wait(lambda d=directory: used(d) <= limit, f"no more than {limit} bytes in {directory}")
+    broker.kill()
+    broker.up(**settings)
+    broker.send_lines(batch(60, 1000))
+    sent += 1000
+    broker.wait_routed(sent)
+    broker.down()
+    for directory in directories:
+        found = segments(directory)
+        assert int(found[0].stem) > 1
+        kept = [seq for path in found for seq in seqs(path.read_bytes().splitlines())]
+        assert kept == list(range(kept[0], sent + 1))
+        offset = 1 if directory.name == "append" else 0  # the WAL counts seqs, from 1; a queue counts records, from 0
+        assert int(found[0].stem) == kept[0] - 1 + offset
+        assert {path.stem for path in directory.glob("*.idx")} == {path.stem for path in found}
+    assert used(directories[1]) > limit // 2, "no more than had to go"  # the WAL rolls between group commits only
+    assert broker.log().count("event=segment_deleted") > 50
+    assert "event=unrecoverable" not in broker.log() and "event=queue_short" not in broker.log()
+    listed = broker.kmq("topics", "list", "--logfmt").stdout
+    assert f"topic=test partition=0 messages={sent} " in listed
+
+
+@pytest.mark.parametrize("fsync", ["interval:50", "never"])
+def test_a_lax_fsync_survives_every_kill_and_says_what_is_on_disk(broker, fsync):
+    broker.up(KMQ_SEGMENT_BYTES=SEGMENT, KMQ_FSYNC=fsync)
+    for number in range(12):
+        broker.send_lines(batch(number))
+        if number % 4 == 1:
+            broker.kill("durability")
+        if number == 6:
+            broker.wait_routed(7 * BATCH)  # what is in the FIFO dies with all
+            broker.kill()
+            broker.up(KMQ_SEGMENT_BYTES=SEGMENT, KMQ_FSYNC=fsync)
+    broker.wait_routed(12 * BATCH)
+    broker.down()
+    everything = list(range(1, 12 * BATCH + 1))
+    assert seqs(broker.wal()) == everything and seqs(broker.lines("test")) == everything
