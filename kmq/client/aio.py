@@ -25,7 +25,7 @@ class AsyncProducer(asyncio.Protocol):
     """See the module, and Options for what can be told."""
 
     def __init__(self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Any) -> None:
-        self._address: Address = lambda: (host, port() if callable(port) else port)
+        self._address: Address = lambda: (host, port() if callable(port) else port, "")
         self.options = Options(**options)
         self._core = Core(self.options)
         self._transport: asyncio.Transport | None = None
@@ -302,7 +302,7 @@ class AsyncProducer(asyncio.Protocol):
         self._greeting = loop.create_future()
         where = "the broker"
         try:
-            host, port = self._address()
+            host, port, token = self._address()
             where = f"{host}:{port}"
             async with asyncio.timeout(CONNECT_S):
                 name = (options.server_hostname or host) if options.tls is not None else None
@@ -311,7 +311,7 @@ class AsyncProducer(asyncio.Protocol):
                 )
                 self._transport = transport
                 keep_alive(transport.get_extra_info("socket"))
-                transport.write(self._core.hello())
+                transport.write(self._core.hello(token))
                 greeting = await self._greeting
             self._core.greeted(greeting)
             return True

@@ -42,7 +42,7 @@ _LOOK_S = 1.0  # longest wait in one piece: what is overdue is looked for at lea
 _RECEIVE_BYTES = 16 * KIB  # replies are short; a buffer that malloc has to map anew each time costs 20 µs
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
-Address = Callable[[], tuple[str, int]]
+Address = Callable[[], tuple[str, int, str]]  # host, port, token
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -54,10 +54,18 @@ def keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
-def local_address() -> tuple[str, int]:
-    """Where the broker of this directory's settings listens; asked again for each connection, for a port may be any free one."""
+def local_address() -> tuple[str, int, str]:
+    """Where the broker of this directory's settings listens, and the token for its own programs.
+
+    Asked again for each connection, for a port may be any free one.
+    """
     settings = load()
-    return settings.host, read_port(settings, "ingress", settings.port)
+    token = ""
+    if settings.tokens:
+        from kmq import tokens
+
+        token = tokens.local(settings)
+    return settings.host, read_port(settings, "ingress", settings.port), token
 
 
 def backoff(attempt: int) -> float:
@@ -89,7 +97,7 @@ class Producer:
 
     def __init__(self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Any) -> None:
         """A `port` that is a function is asked before each connection."""
-        self._start(lambda: (host, port() if callable(port) else port), Options(**options))
+        self._start(lambda: (host, port() if callable(port) else port, ""), Options(**options))
 
     @classmethod
     def local(cls, **options: Any) -> "Producer":
@@ -460,13 +468,13 @@ class Producer:
         options, sock = self.options, None
         where = "the broker"
         try:
-            host, port = self._address()
+            host, port, token = self._address()
             where = f"{host}:{port}"
             sock = socket.create_connection((host, port), timeout=CONNECT_S)
             keep_alive(sock)
             if options.tls is not None:
                 sock = options.tls.wrap_socket(sock, server_hostname=options.server_hostname or host)
-            sock.sendall(self._core.hello())
+            sock.sendall(self._core.hello(token))
             greeting = b""
             while not greeting.endswith(b"\n"):
                 data = sock.recv(4 * KIB)
