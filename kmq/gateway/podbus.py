@@ -19,7 +19,6 @@ from typing import Any
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from kmq import tokens
 from kmq.client.aio import AsyncProducer
 from kmq.client.protocol import NotAnswered, Refused
 from kmq.errors import KmqError
@@ -53,7 +52,6 @@ class PodBus:
     def _new_producer(self) -> AsyncProducer:
         return AsyncProducer.local(
             window=SCOPE,
-            token=tokens.local(self.settings),
             retry=frozenset(),  # whoever is refused is told at once and may come again: its deadline is not ours
             delivery_timeout_s=_ANSWER_S,
             timeout_s=_ANSWER_S,

@@ -444,7 +444,9 @@ def test_commands_on_the_same_machine_need_no_token_of_their_own(secured, tmp_pa
     assert (result.returncode, result.stdout) == (0, "sent 1\n"), result.stderr
     broker.wait_routed(1)
     assert broker.kmq("redrive", "dead", "--to", "test.{key}").returncode == 0
-    broker.wait_routed(2)
+    result = broker.kmq("produce", "test.k", "-m", "hello", "--acks")
+    assert (result.returncode, result.stdout) == (0, "stored 1, last seq 3\n"), result.stderr
+    broker.wait_routed(3)
 
 
 def test_a_command_that_is_refused_says_why(secured, tmp_path):
