@@ -263,7 +263,7 @@ class Segment:
             before = self.index.last(lambda each: each.offset < entry.offset)
             if before is not None:
                 position = before[2].position
-                data = os.pread(self.fd, max(0, entry.position - position), position)
+                data = os.pread(self.fd, max(0, min(entry.position, self.size) - position), position)
                 if before[2].offset + data.count(b"\n") != entry.offset:
                     raise self.index.damage(start, "does not follow from the line before it")
 
