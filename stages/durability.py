@@ -119,6 +119,7 @@ class Durability:
             return
         nbytes = sum(len(data) for data, *_ in new)
         while self.room.must_wait(nbytes):
+            self._retain()  # may be what makes the room
             self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)")
         self._commit(new)
         self.stage.has_room()

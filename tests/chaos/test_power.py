@@ -4,7 +4,6 @@ A power cut takes the page cache, every process and /dev/shm at once. The file s
 """
 
 import itertools
-import os
 import random
 import time
 from collections import Counter
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from chaos.acked import AckedLoad, account, read_wal
+from chaos.hurry import hurried
 from chaos.load import Load
 from chaos.loopfs import LoopFs, disk_of
 from chaos.pod import Pod
@@ -22,18 +22,6 @@ from kmq.links import layout
 
 pytestmark = pytest.mark.root
 CUTS = 20
-# What is made now and then is made all the time, so that cuts meet it: run by every process of the pod at its start.
-HURRY = """
-from kmq.log import producers, queues
-
-def route(self, blocks, route=queues.Queues.route):
-    written = route(self, blocks)
-    self.tick()
-    return written
-
-producers.CHECKPOINT_BYTES = queues.CHECKPOINT_BYTES = 1 << 20
-queues.Queues.route = route
-"""
 
 
 def a_moment(pod: Pod, rng: random.Random) -> Callable[[], object]:
@@ -116,9 +104,7 @@ def test_nothing_acknowledged_is_lost_in_power_cuts(
     run: int,
 ) -> None:
     disk = disk_of(kind, 512 << 20, tmp_path, cleanup)
-    (tmp_path / "sitecustomize.py").write_text(HURRY)
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    pod = make_pod(KMQ_DATA=disk.path / "data", KMQ_SEGMENT_BYTES="2 MiB", PYTHONPATH=path)
+    pod = make_pod(KMQ_DATA=disk.path / "data", KMQ_SEGMENT_BYTES="2 MiB", PYTHONPATH=hurried(tmp_path))
     pod.data = disk.path / "data"
     producers = [AckedLoad(pod.pipes, f"{kind}-{run}-{n}", seed=rng.randrange(1 << 32), window=500) for n in range(2)]
     for load in producers:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from chaos.acked import AckedLoad, account
+from chaos.hurry import hurried
 from chaos.load import FifoLoad, Load, TcpLoad
 from chaos.loopfs import disk_of
 from chaos.pod import STAGES, Pod
@@ -154,3 +155,19 @@ def test_the_quota_is_never_passed_whoever_writes_and_room_under_it_resumes_all(
     print(f"quota={QUOTA} most_used={max(sizes)} looks={len(sizes)}")
     assert QUOTA * 3 // 4 < max(sizes) <= QUOTA
     account(pod.data, acked, plain=[*plain.sent, *shell.sent])
+
+
+def test_retention_makes_room_also_while_writing_waits_for_it(
+    make_pod: Callable[..., Pod], loads: Start, tmp_path: Path
+) -> None:
+    pod = make_pod(KMQ_DATA_QUOTA=64 * MIB, KMQ_SEGMENT_BYTES=MIB, PYTHONPATH=hurried(tmp_path))
+    shell = FifoLoad(pod.pipes, "shell", seed=1)
+    pod.start()
+    loads(shell)
+    pod.wait(lambda: stand_still(shell), "the quota is reached")
+    had = count(shell)
+    pod.kill("durability")
+    pod.settings["KMQ_RETENTION_BYTES"] = MIB
+    pod.start("durability")
+    pod.wait(lambda: count(shell) > had, "the WAL's old segments have gone")
+    shell.finish()
