@@ -87,7 +87,7 @@ class Delivery(CoreDelivery):
         """The seq, once it is on disk; of a list that of its first message. Raises what went wrong with any."""
         self._producer._wait(lambda: self.done, timeout, "the reply to this message")
         if self.error is not None:
-            self.seen = True
+            self.seen = self._producer._told = True
             raise self.error
         return self.seq
 
@@ -127,9 +127,10 @@ class Producer:
             time.monotonic()
         )  # when to look for what is overdue; when a stall was last spoken of
         self._closed = False
+        self._told = False  # a caller has had an exception
         self._thread = threading.Thread(target=self._run, name="kmq-producer", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
 
     @property
     def name(self) -> str:
@@ -221,6 +222,7 @@ class Producer:
         with self._lock:
             error = self._core.failed or self._core.unseen_error()
         if error is not None:
+            self._told = True
             raise error
 
     def close(self, timeout: float | None = None) -> None:
@@ -232,9 +234,18 @@ class Producer:
         finally:
             self.abort()
 
+    def _at_exit(self) -> None:
+        """The program ends and has forgotten us."""
+        told = self._told
+        try:
+            self.close()
+        except KmqError as err:
+            if not told:
+                _log().error("not closed, and at exit: %s", err)
+
     def abort(self) -> None:
         """End now; what is unanswered fails."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         with self._lock:
             if self._closed:
                 return
@@ -271,6 +282,7 @@ class Producer:
             raise ValueError(f"a list of {count:,} messages is over max_in_flight={self.options.max_in_flight:,}")
         self._wait_locked(lambda: not core.is_full, timeout, "room among the messages in flight")
         if core.failed is not None:
+            self._told = True
             raise core.failed
         if self._closed:
             raise KmqError("this producer is closed")

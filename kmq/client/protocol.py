@@ -304,12 +304,13 @@ class Core:
 
     # --- a connection ------------------------------------------------------------------------------------------------
 
-    def hello(self) -> bytes:
+    def hello(self, token: str = "") -> bytes:
         """What a connection begins with."""
+        token = self.options.token or token
         words = ["!hello acks=1"]
         words += [f"producer={self.name}"] if self.name else []
         words += [f"window={self.options.window}"] if self.options.window else []
-        words += [f"token={self.options.token}"] if self.options.token else []
+        words += [f"token={token}"] if token else []
         return " ".join(words).encode() + b"\n"
 
     def greeted(self, line: bytes) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -279,6 +280,8 @@ def test_a_program_that_ends_without_close_has_sent_everything(up):
     result = up.run(sys.executable, "-c", code)
     assert (result.returncode, result.stderr) == (0, "")
     assert len(stored(up)) == 1000
+    result = up.run(sys.executable, "-c", "import kmq; kmq.Producer.local().send('append', b'x')")
+    assert "at exit: refused by the broker: reserved_topic" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_callback_may_send_and_one_that_fails_stops_nobody(up, connect, caplog):
@@ -295,6 +298,62 @@ def test_a_callback_may_send_and_one_that_fails_stops_nobody(up, connect, caplog
         producer.flush()
         assert producer.send("t", b"x").result() == 51
     assert "from the callback" in caplog.text
+
+
+# --- TLS and tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secured(broker, authority):
+    """A broker with TLS that wants tokens; what a producer elsewhere needs to know of it."""
+    cert, key = authority.issue("server")
+    tokens = broker.root / "tokens"
+    broker.env |= {"KMQ_TLS_HOST": "127.0.0.1", "KMQ_TLS_PORT": "0", "KMQ_TLS_CERT": str(cert), "KMQ_TLS_KEY": str(key)}
+    broker.env["KMQ_TOKENS"] = str(tokens)
+    made = broker.kmq("token", "new", "orders")
+    assert made.returncode == 0, made.stderr
+    broker.up()
+    return {
+        "port": lambda: int((broker.pipes / "tls.port").read_text()),
+        "tls": ssl.create_default_context(cafile=authority.path),
+        "token": next(word for word in made.stdout.split() if word.startswith("orders.")),
+    }
+
+
+def test_over_tls_messages_of_any_size_survive_a_kill(broker, secured):
+    with kmq.Producer(**secured) as producer:
+        assert producer.send_many("t", [b"%d" % n for n in range(30_000)]).results() == list(range(1, 30_001))
+        deliveries = [producer.send("t", b"x" * 300_000) for _ in range(20)]
+        broker.kill("ingress")
+        deliveries += [producer.send("t", b"x" * 300_000) for _ in range(20)]
+        assert [delivery.result() for delivery in deliveries] == list(range(30_001, 30_041))
+    assert ids(broker, producer.name) == list(range(1, 30_041))
+
+
+def test_async_over_tls(broker, secured):
+    async def main():
+        async with kmq.AsyncProducer(**secured) as producer:
+            assert await producer.send_many("t", [b"x" * 1000] * 5000) == list(range(1, 5001))
+            broker.kill("ingress")
+            assert await producer.send("t", b"x") == 5001
+
+    asyncio.run(main())
+
+
+def test_a_token_that_is_wrong_ends_the_producer_and_local_programs_have_one(broker, secured, connect):
+    for token in ("", "orders.wrong", "nobody.x"):
+        with pytest.raises(kmq.Refused, match="unauthorized"):
+            kmq.Producer(**secured | {"token": token}).send("t", b"x").result()
+    with connect() as producer:
+        assert producer.send("t", b"x").result() == 1
+    assert broker.kmq("produce", "t", "-m", "x", "--acks").stdout == "stored 1, last seq 2\n"
+
+
+def test_a_certificate_nobody_vouches_for_is_said_and_not_trusted(broker, secured):
+    producer = kmq.Producer(**secured | {"tls": ssl.create_default_context()})
+    with pytest.raises(kmq.NotAnswered, match=r"unreachable for .*certificate verify failed"):
+        producer.send("t", b"x").result(timeout=0.5)
+    producer.abort()
 
 
 # --- asyncio ---------------------------------------------------------------------------------------------------------
