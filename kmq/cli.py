@@ -25,6 +25,7 @@ from kmq.links.ownership import FileLock
 from kmq.log import topics as declarations
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
+from kmq.log.segment import LIMITS
 from kmq.settings import DRAIN_S, STAGES, Settings, load
 
 _UP_S = 60.0  # longest wait for a pod to be ready: recovery of a long WAL included
@@ -58,6 +59,12 @@ token_app = typer.Typer(
     epilog=_examples("KMQ_TOKENS=tokens kmq token new orders", "KMQ_TOKENS=tokens kmq token list"),
 )
 app.add_typer(token_app, name="token")
+log_app = typer.Typer(
+    no_args_is_help=True,
+    help="Read the WAL and the queues: lines, places, sizes. Nothing is changed; the broker may run.",
+    epilog=_examples("kmq log stat", "kmq log cat append --count 3", "kmq log find append --seq 1"),
+)
+app.add_typer(log_app, name="log")
 out = Console()
 err = Console(stderr=True)
 
@@ -317,15 +324,26 @@ def _with_progress(items: Iterable[bytes], what: str) -> Iterator[bytes]:
 # --- topics ------------------------------------------------------------------------------------------------------
 
 
-@topics_app.command("create", epilog=_examples("kmq topics create orders --partitions 4", "kmq topics create jobs.eu"))
+@topics_app.command(
+    "create",
+    epilog=_examples(
+        "kmq topics create orders --partitions 4",
+        "kmq topics create jobs.eu",
+        "kmq topics create audit --set retention_age=30d --set 'segment_bytes=256 MiB'",
+    ),
+)
 def create(
     name: Annotated[str, typer.Argument(help="[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")],
     partitions: Annotated[int, typer.Option("--partitions", "-p", help="1 to 1024; fixed for the topic's life.")] = 1,
+    own: Annotated[
+        list[str] | None, typer.Option("--set", help=f"{', '.join(LIMITS)}: a limit in place of the setting.")
+    ] = None,
 ) -> None:
     """Declare a topic. It is in force from the next message that is routed on."""
     settings = load()
     open_data(settings.data)
-    declarations.declare(settings.data, name, partitions)
+    limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
+    declarations.declare(settings.data, name, partitions, limits)
     deadline = time.monotonic() + _ADOPT_S
     while statuses.collect(settings).ready and time.monotonic() < deadline:
         from_seq = declarations.load(settings.data, name)[1]
@@ -417,6 +435,108 @@ def redrive(
         for line in _with_progress(lines, "redriving"):
             sender.send(line)
     print(f"redriven {sender.sent} of {topic}")
+
+
+# --- log ---------------------------------------------------------------------------------------------------------
+
+
+_LOG = typer.Argument(help="append (the WAL), <topic> or <topic>/<partition>.")
+_OFFSET = typer.Option("--offset", help="This offset, or a later one; of one partition.")
+
+
+@log_app.command("cat", epilog=_examples("kmq log cat append --count 3", "kmq log cat test --since 10m"))
+def cat_log(
+    log: Annotated[str, _LOG] = "append",
+    from_seq: Annotated[int, typer.Option("--from-seq", help="From this seq on.")] = 0,
+    offset: Annotated[int | None, _OFFSET] = None,
+    since: Annotated[str, typer.Option("--since", help="Received then or later: 10m (ago), or a time.")] = "",
+    until: Annotated[str, typer.Option("--until", help="Received before then.")] = "",
+    count: Annotated[int, typer.Option("--count", "-n", help="At most so many; 0: all.")] = 0,
+) -> None:
+    """Print stored lines, each checked against the index. Damaged ones are never printed: an error says where they are."""
+    from itertools import islice
+
+    from kmq.log import show
+
+    for line in islice(show.cat(_data_to_read(), log, from_seq, offset, since, until), count or None):
+        sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+@log_app.command("find", epilog=_examples("kmq log find append --seq 1", "kmq log find test --time 10m"))
+def find_log(
+    log: Annotated[str, _LOG] = "append",
+    seq: Annotated[int | None, typer.Option("--seq", help="This seq, or the next one there is.")] = None,
+    offset: Annotated[int | None, _OFFSET] = None,
+    at: Annotated[str, typer.Option("--time", help="The first received then or later: 10m (ago), or a time.")] = "",
+) -> None:
+    """Print where a record is: file, byte, offset and the line. A few small reads, however long the log is."""
+    from kmq.log import show
+
+    if (seq is not None) + (offset is not None) + bool(at) != 1:
+        raise ConfigError("give one of --seq, --offset, --time")
+    places = list(show.find(_data_to_read(), log, seq, offset, at))
+    for place in places:
+        name = "seq" if place.name == "append" else "offset"
+        text = place.line.decode(errors="replace")
+        print(f"log={place.name} file={place.path} byte={place.byte} {name}={place.offset}\n{text}")
+    raise typer.Exit(EXIT_OK if places else EXIT_FAILED)
+
+
+@log_app.command("stat", epilog=_examples("kmq log stat", "kmq log stat append --logfmt"))
+def stat_log(
+    log: Annotated[str, typer.Argument(help="append, <topic> or <topic>/<partition>; all without one.")] = "",
+    as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per log.")] = False,
+) -> None:
+    """Show what there is of each log: segments, first and last record, bytes, blocks, ages in seconds."""
+    from kmq.log import show
+
+    table = Table("log", box=None, pad_edge=False, header_style="bold")
+    for title in ("segments", "first", "last", "bytes", "blocks", "oldest s", "newest s"):
+        table.add_column(title, justify="right")
+    for s in show.stat(_data_to_read(), log):
+        if as_logfmt:
+            print(
+                f"log={s.name} segments={s.segments} first={s.first} last={s.end - 1} bytes={s.bytes}"
+                f" blocks={s.blocks} oldest_s={s.oldest_s:.1f} newest_s={s.newest_s:.1f}"
+            )
+        else:
+            numbers = (s.segments, s.first, s.end - 1, s.bytes, s.blocks)
+            table.add_row(s.name, *(f"{n:,}" for n in numbers), f"{s.oldest_s:,.1f}", f"{s.newest_s:,.1f}")
+    if not as_logfmt:
+        out.print(table)
+
+
+def _data_to_read() -> str:
+    """The data directory, which a command that only reads does not make."""
+    data = load().data
+    if not os.path.isdir(f"{data}/append"):
+        raise ConfigError(f"KMQ_DATA={data}: no data directory")
+    return data
+
+
+# --- verify ------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog=_examples("kmq verify", "kmq verify append jobs --json", "kmq verify --repair"))
+def verify(
+    only: Annotated[list[str] | None, typer.Argument(help="Topics, or append for the WAL; everything without.")] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Heal what is found; the broker must be down.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object per finding and per healed file.")] = False,
+) -> None:
+    """Check every byte on disk, also of a running broker. Exit code 0: all good; 1: damage; 65: damage that cannot be healed.
+
+    --repair rebuilds the WAL from the queues, queues from the WAL, indexes from the data, byte by byte the same. What no copy
+    has any more goes to the directory quarantine and is named there by seq.
+    """
+    from kmq.log import check
+
+    data = _data_to_read()
+    columns = (SpinnerColumn(), TextColumn("checked {task.completed:,.0f} MB"), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        code = check.run(data, only or [], repair, as_json, lambda nbytes: progress.advance(task, nbytes / 1e6))
+    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -100,6 +100,8 @@ class Limits:
         """These limits with some of them replaced, as in topic.toml. Raises ConfigError naming what is wrong."""
         made = Limits(*(getattr(self, each) for each in LIMITS))
         for each, text in texts.items():
+            if each not in LIMITS:
+                raise ConfigError(f"{each}: is none of {', '.join(LIMITS)}")
             try:
                 setattr(made, each, _PARSE[each](text))
             except ValueError as err:

@@ -108,7 +108,7 @@ MUTANTS = [
     ),
     Mutant(
         "no cut of a torn tail in a queue",
-        [(PARTITION, "        if tail.size < size:\n", "        if False:\n")],
+        [(PARTITION, "        if tail.size < here.size:\n", "        if False:\n")],
         [WRITES, FILES],
     ),
     Mutant(
@@ -236,7 +236,7 @@ MUTANTS = [
     ),
     Mutant(
         "a queue of the size that the checkpoint knows is not looked at",
-        [("kmq/log/queues.py", " or not ends_as(path, known):", ":")],
+        [(PARTITION, " and ends_as(last.path, last.size, known.last_seq)", "")],
         [FILES],
     ),
 ]

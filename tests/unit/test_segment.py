@@ -88,6 +88,11 @@ def test_a_limit_that_is_none_is_refused_by_name(name, text):
         Limits().but({name: text})
 
 
+def test_only_limits_may_be_a_topics_own():
+    with pytest.raises(ConfigError, match="host: is none of segment_bytes, segment_age"):
+        Limits().but({"host": "x"})
+
+
 @pytest.mark.parametrize("data", [b"", b"x", b"x|y", b"17", b"17|now|t"])
 def test_what_has_no_stamp_has_none(data):
     assert segment.stamp(data) == (0, 0)
