@@ -18,7 +18,7 @@ from kmq.routing import Topic
 from kmq.stats import StatsPage
 
 CHUNK_BYTES = 1 << 16  # read at once from one partition; a longer record comes alone
-_FAST_S, _SLOW_S = 0.001, 0.02  # between looks at the watermark: when it has just moved, or will in a moment; when idle
+_FAST_S, _SLOW_S = 0.001, 0.05  # between looks at the watermark: when it has just moved, or will in a moment; when idle
 
 
 class Record(NamedTuple):
@@ -104,7 +104,7 @@ class Feed:
 class Watermark:
     """The router's seq, and whoever waits for it to move: one timer looks for all, and only while somebody waits.
 
-    A word in shared memory wakes nobody. A look costs some microseconds, every 20 ms when nothing comes; whoever knows that
+    A word in shared memory wakes nobody. A look costs some microseconds, every 50 ms when nothing comes; whoever knows that
     something comes says so (`expect`), and does not wait for the next one.
     """
 
