@@ -176,8 +176,6 @@ class Ingress:
                 self.poll.register(self.producer_poll, select.EPOLLIN)
             else:
                 self.poll.unregister(self.producer_poll)
-        if clogged and reading:
-            self.fifo.copy()
 
     def _follow_disk(self) -> None:
         """Refuse exactly while there is no room for more than what is on the way."""
@@ -188,6 +186,7 @@ class Ingress:
         if refusing == self.refusing:
             return
         before, self.refusing = self.refusing, refusing
+        self.intake.expect_clogging(bool(reason))
         if reason:
             self.stage.log.warn("refusing", reason=reason, effect="acknowledged producers are told, others wait")
         else:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from kmq.links.intake import Connection
 
 SWEEP_S = 1.0
+_ANYTHING = select.EPOLLIN | select.EPOLLOUT
 
 
 class Deadlines:
@@ -30,7 +31,7 @@ class Deadlines:
         found: dict[Connection, str] = {}
         for connection in connections:
             awaited = connection.awaited
-            if connection.heard or connection.answered < connection.taken or not awaited:
+            if connection.heard or connection.answered < connection.taken or not awaited & _ANYTHING:
                 connection.heard, connection.quiet_since = False, now
             elif now - connection.quiet_since >= idle:
                 found[connection] = "idle"

@@ -153,13 +153,20 @@ class Intake:
         self.only_hello = ""  # code and reason for those who send lines without a hello, where one is asked for
         self.bytes = self.refused = 0
         self._buffer = bytearray(max(_LEAST_BYTES, min(RECEIVE_BYTES, max_line)))
-        self._view = memoryview(self._buffer)
+        self._view = self._room = memoryview(self._buffer)
+        self._copies = False
         self._partial_bytes = 0
 
+    def expect_clogging(self, yes: bool) -> None:
+        """Whether `receive` may be called while the FIFO is clogged. Then it takes little at a time, for that must be copied."""
+        self._room, self._copies = self._view[:_LEAST_BYTES] if yes else self._view, yes
+        if yes:
+            self.fifo.copy()
+
     def receive(self, connection: Connection) -> bool:
-        """Take what has arrived; False when the connection is over. Call only while the FIFO is not clogged."""
+        """Take what has arrived; False when the connection is over. Call only while the FIFO is not clogged, unless expected."""
         try:
-            count = connection.sock.recv_into(self._view)
+            count = connection.sock.recv_into(self._room)
         except BlockingIOError:
             return True
         except OSError:
@@ -279,6 +286,8 @@ class Intake:
             connection.passed += count
         self.bytes += end - start
         self.fifo.put(data, start, end, sender)
+        if self._copies:
+            self.fifo.copy()
 
     def finish(self, connection: Connection) -> None:
         """The connection is over: an unfinished line becomes dead.malformed, or, with acks, nothing: it was never asked for.

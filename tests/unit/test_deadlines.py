@@ -100,7 +100,7 @@ def test_who_waits_for_us_is_not_late(intake, connection):
     far.answered = 5
     assert sweep(deadlines, far, 2) == "idle"
     far.heard = True
-    far.awaited = 0  # no room: we do not read it
+    far.awaited = select.EPOLLET  # no room: we do not read it, and only want to know of a hang-up
     far.length = 9
     assert sweep(deadlines, far, 9) is None
 

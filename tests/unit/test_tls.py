@@ -260,6 +260,28 @@ def test_lines_come_through_however_long_records_and_lines_are(connect, files, t
     os.close(raw)
 
 
+def test_what_waits_for_the_fifo_is_not_overwritten_by_what_comes_next(connect, files, tmp_path):
+    """While producers are refused they are heard although the FIFO is full; over TLS a first byte cannot be looked at before."""
+    raw = open_fifo(str(tmp_path), "raw")
+    os.write(raw, b"#" * 4095 + b"\n")
+    intake = Intake(FifoWriter(raw), 1 << 20)
+    while not intake.fifo.clogged:
+        intake.fifo.put(b"t|||fill\n" * 400, 0, 3600)
+    intake.expect_clogging(True)
+    sent = [b"t|||%b\n" % (bytes([letter]) * 500) * 100 for letter in b"abc"]
+    for data in sent:
+        client, server = open_pair(connect, files)
+        connection = Connection(server, "test", server)
+        assert push(client, data)
+        assert receive_line(intake, connection)
+        assert intake.bytes <= 3 * 16384
+    text = drained(intake, raw)
+    for data in sent:
+        taken = text.count(data[:505])
+        assert taken == 16384 // 505
+    os.close(raw)
+
+
 def receive_line(intake, connection):
     """One receive; whether it took anything."""
     connection.heard = False
