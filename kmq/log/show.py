@@ -1,0 +1,148 @@
+"""What `kmq log` shows of a log, read-only, also while the broker writes: its lines, where one of them is, what there is.
+
+A log is `append` (the WAL), `<topic>` or `<topic>/<partition>`. All partitions of a topic are shown in order of seq.
+"""
+
+import heapq
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import NamedTuple
+
+from kmq import record
+from kmq.errors import ConfigError
+from kmq.log import reader, segment, topics
+from kmq.log.reader import Log
+from kmq.settings import parse_duration
+
+
+def logs(data: str, what: str) -> list[tuple[str, Log]]:
+    """(name, log) of what a user names; everything where that is empty. Raises ConfigError where there is none."""
+    if not what:
+        every = [each for topic in topics.names(data) for each in logs(data, topic)]
+        return [("append", reader.wal(data)), *every]
+    if what == "append":
+        return [("append", reader.wal(data))]
+    topic, _, number = what.partition("/")
+    if not os.path.isdir(f"{data}/topics/{topic}") or topic in ("", ".", ".."):
+        raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows those that do")
+    partitions = topics.load(data, topic)[0]
+    if number and not (number.isdigit() and int(number) < partitions):
+        raise ConfigError(f"{what!r}: topic {topic} has the partitions 0 to {partitions - 1}")
+    wanted = [int(number)] if number else range(partitions)
+    return [(f"{topic}/{each}", reader.partition(data, topic, each)) for each in wanted]
+
+
+def one(data: str, what: str) -> Log:
+    """The one log that a user names, for what needs an offset."""
+    found = logs(data, what)
+    if len(found) > 1:
+        raise ConfigError(f"{what!r} has {len(found)} partitions, each with offsets of its own: say {what}/<partition>")
+    return found[0][1]
+
+
+def parse_time(text: str) -> int:
+    """`2024-05-01T12:00`, `1714564800.5` or `10m` (ago) → µs since the epoch."""
+    ways: list[Callable[[], float]] = [
+        lambda: time.time() - parse_duration(text),
+        lambda: float(text),
+        lambda: datetime.fromisoformat(text).timestamp(),
+    ]
+    for parse in ways:
+        try:
+            return round(parse() * 1e6)
+        except ValueError:
+            continue
+    raise ConfigError(f"{text!r} is no time: expected 2024-05-01T12:00, seconds since the epoch, or 30s, 10m, 24h ago")
+
+
+def records(log: Log, offset: int) -> Iterator[tuple[int, int, bytes]]:
+    """(seq, recv_ts, line) from `offset` on to the end as it is when that is reached."""
+    while True:
+        offset, lines = log.read(offset)
+        if not lines:
+            return
+        for line in lines.split(b"\n")[:-1]:
+            stamp = record.parse_stored(line) if line else None
+            if stamp is not None:
+                yield *stamp, line
+        offset = record.seq_of(reader.last_line(lines)) + 1 if log.by_seq else offset + lines.count(b"\n")
+
+
+def cat(
+    data: str, what: str, from_seq: int = 0, offset: int | None = None, since: str = "", until: str = ""
+) -> Iterator[bytes]:
+    """The stored lines of a log from a seq, an offset or a time on."""
+    if offset is not None:
+        begin = [(one(data, what), offset)]
+    elif since:
+        begin = [(log, log.offset_of_time(parse_time(since))) for _, log in logs(data, what)]
+    else:
+        begin = [(log, log.offset_of_seq(from_seq)) for _, log in logs(data, what)]
+    end = parse_time(until) if until else 1 << 63
+    for _, recv_ts, line in heapq.merge(*(records(log, start) for log, start in begin)):
+        if recv_ts >= end:
+            return
+        yield line
+
+
+class Place(NamedTuple):
+    """Where a record is."""
+
+    name: str
+    path: str
+    byte: int
+    offset: int
+    line: bytes
+
+
+def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> Iterator[Place]:
+    """The first record with this seq, offset or time, or a later one, in each log that `what` names."""
+    for name, log in [(what, one(data, what))] if offset is not None else logs(data, what):
+        if offset is not None:
+            seq = record.seq_of(log.read(offset, 1)[1].lstrip(b"\n") or b"9" * 18)
+        found = log.find(parse_time(at), 1) if at else log.find(seq or 0, 0)
+        if found[1]:
+            yield Place(name, found[1], found[2], found[0], found[3])
+
+
+class Stat(NamedTuple):
+    """What there is of a log. `first`, `end`: seqs of the WAL, offsets of a partition; ages in seconds, -1: no record."""
+
+    name: str
+    segments: int
+    first: int
+    end: int
+    bytes: int
+    blocks: int
+    oldest_s: float
+    newest_s: float
+
+
+def stat(data: str, what: str) -> Iterator[Stat]:
+    for name, log in logs(data, what):
+        listed = log.segments()
+        size = blocks = 0
+        for number, (first, path) in enumerate(listed):
+            with reader.Segment(path, first, log.by_seq, number + 1 < len(listed)) as held:
+                size += held.size
+                blocks += sum(1 for _ in held.index.entries())
+        oldest = log.find(0, 0)[3]
+        newest = _last(listed[-1][1]) if listed else b""
+        ages = [time.time() - record.parse_stored(line)[1] / 1e6 if line else -1.0 for line in (oldest, newest)]  # type: ignore[index]
+        yield Stat(name, len(listed), log.first_offset, log.end_offset(), size, blocks, *ages)
+
+
+def _last(path: str) -> bytes:
+    """The last record of a segment, or of the one before it where that is still empty."""
+    from kmq.log.disk import find_tail
+
+    for _, each in reversed([at for at in segment.listing(os.path.dirname(path)) if at[1] <= path]):
+        with open(each, "rb") as file:
+            found = find_tail(
+                file.fileno(), os.fstat(file.fileno()).st_size, lambda line: record.parse_stored(line) is not None
+            )
+        if found.last:
+            return found.last
+    return b""
