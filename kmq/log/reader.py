@@ -226,9 +226,11 @@ class Segment:
     def pieces(self, offset: int, known: tuple[int, int] = (0, 0)) -> Iterator[Piece]:
         """Checked lines from the block that holds `offset` on. `known`: (offset, position) of some line start."""
         found = self.index.last(lambda entry: entry.offset <= offset)
-        if found is None:
-            if self.index.size:
+        if found is None and self.index.size:
+            found = self.index.line(0)  # drop_oldest may have taken the first records of the WAL
+            if found[2].position or not self.by_seq:
                 raise self.index.damage(0, f"does not begin with record {self.first}")
+        if found is None:
             yield from self._unindexed(max((self.first, 0), known if known[0] <= offset else (0, 0)))
             return
         self._check_start(*found)
