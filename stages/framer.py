@@ -13,6 +13,7 @@ Crash       All state is in the ring's shared memory, and one store commits a bl
 Not covered A WAL that was changed behind a living ring: the two disagree, which stops us here.
 """
 
+import os
 import select
 import sys
 import time
@@ -81,9 +82,9 @@ def remember(stage: Stage, ring: RingWriter) -> Producers:
     in_wal = (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
     seq, reason = table.load(settings.data, ring.last.next_seq - 1)
     if reason:
-        stage.log.warn(
-            "producers_unreadable", file=producers.path(settings.data), reason=reason, effect="the WAL is read"
-        )
+        path = producers.path(settings.data)
+        stage.log.warn("producers_unreadable", file=path, reason=reason, effect="it is removed and the WAL read")
+        os.unlink(path)  # the seqs it speaks of may yet come, as other messages
     for lines in wal.read(settings.data, max(seq + 1, wal.first_seq(settings.data)), in_wal):
         table.absorb(lines)
         stage.beat()
