@@ -135,7 +135,7 @@ class Durability:
             if new:
                 wal.append(new)  # may seal a segment, which syncs
             wal.commit()
-        except RetryError:
+        except (RetryError, OSError):
             self.framed.sync_failed = True
             raise
         self.framed.set_synced(wal.synced_seq)

@@ -19,10 +19,12 @@ WaitForRoom = Callable[[str], None]
 
 
 def sync_directory(path: str) -> None:
-    """Make the names in `path` survive a power cut."""
+    """Make the names in `path` survive a power cut. Raises OSError naming it."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as err:
+        raise OSError(err.errno, f"fsync failed: {err.strerror}", path) from err
     finally:
         os.close(fd)
 

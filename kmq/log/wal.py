@@ -88,16 +88,15 @@ class Wal:
         self._index.resume(self._file.fd, self._file.size, active.first)
 
     def _open_segment(self, first: int, path: str) -> None:
-        new = not os.path.exists(path)
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room, by_seq=True)
         self._first, self._first_ts = first, 0
-        if new:
-            sync_directory(self.directory)  # before the link: it must not lead to what a power cut takes away
+        # Also for a file that was there: who made it may have ended before this, or by its failure. And before the link, which
+        # must not lead to what a power cut takes away.
+        sync_directory(self.directory)
         link, target = f"{self.data}/append.log", os.path.relpath(path, self.data)
         with_room(link, self._wait_for_room, lambda: point_symlink(link, target))
-        if new:
-            sync_directory(self.data)
+        sync_directory(self.data)
 
     def _cut_tail(self, unindexed_bytes: int) -> None:
         file = self._file
