@@ -5,6 +5,7 @@ With certificates (tls.py) HTTP and gRPC are there twice, plaintext and TLS. Wit
 """
 
 import os
+import time
 from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import Any
@@ -24,6 +25,7 @@ _ENVELOPE = 64 * KIB  # of a gRPC message around the record: the id, and gRPC's 
 _RPCS = 4096  # requests at a time, streams included
 _RPCS_PER_CONNECTION = 1024
 _KEEPALIVE_MS, _KEEPALIVE_ANSWER_MS = 30_000, 10_000  # a peer that is gone must not keep its stream for ever
+_LONGEST_HANDSHAKE_S = 60.0  # also of HTTPS, by asyncio's default
 _MIN_PING_MS = 10_000  # clients may ping so often, also while nothing is going on
 
 
@@ -67,14 +69,47 @@ def http_guard(tokens: Tokens) -> Any:
     return guard
 
 
+class Patience:
+    """KMQ_LINE_DEADLINE for HTTP: a connection whose next request, or whose reading of a response, takes longer is ended."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._served: set[Any] = set()  # connections whose request is being worked on: they wait for us
+        self._waiting: dict[Any, float] = {}  # the others, and since when we have seen them so
+
+    @property
+    def middleware(self) -> Any:
+        @web.middleware
+        async def served(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+            self._served.add(request.protocol)
+            try:
+                return await handler(request)
+            finally:
+                self._served.discard(request.protocol)
+                self._waiting.pop(request.protocol, None)
+
+        return served
+
+    def sweep(self, runner: web.AppRunner) -> None:
+        """Call some times a second."""
+        now = time.monotonic()
+        connections = runner.server.connections if runner.server else []
+        self._waiting = {it: self._waiting.get(it, now) for it in connections if it not in self._served}
+        for connection, since in self._waiting.items():
+            if now - since >= self._seconds:
+                connection.force_close()
+
+
 def grpc_server(settings: Settings, tokens: Tokens | None) -> Any:
     """A server without a port, to add services to."""
     longest = settings.max_line + _ENVELOPE
+    handshake_ms = int(min(settings.line_deadline, _LONGEST_HANDSHAKE_S) * 1000)
     return grpc.aio.server(
         interceptors=(_Guard(tokens),) if tokens else (),
         maximum_concurrent_rpcs=_RPCS,
         options=(
             ("grpc.so_reuseport", 0),  # or a second gateway would share the port, and half of the clients, in silence
+            ("grpc.server_handshake_timeout_ms", handshake_ms),
             ("grpc.max_receive_message_length", longest),
             ("grpc.max_send_message_length", longest),
             ("grpc.max_concurrent_streams", _RPCS_PER_CONNECTION),

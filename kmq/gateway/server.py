@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kmq.gateway.broker import Broker
 from kmq.gateway.feed import Watermark
-from kmq.gateway.listeners import grpc_server, listen_grpc, listen_http
+from kmq.gateway.listeners import Patience, grpc_server, http_guard, listen_grpc, listen_http
 from kmq.gateway.metrics import Requests
 from kmq.gateway.podbus import SERVICE, PodBus, handler
 from kmq.gateway.web import application
@@ -51,6 +51,7 @@ class Gateway:
         self.tokens = open_tokens(settings, log.warn)
         self.bus = PodBus(settings, Watermark(page), log)
         self.health = health.aio.HealthServicer()
+        self.patience = Patience(settings.line_deadline)
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -63,7 +64,8 @@ class Gateway:
         server.add_generic_rpc_handlers((handler(self.bus, self.requests, self.log),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        app = application(self.broker, self.requests, self.tokens)
+        app = application(self.broker, self.requests)
+        app.middlewares.extend([self.patience.middleware, *([http_guard(self.tokens)] if self.tokens else [])])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
         await runner.setup()
         try:
@@ -73,7 +75,7 @@ class Gateway:
             self.row.port = ports["http"]
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}
             self.log.info("ready", pid=os.getpid(), host=self.settings.host, **opened)
-            await self._watch()
+            await self._watch(runner)
         finally:
             self._state("draining")
             self.bus.stop()
@@ -81,11 +83,12 @@ class Gateway:
             await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup())
             await self.bus.close()
 
-    async def _watch(self) -> None:
+    async def _watch(self, runner: web.AppRunner) -> None:
         """Heartbeat and health, until we are told to stop."""
         said = None
         while not self.stopping.is_set():
             self._state("ready")
+            self.patience.sweep(runner)
             reason = self.broker.why_not_ready()
             if reason != said:
                 self.log.info("broker", ready=not reason, reason=reason)

@@ -8,9 +8,7 @@ from aiohttp import web
 
 from kmq.gateway import metrics
 from kmq.gateway.broker import Broker
-from kmq.gateway.listeners import http_guard
 from kmq.gateway.metrics import Requests
-from kmq.tokens import Tokens
 
 _MAX_BODY = 1 << 16  # nobody has to send one yet
 
@@ -21,7 +19,7 @@ PAGES = {
 }
 
 
-def application(broker: Broker, requests: Requests, tokens: Tokens | None) -> web.Application:
+def application(broker: Broker, requests: Requests) -> web.Application:
     """The pages, to be served."""
 
     async def healthz(request: web.Request) -> web.Response:
@@ -43,7 +41,7 @@ def application(broker: Broker, requests: Requests, tokens: Tokens | None) -> we
         "/readyz": readyz,
         "/metrics": scrape,
     }
-    app = web.Application(client_max_size=_MAX_BODY, middlewares=[http_guard(tokens)] if tokens else [])
+    app = web.Application(client_max_size=_MAX_BODY)
     app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
     return app
 

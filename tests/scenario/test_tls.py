@@ -576,6 +576,37 @@ def test_the_gateway_asks_for_tokens_but_not_for_questions_about_health(secured,
     assert len(broker.wal()) == 1
 
 
+def is_over(sock):
+    """Whether the other side has ended the connection by now."""
+    sock.settimeout(0.1)
+    try:
+        return sock.recv(100) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_http_requests_and_grpc_handshakes_that_are_not_finished_are_cut_off(secured):
+    broker = secured(KMQ_LINE_DEADLINE="2s")
+    wait_gateway(broker)
+    begin = time.monotonic()
+    slow = [socket.create_connection(("127.0.0.1", port_of(broker, name))) for name in ("http", "https", "grpcs")]
+    slow[1] = broker.trust.wrap_socket(slow[1], server_hostname="localhost")
+    for sock in slow[:2]:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\n")
+    client = http.client.HTTPConnection("127.0.0.1", port_of(broker, "http"), timeout=PATIENCE_S)
+    over = []
+    while len(over) < len(slow):  # meanwhile one that finishes its requests is served over one connection
+        client.request("GET", "/healthz")
+        assert client.getresponse().read() and client.sock is not None
+        over += [sock for sock in slow if sock not in over and is_over(sock)]
+        assert time.monotonic() - begin < PATIENCE_S
+    assert time.monotonic() - begin >= 2
+    for sock in (*slow, client):
+        sock.close()
+
+
 # --- deadlines and caps ------------------------------------------------------------------------------------------------
 
 
