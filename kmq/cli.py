@@ -421,7 +421,7 @@ def redrive(
 ) -> None:
     """Send the records of a queue through the broker again, under new routing keys, as new messages."""
     settings = load()
-    held = redriving.segments(settings.data, topic)  # as of now: what is sent may end in this very queue
+    held = redriving.hold(settings.data, topic)  # as of now: what is sent may end in this very queue
     total = 0
     for old, new, _ in redriving.select(held, topic, to, key, from_seq):  # a bad new key is found before any is sent
         total += 1

@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 
 from kmq import record
 from kmq.errors import ConfigError
-from kmq.log import segment, topics
+from kmq.log import reader, topics
+from kmq.log.reader import Log
 
 _OWN = re.compile(rb";[pw]=[^;]*")  # who sent it first; it is a new message now
 _FIELDS = ("routing_key", "topic", "key")
@@ -32,32 +33,31 @@ def rewrite(template: str, topic: str, routing_key: bytes) -> bytes:
     return result
 
 
-def segments(data: str, topic: str) -> list[tuple[str, int]]:
-    """(path, size) of what a topic holds now, partition by partition. What comes later is not redriven."""
+Held = list[tuple[Log, int]]  # partitions, each with its end as it was
+
+
+def hold(data: str, topic: str) -> Held:
+    """What a topic holds now, partition by partition. What comes later is not redriven."""
     if not os.path.isdir(f"{data}/topics/{topic}"):
         raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows those that do")
-    found = []
-    for partition in range(topics.load(data, topic)[0]):
-        for _, path in segment.listing(f"{data}/topics/{topic}/{partition}"):
-            found.append((path, os.path.getsize(path)))
-    return found
+    logs = [reader.partition(data, topic, number) for number in range(topics.load(data, topic)[0])]
+    return [(log, log.end_offset()) for log in logs]
 
 
-def stored_lines(held: list[tuple[str, int]]) -> Iterator[bytes]:
-    """The records of these segments, in order, without what compaction took away."""
-    for path, size in held:
-        with open(path, "rb") as file:
-            for line in file:
-                size -= len(line)
-                if size < 0 or not line.endswith(b"\n"):
-                    break
-                if line != b"\n":
-                    yield line[:-1]
+def stored_lines(held: Held) -> Iterator[bytes]:
+    """The records of these partitions, in order, without what compaction took away. DamageError at what is not good."""
+    for log, end in held:
+        offset = 0
+        while offset < end:
+            first, text = log.read(offset)
+            lines = text.split(b"\n")[: max(0, end - first)]
+            if not text:
+                break
+            yield from filter(None, lines)
+            offset = first + text.count(b"\n")
 
 
-def select(
-    held: list[tuple[str, int]], topic: str, template: str, key_glob: str, from_seq: int
-) -> Iterator[tuple[bytes, bytes, bytes]]:
+def select(held: Held, topic: str, template: str, key_glob: str, from_seq: int) -> Iterator[tuple[bytes, bytes, bytes]]:
     """(old routing key, new routing key, line as sent) of every record to redrive, in order."""
     for line in stored_lines(held):
         seq, _, routing_key, ts, id, payload = line.split(b"|", 5)

@@ -405,7 +405,9 @@ class Repair:
         except (ValueError, LookupError):
             self._set_aside("router.ckpt", "the next start finds out by the queues and the WAL")
         if producers_fault(data):
-            self._set_aside("producers.ckpt", "the next start reads the whole WAL instead")
+            oldest = reader.first_seq(data)
+            forgotten = f"; who stored something before seq {oldest} is forgotten" if oldest > 1 else ""
+            self._set_aside("producers.ckpt", f"the next start reads the whole WAL instead{forgotten}")
         since = self.directory.load_checkpoint()[2]
         for name in topics.names(data):
             if topic_fault(data, name, since.get(name)):
