@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -337,6 +338,31 @@ def test_a_quota_that_is_reached_is_unavailable_with_the_reason(new_bus):
     assert len(answers) > 10
     assert bus.call("Consume", offset=0)["record"] == b"x" * 60 * KIB  # reading goes on
     assert bus.call("Check", service="")["status"] == "NOT_SERVING"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """48 MiB for the data of a broker in `tmp_path`."""
+    (tmp_path / "data").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(tmp_path / "data")]
+    if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs root and mounts")
+    yield tmp_path / "data"
+    subprocess.run(["umount", "--lazy", str(tmp_path / "data")], check=True)
+
+
+@pytest.mark.root
+def test_a_full_disk_is_unavailable_with_the_reason_until_there_is_room(small_disk, new_bus):
+    bus = new_bus()
+    bus.stored("before")
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 64 * KIB))
+    wait_until(lambda: bus.produce("full")["code"] == "UNAVAILABLE", "refused")
+    answer = bus.produce("full")
+    assert answer["details"].startswith("disk_full: the disk has no room for more")
+    filler.unlink()
+    offset = wait_until(lambda: bus.produce("full", b"stored at last").get("offset"), "room", seconds=2.0)
+    assert bus.call("Consume", offset=offset)["record"] == b"stored at last"
 
 
 def test_under_drop_oldest_produce_says_that_nothing_can_be_promised(new_bus):

@@ -1,0 +1,262 @@
+"""The gateway beside a real broker: it comes and goes, says how the broker is, and loses nothing on the way."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from base64 import b64decode
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from kmq.gateway import podbus
+
+ROOT = Path(__file__).resolve().parents[2]
+MESSAGES = podbus._SCHEMA
+
+
+@pytest.fixture
+def broker(new_broker):
+    broker = new_broker()
+    broker.up()
+    return broker
+
+
+@pytest.fixture
+def bus(broker):
+    """Calls of PodBus by name; wait_for_ready, so that a gateway that is just starting is waited for."""
+    with grpc.insecure_channel(address(broker)) as channel:
+
+        def call(method, **fields):
+            declared = MESSAGES["PodBus"].methods_by_name[method]
+            request, response = MESSAGES[declared.input_type.name], MESSAGES[declared.output_type.name]
+            invoke = channel.unary_unary(f"/{podbus.SERVICE}/{method}", request.SerializeToString, response.FromString)
+            return invoke(request(**fields), wait_for_ready=True, timeout=30)
+
+        yield call
+
+
+def address(broker):
+    return f"127.0.0.1:{(broker.pipes / 'grpc.port').read_text().strip()}"
+
+
+def fixed_ports(broker):
+    """The ports that it has, as settings: a gateway that comes back must be found where it was."""
+    return {
+        f"KMQ_{name.upper()}_PORT": (broker.pipes / f"{name}.port").read_text().strip() for name in ("grpc", "http")
+    }
+
+
+def get(broker, path):
+    """(status, body) of an HTTP request."""
+    port = int((broker.pipes / "http.port").read_text())
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def events(broker, event):
+    return [line for line in broker.log().splitlines() if f"stage=gateway event={event}" in line]
+
+
+# --- health and metrics ----------------------------------------------------------------------------------------------
+
+
+def test_readyz_follows_what_a_write_needs_and_healthz_the_signs_of_life(broker, bus):
+    offset = bus("Produce", message_id="1", record=b"x").offset
+    for path in ("/healthz", "/readyz"):
+        status, body = get(broker, path)
+        report = json.loads(body)
+        assert (status, report["ok"], report["last_durable_seq"]) == (200, True, offset)
+        assert 0 <= report["last_durable_write_age_s"] < 60
+    os.kill(broker.pids()["durability"], signal.SIGSTOP)
+    broker.wait(lambda: get(broker, "/healthz")[0] == 503, "a stage without heartbeat")
+    status, body = get(broker, "/readyz")
+    assert (status, json.loads(body)["reason"][:10]) == (503, "durability")
+    os.kill(broker.pids()["durability"], signal.SIGCONT)
+    broker.wait(lambda: get(broker, "/readyz")[0] == 200, "ready again")
+
+
+def test_metrics_count_what_has_been_produced(broker, bus):
+    for number in range(10):
+        bus("Produce", message_id=f"{number % 8}", record=b"x")
+    broker.wait_routed(8)
+    text = get(broker, "/metrics")[1]
+    for line in (
+        'kmq_seq{stage="router"} 8.0',
+        "kmq_duplicates_total 2.0",
+        "kmq_remembered_ids 8.0",
+        'kmq_end_offset{partition="0",topic="podbus"} 8.0',
+        'kmq_grpc_requests_total{code="OK",method="Produce"} 10.0',
+        'kmq_grpc_seconds_count{method="Produce"} 10.0',
+        'kmq_state{stage="gateway"} 4.0',
+    ):
+        assert line in text.splitlines()
+
+
+# --- it comes and goes -----------------------------------------------------------------------------------------------
+
+
+def test_a_gateway_that_is_killed_comes_back_and_still_knows_what_was_stored(new_broker):
+    broker = new_broker()
+    broker.up()
+    ports = fixed_ports(broker)
+    broker.down()
+    broker.up(**ports)
+    with grpc.insecure_channel(address(broker)) as channel:
+        produce = channel.unary_unary(
+            f"/{podbus.SERVICE}/Produce",
+            MESSAGES["ProduceRequest"].SerializeToString,
+            MESSAGES["ProduceResponse"].FromString,
+        )
+        request = MESSAGES["ProduceRequest"](message_id="1", record=b"x")
+        first = produce(request, wait_for_ready=True, timeout=30).offset
+        broker.kill("gateway")
+        assert produce(request, wait_for_ready=True, timeout=30).offset == first
+    assert broker.status()["gateway"]["restarts"] == "1"
+
+
+def test_sigterm_answers_what_has_been_taken_and_exits_0(broker, bus):
+    bus("Produce", message_id="0", record=b"x")
+    pids = broker.pids()
+    os.kill(pids["durability"], signal.SIGSTOP)
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(bus("Produce", message_id="1", record=b"in flight").offset))
+    asking.start()
+    broker.wait(lambda: int(broker.status()["framer"]["seq"]) == 2, "the message on its way")
+    os.kill(pids["gateway"], signal.SIGTERM)
+    broker.wait(lambda: broker.status()["gateway"]["state"] == "draining", "the gateway draining")
+    assert not answers
+    os.kill(pids["durability"], signal.SIGCONT)
+    asking.join(30)
+    assert answers == [2]
+    broker.wait(lambda: len(events(broker, "ready")) == 2, "the next gateway")
+    assert events(broker, "stopped")[0].endswith("exit_code=0 reason=drained")
+
+
+def test_a_port_that_is_taken_is_named_and_the_stages_go_on_without_the_gateway(new_broker):
+    broker = new_broker()
+    for name in ("grpc", "http"):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port, setting = taken.getsockname()[1], f"KMQ_{name.upper()}_PORT"
+            result = broker.kmq("up", **{setting: port})
+        assert result.returncode == 0
+        assert f"{setting}={port}: cannot listen on 127.0.0.1:{port}" in result.stderr
+        assert "the gateway could not start" in result.stderr and "gRPC on" not in result.stdout
+        assert broker.status()["gateway"]["state"] == "stopped"
+        broker.send_lines([b"test.a|0|1|x"])
+        assert broker.kmq("status").returncode == 0
+        broker.down()
+
+
+def test_a_second_gateway_names_the_first_and_leaves(broker, bus):
+    result = broker.kmq("gateway")
+    assert result.returncode == 69
+    assert f"the gateway of this broker is held by pid={broker.pids()['gateway']} " in result.stderr
+
+
+def test_without_the_gateway_there_are_four_stages_and_one_can_be_run_by_hand(new_broker):
+    broker = new_broker()
+    result = broker.kmq("up", "--no-gateway")
+    assert (result.returncode, result.stderr, "gRPC" in result.stdout) == (0, "", False)
+    assert "gateway" not in broker.status()
+    with subprocess.Popen(["kmq", "gateway"], env=broker.env, cwd=broker.root, stderr=subprocess.PIPE) as process:
+        broker.wait(lambda: broker.status().get("gateway", {}).get("state") == "ready", "the gateway")
+        assert get(broker, "/readyz")[0] == 200
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def test_a_killed_supervisor_takes_the_gateway_with_it_and_the_next_broker_has_one(broker):
+    ports, before = fixed_ports(broker), broker.pids()["gateway"]
+    broker.kill()
+    broker.up(**ports)
+    assert not psutil.pid_exists(before)
+    assert get(broker, "/readyz")[0] == 200
+
+
+def test_the_gateway_waits_for_a_broker_that_is_not_there(new_broker):
+    broker = new_broker()
+    with subprocess.Popen(["kmq", "gateway"], env=broker.env, cwd=broker.root, stderr=subprocess.PIPE) as process:
+        broker.wait((broker.pipes / "http.port").exists, "its port")
+        status, body = get(broker, "/readyz")
+        assert (status, json.loads(body)["reason"]) == (503, "ingress has not been started")
+        with grpc.insecure_channel(address(broker)) as channel:
+            produce = channel.unary_unary(f"/{podbus.SERVICE}/Produce", MESSAGES["ProduceRequest"].SerializeToString)
+            with pytest.raises(grpc.RpcError) as failed:
+                produce(MESSAGES["ProduceRequest"](message_id="1", record=b"x"), wait_for_ready=True, timeout=30)
+        assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "is the broker up?" in failed.value.details()
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+# --- the example consumer --------------------------------------------------------------------------------------------
+
+
+def test_the_example_consumer_gets_every_record_at_least_once_over_kill_9_of_everything(new_broker, tmp_path):
+    broker = new_broker()
+    broker.up()
+    ports = fixed_ports(broker)
+    offset_file, records_file = tmp_path / "offset.txt", tmp_path / "records.txt"
+    argv = [
+        sys.executable,
+        str(ROOT / "scripts" / "podbus-consumer"),
+        address(broker),
+        str(offset_file),
+        str(records_file),
+    ]
+    count = 600
+
+    def produce(numbers):
+        with grpc.insecure_channel(address(broker)) as channel:
+            stream = channel.stream_stream(
+                f"/{podbus.SERVICE}/ProduceStream",
+                MESSAGES["ProduceRequest"].SerializeToString,
+                MESSAGES["ProduceResponse"].FromString,
+            )
+            requests = [MESSAGES["ProduceRequest"](message_id=f"{n}", record=b"%d\0" % n) for n in numbers]
+            assert len(list(stream(iter(requests), wait_for_ready=True, timeout=60))) == len(requests)
+
+    def processed():
+        text = records_file.read_bytes() if records_file.exists() else b""
+        return [b64decode(line.split(b" ")[1]) for line in text.splitlines()]
+
+    def consumer():
+        return subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.DEVNULL)
+
+    running = consumer()
+    try:
+        for part in range(4):
+            produce(range(part * count // 4, (part + 1) * count // 4))
+            before = len(processed())
+            broker.wait(lambda before=before: len(processed()) > before + 20, "the consumer at work")
+            running.kill()
+            running.wait(30)
+            if part == 1:
+                broker.kill("gateway")
+                broker.wait(lambda: len(events(broker, "ready")) == 2, "the gateway back")
+            if part == 2:
+                broker.kill()
+                broker.up(**ports)
+            argv[2] = address(broker)
+            running = consumer()
+        broker.wait(lambda: len(set(processed())) == count, "every record")
+    finally:
+        running.kill()
+        running.wait(30)
+    found = processed()
+    assert set(found) == {b"%d\0" % n for n in range(count)}
+    assert list(dict.fromkeys(found)) == [b"%d\0" % n for n in range(count)]  # in order, but for what comes again
+    assert all(times <= 5 for times in Counter(found).values())  # once, and once more for each kill at the most

@@ -1,0 +1,416 @@
+"""The gateway's parts without a broker: what a feed shows, how far it trusts the router, what ready means, what is declared."""
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from google.protobuf import descriptor_pb2
+from made_up import Silent, stored
+
+from kmq import gateway, stats
+from kmq.client.protocol import RETRYABLE
+from kmq.errors import ConfigError
+from kmq.gateway import answers, feed, listeners, metrics, web
+from kmq.gateway.answers import Answer
+from kmq.gateway.broker import Broker
+from kmq.gateway.feed import Feed, Watermark
+from kmq.log.reader import DamageError
+from kmq.routing import Topic
+from kmq.settings import STAGES, load
+from kmq.stats import STATES, StatsPage
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 30.0
+
+
+# --- the schema ------------------------------------------------------------------------------------------------------
+
+
+def test_the_compiled_schema_is_the_one_in_the_proto(tmp_path):
+    directory = ROOT / "kmq" / "gateway"
+    argv = [sys.executable, "-m", "grpc_tools.protoc", f"-I{directory}", f"--descriptor_set_out={tmp_path}/made"]
+    subprocess.run([*argv, "podbus.proto"], check=True, capture_output=True)
+    parse = descriptor_pb2.FileDescriptorSet.FromString
+    assert parse((directory / "podbus.desc").read_bytes()) == parse((tmp_path / "made").read_bytes())
+
+
+def test_whether_the_gateway_is_installed_is_known_without_loading_it():
+    code = "import sys; from kmq import gateway; assert gateway.is_installed(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"grpc", "aiohttp", "prometheus_client", "asyncio"} & set(done.stdout.split())
+
+
+def test_without_one_of_its_packages_the_gateway_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grpc_health", None)
+    monkeypatch.setattr(gateway, "find_spec", lambda name: sys.modules.get(name, name))
+    assert not gateway.is_installed()
+
+
+# --- feeds -----------------------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """A topic on disk, as the router leaves it."""
+
+    def __init__(self, data, partitions=1):
+        self.data, self.topic = data, Topic("t", partitions, 1)
+        for number, link in enumerate(self.topic.log_names()):
+            os.makedirs(f"{data}/topics/t/{number}")
+            os.symlink(f"topics/t/{number}/{0:020d}.log", f"{data}/{link}")
+        Path(f"{data}/topics/t/topic.toml").write_text(f"partitions = {partitions}\nfrom_seq = 1\n")
+
+    def append(self, *seqs):
+        for seq in seqs:
+            (text,) = stored([b"t|0|%d|payload %d" % (seq, seq)], seq)
+            self.write(text, seq % self.topic.partitions)
+
+    def write(self, text, partition=0):
+        with open(f"{self.data}/topics/t/{partition}/{0:020d}.log", "ab") as file:
+            file.write(text)
+
+
+def taken(source, upto):
+    """The seqs that come until nothing more does."""
+    seqs = []
+    while source.has_more():
+        source.fill(upto)
+        if not source.ready:
+            break
+        while source.ready:
+            seq, payload = source.ready.popleft()
+            assert payload == b"payload %d" % seq
+            seqs.append(seq)
+    return seqs
+
+
+@pytest.fixture(params=[1 << 16, 100], ids=["all in one chunk", "a record or two in a chunk"])
+def chunk(request, monkeypatch):
+    monkeypatch.setattr(feed, "CHUNK_BYTES", request.param)
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_feed_gives_all_records_in_order_of_seq(data, chunk, partitions):
+    queue = Queue(data, partitions)
+    seqs = [*range(1, 50), *range(60, 70, 3), *range(200, 250)]
+    queue.append(*seqs)
+    assert taken(Feed(data, "t", 0), 250) == seqs
+    assert taken(Feed(data, "t", 50), 250) == [seq for seq in seqs if seq >= 50]
+    assert taken(Feed(data, "t", 251), 250) == []
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_feed_shows_nothing_that_the_router_has_not_passed(data, chunk, partitions):
+    queue = Queue(data, partitions)
+    queue.append(*range(1, 20))
+    source = Feed(data, "t", 1)
+    assert taken(source, 0) == []
+    assert taken(source, 7) == [*range(1, 8)]
+    assert taken(source, 19) == [*range(8, 20)]
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_feed_goes_on_when_records_come_and_looks_at_nothing_before(data, chunk, partitions):
+    source = Feed(data, "t", 0)
+    source.fill(9)
+    assert not source.ready and source.has_more()  # no topic yet
+    queue = Queue(data, partitions)
+    queue.append(1, 2, 3)
+    assert taken(source, 9) == [1, 2, 3]
+    assert not source.has_more()
+    queue.append(7)
+    assert source.has_more()
+    assert taken(source, 9) == [7]
+
+
+def test_a_feed_goes_on_in_the_next_segment(data):
+    queue = Queue(data)
+    queue.append(1, 2)
+    source = Feed(data, "t", 0)
+    assert taken(source, 9) == [1, 2] and not source.has_more()
+    Path(f"{data}/topics/t/0/{2:020d}.log").write_bytes(b"".join(stored([b"t|0|3|payload 3"], 3)))
+    os.unlink(f"{data}/t.log")
+    os.symlink(f"topics/t/0/{2:020d}.log", f"{data}/t.log")
+    assert source.has_more()
+    assert taken(source, 9) == [3]
+
+
+def test_a_feed_passes_over_what_compaction_has_emptied(data, chunk):
+    queue = Queue(data, 2)
+    queue.append(1, 2)
+    queue.write(b"\n" * 300, partition=0)
+    queue.append(3, 4, 5, 6)
+    assert taken(Feed(data, "t", 0), 9) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_feed_serves_what_is_good_and_raises_at_the_damage(data):
+    queue = Queue(data)
+    queue.append(1, 2)
+    queue.write(b"3|no stored line\n")
+    source = Feed(data, "t", 0)
+    source.fill(9)
+    assert [seq for seq, _ in source.ready] == [1, 2] and source.next_seq == 3
+    with pytest.raises(DamageError, match=r"topics/t/0/0+\.log"):
+        source.fill(9)
+
+
+def test_a_feed_decodes_what_is_marked_as_base64_and_nothing_else(data):
+    queue = Queue(data)
+    ids = [b"1;enc=b64", b"2", b"3;p=x;enc=b64", b"4;enc=b641"]
+    for seq, line in enumerate(stored([b"t|0|%b|AAEC" % id for id in ids], 1), 1):
+        queue.write(line)
+        assert line.startswith(b"%d|" % seq)
+    source = Feed(data, "t", 0)
+    source.fill(9)
+    assert [payload for _, payload in source.ready] == [b"\0\1\2", b"AAEC", b"\0\1\2", b"AAEC"]
+
+
+# --- the watermark ---------------------------------------------------------------------------------------------------
+
+
+def rows(**seqs):
+    return SimpleNamespace(rows={name: SimpleNamespace(seq=seq) for name, seq in seqs.items()})
+
+
+def within(seconds, coroutine):
+    async def run():
+        async with asyncio.timeout(seconds):
+            return await coroutine
+
+    return asyncio.run(run())
+
+
+def test_whoever_waits_for_the_router_goes_on_when_it_has_passed():
+    page = rows(router=3, durability=9)
+    watermark, passed = Watermark(page), []
+
+    async def wait(seq):
+        await watermark.passed(seq)
+        passed.append((seq, page.rows["router"].seq))
+
+    async def run():
+        waiting = [asyncio.create_task(wait(seq)) for seq in (3, 4, 5, 9)]
+        for seq in (4, 9):
+            while sum(task.done() for task in waiting) < {4: 1, 9: 2}[seq]:
+                await asyncio.sleep(0)
+            page.rows["router"].seq = seq
+        await asyncio.gather(*waiting)
+
+    within(PATIENCE_S, run())
+    assert passed == [(3, 3), (4, 4), (5, 9), (9, 9)]
+
+
+def test_a_router_that_starts_again_has_passed_nothing_and_wakes_when_it_is_back():
+    page = rows(router=5, durability=9)
+
+    async def run():
+        watermark = Watermark(page)
+        waiting = asyncio.create_task(watermark.passed(6))
+        await asyncio.sleep(0)
+        page.rows["router"].seq = 0
+        watermark._look()
+        assert not waiting.done()
+        page.rows["router"].seq = 6
+        await waiting
+
+    within(PATIENCE_S, run())
+
+
+def test_what_was_durable_stays_durable_while_durability_starts_again():
+    page = rows(router=0, durability=7)
+    watermark = Watermark(page)
+    assert watermark.durable == 7
+    page.rows["durability"].seq = 0
+    assert watermark.durable == 7
+    watermark.expect(12)
+    assert watermark.durable == 12
+
+
+def test_the_watermark_is_looked_at_less_and_less_often_until_something_is_expected():
+    async def run():
+        watermark = Watermark(rows(router=0, durability=0))
+        waiting = asyncio.create_task(watermark.passed(1))
+        await asyncio.sleep(0)
+        assert watermark._pause == feed._FAST_S
+        while watermark._pause < feed._SLOW_S:
+            await asyncio.sleep(0.005)
+        watermark.expect(1)
+        assert watermark._pause == feed._FAST_S
+        watermark.stop()
+        with pytest.raises(Answer, match="stopping"):
+            await waiting
+
+    within(PATIENCE_S, run())
+
+
+def test_nobody_looks_while_nobody_waits():
+    async def run():
+        watermark = Watermark(rows(router=0, durability=0))
+        waiting = asyncio.create_task(watermark.passed(1))
+        await asyncio.sleep(0)
+        assert watermark._timer
+        waiting.cancel()
+        while watermark._timer:
+            await asyncio.sleep(0.001)
+
+    within(PATIENCE_S, run())
+
+
+# --- answers, listeners ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_producer_may_send_again_is_unavailable_over_grpc_and_503_over_http():
+    assert {answers.STATUS[code] for code in RETRYABLE} == {answers.Status(grpc.StatusCode.UNAVAILABLE, 503)}
+
+
+def test_a_code_that_nobody_knows_is_an_internal_error():
+    assert Answer("never_heard", "").status == answers.INTERNAL
+    assert all(isinstance(row.grpc, grpc.StatusCode) and 400 <= row.http < 600 for row in answers.STATUS.values())
+
+
+@pytest.mark.parametrize("kind", ["grpc", "http"])
+def test_a_port_that_is_taken_is_named_with_its_setting(tmp_path, kind):
+    from aiohttp import web as http
+
+    async def listen(settings):
+        if kind == "grpc":
+            return listeners.listen_grpc(listeners.grpc_server(settings, None), settings, Silent())
+        runner = http.AppRunner(http.Application())
+        await runner.setup()
+        try:
+            return await listeners.listen_http(runner, settings, Silent())
+        finally:
+            await runner.cleanup()
+
+    setting = f"KMQ_{kind.upper()}_PORT"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = load({"KMQ_PIPES": str(tmp_path), setting: str(port)}, "/nonexistent.toml")
+        with pytest.raises(ConfigError, match=rf"{setting}={port}: cannot listen on 127\.0\.0\.1:{port}: .*in use"):
+            asyncio.run(listen(settings))
+    settings = load({"KMQ_PIPES": str(tmp_path), setting: "0"}, "/nonexistent.toml")
+    assert asyncio.run(listen(settings)) == {kind: int((tmp_path / f"{kind}.port").read_text())}
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broker(data, tmp_path):
+    """Four stages that are ready, as the stats page has them."""
+    instance = f"unit-gateway-{os.getpid()}"
+    (tmp_path / "pipes").mkdir()
+    os.mkfifo(tmp_path / "pipes" / "raw")
+    settings = load({"KMQ_INSTANCE": instance, "KMQ_DATA": data, "KMQ_PIPES": f"{tmp_path}/pipes"}, "/nonexistent.toml")
+    page = StatsPage(instance, "id", data)
+    for number, name in enumerate(STAGES, 1):
+        page.rows[name].pid, page.rows[name].state = number, STATES.index("ready")
+        page.rows[name].heartbeat = time.monotonic_ns()
+    yield Broker(settings, page)
+    os.unlink(page.path)
+
+
+def test_a_broker_whose_stages_are_ready_is_ready(broker):
+    assert (broker.why_not_alive(), broker.why_not_ready()) == ("", "")
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_silent_stage_is_neither_alive_nor_ready(broker, name):
+    broker.page.rows[name].heartbeat = time.monotonic_ns() - 3_000_000_000
+    for reason in (broker.why_not_alive(), broker.why_not_ready()):
+        assert re.fullmatch(rf"{name} has given no sign of life for 3\.\d s", reason)
+    broker.page.rows[name].wipe()
+    assert broker.why_not_alive() == f"{name} has not been started"
+
+
+@pytest.mark.parametrize("state", sorted(set(STATES) - {"ready"}))
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_that_is_alive_but_not_ready_is_named(broker, name, state):
+    broker.page.rows[name].state = STATES.index(state)
+    assert broker.why_not_alive() == ""
+    assert broker.why_not_ready() == f"{name} is {state.replace('_', ' ') or 'starting'}"
+
+
+def test_a_broker_without_room_is_alive_but_not_ready(broker, monkeypatch):
+    monkeypatch.setattr(broker._room, "refusal", lambda: "quota")
+    assert broker.why_not_alive() == ""
+    assert broker.why_not_ready() == "quota: KMQ_DATA_QUOTA is reached"
+
+
+def get(broker, path):
+    async def run():
+        async with TestClient(TestServer(web.application(broker, metrics.Requests(), None))) as client:
+            response = await client.get(path)
+            return response.status, await response.text(), response.headers["Content-Type"]
+
+    return within(PATIENCE_S, run())
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz"])
+def test_health_reports_the_last_durable_write_and_the_reason(broker, path):
+    row = broker.page.rows["durability"]
+    row.seq, row.synced = 4711, 1_700_000_000_123_000_000
+    status, text, _ = get(broker, path)
+    assert status == 200
+    assert '"last_durable_seq": 4711, "last_durable_write": "2023-11-14T22:13:20.123Z"' in text
+    row.heartbeat = 1
+    status, text, _ = get(broker, path)
+    assert (status, '"ok": false, "reason": "durability has given no sign of life' in text) == (503, True)
+
+
+def test_the_index_leads_to_every_page(broker):
+    status, text, kind = get(broker, "/")
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    links = re.findall(r'href="([^"]+)"', text)
+    assert links == list(web.PAGES)
+    assert [get(broker, link)[0] for link in links] == [200] * len(links)
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_has_a_name_and_a_description_of_its_own():
+    names, helps = [row[0] for row in metrics.DECLARED], [row[1] for row in metrics.DECLARED]
+    assert len(set(names)) == len(names) and len(set(helps)) == len(helps)
+    assert all(re.fullmatch(r"kmq_[a-z_]+", name) for name in names)
+    assert all(text.endswith(".") for text in helps)
+
+
+def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
+    broker.page.rows["durability"].synced = time.time_ns()
+    os.makedirs(f"{broker.settings.data}/topics/t/0")
+    requests = metrics.Requests()
+    requests.count("Produce", "OK", 0.003)
+    text = metrics.page(broker, requests).decode()
+    for name, help, _ in metrics.DECLARED:
+        assert f"# HELP {name} {help}\n" in text
+        assert re.search(rf"(?m)^{name}(_count|_bucket)?[ {{]", text), f"{name} has no value"
+    assert 'kmq_grpc_requests_total{code="OK",method="Produce"} 1.0' in text
+    assert 'kmq_grpc_seconds_bucket{le="0.005",method="Produce"} 1.0' in text
+
+
+def test_a_scrape_tells_what_the_stats_page_says(broker):
+    for name in STAGES:
+        for number, field in enumerate(stats._FIELDS):
+            if field not in ("pid", "state", "heartbeat"):
+                setattr(broker.page.rows[name], field, 1000 + number)
+    text = metrics.page(broker, metrics.Requests()).decode()
+    shown = {field for number, field in enumerate(stats._FIELDS) if f" {1000.0 + number}" in text}
+    assert set(stats._FIELDS) - shown == {"pid", "state", "heartbeat", "started", "port", "synced"}
+
+
+def test_of_very_many_topics_only_some_are_shown_one_by_one(broker, monkeypatch):
+    monkeypatch.setattr(metrics, "_MAX_TOPICS", 3)
+    for number in range(9):
+        os.makedirs(f"{broker.settings.data}/topics/t{number}/0")
+    text = metrics.page(broker, metrics.Requests()).decode()
+    assert re.findall(r'kmq_end_offset{partition="0",topic="(t\d)"} 0.0', text) == ["t0", "t1", "t2"]
+    assert "\nkmq_topics 9.0\n" in text
