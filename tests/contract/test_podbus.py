@@ -337,7 +337,7 @@ def test_a_quota_that_is_reached_is_unavailable_with_the_reason(new_bus):
     assert (answers[-1]["code"], answers[-1]["details"][:7]) == ("UNAVAILABLE", "quota: "), answers[-1]
     assert len(answers) > 10
     assert bus.call("Consume", offset=0)["record"] == b"x" * 60 * KIB  # reading goes on
-    assert bus.call("Check", service="")["status"] == "NOT_SERVING"
+    wait_until(lambda: bus.call("Check", service="")["status"] == "NOT_SERVING", "not serving")
 
 
 @pytest.fixture
@@ -361,7 +361,7 @@ def test_a_full_disk_is_unavailable_with_the_reason_until_there_is_room(small_di
     answer = bus.produce("full")
     assert answer["details"].startswith("disk_full: the disk has no room for more")
     filler.unlink()
-    offset = wait_until(lambda: bus.produce("full", b"stored at last").get("offset"), "room", seconds=2.0)
+    offset = wait_until(lambda: bus.produce("at last", b"stored at last").get("offset"), "room", seconds=2.0)
     assert bus.call("Consume", offset=offset)["record"] == b"stored at last"
 
 
