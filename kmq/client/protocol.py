@@ -186,6 +186,9 @@ class Core:
         self.failed: KmqError | None = None  # the producer has ended
         self.connected = False
         self.hurry = False  # somebody waits: what is queued goes now
+        self.filling = (
+            False  # the window was full: the next group goes when it is full again, or somebody is in a hurry
+        )
         self.last_error = "not connected yet"
         self.unreachable_since = time.monotonic()
         self.max_line = MIB
@@ -206,13 +209,22 @@ class Core:
             if self.name:
                 self._next_id = time.time_ns() // 100 if options.first_id is None else options.first_id
             else:
-                self.name, self._next_id = f"py-{token_hex(12)}", 1
+                self.name, self._next_id = f"auto-{token_hex(12)}", 1  # the broker forgets such names first
 
     # --- messages in -------------------------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
         return self.unanswered >= self.options.max_in_flight or self.bytes >= self.options.max_in_flight_bytes
+
+    @property
+    def has_room_again(self) -> bool:
+        """Half of a window that was full is free: who waited goes on then, so that messages travel in few, large groups.
+
+        What a group costs the broker hardly depends on its size: at 64 in flight this more than doubles the throughput.
+        """
+        options = self.options
+        return self.unanswered <= options.max_in_flight // 2 and self.bytes <= options.max_in_flight_bytes // 2
 
     def add(
         self,
@@ -296,7 +308,12 @@ class Core:
     @property
     def waits_for_reply(self) -> bool:
         """Whether what is queued goes with the next write, after a reply: the quick way to know that nothing goes now."""
-        return bool(self._gathers and self._flying and self._queued_bytes < self.options.batch_bytes and not self.hurry)
+        return bool(
+            self._gathers
+            and (self._flying or self.filling)
+            and self._queued_bytes < self.options.batch_bytes
+            and not self.hurry
+        )
 
     @property
     def has_queued(self) -> bool:
@@ -360,7 +377,7 @@ class Core:
         return (
             self.hurry
             or self._queued_bytes >= self.options.batch_bytes
-            or (not self._flying if linger is None else now - queue[0].since >= linger / 1000)
+            or (not self._flying and not self.filling if linger is None else now - queue[0].since >= linger / 1000)
         )
 
     def linger_left(self, now: float) -> float | None:
@@ -384,6 +401,7 @@ class Core:
             flying.append(delivery)
             parts.append(data)
             size += len(data)
+        self.filling = False
         if not queue:
             self.hurry = False
         return parts[0] if len(parts) == 1 else b"".join(parts)

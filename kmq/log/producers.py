@@ -9,8 +9,9 @@ Crash       A start loads producers.ckpt, then reads what came after it from the
             disk (`Checkpointer`): when all stages die with the rings, ids that went down with them must be taken again.
             A damaged file is passed over (its crc says so) and the whole WAL read instead.
 Memory      Bounded: at most `producers` names, each with its last id and some runs of (id, seq); at most `dedupe_count` runs
-            and as many ids in windows. What falls out of the runs is still known to be stored, but not as which seq: `!dup n
-            0`. What falls out of a window, by count or age, is forgotten: design 2.4 promises no more there.
+            and as many ids in windows. Over the names those go first that a program made up for itself. What falls out
+            of the runs is still known to be stored, but not as which seq: `!dup n 0`. What falls out of a window, by
+            count or age, is forgotten: design 2.4 promises no more there.
 """
 
 import os
@@ -28,6 +29,9 @@ from kmq.settings import MIB
 CHECKPOINT_BYTES = 32 * MIB  # of framed lines: bounds what a start has to read again to a third of a second;
 _EMPTY_TIMES = 4  # and so many times that while there is nobody to remember: looking for nobody is that much faster
 _RUNS = 1024  # runs remembered per producer
+# Names that a client made up for one run of a program (`kmq produce --acks` in a loop) do not come again. So long after its
+# last message such a program has most likely ended; only where the table is full it is not waited for any longer.
+MADE_UP, _MADE_UP_S = b"auto-", 600
 _MIN_RUNS = 8  # also when all producers together have too many
 MAX_WINDOW_ID = 256  # bytes of an arbitrary id: bounds the memory of a window
 MAX_ID = 18  # digits of an increasing id: it fits a signed 64-bit number
@@ -120,9 +124,12 @@ class Producers:
             self._runs -= producer.trim(_MIN_RUNS)
 
     def forget_idle(self, now: int) -> None:
-        """Forget producers that have stored nothing for the time to live."""
-        for name in [name for name, producer in self.names.items() if now - producer.seconds > self._ttl]:
-            self._runs -= len(self.names.pop(name).ids)
+        """Forget producers that have stored nothing for the time to live; of a full table, names that were made up sooner."""
+        is_full = len(self.names) >= self._max_names
+        for name, producer in list(self.names.items()):
+            made_up = is_full and name.startswith(MADE_UP)
+            if now - producer.seconds > (min(self._ttl, _MADE_UP_S) if made_up else self._ttl):
+                self._runs -= len(self.names.pop(name).ids)
 
     # --- arbitrary ids ----------------------------------------------------------------------------------------------
 

@@ -118,6 +118,19 @@ def test_a_full_table_takes_a_new_name_once_an_idle_one_is_forgotten():
     assert known._runs == 1
 
 
+def test_names_that_programs_made_up_for_themselves_give_way_in_a_full_table_and_only_there():
+    known = table(producers=3, ttl=100_000)
+    for name, seconds in ((b"auto-1", 1000), (b"till", 1000), (b"auto-2", 1500)):
+        known.stored(known.producer(name, seconds), 1, 1, 1, seconds)
+    known.names.pop(b"auto-2")
+    known.forget_idle(2000)
+    assert set(known.names) == {b"auto-1", b"till"}  # there is room: nobody gives way
+    known.producer(b"auto-2", 1500)
+    assert known.producer(b"new", 1600) is None  # it may still be running
+    assert known.producer(b"new", 1601) is not None
+    assert set(known.names) == {b"till", b"auto-2", b"new"}
+
+
 # --- arbitrary ids -----------------------------------------------------------------------------------------------------
 
 
