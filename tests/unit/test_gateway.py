@@ -131,6 +131,18 @@ def test_a_feed_goes_on_when_records_come_and_looks_at_nothing_before(data, chun
     assert taken(source, 9) == [7]
 
 
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_a_feed_that_begins_beyond_the_end_passes_over_what_comes_before_its_seq(data, chunk, partitions):
+    queue = Queue(data, partitions)
+    queue.append(1, 2)
+    source = Feed(data, "t", 10)
+    assert taken(source, 2) == []
+    queue.append(5, 6, 7)
+    assert taken(source, 7) == []
+    queue.append(9, 10, 11)
+    assert taken(source, 11) == [10, 11]
+
+
 def test_a_feed_goes_on_in_the_next_segment(data):
     queue = Queue(data)
     queue.append(1, 2)
@@ -347,7 +359,7 @@ def test_a_broker_without_room_is_alive_but_not_ready(broker, monkeypatch):
 
 def get(broker, path):
     async def run():
-        async with TestClient(TestServer(web.application(broker, metrics.Requests(), None))) as client:
+        async with TestClient(TestServer(web.application(broker, metrics.Requests()))) as client:
             response = await client.get(path)
             return response.status, await response.text(), response.headers["Content-Type"]
 
