@@ -45,6 +45,7 @@ _MAX_QUESTION = 64  # bytes of a GET_ACK line
 # SO_LINGER: a producer's connection ends with a reset unless we close it in order. When we are killed the kernel closes it, and
 # an end that looks like ours would tell a producer that waits for it that lines which we had not passed on are safe.
 _BREAK, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
+_OWN_DESCRIPTORS = 64  # not for producers: FIFOs, epolls, listeners, who asks on the ack port, and one to say no with
 _GRACE_S = 0.2  # when told to stop: how long connected producers may still hand over what they have sent
 _ANSWER_S = 2.0  # and how long we wait for the replies to what was taken
 _ROOM_S = 0.1  # while producers are refused: how often we look whether there is room again
@@ -103,7 +104,7 @@ class Ingress:
         durability = stage.page.rows["durability"]
         self.room = Room(settings, lambda: durability.bytes)
         self.refusing = b""  # why nothing more is taken: code and reason
-        _raise_descriptor_limit()
+        self.most = min(settings.connections, max(1, _descriptor_limit() - _OWN_DESCRIPTORS))
         self.poll = select.epoll()
         self.producer_poll = select.epoll()
         self.poll.register(stage.signalled, select.EPOLLIN)
@@ -279,12 +280,11 @@ class Ingress:
             self._listen_to(connection)
 
     def _accept_producers(self, door: socket.socket, context: "SSLContext | None") -> None:
-        most = self.stage.settings.connections
         for sock, address in _accept(door, self.stage):
             peer = f"{address[0]}:{address[1]}"
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _BREAK)
-            if len(self.producers) >= most:
-                reason = f"KMQ_CONNECTIONS={most} are open already"
+            if len(self.producers) >= self.most:
+                reason = f"{self.most} are open already (KMQ_CONNECTIONS, ulimit -n)"
                 self._note("connection_refused", peer, reason)
                 if context is None:  # over TLS that would take the handshake that the limit is to spare us
                     with contextlib.suppress(OSError):
@@ -438,10 +438,11 @@ def _close_in_order(connection: Connection) -> None:
     connection.sock.close()
 
 
-def _raise_descriptor_limit() -> None:
-    """One descriptor per producer: take as many as the system allows us."""
+def _descriptor_limit() -> int:
+    """One descriptor per producer: take as many as the system allows us. How many that is."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def answer(question: bytes, durable_seq: int) -> bytes:

@@ -672,6 +672,24 @@ def end_of(sock):
         return file.read()
 
 
+def test_descriptors_do_not_run_out_before_the_limit_is_told(secured):
+    """Without one left nobody could be told, and every turn of the loop would end in a pause."""
+    broker = secured()
+    broker.down()
+    result = broker.run("bash", "-c", "ulimit -n 100 && kmq up --no-gateway")
+    assert result.returncode == 0, result.stderr
+    socks = [plain(broker) for _ in range(40)]
+    told = [sock for sock in socks[36:] if reply(sock).startswith(b"!err 0 connections 36 ")]
+    assert len(told) == 4
+    for sock in socks[:36]:
+        sock.sendall(b"test.k|1|1|x\n")
+        assert end(sock) == b""
+    broker.wait_routed(36)
+    for sock in told:
+        sock.close()
+    assert "event=accept_failed" not in broker.log()
+
+
 def test_one_connection_too_many_is_told_and_another_may_come_when_one_has_gone(secured):
     broker = secured(KMQ_CONNECTIONS=3)
     first, *others = [plain(broker), secure(broker), plain(broker)]
