@@ -55,6 +55,8 @@ PRIVATE = (
     "KMQ_INSTANCE",
     "KMQ_PORT",
     "KMQ_ACK_PORT",
+    "KMQ_HTTP_PORT",
+    "KMQ_GRPC_PORT",
     "KMQ_DATA",
     "KMQ_PIPES",
 )  # set here, whatever the environment says
@@ -264,6 +266,8 @@ class Pod:
             "KMQ_INSTANCE": f"bench{os.getpid()}",
             "KMQ_PORT": "0",
             "KMQ_ACK_PORT": "0",
+            "KMQ_HTTP_PORT": "0",
+            "KMQ_GRPC_PORT": "0",
             "KMQ_DATA": str(home / "data"),
             "KMQ_PIPES": str(home / "pipes"),
         }

@@ -186,7 +186,9 @@ class AsyncProducer(asyncio.Protocol):
         if not self._core.is_full and not self._order.locked():
             return
         async with self._timeout(timeout, "room among the messages in flight"), self._order:
-            while self._core.is_full:
+            if not self._core.is_full:
+                return
+            while not self._core.has_room_again:
                 self._core.hurry = True
                 self._flush()
                 await self._changed.wait()

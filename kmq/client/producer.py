@@ -280,7 +280,9 @@ class Producer:
         core = self._core
         if count > self.options.max_in_flight:
             raise ValueError(f"a list of {count:,} messages is over max_in_flight={self.options.max_in_flight:,}")
-        self._wait_locked(lambda: not core.is_full, timeout, "room among the messages in flight")
+        if core.is_full:
+            self._wait_locked(lambda: core.has_room_again, timeout, "room among the messages in flight")
+            core.filling = True
         if core.failed is not None:
             self._told = True
             raise core.failed
@@ -508,6 +510,9 @@ class Producer:
             return
         self._work.wait(_BUSY_TICK_S if self._busy else _TICK_S)
         self._busy = bool(self._attending) or turns != self._turns
+        if core.filling and core.has_queued:  # who was filling the window has stopped
+            core.hurry = True
+            self._write()
         if self._busy:
             return
         until = time.monotonic() + _REST_S

@@ -119,6 +119,14 @@ def test_the_window_bounds_what_has_no_reply(up, connect):
         assert 1 < most <= 10
 
 
+def test_what_is_left_in_a_window_that_nobody_fills_goes_all_the_same(up, connect):
+    producer = connect(max_in_flight=4)
+    for n in range(1, 30):
+        producer.send("t", b"x")
+        if n % 7 == 0:
+            up.wait(lambda n=n: len(up.wal()) == n, f"{n} messages, without anybody waiting for a reply")
+
+
 # --- what the broker refuses -------------------------------------------------------------------------------------------
 
 

@@ -358,6 +358,21 @@ def test_the_window_is_full_by_messages_or_bytes_and_has_room_after_replies():
     assert core.is_full
 
 
+def test_who_waited_for_room_goes_on_when_half_the_window_is_free_and_fills_it_before_anything_goes():
+    core = make(max_in_flight=4, linger_ms=None)
+    add_many(core, 4)
+    take(core)
+    core.receive(b"!ack 1 1\n")
+    assert not core.is_full and not core.has_room_again
+    core.receive(b"!ack 4 4\n")
+    assert core.has_room_again
+    core.filling = True
+    add(core)
+    assert take(core) == [] and core.waits_for_reply
+    core.hurry = True
+    assert len(take(core)) == 1 and not core.filling
+
+
 def test_a_stall_is_described_with_what_is_known():
     core = Core(Options())
     add(core)
