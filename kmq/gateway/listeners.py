@@ -5,6 +5,7 @@ With certificates (tls.py) HTTP and gRPC are there twice, plaintext and TLS. Wit
 """
 
 import os
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from ssl import SSLContext
@@ -139,8 +140,8 @@ def listen_grpc(server: Any, settings: Settings, log: Log) -> dict[str, int]:
 def _bind(add_port: Callable[[str], int], setting: str, host: str, port: int) -> int:
     try:
         return add_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    except RuntimeError:  # it does not say why, and the reason is nearly always this one
-        raise _refused(setting, host, port, "Address already in use") from None
+    except RuntimeError:
+        raise _refused(setting, host, port, _why_not(host, port)) from None
 
 
 def _credentials(settings: Settings, certificates: tls.Certificates) -> Any:
@@ -181,6 +182,15 @@ async def _start(runner: web.AppRunner, setting: str, host: str, port: int, cont
         raise _refused(setting, host, port, reason) from err
     opened: int = runner.addresses[before][1]
     return opened
+
+
+def _why_not(host: str, port: int) -> str:
+    """Why gRPC, which does not say, could not listen there."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as err:
+        return err.strerror or str(err)
+    return "gRPC gives no reason"
 
 
 def _refused(setting: str, host: str, port: int, reason: str) -> ConfigError:

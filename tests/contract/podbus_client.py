@@ -52,11 +52,14 @@ def consume_stream(call):
     """As far as `limit`, or to the end."""
     found = []
     request = messages.ConsumeStreamRequest(offset=call["offset"], follow=call.get("follow", False))
-    for response in (stream := bus.ConsumeStream(request, timeout=call.get("timeout"))):
-        found.append(consumed(response))
-        if len(found) == call.get("limit"):
-            stream.cancel()
-            break
+    try:
+        for response in (stream := bus.ConsumeStream(request, timeout=call.get("timeout"))):
+            found.append(consumed(response))
+            if len(found) == call.get("limit"):
+                stream.cancel()
+                break
+    except grpc.RpcError as error:
+        return {"records": found} | outcome(error)
     return {"records": found}
 
 

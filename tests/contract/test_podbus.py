@@ -391,6 +391,10 @@ def test_a_damaged_record_is_data_loss_naming_file_and_seq_and_never_served(new_
     assert answer["code"] == "DATA_LOSS"
     assert str(path) in answer["details"] and f"seq {offsets[50]}" in answer["details"]
     assert bus.call("Consume", offset=offsets[199])["record"].startswith(b"record 199 ")
+    answer = bus.call("ConsumeStream", offset=0)
+    assert answer["code"] == "DATA_LOSS"
+    assert all(b"record %d " % n in record["record"] for n, record in enumerate(answer["records"]))
+    assert len(answer["records"]) <= 50
 
 
 # --- health and reflection -------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The gateway beside a real broker: it comes and goes, says how the broker is, and loses nothing on the way."""
 
+import contextlib
 import json
 import os
 import signal
@@ -200,6 +201,37 @@ def test_the_gateway_waits_for_a_broker_that_is_not_there(new_broker):
         assert "is the broker up?" in failed.value.details()
         process.terminate()
         assert process.wait(30) == 0
+
+
+def test_a_producer_that_sends_again_what_has_no_answer_stores_each_record_once_over_kills_of_anything(new_broker):
+    broker = new_broker()
+    broker.up()
+    ports = fixed_ports(broker)
+    broker.down()
+    broker.up(**ports)
+    count, offsets = 4000, {}
+    victims = iter(("gateway", "ingress", "gateway", "durability"))
+    with grpc.insecure_channel(address(broker)) as channel:
+        stream = channel.stream_stream(
+            f"/{podbus.SERVICE}/ProduceStream",
+            MESSAGES["ProduceRequest"].SerializeToString,
+            MESSAGES["ProduceResponse"].FromString,
+        )
+        while len(offsets) < count:
+            numbers = [number for number in range(count) if number not in offsets]
+            in_flight = threading.Semaphore(64)  # or all are answered before the kill
+            requests = (MESSAGES["ProduceRequest"](message_id=f"{n}", record=b"%d" % n) for n in numbers)
+            paced = (request for request in requests if in_flight.acquire(timeout=60))
+            with contextlib.suppress(grpc.RpcError):
+                for number, response in zip(numbers, stream(paced, wait_for_ready=True, timeout=60), strict=False):
+                    offsets[number] = response.offset
+                    if len(offsets) % 700 == 0 and (victim := next(victims, None)):
+                        broker.kill(victim)
+                    in_flight.release()
+    assert next(victims, None) is None, "it was over before everybody had been killed"
+    broker.wait_routed(max(offsets.values()))
+    stored = {int(line.split(b"|")[0]): line.split(b"|", 5)[5] for line in broker.lines("podbus")}
+    assert stored == {offset: b"%d" % number for number, offset in offsets.items()}
 
 
 # --- the example consumer --------------------------------------------------------------------------------------------

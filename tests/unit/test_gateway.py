@@ -19,7 +19,7 @@ from made_up import Silent, stored
 from kmq import gateway, stats
 from kmq.client.protocol import RETRYABLE
 from kmq.errors import ConfigError
-from kmq.gateway import answers, feed, listeners, metrics, web
+from kmq.gateway import answers, feed, listeners, metrics, podbus, web
 from kmq.gateway.answers import Answer
 from kmq.gateway.broker import Broker
 from kmq.gateway.feed import Feed, Watermark
@@ -272,6 +272,31 @@ def test_nobody_looks_while_nobody_waits():
         waiting.cancel()
         while watermark._timer:
             await asyncio.sleep(0.001)
+
+    within(PATIENCE_S, run())
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_streams_over_the_limit_are_refused_until_one_ends(data, monkeypatch):
+    monkeypatch.setattr(podbus, "_STREAMS", 2)
+
+    async def run():
+        bus = podbus.PodBus(
+            load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), Silent()
+        )
+        request = SimpleNamespace(offset=1, follow=True)
+        streams = [asyncio.create_task(anext(bus.consume_stream(request, None))) for _ in range(2)]
+        while bus.streams < 2:
+            await asyncio.sleep(0)
+        with pytest.raises(Answer, match="2 streams are open already") as refused:
+            await anext(bus.consume_stream(request, None))
+        assert refused.value.code == "too_many"
+        bus.stop()
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+        assert [answer.code for answer in ended] == ["stopping", "stopping"]
+        assert bus.streams == 0
 
     within(PATIENCE_S, run())
 
