@@ -174,9 +174,16 @@ class IndexWriter:
         whole = text.endswith(b"\n") or not text
         if whole and all(entry is not None and entry.position < log_size for entry in kept):
             return
+        self._rewrite(entries)
+
+    def _rewrite(self, entries: list[Entry]) -> None:
         with open(f"{self.path}.new", "wb") as file:
             file.write(b"".join(entry.line() for entry in entries))
         os.rename(f"{self.path}.new", self.path)
+
+    def cut(self, size: int) -> None:
+        """The log is about to be cut to `size` bytes: speak no more of a block that may reach beyond. `resume` follows."""
+        self._rewrite(read_entries(self.path, size)[:-1])
 
     @classmethod
     def complete(cls, log_path: str, first_offset: int, wait_for_room: WaitForRoom) -> None:

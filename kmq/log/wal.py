@@ -160,6 +160,7 @@ class Wal:
     def cut_after(self, seq: int) -> None:
         """Forget every record after `seq`: they were never acknowledged and come again from the ring."""
         keep = self._end_of(seq)
+        self._index.cut(keep)  # first: the framer may be reading, and would take what is missing for damage
         self._file.truncate(keep)
         self.last_seq, self.last_ts = last_stored(self.data)
         self._index.resume(self._file.fd, keep, self._first)

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import shutil
 
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
@@ -139,6 +140,26 @@ def test_cut_after_forgets_what_comes_later(data, seq):
     log.close()
     assert everything(data) == b"".join(stored(LINES))
     assert reopen(data).last_seq == 300
+
+
+def test_a_reader_beside_a_cut_never_sees_an_index_that_says_more_than_the_log(data, tmp_path_factory, monkeypatch):
+    log, ftruncate, copy = write_wal(data, LINES), os.ftruncate, str(tmp_path_factory.mktemp("copy") / segment.name(1))
+    ends = []
+
+    def cut(fd, size):
+        ftruncate(fd, size)
+        shutil.copy(log.path, copy)
+        shutil.copy(segment.index_path(log.path), segment.index_path(copy))
+        ends.append((reader.indexed_end(copy, 1), size))  # raises where it does
+
+    log.note_open_block()
+    monkeypatch.setattr(os, "ftruncate", cut)
+    for seq in (297, 290, 151, 3):
+        log.cut_after(seq)
+    monkeypatch.undo()
+    log.close()
+    assert len(ends) == 4 and all(end <= size for end, size in ends)
+    assert everything(data) == b"".join(stored(LINES[:3]))
 
 
 def roll_every(data, count):
