@@ -120,7 +120,7 @@ def test_what_was_framed_and_not_yet_on_disk_is_known_to_the_next_framer(
 ) -> None:
     """Its producers send it again, while the first copies still wait in the ring."""
     pod = make_pod()
-    with producing(pod, rng, loads):
+    with producing(pod, rng, loads) as producers:
         for _ in range(4):
             pod.wait_ready()
             pod.pause("durability")
@@ -130,6 +130,7 @@ def test_what_was_framed_and_not_yet_on_disk_is_known_to_the_next_framer(
             pod.start("ingress", "framer")
             pod.wait_ready("framer")
             pod.resume("durability")
+    assert sum(load.producer.duplicates for load in producers) > 0
 
 
 def storm(pod: Pod, rng: random.Random, start: Start, blows: list[tuple[str, ...]]) -> None:
