@@ -93,9 +93,11 @@ class AppendFile:
                     self._write_rest(b"".join(buffers), written)
                 break
             except OSError as err:
-                os.ftruncate(self.fd, self.size)
                 if err.errno not in FULL:
+                    with contextlib.suppress(OSError):  # such a disk may refuse that as well: the next start cuts
+                        os.ftruncate(self.fd, self.size)
                     raise RetryError(f"{self.path}: write failed: {err.strerror}") from err
+                os.ftruncate(self.fd, self.size)
                 self._wait_for_room(self.path)
         self.size += nbytes
         if self.size - self._dropped >= _KEEP + _DROP_STEP:

@@ -128,6 +128,18 @@ def test_an_append_that_fails_for_another_reason_leaves_nothing_and_ends_the_pro
     assert (tmp_path / "log").read_bytes() == b"first\n" and file.size == 6
 
 
+def test_a_disk_that_cannot_even_cut_a_failed_append_off_is_named_all_the_same(tmp_path, monkeypatch):
+    file = AppendFile(str(tmp_path / "log"), no_room)
+
+    def fail(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(disk.os, "write", fail)
+    monkeypatch.setattr(disk.os, "ftruncate", fail)
+    with pytest.raises(RetryError, match="log: write failed: Input/output error"):
+        file.append([b"first\n"], 6)
+
+
 def test_more_buffers_than_one_writev_takes(tmp_path):
     file = AppendFile(str(tmp_path / "log"), no_room)
     lines = [b"%d\n" % n for n in range(5000)]
