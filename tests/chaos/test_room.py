@@ -70,18 +70,16 @@ def test_a_disk_without_room_is_told_to_acknowledged_producers_and_felt_by_plain
     ballast.unlink()
     resumed = [wait_resumed(pod, plain, *acked)]
 
-    plain.finish()
-    ballast = disk.fill(0)  # somebody else takes even the reserve: what is on the way has to wait
-    pod.wait(lambda: len(pod.events("refusing")) > len(pod.events("taking_again")), "ingress has noticed")
+    ballast = disk.fill(0)  # somebody else takes even the reserve: what is on the way has to wait, and the FIFO is full
+    pod.wait(lambda: stand_still(plain, *acked), "nobody gets on")
     late = AckedLoad(pod.pipes, "late", seed=3)
     loads(late)
     pod.wait(lambda: late.codes["hello disk_full"], "who comes now is told")
-    pod.wait(lambda: stand_still(late, *acked), "nobody gets on")
     ballast.unlink()
-    resumed.append(wait_resumed(pod, late, *acked))
+    resumed.append(wait_resumed(pod, plain, late, *acked))
     print("resumed_s=" + ",".join(f"{seconds:.2f}" for seconds in resumed))
     assert all(map(pod.is_alive, STAGES))
-    for load in (late, *acked):
+    for load in (plain, late, *acked):
         load.finish()
     pod.judge()
     account(pod.data, late, *acked, plain=plain.sent)
