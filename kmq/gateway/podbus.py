@@ -4,8 +4,9 @@ Produce     through ingress' acknowledged protocol, window=podbus: one connectio
             what was stored before under the same message_id is answered with that offset.
 Consume     from the queue files, never ahead of the router. An offset is a WAL seq. What is durable but not routed yet is waited
             for: NOT_FOUND is said only of what nobody has stored.
-Memory      Bounded: _STREAMS streams, each with _STREAM_IN_FLIGHT requests or one chunk of records; the producer's window; _FEEDS
-            read-ahead chunks, so that a consumer that asks for one record after another costs a read per chunk.
+Memory      Bounded: the producer's window, and _WAITING_BYTES before it; _STREAMS streams, each with _STREAM_IN_FLIGHT futures or
+            one chunk of records; _FEEDS read-ahead chunks, so that a consumer that asks for one record after another costs a
+            read per chunk.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from kmq.settings import Settings
 SCOPE = "podbus"  # of the message ids
 _ANSWER_S = 5.0  # longest wait for ingress' reply, and for the router; a shorter deadline of the client wins
 _STREAMS = 256  # at a time
+_WAITING_BYTES = 32 << 20  # of records that wait for room in the producer, which holds as many bytes without a reply
 _STREAM_IN_FLIGHT = 1024  # requests of one ProduceStream without a response
 _FEEDS = 64  # read-ahead chunks kept for consumers that come back
 _MEANING = {"too_long": "with its id, and as base64 unless it is printable text, the record is over KMQ_MAX_LINE bytes"}
@@ -44,6 +46,7 @@ class PodBus:
     def __init__(self, settings: Settings, watermark: Watermark, log: Log) -> None:
         self.settings, self.watermark, self.log = settings, watermark, log
         self.streams = 0
+        self._waiting_bytes = 0  # of records for which the producer has no room yet
         self._taking: set[asyncio.Task[None]] = set()  # one for each ProduceStream
         self._feeds: OrderedDict[int, Feed] = OrderedDict()  # by the offset that its next reader will ask for
         self._producer = self._new_producer()
@@ -110,10 +113,16 @@ class PodBus:
             raise Answer("empty_id", "message_id must not be empty: a retry is known by it")
         if self._producer.failed and time.monotonic() - self._made > _REPLACE_S:
             self._producer, self._made = self._new_producer(), time.monotonic()
+        if self._waiting_bytes > _WAITING_BYTES:
+            raise Answer("busy", "too much waits for the broker already")
+        size = len(request.record)
+        self._waiting_bytes += size
         try:
             return await self._producer.submit(self.settings.podbus_topic, request.record, id=request.message_id)
         except KmqError as err:
             raise _answer_of(err) from err
+        finally:
+            self._waiting_bytes -= size
 
     async def _stored(self, reply: "asyncio.Future[int]") -> int:
         """The offset, once it is durable."""

@@ -301,6 +301,33 @@ def test_streams_over_the_limit_are_refused_until_one_ends(data, monkeypatch):
     within(PATIENCE_S, run())
 
 
+def test_records_over_the_limit_are_refused_while_others_wait_for_room(data, monkeypatch):
+    monkeypatch.setattr(podbus, "_WAITING_BYTES", 100)
+
+    async def run():
+        bus = podbus.PodBus(
+            load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), Silent()
+        )
+        room = asyncio.Event()
+
+        async def submit(topic, record, id):
+            await room.wait()
+            return len(record)
+
+        monkeypatch.setattr(bus._producer, "submit", submit)
+        request = SimpleNamespace(message_id="1", record=b"x" * 101)
+        waiting = asyncio.create_task(bus._submit(request))
+        while not bus._waiting_bytes:
+            await asyncio.sleep(0)
+        with pytest.raises(Answer) as refused:
+            await bus._submit(request)
+        assert refused.value.code == "busy"
+        room.set()
+        assert [await waiting, await bus._submit(request)] == [101, 101]
+
+    within(PATIENCE_S, run())
+
+
 # --- answers, listeners ----------------------------------------------------------------------------------------------
 
 
