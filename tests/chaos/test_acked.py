@@ -99,9 +99,7 @@ def producing(pod: Pod, rng: random.Random, start: Start) -> Iterator[list[Produ
         load.finish()
     pod.judge()
     judge(pod.data, loads)
-    assert sum(load.producer.duplicates for load in loads) > 0, (
-        "nothing was ever sent again: this run did not show much"
-    )
+    assert all(load.producer.connections > 1 for load in loads), "no connection broke: this run did not show much"
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["rings", "small rings"])
@@ -125,7 +123,7 @@ def test_what_was_framed_and_not_yet_on_disk_is_known_to_the_next_framer(
             pod.wait_ready()
             pod.pause("durability")
             base = pod.seq("durability")
-            pod.wait(lambda base=base: pod.seq("framer") > base + 100, "messages wait in the ring")
+            pod.wait(lambda base=base: pod.seq("framer") > base + 10, "messages wait in the ring")
             pod.kill("ingress", "framer")
             pod.start("ingress", "framer")
             pod.wait_ready("framer")
