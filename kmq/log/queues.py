@@ -73,12 +73,13 @@ class Queues:
         written = 0
         mixed: list[bytes] = []
         for block in blocks:
+            if block.key_length:  # what came before it first: a topic is in force from its first message on
+                written += self._route_lines(mixed)
+                mixed = []
             target = self._common_target(block)
             if target is None:
                 mixed.append(bytes(block.data))
                 continue
-            written += self._route_lines(mixed)
-            mixed = []
             written += self._deliver(target, block.data, block.count, block.first_seq, block.last_seq)
         written += self._route_lines(mixed)
         self.routed_seq = blocks[-1].last_seq

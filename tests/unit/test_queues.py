@@ -97,6 +97,13 @@ def test_each_line_goes_to_its_topic_in_order(data):
     made.close()
 
 
+def test_a_topic_is_in_force_from_its_first_message_on_also_behind_a_mixed_block(data):
+    made = open_queues(data, 0)
+    made.route([block([b"t|||1", b"a.k|||2"], 1), block([b"a.x|||3"] * 2, 3)])
+    assert topics.load(data, "a") == (1, 2)  # a queue that is rebuilt from a later seq on would lack the first message
+    made.close()
+
+
 def build(data, lines, seed, limits=None):
     """Route `lines` with declarations midway and ranges that drop_oldest took; returns the files."""
     rng = random.Random(seed)
