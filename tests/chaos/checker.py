@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RECORD = re.compile(rb"([1-9]\d*)\|(\d+\.\d{6})\|([^|\0]+)\|[^|\0]*\|([^|\0]*)\|[^\0]*")
-STREAM_ID = re.compile(rb"([^;-]+)-(\d+)")
+STREAM_ID = re.compile(rb"([^;-]+)-(\d+)(?:;w=.*)?|(\d+);p=(.*)")
 SHOWN = 10  # findings of one kind that are listed; the rest is counted
 
 
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What one writer sent, in order: line(0), line(1), … line(count - 1), each with the id `<name>-<n>`.
+    """What one writer sent, in order: line(0), line(1), … line(count - 1), each with the id `<name>-<n>` or `<n>;p=<name>`.
 
     `mode`  all: every line reached the FIFO and must be in the WAL;
             prefix: the writer was cut off, so some prefix of it is there;
@@ -326,17 +326,18 @@ def _check_sent(records: list[Record], sent: list[Stream], dropped: int, report:
     seen: dict[bytes, list[int]] = {name: [] for name in streams}
     for record in records:
         match = STREAM_ID.fullmatch(record.id)
-        stream = streams.get(match[1]) if match else None
+        name = (match[1] or match[4]) if match else b""
+        stream = streams.get(name)
         if match is None or stream is None:
             kind = "torn" if record.key == b"dead.malformed" else "invented"
             report.add(kind, "WAL", f"seq {record.seq}, sent by nobody: {record.line[:80]!r}")
             continue
-        n = int(match[2])
+        n = int(match[2] or match[3])
         if n >= stream.count:
             report.add("invented", "WAL", f"seq {record.seq}: {stream.name}-{n} was not sent")
         elif record.line.split(b"|", 2)[2] != stream.line(n):
             report.add("torn", "WAL", f"seq {record.seq} is not what {stream.name}-{n} was: {record.line[:80]!r}")
-        seen[match[1]].append(n)
+        seen[name].append(n)
     missing = 0
     for name, numbers in seen.items():
         missing += _check_stream(streams[name], numbers, bool(dropped), report)

@@ -3,8 +3,13 @@
 One generation is the three stages' own `run`, one after the other, draining what waits. The first generation is killed
 when it reaches a chosen line of our code for the nth time (a child process, so that no `finally` softens it); two more
 generations then take what is left and what is new, and the checker judges. Everything lies in shared memory: no disk waits.
+
+With acks, producers are among the writers that send some messages again, and in the end all of them, and every reply is
+judged: said in order, at least once, never before the sync, and with the seq that the message has.
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -24,7 +29,8 @@ import pytest
 from chaos.checker import Stream, check
 from chaos.load import Lines
 from kmq.links import layout, staging
-from kmq.links.fifo import pieces
+from kmq.links.doorbell import Doorbell
+from kmq.links.fifo import Sender, pieces
 from kmq.links.ring import RingReader
 from kmq.log.disk import AppendFile
 from kmq.settings import Settings, load
@@ -34,13 +40,16 @@ from stages import durability, framer, router
 TRACED = ("/kmq/links/", "/kmq/log/", "/kmq/framing.py", "/stages/")
 RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run}
 READ_BYTES = 700  # of the FIFO at once, so that lines are cut and carried all the time
+PIPE_BYTES = 1 << 19  # holds what a generation is sent, and is not the size that marks a pipe as known to a framer
 CHILD_S = 30  # a child takes some milliseconds
 LONGEST = 6000  # one line in some is longer than a FIFO write
 BATCHES = [70, 25, 12]  # lines before each generation: what is carried later is shorter than what was before
 SETTINGS: dict[str, dict[str, object]] = {
     "block": {"RB_SLOTS": 512},
     "drop_oldest": {"RB_SLOTS": 32, "RB_OVERFLOW_POLICY": "drop_oldest"},
+    "acks": {"RB_SLOTS": 512, "RB_BYTES": 1 << 18},
 }
+CASES = [(victim, policy) for policy in SETTINGS for victim in RUNS if (victim, policy) != ("router", "acks")]
 
 
 class Point(NamedTuple):
@@ -71,9 +80,16 @@ class Bench:
         } | SETTINGS[policy]
         self.settings: Settings = load({name: str(value) for name, value in environ.items()}, toml="")
         os.mkdir(self.root / "pipes")
-        os.mkfifo(self.root / "pipes/raw")
-        self.fifo = os.open(self.root / "pipes/raw", os.O_RDWR | os.O_NONBLOCK)
+        self.fifo, self.acks = self.open_fifo("raw"), self.open_fifo("acks")
+        fcntl.fcntl(self.fifo, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self.wide()
+
+    def open_fifo(self, name: str) -> int:
+        os.mkfifo(self.root / "pipes" / name)
+        return os.open(self.root / "pipes" / name, os.O_RDWR | os.O_NONBLOCK)
+
+    def prepare(self) -> None:
+        """What stands before the generation that is disturbed."""
 
     def wide(self) -> None:
         (self.root / "data/topics/wide").mkdir(parents=True)
@@ -82,17 +98,24 @@ class Bench:
     def send(self, count: int) -> None:
         for n in range(self.sent, self.sent + count):
             line = self.lines.line(n) if n % 9 else self.long(n)
-            text = line + b"\n" if len(line) < 4096 else pieces(line)
-            for at in range(0, len(text), 4096):  # pieces are cut to fit one write each
-                os.write(self.fifo, text[at : at + 4096])
+            self.write(line + b"\n" if len(line) < 4096 else pieces(line))
         self.sent += count
+
+    def write(self, text: bytes) -> None:
+        os.write(self.fifo, text)  # as one: nobody else writes
 
     def long(self, n: int) -> bytes:
         """Now and then a line of several KiB, which the framer has to carry; shorter as time goes on."""
         return self.lines.line(n) + b"x" * max(0, LONGEST - 60 * n)
 
-    def stream(self) -> Stream:
-        return Stream("w", lambda n: self.lines.line(n) if n % 9 else self.long(n), self.sent)
+    def streams(self) -> list[Stream]:
+        return [Stream("w", lambda n: self.lines.line(n) if n % 9 else self.long(n), self.sent)]
+
+    def judge_replies(self) -> None:
+        """Nobody asked for any."""
+        assert not read_all(self.acks)
+
+    def judge_end(self, what: object) -> None: ...
 
     def generation(self, watch: Callable[[str], object] = lambda name: None) -> None:
         """The three stages, each until it has nothing left to do. Call in a child only."""
@@ -104,11 +127,6 @@ class Bench:
             sys.settrace(None)
             if name == "durability":
                 self.look_into_durable(stage)
-
-    def more(self, count: int) -> None:
-        """Send some more, and a generation that nothing disturbs."""
-        self.send(count)
-        self.generation()
 
     def look_into_durable(self, stage: Stage) -> None:
         """What the router is shown is in order and there once: it would pass over a repetition, so we look ourselves."""
@@ -133,6 +151,10 @@ class Bench:
                 log = os.open(self.root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 2)
                 staging.READ_BYTES = READ_BYTES
+                framer._LAST_CHECKPOINT_S = (
+                    0  # durability does not run at the same time, so there is nothing to wait for
+                )
+                Doorbell.wait.__defaults__ = (0.0,)
                 work()
                 code = 0
             except BaseException:
@@ -148,10 +170,148 @@ class Bench:
 
     def close(self) -> None:
         os.close(self.fifo)
+        os.close(self.acks)
         for name in ("framed", "durable"):
             layout.remove(self.settings.instance, name)
         Path(f"/dev/shm/{self.settings.instance}.stats").unlink(missing_ok=True)
         shutil.rmtree(self.root)
+
+
+class Conversation:
+    """An acknowledged connection, as ingress has it: the groups it sends, and the replies it takes."""
+
+    def __init__(self, bench: "AckedBench", number: int, tag: bytes) -> None:
+        self.bench, self.tag, self.sender = bench, tag, Sender(b"1732190000.%d" % number, tag)
+        self.ids: list[int] = []  # of message n, at n - 1; -1 of one that is refused
+        self.told: list[bytes] = []
+
+    def send(self, ids: list[int]) -> bytes:
+        """The text of these messages: a group of them, a long one as pieces with its group around the last."""
+        lines = [self.bench.message(self.tag, id) if id >= 0 else b"no separator" for id in ids]
+        text = b"".join(line + b"\n" for line in lines)
+        before = b""
+        if len(text) > 4000:
+            if len(ids) > 1:
+                return b"".join(self.send([id]) for id in ids)
+            before, text = (part + b"\n" for part in pieces(lines[0], self.sender.header_room)[:-1].rsplit(b"\n", 1))
+        header = self.sender.header(len(ids), len(text))
+        self.sender.sent += len(ids)
+        self.ids += ids
+        return before + header + text
+
+    def take(self, first: int, reply: bytes) -> None:
+        """As ingress: what is said again is passed over, a hole may not be."""
+        if first <= len(self.told):
+            return
+        assert first == len(self.told) + 1, f"no reply to message {len(self.told) + 1} before {reply!r}"
+        kind, n, rest = reply.split(b" ", 2)
+        for ahead in range(int(n) - first, -1, -1):
+            self.told.append(b"%b %d" % (kind, int(rest) - ahead) if kind == b"!ack" else kind + b" " + rest)
+        assert len(self.told) == int(n)
+
+
+class AckedBench(Bench):
+    """Beside the lines of nobody: a producer with increasing ids, and one with a window, who both send much of it twice."""
+
+    TAGS = (b"p=me", b"w=s")
+
+    def __init__(self, policy: str) -> None:
+        super().__init__(policy)
+        self.conversations: dict[bytes, Conversation] = {}
+        self.next_id = 0
+        self.talking = [self.connect(tag) for tag in self.TAGS]
+
+    def connect(self, tag: bytes) -> Conversation:
+        made = Conversation(self, len(self.conversations), tag)
+        self.conversations[made.sender.name] = made
+        return made
+
+    def message(self, tag: bytes, id: int, stored: bool = False) -> bytes:
+        text = b"%d" % id if tag[:1] == b"p" else b"s-%d" % id
+        header = b";" + tag if stored else b""
+        return b"jobs.%b|%d|%b%b|%b" % (tag[2:], id, text, header, b"y" * (LONGEST if id % 17 == 5 else id * 7 % 60))
+
+    def prepare(self) -> None:
+        """A generation that leaves a checkpoint, so that a start has to put the table together from all three places."""
+        self.send(96)  # more than a later one: an empty ring begins anew, and holds what lies before where it was empty
+        assert self.child(self.checkpointed) == 0, self.log()
+        assert (self.root / "data/producers.ckpt").exists()
+
+    def checkpointed(self) -> None:
+        self.generation()
+        framer._LAST_CHECKPOINT_S = CHILD_S
+        stage = Stage("framer", self.settings)
+        stage.stopping, stage._deadline = True, 1e18
+        framer.run(stage)
+
+    def send(self, count: int) -> None:
+        """`count` lines of nobody, and about as many messages; of the last batch all that was ever sent, once more."""
+        super().send(count // 2)
+        for start in range(self.next_id, self.next_id + count // 2, 4):
+            for talk in self.talking:
+                again = [start - 2] * (start % 8 == 4)
+                self.write(talk.send([start, start + 1, *again, -1, start + 2, start + 3]))
+        self.next_id += count // 2 + 3 & ~3
+        super().send(count - count // 2)
+        if count == BATCHES[-1]:
+            for talk in [self.connect(tag) for tag in self.TAGS]:
+                for id in range(self.next_id):
+                    self.write(talk.send([id]))
+
+    def streams(self) -> list[Stream]:
+        p, w = self.TAGS
+        return [
+            *super().streams(),
+            Stream("me", lambda n: self.message(p, n, stored=True), self.next_id),
+            Stream("s", lambda n: self.message(w, n, stored=True), self.next_id),
+        ]
+
+    def judge_replies(self) -> None:
+        """What has been said by now follows from what is on disk."""
+        said = read_all(self.acks)
+        if not said:
+            return
+        synced = self.synced_seq()
+        for line in said.split(b"\n")[:-1]:
+            name, first, reply = line.split(b" ", 2)
+            kind, _, seq = reply.split(b" ", 2)
+            assert kind == b"!err" or int(seq) <= synced, f"{line!r}: only seq {synced} is synced"
+            self.conversations[name].take(int(first), reply)
+
+    def synced_seq(self) -> int:
+        words = memoryview((Path(layout.SHM) / f"{self.settings.instance}.framed").read_bytes()[: layout.BLOCKS]).cast(
+            "Q"
+        )
+        return int(words[layout.CELLS // 8 + layout.SYNCED]) - 1
+
+    def judge_end(self, what: object) -> None:
+        """Everything has been answered, with the seq under which it is there."""
+        seqs = {}
+        for path in (self.root / "data/append").glob("*.log"):
+            for line in path.read_bytes().splitlines():
+                seq, _, _, _, id, _ = line.split(b"|", 5)
+                seqs[id] = int(seq)
+        for talk in self.conversations.values():
+            assert len(talk.told) == len(talk.ids), f"killed at {what}: {talk.sender.name!r} waits for replies"
+            known = set[int]()
+            for id, reply in zip(talk.ids, talk.told, strict=True):
+                stored_id = self.message(talk.tag, id, stored=True).split(b"|")[2]
+                kind = b"!dup" if id in known or talk not in self.talking else b"!ack"
+                expected = b"%b %d" % (kind, seqs[stored_id]) if id >= 0 else b"!err no_separator"
+                assert reply == expected, f"killed at {what}: {stored_id!r}"
+                known.add(id)
+
+
+def make_bench(policy: str) -> Bench:
+    return AckedBench(policy) if policy == "acks" else Bench(policy)
+
+
+def read_all(fd: int) -> bytes:
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            data += os.read(fd, 1 << 20)
+    return data
 
 
 def traced(victim: str, reached: Callable[[Point], None]) -> Callable[[str], None]:
@@ -178,7 +338,7 @@ def traced(victim: str, reached: Callable[[Point], None]) -> Callable[[str], Non
 
 def points(policy: str, victim: str) -> list[Point]:
     """All points that an undisturbed generation passes."""
-    bench = Bench(policy)
+    bench = make_bench(policy)
     found: list[Point] = []
 
     def record() -> None:
@@ -186,6 +346,7 @@ def points(policy: str, victim: str) -> list[Point]:
         (bench.root / "points").write_text(json.dumps(found))
 
     try:
+        bench.prepare()
         bench.send(BATCHES[0])
         assert bench.child(record) == 0, bench.log()
         return [Point(*each) for each in json.loads((bench.root / "points").read_text())]
@@ -194,18 +355,21 @@ def points(policy: str, victim: str) -> list[Point]:
 
 
 def survives(policy: str, end: Callable[[Bench], Callable[[], object]], what: object) -> None:
-    """The first generation ends as `end` says; the next two must make everything good."""
-    bench = Bench(policy)
+    """A generation ends as `end` says; the next two must make everything good."""
+    bench = make_bench(policy)
     with ExitStack() as stack:
         stack.callback(bench.close)
+        bench.prepare()
         bench.send(BATCHES[0])
         assert bench.child(end(bench)) == -signal.SIGKILL, f"{what} was not reached\n{bench.log()}"
-        assert bench.child(lambda: [bench.more(count) for count in BATCHES[1:]]) == 0, (
-            f"killed at {what}\n{bench.log()}"
-        )
-        bench.sent = sum(BATCHES)
-        report = check(bench.root / "data", [bench.stream()])
+        bench.judge_replies()
+        for count in BATCHES[1:]:
+            bench.send(count)
+            assert bench.child(bench.generation) == 0, f"killed at {what}\n{bench.log()}"
+            bench.judge_replies()
+        report = check(bench.root / "data", bench.streams())
         assert not report.counts, f"killed at {what}\n{report}\n{bench.log()}"
+        bench.judge_end(what)
         if policy == "drop_oldest":
             assert report.dropped, "nothing was dropped: this did not show anything"
 
@@ -224,8 +388,7 @@ def few(found: list[Point]) -> list[Point]:
     return list(last.values())
 
 
-@pytest.mark.parametrize("policy", SETTINGS)
-@pytest.mark.parametrize("victim", RUNS)
+@pytest.mark.parametrize(("victim", "policy"), CASES)
 def test_a_kill_at_any_line_loses_and_doubles_nothing(policy: str, victim: str, rng: random.Random) -> None:
     found = few(points(policy, victim))
     for point in found if policy == "block" else rng.sample(found, len(found) // 3):
@@ -234,8 +397,7 @@ def test_a_kill_at_any_line_loses_and_doubles_nothing(policy: str, victim: str, 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("policy", SETTINGS)
-@pytest.mark.parametrize("victim", RUNS)
+@pytest.mark.parametrize(("victim", "policy"), CASES)
 def test_soak_a_kill_at_any_line_at_any_time(policy: str, victim: str, rng: random.Random) -> None:
     found = points(policy, victim)
     for point in rng.sample(found, min(len(found), 4000)):
@@ -263,7 +425,7 @@ def torn_write(nth: int, part: float) -> Callable[[Bench], Callable[[], object]]
 
 def appends(policy: str) -> int:
     """How many appends one generation makes."""
-    bench = Bench(policy)
+    bench = make_bench(policy)
 
     def record() -> None:
         write, count = AppendFile._write, 0
@@ -278,6 +440,7 @@ def appends(policy: str) -> int:
         (bench.root / "count").write_text(str(count))
 
     try:
+        bench.prepare()
         bench.send(BATCHES[0])
         assert bench.child(record) == 0, bench.log()
         return int((bench.root / "count").read_text())
