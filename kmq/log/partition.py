@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
-from kmq.log import index, segment, wal
+from kmq.log import index, reader, segment, wal
 from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink, with_room
 from kmq.log.index import IndexWriter, last_before, line_end
+from kmq.log.reader import DamageError
 from kmq.log.segment import Limits, Segment
 
 _CHUNK = 1 << 20
@@ -274,8 +275,11 @@ class PartitionLog:
     def is_open(self) -> bool:
         return self._file is not None
 
-    def open(self, warn: Callable[..., None]) -> None:
-        """Open the file, making what is missing: directory, log, symlink."""
+    def open(self, warn: Callable[..., None], was_cut: bool = False) -> None:
+        """Open the file, making what is missing: directory, log, symlink.
+
+        DamageError where its index says that it was another; `was_cut`: it was, and the index follows.
+        """
         self._warn = warn
         path = self.path
         with_room(path, self._wait_for_room, lambda: os.makedirs(self._directory, exist_ok=True))
@@ -286,6 +290,12 @@ class PartitionLog:
         self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
         with_room(path, self._wait_for_room, self._point_link)
         if self._index is None:
+            try:  # to go on behind what is damaged would give the damage a crc of its own
+                if expected and not was_cut:
+                    reader.indexed_end(path, self.state.base)
+            except DamageError:
+                self.close()
+                raise
             self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
             self._index.resume(self._file.fd, self._file.size, self.state.base)
 

@@ -9,7 +9,7 @@ Memory      State of a cold partition: one small object. Descriptors: at most MA
 
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -17,9 +17,10 @@ from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
 from kmq.log import checkpoint, dropped, segment, topics, wal
-from kmq.log.disk import Buffer, WaitForRoom, replace_file, with_room
-from kmq.log.index import IndexWriter
+from kmq.log.disk import Buffer, WaitForRoom, find_tail, replace_file, with_room
+from kmq.log.index import IndexWriter, read_entries
 from kmq.log.partition import EMPTY, Gap, PartitionLog, State, directory_of, fits, recover
+from kmq.log.reader import DamageError, is_stored
 from kmq.log.segment import Limits, Segment
 from kmq.logfmt import Log
 from kmq.routing import Topic, resolve
@@ -181,8 +182,40 @@ class Queues:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 oldest.close()
-            log.open(self.log.warn)
+            try:
+                log.open(self.log.warn)
+            except DamageError as err:
+                self._heal_end(log, err)
+                log.open(self.log.warn)
         self._open[log] = None
+
+    def _heal_end(self, log: PartitionLog, damage: DamageError) -> None:
+        """The end of a log is not what its index says: damaged, or a power cut has the index ahead. The WAL knows."""
+        state, path, topic = log.state, log.path, self.topics[log.topic.encode()]
+        entries = read_entries(segment.index_path(path), state.active_bytes)[:-1]
+        offset, start = (entries[-1].offset, entries[-1].position) if entries else (state.base, 0)
+        with open(path, "r+b") as file:
+            tail = find_tail(file.fileno(), min(damage.byte, state.active_bytes), is_stored)
+            position, last = tail.size, tail.last
+            offset += os.pread(file.fileno(), position - start, start).count(b"\n")
+            if not last and state.sealed:
+                with open(state.sealed[-1].path, "rb") as sealed:
+                    last = find_tail(sealed.fileno(), state.sealed[-1].size, is_stored).last
+            low = record.seq_of(last) + 1 if last else topic.from_seq
+            if wal.first_seq(self.data) <= low:
+                file.seek(position)
+                lines = b"".join(self._lines_of(topic, log.number, low, state.last_seq))
+                if file.read() != lines:
+                    self.log.warn("queue_healed", file=path, byte=position, first_seq=low, last_seq=state.last_seq)
+                    file.seek(position)
+                    file.write(lines)
+                    file.truncate()
+                state.size += position + len(lines) - state.active_bytes
+                state.end_offset = offset + lines.count(b"\n")
+            elif log not in self._unsynced:  # whole when it was last synced: no power cut has done this
+                raise damage
+        replace_file(segment.index_path(path), b"".join(entry.line() for entry in entries))
+        self._unsynced.add(log)
 
     # --- recovery ------------------------------------------------------------------------------------------------
 
@@ -225,6 +258,15 @@ class Queues:
             if declared.from_seq is not None:
                 found[name] = Topic(name, declared.partitions, declared.from_seq)
                 self._limit(name, declared)
+        counts = Counter(name for name, _ in rows)
+        for name, topic in found.items():
+            knows = Topic(name, counts[name], since.get(name, topic.from_seq))
+            if name in since and (topic.partitions, topic.from_seq) != (knows.partitions, knows.from_seq):
+                self.log.warn("topic_mended", topic=name, partitions=knows.partitions, from_seq=knows.from_seq)
+                found[name] = knows  # the checkpoint has a crc; other partitions would be another queue
+                self._write_toml(
+                    knows, topics.Declaration(knows.partitions, knows.from_seq, topics.read(self.data, name).limits)
+                )
         for name, partition in rows:
             if name not in found:
                 self.log.warn("topic_missing", topic=name, effect="it is rebuilt from the WAL")
@@ -351,7 +393,7 @@ class Queues:
             state = State(gap.first, gap.first_seq - 1, gap.into.size, gap.into.first)
         limits = self._topic_limits.get(topic.name, self._limits)
         log = PartitionLog(self.data, topic.name, partition, "", state, self._wait_for_room, limits)
-        log.open(self.log.warn)
+        log.open(self.log.warn, was_cut=True)
         for lines in blocks():
             count = lines.count(b"\n")
             if skip >= count:

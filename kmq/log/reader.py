@@ -56,6 +56,10 @@ class Piece:
         self.offset, self.position, self.lines, self.next_offset = offset, position, lines, next_offset
 
 
+def is_stored(line: bytes) -> bool:
+    return record.parse_stored(line) is not None
+
+
 def seqs_of(lines: bytes) -> list[int]:
     """The seqs of whole stored lines, without what compaction took away."""
     return [int(line[: line.index(b"|")]) for line in lines.split(b"\n") if line]
@@ -334,7 +338,7 @@ class Log:
                 return int(self.by_seq)
             with contextlib.suppress(FileNotFoundError), self._open(segments, len(segments) - 1) as active:
                 if self.by_seq:
-                    tail = find_tail(active.fd, active.size, lambda line: record.parse_stored(line) is not None)
+                    tail = find_tail(active.fd, active.size, is_stored)
                     return record.seq_of(tail.last) + 1 if tail.last else active.first
                 found = active.index.last(lambda _: True)
                 start = (found[2].offset, found[2].position) if found else (active.first, 0)
@@ -507,7 +511,7 @@ def read(data: str, low: int, high: int) -> Iterator[bytes]:
 
 
 def indexed_end(path: str, first: int) -> int:
-    """Where in the WAL segment at `path`, which begins with seq `first`, that ends what its index speaks of.
+    """Where in the segment at `path`, which begins with record `first`, that ends what its index speaks of.
 
     Raises DamageError where it is not as it was: a writer must not take that for a torn end, nor go on behind it.
     """

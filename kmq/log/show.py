@@ -140,9 +140,7 @@ def _last(path: str) -> bytes:
 
     for _, each in reversed([at for at in segment.listing(os.path.dirname(path)) if at[1] <= path]):
         with open(each, "rb") as file:
-            found = find_tail(
-                file.fileno(), os.fstat(file.fileno()).st_size, lambda line: record.parse_stored(line) is not None
-            )
+            found = find_tail(file.fileno(), os.fstat(file.fileno()).st_size, reader.is_stored)
         if found.last:
             return found.last
     return b""
