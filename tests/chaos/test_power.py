@@ -90,7 +90,7 @@ def cut_power(pod: Pod, disk: LoopFs, producers: list[AckedLoad]) -> int:
     ("kind", "run"),
     [
         ("ext4", 0),
-        *(pytest.param("ext4", n, marks=pytest.mark.soak) for n in range(1, 13)),
+        *(pytest.param("ext4", n, marks=pytest.mark.soak) for n in range(1, 17)),
         *(pytest.param("xfs", n, marks=pytest.mark.soak) for n in range(4)),
     ],
 )
