@@ -1,6 +1,7 @@
 """The gateway beside a real broker: it comes and goes, says how the broker is, and loses nothing on the way."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -144,6 +145,31 @@ def test_sigterm_answers_what_has_been_taken_and_exits_0(broker, bus):
     assert answers == [2]
     broker.wait(lambda: len(events(broker, "ready")) == 2, "the next gateway")
     assert events(broker, "stopped")[0].endswith("exit_code=0 reason=drained")
+
+
+def test_sigterm_ends_a_stream_when_what_it_has_taken_is_answered(broker):
+    in_flight, answered = threading.Semaphore(64), []
+    requests = (MESSAGES["ProduceRequest"](message_id=f"{n}", record=b"%d" % n) for n in itertools.count())
+    paced = (request for request in requests if in_flight.acquire(timeout=5))
+    gateway = broker.pids()["gateway"]
+    with grpc.insecure_channel(address(broker)) as channel:
+        stream = channel.stream_stream(
+            f"/{podbus.SERVICE}/ProduceStream",
+            MESSAGES["ProduceRequest"].SerializeToString,
+            MESSAGES["ProduceResponse"].FromString,
+        )
+        with pytest.raises(grpc.RpcError) as ended:
+            for response in stream(paced, wait_for_ready=True, timeout=60):
+                answered.append(response.offset)
+                if len(answered) == 300:
+                    os.kill(gateway, signal.SIGTERM)
+                in_flight.release()
+    assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert ended.value.details().startswith("stopping: ")
+    broker.wait(lambda: events(broker, "stopped"), "its end")
+    assert events(broker, "stopped")[0].endswith("exit_code=0 reason=drained")
+    broker.wait_routed(answered[-1])
+    assert [int(line.split(b"|")[0]) for line in broker.lines("podbus")] == answered
 
 
 def test_a_port_that_is_taken_is_named_and_the_stages_go_on_without_the_gateway(new_broker):
