@@ -152,11 +152,17 @@ class Framer:
         self._count()
 
     def close(self) -> None:
-        """Leave a checkpoint of the table, unless durability takes too long to store what it speaks of."""
+        """Leave a checkpoint of the table, unless durability is gone or takes too long to store what it speaks of."""
         self.checkpointer.take(self.ring.last.next_seq - 1)
         until = time.monotonic() + _LAST_CHECKPOINT_S
         while not self.checkpointer.finish(self.ring.synced_seq) and time.monotonic() < until:
+            if self.checkpointer.pending and self.ring.reader_is_gone():
+                break
             self.stage.pause(_DRAIN_POLL_S)
+
+    def rest(self) -> None:
+        """Nothing to frame: what the checkpoint waits for may have come."""
+        self.checkpointer.framed(0, self.ring.last.next_seq, self.ring.synced_seq)
 
     def _count(self) -> None:
         row, table = self.stage.row, self.table
@@ -232,6 +238,8 @@ def run(stage: Stage) -> None:
     while True:
         read = staging.read(stage.raw)
         framed = framer.turn()
+        if not framed:
+            framer.rest()
         stage.beat()
         if stage.stopping:
             stage.state("draining")

@@ -250,6 +250,10 @@ class RingWriter(Ring):
         self.cells[WRITER_SLEEPS] = 0
         return self.has_room(nbytes, count)
 
+    def reader_is_gone(self) -> bool:
+        """Whether no process holds the reading end: a snapshot."""
+        return not RingLock(self.instance, self.name, "reader").is_held()
+
     @property
     def pipe_marked(self) -> bool:
         return bool(self.cells[PIPE_MARKED])

@@ -89,10 +89,7 @@ def routed_seq(data: str) -> int:
 
 def wal_is_free_up_to(data: str) -> int:
     """Up to this seq nobody would need the WAL again after a crash: not the router, not the framer's memory of producers."""
-    seqs = [routed_seq(data)]
-    if os.path.exists(producers.path(data)):
-        seqs.append(producers.checkpoint_seq(data))
-    return min(seqs)
+    return min(routed_seq(data), producers.checkpoint_seq(data))
 
 
 class Checkpointer:

@@ -27,6 +27,7 @@ from kmq.log.disk import FULL, replace_file
 from kmq.settings import MIB
 
 CHECKPOINT_BYTES = 32 * MIB  # of framed lines: bounds what a start has to read again to a third of a second;
+CHECKPOINT_S = 30.0  # and at least so often, for what the file does not speak of must stay in the WAL (retention);
 _EMPTY_TIMES = 4  # and so many times that while there is nobody to remember: looking for nobody is that much faster
 _RUNS = 1024  # runs remembered per producer
 # Names that a client made up for one run of a program (`kmq produce --acks` in a loop) do not come again. So long after its
@@ -279,19 +280,21 @@ class Checkpointer:
         self._snapshot: tuple[int, Snapshot] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._bytes = 0  # framed since the last snapshot
+        self._bytes, self._taken_at = 0, time.monotonic()  # framed since the last snapshot, and when that was
 
     def framed(self, nbytes: int, next_seq: int, synced: int | None) -> None:
-        """After each turn: `nbytes` more were framed, durability has `synced` on disk."""
+        """After each turn, also an idle one: `nbytes` more were framed, durability has `synced` on disk."""
         self._bytes += nbytes
         if self._snapshot is not None:
             self._write_if(synced)
-        elif self._bytes >= CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES) and not self.busy:
+            return
+        much = self._bytes >= CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES)
+        if (much or (self._bytes and time.monotonic() - self._taken_at > CHECKPOINT_S)) and not self.busy:
             self.take(next_seq - 1)
 
     def take(self, seq: int) -> None:
         """Snapshot the table as of `seq`."""
-        self._bytes = 0
+        self._bytes, self._taken_at = 0, time.monotonic()
         self._table.forget_idle(int(time.time()))
         self._snapshot = seq, self._table.snapshot()
 

@@ -246,7 +246,7 @@ def test_a_topic_declared_midway_keeps_its_seq_when_its_directory_is_lost(data, 
 
 
 @pytest.mark.parametrize(
-    ("router", "table", "free"), [(None, None, 0), (50, None, 50), (50, 40, 40), (50, 60, 50), (None, 60, 0)]
+    ("router", "table", "free"), [(None, None, 0), (50, None, 0), (50, 40, 40), (50, 60, 50), (None, 60, 0)]
 )
 def test_the_wal_is_free_up_to_what_both_checkpoints_have_passed(data, router, table, free):
     if router is not None:
