@@ -297,8 +297,8 @@ class Pod:
         psutil.wait_procs(processes, timeout=WAIT_S)
         self.supervisor = 0
 
-    def _kmq(self, command: str) -> None:
-        argv = [sys.executable, "-m", "kmq.cli", command]
+    def _kmq(self, *command: str) -> None:
+        argv = [sys.executable, "-m", "kmq.cli", *command]
         done = subprocess.run(argv, env=self.environment, stdout=subprocess.DEVNULL)
         if done.returncode:
             raise SystemExit(done.returncode)
