@@ -46,6 +46,7 @@ _MAX_QUESTION = 64  # bytes of a GET_ACK line
 # an end that looks like ours would tell a producer that waits for it that lines which we had not passed on are safe.
 _BREAK, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 _OWN_DESCRIPTORS = 64  # not for producers: FIFOs, epolls, listeners, who asks on the ack port, and one to say no with
+_TURNED_AWAY = 16  # connections that stay for a moment, so that they hear why they are not taken
 _GRACE_S = 0.2  # when told to stop: how long connected producers may still hand over what they have sent
 _ANSWER_S = 2.0  # and how long we wait for the replies to what was taken
 _ROOM_S = 0.1  # while producers are refused: how often we look whether there is room again
@@ -91,6 +92,8 @@ class Ingress:
         if settings.tokens:
             self._ask_for_tokens()
         self.deadlines = Deadlines(settings.idle, settings.line_deadline)
+        self.turned_away: list[socket.socket] = []  # since the last sweep
+        self.told: list[socket.socket] = []  # before it, and closed by the next one
         self.incidents: dict[
             str, tuple[int, str, str]
         ] = {}  # event → how often since the last sweep; last peer and reason
@@ -264,6 +267,9 @@ class Ingress:
             if connection.fresh and connection.length:
                 connection.unsaid += b"!err 0 bad_hello not finished within KMQ_LINE_DEADLINE\n"
             self._end(connection)
+        for sock in self.told:
+            sock.close()
+        self.told, self.turned_away = self.turned_away, []
         for event, (count, peer, reason) in self.incidents.items():
             self.stage.log.warn(event, count=count, peer=peer, reason=reason)
         self.incidents.clear()
@@ -287,9 +293,9 @@ class Ingress:
                 reason = f"{self.most} are open already (KMQ_CONNECTIONS, ulimit -n)"
                 self._note("connection_refused", peer, reason)
                 if context is None:  # over TLS that would take the handshake that the limit is to spare us
-                    with contextlib.suppress(OSError):
-                        sock.send(f"!err 0 connections {reason}\n".encode())
-                sock.close()
+                    self._turn_away(sock, f"!err 0 connections {reason}\n".encode())
+                else:
+                    sock.close()
                 continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if context is None:
@@ -304,6 +310,18 @@ class Ingress:
             fd = connection.sock.fileno()
             self.producers[fd] = connection
             self.producer_poll.register(fd, select.EPOLLIN)
+
+    def _turn_away(self, sock: socket.socket, why: bytes) -> None:
+        """Say why, and break the connection, for an orderly end would say that its lines are in the FIFO.
+
+        Not at once, where few wait: of a reset on the heels of its connection the producer would see nothing else.
+        """
+        with contextlib.suppress(OSError):
+            sock.send(why)
+        if len(self.turned_away) < _TURNED_AWAY:
+            self.turned_away.append(sock)
+        else:
+            sock.close()
 
     def _greet(self, connection: Connection, line: bytes) -> None:
         """The hello of a connection: it gets a name for its replies. Raises Refused."""

@@ -73,12 +73,13 @@ def end(sock):
     said = b""
     if isinstance(sock, ssl.SSLSocket):
         sock.setblocking(False)
-        with contextlib.suppress(ssl.SSLWantReadError):
-            sock.unwrap()
-        sock.settimeout(PATIENCE_S)
-        with contextlib.suppress(ssl.SSLZeroReturnError):  # both sides have said close_notify
-            while data := sock.read(65536):
-                said += data
+        try:
+            sock.unwrap()  # both sides have said close_notify
+        except ssl.SSLWantReadError:
+            sock.settimeout(PATIENCE_S)
+            with contextlib.suppress(ssl.SSLZeroReturnError):  # the same
+                while data := sock.read(65536):
+                    said += data
     else:
         sock.shutdown(socket.SHUT_WR)
         while data := sock.recv(65536):
