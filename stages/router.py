@@ -13,12 +13,14 @@ Crash       The logs are copies and the WAL is the truth. A start looks at every
 
 import sys
 import time
+from functools import partial
 
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
 from kmq.log import dropped
 from kmq.log.dropped import without
 from kmq.log.queues import Queues
+from kmq.log.room import NEW_TOPIC, Room
 from kmq.log.segment import Limits
 from kmq.stage import Stage, main
 
@@ -38,6 +40,12 @@ def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: boo
         dropped.append(data, "durable", low, high, stage.wait_for_room)
         stage.row.dropped += high - low + 1
         stage.log.warn("dropped", ring="durable", first_seq=low, last_seq=high)
+
+
+def wait_for_quota(stage: Stage, room: Room) -> None:
+    """A topic takes blocks of its own, far more than its first message: thousands of them may be on their way."""
+    while room.must_wait(NEW_TOPIC):
+        stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)")
 
 
 def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
@@ -70,6 +78,7 @@ def run(stage: Stage) -> None:
     stage.state("recovering")
     queues = Queues(settings.data, stage.wait_for_room, stage.log, Limits.of(settings), settings.fsync == 0)
     queues.recover(ring.committed().next_seq - 1, stage.check)
+    queues.before_topic = partial(wait_for_quota, stage, Room(settings, lambda: stage.page.rows["durability"].bytes))
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=len(queues.topics))
 

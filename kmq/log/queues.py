@@ -53,6 +53,7 @@ class Queues:
         self._limits, self._wal_is_synced = limits or Limits(), wal_is_synced
         self._topic_limits: dict[str, Limits] = {}  # of those topics that have their own
         self._wait_for_room = wait_for_room
+        self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
         self.topics: dict[bytes, Topic] = {}
         self.routed_seq = 0
         self._states: dict[tuple[str, int], State] = {}
@@ -147,6 +148,7 @@ class Queues:
         path = topics.toml_path(self.data, topic.name)
         if os.path.exists(path):
             return self._adopt(topic.name, seq)
+        self.before_topic()
 
         def write() -> None:
             os.makedirs(f"{self.data}/topics/{topic.name}/0", exist_ok=True)

@@ -1,7 +1,8 @@
 """Whether more may be accepted: the disk, and KMQ_DATA_QUOTA, must hold what is on the way already.
 
 Links       ingress asks refusal() some times a second: acknowledged producers are told, others are not read. Durability
-            asks must_wait() before each append, for a shell that writes into the FIFO asks nobody.
+            asks must_wait() before each append, for a shell that writes into the FIFO asks nobody; the router before a
+            message makes a topic, which takes far more than the message.
 Owns        nothing; reads the sizes of what lies under KMQ_DATA, as `du` does.
 
 Invariant   The bytes under KMQ_DATA stay below the quota: a group is appended only if both its copies (WAL and queue)
@@ -12,8 +13,8 @@ Mechanism   Usage is a walk over all files, plus an upper bound of what has come
             something is gone (retention). They go in slices: nobody stands still for 10,000 topics. The free space of
             the file system cannot say it, for others write and delete there too.
 Flapping    What is refused for is accepted again only when a quarter of the reserve more than that is free.
-Not covered Seen by the next walk only: a queue that is rebuilt, a topic declared with hundreds of partitions, thousands
-            of topics made by what is in the ring `durable`, what XFS allocates ahead of a growing file.
+Not covered Seen by the next walk only: a queue that is rebuilt, a topic declared with hundreds of partitions, what XFS
+            allocates ahead of a growing file.
 """
 
 import os
@@ -26,7 +27,7 @@ from kmq.settings import KIB, MIB, Settings
 
 _COPIES = 2  # of each message: in the WAL and in its queue
 _LONGER = 2  # so many times as long may a line in the FIFO be once it is stored; for shorter ones there is must_wait
-_NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: a block each
+NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: a block each
 _OLD_TOPIC = 8 * KIB  # what its log and index may take beyond their bytes: a last block each, provisional index lines
 _OTHERS = 4 * MIB  # the WAL's index, dropped.log, checkpoints (twice while they are replaced)
 _DISK_SHARE, _QUOTA_SHARE = 10, 4  # the reserve is at most such a part of the whole, so that small ones work too
@@ -49,7 +50,7 @@ class Usage:
 
     def bound(self) -> int:
         new_topics = max(0, self.topics() - self._walked_topics)
-        return self._walked + _COPIES * self._wal_growth() + _NEW_TOPIC * new_topics
+        return self._walked + _COPIES * self._wal_growth() + NEW_TOPIC * new_topics
 
     def _wal_growth(self) -> int:
         appended = self._appended()
