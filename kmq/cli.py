@@ -252,7 +252,7 @@ def run_gateway() -> None:
         "kmq produce test.probe -m hello",
         "kmq produce notes.host < /etc/hostname",
         "printf 'test.probe|0|1|hi\\n' | kmq produce --raw",
-        "seq 1 1000 | kmq produce orders --producer import-7",
+        "seq 1 1000 | kmq produce invoices --producer import-7",
     )
 )
 def produce(
