@@ -64,6 +64,7 @@ class Stretch(NamedTuple):
     parts: list[Part]
     offset: int  # of its first record, in a queue
     records: int  # in a queue; -1: as many as there are
+    is_end: bool = False  # of a queue, with nothing behind it
 
 
 def one_bit(data: bytes, crc: int) -> bytes | None:
@@ -266,7 +267,7 @@ class Repair:
                 start = min(bad[0].position, found.size) if bad else position
                 last = ahead - 1 if ahead else max(had, self._last_in(found, bad, before))
                 records = next_offset - offset if next_offset >= 0 and offset >= 0 else -1
-                stretches.append(Stretch(start, position, before + 1, last, bad, offset, records))
+                stretches.append(Stretch(start, position, before + 1, last, bad, offset, records, not ahead))
                 offset = next_offset
             if part is not None:
                 offset = offset + part.records if offset >= 0 else -1
@@ -283,9 +284,9 @@ class Repair:
     def _queue_lines(
         self, found: Scan, stretch: Stretch, topic: Topic, number: int, table: dict[bytes, Topic]
     ) -> Iterator[tuple[int, bytes | None]]:
-        own, _ = self._own(found, stretch.parts, stretch.first_seq, stretch.last_seq)
+        own, _ = self._own(found, stretch.parts, stretch.first_seq, 1 << 62 if stretch.is_end else stretch.last_seq)
         wal_end = reader.wal(self.data).end_offset() - 1
-        high = min(stretch.last_seq, wal_end)
+        high = wal_end if stretch.is_end else min(stretch.last_seq, wal_end)
         records: Lines = {}
         has = max(stretch.first_seq, reader.first_seq(self.data))
         for first, last in dropped.without(has, high, dropped.read(self.data, "durable")):
@@ -295,18 +296,29 @@ class Repair:
                     name, key = routing.resolve(table, line.split(b"|", 3)[2], seq)
                     if name == topic.name.encode() and topic.partition_of(key, seq) == number:
                         records[seq] = line + b"\n"
-                if 0 <= stretch.records < len(records):
-                    break
         seqs = sorted({*own, *records})
-        if (
-            stretch.records >= 0
-        ):  # the WAL may have more: of what retention took here, or of a bad end in the next segment
+        if stretch.is_end:
+            seqs = self._end(stretch, seqs, {**own, **records})
+        elif stretch.records >= 0:
+            # The WAL may have more: of what retention took here, or of a bad end in the next segment.
             at_front = stretch.first_seq == 1 and found.first > 0
             seqs = seqs[max(0, len(seqs) - stretch.records) :] if at_front else seqs[: stretch.records]
         for _ in range(stretch.records - len(seqs)):  # their numbers went with them
             yield 0, None
         for seq in seqs:
             yield seq, records.get(seq) or own[seq]
+
+    def _end(self, stretch: Stretch, seqs: list[int], lines: Lines) -> list[int]:
+        """Those that the end of a queue had: as far as its index line says, else as far as can be told."""
+        entry = stretch.parts[-1].entry if stretch.parts else None
+        crc, at = 0, stretch.position
+        for count, seq in enumerate(seqs if entry is not None else [], 1):
+            if entry is not None and at >= entry.position:
+                crc = zlib.crc32(lines[seq], crc)
+                if crc == entry.crc:
+                    return seqs[:count]
+            at += len(lines[seq])
+        return [seq for seq in seqs if seq <= stretch.last_seq]
 
     # --- writing -------------------------------------------------------------------------------------------------------
 
@@ -425,7 +437,7 @@ class Repair:
         text = _text(path)
         found = sum(entry.isdigit() for entry in os.listdir(f"{self.data}/topics/{name}"))
         if since is None:
-            line = re.search(r"(?m)^from_seq = (\d+)$", text)
+            line = re.search(r"(?m)^from_seq = (\d+)\n", text)
             since = int(line[1]) if line else self._first_seq(name, found)
         limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
         replace_file(path, topics.Declaration(max(1, found), since, limits).text())
