@@ -20,6 +20,7 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator
 
 from kmq.errors import RetryError
@@ -98,6 +99,7 @@ class Producers:
         self._runs = 0
         # scope|id → seq << 34 | seconds, in order of age: one integer costs a third of a tuple
         self.window: dict[bytes, int] = {}
+        self._order: deque[bytes] = deque()  # its keys: a dict finds its first one by passing over all that have gone
 
     def __bool__(self) -> bool:
         return bool(self.names or self.window)
@@ -143,14 +145,16 @@ class Producers:
 
     def remember(self, scope: bytes, id: bytes, seq: int, seconds: int) -> None:
         """`id` was stored as `seq`."""
-        window, key = self.window, b"%b|%b" % (scope, id)
-        window.pop(key, None)  # an aged one that came again is the youngest now
+        window, order, key = self.window, self._order, b"%b|%b" % (scope, id)
+        if window.pop(key, None) is not None:
+            order.remove(key)  # an aged one that came again is the youngest now; it is among the first
         window[key] = seq << 34 | seconds
-        while window:
-            oldest = next(iter(window))
+        order.append(key)
+        while order:
+            oldest = order[0]
             if len(window) <= self._max_ids and seconds - (window[oldest] & (1 << 34) - 1) <= self._age:
                 break
-            del window[oldest]
+            del window[order.popleft()]
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
@@ -207,6 +211,7 @@ class Producers:
         except ValueError as err:
             self.names.clear()
             self.window.clear()
+            self._order.clear()
             self._runs = 0
             return 0, str(err)
         return seq, ""
@@ -215,7 +220,9 @@ class Producers:
         kind, name, *fields = row.split(b"|")
         if kind == b"w":
             id, seq, seconds = fields
-            self.window[b"%b|%b" % (name, id)] = int(seq) << 34 | int(seconds)
+            key = b"%b|%b" % (name, id)
+            self.window[key] = int(seq) << 34 | int(seconds)
+            self._order.append(key)
             return
         last_id, seconds, trimmed, runs = fields
         producer = self.names[name] = Producer(int(last_id), int(seconds))

@@ -20,6 +20,7 @@ def state(known):
         name: (p.last_id, p.seconds, p.trimmed, list(zip(p.ids, p.seqs, p.counts, strict=True)))
         for name, p in known.names.items()
     }
+    assert list(known.window) == list(known._order)
     return names, list(known.window.items()), known._runs
 
 
@@ -150,6 +151,16 @@ def test_a_window_is_bounded_by_age():
     assert len(known.window) == 2
     known.remember(b"s", b"c", 3, 111)
     assert list(known.window) == [b"s|b", b"s|c"]  # what is too old also goes out of the memory
+
+
+def test_a_full_window_forgets_as_fast_as_it_learns():
+    """A dict alone looks for its first key behind all that have gone: 20 µs each, in the framer."""
+    known = table(count=100_000)
+    started = time.process_time()
+    for seq in range(300_000):
+        known.remember(b"s", b"%d" % seq, seq, 0)
+    assert time.process_time() - started < 2.0
+    assert len(known.window) == len(known._order) == 100_000
 
 
 def test_the_same_id_in_two_scopes_is_two_messages():
