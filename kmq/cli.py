@@ -329,7 +329,7 @@ def _with_progress(items: Iterable[bytes], what: str) -> Iterator[bytes]:
     epilog=_examples(
         "kmq topics create orders --partitions 4",
         "kmq topics create jobs.eu",
-        "kmq topics create audit --set retention_age=30d --set 'segment_bytes=256 MiB'",
+        "kmq topics create audit --set retention_age=30d",
     ),
 )
 def create(
