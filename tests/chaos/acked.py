@@ -23,6 +23,8 @@ class AckedLoad(Load):
     `seqs[i]` is what it was told about message i + 1: durable, under this seq.
     """
 
+    kind = b"producer"  # or window
+
     def __init__(self, pipes: Path, name: str, seed: int, window: int = 1000, longest: int = 400) -> None:
         super().__init__(seed)
         self.producer, self.window = name.encode(), window
@@ -43,7 +45,7 @@ class AckedLoad(Load):
     def stored(self, number: int) -> bytes:
         """As it stands in the WAL behind `seq|recv_ts|`."""
         key, ts, own, payload = self.line(number).split(b"|", 3)
-        return b"%b|%b|%b;p=%b|%b" % (key, ts, own, self.producer, payload)
+        return b"%b|%b|%b;%b=%b|%b" % (key, ts, own, self.kind[:1], self.producer, payload)
 
     @property
     def is_finished(self) -> bool:
@@ -73,7 +75,7 @@ class AckedLoad(Load):
     def _converse(self, sock: socket.socket) -> None:
         """One connection, until it breaks, refuses or everything has been answered."""
         self.attempts += 1
-        sock.sendall(b"!hello acks=1 producer=%b\n" % self.producer)
+        sock.sendall(b"!hello acks=1 %b=%b\n" % (self.kind, self.producer))
         greeting = b""
         while not greeting.endswith(b"\n"):
             data = sock.recv(4096)
