@@ -518,7 +518,7 @@ def _data_to_read() -> str:
 # --- verify ------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=_examples("kmq verify", "kmq verify append jobs --json", "kmq verify --repair"))
+@app.command(epilog=_examples("kmq verify", "kmq verify append", "kmq verify --repair"))
 def verify(
     only: Annotated[list[str] | None, typer.Argument(help="Topics, or append for the WAL; everything without.")] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Heal what is found; the broker must be down.")] = False,

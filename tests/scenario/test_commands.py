@@ -418,7 +418,7 @@ def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_br
     assert len(found) >= 9
     assert [path for path, lines in found.items() if not lines] == []
     second = new_broker()
-    apart = ("kmq up", "kmq down", "kmq gateway")
+    apart = ("kmq up", "kmq down", "kmq gateway", "kmq verify --repair")
     lines = [line for line in dict.fromkeys(chain(*found.values())) if not line.endswith(apart) and line != FOREGROUND]
 
     def paste(line):
@@ -432,6 +432,7 @@ def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_br
     for line in lines:
         paste(line)
     paste("kmq down")
+    paste("kmq verify --repair")
 
     starts = [line for line in chain(*found.values()) if "kmq up" in line and line != "kmq up"]
     assert sorted(starts) == ["KMQ_INSTANCE=b KMQ_DATA=b/d KMQ_PIPES=b/p KMQ_PORT=0 KMQ_ACK_PORT=0 kmq up", FOREGROUND]
