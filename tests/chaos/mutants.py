@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-COPIED = ("kmq", "stages", "tests/chaos", "pyproject.toml")
+COPIED = ("kmq", "stages", "tests/chaos", "tests/unit", "pyproject.toml")
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
@@ -42,6 +42,11 @@ DROPS = "tests/chaos/test_drop_oldest.py"
 FSYNC = "tests/chaos/test_fsync.py"
 LINKS = "tests/chaos/test_links.py"
 DISK = "tests/chaos/test_disk_full.py"
+DEDUPE = "tests/chaos/test_dedupe.py"
+UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
+    f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
+)
+FRAMING, PRODUCERS, INGRESS = "kmq/framing.py", "kmq/log/producers.py", "stages/ingress.py"
 
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
 FLOOR_STORE = (
@@ -50,6 +55,96 @@ FLOOR_STORE = (
 IN_APPEND = "        words[header + 5] = last.messages + count\n"
 
 MUTANTS = [
+    Mutant(
+        "acks: replies are said before the sync",
+        [
+            (DURABILITY, "            self._answer(blocks)\n", ""),
+            (
+                DURABILITY,
+                "            self._store(blocks)\n",
+                "            self._answer(blocks)\n            self._store(blocks)\n",
+            ),
+        ],
+        [crash("durability", "acks")],
+    ),
+    Mutant(
+        "acks: replies are not said again after a kill",
+        [
+            (DURABILITY, "            self._answer(blocks)\n", ""),
+            (
+                DURABILITY,
+                "            self._store(blocks)\n",
+                "            new = [b for b in blocks if b.first_seq > self.wal.last_seq]\n"
+                "            self._store(blocks)\n            self._answer(new)\n",
+            ),
+        ],
+        [crash("durability", "acks")],
+    ),
+    Mutant(
+        "acks: the table is not made from the blocks in the ring",
+        [(FRAMER, "        if block.first_seq > seq:\n", "        if False:\n")],
+        [crash("framer", "acks"), DEDUPE],
+    ),
+    Mutant(
+        "acks: the table is not made from the WAL",
+        [(FRAMER, "        table.absorb(lines)\n", "")],
+        [crash("durability", "acks"), DEDUPE],
+    ),
+    Mutant(
+        "acks: the table is not made from its checkpoint",
+        [(PRODUCERS, '        return seq, ""\n', '        self.__init__(1, 1, 1, 1)\n        return seq, ""\n')],
+        [crash("framer", "acks"), DEDUPE],
+    ),
+    Mutant(
+        "acks: the checkpoint speaks of what is not synced",
+        [(PRODUCERS, "        if synced is None or synced < seq or self.busy:\n", "        if self.busy:\n")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "acks: the crc of the checkpoint is not looked at",
+        [(PRODUCERS, "            if _crc(seq, body) != crc:\n", "            if False:\n")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "acks: a group is taken without a look at what its producer has stored",
+        [(FRAMING, "        if producer is None or first <= producer.last_id:\n", "        if producer is None:\n")],
+        [crash("framer", "acks"), UNIT_FRAMING],
+    ),
+    Mutant(
+        "acks: an id that was passed over is answered as if it had been stored",
+        [(PRODUCERS, " if ahead < self.counts[at] else OUT_OF_ORDER", "")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "acks: a group of which only a part has been read is cut",
+        [(FRAMING, "            return int(n), count, 0, whose\n", "            raise ValueError\n")],
+        [crash("framer", "acks")],
+    ),
+    Mutant(
+        "acks: a header at the end of a read is moved in front of the pieces of its line",
+        [(FRAMING, "(at + 1 == len(raws) or raws[at + 1]", "(at + 1 < len(raws) and raws[at + 1]")],
+        [crash("framer", "acks"), UNIT_FRAMING],
+    ),
+    Mutant(
+        "acks: anybody may say whose message it is",
+        [("kmq/record.py", '    return b";" in text and (', '    return False and b";" in text and (')],
+        [UNIT_FRAMING],
+    ),
+    Mutant(
+        "acks: an older connection of a producer goes on",
+        [(INGRESS, '            older.refusing = b"fenced a newer connection of this producer has said hello"\n', "")],
+        [DEDUPE],
+    ),
+    Mutant(
+        "acks: a hole in the replies is not seen",
+        [("kmq/links/intake.py", "        if first != self.answered + 1:\n", "        if False:\n")],
+        [UNIT_INTAKE],
+    ),
+    Mutant(
+        "acks: after a refusal the rest of the connection is taken",
+        [("kmq/links/intake.py", "            if connection.refusing:\n", "            if False:\n")],
+        [UNIT_INTAKE],
+    ),
     Mutant(
         "durability moves its cursor before the work",
         [
@@ -64,12 +159,12 @@ MUTANTS = [
     ),
     Mutant(
         "durability: no seq check against the WAL",
-        [(DURABILITY, "for b in blocks if b.first_seq > wal.last_seq]", "for b in blocks]")],
+        [(DURABILITY, "for b in blocks if b.count and b.first_seq > wal.last_seq]", "for b in blocks if b.count]")],
         [crash("durability"), KILLS],
     ),
     Mutant(
         "durability: no seq check against the ring durable",
-        [(DURABILITY, "if block.first_seq < durable.last.next_seq:", "if False:")],
+        [(DURABILITY, "if not block.count or block.first_seq < durable.last.next_seq:", "if not block.count:")],
         [crash("durability")],
     ),
     Mutant(
@@ -158,7 +253,7 @@ MUTANTS = [
     ),
     Mutant(
         "the reader does not look at the floor again after its copy",
-        [(RING, "            if self.cells[FLOOR] > position:\n", "            if False:\n")],
+        [(RING, "        if ring.cells[FLOOR] > position:\n", "        if False:\n")],
         [RACES, DROPS],
     ),
     Mutant(

@@ -22,8 +22,9 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from kmq import stats
+from kmq import framing, stats
 from kmq.links import layout
+from kmq.log.producers import Producers
 
 STAGES = ("ingress", "framer", "durability", "router")
 MIB = 1 << 20
@@ -69,6 +70,7 @@ class Account:
         self.good = Counter()  # stored form of messages
         self.bad = defaultdict(list)  # (length, first bytes) → [(original, reasons)]
         self.cut_off = set()  # lines of connections that were reset: each may be there, whole or as a beginning
+        self.acked = {}  # seq → stored form, as its producer was told
 
     def add(self, stream):
         """A stream that arrived whole."""
@@ -84,9 +86,11 @@ class Account:
         else:
             self.good[line + b"|" * max(0, 3 - line.count(b"|"))] += 1
 
-    def settle(self, stored):
+    def settle(self, stored, seq=0):
         """`stored` is a WAL record without seq and time. Raises AssertionError where nobody sent it."""
-        if stored.startswith(b"dead.malformed||;reason="):
+        if seq in self.acked:
+            assert stored == self.acked.pop(seq), stored[:200]
+        elif stored.startswith(b"dead.malformed||;reason="):
             self._settle_malformed(stored)
         elif stored.startswith(b"reset."):
             self.cut_off.remove(stored)
@@ -113,6 +117,7 @@ class Account:
     def check_nothing_is_missing(self):
         missing = [line[:200] for line, count in self.good.items() if count]
         missing += [line[:200] for waiting in self.bad.values() for line, _ in waiting]
+        missing += [line[:200] for line in self.acked.values()]
         assert not missing, f"{len(missing)} lines are not stored: {missing[:5]}"
 
 
@@ -218,7 +223,7 @@ class Pod:
         """Nothing lies where it does not belong."""
         assert self.names_outside() == self.outside
         legal = re.compile(
-            r"id|format|router\.ckpt|append|append/(\d{20}\.(log|idx)|\.owner)|topics|topics/\.owner"
+            r"id|format|(router|producers)\.ckpt|append|append/(\d{20}\.(log|idx)|\.owner)|topics|topics/\.owner"
             r"|topics/[A-Za-z0-9_][\w.-]*(/(topic\.toml|\d+(/\d{20}\.(log|idx))?))?|[A-Za-z0-9_][\w.-]*\.log",
             re.ASCII,
         )
@@ -328,6 +333,35 @@ def short_of_fields(rng):
 ATTACKS = [random_bytes, huge_lines, bad_topics, control_bytes, nuls, short_of_fields]
 
 
+def with_messages(rng, stream):
+    """The lines of an attack among messages, some of which are sent twice or come too late."""
+    lines, id = [], 0
+    for line in stream.split(b"\n"):
+        id += rng.choice([0, 1, 1, 1, 3])
+        lines += [b"acked.k|0|%d|x" % max(0, id - rng.choice([0, 0, 0, 1, 2])), line]
+    return b"\n".join(lines)
+
+
+def bad_hello(rng):
+    words = [
+        b"hello",
+        b"acks=1",
+        b"acks=2",
+        b"producer=a/b",
+        b"window=",
+        b"producer=%b" % (b"x" * 65),
+        b"\0",
+        b"\xff",
+        b"=",
+        b"!",
+    ]
+    return (
+        b"!"
+        + rng.choice([b"", b"hello ", b"b 1", b"c 1.1 1 1 "])
+        + b" ".join(rng.choices(words[2:], k=rng.randrange(1, 5)))
+    )
+
+
 def log_lines(rng, count):
     """Lines like those of real logs: CRLF, CR inside, tabs, bars, other encodings, a trace of several KiB."""
     words = b"sshd[2211]: Failed password \tat user= a|b||c caf\xe9 na\xc3\xafve 2026-05-20T01:02:03Z #0".split(b" ")
@@ -363,14 +397,17 @@ class Sender:
     def events(self):
         return select.POLLOUT if self.at < self.end else select.POLLIN
 
+    def send_some(self):
+        with contextlib.suppress(BlockingIOError):
+            self.at += self.sock.send(
+                self.stream[self.at : min(self.end, self.at + self.rng.randrange(1, self.step + 1))]
+            )
+        if self.at == self.end:
+            self._finish()
+
     def go_on(self):
         if self.at < self.end:
-            with contextlib.suppress(BlockingIOError):
-                self.at += self.sock.send(
-                    self.stream[self.at : min(self.end, self.at + self.rng.randrange(1, self.step + 1))]
-                )
-            if self.at == self.end:
-                self._finish()
+            self.send_some()
         elif not self.sock.recv(1000):  # ingress has taken everything and closed its side
             self.sock.close()
             self.over = True
@@ -382,6 +419,90 @@ class Sender:
             self.over = True
         else:
             self.sock.shutdown(socket.SHUT_WR)
+
+
+class AckedSender(Sender):
+    """Says hello first, and reads what it is told about each line."""
+
+    def __init__(self, pod, rng, account, number, stream, step):
+        self.tag, hello = rng.choice(
+            [("", ""), (f";p=f{number}", f" producer=f{number}"), (f";w=f{number}", f" window=f{number}")]
+        )
+        super().__init__(pod, rng, f"!hello acks=1{hello}\n".encode() + stream, step)
+        self.account, self.lines, self.heard = account, stream.split(b"\n")[:-1], b""
+
+    def events(self):
+        return select.POLLIN | (select.POLLOUT if self.at < self.end else 0)
+
+    def go_on(self):
+        if self.at < self.end:
+            self.send_some()
+        with contextlib.suppress(BlockingIOError):
+            data = self.sock.recv(1 << 16)
+            self.heard += data
+            if not data:
+                self.sock.close()
+                self.over = True
+                self.settle()
+
+    def replies(self):
+        """One for each message, in order: (word, seq or reason)."""
+        greeting, *said, rest = self.heard.split(b"\n")
+        assert greeting == b"!ok max_line=%d" % MAX_LINE and not rest
+        told = []
+        for line in said:
+            word, n, what = line.split(b" ", 2)
+            count = int(n) - len(told)
+            assert count == 1 or (count > 1 and word == b"!ack"), f"out of order: {line}"
+            told += [(word, what.split()[0])] if word == b"!err" else [
+                (word, int(what) - ahead) for ahead in range(count - 1, -1, -1)
+            ]  # fmt: skip
+        return told
+
+    def settle(self):
+        """Each line has been told what the design says of it; what is acknowledged has to be there."""
+        told, known, last = self.replies(), {}, -1
+        assert len(told) == len(self.lines)
+        for line, (word, what) in zip(self.lines, told, strict=True):
+            why = reasons(line)
+            if why:
+                assert word == b"!err" and what.decode() in why, (line[:80], word, what)
+                continue
+            key, ts, id, payload = (line + b"|" * max(0, 3 - line.count(b"|"))).split(b"|", 3)
+            bare, *headers = id.split(b";")
+            legal = {"": rb"[^|]*", ";p": rb"\d{1,18}", ";w": rb"[^|]{1,256}"}[self.tag[:2]]
+            if not re.fullmatch(legal, bare, re.DOTALL):
+                assert (word, what) == (b"!err", b"bad_id"), line[:80]
+            elif self.tag and (same := int(bare) if self.tag[:2] == ";p" else bare) in known:
+                assert (word, what) == (b"!dup", known[same]), line[:80]
+            elif self.tag[:2] == ";p" and same < last:
+                assert (word, what) == (b"!err", b"out_of_order"), line[:80]
+            else:
+                assert word == b"!ack", (line[:80], what)
+                if self.tag:
+                    known[same] = what
+                    last = same if self.tag[:2] == ";p" else last
+                headers = b"".join(b";" + header for header in headers)
+                self.account.acked[what] = b"|".join([key, ts, bare + self.tag.encode() + headers, payload])
+
+
+class BadHello(Sender):
+    """A first line that begins as a hello and is none: it is told so, once, and let go."""
+
+    def __init__(self, pod, rng, line, step):
+        super().__init__(pod, rng, line + b"\n", step)
+        self.heard = b""
+
+    def go_on(self):
+        if self.at < self.end:
+            self.send_some()
+            return
+        data = self.sock.recv(1000)
+        self.heard += data
+        if not data:
+            assert self.heard.startswith(b"!err 0 bad_hello ") and self.heard.count(b"\n") == 1, self.heard
+            self.sock.close()
+            self.over = True
 
 
 class Crowd:
@@ -402,6 +523,14 @@ class Crowd:
             self.account.cut_off.update(lines)
             sender = Sender(self.pod, rng, stream, rng.choice([5, 5000]), reset_at=rng.randrange(1, len(stream)))
             self.started["reset"] += 1
+        elif rng.randrange(4) == 0:
+            stream = with_messages(rng, rng.choice(ATTACKS)(rng))
+            step = rng.choice([3, 200, 10_000]) if len(stream) < 20_000 else 200_000
+            sender = AckedSender(self.pod, rng, self.account, self.started["acked"], stream, step)
+            self.started["acked"] += 1
+        elif rng.randrange(6) == 0:
+            sender = BadHello(self.pod, rng, bad_hello(rng), rng.choice([1, 5000]))
+            self.started["hello"] += 1
         else:
             kind = rng.choice(ATTACKS)
             stream = kind(rng)
@@ -452,8 +581,8 @@ def check(pod, account):
     account.add(b"last|0|0|line\n")
     stored = 0
     next_of = Counter()
-    for _, line in pod.wal():
-        account.settle(line)
+    for seq, (_, line) in enumerate(pod.wal(), start=1):
+        account.settle(line, seq)
         stored += 1
         if line.startswith(b"good.s"):
             key, _, number, _ = line.split(b"|", 3)
@@ -470,10 +599,12 @@ def fuzz(pod, seed, seconds):
     crowd.run(seconds)
     pod.settle()
     pod.stop()
+    acked = len(crowd.account.acked)
     stored = check(pod, crowd.account)
-    assert set(crowd.started) == {"reset", *(attack.__name__ for attack in ATTACKS)}
+    assert acked > 10 * crowd.started["acked"]
+    assert set(crowd.started) == {"reset", "acked", "hello", *(attack.__name__ for attack in ATTACKS)}
     peaks = " ".join(f"{name}_mib={peak / MIB:.0f}" for name, peak in pod.peak.items())
-    print(f"event=fuzz seed={seed} connections={sum(crowd.started.values())} lines={stored} {peaks}")
+    print(f"event=fuzz seed={seed} connections={sum(crowd.started.values())} lines={stored} acked={acked} {peaks}")
 
 
 def test_bad_input_is_accounted_for_and_good_lines_beside_it_are_untouched(pod):
@@ -561,3 +692,40 @@ def test_a_thousand_connections_that_open_and_die(pod):
     pod.stop()
     check(pod, account)
     assert resets > 50
+
+
+# --- the FIFO, which any shell of the pod may write to ----------------------------------------------------------------------
+
+
+def random_group_text(rng):
+    """Whole lines in which headers, groups, pieces and rubbish are mixed."""
+    parts = []
+    for _ in range(rng.randrange(1, 30)):
+        body = b"".join(
+            rng.choice([b"t|1|%d|x" % rng.randrange(9), b"", b"x", b"-x", b"+x", b"!e nul", rng.randbytes(20)]) + b"\n"
+            for _ in range(rng.randrange(4))
+        )
+        tag = rng.choice([b"", b" p=a", b" w=b", b" p=%s", b" p=", b" q=1", b" p=a w=b", b" " + rng.randbytes(3)])
+        length = rng.choice([b"", b" l=%d" % len(body), b" l=%d" % rng.randrange(5000), b" l=x"])
+        count = rng.choice([body.count(b"\n"), body.count(b"\n"), 0, 1, 200, -1])
+        header = b"!c %b %d %d" % (rng.choice([b"1.1", b"1.2", b"1", b"x.y", b"\xff"]), rng.randrange(5), count)
+        parts.append(rng.choice([header + length + tag + b"\n" + body, body, b"!b 1\n", b"+t|1|2|long\n", b"-er\n"]))
+    text = b"".join(parts)
+    return text[: text.rindex(b"\n") + 1].replace(b"\0", b"0") if b"\n" in text else b"\n"
+
+
+def test_whatever_stands_in_the_fifo_the_framer_goes_on():
+    """Each line it stores is one, what it answers goes up, and nothing is left that would never be read."""
+    rng = random.Random(5)
+    for _ in range(5000):
+        known = Producers(100, 1e6, 100, 1e6)
+        text = framing.untangle(random_group_text(rng))
+        batch = framing.Parser(8192, known).parse(text, 1, 0)
+        assert all(re.fullmatch(rb"[^|\n]+\|[^|\n]*\|[^|\n]*\|[^\n]*", line) for line in batch.lines)
+        assert [count for count, _ in batch.cuts] == sorted(count for count, _ in batch.cuts)
+        assert not batch.cuts or batch.cuts[-1][0] == len(batch.lines)
+        assert 0 <= batch.used <= len(text)
+        if batch.used < len(text):  # the rest waits for something that can still come
+            assert text.startswith((b"+", b"!c "), batch.used)
+        for line in framing.replies(batch.answers, 0, 1).split(b"\n")[:-1]:
+            assert re.fullmatch(rb"\d+\.\d+ \d+ !(?:ack \d+ \d+|dup \d+ \d+|err \d+ [^\n]+)", line), line
