@@ -22,7 +22,7 @@ from collections import deque
 from operator import itemgetter
 
 from kmq import framing, record
-from kmq.errors import CorruptError
+from kmq.errors import CorruptError, RetryError
 from kmq.links import fifo
 from kmq.links.fifo import waiting_bytes
 from kmq.links.layout import Commit
@@ -31,6 +31,7 @@ from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 from kmq.log import dropped, producers, wal
 from kmq.log.producers import Producers
+from kmq.log.reader import last_line
 from kmq.stage import Stage, main
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
@@ -85,9 +86,14 @@ def remember(stage: Stage, ring: RingWriter) -> Producers:
         path = producers.path(settings.data)
         stage.log.warn("producers_unreadable", file=path, reason=reason, effect="it is removed and the WAL read")
         os.unlink(path)  # the seqs it speaks of may yet come, as other messages
+    read = seq
     for lines in wal.read(settings.data, max(seq + 1, wal.first_seq(settings.data)), in_wal):
         table.absorb(lines)
+        read = record.seq_of(last_line(lines))
         stage.beat()
+    missing = dropped.without(read + 1, in_wal, dropped.read(settings.data, "framed"))
+    if missing and not ring.drops:  # a table that is too short would store again what comes again
+        raise RetryError(f"the WAL reads up to seq {read} only, but has been written up to {in_wal}")
     for block in blocks:
         if block.first_seq > seq:
             table.absorb(bytes(block.data))

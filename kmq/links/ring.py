@@ -155,13 +155,15 @@ class RingWriter(Ring):
     def _place(self, nbytes: int) -> tuple[int, int]:
         """(position where a block of `nbytes` begins, bytes it takes): the head, or the start of the ring after a skip.
 
-        It skips where the block does not fit before the end, and whenever the ring is empty: a reader that keeps up then
-        works on the same few pages again and again, which stay in the cache and keep the memory small.
+        It skips where the block does not fit before the end, and under `block` whenever the ring is empty: a reader that keeps
+        up then works on the same few pages again and again, which stay in the cache and keep the memory small. Should it
+        stop right then, the ring holds only what fits before the place where it was empty; under drop_oldest that would
+        be messages thrown away early.
         """
         total, head = block_bytes(nbytes), self._last.head
         at = head % self.size
         is_empty = max(self.cells[TAIL], self._floor) == head
-        if at + total > self.size or (is_empty and total <= at):
+        if at + total > self.size or (is_empty and total <= at and not self.drops):
             return head + self.size - at, total
         return head, total
 
