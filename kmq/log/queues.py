@@ -16,7 +16,7 @@ from itertools import pairwise
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import checkpoint, dropped, segment, topics, wal
+from kmq.log import checkpoint, dropped, reader, segment, topics, wal
 from kmq.log.disk import Buffer, WaitForRoom, find_tail, replace_file, with_room
 from kmq.log.index import IndexWriter, read_entries
 from kmq.log.partition import EMPTY, Gap, PartitionLog, State, directory_of, fits, recover
@@ -194,11 +194,12 @@ class Queues:
     def _heal_end(self, log: PartitionLog, damage: DamageError) -> None:
         """The end of a log is not what its index says: damaged, or a power cut has the index ahead. The WAL knows."""
         state, path, topic = log.state, log.path, self.topics[log.topic.encode()]
-        entries = read_entries(segment.index_path(path), state.active_bytes)[:-1]
-        offset, start = (entries[-1].offset, entries[-1].position) if entries else (state.base, 0)
         with open(path, "r+b") as file:
             tail = find_tail(file.fileno(), min(damage.byte, state.active_bytes), is_stored)
             position, last = tail.size, tail.last
+            every = read_entries(segment.index_path(path), 1 << 62)
+            entries = [each for each, following in pairwise(every) if following.position <= position]
+            offset, start = (entries[-1].offset, entries[-1].position) if entries else (state.base, 0)
             offset += os.pread(file.fileno(), position - start, start).count(b"\n")
             if not last and state.sealed:
                 with open(state.sealed[-1].path, "rb") as sealed:
@@ -257,8 +258,11 @@ class Queues:
         found: dict[str, Topic] = {}
         for name in topics.names(self.data):
             declared = topics.read(self.data, name)
-            if declared.from_seq is not None:
-                found[name] = Topic(name, declared.partitions, declared.from_seq)
+            path = topics.toml_path(self.data, name)
+            if name not in since and not _is_empty(path) and (what := topics.fault(self.data, name, at_start=True)):
+                raise CorruptError(f"{path}: {what}; run kmq verify --repair")  # other partitions would be other queues
+            if declared.from_seq is not None or name in since:
+                found[name] = Topic(name, declared.partitions, declared.from_seq or 0)
                 self._limit(name, declared)
         counts = Counter(name for name, _ in rows)
         for name, topic in found.items():
@@ -340,6 +344,11 @@ class Queues:
         if found.cut:
             self.log.warn("torn_tail_cut", file=where, bytes=found.cut, last_seq=state.last_seq)
         for each in found.touched:
+            try:  # what is not as its index says gets no new crc: readers refuse it until it is repaired
+                reader.indexed_end(each.path, each.first)
+            except DamageError as err:
+                self.log.error("damaged", file=each.path, reason=err)
+                continue
             IndexWriter.complete(each.path, each.first, self._wait_for_room)
             self._dirty += [each.path, segment.index_path(each.path)]
         is_short = state.end_offset < known.end_offset

@@ -38,7 +38,6 @@ from kmq.log.verify import (
     dropped_faults,
     producers_fault,
     scan,
-    topic_fault,
 )
 from kmq.routing import Topic
 
@@ -160,18 +159,19 @@ class Repair:
                 bad.append(part)
                 continue
             position = part.position if part else found.size - found.torn
-            last = part.first_seq - 1 if part else max(until, self._last_in(found, bad, before))
+            # A damaged digit must not say that there were a million more.
+            at_most = before + sum(_bytes(found, each).count(b"\n") for each in bad) + 1
+            last = part.first_seq - 1 if part else max(until, self._last_in(found, bad, before, at_most))
             if bad or (last > before and self._unnamed(before + 1, last)):
                 start = bad[0].position if bad else position
                 stretches.append(Stretch(min(start, found.size), position, before + 1, last, bad, 0, -1))
             before, bad = part.last_seq if part else last, []
         return stretches
 
-    def _last_in(self, found: Scan, bad: list[Part], before: int) -> int:
+    def _last_in(self, found: Scan, bad: list[Part], before: int, at_most: int) -> int:
         """The last seq that a damaged end speaks of, as far as that can be read."""
         own, doubtful = self._own(found, bad, before + 1, 1 << 62)
-        at_most = before + sum(_count(found, part) for part in bad) + 1  # a damaged digit must not say a million more
-        return max([before, *(seq for seq in (*own, *doubtful) if seq <= at_most)])
+        return max([before, *own, *(seq for seq in doubtful if seq <= at_most)])
 
     def _unnamed(self, first: int, last: int) -> list[tuple[int, int]]:
         ranges = [dropped.Range("", a, b) for a, b in self.directory.named_gaps()]
@@ -183,8 +183,19 @@ class Repair:
         low, high = stretch.first_seq, stretch.last_seq
         logs = [reader.partition(self.data, *at) for at in self.directory.queues()]
         others = heapq.merge(*(self._lines_between(log, low, high) for log in logs))
+        found_lines = self._merged(stretch, others, own, doubtful)
+        if not stretch.parts:
+            yield from found_lines
+            return
+        lines = list(found_lines)
+        agreed = _agreed(stretch, [(seq, line or doubtful.get(seq)) for seq, line in lines])
+        yield from ((seq, line or agreed.get(seq)) for seq, line in lines)
+
+    def _merged(
+        self, stretch: Stretch, others: Iterator[tuple[int, bytes, bool]], own: Lines, doubtful: Lines
+    ) -> Iterator[tuple[int, bytes | None]]:
         following = next(others, None)
-        for first, last in self._unnamed(low, high):
+        for first, last in self._unnamed(stretch.first_seq, stretch.last_seq):
             for seq in range(first, last + 1):
                 line = own.get(seq)
                 while following is not None and following[0] <= seq:
@@ -249,6 +260,7 @@ class Repair:
         following = scans[at + 1].first if at + 1 < len(scans) else -1
         before = max([0, *(part.last_seq for each in scans[:at] for part in each.parts)])
         later = next((part.first_seq for each in scans[at + 1 :] for part in each.parts if part.first_seq), 0)
+        wal_end = reader.wal(self.data).end_offset() - 1
         offset, bad = found.first, list[Part]()  # of the next record; -1: not known
         for number, part in enumerate([*found.parts, None]):
             if part is not None and not part.is_good:
@@ -265,7 +277,7 @@ class Repair:
             if bad or is_short:
                 position = part.position if part else found.size - found.torn
                 start = min(bad[0].position, found.size) if bad else position
-                last = ahead - 1 if ahead else max(had, self._last_in(found, bad, before))
+                last = ahead - 1 if ahead else max(had, self._last_in(found, bad, before, wal_end))
                 records = next_offset - offset if next_offset >= 0 and offset >= 0 else -1
                 stretches.append(Stretch(start, position, before + 1, last, bad, offset, records, not ahead))
                 offset = next_offset
@@ -284,10 +296,12 @@ class Repair:
     def _queue_lines(
         self, found: Scan, stretch: Stretch, topic: Topic, number: int, table: dict[bytes, Topic]
     ) -> Iterator[tuple[int, bytes | None]]:
-        own, _ = self._own(found, stretch.parts, stretch.first_seq, 1 << 62 if stretch.is_end else stretch.last_seq)
+        own, doubtful = self._own(
+            found, stretch.parts, stretch.first_seq, 1 << 62 if stretch.is_end else stretch.last_seq
+        )
         wal_end = reader.wal(self.data).end_offset() - 1
         high = wal_end if stretch.is_end else min(stretch.last_seq, wal_end)
-        records: Lines = {}
+        records: Lines = dict(own)
         has = max(stretch.first_seq, reader.first_seq(self.data))
         for first, last in dropped.without(has, high, dropped.read(self.data, "durable")):
             for block in reader.read(self.data, first, last):
@@ -296,17 +310,34 @@ class Repair:
                     name, key = routing.resolve(table, line.split(b"|", 3)[2], seq)
                     if name == topic.name.encode() and topic.partition_of(key, seq) == number:
                         records[seq] = line + b"\n"
-        seqs = sorted({*own, *records})
+        seqs = sorted(records)
         if stretch.is_end:
-            seqs = self._end(stretch, seqs, {**own, **records})
+            seqs = self._end(stretch, seqs, records)
         elif stretch.records >= 0:
             # The WAL may have more: of what retention took here, or of a bad end in the next segment.
             at_front = stretch.first_seq == 1 and found.first > 0
             seqs = seqs[max(0, len(seqs) - stretch.records) :] if at_front else seqs[: stretch.records]
-        for _ in range(stretch.records - len(seqs)):  # their numbers went with them
-            yield 0, None
-        for seq in seqs:
-            yield seq, records.get(seq) or own[seq]
+        if stretch.records > len(seqs):
+            yield from self._with_holes(found, stretch, {seq: records[seq] for seq in seqs}, doubtful)
+        else:
+            yield from ((seq, records[seq]) for seq in seqs)
+
+    def _with_holes(
+        self, found: Scan, stretch: Stretch, records: Lines, doubtful: Lines
+    ) -> Iterator[tuple[int, bytes | None]]:
+        """The records of a stretch, and a None in the place of each that nobody has."""
+        both = {**doubtful, **records}
+        agreed = _agreed(stretch, [(seq, both[seq]) for seq in sorted(both)])
+        missing = stretch.records - len({**records, **agreed})
+        slots: list[tuple[int, bytes | None]] = []
+        for part in stretch.parts:
+            for line in _bytes(found, part).split(b"\n")[:-1]:
+                stamp = record.parse_stored(line)
+                seq = stamp[0] if stamp else 0
+                slots.append((seq, records.get(seq) or agreed.get(seq)))
+        if len(slots) != stretch.records or sum(line is not None for _, line in slots) != stretch.records - missing:
+            slots = [(0, None)] * missing + [(seq, each) for seq, each in sorted({**records, **agreed}.items())]
+        yield from slots
 
     def _end(self, stretch: Stretch, seqs: list[int], lines: Lines) -> list[int]:
         """Those that the end of a queue had: as far as its index line says, else as far as can be told."""
@@ -396,7 +427,7 @@ class Repair:
             f"{name}|{stretch.position}|{a}|{b}|{b - a + 1 if all(gone) else len(gone)}|{stamp}\n" for a, b in ranges
         ]
         path = f"{self.data}/{QUARANTINE}/log"
-        before = open(path).read() if os.path.exists(path) else ""
+        before = _text(path)
         replace_file(path, (before + "".join(row for row in rows if row.rpartition("|")[0] not in before)).encode())
         return ranges
 
@@ -422,7 +453,7 @@ class Repair:
             self._set_aside("producers.ckpt", f"the next start reads the whole WAL instead{forgotten}")
         since = self.directory.load_checkpoint()[2]
         for name in topics.names(data):
-            if topic_fault(data, name, since.get(name)):
+            if topics.fault(data, name, since.get(name)):
                 self._topic(name, since.get(name))
 
     def _set_aside(self, name: str, what: str) -> None:
@@ -492,6 +523,23 @@ class Repair:
         return min(after, default=last + 1) == last + 1 and (first == 1 or min(before, default=0) == first - 1)
 
 
+def _agreed(stretch: Stretch, lines: list[tuple[int, bytes | None]]) -> Lines:
+    """Those of `lines`, the whole stretch as far as anybody can tell, that lie in blocks whose crc is right so."""
+    agreed: Lines = {}
+    for part in stretch.parts:
+        at, crc, inside = stretch.position, 0, Lines()
+        for seq, line in lines:
+            if line is None:
+                break
+            if part.position <= at < part.end:
+                crc = zlib.crc32(line, crc)
+                inside[seq] = line
+            at += len(line)
+        if part.entry is not None and crc == part.entry.crc:
+            agreed.update(inside)
+    return agreed
+
+
 def _no_room(path: str) -> None:
     raise OSError(f"{path}: no room on the disk; nothing was changed")
 
@@ -500,10 +548,6 @@ def _bytes(found: Scan, part: Part) -> bytes:
     with open(found.path, "rb") as file:
         file.seek(part.position)
         return file.read(part.end - part.position)
-
-
-def _count(found: Scan, part: Part) -> int:
-    return _bytes(found, part).count(b"\n")
 
 
 def _text(path: str) -> str:

@@ -66,6 +66,39 @@ def read(data: str, name: str) -> Declaration:
     return Declaration(partitions, None if from_seq is None else int(from_seq), limits)
 
 
+def fault(data: str, name: str, since: int | None = None, at_start: bool = False) -> str:
+    """What is wrong with a declaration; "" where nothing is. `since`: its from_seq by router.ckpt, where that knows it.
+
+    `at_start`: only what the router must not go on with. Partitions that are missing it makes again.
+    """
+    import tomllib
+
+    found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
+    try:
+        with open(toml_path(data, name), "rb") as file:
+            text = file.read()
+        table = tomllib.loads(text.decode())
+        partitions, from_seq = int(table["partitions"]), table.get("from_seq")
+        if not at_start:
+            Limits().but(read(data, name).limits)
+    except (FileNotFoundError, KeyError, TypeError, ValueError, ConfigError) as err:
+        return f"cannot be read: {err}"
+    if from_seq is None:
+        has = any(size for number in range(found) for size in _sizes(f"{data}/topics/{name}/{number}"))
+        return "has no from_seq, but the topic has records" if has else ""
+    if partitions < found or (partitions > found and not at_start):
+        return f"says {partitions} partitions, but there are {found}"
+    if not text.endswith(b"\n"):  # the router wrote one; a cut number is a number too
+        return "is cut"
+    if since not in (None, from_seq):
+        return f"says from_seq {from_seq}, but router.ckpt says {since}"
+    return ""
+
+
+def _sizes(directory: str) -> list[int]:
+    return [entry.stat().st_size for entry in os.scandir(directory)] if os.path.isdir(directory) else []
+
+
 def load(data: str, name: str) -> tuple[int, int | None]:
     """(partitions, from_seq) of a topic; from_seq is None while the declaration is pending."""
     found = read(data, name)

@@ -17,11 +17,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kmq import record
-from kmq.errors import ConfigError, CorruptError
 from kmq.log import checkpoint, dropped, identity, producers, reader, segment, topics
 from kmq.log.index import Entry, parse_line
 from kmq.log.reader import Log, Segment, bad_line, seqs_of
-from kmq.log.segment import LIMITS, Limits
 
 _CHUNK = 1 << 20
 QUARANTINE = "quarantine"  # directory of what could not be healed; its `log`: file|byte|first_seq|last_seq|count|ts
@@ -129,15 +127,18 @@ def _block(held: Segment, entry: Entry, following: Entry | None, found: Scan, at
         try:
             end = held.covered(entry)
         except reader.DamageError as err:
-            return Part(entry.position, max(err.end, entry.position), False, 0, 0, 0, err.what, entry)
+            end = max(err.end, entry.position)
+            if b"\n" not in os.pread(held.fd, _CHUNK, end):  # its last newline may be what has been damaged
+                end = max(end, held.size)
+            return Part(entry.position, end, False, 0, 0, 0, err.what, entry)
     data = os.pread(held.fd, max(0, min(end, held.size) - entry.position), entry.position)
     if zlib.crc32(data) != entry.crc or len(data) < end - entry.position:
         return Part(entry.position, end, False, 0, 0, 0, _where(data, entry.position), entry)
-    seqs = seqs_of(data)
     bad = bad_line(data)
     if bad >= 0:  # the crc is right: it was written so
         what = f"byte {entry.position + bad}: not a stored line in order of seq"
         return Part(entry.position, end, False, 0, 0, 0, what, entry)
+    seqs = seqs_of(data)
     what = held.fault(entry, data, following.offset if following else 0)
     if what:
         found.wrong.append((at, what))
@@ -316,7 +317,7 @@ class Directory:
                 yield Finding(name, 0, 0, 0, f"holds {text[:40]!r}")
         since = self.load_checkpoint()[2]
         for topic in topics.names(self.data):
-            what = topic_fault(self.data, topic, since.get(topic))
+            what = topics.fault(self.data, topic, since.get(topic))
             if what:
                 yield Finding(f"topics/{topic}/topic.toml", 0, 0, 0, what)
         try:
@@ -336,28 +337,6 @@ def _read(path: str) -> bytes:
             return file.read()
     except FileNotFoundError:
         return b""
-
-
-def topic_fault(data: str, topic: str, since: int | None) -> str:
-    """What is wrong with a topic's declaration. `since`: its from_seq by router.ckpt, None where that does not know it."""
-    import tomllib
-
-    found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{topic}"))
-    text = _read(topics.toml_path(data, topic))
-    try:
-        table = tomllib.loads(text.decode())
-        partitions, from_seq = int(table["partitions"]), table.get("from_seq")
-        Limits().but(topics.read(data, topic).limits)
-    except (KeyError, TypeError, ValueError, ConfigError, CorruptError) as err:
-        return f"cannot be read: {err}"
-    if from_seq is not None and partitions != found:
-        return f"says {partitions} partitions, but there are {found}"
-    if from_seq is not None and not text.endswith(b"\n"):  # the router wrote one; a cut number is a number too
-        return "is cut"
-    if since is not None and from_seq != since:
-        return f"says from_seq {from_seq}, but router.ckpt says {since}"
-    unknown = set(table) - {"partitions", "from_seq", *LIMITS}
-    return f"has an unknown {', '.join(unknown)}" if unknown else ""
 
 
 def producers_fault(data: str) -> str:

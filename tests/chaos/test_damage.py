@@ -119,6 +119,8 @@ def is_harmless(name: str, good: bytes, bad: bytes, data: Path) -> bool:
     if name.endswith(".toml"):
         topic = name.split("/")[1]
         return f"partitions = {topics.load(str(data), topic)[0]}\n".encode() in good
+    if name == "producers.ckpt":  # nobody in it: the byte after the crc ends nothing
+        return good.strip() == bad.strip()
     return name == "id"  # another id: only rings have it too, and there are none
 
 
