@@ -389,9 +389,9 @@ def few(found: list[Point]) -> list[Point]:
 
 
 @pytest.mark.parametrize(("victim", "policy"), CASES)
-def test_a_kill_at_any_line_loses_and_doubles_nothing(policy: str, victim: str, rng: random.Random) -> None:
+def test_a_kill_at_a_random_line_loses_and_doubles_nothing(policy: str, victim: str, rng: random.Random) -> None:
     found = few(points(policy, victim))
-    for point in found if policy == "block" else rng.sample(found, len(found) // 3):
+    for point in rng.sample(found, len(found) // (2 if policy == "block" else 5)):  # all of them: the soak
         survives(policy, kill_at(victim, point), point)
 
 
