@@ -435,7 +435,7 @@ class Repair:
 
     def _small_files(self) -> None:
         data = self.data
-        if not re.fullmatch(identity.FORMAT + r"\n", _text(f"{data}/format")):
+        if not re.fullmatch(r"\d+\n", _text(f"{data}/format")):  # a number may be that of another version
             replace_file(f"{data}/format", identity.FORMAT.encode() + b"\n")
             self._report(f"{data}/format", "written again")
         if not re.fullmatch(r"[0-9a-f]{32}\n", _text(f"{data}/id")):

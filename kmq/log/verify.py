@@ -311,10 +311,15 @@ class Directory:
 
     def small_files(self) -> Iterator[Finding]:
         """id, format, topic.toml, checkpoints, dropped.log."""
-        for name, pattern in (("format", identity.FORMAT), ("id", "[0-9a-f]{32}")):
-            text = _read(f"{self.data}/{name}").decode(errors="replace")
-            if not re.fullmatch(pattern + r"\n", text):
-                yield Finding(name, 0, 0, 0, f"holds {text[:40]!r}")
+        text = _read(f"{self.data}/format").decode(errors="replace")
+        if re.fullmatch(r"\d+\n", text) and text != f"{identity.FORMAT}\n":
+            what = f"says {text.strip()}: damaged, or of another version; if this one wrote it, write {identity.FORMAT} there"
+            yield Finding("format", 0, 0, 0, what)
+        elif text != f"{identity.FORMAT}\n":
+            yield Finding("format", 0, 0, 0, f"holds {text[:40]!r}")
+        text = _read(f"{self.data}/id").decode(errors="replace")
+        if not re.fullmatch(r"[0-9a-f]{32}\n", text):
+            yield Finding("id", 0, 0, 0, f"holds {text[:40]!r}")
         since = self.load_checkpoint()[2]
         for topic in topics.names(self.data):
             what = topics.fault(self.data, topic, since.get(topic))
