@@ -266,6 +266,9 @@ class Settings:
         """These values as environment variables, for a child process in any working directory."""
         values = dict(self.texts)
         for row in SETTINGS:
+            value = getattr(self, row.attribute)
+            if isinstance(value, int) and value:  # `4 MiB` as a number, which a shell can calculate with
+                values[row.env] = str(value)
             if row.parse is _path and row.env in values:
                 values[row.env] = os.path.abspath(values[row.env])
         return values
