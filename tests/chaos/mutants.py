@@ -31,7 +31,9 @@ class Mutant(NamedTuple):
 
 
 def crash(victim: str, policy: str = "block") -> str:
-    return f"tests/chaos/test_crash_points.py::test_a_kill_at_a_random_line_loses_and_doubles_nothing[{victim}-{policy}]"
+    return (
+        f"tests/chaos/test_crash_points.py::test_a_kill_at_a_random_line_loses_and_doubles_nothing[{victim}-{policy}]"
+    )
 
 
 WRITES = "tests/chaos/test_crash_points.py::test_a_kill_inside_any_write_leaves_nothing_torn"
