@@ -90,7 +90,7 @@ class Gateway:
             self._state("ready")
             self.patience.sweep(runner)
             reason = self.broker.why_not_ready()
-            if reason != said:
+            if said is None or bool(reason) != bool(said):
                 self.log.info("broker", ready=not reason, reason=reason)
                 for service in ("", SERVICE):
                     await self.health.set(service, _NOT_SERVING if reason else _SERVING)

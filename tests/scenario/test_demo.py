@@ -216,13 +216,13 @@ def test_it_works_after_a_crash_that_left_fifos_and_shared_memory(env, tmp_path)
 
 
 def kill_pod(env):
-    """SIGKILL supervisor and stages, and wait until they are gone."""
+    """SIGKILL supervisor, stages and gateway, and wait until they are gone."""
     import psutil
 
     owner = (Path(env["KMQ_PIPES"]) / "supervisor.owner").read_text()
     supervisor = psutil.Process(int(re.search(r"pid=(\d+)", owner)[1]))
     pod = [supervisor, *supervisor.children()]
-    assert len(pod) == 5
+    assert len(pod) == 6
     for process in pod:
         process.kill()
     _, alive = psutil.wait_procs(pod, timeout=10)
