@@ -437,7 +437,8 @@ class Log:
         """
         while True:
             with contextlib.suppress(FileNotFoundError):
-                return self._find(self.segments(), target, field) or (self.end_offset(), "", 0, b"")
+                end = self.end_offset()  # first: a record that comes while we look must not lie before it
+                return self._find(self.segments(), target, field) or (end, "", 0, b"")
 
     def _find(self, segments: list[tuple[int, str]], target: int, field: int) -> tuple[int, str, int, bytes] | None:
         low, high = 0, len(segments)  # the segments before `low` begin before the target, those from `high` on do not
