@@ -86,8 +86,8 @@ def remember(stage: Stage, ring: RingWriter) -> Producers:
         path = producers.path(settings.data)
         stage.log.warn("producers_unreadable", file=path, reason=reason, effect="it is removed and the WAL read")
         os.unlink(path)  # the seqs it speaks of may yet come, as other messages
-    read = seq
-    for lines in wal.read(settings.data, max(seq + 1, wal.first_seq(settings.data)), in_wal):
+    read = max(seq, wal.first_seq(settings.data) - 1)  # retention may have taken what no checkpoint speaks of any more
+    for lines in wal.read(settings.data, read + 1, in_wal):
         table.absorb(lines)
         read = record.seq_of(last_line(lines))
         stage.beat()
