@@ -20,6 +20,7 @@ from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
 from kmq.errors import EXIT_FAILED, EXIT_OK, BusyError, ConfigError, KmqError, RetryError
+from kmq.helptext import examples as _examples
 from kmq.links.fifo import open_fifo
 from kmq.links.ownership import FileLock
 from kmq.log import topics as declarations
@@ -27,16 +28,12 @@ from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
 from kmq.log.segment import LIMITS
 from kmq.settings import DRAIN_S, STAGES, Settings, load
+from kmq.spark import commands as spark_commands
 
 _UP_S = 60.0  # longest wait for a pod to be ready: recovery of a long WAL included
 _DOWN_S = DRAIN_S + 10.0
 _ADOPT_S = 5.0  # how long the router may take to adopt a declaration
 _POLL_S = 0.02
-
-
-def _examples(*lines: str) -> str:
-    """The end of a help text: examples that work when pasted. At most 74 columns, or a terminal of 80 breaks them."""
-    return "\b\nExamples:\n\n" + "\n\n".join(f"    {line}" for line in lines)
 
 
 app = typer.Typer(
@@ -65,6 +62,7 @@ log_app = typer.Typer(
     epilog=_examples("kmq log stat", "kmq log cat append --count 3", "kmq log find append --seq 1"),
 )
 app.add_typer(log_app, name="log")
+app.add_typer(spark_commands.pipeline_app, name="pipeline")
 out = Console()
 err = Console(stderr=True)
 

@@ -1,0 +1,129 @@
+"""`kmq pipeline …`: what a person types. Each pipeline is one command, in a section of its own; its work is in its module.
+
+A command takes the common options by their Annotated types, opens a session with `running` and calls its module's `run`:
+
+    @run_app.command(epilog=examples("kmq pipeline run audit", "kmq pipeline run audit --path data"))
+    def audit(path: FromPath = "", brokers: Brokers = "", master: Master = "", verbose: Verbose = False, …) -> None:
+        \"\"\"One line: what it does (shown by `kmq pipeline list`).\"\"\"
+        with running("audit", master, verbose=verbose) as job:
+            from kmq.spark.pipelines import audit  # modules of Spark are imported here, never at the top
+
+            raise typer.Exit(audit.run(job.spark, source(path, brokers), progress=job.progress))
+
+Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fast as before.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from kmq.errors import ConfigError
+from kmq.helptext import examples
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from kmq.spark.progress import Progress
+
+pipeline_app = typer.Typer(
+    no_args_is_help=True,
+    help="Pipelines on Spark: run one, or list them.",
+    epilog=examples("kmq pipeline list", "kmq pipeline run audit"),
+)
+run_app = typer.Typer(no_args_is_help=True, help="Run a pipeline on Spark.", epilog=examples("kmq pipeline list"))
+pipeline_app.add_typer(run_app, name="run")
+
+
+# --- options that several have -------------------------------------------------------------------------------------
+
+FromPath = Annotated[str, typer.Option("--path", help="Data directories, comma-separated; default: KMQ_DATA.")]
+Brokers = Annotated[str, typer.Option("--brokers", help="Read over HTTP instead: host:port[,host:port].")]
+Topics = Annotated[str, typer.Option("--topics", help="Topics, comma-separated; or --pattern.")]
+Pattern = Annotated[str, typer.Option("--pattern", help="A regular expression that whole topic names match.")]
+Once = Annotated[bool, typer.Option("--once/--continuous", help="All there is now, then end; or on and on.")]
+Checkpoint = Annotated[str, typer.Option("--checkpoint", help="Directory of how far it is; a restart goes on there.")]
+Master = Annotated[str, typer.Option("--master", help="Spark master; default: all cores of this machine.")]
+Conf = Annotated[list[str] | None, typer.Option("--conf", help="name=value for Spark; may be given again.")]
+PyFiles = Annotated[str, typer.Option("--py-files", help="Python files for executors that lack them.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Spark's own log and whole traces.")]
+
+
+def source(path: str = "", brokers: str = "") -> dict[str, str]:
+    """The options of format("kmq") that say where from: directories, or brokers over HTTP."""
+    from kmq.settings import load
+
+    if path and brokers:
+        raise ConfigError("give --path or --brokers, not both")
+    if brokers:
+        token = os.environ.get("KMQ_TOKEN", "")
+        return {"kmq.bootstrap.servers": brokers} | ({"kmq.token": token} if token else {})
+    return {"path": path or load().data}
+
+
+def topics(names: str, pattern: str, default: str = "") -> dict[str, str]:
+    """The options of format("kmq") that say which topics; `default`: a pattern for when neither is given."""
+    if bool(names) + bool(pattern) > 1 or not (names or pattern or default):
+        raise ConfigError("give --topics or --pattern")
+    return {"subscribe": names} if names else {"subscribePattern": pattern or default}
+
+
+class Job(NamedTuple):
+    """What a command gets to work with."""
+
+    spark: "SparkSession"
+    progress: "Progress"
+
+
+@contextmanager
+def running(
+    name: str, master: str = "", conf: list[str] | None = None, verbose: bool = False, py_files: str = ""
+) -> Iterator[Job]:
+    """A session with progress for one command, stopped at its end; errors of Spark become one line and an exit code."""
+    from kmq.spark import sessions
+    from kmq.spark.progress import Progress
+
+    confs = dict(_pair(text) for text in conf or ())
+    if py_files:
+        confs["spark.submit.pyFiles"] = py_files
+    spark = sessions.session(master or None, f"kmq {name}", confs, "warn" if verbose else "fatal")
+    try:
+        with Progress(spark, name) as progress:
+            yield Job(spark, progress)
+    finally:
+        spark.stop()
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise ConfigError(f"--conf {text!r}: must be name=value")
+    return name, value
+
+
+@pipeline_app.command("list", epilog=examples("kmq pipeline list"))
+def list_pipelines() -> None:
+    """List the pipelines."""
+    for command in run_app.registered_commands:
+        function = command.callback
+        assert function is not None
+        name = command.name or function.__name__.replace("_", "-")
+        print(f"{name:10} {(function.__doc__ or '').strip().splitlines()[0]}", file=sys.stdout)
+
+
+# --- archive -------------------------------------------------------------------------------------------------------
+
+# --- audit ---------------------------------------------------------------------------------------------------------
+
+# --- compact -------------------------------------------------------------------------------------------------------
+
+# --- metrics -------------------------------------------------------------------------------------------------------
+
+# --- mirror --------------------------------------------------------------------------------------------------------
+
+# --- redrive -------------------------------------------------------------------------------------------------------
+
+# --- route ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""A Spark session that fits: a Java that is new enough, confs that suit KMQ, a quiet JVM.
+
+Local mode is the default; the same code takes any master. Nothing is shipped to executors elsewhere: they need
+`pip install kmq[spark]` at the same Python (PYSPARK_PYTHON), or `spark.submit.pyFiles` among the confs.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from kmq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+JAVA = 17  # the oldest that Spark 4 runs on
+GET_JAVA = "apt-get install openjdk-17-jre-headless"
+_JVMS = Path("/usr/lib/jvm")  # where Debian installs them, whether or not PATH knows
+# What the JVM prints before any logger is there: Spark asks for the module itself.
+_NOISE = (b"WARNING: Using incubator modules", b"WARNING: package sun.security.action")
+
+
+def session(
+    master: str | None = None, app: str = "kmq", conf: Mapping[str, str] | None = None, log_level: str = "error"
+) -> "SparkSession":
+    """A session with format("kmq") registered; the one of this process where it has one already.
+
+    `conf` wins over what KMQ sets; `log_level` (warn, error, fatal, …) is from where on the JVM's log goes to stderr.
+    """
+    require_spark()
+    from pyspark import SparkConf, SparkContext
+    from pyspark.java_gateway import launch_gateway
+    from pyspark.sql import SparkSession
+
+    from kmq.spark import register
+
+    master = master or (conf or {}).get("spark.master") or "local[*]"
+    confs = _confs(master) | dict(conf or {})
+    java_options = f"-Dlog4j2.configurationFile=file:{Path(__file__).with_name('log4j2.properties')}"
+    options = f'"{java_options}" -Dkmq.log.level={log_level} {confs.get("spark.driver.extraJavaOptions", "")}'
+    confs["spark.driver.extraJavaOptions"] = options.strip()
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if SparkContext._active_spark_context is None:
+        settings = SparkConf(loadDefaults=False).setMaster(master).setAppName(app).setAll(list(confs.items()))
+        gateway = SparkContext._gateway
+        if gateway is None:  # a second session of a process has the JVM of the first
+            os.environ["JAVA_HOME"] = str(find_java())
+            gateway = launch_gateway(settings, {"stderr": subprocess.PIPE})  # type: ignore[no-untyped-call]
+            threading.Thread(target=_pass_on, args=(gateway.proc.stderr,), daemon=True).start()
+        SparkContext(conf=settings, gateway=gateway)
+    spark: SparkSession = SparkSession.builder.config(map={**confs}).getOrCreate()
+    register(spark)
+    return spark
+
+
+def _confs(master: str) -> dict[str, str]:
+    confs = {
+        "spark.driver.memory": "512m",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",  # kmq.spark.progress shows it
+        "spark.sql.session.timeZone": "UTC",
+        # Filters on offset, recv_ts, topic and partition become ranges of segments.
+        "spark.sql.python.filterPushdown.enabled": "true",
+        # Without it 50 ms more a micro-batch, for checksums beside files that are on a local disk.
+        "spark.sql.streaming.checkpointFileManagerClass": "org.apache.spark.sql.execution.streaming.checkpointing"
+        ".FileSystemBasedCheckpointFileManager",
+    }
+    if is_here(master):
+        confs["spark.driver.host"] = confs["spark.driver.bindAddress"] = "127.0.0.1"
+        confs["spark.sql.shuffle.partitions"] = str(2 * cores(master))
+    return confs
+
+
+def is_here(master: str) -> bool:
+    """Whether a master runs its executors on this machine, so that they need no other address than loopback."""
+    return master.startswith(("local", "spark://127.0.0.1:", "spark://localhost:"))
+
+
+def cores(master: str) -> int:
+    """How many cores a master on this machine has: as many as it names, else all."""
+    match re.findall(r"\d+", master) if master.startswith("local") else []:
+        case [workers, each, _memory]:  # local-cluster[2,1,1024]
+            return int(workers) * int(each)
+        case [threads, *_]:
+            return int(threads)
+    return os.cpu_count() or 1
+
+
+# --- what must be there --------------------------------------------------------------------------------------------
+
+
+def require_spark() -> None:
+    """ConfigError where the extra is not installed. Imports nothing of it."""
+    if not all(map(find_spec, ("pyspark", "pyarrow", "numpy"))):
+        raise ConfigError("this needs Spark: pip install 'kmq[spark]'")
+
+
+def find_java() -> Path:
+    """The home of a Java that Spark runs on: JAVA_HOME, the one on PATH, or Debian's. ConfigError names how to get one."""
+    for home in _java_homes():
+        if _java_version(home) >= JAVA:
+            return home
+    raise ConfigError(f"Spark needs Java {JAVA} or newer, and none was found: {GET_JAVA}")
+
+
+def _java_homes() -> Iterator[Path]:
+    if home := os.environ.get("JAVA_HOME"):
+        yield Path(home)
+    if command := shutil.which("java"):
+        yield Path(command).resolve().parents[1]
+    if _JVMS.is_dir():
+        yield from sorted(_JVMS.iterdir())
+
+
+def _java_version(home: Path) -> int:
+    """The major version; 0 where there is no Java that runs."""
+    try:
+        said = subprocess.run([home / "bin" / "java", "-version"], capture_output=True, text=True, timeout=60)
+    except OSError:
+        return 0
+    found = re.search(r'version "(\d+)', said.stderr)
+    return int(found[1]) if found and said.returncode == 0 else 0
+
+
+def _pass_on(stderr: IO[bytes]) -> None:
+    """The JVM's stderr, and that of its Python workers, to ours, less what nobody needs to read."""
+    for line in stderr:
+        if not line.startswith(_NOISE):
+            try:
+                os.write(2, line)
+            except OSError:
+                pass  # a closed terminal must not stop the job
