@@ -1,6 +1,9 @@
 """For every kind of test. What is beside this file can be imported by all of them."""
 
+from pathlib import Path
+
 import pytest
+from brokers import Broker
 
 
 @pytest.fixture(scope="session")
@@ -9,3 +12,23 @@ def authority(tmp_path_factory):
     from certificates import Authority  # cryptography takes its time: only those who ask for it wait
 
     return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def new_broker(tmp_path):
+    """A function that makes brokers, each with an instance and directories of its own, or on another's `data`."""
+    brokers = []
+
+    def make(data: Path | None = None) -> Broker:
+        brokers.append(Broker(tmp_path / f"b{len(brokers)}", data))
+        return brokers[-1]
+
+    yield make
+    for broker in brokers:
+        broker.close()
+
+
+@pytest.fixture
+def broker(new_broker):
+    """One broker, not yet up."""
+    return new_broker()

@@ -420,6 +420,42 @@ class Log:
         lines = within(piece.lines, offset, 1 << 63)
         return (record.seq_of(lines) if lines else offset), lines
 
+    def cuts(self, start: int, end: int, nbytes: int) -> list[int]:
+        """Offsets between `start` and `end` that cut what lies there into pieces of about `nbytes`, at the ends of blocks.
+
+        From the index alone; what it says is checked when a piece is read.
+        """
+        found: list[int] = []
+        segments = self.segments()
+        taken, offset = 0, start  # bytes since the last cut
+        for at, (first, _) in enumerate(segments):
+            if first >= end:
+                break
+            if at + 1 < len(segments) and segments[at + 1][0] <= start:
+                continue
+            with contextlib.suppress(FileNotFoundError), self._open(segments, at) as held:
+                taken, offset = self._cuts_in(held, max(offset, first), end, taken, nbytes, found)
+        return found
+
+    def _cuts_in(
+        self, held: Segment, offset: int, end: int, taken: int, nbytes: int, found: list[int]
+    ) -> tuple[int, int]:
+        """Adds the cuts in one segment to `found`; (bytes since the last, offset of the last)."""
+        begin = held.index.last(lambda entry: entry.offset <= offset)
+        position = begin[2].position if begin else 0
+        want = nbytes - taken
+        while position + want < held.size:
+            block = held.index.last(lambda entry: entry.position <= position + want)  # noqa: B023 (called at once)
+            if block is None or block[2].offset <= offset:
+                want *= 2  # one block, of long lines, is more than that
+                continue
+            if block[2].offset >= end:
+                break
+            offset, position = block[2].offset, block[2].position
+            found.append(offset)
+            taken, want = 0, nbytes
+        return taken + max(0, held.size - position), offset
+
     # --- lookups -----------------------------------------------------------------------------------------------------
 
     def offset_of_seq(self, seq: int) -> int:

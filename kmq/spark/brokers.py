@@ -1,0 +1,132 @@
+"""What a reader needs of a broker, and the two ways to it: its data directory, or its gateway over HTTP (remote.py).
+
+Whoever asks keeps no state here: each call looks anew, and any process may ask, on the driver or in a task.
+"""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from kmq import record, stats
+from kmq.errors import ConfigError
+from kmq.links.layout import SHM
+from kmq.links.ownership import FileLock
+from kmq.log import identity, reader, topics
+from kmq.spark.options import WAL
+
+BLOCK_BYTES = 4 << 20  # of lines handed out at once
+
+
+class Broker(Protocol):
+    """One broker's logs: the partitions of its topics, and as topic `__append`, partition 0, its WAL (offset = seq)."""
+
+    name: str  # as the user names it
+
+    def identity(self) -> str:
+        """Which data directory this is: another one at the same place has another identity."""
+        ...
+
+    def topics(self) -> dict[str, int]:
+        """Topics and how many partitions each has; without the WAL."""
+        ...
+
+    def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        """(topic, partition) → (first offset there is, offset that comes next). Topics that do not exist are left out."""
+        ...
+
+    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
+        """Offset of the first record received then (µs since the epoch) or later; the end where there is none."""
+        ...
+
+    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
+        """Ascending offsets between `start` and `end` that cut what lies there into pieces of about `nbytes`."""
+        ...
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """(offset of the first line, whole stored lines) of the offsets start…end-1, in order, checked, in blocks.
+
+        A bare newline is a record that compaction took away. Begins later where retention took the start, and ends early where
+        the log does: whoever asks looks at the offsets. Raises DamageError at what must not be served.
+        """
+        ...
+
+
+class Directory:
+    """A data directory, of a broker that is up or not."""
+
+    def __init__(self, name: str, path: str = "") -> None:
+        self.name, self.path = name, os.path.abspath(path or name)
+
+    def identity(self) -> str:
+        try:
+            return identity.read(self.path, "id")
+        except OSError as err:
+            raise ConfigError(f"path={self.name!r}: no data directory: {err.strerror} ({err.filename})") from None
+
+    def topics(self) -> dict[str, int]:
+        return {name: topics.load(self.path, name)[0] for name in topics.names(self.path)}
+
+    def bounds(self, topics_asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        found = {}
+        for topic in topics_asked:
+            if topic == WAL:
+                found[topic, 0] = self._wal_bounds()
+            elif os.path.isdir(f"{self.path}/topics/{topic}"):
+                for number in range(topics.load(self.path, topic)[0]):
+                    log = reader.partition(self.path, topic, number)
+                    end = log.end_offset()  # first: what retention takes in between is then seen as taken
+                    found[topic, number] = min(log.first_offset, end), end
+        return found
+
+    def _wal_bounds(self) -> tuple[int, int]:
+        """Up to what is on disk for good: behind it lies what durability has written and not yet synced."""
+        log = reader.wal(self.path)
+        synced = self._synced_seq()
+        end = synced + 1 if synced else log.end_offset()
+        return min(log.first_offset, end), end
+
+    def _synced_seq(self) -> int:
+        """What the stats page of the broker that writes here says; 0 where none does, or it cannot be seen from here."""
+        if not FileLock(f"{self.path}/append/.owner").is_held():
+            return 0
+        mine = f"data_id={self.identity()} "
+        for path in glob.glob(f"{SHM}/*.stats"):
+            page = stats.peek(os.path.basename(path).removesuffix(".stats"))
+            if page is not None and mine in page.identity():
+                return page.rows["durability"].seq
+        return 0
+
+    def _log(self, topic: str, partition: int) -> reader.Log:
+        return reader.wal(self.path) if topic == WAL else reader.partition(self.path, topic, partition)
+
+    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
+        return self._log(topic, partition).offset_of_time(micros)
+
+    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
+        return self._log(topic, partition).cuts(start, end, nbytes)
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        log = self._log(topic, partition)
+        offset = start
+        while offset < end:
+            first, lines = log.read(offset, BLOCK_BYTES)
+            if not lines or first >= end:
+                return
+            if log.by_seq:
+                offset = record.seq_of(reader.last_line(lines)) + 1
+                lines = lines if offset <= end else reader.within(lines, first, end - 1)
+            else:
+                offset = first + lines.count(b"\n")
+                if offset > end:
+                    lines = b"\n".join(lines.split(b"\n", end - first)[: end - first]) + b"\n"
+            yield first, lines
+
+
+def open_broker(name: str, is_path: bool, token: str = "") -> Broker:
+    """The broker of that name: a path, or host:port of a gateway."""
+    if is_path:
+        return Directory(name)
+    from kmq.spark.remote import Remote
+
+    return Remote(name, token)

@@ -1,0 +1,281 @@
+"""Stored lines → Arrow columns, without Python per line.
+
+A block of lines is one buffer. Where its bars and newlines are is found once (numpy); a column then is an array of offsets into
+that buffer, from which Arrow gathers the bytes. Only what needs decoding is touched line by line: base64 payloads, percent-
+encoded keys and headers, and text that is not UTF-8.
+
+The lines come from kmq.log.reader or the gateway, which have checked them: each has five bars, or is empty (compaction).
+"""
+
+from base64 import b64decode
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kmq.errors import ConfigError
+
+Numbers = np.ndarray[Any, Any]
+
+# In this order; Spark's names of types. Those of TEXT may also be asked for as binary: the exact bytes as stored.
+COLUMNS = {
+    "broker": "string",  # as named in the options
+    "topic": "string",  # where the record was read from; __append: the WAL
+    "partition": "int",
+    "offset": "bigint",  # in the WAL: the seq
+    "seq": "bigint",
+    "recv_ts": "timestamp",
+    "key": "string",  # the routing key behind the topic, percent-decoded; null in the WAL, which knows no topics
+    "routing_key": "string",
+    "producer_ts": "string",
+    "id": "string",  # without headers, percent-decoded
+    "headers": "map<string,string>",
+    "value": "binary",  # the payload as it was meant: base64 is decoded where enc=b64
+    "value_text": "string",  # the same; what is not UTF-8 is U+FFFD
+}
+LINE = "line"  # binary, on request: the whole stored line
+TEXT = ("key", "routing_key", "producer_ts", "id", "value_text")
+_BAR, _NEWLINE = ord("|"), ord("\n")
+_FIELDS = 6
+
+
+def ddl() -> str:
+    """The schema of all columns, for Spark."""
+    return ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+
+
+def check(name: str, kind: str) -> None:
+    """Raises ConfigError where no column `name` of Spark's type `kind` can be had."""
+    kinds = ["binary"] if name == LINE else [COLUMNS[name]] if name in COLUMNS else []
+    if name in TEXT:
+        kinds.append("binary")
+    if not kinds:
+        raise ConfigError(f"schema: there is no column {name!r}; there are {', '.join(COLUMNS)} and {LINE}")
+    if kind not in kinds:
+        raise ConfigError(f"schema: column {name} is {' or '.join(kinds)}, not {kind}")
+
+
+class Block:
+    """Whole stored lines, cut into fields. `offset` is that of the first line; of WAL lines the seq says it."""
+
+    def __init__(self, lines: bytes, offset: int, topic: str, by_seq: bool) -> None:
+        self.lines, self.offset, self.topic, self.by_seq = lines, offset, topic, by_seq
+        self._buffer = pa.py_buffer(lines)
+        self.bytes: Numbers = np.frombuffer(lines, np.uint8)
+        ends = np.flatnonzero(self.bytes == _NEWLINE)
+        starts = np.empty_like(ends)
+        if len(ends):
+            starts[0] = 0
+            starts[1:] = ends[:-1] + 1
+        kept = np.flatnonzero(ends > starts)
+        self.places = None if len(kept) == len(ends) else kept  # which lines are records, where not all are
+        if self.places is not None:
+            starts, ends = starts[kept], ends[kept]
+        self.count = len(ends)
+        self._starts = [starts, *(bars + 1 for bars in self._bars(starts, ends))]
+        self._ends = [*(begin - 1 for begin in self._starts[1:]), ends]
+        self.ascii = lines.isascii()
+
+    def _bars(self, starts: Numbers, ends: Numbers) -> list[Numbers]:
+        """Where the first five bars of each line are, one array for each."""
+        bars = np.flatnonzero(self.bytes == _BAR)
+        if len(bars) == 5 * self.count:  # no payload holds a bar
+            return [bars[at::5] for at in range(_FIELDS - 1)]
+        first = np.searchsorted(bars, starts)
+        return [bars[first + at] for at in range(_FIELDS - 1)]
+
+    def only(self, low: int, high: int) -> "Block":
+        """The records with offsets low…high-1."""
+        at = self.offsets()
+        first, last = np.searchsorted(at, [low, high])
+        if first == 0 and last == self.count:
+            return self
+        made = object.__new__(Block)
+        made.__dict__.update({name: it for name, it in self.__dict__.items() if name not in ("id", "value")})
+        made._starts = [each[first:last] for each in self._starts]
+        made._ends = [each[first:last] for each in self._ends]
+        made.count = int(last - first)
+        made.offset = int(at[first]) if made.count else low
+        made.places = at[first:last] - made.offset if self.places is not None else None
+        return made
+
+    # --- fields ------------------------------------------------------------------------------------------------------
+
+    def span(self, begins: Numbers, ends: Numbers) -> pa.Array:
+        """The bytes begins[i]…ends[i] of the buffer as a binary array."""
+        return _cut(self._buffer, begins, ends)
+
+    def field(self, number: int) -> pa.Array:
+        """Field 0 (seq) to 5 (payload) of each record, as stored."""
+        return self.span(self._starts[number], self._ends[number])
+
+    def line(self) -> pa.Array:
+        return self.span(self._starts[0], self._ends[-1])
+
+    def seq(self) -> pa.Array:
+        return self.field(0).cast(pa.string()).cast(pa.int64())
+
+    def offsets(self) -> Numbers:
+        """The offset of each record."""
+        if self.by_seq:
+            return self.seq().to_numpy()
+        return self.offset + (np.arange(self.count) if self.places is None else self.places)
+
+    def recv_ts(self) -> pa.Array:
+        """Microseconds since the epoch; six decimals by contract."""
+        begins, ends = self._starts[1], self._ends[1]
+        seconds = self.span(begins, ends - 7).cast(pa.string()).cast(pa.int64())
+        micros = self.span(ends - 6, ends).cast(pa.string()).cast(pa.int64())
+        return pc.add(pc.multiply(seconds, 1_000_000), micros).cast(pa.timestamp("us", "UTC"))
+
+    def key(self) -> pa.Array:
+        if self.by_seq:
+            return pa.nulls(self.count, pa.binary())
+        ends = self._ends[2]
+        return self.span(np.minimum(self._starts[2] + len(self.topic.encode()) + 1, ends), ends)
+
+    @cached_property
+    def id(self) -> tuple[pa.Array, pa.Array]:
+        """(id, headers) of each record: the id before the first `;`, and the map of what follows."""
+        field = self.field(4)
+        if self.lines.find(b";") < 0 or not len(field):
+            return field, _maps(np.zeros(self.count + 1, np.int32), [], [])
+        parts = pc.split_pattern(field, b";")
+        starts = parts.offsets.to_numpy()
+        texts = parts.flatten()
+        first = starts[:-1]
+        rest = np.ones(len(texts), bool)
+        rest[first] = False
+        ids = texts.take(pa.array(first))
+        pairs = texts.filter(pa.array(rest))
+        counts = (starts - np.arange(len(starts))).astype(np.int32)
+        return ids, _maps(counts, *_name_and_value(pairs))
+
+    @cached_property
+    def value(self) -> pa.Array:
+        """Payloads as they were meant."""
+        payloads = self.field(5)
+        if self.lines.find(b"enc=b64") < 0:
+            return payloads
+        ids = self.field(4)
+        encoded = np.flatnonzero(pc.match_substring_regex(ids, rb";enc=b64(;|$)").to_numpy(zero_copy_only=False))
+        if not len(encoded):
+            return payloads
+        decoded = payloads.to_pylist() if len(encoded) * 4 > self.count else None
+        if decoded is None:
+            chosen = np.zeros(self.count, bool)
+            chosen[encoded] = True
+            texts = [_base64(text) for text in payloads.take(pa.array(encoded)).to_pylist()]
+            return pc.replace_with_mask(payloads, pa.array(chosen), pa.array(texts, pa.binary()))
+        for at in encoded.tolist():
+            decoded[at] = _base64(decoded[at])
+        return pa.array(decoded, pa.binary())
+
+
+def _base64(text: bytes) -> bytes:
+    try:
+        return b64decode(text)
+    except ValueError:  # its producer said so, but it is none: as it is, not lost
+        return text
+
+
+def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers) -> pa.Array:
+    """The bytes begins[i]…ends[i] of `data` as a binary array.
+
+    One array of offsets cuts the buffer into what is wanted and what lies between, without a copy; `take` gathers.
+    """
+    cuts = np.empty(2 * len(begins) + 1, np.int32)
+    cuts[0:-1:2], cuts[1:-1:2] = begins, ends
+    cuts[-1] = cuts[-2] if len(begins) else 0
+    pieces = pa.Array.from_buffers(pa.binary(), len(cuts) - 1, [None, pa.py_buffer(cuts), data])
+    return pieces.take(pa.array(np.arange(0, len(cuts) - 1, 2, np.int32)))
+
+
+def _name_and_value(pairs: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """`name=value` texts as names and values; "" as value where there is no `=`."""
+    at = np.frombuffer(pairs.buffers()[1], np.int32)[pairs.offset : pairs.offset + len(pairs) + 1]
+    sign = pc.find_substring(pairs, b"=").to_numpy()
+    begins, ends = at[:-1], at[1:]
+    middle = np.where(sign < 0, ends, begins + sign)
+    data = pairs.buffers()[2]
+    return _cut(data, begins, middle), _cut(data, np.minimum(middle + 1, ends), ends)
+
+
+def _maps(offsets: Numbers, names: Any, values: Any) -> pa.Array:
+    texts = [decoded(text(each)) if len(each) else pa.array([], pa.string()) for each in (names, values)]
+    return pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), *texts)
+
+
+# --- text ----------------------------------------------------------------------------------------------------------------
+
+
+def text(array: pa.Array, ascii: bool = False) -> pa.Array:
+    """Bytes as UTF-8 text; U+FFFD for what is none."""
+    made = array.view(pa.string()) if array.type == pa.binary() else array
+    if not ascii:
+        try:
+            made.validate(full=True)
+        except pa.ArrowInvalid:
+            return pa.array(
+                [each if each is None else each.decode(errors="replace") for each in array.to_pylist()], pa.string()
+            )
+    return made
+
+
+def decoded(array: pa.Array) -> pa.Array:
+    """Text with what is percent-encoded in it decoded."""
+    found = np.flatnonzero(pc.match_substring(array, "%").fill_null(False).to_numpy(zero_copy_only=False))
+    if not len(found):
+        return array
+    chosen = np.zeros(len(array), bool)
+    chosen[found] = True
+    texts = [unquote_to_bytes(each).decode(errors="replace") for each in array.take(pa.array(found)).to_pylist()]
+    return pc.replace_with_mask(array, pa.array(chosen), pa.array(texts, pa.string()))
+
+
+def _same(value: str, count: int) -> pa.Array:
+    """`count` times one text."""
+    data = value.encode()
+    offsets = np.arange(count + 1, dtype=np.int32) * len(data)
+    return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data * count)])
+
+
+# --- columns -------------------------------------------------------------------------------------------------------------
+
+
+class Where:
+    """What the columns of a block say beside its lines."""
+
+    def __init__(self, broker: str, topic: str, partition: int) -> None:
+        self.broker, self.topic, self.partition = broker, topic, partition
+
+
+_MAKE: dict[str, Callable[[Block, Where, bool], pa.Array]] = {
+    "broker": lambda block, where, exact: _same(where.broker, block.count),
+    "topic": lambda block, where, exact: _same(where.topic, block.count),
+    "partition": lambda block, where, exact: pa.array(np.full(block.count, where.partition, np.int32)),
+    "offset": lambda block, where, exact: pa.array(block.offsets(), pa.int64()),
+    "seq": lambda block, where, exact: block.seq(),
+    "recv_ts": lambda block, where, exact: block.recv_ts(),
+    "key": lambda block, where, exact: block.key() if exact else decoded(text(block.key(), block.ascii)),
+    "routing_key": lambda block, where, exact: block.field(2) if exact else text(block.field(2), block.ascii),
+    "producer_ts": lambda block, where, exact: block.field(3) if exact else text(block.field(3), block.ascii),
+    "id": lambda block, where, exact: block.id[0] if exact else decoded(text(block.id[0], block.ascii)),
+    "headers": lambda block, where, exact: block.id[1],
+    "value": lambda block, where, exact: block.value,
+    "value_text": lambda block, where, exact: block.value if exact else text(block.value),
+    LINE: lambda block, where, exact: block.line(),
+}
+
+
+def batch(block: Block, where: Where, names: Sequence[str], exact: Sequence[bool], schema: pa.Schema) -> pa.RecordBatch:
+    """The columns `names` of a block; `exact[i]`: as binary. `schema` is the Arrow schema that Spark expects."""
+    arrays = [_MAKE[name](block, where, as_bytes) for name, as_bytes in zip(names, exact, strict=True)]
+    return pa.RecordBatch.from_arrays(
+        [each if each.type == kind.type else each.cast(kind.type) for each, kind in zip(arrays, schema, strict=True)],
+        schema=schema,
+    )

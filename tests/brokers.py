@@ -1,0 +1,145 @@
+"""A broker as a user has one: `kmq` commands, an environment, files. Private, and gone after the test whatever happened."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("ingress", "framer", "durability", "router")
+PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
+_number = count()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Not gone and not a zombie: init takes its time to reap what a dead supervisor leaves to it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+class Broker:
+    """One instance: its settings as environment, its directories, the commands that drive it."""
+
+    def __init__(self, root: Path, data: Path | None = None) -> None:
+        self.root, self.data, self.pipes = root, data or root / "data", root / "pipes"
+        root.mkdir(parents=True, exist_ok=True)
+        self.instance = f"sc{os.getpid()}-{next(_number)}"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+        self.env = kept | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "COLUMNS": "80",
+            "KMQ_INSTANCE": self.instance,
+            "KMQ_DATA": str(self.data),
+            "KMQ_PIPES": str(self.pipes),
+            "KMQ_PORT": "0",
+            "KMQ_ACK_PORT": "0",
+            "KMQ_HTTP_PORT": "0",
+            "KMQ_GRPC_PORT": "0",
+        }
+
+    # --- commands ------------------------------------------------------------------------------------------------
+
+    def run(self, *command: str, text: str = "", **settings: object) -> subprocess.CompletedProcess[str]:
+        """A command in this broker's environment, changed by `settings`; `text` is its stdin."""
+        env = self.env | {name: str(value) for name, value in settings.items()}
+        return subprocess.run(
+            command, env=env, cwd=self.root, input=text, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+
+    def kmq(self, *arguments: str, text: str = "", **settings: object) -> subprocess.CompletedProcess[str]:
+        return self.run("kmq", *arguments, text=text, **settings)
+
+    def up(self, **settings: object) -> None:
+        result = self.kmq("up", **settings)
+        assert result.returncode == 0, result.stderr
+
+    def down(self) -> None:
+        result = self.kmq("down")
+        assert result.returncode == 0, result.stderr
+
+    # --- what is there -------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, dict[str, str]]:
+        """Stage → fields of `kmq status --logfmt`; the links are under `backlog`."""
+        found = {}
+        for line in self.kmq("status", "--logfmt").stdout.splitlines():
+            fields = dict(part.split("=", 1) for part in line.split())
+            found[fields.pop("stage", None) or fields.pop("links")] = fields
+        return found
+
+    def pids(self) -> dict[str, int]:
+        """Stage → pid, with the gateway's and the supervisor's."""
+        status = self.status()
+        owner = (self.pipes / "supervisor.owner").read_text()
+        return {name: int(status[name]["pid"]) for name in (*STAGES, "gateway") if name in status} | {
+            "supervisor": int(owner.split()[0][len("pid=") :])
+        }
+
+    def log(self) -> str:
+        return (self.pipes / "kmq.log").read_text()
+
+    def lines(self, topic: str) -> list[bytes]:
+        """The stored lines of a topic, partition by partition."""
+        paths = sorted((self.data / "topics" / topic).glob("*/*.log"))
+        return b"".join(path.read_bytes() for path in paths).splitlines()
+
+    def wal(self) -> list[bytes]:
+        return b"".join(path.read_bytes() for path in sorted((self.data / "append").glob("*.log"))).splitlines()
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def send_lines(self, lines: list[bytes]) -> None:
+        """Over plain TCP; returns when the broker has taken them all."""
+        port = int((self.pipes / "ingress.port").read_text())
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(b"".join(line + b"\n" for line in lines))
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):
+                pass
+
+    def wait(self, condition, what: str) -> None:  # type: ignore[no-untyped-def]
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"never came: {what}\n{self.log()[-2000:]}"
+            time.sleep(0.02)
+
+    def wait_routed(self, n: int) -> None:
+        """Until the router has passed seq `n`."""
+        self.wait(lambda: int(self.status()["router"]["seq"]) >= n, f"seq {n} routed")
+
+    # --- faults and the end --------------------------------------------------------------------------------------
+
+    def kill(self, *names: str) -> None:
+        """SIGKILL these (default: everything, the supervisor first) and wait until they are gone."""
+        pids = self.pids()
+        victims = [psutil.Process(pids[name]) for name in names or ("supervisor", *STAGES)]
+        for victim in victims:
+            victim.kill()
+        self.wait(lambda: not any(map(is_alive, victims)), "the end of those killed")
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs in this instance's environment, however it was started."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("KMQ_INSTANCE") == self.instance:
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        while left := self.processes():  # again: a supervisor may have started a stage just now
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        for pattern in (f"{self.instance}.*", f"sem.{self.instance}.*"):
+            for path in Path("/dev/shm").glob(pattern):
+                path.unlink()
+        shutil.rmtree(self.root)

@@ -1,0 +1,53 @@
+"""Data directories made without a broker: a WAL of given lines, routed into queues."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from made_up import FIRST_TS, Silent, no_room, stored
+
+from kmq import record
+from kmq.links.layout import Block
+from kmq.log import identity, topics
+from kmq.log.queues import Queues
+from kmq.log.segment import Limits
+from kmq.log.wal import Wal
+
+__all__ = ["FIRST_TS", "append", "write_data"]
+
+
+def write_data(path, lines, declared=None, segment_bytes=1 << 30, group=1000, closed=True):
+    """A data directory with these lines (as sent) in its WAL and routed; `declared`: {topic: partitions}.
+
+    recv_ts of the record with seq n is FIRST_TS + n µs. With closed=False: (wal, queues, next seq), to go on with `append`.
+    """
+    data = str(path)
+    identity.open_data(data)
+    for name, partitions in (declared or {}).items():
+        topics.declare(data, name, partitions)
+    limits = Limits(segment_bytes=segment_bytes)
+    wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, Silent(), limits)
+    queues.recover(0, lambda: None)
+    made = [wal, queues, 1]
+    append(made, lines, group)
+    if not closed:
+        return made
+    wal.close()
+    queues.close()
+    return data
+
+
+def append(made, lines, group=1000):
+    """More lines for a directory that is not closed."""
+    wal, queues, seq = made
+    for at in range(0, len(lines), group):
+        part = lines[at : at + group]
+        text = b"".join(stored(part, seq))
+        wal.append([(text, seq, len(part), FIRST_TS + seq + len(part) - 1)])
+        wal.sync()
+        queues.route([Block(text, 0, [len(text), seq, len(part), len(record.common_key(part)), FIRST_TS, 0, 0])])
+        seq += len(part)
+    made[2] = seq
+    wal.note_open_block()
+    queues.tick()
