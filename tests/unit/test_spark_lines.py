@@ -1,0 +1,183 @@
+"""Columns to lines: what the functions of kmq/client/lines.py say of each message, column by column."""
+
+import random
+from datetime import UTC, datetime
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+
+from kmq import record  # noqa: E402
+from kmq.client import lines as client  # noqa: E402
+from kmq.spark.lines import BadRow, block, numbers, pieces, to_lines  # noqa: E402
+
+HEADERS = pa.map_(pa.string(), pa.string())
+ALPHABETS = (b"abc", b"a.b|c;d%e f", bytes(range(256)), "aé€😀\u0085".encode(), b"\t\r\n\0\x7f|")
+random_ = random.Random(4)
+
+
+def some_bytes(most=12):
+    return bytes(random_.choices(random_.choice(ALPHABETS), k=random_.randrange(most)))
+
+
+def some_text(most=8):
+    return "".join(random_.choices("aZ09_:@/=+-.|;% é😀\n\0\x7f", k=random_.randrange(most)))
+
+
+def some_headers():
+    names = random_.sample(("host", "pod-1", "reason", "len"), random_.randrange(4))
+    return None if random_.random() < 0.1 else [(name, some_text()) for name in names]
+
+
+def batch(**columns):
+    arrays = {
+        name: pa.array(*given) if isinstance(given, tuple) else pa.array(given) for name, given in columns.items()
+    }
+    return pa.RecordBatch.from_pydict(arrays)
+
+
+def written(given, ids=None, first_row=0, max_line=1 << 20, **more):
+    """Each line, without newline."""
+    ids = np.arange(given.num_rows) if ids is None else np.array(ids)
+    made = to_lines(given, ids, 1.5, max_line=max_line, first_row=first_row, **more)
+    text = block(made)
+    assert text.count(b"\n") == len(made) == given.num_rows
+    assert record.good_prefix(text) == len(text) and not record.claims(text)
+    return text.split(b"\n")[:-1]
+
+
+def expected(topic, key, id, headers, value):
+    """What a Python client makes of a message."""
+    kept = {name: text for name, text in headers or () if name not in ("reason", "len")}
+    line = client.format_text(client.make_routing_key(topic, key or None), value, client.make_id(str(id), kept), 1.5)
+    return line[:-1]
+
+
+# --- like a client -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("round", range(50))
+def test_any_message_becomes_the_line_that_a_client_makes(round):
+    count = random_.randrange(1, 60)
+    topics = [random_.choice(("orders", "a.b", "_x-1")) for _ in range(count)]
+    keys = [random_.choice((None, "", some_text())) for _ in range(count)]
+    headers = [some_headers() for _ in range(count)]
+    headers = [h and [(name, text) for name, text in h if name not in ("reason", "len")] for h in headers]
+    values = [some_bytes() for _ in range(count)]
+    ids = sorted(random_.sample(range(10**18), count))
+    given = batch(topic=topics, key=(keys, pa.string()), headers=(headers, HEADERS), value=(values, pa.binary()))
+    made = written(given, ids)
+    assert made == [expected(*row) for row in zip(topics, keys, ids, headers, values, strict=True)]
+    low = random_.randrange(count)  # a part of a batch lies in the same memory
+    assert written(given[low:], ids[low:]) == made[low:]
+
+
+@pytest.mark.parametrize("round", range(50))
+def test_any_value_comes_back_as_it_was(round):
+    values = [some_bytes(40) for _ in range(100)]
+    for line, value in zip(written(batch(value=(values, pa.binary())), topic="t"), values, strict=True):
+        *_, id, payload = line.split(b"|", 3)
+        assert client.decode_payload(id, payload) == value
+
+
+def test_a_character_cut_by_the_end_of_a_row_is_no_text_though_the_whole_column_is():
+    first, second = written(batch(value=([b"\xc3", b"\xa9"], pa.binary())), topic="t")
+    assert first.endswith(b"|0;enc=b64|ww==") and second.endswith(b"|1;enc=b64|qQ==")
+
+
+def test_text_is_taken_like_binary():
+    texts = ["plain", "é", "two\nlines", ""]
+    as_text = written(batch(value=(texts, pa.string())), topic="t")
+    assert as_text == written(batch(value=([text.encode() for text in texts], pa.binary())), topic="t")
+    assert as_text == written(batch(value=(texts, pa.large_string())), topic="t")
+
+
+# --- columns -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_routing_key_goes_as_it_is_also_one_that_is_no_text():
+    given = batch(routing_key=([b"a.k%2E1", b"a.\xff\x01", b"b"], pa.binary()), value=["x"] * 3)
+    assert [line.split(b"|")[0] for line in written(given)] == [b"a.k%2E1", b"a.\xff\x01", b"b"]
+
+
+def test_the_topic_that_is_told_wins_over_the_columns_so_that_a_copy_goes_where_it_is_told():
+    given = batch(routing_key=["a.k"], topic=["a"], key=["k"], value=["x"])
+    assert written(given, topic="b") == [b"b.k|1.500000|0|x"]
+    assert written(given) == [b"a.k|1.500000|0|x"]
+
+
+def test_a_producer_ts_is_text_or_a_time_and_now_where_it_is_null():
+    moment = datetime(2026, 1, 2, 3, 4, 5, 60, UTC)
+    for given, stamps in (
+        (["17.25", "", None], [b"17.25", b"", b"1.500000"]),
+        (([moment, None, datetime(1969, 12, 31, 23, 59, 59, 1, UTC)], pa.timestamp("us", "UTC")),
+         [b"%d.000060" % moment.timestamp(), b"1.500000", b"-1.000001"]),
+    ):  # fmt: skip
+        made = written(batch(producer_ts=given, value=["x"] * 3), topic="t")
+        assert [line.split(b"|")[1] for line in made] == stamps
+
+
+def test_headers_that_tell_how_a_message_was_stored_elsewhere_are_left_out_those_of_a_dead_letter_stay():
+    rows = [[("p", "other"), ("enc", "b64"), ("reason", "bad json")], [("w", "x")], [("len", "7"), ("gone", None)]]
+    made = written(batch(headers=(rows, HEADERS), value=(["x"] * 3)), topic="t")
+    assert [line.split(b"|")[2] for line in made] == [b"0;reason=bad%20json", b"1", b"2;len=7"]
+
+
+def test_ids_are_numbers_whatever_their_type():
+    for ids in ([1, 999_999_999_999_999_999], ["1", "999999999999999999"], [b"1", b"999999999999999999"]):
+        assert numbers(batch(id=ids)).tolist() == [1, 10**18 - 1]
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("columns", "row", "column", "says"),
+    [
+        ({"value": (["x", None], pa.string()), "topic": ["t", "t"]}, 1, "value", "coalesce"),
+        ({"value": ["x"] * 3, "topic": ["t", "t", "a b"]}, 2, "topic", "a b"),
+        ({"value": ["x"] * 2, "topic": ["t", "__consumer_offsets"]}, 1, "topic", "reserved_topic"),
+        ({"value": ["x"] * 2, "topic": (["t", None], pa.string())}, 1, "topic", "null"),
+        ({"value": ["x"] * 2, "topic": ["t", "x" * 201]}, 1, "topic", "bad_topic"),
+        ({"value": ["x"], "topic": ([b"\xff"], pa.binary())}, 0, "topic", "xff"),
+        ({"value": ["x"] * 3, "routing_key": ["a.b", "a", ".b"]}, 2, "routing_key", "bad_topic"),
+        ({"value": ["x"] * 3, "routing_key": ["a.b", "", "b"]}, 1, "routing_key", "empty_routing_key"),
+        ({"value": ["x"] * 2, "routing_key": ["a.b", "a.|b"]}, 1, "routing_key", "newline"),
+        ({"value": ["x"] * 2, "routing_key": ["a.b", "a\nb"]}, 1, "routing_key", "newline"),
+        ({"value": ["x"] * 2, "routing_key": ["a", "!b"]}, 1, "routing_key", "control_byte"),
+        ({"value": ["x"] * 2, "topic": ["a", "a"], "producer_ts": ["", "1|2"]}, 1, "producer_ts", "newline"),
+        ({"value": ["x"] * 2, "topic": ["a"] * 2, "headers": ([[("ok", "")], [("x", "1")]], HEADERS)}, 1, "headers", "x"),
+        ({"value": ["x"] * 2, "topic": ["a"] * 2, "headers": ([[], [("a b", "1")]], HEADERS)}, 1, "headers", "a b"),
+        ({"value": ["x", "y" * 3000], "topic": ["a"] * 2}, 1, "value", "KMQ_MAX_LINE"),
+    ],
+)  # fmt: skip
+def test_a_row_that_no_line_can_hold_is_named_with_its_column_and_limit(columns, row, column, says):
+    with pytest.raises(BadRow, match=rf"row {100 + row} .*column {column}:.*{says}"):
+        written(batch(**columns), first_row=100, max_line=2000)
+
+
+def test_a_line_of_just_the_limit_is_taken():
+    made = written(batch(value=["x" * 70]), topic="t", max_line=83)
+    assert len(made[0]) == 83
+    with pytest.raises(BadRow, match="84"):
+        written(batch(value=["x" * 71]), topic="t", max_line=83)
+
+
+@pytest.mark.parametrize("bad", ["", "x", "-1", "1" * 19, "0x1F", "1.0", " 1", None])
+def test_an_id_that_is_no_number_of_18_digits_is_named(bad):
+    with pytest.raises(BadRow, match=r"row 6 .*column id: .*18 digits"):
+        numbers(batch(id=(["7", bad], pa.string())), first_row=5)
+
+
+# --- pieces --------------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_the_same_lines_in_order_each_of_about_so_many_bytes():
+    for sizes in ([5] * 100, [5000, 1, 1, 5000, 1], [1], [0] * 7):
+        made = to_lines(batch(value=["x" * n for n in sizes]), np.arange(len(sizes)), 1.5, topic="t", max_line=9999)
+        cut = pieces(made, 100)
+        assert b"".join(map(block, cut)) == block(made)
+        assert all(len(piece) == 1 or 0 < len(block(piece)) <= 100 for piece in cut)
+        assert all(len(block(a)) + len(block(b[:1])) > 100 for a, b in pairwise(cut))
