@@ -14,6 +14,7 @@ Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fa
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from kmq.errors import ConfigError
+from kmq.errors import EXIT_OK, ConfigError
 from kmq.helptext import examples
 
 if TYPE_CHECKING:
@@ -80,21 +81,57 @@ class Job(NamedTuple):
 
 @contextmanager
 def running(
-    name: str, master: str = "", conf: list[str] | None = None, verbose: bool = False, py_files: str = ""
+    name: str,
+    master: str = "",
+    conf: list[str] | None = None,
+    verbose: bool = False,
+    py_files: str = "",
+    continuous: bool = False,
 ) -> Iterator[Job]:
-    """A session with progress for one command, stopped at its end; errors of Spark become one line and an exit code."""
-    from kmq.spark import sessions
+    """A session with progress for one command, stopped at its end; errors of Spark become one line and an exit code.
+
+    Ctrl-C and SIGTERM stop the streams and the session in order, what is half done is done again at the next start. For a
+    continuous run that is the way to end it (exit code 0), another has not done its work (128 + signal). Again: at once.
+    """
+    from kmq.spark import failures, sessions
     from kmq.spark.progress import Progress
 
     confs = dict(_pair(text) for text in conf or ())
     if py_files:
         confs["spark.submit.pyFiles"] = py_files
-    spark = sessions.session(master or None, f"kmq {name}", confs, "warn" if verbose else "fatal")
+    spark = None
     try:
+        spark = sessions.session(master or None, f"kmq {name}", confs, "warn" if verbose else "fatal")
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Spark's own: that one ends in the middle
+            signal.signal(number, _stop)
         with Progress(spark, name) as progress:
             yield Job(spark, progress)
+    except _Stopped as stopped:
+        if spark:
+            for query in spark.streams.active:
+                query.stop()
+        raise typer.Exit(EXIT_OK if continuous else 128 + stopped.number) from None
+    except Exception as error:
+        cause = None if verbose else failures.explain(error)
+        if cause is None:
+            raise
+        raise cause from error
     finally:
-        spark.stop()
+        if spark:
+            spark.stop()
+
+
+class _Stopped(BaseException):
+    """Raised in the main thread, wherever it is, by a signal that asks to stop."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _stop(number: int, frame: object) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    raise _Stopped(number)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -4,11 +4,13 @@ Local mode is the default; the same code takes any master. Nothing is shipped to
 `pip install kmq[spark]` at the same Python (PYSPARK_PYTHON), or `spark.submit.pyFiles` among the confs.
 """
 
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 JAVA = 17  # the oldest that Spark 4 runs on
 GET_JAVA = "apt-get install openjdk-17-jre-headless"
+_CHATTY = ("all", "trace", "debug", "info", "warn")
 _JVMS = Path("/usr/lib/jvm")  # where Debian installs them, whether or not PATH knows
 # What the JVM prints before any logger is there: Spark asks for the module itself.
 _NOISE = (b"WARNING: Using incubator modules", b"WARNING: package sun.security.action")
@@ -47,6 +50,10 @@ def session(
     options = f'"{java_options}" -Dkmq.log.level={log_level} {confs.get("spark.driver.extraJavaOptions", "")}'
     confs["spark.driver.extraJavaOptions"] = options.strip()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if is_here(master):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    # Logs each error of a query with its Java trace as one line of JSON; the exception says it as well.
+    logging.getLogger("SQLQueryContextLogger").setLevel("ERROR" if log_level in _CHATTY else "CRITICAL")
     if SparkContext._active_spark_context is None:
         settings = SparkConf(loadDefaults=False).setMaster(master).setAppName(app).setAll(list(confs.items()))
         gateway = SparkContext._gateway
@@ -66,6 +73,10 @@ def _confs(master: str) -> dict[str, str]:
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",  # kmq.spark.progress shows it
         "spark.sql.session.timeZone": "UTC",
+        # Not in the working directory, where Spark would put an empty one at the first name it does not know.
+        "spark.sql.warehouse.dir": f"{tempfile.gettempdir()}/spark-warehouse-{os.getuid()}",
+        # Where pandas is not installed, Spark would warn at every UDF that it does without.
+        "spark.sql.execution.pythonUDF.arrow.enabled": "true" if find_spec("pandas") else "false",
         # Filters on offset, recv_ts, topic and partition become ranges of segments.
         "spark.sql.python.filterPushdown.enabled": "true",
         # Without it 50 ms more a micro-batch, for checksums beside files that are on a local disk.
