@@ -152,6 +152,14 @@ class Producer:
         """Messages sent again that the broker had stored already."""
         return self._core.duplicates
 
+    def connect(self, timeout: float | None = None) -> int:
+        """Wait for the first connection. Returns the most bytes of a line that the broker takes."""
+        self._wait(lambda: self._core.connections > 0, timeout, "a connection")
+        if self._core.failed is not None:
+            self._told = True
+            raise self._core.failed
+        return self._core.max_line
+
     # --- sending -----------------------------------------------------------------------------------------------------
 
     def send(
