@@ -537,6 +537,19 @@ def verify(
     raise typer.Exit(code)
 
 
+# --- sql, pipeline: on Spark -------------------------------------------------------------------------------------
+
+
+app.command(
+    epilog=_examples(
+        'kmq sql "select topic, count(*) from all_topics group by topic"',
+        'kmq sql "select max(recv_ts), max(length(value)) from append"',
+        """kmq sql "select get_json_object(value_text, '$.user') from test" """.strip(),
+        "kmq sql",
+    )
+)(spark_commands.sql)
+
+
 def main() -> None:
     """Entry point: KmqError becomes one line on stderr and its exit code."""
     try:

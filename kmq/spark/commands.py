@@ -1,4 +1,4 @@
-"""`kmq pipeline …`: what a person types. Each pipeline is one command, in a section of its own; its work is in its module.
+"""`kmq sql` and `kmq pipeline …`: what a person types. Each pipeline is one command, in a section of its own.
 
 A command takes the common options by their Annotated types, opens a session with `running` and calls its module's `run`:
 
@@ -149,6 +149,38 @@ def list_pipelines() -> None:
         assert function is not None
         name = command.name or function.__name__.replace("_", "-")
         print(f"{name:10} {(function.__doc__ or '').strip().splitlines()[0]}", file=sys.stdout)
+
+
+# --- sql -----------------------------------------------------------------------------------------------------------
+
+
+def sql(
+    query: Annotated[str, typer.Argument(help="One statement; without: stdin, or a prompt on a terminal.")] = "",
+    path: FromPath = "",
+    brokers: Brokers = "",
+    as_csv: Annotated[bool, typer.Option("--csv", help="All rows, values in full.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same, a JSON object a line.")] = False,
+    rows: Annotated[int, typer.Option("--rows", help="At most so many in a table; 0: all.")] = 1000,
+    master: Master = "",
+    conf: Conf = None,
+    py_files: PyFiles = "",
+    verbose: Verbose = False,
+) -> None:
+    """Ask topics in SQL: each is a table under its name, as it is now. Also `append` (the WAL) and `all_topics`.
+
+    Columns: broker, topic, partition, offset, seq, recv_ts, key, routing_key, producer_ts, id, headers, value, value_text.
+    """
+    where = source(path, brokers)
+    with running("sql", master, conf, verbose, py_files) as job:
+        from kmq.spark import sql
+
+        job.progress.stop()  # each query has one of its own
+        show = sql.as_csv if as_csv else sql.as_json if as_json else sql.as_table(rows)
+        shell = sql.Shell(job.spark, where, show)
+        if not query and sys.stdin.isatty():
+            raise typer.Exit(sql.prompt(shell))
+        for statement in sql.statements(query or sys.stdin.read()):
+            shell.run(statement)
 
 
 # --- archive -------------------------------------------------------------------------------------------------------

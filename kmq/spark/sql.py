@@ -1,0 +1,223 @@
+"""`kmq sql`: topics as views, one query or a prompt.
+
+Every topic is a view under its name (`jobs.eu` between backticks), and so are `append`, the WAL, and `all_topics`. A query sees
+what is durable when it begins. Only what it names is read: the topics, and of their columns those it needs, where that is sure.
+"""
+
+import contextlib
+import csv
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kmq.errors import EXIT_OK, ConfigError
+from kmq.spark import failures
+from kmq.spark.progress import Progress
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+WAL_VIEW, ALL_VIEW = "append", "all_topics"
+_WORD = re.compile(r"`([^`]+)`|([A-Za-z0-9_]+)")
+# What takes columns without naming them: a star, a natural join, a pipe, a statement that is no plain SELECT.
+_UNNAMED = re.compile(r"\*|\bnatural\b|\btable\b|\blateral\b|\|>|^\s*(?!select\b|with\b)", re.IGNORECASE)
+_MOST_CHARS = 60  # of a value in a table; CSV and JSON have all of it
+_HISTORY = Path.home() / ".kmq_sql_history"
+
+
+class Shell:
+    """A session, where its topics are, and how results are shown."""
+
+    def __init__(self, spark: "SparkSession", source: dict[str, str], show: "Show") -> None:
+        self.spark, self.source, self._show = spark, source, show
+
+    def topics(self) -> list[str]:
+        """The topics there are now."""
+        from kmq.spark.brokers import open_broker
+        from kmq.spark.options import Options
+
+        options = Options({**self.source, "subscribe": "__append"})
+        opened = (open_broker(name, bool(options.paths), options.token) for name in options.brokers)
+        return sorted({topic for broker in opened for topic in broker.topics()})
+
+    def query(self, text: str) -> "DataFrame":
+        """The result of one statement, not yet computed, over views of the topics that it names."""
+        there = self.topics()
+        named = {quoted or plain for quoted, plain in _WORD.findall(text)}
+        columns = needed(text)
+        if len({topic.lower() for topic in there}) < len(there):
+            self.spark.conf.set("spark.sql.caseSensitive", "true")
+        else:
+            named = {name.lower() for name in named}
+        wanted = {topic: {"subscribe": topic} for topic in there if {topic, topic.lower()} & named}
+        if WAL_VIEW in named:
+            wanted[WAL_VIEW] = {"subscribe": "__append"}
+        if ALL_VIEW in named:
+            wanted.setdefault(ALL_VIEW, {"subscribePattern": r"(?!__).*"})
+        for view, topics in wanted.items():
+            reader = self.spark.read.format("kmq").options(**self.source, **topics)
+            (reader.schema(columns) if columns else reader).load().createOrReplaceTempView(f"`{view}`")
+        try:
+            return self.spark.sql(text)
+        except Exception as error:
+            if missing := re.match(r"\[TABLE_OR_VIEW_NOT_FOUND\] The table or view (\S+)", str(error)):
+                raise ConfigError(
+                    f"no topic {missing[1]}; there are {', '.join([*there, WAL_VIEW, ALL_VIEW])}"
+                ) from None
+            raise
+
+    def run(self, text: str) -> None:
+        """Run one statement and show its result."""
+        with Progress(self.spark, "sql") as progress:
+            self._show(self.query(text), progress)
+
+
+def needed(text: str) -> str:
+    """The columns of the source that a query names, as its schema; "" for all, where it may need what it does not name."""
+    from kmq.spark.columns import COLUMNS
+
+    text = re.sub(r"'[^']*'", "''", re.sub(r"count\s*\(\s*\*\s*\)", "count(1)", text, flags=re.IGNORECASE))
+    words = [(quoted or plain).lower() for quoted, plain in _WORD.findall(text)]
+    if _UNNAMED.search(text) or words.count("from") > words.count("select"):
+        return ""
+    return ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items() if name in words) or "offset bigint"
+
+
+def statements(text: str) -> Iterator[str]:
+    """The statements of a script: each ends with a semicolon at the end of a line, or with the text."""
+    for part in re.split(r";[ \t]*(?:\n|$)", text):
+        if part.strip():
+            yield part.strip()
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+Show = Callable[["DataFrame", Progress], None]
+
+
+def as_table(most_rows: int) -> Show:
+    """An aligned table of at most so many rows, long values cut; says how many rows and seconds it took."""
+
+    def show(frame: "DataFrame", progress: Progress) -> None:
+        begin = time.monotonic()
+        texts = _texts(frame)
+        rows = texts.take(most_rows + 1) if most_rows else texts.collect()
+        progress.stop()
+        if not frame.columns:
+            return  # a statement that has no result
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+        for field in frame.schema.fields:
+            is_number = field.dataType.typeName() in _NUMBERS or field.dataType.typeName().startswith("decimal")
+            table.add_column(field.name, justify="right" if is_number else "left", no_wrap=True)
+        shown = rows[:most_rows] if most_rows else rows
+        for row in shown:
+            table.add_row(*(_cut(value) for value in row))
+        out = Console(highlight=False, markup=False, soft_wrap=True)
+        out.print(table, width=max(out.width, out.measure(table).maximum), crop=False)
+        more = f"; there are more: --rows {10 * most_rows}, or --csv" if len(rows) > len(shown) else ""
+        print(f"{len(shown)} row(s) in {time.monotonic() - begin:.1f} s{more}", file=sys.stderr)
+
+    return show
+
+
+_NUMBERS = ("byte", "short", "integer", "long", "float", "double", "tinyint", "smallint", "int", "bigint")
+
+
+def as_csv(frame: "DataFrame", progress: Progress) -> None:
+    """CSV with a header, row after row: nothing is cut, however long."""
+    rows = _texts(frame).toLocalIterator(prefetchPartitions=True)
+    progress.stop()
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(frame.columns)
+    writer.writerows(rows)
+
+
+def as_json(frame: "DataFrame", progress: Progress) -> None:
+    """One JSON object per row; binary columns in base64."""
+    from pyspark.sql.functions import struct, to_json
+
+    lines = frame.select(to_json(struct("*"), {"ignoreNullFields": "false"}))
+    rows = lines.toLocalIterator(prefetchPartitions=True)
+    progress.stop()
+    for (line,) in rows:
+        print(line)
+
+
+def _texts(frame: "DataFrame") -> "DataFrame":
+    """Every column as Spark writes it: times in the session's zone, bytes as UTF-8. Two columns may have one name."""
+    from pyspark.sql.functions import col
+
+    names = [f"c{number}" for number in range(len(frame.columns))]
+    return frame.toDF(*names).select(*(col(name).cast("string") for name in names))
+
+
+def _cut(value: str | None) -> str:
+    if value is None:
+        return "NULL"
+    text = value if value.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
+    return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
+
+
+# --- the prompt ----------------------------------------------------------------------------------------------------
+
+
+def prompt(shell: Shell) -> int:
+    """Read statements from a terminal, with history, until its end (Ctrl-D). Ctrl-C ends the query that runs."""
+    import readline
+
+    with contextlib.suppress(OSError):
+        readline.read_history_file(_HISTORY)
+    readline.set_completer(_completer([*shell.topics(), WAL_VIEW, ALL_VIEW]))
+    readline.parse_and_bind("tab: complete")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    print("Topics are tables. A statement ends with a semicolon, the prompt with Ctrl-D.")
+    print("tables: " + ", ".join([*map(_quoted, shell.topics()), WAL_VIEW, ALL_VIEW]))
+    while True:
+        try:
+            for text in statements(_read_statement()):
+                shell.run(text)
+        except EOFError:
+            print()
+            return EXIT_OK
+        except KeyboardInterrupt:
+            print()
+            shell.spark.sparkContext.cancelAllJobs()
+        except Exception as error:
+            cause = failures.explain(error)
+            if cause is None:
+                raise
+            print(f"kmq: {cause}", file=sys.stderr)
+        finally:
+            with contextlib.suppress(OSError):
+                readline.write_history_file(_HISTORY)
+
+
+def _read_statement() -> str:
+    text = input("kmq> ")
+    while text.strip() and not text.rstrip().endswith(";"):
+        text += "\n" + input("  -> ")
+    return text
+
+
+def _completer(tables: list[str]) -> Callable[[str, int], str | None]:
+    from kmq.spark.columns import COLUMNS
+
+    words = [*map(_quoted, tables), *COLUMNS, "select", "from", "where", "group by", "order by", "limit"]
+
+    def complete(start: str, number: int) -> str | None:
+        return ([word for word in words if word.startswith(start)] + [None])[number]
+
+    return complete
+
+
+def _quoted(topic: str) -> str:
+    """A topic as SQL has it: between backticks unless it is a plain word."""
+    return topic if re.fullmatch(r"[A-Za-z_]\w*", topic) else f"`{topic}`"
