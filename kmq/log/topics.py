@@ -117,6 +117,15 @@ def listing(data: str) -> list[tuple[str, int, int | None]]:
     return [(name, *load(data, name)) for name in names(data)]
 
 
+def table(data: str) -> dict[bytes, Topic]:
+    """The topics in force, as `kmq.routing.resolve` takes them."""
+    return {
+        name.encode(): Topic(name, partitions, from_seq)
+        for name, partitions, from_seq in listing(data)
+        if from_seq is not None
+    }
+
+
 def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None) -> None:
     """Declare a topic; it is pending until the router has adopted it. Raises ConfigError naming what is wrong."""
     Limits().but(limits or {})
