@@ -9,7 +9,7 @@
     value                           bytes or text. Null is an error, for it would come back as an empty payload, which compaction
                                     takes for a deletion: say coalesce(value, '') where that is meant.
 
-Invariant   A batch becomes lines as a whole or not at all: what no line can hold is a BadRow, which names column, row and limit,
+Invariant   A batch becomes lines as a whole or not at all: what no line can hold is a RowError, which names column, row and limit,
             before a byte of the batch is sent. What is read back is what was written, to the byte.
 Speed       Rows are touched one by one only where something in them must be encoded: a value that is no printable text, a key
             with a dot. All else is done on whole columns: some 2 million rows/s of 100 bytes.
@@ -35,7 +35,7 @@ Mask = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
-class BadRow(KmqError):
+class RowError(KmqError):
     """A row that no line can hold."""
 
     exit_code = EXIT_CONFIG
@@ -60,7 +60,7 @@ _NO_DIGITS = ~_bytes_of("0123456789")
 def to_lines(
     batch: pa.RecordBatch, ids: Ints, now: float, *, topic: str = "", max_line: int, first_row: int = 0
 ) -> pa.BinaryArray:
-    """A line for each row, with its newline; all to `topic` where it is given. Raises BadRow; `first_row` is for its text."""
+    """A line for each row, with its newline; all to `topic` where it is given. Raises RowError; `first_row` is for its text."""
     value, encoded = _payloads(batch, first_row)
     parts = [
         *_routing_keys(batch, topic, first_row),
@@ -76,7 +76,7 @@ def to_lines(
     longest = np.diff(_view(lines)[0]) - 1
     if longest.max(initial=0) > max_line:
         row = int(longest.argmax())
-        raise BadRow(
+        raise RowError(
             first_row + row,
             "value",
             f"its {len(value[row].as_py()):,} bytes as sent make a line of {longest[row]:,}: "
@@ -101,14 +101,14 @@ def pieces(lines: pa.BinaryArray, nbytes: int) -> list[pa.BinaryArray]:
 
 
 def numbers(batch: pa.RecordBatch, first_row: int = 0) -> Ints:
-    """The ids of column `id`. Raises BadRow where one is no decimal number of at most 18 digits."""
+    """The ids of column `id`. Raises RowError where one is no decimal number of at most 18 digits."""
     texts = batch.column("id").cast(pa.string()).cast(pa.binary()).fill_null(b"")
     lengths = np.diff(_view(texts)[0])
     bad = _holding(texts, _NO_DIGITS) | (lengths == 0) | (lengths > MAX_ID_DIGITS)
     if bad.any():
         row = int(bad.argmax())
         why = f"a producer's ids are decimal numbers of at most {MAX_ID_DIGITS} digits"
-        raise BadRow(first_row + row, "id", f"{texts[row].as_py()!r}: {why}")
+        raise RowError(first_row + row, "id", f"{texts[row].as_py()!r}: {why}")
     found: Ints = texts.cast(pa.string()).cast(pa.int64()).to_numpy()
     return found
 
@@ -141,7 +141,7 @@ def _check_routing_keys(column: pa.BinaryArray, first_row: int) -> None:
     if good < len(text):
         row = text.count(b"\n", 0, good)
         key = column[row].as_py()
-        raise BadRow(first_row + row, "routing_key", f"{key[:100]!r}: {record.refusal(key + b'|')}")
+        raise RowError(first_row + row, "routing_key", f"{key[:100]!r}: {record.refusal(key + b'|')}")
 
 
 def _check_topics(column: pa.BinaryArray, first_row: int) -> None:
@@ -152,7 +152,7 @@ def _check_topics(column: pa.BinaryArray, first_row: int) -> None:
             reason = str(err)
         if reason:
             row = pc.index(column, topic).as_py()
-            raise BadRow(first_row + row, "topic", f"{topic[:100]!r}: {reason}")
+            raise RowError(first_row + row, "topic", f"{topic[:100]!r}: {reason}")
 
 
 def _producer_ts(batch: pa.RecordBatch, now: float, first_row: int) -> list[object]:
@@ -186,7 +186,7 @@ def _headers(batch: pa.RecordBatch, first_row: int) -> list[object]:
             at = first + pc.index(names, name).as_py()
             row = int(np.searchsorted(offsets, at, "right")) - 1
             why = "names of one letter are KMQ's own" if own else "a name holds no space, control, % | ; or ="
-            raise BadRow(first_row + row, "headers", f"header {text!r}: {why}")
+            raise RowError(first_row + row, "headers", f"header {text!r}: {why}")
     dropped = pc.or_(pc.is_in(names, pa.array(_STORED_ONLY, pa.binary())), pc.is_null(values))
     values = _escaped(values.fill_null(b""), _ENCODED, _percent)
     texts = pc.binary_join_element_wise(_scalar(b";"), names, _scalar(b"="), values, _scalar(b""))
@@ -252,7 +252,7 @@ def _required(batch: pa.RecordBatch, name: str, first_row: int) -> pa.BinaryArra
     column = batch.column(name)
     if column.null_count:
         hint = "; coalesce(value, '') sends an empty payload" if name == "value" else ""
-        raise BadRow(first_row + pc.index(column.is_null(), True).as_py(), name, f"is null{hint}")
+        raise RowError(first_row + pc.index(column.is_null(), True).as_py(), name, f"is null{hint}")
     return _binary(column)
 
 
@@ -261,7 +261,7 @@ def _refuse_breaks(column: pa.BinaryArray, name: str, first_row: int) -> None:
     if bad.any():
         row = int(bad.argmax())
         text = column[row].as_py()
-        raise BadRow(first_row + row, name, f"{text[:100]!r} holds a |, a newline or a NUL")
+        raise RowError(first_row + row, name, f"{text[:100]!r} holds a |, a newline or a NUL")
 
 
 def _escaped(array: pa.BinaryArray, table: Mask, encode: Callable[[bytes], bytes]) -> pa.BinaryArray:

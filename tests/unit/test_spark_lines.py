@@ -11,7 +11,7 @@ pa = pytest.importorskip("pyarrow")
 
 from kmq import record  # noqa: E402
 from kmq.client import lines as client  # noqa: E402
-from kmq.spark.lines import BadRow, block, numbers, pieces, to_lines  # noqa: E402
+from kmq.spark.lines import RowError, block, numbers, pieces, to_lines  # noqa: E402
 
 HEADERS = pa.map_(pa.string(), pa.string())
 ALPHABETS = (b"abc", b"a.b|c;d%e f", bytes(range(256)), "aé€😀\u0085".encode(), b"\t\r\n\0\x7f|")
@@ -154,20 +154,20 @@ def test_ids_are_numbers_whatever_their_type():
     ],
 )  # fmt: skip
 def test_a_row_that_no_line_can_hold_is_named_with_its_column_and_limit(columns, row, column, says):
-    with pytest.raises(BadRow, match=rf"row {100 + row} .*column {column}:.*{says}"):
+    with pytest.raises(RowError, match=rf"row {100 + row} .*column {column}:.*{says}"):
         written(batch(**columns), first_row=100, max_line=2000)
 
 
 def test_a_line_of_just_the_limit_is_taken():
     made = written(batch(value=["x" * 70]), topic="t", max_line=83)
     assert len(made[0]) == 83
-    with pytest.raises(BadRow, match="84"):
+    with pytest.raises(RowError, match="84"):
         written(batch(value=["x" * 71]), topic="t", max_line=83)
 
 
 @pytest.mark.parametrize("bad", ["", "x", "-1", "1" * 19, "0x1F", "1.0", " 1", None])
 def test_an_id_that_is_no_number_of_18_digits_is_named(bad):
-    with pytest.raises(BadRow, match=r"row 6 .*column id: .*18 digits"):
+    with pytest.raises(RowError, match=r"row 6 .*column id: .*18 digits"):
         numbers(batch(id=(["7", bad], pa.string())), first_row=5)
 
 
