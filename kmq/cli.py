@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, TypeVar
 
 import typer
 from rich.console import Console
@@ -34,6 +34,7 @@ _UP_S = 60.0  # longest wait for a pod to be ready: recovery of a long WAL inclu
 _DOWN_S = DRAIN_S + 10.0
 _ADOPT_S = 5.0  # how long the router may take to adopt a declaration
 _POLL_S = 0.02
+_T = TypeVar("_T")
 
 
 app = typer.Typer(
@@ -308,7 +309,7 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
         yield line.removesuffix(b"\n")
 
 
-def _with_progress(items: Iterable[bytes], what: str) -> Iterator[bytes]:
+def _with_progress(items: Iterable[_T], what: str) -> Iterator[_T]:
     """`items`, with a count on the terminal while they go by."""
     columns = (SpinnerColumn(), TextColumn(what + " {task.completed:,.0f}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
@@ -408,31 +409,86 @@ def list_tokens() -> None:
     epilog=_examples(
         "kmq redrive dead --to 'test.recovered_{key}' --dry-run",
         "kmq redrive dead --to 'test.recovered_{key}' --key 'letter_*' --from-seq 1",
+        "kmq redrive dead --to 'test.{key}' --idempotent --rate 1000",
+        "kmq redrive --dropped --dry-run",
     )
 )
 def redrive(
-    topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not touched.")],
-    to: Annotated[str, typer.Option("--to", help="New routing key; may use {routing_key}, {topic}, {key}.")],
+    topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not touched.")] = "",
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            help="New routing key; may use {routing_key}, {topic}, {key}. With --dropped the old one, without it.",
+        ),
+    ] = None,
     key: Annotated[str, typer.Option("--key", help="Only records whose key matches this glob.")] = "*",
     from_seq: Annotated[int, typer.Option("--from-seq", help="Only records with this seq or a later one.")] = 1,
+    dropped: Annotated[
+        bool,
+        typer.Option(
+            "--dropped", help="From the WAL what drop_oldest took from the queue, or from all; implies --idempotent."
+        ),
+    ] = False,
+    idempotent: Annotated[
+        bool,
+        typer.Option("--idempotent", help="The same redrive again stores nothing twice; waits until all is on disk."),
+    ] = False,
+    name: Annotated[
+        str, typer.Option("--name", help="Of an idempotent redrive: under another name it stores again.")
+    ] = "",
+    rate: Annotated[float, typer.Option("--rate", min=0, help="At most so many messages a second; 0: no limit.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
 ) -> None:
-    """Send the records of a queue through the broker again, under new routing keys, as new messages."""
+    """Send the records of a queue through the broker again, under new routing keys, as new messages.
+
+    See `kmq pipeline run redrive` for many brokers, selection and new keys by SQL.
+    """
     settings = load()
-    held = redriving.hold(settings.data, topic)  # as of now: what is sent may end in this very queue
+    if not (topic or dropped) or (to is None and not dropped):
+        raise ConfigError("give the topic to read and --to, the new routing key; or --dropped")
+    template = "{routing_key}" if to is None else to
+    # As of now: what is sent may end in this very queue.
+    found = redriving.Dropped(_data_to_read(), topic) if dropped else redriving.Queue(settings.data, topic)
+    what = f"of what was dropped{f' of {topic}' if topic else ''}" if dropped else f"of {topic}"
+
+    def chosen() -> Iterator[tuple[redriving.Record, bytes]]:
+        return redriving.select(found.records(), template, key, from_seq)
+
+    if isinstance(found, redriving.Dropped):
+        _say_what_is_gone(found)
     total = 0
-    for old, new, _ in redriving.select(held, topic, to, key, from_seq):  # a bad new key is found before any is sent
+    for each, new in chosen():  # a bad new key is found before any is sent
         total += 1
         if dry_run:
+            old = each.line.split(b"|", 3)[2]
             print(f"{old.decode(errors='replace')} -> {new.decode(errors='replace')}")
     if dry_run:
-        print(f"would redrive {total} of {topic}")
+        print(f"would redrive {total} {what}")
         return
-    lines = (line for _, _, line in redriving.select(held, topic, to, key, from_seq))
+    pace = redriving.Pace(rate)
+    if idempotent or dropped:
+        from kmq.client.producer import Producer
+
+        which = (name, template, key, str(from_seq))
+        pairs = redriving.numbered(chosen(), settings.data, *which)
+        before = redriving.send(_with_progress(pairs, "redriving"), lambda who: Producer.local(producer=who), pace)
+        print(f"redriven {total} {what}" + (f"; {before} of them were stored before" if before else ""))
+        return
+    lines = (redriving.as_sent(each.line, new) for each, new in chosen())
     with _line_sender(settings) as sender:
-        for line in _with_progress(lines, "redriving"):
-            sender.send(line)
-    print(f"redriven {sender.sent} of {topic}")
+        for block in redriving.blocks(_with_progress(lines, "redriving"), pace):
+            sender.send(block)
+            if rate:
+                sender.flush()
+    print(f"redriven {total} {what}")
+
+
+def _say_what_is_gone(found: redriving.Dropped) -> None:
+    if found.never_stored:
+        print(f"kmq: {found.never_stored} were dropped by ring framed, before the WAL: gone for good", file=sys.stderr)
+    if found.retired:
+        print(f"kmq: {found.retired} are no longer in the WAL: retention took them", file=sys.stderr)
 
 
 # --- log ---------------------------------------------------------------------------------------------------------

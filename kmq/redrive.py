@@ -1,67 +1,235 @@
-"""Redrive: messages of a queue back through the broker under new routing keys. The queue itself is never touched.
+"""Redrive: messages through the broker again under new routing keys, as new messages. Where they lie nothing is touched.
 
-The new key is a template: `{routing_key}`, `{topic}` and `{key}` (what follows the topic) stand for the old one's parts.
+Used by `kmq redrive` and, for many brokers and with SQL, by kmq.spark.pipelines.redrive.
+
+Which       the records of a queue; or those that dropped.log names for the ring `durable`: they are in the WAL and in no queue.
+New key     a template: `{routing_key}`, `{topic}` and `{key}` (what follows the topic) stand for the old one's parts. `to_sql`
+            makes a SQL expression of it, in whose place Spark takes any other. `not_a_key` judges what either gives, before
+            anything is sent.
+Line        time, id, headers and payload as they are stored, byte by byte, less who sent it first (headers p and w).
+Once        With a producer and a number the broker stores a line once, however often the same redrive is run, and what has
+            come in between is redriven too. The producer is named after the redrive and the partition, the number is the old
+            offset + 1; the old id and seq are kept as headers orig_id and orig_seq.
+            A partition goes in the order of its offsets, and another selection or another key is another redrive: a producer
+            that had sent number 8 could not send number 4 any more.
+Not covered A producer that was idle for KMQ_PRODUCER_TTL is forgotten, and its redrive is a new one.
 """
 
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from hashlib import sha256
+from itertools import groupby
+from operator import itemgetter
+from string import Formatter
+from typing import TYPE_CHECKING, NamedTuple
 
 from kmq import record
 from kmq.errors import ConfigError
-from kmq.log import reader, topics
-from kmq.log.reader import Log
+from kmq.log import dropped, identity, reader, topics
+from kmq.routing import resolve
+from kmq.settings import KIB
+
+if TYPE_CHECKING:
+    from kmq.client.producer import Producer
 
 _OWN = re.compile(rb";[pw]=[^;]*")  # who sent it first; it is a new message now
 _FIELDS = ("routing_key", "topic", "key")
 _ANY_BYTES = "surrogateescape"  # a key is UTF-8 by convention only; this way every byte comes out as it went in
+_WAL = "__append"
+_BLOCK_BYTES = 64 * KIB
+_BLOCKS_PER_S = 10  # under a rate: short enough to be even, long enough to be slept through
+_NAME_BYTES = 64  # of a producer
+
+# --- the new key -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def parts(template: str) -> list[tuple[str, str]]:
+    """A template as (text, field behind it) pairs; the last field may be "". Raises ConfigError where it is none."""
+    try:
+        found = [(text, field, spec, conversion) for text, field, spec, conversion in Formatter().parse(template)]
+        for _, field, spec, conversion in found:
+            if field is not None and (field not in _FIELDS or spec or conversion):
+                raise ValueError(f"there is no field {{{field}}}")
+    except ValueError as err:
+        raise ConfigError(f"--to {template!r}: {err}; the fields are {{{'}, {'.join(_FIELDS)}}}") from None
+    return [(text, field or "") for text, field, _, _ in found]
+
+
+def to_sql(template: str) -> str:
+    """The template as a SQL expression over columns of the same names as its fields."""
+    found = []
+    for text, field in parts(template):
+        found += ["'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"] if text else []
+        found += [field] if field else []
+    return f"concat({', '.join(found)})" if found else "''"
+
+
+def not_a_key(new: bytes) -> str:
+    """Why `new` is no routing key; "" where it is one."""
+    reason = record.refusal(new + b"|||")
+    return reason or ("separator in it" if b"|" in new or b"\n" in new else "")
+
+
+def checked(to: str, new: bytes) -> bytes:
+    """`new`, which `to` has given. Raises ConfigError where it is no routing key."""
+    if reason := not_a_key(new):
+        raise ConfigError(f"--to {to!r}: gives {new.decode(errors='replace')!r}, which is no routing key ({reason})")
+    return new
 
 
 def rewrite(template: str, topic: str, routing_key: bytes) -> bytes:
     """The new routing key. Raises ConfigError where the template or what it gives is not one."""
-    old = routing_key.decode(errors=_ANY_BYTES)
-    key = old[len(topic) + 1 :]
-    try:
-        new = template.format_map({"routing_key": old, "topic": topic, "key": key})
-    except (KeyError, ValueError, IndexError, AttributeError) as err:
-        raise ConfigError(f"--to {template!r}: {err}; the fields are {{{'}, {'.join(_FIELDS)}}}") from None
-    result = new.encode(errors=_ANY_BYTES)
-    reason = record.refusal(result + b"|||")
-    if reason or b"|" in result or b"\n" in result:
-        raise ConfigError(f"--to {template!r}: gives {new!r}, which is no routing key ({reason or 'separator in it'})")
-    return result
+    old = {"routing_key": routing_key, "topic": topic.encode(), "key": routing_key[len(topic) + 1 :], "": b""}
+    new = b"".join(text.encode(errors=_ANY_BYTES) + old[field] for text, field in parts(template))
+    return checked(template, new)
 
 
-Held = list[tuple[Log, int]]  # partitions, each with its end as it was
+# --- the line ----------------------------------------------------------------------------------------------------------
 
 
-def hold(data: str, topic: str) -> Held:
-    """What a topic holds now, partition by partition. What comes later is not redriven."""
-    if not os.path.isdir(f"{data}/topics/{topic}"):
-        raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows those that do")
-    logs = [reader.partition(data, topic, number) for number in range(topics.load(data, topic)[0])]
-    return [(log, log.end_offset()) for log in logs]
+def as_sent(line: bytes, new_key: bytes, number: int = 0) -> bytes:
+    """A stored line as it is sent again, with its newline; with a number as a producer sends it that wants it stored once."""
+    seq, _, _, ts, id, payload = line.split(b"|", 5)
+    id = _OWN.sub(b"", id)
+    if number:
+        own, *headers = id.split(b";")
+        if not any(each.startswith(b"orig_seq=") for each in headers):  # else it has been redriven before
+            headers += [b"orig_id=" + own] if own else []
+            headers.append(b"orig_seq=" + seq)
+        id = b";".join([b"%d" % number, *headers])
+    return b"%b|%b|%b|%b\n" % (new_key, ts, id, payload)
 
 
-def stored_lines(held: Held) -> Iterator[bytes]:
-    """The records of these partitions, in order, without what compaction took away. DamageError at what is not good."""
-    for log, end in held:
-        offset = 0
-        while offset < end:
-            first, text = log.read(offset)
-            lines = text.split(b"\n")[: max(0, end - first)]
-            if not text:
-                break
-            yield from filter(None, lines)
-            offset = first + text.count(b"\n")
+def producer_name(topic: str, partition: int, *redrive: str) -> str:
+    """As whom the records of a partition are sent by one redrive: the data directory, the selection, the new key."""
+    digest = sha256("\0".join((topic, str(partition), *redrive)).encode(errors=_ANY_BYTES)).hexdigest()
+    end = f"-{partition}"
+    return f"redrive-{digest[:12]}-{topic}"[: _NAME_BYTES - len(end)] + end
 
 
-def select(held: Held, topic: str, template: str, key_glob: str, from_seq: int) -> Iterator[tuple[bytes, bytes, bytes]]:
-    """(old routing key, new routing key, line as sent) of every record to redrive, in order."""
-    for line in stored_lines(held):
-        seq, _, routing_key, ts, id, payload = line.split(b"|", 5)
-        key = routing_key[len(topic) + 1 :].decode(errors=_ANY_BYTES)
-        if int(seq) >= from_seq and fnmatchcase(key, key_glob):
-            new = rewrite(template, topic, routing_key)
-            yield routing_key, new, b"%b|%b|%b|%b\n" % (new, ts, _OWN.sub(b"", id), payload)
+# --- which -------------------------------------------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """A stored line, where it lies, and the topic of its routing key."""
+
+    log: str  # its topic, or __append: the WAL
+    partition: int
+    offset: int
+    topic: str
+    line: bytes
+
+
+class Queue:
+    """What a topic holds when this is made, partition by partition. What comes later is not redriven."""
+
+    def __init__(self, data: str, topic: str) -> None:
+        if not os.path.isdir(f"{data}/topics/{topic}"):
+            raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows those that do")
+        self.topic = topic
+        logs = [reader.partition(data, topic, number) for number in range(topics.load(data, topic)[0])]
+        self._held = [(log, log.end_offset()) for log in logs]
+
+    def records(self) -> Iterator[Record]:
+        """In order, without what compaction took away. DamageError at what is not good."""
+        for partition, (log, end) in enumerate(self._held):
+            offset = log.first_offset
+            while offset < end:
+                offset, text = log.read(offset)
+                if not text:
+                    break
+                for line in text.split(b"\n")[:-1]:
+                    if line and offset < end:
+                        yield Record(self.topic, partition, offset, self.topic, line)
+                    offset += 1
+
+
+class Dropped:
+    """What drop_oldest has taken from the queues; of one topic, or of all of them with ""."""
+
+    def __init__(self, data: str, topic: str = "") -> None:
+        self.topic, self._data = topic, data
+        self._table, first = topics.table(data), reader.first_seq(data)
+        self.ranges = [(each.first, each.last) for each in dropped.read(data, "durable")]
+        lost = [(each.first, each.last) for each in dropped.read(data, "framed")]
+        self.never_stored = sum(last - first + 1 for first, last in lost)  # gone before the WAL
+        self.retired = sum(max(0, min(last + 1, first) - low) for low, last in self.ranges)  # gone from the WAL since
+
+    def records(self) -> Iterator[Record]:
+        for low, high in self.ranges:
+            for text in reader.read(self._data, low, high):
+                for line in text.split(b"\n")[:-1]:
+                    seq = record.seq_of(line)
+                    topic = resolve(self._table, line.split(b"|", 3)[2], seq)[0].decode()
+                    if self.topic in ("", topic):
+                        yield Record(_WAL, 0, seq, topic, line)
+
+
+def select(records: Iterable[Record], template: str, key_glob: str, from_seq: int) -> Iterator[tuple[Record, bytes]]:
+    """(record, new routing key) of those to redrive, in order. ConfigError at the first that cannot have one."""
+    for each in records:
+        routing_key = each.line.split(b"|", 3)[2]
+        key = routing_key[len(each.topic) + 1 :].decode(errors=_ANY_BYTES)
+        if record.seq_of(each.line) >= from_seq and fnmatchcase(key, key_glob):
+            yield each, rewrite(template, each.topic, routing_key)
+
+
+def numbered(chosen: Iterable[tuple[Record, bytes]], data: str, *redrive: str) -> Iterator[tuple[str, bytes]]:
+    """(producer, line as sent) of what is to be stored once. `redrive`: what tells this one from others."""
+    who = (identity.read(data, "id"), *redrive)
+    for (log, partition), group in groupby(chosen, lambda each: each[0][:2]):
+        name = producer_name(log, partition, *who)
+        for each, new in group:
+            yield name, as_sent(each.line, new, each.offset + 1)
+
+
+# --- sending -----------------------------------------------------------------------------------------------------------
+
+
+class Pace:
+    """Lets at most `rate` messages a second go, evenly; 0: as many as will."""
+
+    def __init__(self, rate: float = 0) -> None:
+        self.rate, self._due = rate, 0.0
+        self.most = max(1, int(rate / _BLOCKS_PER_S)) if rate else 1 << 30  # messages in a block
+
+    def wait(self, count: int) -> None:
+        """Until `count` messages may go."""
+        if self.rate:
+            time.sleep(max(0.0, self._due - time.monotonic()))
+            self._due = time.monotonic() + count / self.rate
+
+
+def blocks(lines: Iterable[bytes], pace: Pace) -> Iterator[bytes]:
+    """The lines, some at a time, each block when it may go."""
+    block: list[bytes] = []
+    size = 0
+    for line in lines:
+        block.append(line)
+        size += len(line)
+        if size >= _BLOCK_BYTES or len(block) >= pace.most:
+            pace.wait(len(block))
+            yield b"".join(block)
+            block, size = [], 0
+    if block:
+        pace.wait(len(block))
+        yield b"".join(block)
+
+
+def send(lines: Iterable[tuple[str, bytes]], connect: "Callable[[str], Producer]", pace: Pace) -> int:
+    """Send (producer, line) pairs, those of a producer together, and wait until all are stored; how many had been before.
+
+    `connect` opens a producer by its name. Raises KmqError naming the first line that was refused.
+    """
+    repeated = 0
+    for name, group in groupby(lines, itemgetter(0)):
+        with connect(name) as producer:
+            for block in blocks((line for _, line in group), pace):
+                producer.send_lines(block)
+        repeated += producer.duplicates
+    return repeated

@@ -1,0 +1,92 @@
+"""`kmq redrive`, once and again: what it stores twice, what it does not, and what was dropped."""
+
+import os
+import re
+import signal
+
+
+def fields(line):
+    """(routing key, headers, payload) of a stored line; the id is header ""."""
+    _, _, key, _, id, payload = line.split(b"|", 5)
+    own, *headers = id.split(b";")
+    return key, {b"": own, **dict(each.split(b"=", 1) for each in headers)}, payload
+
+
+def test_an_idempotent_redrive_stores_once_however_often_it_runs(broker):
+    broker.up()
+    broker.send_lines([b"dead.letter_%d|0|m%d;a=b|lost|%d" % (n, n, n) for n in range(30)])
+    broker.wait_routed(30)
+    command = ["redrive", "dead", "--to", "test.{key}", "--idempotent", "--key", "letter_1*"]
+    assert broker.kmq(*command).stdout == "redriven 11 of dead\n"
+    assert broker.kmq(*command).stdout == "redriven 11 of dead; 11 of them were stored before\n"
+    broker.send_lines([b"dead.letter_100|0||late"])
+    broker.wait_routed(42)
+    assert broker.kmq(*command).stdout == "redriven 12 of dead; 11 of them were stored before\n"
+    broker.wait_routed(43)
+    found = [fields(line) for line in broker.lines("test")]
+    assert [key for key, _, _ in found] == [b"test.letter_%d" % n for n in (1, *range(10, 20), 100)]
+    _, headers, payload = found[1]
+    assert re.fullmatch(rb"redrive-[0-9a-f]{12}-dead-0", headers.pop(b"p"))
+    assert headers == {b"": b"11", b"a": b"b", b"orig_id": b"m10", b"orig_seq": b"11"} and payload == b"lost|10"
+    # Another selection, another key or another name is another redrive, also of older records.
+    for other in (["--key", "letter_0"], ["--to", "test.again_{key}"], ["--name", "b"]):
+        assert "stored before" not in broker.kmq(*command, *other).stdout
+    broker.wait_routed(43 + 1 + 12 + 12)
+
+
+def test_what_was_dropped_comes_back_as_new_messages_and_once(broker):
+    broker.up(RB_OVERFLOW_POLICY_DURABLE="drop_oldest", RB_SLOTS=1024)
+    router = broker.pids()["router"]
+    os.kill(router, signal.SIGSTOP)
+    broker.send_lines([b"test.k%d|0|%d|%d" % (n % 7, n, n) for n in range(5000)])
+    broker.wait(lambda: int(broker.status()["durability"]["seq"]) == 5000, "all on disk")
+    os.kill(router, signal.SIGCONT)
+    broker.wait_routed(5000)
+    ranges = [line.split("|") for line in (broker.data / "dropped.log").read_text().splitlines()]
+    lost = {seq for _, first, last, _, _ in ranges for seq in range(int(first), int(last) + 1)}
+    assert 0 < len(lost) < 5000
+    queue = broker.lines("test")
+    shown = broker.kmq("redrive", "--dropped", "--dry-run").stdout.splitlines()
+    assert shown[-1] == f"would redrive {len(lost)} of what was dropped"
+    assert shown[0] == f"test.k{(min(lost) - 1) % 7} -> test.k{(min(lost) - 1) % 7}"
+    result = broker.kmq("redrive", "test", "--dropped", "--rate", "100000")
+    assert (result.stdout, result.stderr) == (f"redriven {len(lost)} of what was dropped of test\n", "")
+    broker.wait_routed(5000 + len(lost))
+    again = broker.kmq("redrive", "test", "--dropped").stdout
+    assert again == f"redriven {len(lost)} of what was dropped of test; {len(lost)} of them were stored before\n"
+    assert broker.kmq("redrive", "nosuch", "--dropped").stdout == "redriven 0 of what was dropped of nosuch\n"
+    assert broker.lines("test")[: len(queue)] == queue
+    found = [fields(line) for line in broker.lines("test")[len(queue) :]]
+    assert {int(headers[b"orig_seq"]) for _, headers, _ in found} == lost
+    assert all(payload == headers[b"orig_id"] for _, headers, payload in found)
+    assert len(broker.wal()) == 5000 + len(lost)
+
+
+def test_what_never_came_to_the_wal_is_named_as_gone(broker):
+    broker.up()
+    broker.send_lines([b"test.k|0|1|x"])
+    broker.wait_routed(1)
+    broker.down()
+    (broker.data / "dropped.log").write_text("framed|2|41|40|1700000000.000000\n")
+    result = broker.kmq("redrive", "--dropped", "--dry-run")
+    assert result.stdout == "would redrive 0 of what was dropped\n"
+    assert result.stderr == "kmq: 40 were dropped by ring framed, before the WAL: gone for good\n"
+
+
+def test_a_rate_holds_a_redrive_back(broker):
+    broker.up()
+    broker.send_lines([b"dead.%d|0||x" % n for n in range(60)])
+    broker.wait_routed(60)
+    for options in ([], ["--idempotent"]):
+        command = ["redrive", "dead", "--to", "test.{key}", "--rate", "40", *options]
+        assert broker.kmq(*command).stdout == "redriven 60 of dead\n"
+    broker.wait_routed(180)
+    times = [float(line.split(b"|")[1]) for line in broker.lines("test")]
+    for run in (times[:60], times[60:]):
+        assert run[-1] - run[0] >= 56 / 40 - 0.1  # the first 4 at once
+
+
+def test_a_redrive_that_says_neither_what_nor_where_to_is_refused(broker):
+    for command in (["redrive"], ["redrive", "dead"], ["redrive", "--to", "x"]):
+        result = broker.kmq(*command)
+        assert result.returncode == 78 and "give the topic to read and --to" in result.stderr
