@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 JAVA = 17  # the oldest that Spark 4 runs on
 GET_JAVA = "apt-get install openjdk-17-jre-headless"
 _CHATTY = ("all", "trace", "debug", "info", "warn")
+_LOG4J = Path(__file__).with_name("log4j2.properties")
 _JVMS = Path("/usr/lib/jvm")  # where Debian installs them, whether or not PATH knows
 # What the JVM prints before any logger is there: Spark asks for the module itself.
 _NOISE = (b"WARNING: Using incubator modules", b"WARNING: package sun.security.action")
@@ -46,8 +47,7 @@ def session(
 
     master = master or (conf or {}).get("spark.master") or "local[*]"
     confs = _confs(master) | dict(conf or {})
-    java_options = f"-Dlog4j2.configurationFile=file:{Path(__file__).with_name('log4j2.properties')}"
-    options = f'"{java_options}" -Dkmq.log.level={log_level} {confs.get("spark.driver.extraJavaOptions", "")}'
+    options = f"{log_options(log_level)} {confs.get('spark.driver.extraJavaOptions', '')}"
     confs["spark.driver.extraJavaOptions"] = options.strip()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if is_here(master):
@@ -87,6 +87,11 @@ def _confs(master: str) -> dict[str, str]:
         confs["spark.driver.host"] = confs["spark.driver.bindAddress"] = "127.0.0.1"
         confs["spark.sql.shuffle.partitions"] = str(2 * cores(master))
     return confs
+
+
+def log_options(level: str) -> str:
+    """Options of a JVM of Spark's: log on stderr from this level on."""
+    return f'"-Dlog4j2.configurationFile=file:{_LOG4J}" -Dkmq.log.level={level}'
 
 
 def is_here(master: str) -> bool:

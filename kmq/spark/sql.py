@@ -29,7 +29,10 @@ WAL_VIEW, ALL_VIEW = "append", "all_topics"
 _WORD = re.compile(r"`([^`]+)`|([A-Za-z0-9_]+)")
 # What takes columns without naming them: a star, a natural join, a pipe, a statement that is no plain SELECT.
 _UNNAMED = re.compile(r"\*|\bnatural\b|\btable\b|\blateral\b|\|>|^\s*(?!select\b|with\b)", re.IGNORECASE)
+_STATEMENT = re.compile(r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`|--[^\n]*|[^;])+""")
 _MOST_CHARS = 60  # of a value in a table; CSV and JSON have all of it
+_WIDE = 1 << 16  # columns: more than a table of cut values can have
+_ISO = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 _HISTORY = Path.home() / ".kmq_sql_history"
 
 
@@ -92,8 +95,8 @@ def needed(text: str) -> str:
 
 
 def statements(text: str) -> Iterator[str]:
-    """The statements of a script: each ends with a semicolon at the end of a line, or with the text."""
-    for part in re.split(r";[ \t]*(?:\n|$)", text):
+    """The statements of a script: each ends with a semicolon, unless that is in quotes or in a comment."""
+    for part in _STATEMENT.findall(text):
         if part.strip():
             yield part.strip()
 
@@ -120,8 +123,8 @@ def as_table(most_rows: int) -> Show:
         shown = rows[:most_rows] if most_rows else rows
         for row in shown:
             table.add_row(*(_cut(value) for value in row))
-        out = Console(highlight=False, markup=False, soft_wrap=True)
-        out.print(table, width=max(out.width, out.measure(table).maximum), crop=False)
+        whole = Console(width=_WIDE).measure(table).maximum  # lines longer than the terminal wrap, and nothing is lost
+        Console(width=whole, highlight=False, markup=False).print(table)
         more = f"; there are more: --rows {10 * most_rows}, or --csv" if len(rows) > len(shown) else ""
         print(f"{len(shown)} row(s) in {time.monotonic() - begin:.1f} s{more}", file=sys.stderr)
 
@@ -144,7 +147,7 @@ def as_json(frame: "DataFrame", progress: Progress) -> None:
     """One JSON object per row; binary columns in base64."""
     from pyspark.sql.functions import struct, to_json
 
-    lines = frame.select(to_json(struct("*"), {"ignoreNullFields": "false"}))
+    lines = frame.select(to_json(struct("*"), {"ignoreNullFields": "false", "timestampFormat": _ISO}))
     rows = lines.toLocalIterator(prefetchPartitions=True)
     progress.stop()
     for (line,) in rows:
