@@ -1,0 +1,72 @@
+"""`scripts/setup` where Java is missing: an environment, an apt-get and a user that are made up."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = Path(__file__).resolve().parents[2] / "scripts" / "setup"
+PYTHON = """#!/bin/sh
+case $1 in -m) exit 0 ;; esac  # pip, which has nothing to do
+[ -e "$JAVA" ]
+"""
+APT = """#!/bin/sh
+echo "$@" >>"$CALLS"
+case $* in *"$PACKAGE"*) touch "$JAVA" ;; *update*) ;; *) exit 100 ;; esac
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """A function that runs the script; `package`: the only one that apt-get can install."""
+
+    def run(package="", uid=0, java=False):
+        (tmp_path / "venv" / "bin").mkdir(parents=True)
+        (tmp_path / "bin").mkdir()
+        programs = {"venv/bin/python": PYTHON, "bin/apt-get": APT, "bin/id": f"#!/bin/sh\necho {uid}\n"}
+        for name, text in programs.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        if java:
+            (tmp_path / "java").touch()
+        env = {
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "JAVA": str(tmp_path / "java"),
+            "CALLS": str(tmp_path / "calls"),
+            "PACKAGE": package or "no such package",
+        }
+        done = subprocess.run(
+            [SETUP, sys.executable, tmp_path / "venv"], env=env, capture_output=True, text=True, timeout=60
+        )
+        calls = tmp_path / "calls"
+        return done, calls.read_text().splitlines() if calls.exists() else []
+
+    return run
+
+
+def test_a_java_that_is_there_is_left_alone(setup):
+    done, calls = setup(java=True)
+    assert (done.returncode, calls) == (0, []), done.stderr
+
+
+@pytest.mark.parametrize("package", ["openjdk-17-jre-headless", "openjdk-21-jre-headless"])
+def test_a_missing_java_is_installed_on_debian_as_root_and_it_says_so(setup, package):
+    done, calls = setup(package)
+    assert done.returncode == 0, done.stderr
+    assert "no Java 17 or newer" in done.stdout
+    assert calls[-1].split()[-1] == package
+
+
+def test_a_java_that_cannot_be_installed_is_named_with_the_command_to_get_it(setup):
+    done, calls = setup()
+    assert done.returncode == 78
+    assert "apt-get install openjdk-17-jre-headless" in done.stderr
+    assert any("update" in call for call in calls), "the lists of packages may be old or missing"
+
+
+def test_who_is_not_root_gets_the_command_and_nothing_is_tried(setup):
+    done, calls = setup("openjdk-17-jre-headless", uid=1000)
+    assert (done.returncode, calls) == (78, [])
+    assert "sudo apt-get install openjdk-17-jre-headless" in done.stderr
