@@ -185,7 +185,107 @@ def sql(
 
 # --- archive -------------------------------------------------------------------------------------------------------
 
+
+@run_app.command(
+    epilog=examples(
+        "kmq pipeline run archive --topics orders --to archive",
+        "kmq pipeline run archive --pattern '.*' --to archive --schema none",
+        "kmq pipeline run archive --topics orders --to lake --format delta \\",
+        "    --schema 'price double, user string NOT NULL' --continuous",
+    )
+)
+def archive(
+    to: Annotated[str, typer.Option("--to", help="Directory of the table, here or on a shared volume.")],
+    path: FromPath = "",
+    brokers: Brokers = "",
+    topics_: Topics = "",
+    pattern: Pattern = "",
+    format: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
+    schema: Annotated[
+        str,
+        typer.Option(
+            "--schema", help="Of JSON payloads: DDL, a file of it, infer (once, from a sample), or none: text."
+        ),
+    ] = "infer",
+    enrich: Annotated[
+        str, typer.Option("--enrich", help="module:function of yours, from a DataFrame to a DataFrame.")
+    ] = "",
+    bad: Annotated[
+        str, typer.Option("--bad", help="Payloads not of the schema: dlq (<topic>.dlq), keep (with reason) or drop.")
+    ] = "dlq",
+    producers: Annotated[
+        str,
+        typer.Option("--producers", help="For dlq: host:port of each broker's lines, in order; default: this one's."),
+    ] = "",
+    partition_by: Annotated[
+        str, typer.Option("--partition-by", help="Columns, comma-separated, that name the directories.")
+    ] = "topic,date,hour",
+    rest: Annotated[
+        bool | None,
+        typer.Option("--rest/--no-rest", help="Column of fields the schema lacks. [default: where it is inferred]"),
+    ] = None,
+    once: Once = True,
+    every: Annotated[str, typer.Option("--every", help="Between two batches of --continuous.")] = "10 seconds",
+    checkpoint: Checkpoint = "",
+    master: Master = "",
+    conf: Conf = None,
+    py_files: PyFiles = "",
+    verbose: Verbose = False,
+) -> None:
+    """Topics to a Parquet or Delta table: JSON typed, enriched, bad ones to <topic>.dlq, exactly once."""
+    where = source(path, brokers) | topics(topics_, pattern)
+    with running("archive", master, conf, verbose, py_files, continuous=not once) as job:
+        from kmq.spark.pipelines import archive
+
+        done = archive.run(
+            job.spark,
+            where,
+            to,
+            format,
+            schema,
+            enrich,
+            bad,
+            producers,
+            once,
+            checkpoint,
+            [name.strip() for name in partition_by.split(",") if name.strip()],
+            rest,
+            every,
+            progress=job.progress,
+        )
+        job.progress.stop()
+        print(f"archived {done.rows:,} rows in {done.batches} batches to {to} ({format}); bad: {done.bad:,}, {bad}")
+
+
 # --- audit ---------------------------------------------------------------------------------------------------------
+
+
+@run_app.command(
+    epilog=examples(
+        "kmq pipeline run audit",
+        "kmq pipeline run audit --path data --report audit.html",
+        "kmq pipeline run audit --brokers 127.0.0.1:8082 --json",
+    )
+)
+def audit(
+    path: FromPath = "",
+    brokers: Brokers = "",
+    report: Annotated[
+        str, typer.Option("--report", help="Write this HTML file, with plots; empty: none.")
+    ] = "kmq-audit.html",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Findings shown one by one; all are counted.")] = 20,
+    master: Master = "",
+    conf: Conf = None,
+    py_files: PyFiles = "",
+    verbose: Verbose = False,
+) -> None:
+    """Is every record of the WAL in its queue, once, in order, as it was? Exit code 0: all good; 1: findings."""
+    with running("audit", master, conf, verbose, py_files) as job:
+        from kmq.spark.pipelines import audit
+
+        raise typer.Exit(audit.run(job.spark, source(path, brokers), report, as_json, limit, job.progress))
+
 
 # --- compact -------------------------------------------------------------------------------------------------------
 
