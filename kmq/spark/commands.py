@@ -13,11 +13,11 @@ A command takes the common options by their Annotated types, opens a session wit
 Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fast as before.
 """
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -43,6 +43,7 @@ pipeline_app.add_typer(run_app, name="run")
 
 FromPath = Annotated[str, typer.Option("--path", help="Data directories, comma-separated; default: KMQ_DATA.")]
 Brokers = Annotated[str, typer.Option("--brokers", help="Read over HTTP instead: host:port[,host:port].")]
+TokenFile = Annotated[str, typer.Option("--token-file", help="File with the bearer token that these ask for.")]
 Topics = Annotated[str, typer.Option("--topics", help="Topics, comma-separated; or --pattern.")]
 Pattern = Annotated[str, typer.Option("--pattern", help="A regular expression that whole topic names match.")]
 Once = Annotated[bool, typer.Option("--once/--continuous", help="All there is now, then end; or on and on.")]
@@ -53,16 +54,22 @@ PyFiles = Annotated[str, typer.Option("--py-files", help="Python files for execu
 Verbose = Annotated[bool, typer.Option("--verbose", help="Spark's own log and whole traces.")]
 
 
-def source(path: str = "", brokers: str = "") -> dict[str, str]:
+def source(path: str = "", brokers: str = "", token_file: str = "") -> dict[str, str]:
     """The options of format("kmq") that say where from: directories, or brokers over HTTP."""
     from kmq.settings import load
 
     if path and brokers:
         raise ConfigError("give --path or --brokers, not both")
     if brokers:
-        token = os.environ.get("KMQ_TOKEN", "")
-        return {"kmq.bootstrap.servers": brokers} | ({"kmq.token": token} if token else {})
+        return {"kmq.bootstrap.servers": brokers} | ({"kmq.token": _token(token_file)} if token_file else {})
     return {"path": path or load().data}
+
+
+def _token(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--token-file {path!r}: {error.strerror}") from None
 
 
 def topics(names: str, pattern: str, default: str = "") -> dict[str, str]:
@@ -158,6 +165,7 @@ def sql(
     query: Annotated[str, typer.Argument(help="One statement; without: stdin, or a prompt on a terminal.")] = "",
     path: FromPath = "",
     brokers: Brokers = "",
+    token_file: TokenFile = "",
     as_csv: Annotated[bool, typer.Option("--csv", help="All rows, values in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same, a JSON object a line.")] = False,
     rows: Annotated[int, typer.Option("--rows", help="At most so many in a table; 0: all.")] = 1000,
@@ -170,7 +178,7 @@ def sql(
 
     Columns: broker, topic, partition, offset, seq, recv_ts, key, routing_key, producer_ts, id, headers, value, value_text.
     """
-    where = source(path, brokers)
+    where = source(path, brokers, token_file)
     with running("sql", master, conf, verbose, py_files) as job:
         from kmq.spark import sql
 
