@@ -101,12 +101,10 @@ def is_here(master: str) -> bool:
 
 def cores(master: str) -> int:
     """How many cores a master on this machine has: as many as it names, else all."""
-    match re.findall(r"\d+", master) if master.startswith("local") else []:
-        case [workers, each, _memory]:  # local-cluster[2,1,1024]
-            return int(workers) * int(each)
-        case [threads, *_]:
-            return int(threads)
-    return os.cpu_count() or 1
+    numbers = [int(number) for number in re.findall(r"\d+", master.partition("[")[2])]
+    if master.startswith("local-cluster"):  # local-cluster[2,1,1024]: workers, cores of each, memory
+        return numbers[0] * numbers[1]
+    return 1 if master == "local" else numbers[0] if numbers else os.cpu_count() or 1
 
 
 # --- what must be there --------------------------------------------------------------------------------------------

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 WAL_VIEW, ALL_VIEW = "append", "all_topics"
 _WORD = re.compile(r"`([^`]+)`|([A-Za-z0-9_]+)")
 # What takes columns without naming them: a star, a natural join, a pipe, a statement that is no plain SELECT.
-_UNNAMED = re.compile(r"\*|\bnatural\b|\btable\b|\blateral\b|\|>|^\s*(?!select\b|with\b)", re.IGNORECASE)
+_UNNAMED = re.compile(
+    r"\*|\bnatural\b|\btable\b|\blateral\b|\|>|^\s*(?!select\b|with\b|\s)"
+    r"|\b(?:union|except|intersect|minus|all|distinct)\s+from\b",
+    re.IGNORECASE,
+)
 _STATEMENT = re.compile(r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`|--[^\n]*|[^;])+""")
 _MOST_CHARS = 60  # of a value in a table; CSV and JSON have all of it
 _WIDE = 1 << 16  # columns: more than a table of cut values can have
