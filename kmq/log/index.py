@@ -116,6 +116,16 @@ def line_end(data: Buffer, at: int) -> int:
         at += _WINDOW
 
 
+def _first_fields(data: Buffer, at: int) -> list[bytes]:
+    """seq and recv_ts of the first record from the line start `at` on: compaction may have left bare newlines before it."""
+    while True:
+        head = bytes(data[at : at + _HEAD_BYTES])
+        record_at = at + len(head) - len(head.lstrip(b"\n"))
+        if record_at == at:
+            return head.split(b"|", 2) if head else [b"0", b"0.000000"]
+        at = record_at
+
+
 class IndexWriter:
     """Follows what is appended to one log file and writes its index.
 
@@ -207,7 +217,7 @@ class IndexWriter:
         at, size = 0, len(data)
         while at < size:
             if self._open is None:
-                fields = bytes(data[at : at + _HEAD_BYTES]).split(b"|", 2)
+                fields = _first_fields(data, at)
                 if self._by_seq:
                     here = int(fields[0])
                 elif first_seq:

@@ -16,12 +16,12 @@ from itertools import pairwise
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import checkpoint, dropped, reader, segment, topics, wal
+from kmq.log import checkpoint, compaction, dropped, reader, segment, topics, wal
 from kmq.log.disk import Buffer, WaitForRoom, find_tail, replace_file, with_room
 from kmq.log.index import IndexWriter, read_entries
 from kmq.log.partition import EMPTY, Gap, PartitionLog, State, directory_of, fits, recover
 from kmq.log.reader import DamageError, is_stored
-from kmq.log.segment import Limits, Segment
+from kmq.log.segment import COMPACT, Limits, Segment
 from kmq.logfmt import Log
 from kmq.routing import Topic, resolve
 from kmq.settings import MIB
@@ -493,8 +493,9 @@ class Queues:
         self.adopt_declarations()
         if not self._checkpointer.busy:
             retired = self._retire()
+            compacted = self._install_compacted()
             is_due = time.monotonic_ns() - self._checkpoint_at > CHECKPOINT_NS or self._bytes_since > CHECKPOINT_BYTES
-            if retired or (is_due and self._unsynced):
+            if retired or compacted or (is_due and self._unsynced):
                 self._checkpoint(retired)
 
     def _retire(self) -> list[Segment]:
@@ -507,6 +508,36 @@ class Queues:
                     count -= 1  # the last record stays: it says where we are
                 gone += state.retire(count)
         return gone
+
+    def _install_compacted(self) -> bool:
+        """Take in the segments that compaction has laid out for us; whether a checkpoint has to follow."""
+        is_due = False
+        for each in compaction.waiting(self.data):
+            topic = self.topics.get(each.topic.encode())
+            is_ours = topic is not None and self._topic_limits.get(topic.name, self._limits).cleanup == COMPACT
+            if topic is None or not is_ours or each.partition >= topic.partitions:
+                self._discard_compacted(each, "topic.toml did not say compact when the router read it")
+                continue
+            log = self._log_of(topic, each.partition)
+            if log.unsynced:  # after a crash sizes will not tell, so what is sealed has to be on disk: next time it is
+                is_due = True
+                continue
+            bounds = [*(old.first for old in log.state.sealed), log.state.base]
+            at = next((n for n, pair in enumerate(pairwise(bounds)) if pair == (each.first, each.end)), -1)
+            if at < 0:
+                self._discard_compacted(each, "retained or rebuilt meanwhile")
+                continue
+            old = log.state.sealed[at]
+            saved = old.size - compaction.install(self.data, each)
+            log.state.size -= saved
+            old.size -= saved
+            self.log.info("segment_compacted", file=old.path, bytes=old.size, saved=saved)
+            is_due = True
+        return is_due
+
+    def _discard_compacted(self, which: compaction.Sealed, why: str) -> None:
+        self.log.warn("compacted_discarded", file=which.place(self.data), reason=why)
+        compaction.discard(self.data, which)
 
     def _checkpoint(self, retired: list[Segment]) -> None:
         dirty = self._dirty

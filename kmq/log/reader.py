@@ -11,7 +11,7 @@ Numbers     A record's offset is its seq in the WAL, its position in a partition
 Live        Each call looks anew. The index is opened before the log: it may say less than the log holds, never more. A log
             whose open block gets longer, or gets its final line, meanwhile is looked at again. What retention takes away while
             it is read is read to its end; what it has taken before is not there: a read that begins below `first_offset`
-            answers from there, and its offset says so.
+            answers from there, and its offset says so. A segment that compaction swaps is read as it was, or as it is.
 """
 
 import contextlib
@@ -96,6 +96,14 @@ class Index:
                 whole if whole > start or not start else size
             )  # no line is so long: found bad when it is reached
 
+    def is_in_force(self) -> bool:
+        """Whether its name still leads to it, or still to no index."""
+        try:
+            now = os.stat(self.path)
+        except FileNotFoundError:
+            return self.fd < 0
+        return self.fd >= 0 and os.path.samestat(now, os.fstat(self.fd))
+
     def close(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
@@ -157,12 +165,16 @@ class Segment:
 
     def __init__(self, path: str, first: int, by_seq: bool, sealed: bool) -> None:
         self.path, self.first, self.by_seq, self.sealed = path, first, by_seq, sealed
-        self.index = Index(segment.index_path(path))
-        try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self.index.close()
-            raise
+        while True:
+            self.index = Index(segment.index_path(path))
+            try:
+                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                self.index.close()
+                raise
+            if self.index.is_in_force():
+                break
+            self.close()  # compaction came in between: it changes the log while there is no index, so now they are a pair
         status = os.fstat(self.fd)
         self.size, self.inode = status.st_size, status.st_ino
 
@@ -170,6 +182,9 @@ class Segment:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.index.close()
         os.close(self.fd)
 
@@ -351,7 +366,8 @@ class Log:
                 return offset
 
     def _known_in(self, held: Segment) -> tuple[int, int]:
-        return self._known[1:] if self._known[0] == held.inode else (0, 0)
+        """Of the active segment only: what is sealed has an index, and compaction may give it another's inode."""
+        return self._known[1:] if self._known[0] == held.inode and not held.sealed else (0, 0)
 
     def _open(self, segments: list[tuple[int, str]], number: int) -> Segment:
         first, path = segments[number]

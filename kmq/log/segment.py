@@ -17,8 +17,9 @@ from kmq.log.disk import find_tail, sync_directory
 from kmq.settings import GIB, SETTINGS, Settings
 
 _STAMP_BYTES = 64  # a seq and a time are shorter
-_PARSE = {row.attribute: row.parse for row in SETTINGS}
-LIMITS = ("segment_bytes", "segment_age", "retention_age", "retention_bytes")
+COMPACT = "compact"
+_RETENTION = ("retention_age", "retention_bytes")
+LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup")
 
 
 def name(first: int) -> str:
@@ -77,8 +78,21 @@ def stamp(data: bytes | memoryview) -> tuple[int, int]:
         return 0, 0
 
 
+def _cleanup(text: str) -> str:
+    if text not in ("delete", COMPACT):
+        raise ValueError(f"is delete or {COMPACT}")
+    return text
+
+
+_PARSE = {row.attribute: row.parse for row in SETTINGS} | {"cleanup": _cleanup}
+
+
 class Limits:
-    """When a log goes on in a new segment, and when its oldest segments go. Ages in seconds; 0 bytes: no limit."""
+    """When a log goes on in a new segment, and when its oldest segments go. Ages in seconds; 0 bytes: no limit.
+
+    `cleanup`: "compact" lets compaction take what a later record of the same key replaces (compaction.py). Such a topic
+    is a table: retention takes its oldest rows only where it has limits of its own.
+    """
 
     __slots__ = LIMITS
 
@@ -88,9 +102,10 @@ class Limits:
         segment_age: float = float("inf"),
         retention_age: float = float("inf"),
         retention_bytes: int = 0,
+        cleanup: str = "delete",
     ) -> None:
         self.segment_bytes, self.segment_age = segment_bytes, segment_age
-        self.retention_age, self.retention_bytes = retention_age, retention_bytes
+        self.retention_age, self.retention_bytes, self.cleanup = retention_age, retention_bytes, cleanup
 
     @classmethod
     def of(cls, settings: Settings) -> "Limits":
@@ -106,6 +121,9 @@ class Limits:
                 setattr(made, each, _PARSE[each](text))
             except ValueError as err:
                 raise ConfigError(f"{each} = {text!r}: {err}") from None
+        if made.cleanup == COMPACT:
+            for each in set(_RETENTION) - set(texts):
+                setattr(made, each, getattr(Limits(), each))
         return made
 
     def is_full(self, size: int, first_ts: int, next_ts: int) -> bool:

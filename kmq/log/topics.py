@@ -2,10 +2,11 @@
 
     partitions = 4                   fixed for the topic's life
     from_seq = 17                    written by the router
-    segment_bytes = "256 MiB"        these four in place of the settings, written as they are; read by the router
+    segment_bytes = "256 MiB"        these five in place of the settings, written as they are; read by the router
     segment_age = "1d"               when it starts or adopts the topic
     retention_age = "30d"
     retention_bytes = "10 GiB"
+    cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
 
 A declaration without `from_seq` is pending: `declare` makes it, the router adopts it with the next seq it will route. That
 is the only way to a seq that is right by construction: nobody else knows what has been routed.

@@ -58,7 +58,7 @@ def test_the_router_keeps_a_topics_own_limits_when_it_writes_its_seq_and_follows
     for _ in range(2):  # adopted, then read at a start
         made = adopt(data)
         limits = made._topic_limits["t"]
-        assert [getattr(limits, name) for name in LIMITS] == [1 << 20, 86400, 30 * 86400, 1 << 30]
+        assert [getattr(limits, name) for name in LIMITS] == [1 << 20, 86400, 30 * 86400, 1 << 30, "delete"]
         assert topics.read(data, "t").limits == OWN and topics.load(data, "t") == (2, 1)
         made.close()
 
