@@ -38,7 +38,7 @@ import time
 from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 from uuid import uuid4
 
 from kmq.errors import ConfigError
@@ -234,7 +234,7 @@ class Delta(Table):
         table.create_write_transaction(
             [
                 AddAction(
-                    quote(file["to"], safe="/="),
+                    file["to"],
                     file["size"],
                     _values(file["to"]),
                     now,
