@@ -6,6 +6,8 @@
     feed.py       the records of a topic in order of seq, and how far the router is
     broker.py     how the broker is: health, readiness
     web.py        HTTP: /metrics /healthz /readyz
+    logs.py       HTTP: /v1/…, the logs as they are in the files
+    spans.py      a range of records as checked bytes of those files
     metrics.py    every metric
     answers.py    every refusal, with its gRPC and its HTTP status
 

@@ -38,6 +38,8 @@ STATUS = {
     "too_many": _MANY,
     "not_found": Status(grpc.StatusCode.NOT_FOUND, 404),
     "not_routed": _LATER,
+    "not_ready": _LATER,
+    "bad_request": _BAD,
     "damaged": Status(grpc.StatusCode.DATA_LOSS, 500),
 }
 INTERNAL = Status(grpc.StatusCode.INTERNAL, 500)  # a code that is not here: nothing a client can do about it

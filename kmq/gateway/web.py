@@ -1,4 +1,4 @@
-"""HTTP: metrics and health. One GET each; what a path answers is said in its row of PAGES."""
+"""HTTP: metrics, health, and the logs (logs.py). One GET each; what a path answers is said in its row of PAGES."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,7 +6,7 @@ from html import escape
 
 from aiohttp import web
 
-from kmq.gateway import metrics
+from kmq.gateway import logs, metrics
 from kmq.gateway.broker import Broker
 from kmq.gateway.metrics import Requests
 
@@ -16,6 +16,7 @@ PAGES = {
     "/healthz": "200 while every stage gives signs of life, else 503 and the reason; with the last durable write",
     "/readyz": "200 while a message sent now would be made durable, else 503 and the reason; with the last durable write",
     "/metrics": "metrics for Prometheus",
+    **logs.PAGES,
 }
 
 
@@ -43,6 +44,7 @@ def application(broker: Broker, requests: Requests) -> web.Application:
     }
     app = web.Application(client_max_size=_MAX_BODY)
     app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
+    logs.Logs(broker).add_to(app)
     return app
 
 

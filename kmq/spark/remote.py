@@ -1,0 +1,194 @@
+"""A broker read from afar: the logs that its gateway serves over HTTP (kmq/gateway/logs.py).
+
+State       None but a connection, so any process may ask, and a Remote can be pickled: it comes to another process unconnected.
+Breaks      Whatever is asked only looks, so it is asked again, later and later, while the gateway is away or too busy; reading
+            goes on at the next offset. Only when nothing has come for PATIENCE_S seconds that is an error: a gateway that is
+            restarted in the middle of a read is not noticed.
+Complete    A response says from which offset to which it goes and how many bytes that is. Only whole lines are handed out,
+            those of a partition are counted, and what breaks off is asked for again from there.
+Damage      comes as DamageError, as if the files were read here; all in front of it has been handed out before.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from ssl import SSLCertVerificationError
+from typing import Any, TypeVar
+from urllib.parse import quote, urlencode, urlsplit
+
+from kmq import record
+from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.log.reader import DamageError, last_line
+from kmq.spark.options import WAL
+
+BLOCK_BYTES = 4 << 20  # of lines handed out at once
+PATIENCE_S = 30.0  # a gateway is away so long while its pod is restarted
+_TIMEOUT_S = 30.0  # without a byte of an answer
+_PAUSES_S = (0.05, 2.0)  # before asking again: the first one, the longest one
+_LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
+_PORTS = {"http": 8082, "https": 8443}
+_LATER = (429, 503)
+
+T = TypeVar("T")
+
+
+class Remote:
+    """The broker whose gateway listens at `name`: host:port, or https://host:port."""
+
+    def __init__(self, name: str, token: str = "") -> None:
+        self.name, self._token = name, token
+        scheme, _, address = name.rpartition("://")
+        try:
+            split = urlsplit(f"//{address}")
+            self._scheme, self._host, port = scheme or "http", split.hostname or "", split.port
+            self._port = port or _PORTS[self._scheme]
+        except (KeyError, ValueError):
+            self._host = ""
+        if not self._host or split.netloc != address:
+            raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
+        self._connection: HTTPConnection | None = None
+
+    def __reduce__(self) -> tuple[type["Remote"], tuple[str, str]]:
+        return Remote, (self.name, self._token)
+
+    # --- the interface -----------------------------------------------------------------------------------------------
+
+    def identity(self) -> str:
+        return str(self._get("/v1/broker")["data_id"])
+
+    def topics(self) -> dict[str, int]:
+        return {row["name"]: row["partitions"] for row in self._get("/v1/topics")}
+
+    def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        asked = urlencode([("topic", name) for name in topics])
+        # Of so many that a request line cannot name them all are asked for.
+        rows = self._get(f"/v1/logs?{asked}" if len(asked) < _LONGEST_QUERY else "/v1/logs") if topics else []
+        found = {(row["topic"], row["partition"]): (row["first_offset"], row["end_offset"]) for row in rows}
+        return {key: ends for key, ends in found.items() if key[0] in set(topics)}
+
+    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
+        return int(self._get(_at(topic, partition, "offset", time=max(0, micros)))["offset"])
+
+    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
+        return list(self._get(_at(topic, partition, "cuts", start=start, end=end, bytes=nbytes))["cuts"])
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        offset, trial = start, _Trial()
+        while offset < end:
+            target = _at(topic, partition, "records", start=offset, end=end)
+            try:
+                with closing(self._connect()) as connection:
+                    response = self._ask(connection, target)
+                    first, following = (int(response.headers[f"KMQ-{name}-Offset"]) for name in ("First", "Next"))
+                    if not response.length:  # the log ends here, or what there is begins behind `end`
+                        return
+                    offset = first
+                    for lines in _blocks(response):
+                        trial.progress()
+                        yield offset, lines
+                        offset = record.seq_of(last_line(lines)) + 1 if topic == WAL else offset + lines.count(b"\n")
+                    if response.length:
+                        raise ConnectionError("the response breaks off")
+            except _AGAIN as err:
+                trial.failed(err, self._url(target))
+                continue
+            if offset != following and (topic != WAL or offset > following):
+                raise CorruptError(f"{self._url(target)}: {offset - first} records came of {following - first}")
+            offset = following
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _get(self, target: str) -> Any:
+        """The JSON that is answered."""
+        trial = _Trial()
+        while True:
+            try:
+                self._connection = self._connection or self._connect()
+                return json.loads(self._ask(self._connection, target).read())
+            except _AGAIN as err:
+                self.close()
+                trial.failed(err, self._url(target))
+
+    def close(self) -> None:
+        """Let go of the connection; what is asked next makes a new one."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _connect(self) -> HTTPConnection:
+        kind: Callable[..., HTTPConnection] = HTTPSConnection if self._scheme == "https" else HTTPConnection
+        return kind(self._host, self._port, timeout=_TIMEOUT_S)
+
+    def _url(self, target: str) -> str:
+        return f"broker {self.name}: {self._scheme}://{self._host}:{self._port}{target}"
+
+    def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
+        """The response to a GET, its body not yet read. Raises what a refusal means."""
+        try:
+            connection.request("GET", target, headers={"Authorization": f"Bearer {self._token}"} if self._token else {})
+        except SSLCertVerificationError as err:
+            raise ConfigError(f"{self._url(target)}: {err}; SSL_CERT_FILE may name the authorities to trust") from err
+        response = connection.getresponse()
+        if response.status == 200:
+            return response
+        raise self._refusal(target, response.status, response.read())
+
+    def _refusal(self, target: str, status: int, body: bytes) -> Exception:
+        try:
+            said = json.loads(body)
+            code, text = said["code"], said["error"]
+        except (ValueError, KeyError, TypeError):
+            return ConfigError(
+                f"{self._url(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
+            )
+        if status in _LATER:
+            return _LaterError(f"{code}: {text}")
+        if code == "damaged":
+            fields = (said[name] for name in ("byte", "end", "first_offset", "next_offset", "what"))
+            return DamageError(f"{self.name}:{said['path']}", *fields)
+        if code == "unauthorized":
+            return ConfigError(f"{self._url(target)}: option kmq.token: {text}")
+        return (RetryError if status >= 500 else ConfigError)(f"{self._url(target)}: {code}: {text}")
+
+
+class _LaterError(Exception):
+    """The gateway says: not now."""
+
+
+_AGAIN = (OSError, HTTPException, _LaterError)
+
+
+class _Trial:
+    """How often and how long something is tried again."""
+
+    def __init__(self) -> None:
+        self.progress()
+
+    def progress(self) -> None:
+        """Something has come: the time begins anew."""
+        self._pause, self._deadline = _PAUSES_S[0], time.monotonic() + PATIENCE_S
+
+    def failed(self, err: Exception, url: str) -> None:
+        """Wait before the next time. Raises RetryError when it has taken too long."""
+        if time.monotonic() + self._pause > self._deadline:
+            raise RetryError(f"{url}: {err or type(err).__name__}; nothing else for {PATIENCE_S:.0f} s") from err
+        time.sleep(self._pause * random.uniform(0.5, 1))  # not all tasks of a job at once
+        self._pause = min(2 * self._pause, _PAUSES_S[1])
+
+
+def _at(topic: str, partition: int, what: str, **query: int) -> str:
+    return f"/v1/logs/{quote(topic, safe='')}/{partition}/{what}?{urlencode(query)}"
+
+
+def _blocks(response: HTTPResponse) -> Iterator[bytes]:
+    """The body in blocks of whole lines; where it breaks off, response.length says how much has not come."""
+    while response.length:
+        data = response.read(BLOCK_BYTES) + response.readline()
+        whole = data.rfind(b"\n") + 1
+        if whole:
+            yield data[:whole]  # no copy where that is all
+        if whole < len(data) or not data:
+            return
