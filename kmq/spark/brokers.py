@@ -13,6 +13,7 @@ from kmq.errors import ConfigError
 from kmq.links.layout import SHM
 from kmq.links.ownership import FileLock
 from kmq.log import identity, reader, topics
+from kmq.spark import columns
 from kmq.spark.options import WAL
 
 BLOCK_BYTES = 4 << 20  # of lines handed out at once
@@ -117,7 +118,7 @@ class Directory:
                 offset = record.seq_of(reader.last_line(lines)) + 1
                 lines = lines if offset <= end else reader.within(lines, first, end - 1)
             else:
-                offset = first + lines.count(b"\n")
+                offset = first + columns.count_lines(lines)
                 if offset > end:
                     lines = b"\n".join(lines.split(b"\n", end - first)[: end - first]) + b"\n"
             yield first, lines

@@ -6,12 +6,13 @@
 Options     kmq/spark/options.py. Columns: kmq/spark/columns.py; a schema of yours is the projection. Spark prunes no columns of
             Python sources, so give one: what is not asked for is not made.
 
-Invariant   A task is a range of offsets of one partition of one broker, and reading it gives the same rows each time: records never
-            change their offset, and only compaction and retention take any away. Where something that was to be read is gone, or is
-            damaged, the query stops with its name, or goes on behind it with failOnDataLoss=false (damage always stops it).
-Crash       All state is in Spark's checkpoint: the offsets up to which each batch goes are written there before it is read. After
-            a kill the last batch is read again, as the same tasks with the same rows in the same order.
-Where       Planning runs in a Python process of the driver, reading in the executors' ones: nothing is shared but what is pickled.
+Invariant   A task is a range of offsets of one partition of one broker, and reading it gives the same rows each time: records
+            never change their offset, and only compaction and retention take any away. Where something that was to be read is
+            gone, the query stops with its name, or goes on behind it with failOnDataLoss=false. Damage always stops it.
+Crash       All state is in Spark's checkpoint: the offsets up to which each batch goes are written there before it is read.
+            After a kill the last batch is read again, as the same tasks with the same rows in the same order.
+Where       Planning runs in a Python process of the driver, reading in those of the executors: nothing is shared but what is
+            pickled.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +42,9 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from kmq import record
 from kmq.errors import ConfigError
+from kmq.log.reader import last_line
 from kmq.spark import columns, plan
 from kmq.spark.brokers import Broker, open_broker
 from kmq.spark.options import EARLIEST, LATEST, WAL, Options
@@ -141,9 +144,7 @@ def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
         if offset > reached:
             _check_not_lost(task, broker, key, reached)
         yield from _in_parts(offset, lines, by_seq)
-        reached = (
-            int(lines[lines.rfind(b"\n", 0, -1) + 1 :].split(b"|", 1)[0]) + 1 if by_seq else offset + lines.count(b"\n")
-        )
+        reached = record.seq_of(last_line(lines)) + 1 if by_seq else offset + columns.count_lines(lines)
     if reached < task.end:
         _check_not_lost(task, broker, key, reached)
 
@@ -166,7 +167,7 @@ def _in_parts(offset: int, lines: bytes, by_seq: bool) -> Iterator[tuple[int, by
         end = lines.find(b"\n", at + _ROWS_BYTES) + 1
         part = lines[at:end]
         yield offset, part
-        at, offset = end, offset if by_seq else offset + part.count(b"\n")
+        at, offset = end, offset if by_seq else offset + columns.count_lines(part)
     yield offset, lines[at:] if at else lines
 
 
@@ -195,13 +196,15 @@ class BatchReader(_Reading, DataSourceReader):
 
     def _check_exist(self, bounds: Bounds) -> None:
         """A topic asked for by name must be at one broker at least: a typing error must not look like an empty topic."""
+        where = ", ".join(self._options.brokers)
+        there = {key[1:] for key in bounds}
         for topic in self._options.topics:
-            if not any(key[1] == topic for key in bounds):
-                where = ", ".join(self._options.brokers)
+            numbers = self._options.assigned.get(topic)
+            for number in [] if numbers is None else numbers:
+                if (topic, number) not in there:
+                    raise ConfigError(f"assign: there is no partition {number} of topic {topic!r} at {where}")
+            if numbers is None and not any(key[0] == topic for key in there):
                 raise ConfigError(f"topic {topic!r} does not exist at {where}; subscribePattern takes what there is")
-            for number in self._options.assigned.get(topic, []):
-                if not any(key[1:] == (topic, number) for key in bounds):
-                    raise ConfigError(f"assign: topic {topic!r} has no partition {number}")
 
     def _check_within(self, start: Offsets, end: Offsets, bounds: Bounds) -> None:
         for key, (first, stop) in bounds.items():
@@ -259,8 +262,12 @@ def _span(condition: Filter) -> tuple[str, int | None, int | None]:
         value = (int(aware.timestamp()) * 1_000_000) + aware.microsecond
     if type(value) is not int:
         return "", None, None
-    low = value if isinstance(condition, (EqualTo, GreaterThan, GreaterThanOrEqual)) else None
-    high = value if isinstance(condition, (EqualTo, LessThan, LessThanOrEqual)) else None
+    low = value + isinstance(condition, GreaterThan)
+    high = value - isinstance(condition, LessThan)
+    if isinstance(condition, (LessThan, LessThanOrEqual)):
+        return condition.attribute[0], None, high
+    if isinstance(condition, (GreaterThan, GreaterThanOrEqual)):
+        return condition.attribute[0], low, None
     return condition.attribute[0], low, high
 
 

@@ -1,0 +1,125 @@
+"""Stored lines as Arrow columns: the same as splitting each line by hand, whatever bytes are in it."""
+
+import random
+from base64 import b64encode
+from urllib.parse import unquote_to_bytes
+
+import pytest
+
+from kmq import record
+from kmq.client.lines import decode_payload
+from kmq.errors import ConfigError
+
+columns = pytest.importorskip("kmq.spark.columns")
+WHERE = columns.Where("here", "orders", 2)
+
+
+def column(lines, name, exact=False, offset=0, by_seq=False):
+    block = columns.Block(lines, offset, "orders", by_seq)
+    made = columns._MAKE[name](block, WHERE, exact)
+    return (made.cast("int64") if name == "recv_ts" else made).to_pylist()  # a float of seconds has no microseconds
+
+
+def by_hand(line):
+    """The columns of one stored line, field by field."""
+    seq, ts, key, producer_ts, id, payload = line.split(b"|", 5)
+    name, *headers = id.split(b";")
+    text = lambda raw: raw.decode(errors="replace")  # noqa: E731
+    plain = lambda raw: text(unquote_to_bytes(raw)) if b"%" in raw else text(raw)  # noqa: E731
+    pairs = [each.partition(b"=")[::2] for each in headers]
+    value = decode_payload(id, payload)
+    return {
+        "seq": int(seq),
+        "recv_ts": record.parse_ts(ts),
+        "key": plain(key[len("orders") + 1 :]),
+        "routing_key": text(key),
+        "producer_ts": text(producer_ts),
+        "id": plain(name),
+        "headers": [(plain(a), plain(b)) for a, b in pairs],
+        "value": value,
+        "value_text": text(value),
+        "line": line,
+        "broker": "here",
+        "topic": "orders",
+        "partition": 2,
+    }
+
+
+def any_bytes(rng, longest, without=b"\0\n"):
+    pool = rng.choice([bytes(range(97, 123)), bytes(range(256)), "äöü€😀 xyz".encode(), b"%;=41ab"])
+    raw = b"".join(bytes([rng.choice(pool)]) for _ in range(rng.randrange(longest)))
+    return raw.translate(None, without)
+
+
+def random_line(rng, seq):
+    key = b"orders" + rng.choice([b"", b"." + any_bytes(rng, 12, b"\0\n|")])
+    headers = b"".join(
+        b";" + any_bytes(rng, 6, b"\0\n|;") + rng.choice([b"", b"=" + any_bytes(rng, 6, b"\0\n|;")])
+        for _ in range(rng.randrange(3))
+    )
+    payload = any_bytes(rng, 60)
+    if rng.random() < 0.2:
+        headers, payload = headers + b";enc=b64", b64encode(payload)
+    id = any_bytes(rng, 8, b"\0\n|;")
+    return b"%d|%d.%06d|%b|%b|%b%b|%b" % (
+        seq, rng.randrange(10**10), rng.randrange(10**6), key, any_bytes(rng, 9, b"\0\n|"), id, headers, payload,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_columns_are_what_each_line_says(seed):
+    rng = random.Random(seed)
+    lines = [random_line(rng, n) if rng.random() < 0.9 else b"" for n in range(1, rng.randrange(2, 200))]
+    text = b"\n".join(lines) + b"\n"
+    expected = [by_hand(line) for line in lines if line]
+    for name in columns._MAKE:
+        if name == "offset":
+            continue
+        found = column(text, name)
+        assert found == [row[name] for row in expected], name
+
+
+@pytest.mark.parametrize("name", columns.TEXT)
+def test_text_asked_for_as_binary_is_exact(name):
+    line = b"1|2.000000|orders.k\xff%41|\xfets|i\xfd%42;h=1|pay\xff"
+    exact = {"key": b"k\xff%41", "routing_key": b"orders.k\xff%41", "producer_ts": b"\xfets", "id": b"i\xfd%42"}
+    assert column(line + b"\n", name, exact=True) == [exact.get(name, b"pay\xff")]
+
+
+def test_offsets_count_what_compaction_took_and_wal_offsets_are_seqs():
+    text = b"\n7|1.000000|orders|||a\n\n\n9|1.000000|orders|||b\n"
+    assert column(text, "offset", offset=100) == [101, 104]
+    assert column(text, "offset", offset=100, by_seq=True) == [7, 9]
+    assert column(text, "key", by_seq=True) == [None, None]
+
+
+def test_a_time_keeps_its_microseconds():
+    block = columns.Block(b"1|9999999999.999999|orders|||\n", 0, "orders", False)
+    assert block.recv_ts().cast("int64").to_pylist() == [9_999_999_999_999_999]
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"\n\n\n"])
+def test_no_records_are_no_rows(text):
+    for name in columns._MAKE:
+        assert column(text, name) == []
+
+
+def test_a_payload_that_says_base64_and_is_none_is_kept():
+    assert column(b"1|1.000000|orders||x;enc=b64|abc\n", "value") == [b"abc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("nothing", "string", "no column 'nothing'"),
+        ("seq", "string", "seq is bigint"),
+        ("line", "string", "line is binary"),
+    ],
+)
+def test_a_schema_that_cannot_be_had_is_refused(name, kind, says):
+    with pytest.raises(ConfigError, match=says):
+        columns.check(name, kind)
+
+
+def test_newlines_are_counted():
+    assert columns.count_lines(b"\n\nab\nc") == 3
