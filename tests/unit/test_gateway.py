@@ -23,6 +23,7 @@ from kmq.gateway import answers, feed, listeners, metrics, podbus, web
 from kmq.gateway.answers import Answer
 from kmq.gateway.broker import Broker
 from kmq.gateway.feed import Feed, Watermark
+from kmq.log.identity import open_data
 from kmq.log.reader import DamageError
 from kmq.routing import Topic
 from kmq.settings import STAGES, load
@@ -374,7 +375,7 @@ def broker(data, tmp_path):
     (tmp_path / "pipes").mkdir()
     os.mkfifo(tmp_path / "pipes" / "raw")
     settings = load({"KMQ_INSTANCE": instance, "KMQ_DATA": data, "KMQ_PIPES": f"{tmp_path}/pipes"}, "/nonexistent.toml")
-    page = StatsPage(instance, "id", data)
+    page = StatsPage(instance, open_data(data), data)
     for number, name in enumerate(STAGES, 1):
         page.rows[name].pid, page.rows[name].state = number, STATES.index("ready")
         page.rows[name].heartbeat = time.monotonic_ns()
