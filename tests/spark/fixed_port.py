@@ -1,0 +1,36 @@
+"""A broker whose line protocol stays at one address over restarts, as a writer that is told `host:port` needs it."""
+
+import socket
+
+
+def up(broker, **settings):
+    """Start `broker`, and return its address; the same one each time."""
+    if broker.env["KMQ_PORT"] == "0":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            broker.env["KMQ_PORT"] = str(free.getsockname()[1])
+    broker.up(**settings)
+    return address(broker)
+
+
+def address(broker):
+    return f"127.0.0.1:{broker.env['KMQ_PORT']}"
+
+
+def messages(broker, topic):
+    """(id, payload) of each stored line of `topic`; id without headers but with the producer: `name/number`."""
+    found = []
+    for line in broker.lines(topic):
+        *_, id, payload = line.split(b"|", 5)
+        number, _, owner = id.partition(b";p=")
+        found.append((f"{owner.split(b';')[0].decode()}/{number.decode()}", payload))
+    return found
+
+
+def payloads(broker, topic):
+    return [payload for _, payload in messages(broker, topic)]
+
+
+def routed(broker, count):
+    """Wait until `count` messages, and no more, are in their topics."""
+    broker.wait_routed(count)
+    assert int(broker.status()["framer"]["seq"]) == count
