@@ -2,6 +2,7 @@
 
     GET /v1/broker                       {"data_id", "format", "instance"}
     GET /v1/topics                       [{"name", "partitions", "from_seq", "first_offsets": […], "end_offsets": […]}]
+    GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}, for an audit
     GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}], without topics that do not exist
     GET /v1/logs/{topic}/{partition}/…
       offset?time=|seq=                  {"offset"} of the first record received then (µs) or later; with that seq or a later one
@@ -32,13 +33,14 @@ from aiohttp import web
 from kmq.gateway.answers import Answer
 from kmq.gateway.broker import Broker
 from kmq.gateway.spans import Range, Span
-from kmq.log import identity, reader, topics
+from kmq.log import identity, ledger, reader, topics
 from kmq.log.reader import DamageError, Log
 
 WAL = "__append"
 PAGES = {
     "/v1/broker": "which data directory this is",
     "/v1/topics": "topics, their partitions, and from where to where each goes",
+    "/v1/ledger": "how far it has routed, its routing table, what dropped.log names",
     "/v1/logs": "the same of every log, the WAL too; /v1/logs/{topic}/{partition}/records gives the stored lines",
 }
 _THREADS = 4
@@ -54,7 +56,7 @@ class Logs:
 
     def __init__(self, broker: Broker) -> None:
         self._data, self._settings = broker.settings.data, broker.settings
-        self._durability = broker.page.rows["durability"]
+        self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
         self._durable = 0
         self._threads = ThreadPoolExecutor(_THREADS, "logs")
         self._streams = 0
@@ -67,6 +69,7 @@ class Logs:
             [
                 web.get("/v1/broker", _answering(self.broker)),
                 web.get("/v1/topics", _answering(self.topics)),
+                web.get("/v1/ledger", _answering(self.ledger)),
                 web.get("/v1/logs", _answering(self.logs)),
                 web.get(f"{at_log}/offset", _answering(self.offset)),
                 web.get(f"{at_log}/cuts", _answering(self.cuts)),
@@ -104,6 +107,9 @@ class Logs:
             return found
 
         return web.json_response(await self._run(look))
+
+    async def ledger(self, request: web.Request) -> web.Response:
+        return web.json_response(await self._run(ledger.read, self._data, self._router.seq))
 
     async def logs(self, request: web.Request) -> web.Response:
         asked = request.query.getall("topic", [])

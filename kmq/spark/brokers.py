@@ -6,13 +6,13 @@ Whoever asks keeps no state here: each call looks anew, and any process may ask,
 import glob
 import os
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kmq import record, stats
 from kmq.errors import ConfigError
 from kmq.links.layout import SHM
 from kmq.links.ownership import FileLock
-from kmq.log import identity, reader, topics
+from kmq.log import identity, ledger, reader, topics
 from kmq.spark import columns
 from kmq.spark.options import WAL
 
@@ -38,6 +38,14 @@ class Broker(Protocol):
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
         """Offset of the first record received then (µs since the epoch) or later; the end where there is none."""
+        ...
+
+    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
+        """Offset of the first record with this seq or a later one; the end where there is none."""
+        ...
+
+    def ledger(self) -> dict[str, Any]:
+        """What it says of itself beside its logs: see kmq.log.ledger.read."""
         ...
 
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
@@ -89,13 +97,17 @@ class Directory:
 
     def _synced_seq(self) -> int:
         """What the stats page of the broker that writes here says; 0 where none does, or it cannot be seen from here."""
-        if not FileLock(f"{self.path}/append/.owner").is_held():
+        return self._seq_of("durability", "append")
+
+    def _seq_of(self, stage: str, owns: str) -> int:
+        """The seq of the stage that owns a directory here; 0 where none does, or its page cannot be seen from here."""
+        if not FileLock(f"{self.path}/{owns}/.owner").is_held():
             return 0
         mine = f"data_id={self.identity()} "
         for path in glob.glob(f"{SHM}/*.stats"):
             page = stats.peek(os.path.basename(path).removesuffix(".stats"))
             if page is not None and mine in page.identity():
-                return page.rows["durability"].seq
+                return page.rows[stage].seq
         return 0
 
     def _log(self, topic: str, partition: int) -> reader.Log:
@@ -103,6 +115,12 @@ class Directory:
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
         return self._log(topic, partition).offset_of_time(micros)
+
+    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
+        return self._log(topic, partition).offset_of_seq(seq)
+
+    def ledger(self) -> dict[str, Any]:
+        return ledger.read(self.path, self._seq_of("router", "topics"))
 
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
         return self._log(topic, partition).cuts(start, end, nbytes)

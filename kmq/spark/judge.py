@@ -81,13 +81,13 @@ class Row(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A broker at one moment. `topics` in force; `compacted`: None where it is not known which are."""
+    """A broker at one moment; of the topics those that are in force."""
 
     routed: int
     queues: dict[Place, Span]
     wal: Span
     topics: list[tuple[str, int, int]]  # name, partitions, from_seq
-    compacted: list[str] | None
+    compacted: list[str]
     dropped: dict[str, list[Span]]  # ring → seqs, first and last
 
 
@@ -126,6 +126,7 @@ class Judge:
         self._memo: defaultdict[int, dict[bytes, tuple[int, int]]] = defaultdict(dict)
         self.dropped = _Ranges(snapshot.dropped["durable"])
         self.holes: list[Span] = []  # seqs of the WAL that cannot be read
+        self.malformed: defaultdict[Place, list[int]] = defaultdict(list)  # offsets
 
     def run(self) -> list[Row]:
         """What there is to say of the task."""
@@ -198,6 +199,7 @@ class Judge:
             kept.append(line if good else b"")
             if not good and not is_second:
                 at = -1 if topic == WAL else first + number
+                self.malformed[place].append(at)
                 self.say(Row("malformed", topic, partition, offset=at, detail=repr(line[:60])))
         return Block(b"\n".join([*kept, b""]), first, topic, topic == WAL)
 
@@ -293,13 +295,14 @@ class Judge:
         lines = lines.take(pa.array(order))
         offsets = np.frombuffer(lines.buffers()[1], np.int32)[: len(lines) + 1]
         each, firsts = np.unique(targets[order], return_index=True)
-        for target, low, high in zip(each.tolist(), firsts.tolist(), [*firsts[1:].tolist(), len(order)], strict=True):
+        for target, (low, high) in zip(each.tolist(), pairwise([*firsts.tolist(), len(order)]), strict=True):
             yield target, lines.buffers()[2].slice(int(offsets[low]), int(offsets[high] - offsets[low]))
 
     def _note_dropped(self, seqs: Numbers, targets: Numbers) -> None:
         for target in np.unique(targets).tolist():
             mine = seqs[targets == target]
-            self.say(Row("dropped_durable", *self.places[target], len(mine), int(mine[0]), int(mine[-1])))
+            topic, partition = self.places[target]
+            self.say(Row("dropped_durable", topic, partition, len(mine), int(mine[0]), int(mine[-1])))
 
     def _count(
         self, block: Block, times: Numbers, targets: Numbers, counts: Counter[Place], sizes: Counter[Place]
@@ -460,7 +463,7 @@ class _Queue:
                 lines.append(block.line())
         none = [np.empty(0, np.int64)]
         self.seqs, self.offsets = np.concatenate(seqs or none), np.concatenate(offsets or none)
-        self.blanks = np.concatenate(blanks or none)
+        self.blanks = np.setdiff1d(np.concatenate(blanks or none), self.judge.malformed[self.place])
         self.found = pa.chunked_array(lines, pa.binary())
 
     def classify(self, belongs: "_Map", elsewhere: dict[int, list[int]]) -> None:
@@ -534,7 +537,7 @@ class _Queue:
         by_blank = np.minimum(gone, blanks)
         by_hole = np.minimum(gone - by_blank, holes)
         self._note("unreadable", int(by_hole.sum()))
-        self._note("blank" if self._is_uncompacted() else "compacted", int(by_blank.sum()))
+        self._note("compacted" if self.place[0] in self.judge.snapshot.compacted else "blank", int(by_blank.sum()))
         self._note("blank", int((blanks - by_blank)[1:-1][holes[1:-1] == 0].sum()))
         lost = gone - by_blank - by_hole
         for at in np.flatnonzero(lost).tolist():
@@ -557,10 +560,6 @@ class _Queue:
             some = "" if count == len(seqs) else f"{count} of {len(seqs)}"
             span = int(seqs[0]), int(seqs[-1])
             judge.say(Row("lost", *self.place, count, *span, offset, detail=some))
-
-    def _is_uncompacted(self) -> bool:
-        compacted = self.judge.snapshot.compacted
-        return compacted is not None and self.place[0] not in compacted
 
     def _blanks_before(self, count: int) -> int:
         """How many bare newlines, up to `count`, lie in front of the stretch: it begins with a record that is there."""

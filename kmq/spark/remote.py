@@ -38,6 +38,8 @@ T = TypeVar("T")
 class Remote:
     """The broker whose gateway listens at `name`: host:port, or https://host:port."""
 
+    _connection: HTTPConnection | None = None
+
     def __init__(self, name: str, token: str = "") -> None:
         self.name, self._token = name, token
         scheme, _, address = name.rpartition("://")
@@ -49,7 +51,9 @@ class Remote:
             self._host = ""
         if not self._host or split.netloc != address:
             raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
-        self._connection: HTTPConnection | None = None
+
+    def __del__(self) -> None:  # a Broker is not closed, it is let go
+        self.close()
 
     def __reduce__(self) -> tuple[type["Remote"], tuple[str, str]]:
         return Remote, (self.name, self._token)
@@ -71,6 +75,12 @@ class Remote:
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
         return int(self._get(_at(topic, partition, "offset", time=max(0, micros)))["offset"])
+
+    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
+        return int(self._get(_at(topic, partition, "offset", seq=seq))["offset"])
+
+    def ledger(self) -> dict[str, Any]:
+        return dict(self._get("/v1/ledger"))
 
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
         return list(self._get(_at(topic, partition, "cuts", start=start, end=end, bytes=nbytes))["cuts"])

@@ -13,19 +13,14 @@ Speed       nothing is shuffled. The WAL and each queue are in order of seq, so 
 """
 
 import contextlib
-import glob
 import json
 import os
-import tomllib
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kmq import stats
 from kmq.errors import EXIT_FAILED, EXIT_OK
-from kmq.links.layout import SHM
-from kmq.links.ownership import FileLock
-from kmq.log import checkpoint, dropped, reader, segment, topics, verify
+from kmq.log import segment
 from kmq.log.reader import DamageError
 from kmq.spark.brokers import Broker, Directory, open_broker
 from kmq.spark.judge import FINDINGS, NOTES, Judge, Place, Row, Snapshot, Span, Task
@@ -54,56 +49,13 @@ _DDL = "broker string, " + ", ".join(
 
 def snapshot(broker: Broker) -> Snapshot:
     """The broker now. The order of these reads is argued in kmq/spark/judge.py."""
-    routed = _ledger(broker, ["routed"])["routed"]
+    routed = broker.ledger()["routed_seq"]
     queues = broker.bounds(list(broker.topics()))
     wal = broker.bounds([WAL])[WAL, 0]
-    ledger = _ledger(broker, ["topics", "dropped"])
-    compacted = [name for name, _, _, cleanup in ledger["topics"] if cleanup == "compact"]
-    table = [(name, partitions, seq) for name, partitions, seq, _ in ledger["topics"] if seq is not None]
+    ledger = broker.ledger()
+    table = [(row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"]]
+    compacted = [row["name"] for row in ledger["topics"] if row["cleanup"] == "compact"]
     return Snapshot(routed, queues, wal, table, compacted, ledger["dropped"])
-
-
-def _ledger(broker: Broker, wanted: Sequence[str]) -> dict[str, Any]:
-    """What a broker says of itself beside its logs."""
-    if isinstance(broker, Directory):
-        made = {"routed": _routed, "topics": _topics, "dropped": _dropped}
-        return {name: made[name](broker.path) for name in wanted}
-    found: dict[str, Any] = broker.ledger()  # type: ignore[attr-defined]
-    return found
-
-
-def _routed(data: str) -> int:
-    """Up to this seq every record is in its queue: by the router, or by its checkpoint."""
-    routed = checkpoint.routed_seq(data)
-    if FileLock(f"{data}/topics/.owner").is_held():
-        with open(f"{data}/id") as file:
-            mine = f"data_id={file.read().strip()} "
-        for path in glob.glob(f"{SHM}/*.stats"):
-            page = stats.peek(os.path.basename(path).removesuffix(".stats"))
-            if page is not None and mine in page.identity():
-                routed = max(routed, page.rows["router"].seq)
-    return routed
-
-
-def _topics(data: str) -> list[tuple[str, int, int | None, str]]:
-    """(name, partitions, in force from which seq, cleanup) of all topics."""
-    found = []
-    for name, partitions, seq in topics.listing(data):
-        cleanup = ""
-        with contextlib.suppress(OSError, ValueError), open(topics.toml_path(data, name), "rb") as file:
-            cleanup = str(tomllib.load(file).get("cleanup", ""))
-        found.append((name, partitions, seq, cleanup))
-    return found
-
-
-def _dropped(data: str) -> dict[str, list[Span]]:
-    """What has a name in dropped.log; of the WAL also what a repair named as lost for good."""
-    found: dict[str, list[Span]] = {"framed": verify.quarantined(data), "durable": []}
-    for line in verify._read(f"{data}/dropped.log").split(b"\n")[:-1]:
-        if dropped.is_range(line):
-            ring, first, last, *_ = line.decode().split("|")
-            found[ring].append((int(first), int(last)))
-    return found
 
 
 # --- tasks -------------------------------------------------------------------------------------------------------------
@@ -146,16 +98,9 @@ def _offsets(broker: Broker, taken: Snapshot, seq: int, least: dict[Place, int])
             found[place] = end
             continue
         try:
-            found[place] = min(max(_offset_of_seq(broker, place, seq), least[place]), end)
+            found[place] = min(max(broker.offset_of_seq(*place, seq), least[place]), end)
         except DamageError:
             return None
-    return found
-
-
-def _offset_of_seq(broker: Broker, place: Place, seq: int) -> int:
-    if isinstance(broker, Directory):
-        return reader.partition(broker.path, *place).offset_of_seq(seq)
-    found: int = broker.offset_of_seq(*place, seq)  # type: ignore[attr-defined]
     return found
 
 
