@@ -1,0 +1,170 @@
+"""spark.readStream.format("kmq"): each record in one batch, over restarts, new partitions, rolls and what retention takes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from made_data import append, write_data
+from pyspark.errors import PySparkException, StreamingQueryException
+
+
+def orders(low, high):
+    return [b"orders.k%d|0|%d|payload %d" % (n % 5, n, n) for n in range(low, high)]
+
+
+def run(spark, data, work, **options):
+    """All there is, appended to a Parquet table; the ids of each batch, in order of batches."""
+    reader = (
+        spark.readStream.format("kmq")
+        .schema("topic string, partition int, offset bigint, id string")
+        .option("path", data)
+    )
+    for name, value in options.items():
+        reader = reader.option(name, value)
+    batches = []
+
+    def keep(df, number):
+        batches.append([row.id for row in df.collect()])
+        df.write.mode("append").parquet(f"{work}/table")
+
+    query = reader.load().writeStream.foreachBatch(keep).option("checkpointLocation", f"{work}/checkpoint")
+    started = query.trigger(availableNow=True).start()
+    started.awaitTermination(120)
+    if started.exception():
+        raise started.exception()
+    assert not started.isActive
+    return batches
+
+
+def ids(spark, work):
+    return sorted(int(row.id) for row in spark.read.parquet(f"{work}/table").collect())
+
+
+def test_each_record_is_in_one_batch_over_restarts_and_rolls(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 500), {"orders": 2}, segment_bytes=4_000, group=50, closed=False)
+    data = str(tmp_path / "data")
+    options = {"subscribe": "orders", "startingOffsets": "earliest", "maxOffsetsPerTrigger": "120"}
+    first = run(spark, data, tmp_path, **options)
+    assert [len(batch) for batch in first] == [120, 120, 120, 120, 20]
+    append(made, orders(500, 800), group=50)
+    second = run(spark, data, tmp_path, **options)
+    assert sum(map(len, second)) == 300
+    assert run(spark, data, tmp_path, **options) == []
+    assert ids(spark, tmp_path) == list(range(800))
+
+
+def test_bytes_limit_a_batch(spark, tmp_path):
+    data = write_data(tmp_path / "data", [b"wide|0|%d|%b" % (n, b"x" * 10_000) for n in range(100)], group=5)
+    batches = run(spark, data, tmp_path, subscribe="wide", startingOffsets="earliest", maxBytesPerTrigger="200k")
+    assert len(batches) >= 4 and max(map(len, batches)) <= 30
+    assert ids(spark, tmp_path) == list(range(100))
+
+
+def test_a_stream_begins_with_what_comes_after_its_start(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 10), closed=False)
+    data = str(tmp_path / "data")
+    assert not any(run(spark, data, tmp_path, subscribe="orders"))
+    append(made, orders(10, 15))
+    assert sum(map(len, run(spark, data, tmp_path, subscribe="orders"))) == 5
+
+
+def test_new_topics_and_partitions_are_read_from_their_first_record(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 10), closed=False)
+    data = str(tmp_path / "data")
+    options = {"subscribePattern": "orders|later.*", "startingOffsets": "earliest"}
+    run(spark, data, tmp_path, **options)
+    append(made, [b"later%d.k|0|%d|x" % (n % 3, n) for n in range(10, 30)])
+    run(spark, data, tmp_path, **options)
+    assert ids(spark, tmp_path) == list(range(30))
+
+
+def test_the_wal_streams_too(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 10), segment_bytes=300, group=3, closed=False)
+    data = str(tmp_path / "data")
+    options = {"subscribe": "__append", "startingOffsets": "earliest", "maxOffsetsPerTrigger": "7"}
+    run(spark, data, tmp_path, **options)
+    append(made, [b"other|0|%d|x" % n for n in range(10, 20)], group=3)
+    run(spark, data, tmp_path, **options)
+    assert ids(spark, tmp_path) == list(range(20))
+
+
+def remove_first_segments(data, count):
+    for path in sorted(Path(data, "topics/orders/0").glob("*.log"))[:count]:
+        path.unlink()
+        path.with_suffix(".idx").unlink()
+
+
+def test_what_retention_took_before_it_was_read_stops_the_stream_or_is_passed_over(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 20), segment_bytes=300, group=5, closed=False)
+    data = str(tmp_path / "data")
+    run(spark, data, tmp_path, subscribe="orders", startingOffsets="earliest")
+    append(made, orders(20, 100), group=5)
+    left = sorted(Path(data, "topics/orders/0").glob("*.log"))
+    remove_first_segments(data, len(left) - 2)
+    first_left = int(left[-2].stem)
+    assert first_left > 20
+    with pytest.raises(StreamingQueryException, match=f"offsets 20 to {first_left - 1} are gone: retention"):
+        run(spark, data, tmp_path, subscribe="orders", startingOffsets="earliest")
+    run(spark, data, tmp_path, subscribe="orders", startingOffsets="earliest", failOnDataLoss="false")
+    assert ids(spark, tmp_path) == [*range(20), *range(first_left, 100)]
+
+
+def test_a_checkpoint_of_another_directory_is_refused(spark, tmp_path):
+    data = write_data(tmp_path / "data", orders(0, 10))
+    run(spark, data, tmp_path, subscribe="orders", startingOffsets="earliest")
+    shutil.rmtree(data)
+    write_data(tmp_path / "data", orders(0, 20))
+    with pytest.raises((StreamingQueryException, PySparkException), match="another data directory"):
+        run(spark, data, tmp_path, subscribe="orders", startingOffsets="earliest")
+
+
+def test_a_batch_that_is_read_again_has_the_same_rows_in_the_same_order(spark, tmp_path):
+    """What comes between the first try of a batch and the next one does not get into it."""
+    made = write_data(tmp_path / "data", orders(0, 100), {"orders": 2}, closed=False)
+    data = str(tmp_path / "data")
+    options = {"subscribe": "orders", "startingOffsets": "earliest", "minPartitions": "4"}
+    (first,) = run(spark, data, tmp_path, **options)
+    append(made, orders(100, 150))
+    (committed,) = (tmp_path / "checkpoint/commits").glob("[0-9]*")
+    committed.unlink()  # as a kill between the write and the commit leaves it
+    again = run(spark, data, tmp_path, **options)
+    assert again[0] == first and sum(map(len, again[1:])) == 50
+
+
+def test_progress_tells_what_is_behind(spark, tmp_path):
+    data = write_data(tmp_path / "data", orders(0, 100))
+    df = (
+        spark.readStream.format("kmq")
+        .option("path", data)
+        .option("subscribe", "orders")
+        .option("startingOffsets", "earliest")
+    )
+    query = (
+        df.option("maxOffsetsPerTrigger", "40").load().writeStream.format("noop")
+        .option("checkpointLocation", f"{tmp_path}/c").trigger(availableNow=True).start()
+    )  # fmt: skip
+    query.awaitTermination(120)
+    (source,) = query.recentProgress[0]["sources"]
+    assert json.loads(source["latestOffset"])[data]["orders"]["0"] == 100
+    assert json.loads(source["endOffset"])[data]["orders"]["0"] == 40
+
+
+def test_a_live_broker_is_followed(spark, broker, tmp_path):
+    """Records produced while the stream runs, over a roll of every segment: each once, none before it is durable."""
+    broker.up(KMQ_SEGMENT_BYTES="65536")
+    reader = spark.readStream.format("kmq").schema("offset bigint, id string").option("path", str(broker.data))
+    seen = []
+    query = (
+        reader.option("subscribe", "__append").option("startingOffsets", "earliest").load()
+        .writeStream.foreachBatch(lambda df, n: seen.extend(int(row.id) for row in df.collect()))
+        .option("checkpointLocation", f"{tmp_path}/c").trigger(processingTime="0 seconds").start()
+    )  # fmt: skip
+    try:
+        for turn in range(5):
+            broker.send_lines([b"orders.k|0|%d|%b" % (n, b"x" * 50) for n in range(turn * 1000, turn * 1000 + 1000)])
+            broker.wait(lambda n=turn: len(seen) >= 1000 * n, "the stream keeps up")
+        broker.wait(lambda: len(seen) >= 5000, "all records")
+    finally:
+        query.stop()
+    assert seen == list(range(5000))
