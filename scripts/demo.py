@@ -1,10 +1,11 @@
 """The main job: ship real input through the broker, then check that what came out is what went in.
 
-    scripts/demo [file or directory …]      default: this machine's own logs under /var/log
+    scripts/demo [--no-spark] [file or directory …]      default: this machine's own logs under /var/log
 
 Each source becomes a topic, each of its lines a message `<topic>.<class>|time|<run>-<line number>|<line>`. The check reads
 files only: every record that the WAL got meanwhile must lie in the queues, byte for byte and once, and the payloads of
-each source must hash to what was sent. A broker that is up is used and left up; else one is started and stopped again.
+each source must hash to what was sent. A broker that is up is used and left up; else one is started and stopped again. Then
+Spark audits the directory and archives what was shipped (demo_spark.py).
 """
 
 import heapq
@@ -21,7 +22,9 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
+import demo_spark
 import psutil
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -252,6 +255,7 @@ class Run:
 
     def __init__(self, settings: Settings, sources: list[Source]) -> None:
         self.settings, self.sources = settings, sources
+        self.began = time.time()
         self.id = f"{time.time_ns() // 1000:x}".encode()  # the message ids begin with it: others may be producing too
         self.starts = queue_sizes(settings.data)  # before first_seq is known: a queue is never ahead of the WAL
         self.first_seq = wal.last_stored(settings.data)[0] + 1
@@ -473,8 +477,10 @@ def look_further(data: str, found: Findings) -> None:
         out.print(f"  {command}", markup=False)
 
 
-def demo(inputs: list[str]) -> int:
+def demo(inputs: list[str], with_spark: bool) -> int:
     settings = load()
+    if with_spark:
+        demo_spark.check_installed()
     os.makedirs(settings.pipes, exist_ok=True)
     lock = FileLock(f"{settings.pipes}/demo.owner")  # two at once would stop each other's broker
     lock.acquire("the demo on this broker", describe("demo", settings.data))
@@ -499,12 +505,18 @@ def demo(inputs: list[str]) -> int:
     good = report(run, found)
     if found.queues:
         look_further(settings.data, found)
+        if with_spark:
+            sent = {source.topic: source.sent for source in sources if source.sent}
+            good = demo_spark.analyse(settings.data, run.id.decode(), run.began, sent, out) and good
     return EXIT_OK if good else EXIT_FAILED
 
 
 def main() -> int:
     try:
-        return demo(sys.argv[1:])
+        inputs = [each for each in sys.argv[1:] if each != "--no-spark"]
+        return demo(inputs, with_spark="--no-spark" not in sys.argv)
+    except typer.Exit as ended:  # Spark was stopped by a signal
+        return int(ended.exit_code)
     except KmqError as error:
         print(f"demo: {error}", file=sys.stderr)
         return error.exit_code

@@ -55,8 +55,9 @@ def remove_shared_memory(instance):
             RingLock(instance, ring, end).remove()
 
 
-def run(env, *inputs, cwd=ROOT):
-    return subprocess.run([DEMO, *map(str, inputs)], env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
+def run(env, *inputs, cwd=ROOT, spark=False):
+    command = [DEMO, *([] if spark else ["--no-spark"]), *map(str, inputs)]
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=280)
 
 
 def kmq(env, *arguments):
@@ -85,8 +86,8 @@ def printed_commands(stdout):
     return [line.strip() for line in stdout.partition("look further:\n")[2].splitlines()]
 
 
-def test_the_default_input_comes_out_as_it_went_in(env, tmp_path):
-    done = run(env)
+def test_the_default_input_comes_out_as_it_went_in_and_is_audited_and_archived(env, tmp_path):
+    done = run(env, spark=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gaps 0, duplicates 0" in done.stdout
     assert "as sent, byte for byte" in done.stdout
@@ -95,6 +96,10 @@ def test_the_default_input_comes_out_as_it_went_in(env, tmp_path):
     wal = (tmp_path / "data" / "append.log").read_bytes()
     assert wal.count(b"\n") == shipped
     assert not kmq(env, "status", "--json").stdout.count('"ready"'), "it stops the broker that it started"
+    assert f"audit: {shipped:,} records, all good" in done.stdout
+    assert f"archive    {shipped:,} rows as Parquet" in done.stdout
+    assert "as many as in the queues, each source" in done.stdout
+    assert (tmp_path / "data-demo" / "audit.html").read_text().startswith("<!doctype html>")
 
 
 def test_awkward_files_come_out_byte_for_byte_and_a_second_run_counts_only_its_own(env, tmp_path):
@@ -157,13 +162,19 @@ def test_sources_of_the_same_name_get_topics_of_their_own(env, tmp_path):
     assert payloads(tmp_path / "data", "two-app") == [b"two"]
 
 
-def run_changed(env, change, *inputs):
+def run_changed(env, change, *inputs, spark=False):
     """The demo with a line of Python run between its import and its start."""
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; from pathlib import Path\n{change}\n"
     )
-    command = [sys.executable, "-c", code + "sys.exit(demo.main())", *map(str, inputs)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-c",
+        code + "sys.exit(demo.main())",
+        *([] if spark else ["--no-spark"]),
+        *map(str, inputs),
+    ]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
 
 
 def test_a_machine_with_few_logs_ships_live_process_events_too(env, tmp_path):
@@ -190,6 +201,25 @@ demo.queued_lines = lambda path, start: (line.replace(b"needle", b"noodle") for 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "gaps 1" in done.stdout
     assert "NOT as sent: app" in done.stdout
+
+
+def test_what_is_missing_in_the_archive_is_found(env, tmp_path):
+    """The check must be able to fail: two records are said to have been shipped, and one was."""
+    (tmp_path / "app.log").write_bytes(b"hello\n")
+    lie = "honest = demo.demo_spark.analyse\n"
+    lie += "demo.demo_spark.analyse = lambda *a: honest(*a[:3], {'app': 2}, a[4])"
+    done = run_changed(env, lie, tmp_path / "app.log", spark=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "NOT as many as in the queues: app" in done.stdout
+
+
+def test_a_missing_java_is_named_before_anything_is_shipped(env, tmp_path):
+    (tmp_path / "app.log").write_bytes(b"hello\n")
+    lie = "from kmq.spark import sessions; sessions.JAVA = 1000"
+    done = run_changed(env, lie, tmp_path / "app.log", spark=True)
+    assert done.returncode == 78
+    assert "apt-get install openjdk-17-jre-headless" in done.stderr
+    assert "shipping" not in done.stdout
 
 
 def test_a_broker_that_is_up_is_used_and_left_up(env, tmp_path):
