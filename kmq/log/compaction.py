@@ -30,6 +30,7 @@ Crash       Installing, what is there after a kill or power cut at each step (ea
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -102,8 +103,11 @@ def sealed(data: str, topic: str, partition: int, end: int) -> list[Sealed]:
 
 
 @contextlib.contextmanager
-def compactor(data: str) -> Iterator[None]:
-    """Be the only compactor of a data directory. BusyError where there is another."""
+def compactor(data: str) -> Iterator[str]:
+    """Be the only compactor of a data directory; where it may lay out segments. BusyError where there is another.
+
+    Tasks that a dead compactor has left behind cannot lay out any more: their directory has gone.
+    """
     os.makedirs(outbox(data), exist_ok=True)
     lock = FileLock(f"{outbox(data)}/.owner")
     lock.acquire(f"{data}: compaction", describe("compact", data))
@@ -111,18 +115,20 @@ def compactor(data: str) -> Iterator[None]:
         for name in os.listdir(outbox(data)):
             if name.startswith(_MAKING):
                 shutil.rmtree(f"{outbox(data)}/{name}", ignore_errors=True)
-        yield
+        making = f"{outbox(data)}/{_MAKING}{os.urandom(8).hex()}"
+        os.mkdir(making)
+        yield making
+        shutil.rmtree(making, ignore_errors=True)
     finally:
         lock.release()
 
 
-def lay_out(data: str, which: Sealed, gone: Sequence[int]) -> int:
+def lay_out(data: str, which: Sealed, gone: Sequence[int], where: str) -> int:
     """Write a segment anew without the records `gone` (ascending offsets), for the owner of topics/; bytes saved.
 
-    DamageError where the segment is not as it was written: nothing is laid out then.
+    `where`: what compactor() gave. DamageError where the segment is not as it was written: nothing is laid out then.
     """
-    making = f"{outbox(data)}/{_MAKING}{which}-{os.getpid()}"
-    shutil.rmtree(making, ignore_errors=True)
+    making = f"{where}/{which}-{os.urandom(4).hex()}"
     os.mkdir(making)
     try:
         with Segment(which.path(data), which.first, by_seq=False, sealed=True) as old:
@@ -139,8 +145,11 @@ def lay_out(data: str, which: Sealed, gone: Sequence[int]) -> int:
             with open(f"{making}/{name}", "rb") as file:
                 os.fsync(file.fileno())
         sync_directory(making)
-        with contextlib.suppress(OSError):  # another attempt of the same task was faster
+        try:
             os.rename(making, which.place(data))
+        except OSError as err:
+            if err.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another attempt of the same task was faster
+                raise
         sync_directory(outbox(data))
     finally:
         shutil.rmtree(making, ignore_errors=True)

@@ -148,6 +148,15 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _seconds(option: str, text: str) -> float:
+    from kmq.settings import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from None
+
+
 @pipeline_app.command("list", epilog=examples("kmq pipeline list"))
 def list_pipelines() -> None:
     """List the pipelines."""
@@ -297,10 +306,127 @@ def audit(
 
 # --- compact -------------------------------------------------------------------------------------------------------
 
+
+@run_app.command(
+    epilog=examples(
+        "kmq topics create users --set cleanup=compact",
+        "kmq pipeline run compact --dry-run",
+        "kmq pipeline run compact --topics users --min-dirty 0.2",
+    )
+)
+def compact(
+    path: FromPath = "",
+    brokers: Brokers = "",
+    topics_: Topics = "",
+    pattern: Pattern = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; change nothing.")] = False,
+    min_dirty: Annotated[
+        float,
+        typer.Option("--min-dirty", min=0, max=1, help="Leave partitions of whose bytes less than this would go."),
+    ] = 0.5,
+    tombstones: Annotated[
+        str, typer.Option("--tombstones", help="Tombstones go when they are older than this and the WAL has gone past.")
+    ] = "24h",
+    master: Master = "",
+    conf: Conf = None,
+    py_files: PyFiles = "",
+    verbose: Verbose = False,
+) -> None:
+    """Of each key only its latest record stays, in topics declared with cleanup=compact; offsets do not change."""
+    where = source(path, brokers) | topics(topics_, pattern, ".*")
+    with running("compact", master, conf, verbose, py_files) as job:
+        from kmq.spark.pipelines import compact
+
+        done = compact.run(job.spark, where, dry_run, min_dirty, _seconds("--tombstones", tombstones), job.progress)
+        job.progress.stop()
+        for each in done:
+            print(
+                f"topic={each.topic} partition={each.partition} segments={each.segments} records={each.records}"
+                f" bytes={each.bytes} dirty={each.dirty:.2f} compacted={'yes' if each.done else 'no'}"
+            )
+
+
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 # --- mirror --------------------------------------------------------------------------------------------------------
 
+
+@run_app.command(
+    epilog=examples(
+        "kmq pipeline run mirror --topics orders --to 127.0.0.1:5673",
+        "kmq pipeline run mirror --brokers a:8082 --pattern '.*' --to b:5673 \\",
+        "    --to-brokers b:8082 --continuous",
+    )
+)
+def mirror(
+    to: Annotated[str, typer.Option("--to", help="host:port where the target takes lines.")],
+    to_path: Annotated[str, typer.Option("--to-path", help="Its data directory: topics are declared there.")] = "",
+    to_brokers: Annotated[str, typer.Option("--to-brokers", help="Or its gateway: topics are compared.")] = "",
+    to_token_file: Annotated[str, typer.Option("--to-token-file", help="File with the target's bearer token.")] = "",
+    path: FromPath = "",
+    brokers: Brokers = "",
+    token_file: TokenFile = "",
+    topics_: Topics = "",
+    pattern: Pattern = "",
+    once: Once = True,
+    every: Annotated[str, typer.Option("--every", help="Between two batches of --continuous.")] = "1 second",
+    checkpoint: Checkpoint = "",
+    master: Master = "",
+    conf: Conf = None,
+    py_files: PyFiles = "",
+    verbose: Verbose = False,
+) -> None:
+    """Topics of a broker into another one: each message once, where it was in its headers, the same key together."""
+    where = source(path, brokers, token_file) | topics(topics_, pattern)
+    token = _token(to_token_file) if to_token_file else ""
+    if to_path and to_brokers:
+        raise ConfigError("give --to-path or --to-brokers, not both")
+    with running("mirror", master, conf, verbose, py_files, continuous=not once) as job:
+        from kmq.spark.brokers import open_broker
+        from kmq.spark.pipelines import mirror
+
+        target = open_broker(to_path or to_brokers, bool(to_path), token) if to_path or to_brokers else None
+        done = mirror.run(job.spark, where, to, target, token, once, checkpoint, every, job.progress)
+        job.progress.stop()
+        print(f"mirrored {done.rows:,} messages in {done.batches} batches to {to}; copies left out: {done.skipped:,}")
+
+
 # --- redrive -------------------------------------------------------------------------------------------------------
 
 # --- route ---------------------------------------------------------------------------------------------------------
+
+
+@run_app.command(
+    epilog=examples(
+        "kmq pipeline run route --to rebuilt",
+        "kmq pipeline run route --to all --as parquet",
+        "kmq pipeline run route --path 'pods/*/data' --to all --as delta --continuous",
+    )
+)
+def route(
+    to: Annotated[str, typer.Option("--to", help="Directory, here or on a shared volume.")],
+    path: FromPath = "",
+    brokers: Brokers = "",
+    token_file: TokenFile = "",
+    format: Annotated[
+        str, typer.Option("--as", help="log: a pod's queues, as its router writes them; of many: parquet or delta.")
+    ] = "log",
+    table: Annotated[
+        str, typer.Option("--table", help="By the routing table of this data directory, in place of each pod's own.")
+    ] = "",
+    once: Once = True,
+    batch_bytes: Annotated[str, typer.Option("--batch", help="Bytes of WAL that are sorted at a time.")] = "1g",
+    checkpoint: Checkpoint = "",
+    master: Master = "",
+    conf: Conf = None,
+    py_files: PyFiles = "",
+    verbose: Verbose = False,
+) -> None:
+    """WALs sorted into topics and partitions: a pod's queues again, or those of many pods as one table, exactly once."""
+    where = source(path, brokers, token_file)
+    with running("route", master, conf, verbose, py_files, continuous=not once) as job:
+        from kmq.spark.pipelines import route
+
+        records = route.run(job.spark, where, to, format, table, once, checkpoint, batch_bytes, job.progress)
+        job.progress.stop()
+        print(f"routed {records:,} records to {to} ({format})")

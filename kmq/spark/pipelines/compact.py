@@ -1,0 +1,213 @@
+"""Compact: of topics declared `cleanup = "compact"`, the latest record of each key stays, in place; offsets do not change.
+
+    from kmq.spark.pipelines.compact import latest
+    latest(spark.read.format("kmq").option("path", "data").option("subscribe", "users").load()).show()    # a topic as a table
+
+Spark finds which records have been replaced, reading up to what router.ckpt says is on disk; tasks write each sealed segment
+that has any anew; who owns topics/ swaps them: kmq/log/compaction.py, which says why nothing is lost, whatever is killed.
+
+Invariant   What stays: the latest record of each key of a partition; records without a key; the first and the last record of
+            each segment; the active segment. A tombstone (empty payload) goes when it is older than `tombstones_s`, nothing
+            else of its key is left, and the WAL begins behind it.
+Again       A run that was killed has changed nothing, or whole segments. The next one finds what is left to do: nothing, after a
+            run that came through.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from pyspark.sql import DataFrame, Row, SparkSession, Window
+from pyspark.sql import functions as F
+
+from kmq.errors import ConfigError
+from kmq.log import compaction, reader, topics
+from kmq.log.compaction import Sealed
+from kmq.spark.options import Options
+
+if TYPE_CHECKING:
+    from kmq.spark.progress import Progress
+
+DAY_S = 86400.0
+MIN_DIRTY = 0.5  # of a partition's sealed bytes: below that, rewriting costs more than it gives (Kafka's default too)
+READ = "topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key binary, line binary"
+_LIST = 1 << 16  # offsets
+_PLACE = ("broker", "topic", "partition")
+
+
+class Compacted(NamedTuple):
+    """What a run found in one partition, and whether it was worth it."""
+
+    topic: str
+    partition: int
+    segments: int  # sealed ones that have something to go
+    records: int  # to go
+    bytes: int  # of these, newlines stay
+    of_bytes: int  # in all sealed segments
+    done: bool
+
+    @property
+    def dirty(self) -> float:
+        """Which part of the sealed bytes is to go."""
+        return self.bytes / self.of_bytes if self.of_bytes else 0.0
+
+
+# --- functions of DataFrames -----------------------------------------------------------------------------------------
+
+
+def latest(rows: DataFrame) -> DataFrame:
+    """The topic as a table: of each key its latest record, without those that a tombstone has deleted."""
+    by = [name for name in _PLACE if name in rows.columns]
+    found = rows.where(F.length("key") > 0).groupBy(*by, "key").agg(F.max_by(F.struct("*"), "offset").alias("row"))
+    return found.select("row.*").where(F.length("value") > 0)
+
+
+def replaced(rows: DataFrame, deleted_before: datetime, wal_first: int) -> DataFrame:
+    """(topic, partition, offset, bytes) of the records of READ that may go: see the module."""
+    line = F.col("line")
+    is_tombstone = F.endswith(line, F.lit(b"|")) & line.cast("string").rlike(r"^[^|]*(\|[^|]*){4}\|$")
+    is_old = (F.col("recv_ts") < F.lit(deleted_before)) & (F.col("seq") < wal_first)
+    slim = rows.where(F.length("key") > 0).select(
+        *("topic", "partition", "key", "offset"),
+        F.octet_length(line).cast("bigint").alias("bytes"),
+        (is_old & is_tombstone).alias("deletes"),
+    )
+    same_key = Window.partitionBy("topic", "partition", "key")
+    counted = slim.withColumns({"last": F.max("offset").over(same_key), "count": F.count("*").over(same_key)})
+    gone = (F.col("offset") < F.col("last")) | (F.col("deletes") & (F.col("count") == 1))
+    return counted.where(gone).select("topic", "partition", "offset", "bytes")
+
+
+# --- the pipeline ------------------------------------------------------------------------------------------------------
+
+
+def run(
+    spark: SparkSession,
+    where: Mapping[str, str],
+    dry_run: bool = False,
+    min_dirty: float = MIN_DIRTY,
+    tombstones_s: float = DAY_S,
+    progress: "Progress | None" = None,
+) -> list[Compacted]:
+    """Compact the topics that `where` (options of format("kmq")) names, directory by directory."""
+    if where.get("kmq.bootstrap.servers"):
+        raise ConfigError("compact rewrites files: it needs --path, where it sees them; --brokers only reads")
+    options = Options(where)
+    found = []
+    for path in options.paths:
+        data = os.path.abspath(path)
+        wanted = _topics(data, options)
+        if not wanted:
+            continue
+        if progress:
+            progress.describe(f"compact {', '.join(wanted)} in {path}")
+        if dry_run:
+            found += _compact(spark, data, wanted, None, min_dirty, tombstones_s)
+            continue
+        with compaction.compactor(data) as place:
+            compaction.settle(data)  # what a run that was killed had laid out
+            found += _compact(spark, data, wanted, place, min_dirty, tombstones_s)
+            compaction.settle(data)
+    return found
+
+
+def _topics(data: str, options: Options) -> list[str]:
+    """Those asked for. Who names one that is not declared so gets an error, not silence."""
+    asked = [name for name in topics.names(data) if options.wants(name)]
+    other = [name for name in asked if not compaction.is_compacted(data, name)]
+    if other and not options.pattern:
+        raise ConfigError(
+            f"topic {', '.join(other)}: not declared to be compacted;"
+            ' kmq topics create --set cleanup=compact, or cleanup = "compact" in its topic.toml before the router starts'
+        )
+    return [name for name in asked if name not in other]
+
+
+def _compact(
+    spark: SparkSession, data: str, wanted: Sequence[str], place: str | None, min_dirty: float, tombstones_s: float
+) -> list[Compacted]:
+    """`place`: where segments are laid out; None: a dry run."""
+    ends = {at: end for at, end in compaction.synced_ends(data).items() if at[0] in wanted}
+    segments = [each for at, end in ends.items() for each in compaction.sealed(data, *at, end)]
+    if not segments:
+        return []
+    rows = _rows(spark, data, ends, {(each.topic, each.partition) for each in segments})
+    before = datetime.now(UTC) - timedelta(seconds=tombstones_s)
+    gone = _in_segments(replaced(rows, before, reader.first_seq(data)), segments).persist()
+    try:
+        counts = gone.groupBy("segment").agg(F.count("*").alias("records"), F.sum("bytes").alias("bytes")).collect()
+        stats = {row["segment"]: (row["records"], row["bytes"]) for row in counts}
+        found = [_judge(data, at, segments, stats, min_dirty, place) for at in sorted(ends)]
+        found = [each for each in found if each.of_bytes]
+        worth = {(each.topic, each.partition) for each in found if each.done}
+        chosen = [n for n in stats if (segments[n].topic, segments[n].partition) in worth]
+        if place and chosen:
+            lists = _lists(gone.where(F.col("segment").isin(chosen)), len(chosen))
+            lists.rdd.mapPartitions(_Rewriter(data, place, segments)).count()
+        return found
+    finally:
+        gone.unpersist()
+
+
+def _rows(
+    spark: SparkSession, data: str, ends: Mapping[tuple[str, int], int], wanted: set[tuple[str, int]]
+) -> DataFrame:
+    """The records of these partitions as far as they are on disk."""
+    assigned: dict[str, list[int]] = {}
+    ending: dict[str, dict[str, int]] = {}
+    for topic, partition in sorted(wanted):
+        assigned.setdefault(topic, []).append(partition)
+        ending.setdefault(topic, {})[str(partition)] = ends[topic, partition]
+    options = {"path": data, "assign": json.dumps(assigned), "endingOffsets": json.dumps(ending)}
+    return spark.read.format("kmq").schema(READ).options(**options).load()
+
+
+def _in_segments(gone: DataFrame, segments: Sequence[Sealed]) -> DataFrame:
+    """(segment, offset, bytes): in which of the sealed segments, less their first and last records and the active segment."""
+    spans = gone.sparkSession.createDataFrame(
+        [(n, each.topic, each.partition, each.first, each.end - 1) for n, each in enumerate(segments)],
+        "segment int, topic string, partition int, first bigint, last bigint",
+    )
+    inside = (F.col("offset") > F.col("first")) & (F.col("offset") < F.col("last"))
+    joined = gone.join(F.broadcast(spans), ["topic", "partition"]).where(inside)
+    return joined.select("segment", "offset", "bytes")
+
+
+def _lists(gone: DataFrame, tasks: int) -> DataFrame:
+    """(segment, offsets) in order, so many offsets at once that a row stays small. No Arrow: Spark wants pandas for that here."""
+    lists = gone.groupBy("segment", F.floor(F.col("offset") / _LIST).alias("number"))
+    sorted_lists = lists.agg(F.sort_array(F.collect_list("offset")).alias("offsets"))
+    return sorted_lists.repartition(tasks, "segment").sortWithinPartitions("segment", "number")
+
+
+def _judge(
+    data: str,
+    at: tuple[str, int],
+    segments: Sequence[Sealed],
+    stats: Mapping[int, tuple[int, int]],
+    min_dirty: float,
+    place: str | None,
+) -> Compacted:
+    mine = [n for n, each in enumerate(segments) if (each.topic, each.partition) == at]
+    of_bytes = sum(os.path.getsize(segments[n].path(data)) for n in mine)
+    counted = [stats[n] for n in mine if n in stats]
+    records, nbytes = sum(each[0] for each in counted), sum(each[1] for each in counted)
+    worth = bool(place and records and nbytes >= min_dirty * of_bytes)
+    return Compacted(*at, len(counted), records, nbytes, of_bytes, worth)
+
+
+class _Rewriter:
+    """A task: lays out the segments whose records to go come in lists, sorted."""
+
+    def __init__(self, data: str, place: str, segments: Sequence[Sealed]) -> None:
+        self.data, self.place = data, place
+        self.segments = [(each.topic, each.partition, each.first, each.end) for each in segments]
+
+    def __call__(self, rows: Iterable[Row]) -> Iterator[int]:
+        for number, lists in groupby(rows, itemgetter("segment")):
+            gone = [offset for row in lists for offset in row["offsets"]]
+            yield compaction.lay_out(self.data, Sealed(*self.segments[number]), gone, self.place)

@@ -1,0 +1,195 @@
+"""Mirror: topics of one broker, or several, into another, each message stored there exactly once.
+
+    from kmq.spark.pipelines.mirror import READ, messages
+    rows = spark.readStream.format("kmq").schema(READ).option("path", "data").option("subscribe", "orders").load()
+    messages(rows, {"data": identity}).writeStream.format("kmq").option("kmq.producers", "b:5673").…
+
+Routing key, producer_ts and payload come as they are, and the headers, less those that say how a message was stored (p, w, enc).
+What a number in the source was is said in headers of the copy:
+
+    mirror              id of the data directory it comes from (its file `id`)
+    mirror_partition    where it is there
+    mirror_offset
+    mirror_seq
+    mirror_id           its id there, if it had one: a producer with a name numbers what it sends
+
+Invariant   The target knows a message by producer `mirror-<source id>-<topic>-<partition>` and number offset + 1, so what is sent
+            again is stored once, in order: after a kill of the driver, of a task, of the target; from a lost checkpoint.
+            Messages with a header `mirror` are copies, and not copied on: two brokers may mirror each other, and messages do
+            not go round. (So of three, each mirrors from each.)
+Partitions  The same key comes to the partition of the same number only where there are as many. So a topic that the target lacks
+            is declared there with as many (`--to-path`) or named with the command (`--to-brokers`); another number is refused.
+            Where neither is given nothing is known of the target: topics with several partitions or a dot in their name, which
+            a message alone does not create, are refused.
+Not covered The target forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days). Without its checkpoint a mirror that idle
+            would copy everything anew.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple
+
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
+from pyspark.sql import functions as F
+
+from kmq.errors import ConfigError
+from kmq.log import topics as declarations
+from kmq.spark.brokers import Broker, Directory, open_broker
+from kmq.spark.options import Options
+
+if TYPE_CHECKING:
+    from kmq.spark.progress import Progress
+
+READ = (
+    "broker string, topic string, partition int, offset bigint, seq bigint, routing_key binary, producer_ts binary,"
+    " id string, headers map<string,string>, value binary"
+)
+ORIGIN = "mirror"
+OWN = (ORIGIN, "mirror_partition", "mirror_offset", "mirror_seq", "mirror_id")
+BATCH_BYTES = "64m"  # of lines in a micro-batch
+EVERY = "1 second"  # between two of them
+_LONGEST_NAME = 40  # of a topic in a producer's name, which has at most 64 characters
+_ID = 12  # digits of a source's id in it
+_ADOPT_S = 30.0  # how long a router may take to take up a new topic
+
+
+def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
+    """Rows of READ as messages for format("kmq"), without those that are copies. `sources`: broker → its identity."""
+    table = F.create_map(*(F.lit(text) for pair in sources.items() for text in pair))
+    origin = table[F.col("broker")]
+    digest = F.substring(F.sha2(F.col("topic"), 256), 1, _LONGEST_NAME - 8)
+    name = F.when(F.length("topic") <= _LONGEST_NAME, F.col("topic")).otherwise(digest)
+    producer = F.concat_ws("-", F.lit("mirror"), F.substring(origin, 1, _ID), name, "partition")
+    kept = F.map_filter("headers", lambda header, _: ~header.isin(*OWN))
+    added = [(ORIGIN, origin), *((f"mirror_{column}", F.col(column)) for column in ("partition", "offset", "seq"))]
+    place = F.create_map(*(_text(each) for pair in added for each in pair))
+    had_id = F.when(F.col("id") != "", F.create_map(F.lit("mirror_id"), "id")).otherwise(F.map_filter(place, _never))
+    found = rows.where(~F.map_contains_key("headers", ORIGIN)).select(
+        *("routing_key", "producer_ts", "value"),
+        F.map_concat(kept, place, had_id).alias("headers"),
+        producer.alias("producer"),
+        (F.col("offset") + 1).alias("id"),
+    )
+    return found.repartition("producer").sortWithinPartitions("producer", "id")  # one task a producer, in order
+
+
+def _text(each: str | Column) -> Column:
+    return F.lit(each) if isinstance(each, str) else each.cast("string")
+
+
+def _never(name: Column, value: Column) -> Column:
+    return F.lit(False)
+
+
+def producer_of(source: str, topic: str, partition: int) -> str:
+    """The name under which the target knows what comes from a partition; what `messages` makes."""
+    name = topic if len(topic) <= _LONGEST_NAME else sha256(topic.encode()).hexdigest()[: _LONGEST_NAME - 8]
+    return f"mirror-{source[:_ID]}-{name}-{partition}"
+
+
+# --- the pipeline ------------------------------------------------------------------------------------------------------
+
+
+class Mirrored(NamedTuple):
+    """What a run did."""
+
+    rows: int  # sent; the target had stored some of them before where a batch came again
+    skipped: int  # copies themselves
+    batches: int
+
+
+def run(
+    spark: SparkSession,
+    where: Mapping[str, str],
+    to: str,
+    target: Broker | None = None,
+    token: str = "",
+    once: bool = True,
+    checkpoint: str = "",
+    every: str = EVERY,
+    progress: "Progress | None" = None,
+) -> Mirrored:
+    """Mirror what `where` (options of format("kmq")) names to the broker whose lines come in at `to`: all there is, or on and on.
+
+    `target`: the same broker's topics, to compare and to declare. `checkpoint`: default kmq-mirror-<to> in this directory.
+    """
+    options = Options(where)
+    sources = {name: open_broker(name, bool(options.paths), options.token) for name in options.brokers}
+    identities = {name: broker.identity() for name, broker in sources.items()}
+    if target is not None and target.identity() in identities.values():
+        raise ConfigError(f"{target.name} is the source: a broker is not mirrored into itself")
+    mirror = _Mirror(to, token, identities, lambda: _agree(sources, options, target))
+    mirror.agree()
+    given = {name.lower() for name in where}
+    more = {} if given & {"startingoffsets", "startingtimestamp"} else {"startingOffsets": "earliest"}
+    more |= {} if given & {"maxbytespertrigger", "maxoffsetspertrigger"} else {"maxBytesPerTrigger": BATCH_BYTES}
+    rows = spark.readStream.format("kmq").schema(READ).options(**where, **more).load()
+    if progress:
+        progress.describe(f"mirror to {to}")
+    stream = rows.writeStream.foreachBatch(mirror.copy).queryName("mirror")
+    stream = stream.option("checkpointLocation", checkpoint or f"kmq-mirror-{to.replace(':', '-')}")
+    query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)).start()
+    try:
+        query.awaitTermination()
+    finally:
+        query.stop()
+    return Mirrored(mirror.rows, mirror.skipped, mirror.batches)
+
+
+class _Mirror:
+    """What happens to each micro-batch, and what came of it so far."""
+
+    def __init__(self, to: str, token: str, identities: Mapping[str, str], agree: Callable[[], None]) -> None:
+        self.to, self.token, self.identities, self.agree = to, token, identities, agree
+        self.rows = self.skipped = self.batches = 0
+
+    def copy(self, batch: DataFrame, batch_id: int) -> None:
+        """Called by Spark with each micro-batch, again with one whose end it did not see."""
+        self.agree()  # topics that have come since; those of this batch are among them
+        seen = Observation()
+        is_copy = F.map_contains_key("headers", ORIGIN)
+        counted = batch.observe(seen, F.count("*").alias("rows"), F.count_if(is_copy).alias("copies"))
+        writer = messages(counted, self.identities).write.format("kmq").mode("append").option("kmq.producers", self.to)
+        (writer.option("kmq.token", self.token) if self.token else writer).save()
+        self.rows += seen.get["rows"] - seen.get["copies"]
+        self.skipped += seen.get["copies"]
+        self.batches += 1
+
+
+def _agree(sources: Mapping[str, Broker], options: Options, target: Broker | None) -> None:
+    """See that the target has the topics asked for with as many partitions. ConfigError says what to do where it has not."""
+    wanted: dict[str, int] = {}
+    for name, broker in sources.items():
+        for topic, partitions in broker.topics().items():
+            if options.wants(topic) and wanted.setdefault(topic, partitions) != partitions:
+                raise ConfigError(f"topic {topic}: {partitions} partitions at {name}, {wanted[topic]} elsewhere")
+    if target is None:
+        unsure = [topic for topic, partitions in wanted.items() if partitions > 1 or "." in topic]
+        if unsure:
+            raise ConfigError(
+                f"topic {', '.join(unsure)}: whether the target has it with as many partitions is not known;"
+                " give --to-path, its data directory, or --to-brokers, its gateway"
+            )
+        return
+    there = target.topics()
+    for topic, partitions in wanted.items():
+        if topic not in there:
+            _declare(target, topic, partitions)
+        elif there[topic] != partitions:
+            raise ConfigError(
+                f"topic {topic}: {partitions} partitions here, {there[topic]} at {target.name}: keys would change places"
+            )
+
+
+def _declare(target: Broker, topic: str, partitions: int) -> None:
+    if not isinstance(target, Directory):
+        raise ConfigError(
+            f"topic {topic} is not known at {target.name}; there: kmq topics create {topic} -p {partitions}"
+        )
+    declarations.declare(target.path, topic, partitions)
+    deadline = time.monotonic() + _ADOPT_S
+    while declarations.load(target.path, topic)[1] is None:
+        if time.monotonic() > deadline:
+            raise ConfigError(f"topic {topic}: the router of {target.name} does not take it up; is the broker up?")
+        time.sleep(0.05)
