@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,6 +62,7 @@ SAMPLE = 10_000  # records that a schema is inferred from
 _BESIDE = ("routing_key", "producer_ts", "id", "reason")  # what a dead letter's line holds beside headers and payload
 _JSON, _CORRUPT, _END = "_json", "_corrupt", "\3"
 _STRICT = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
+_OBJECT = r"^\s*\{"  # how one begins
 _NO_NAMES = set(" ,;{}()\n\t=`")  # in names of columns: some reader of Parquet or Delta takes none of them
 _ADOPT_S = 30.0  # how long a router may take to take up a new topic
 
@@ -80,7 +82,7 @@ def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> Data
     kind = StructType([StructField(field.name, field.dataType) for field in fields])
     shell = StructType([StructField("p", ArrayType(kind)), StructField(_END, IntegerType())])
     document = F.from_json(wrapped, shell.add(_CORRUPT, StringType()), _STRICT)
-    payload, columns = F.col(_JSON)["p"][0], rows.columns
+    payload, columns = F.get(F.col(_JSON)["p"], F.lit(0)), rows.columns
     parsed = rows.withColumn(_JSON, document)
     named = [payload[field.name].alias(name) for field, name in zip(fields, _names(fields, columns), strict=True)]
     if rest:
@@ -108,7 +110,7 @@ def _reason(text: Column, wrapped: Column, payload: Column, fields: StructType) 
     reason = F.when(~F.is_valid_utf8(text), "not_utf8")
     reason = reason.when(document[_END].isNull() | (F.size(document["p"]) != 1), "not_json")
     reason = reason.when(payload.isNull() & F.try_parse_json(wrapped).isNull(), "not_json")
-    reason = reason.when(payload.isNull() & ~F.ltrim(text).startswith("{"), "not_object")
+    reason = reason.when(payload.isNull() & ~text.rlike(_OBJECT), "not_object")
     reason = reason.when(document[_CORRUPT].isNotNull() | payload.isNull(), _listing("wrong_type", wrong))
     absent = _listing("missing", missing)
     return reason.when(absent != "missing", absent)
@@ -185,7 +187,7 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = 1 << 20) -> DataF
 def infer(sample: DataFrame) -> StructType:
     """The schema of the JSON objects in `value`. Of names that differ in case only, the first is a field of it."""
     text = F.col("value").cast("string")
-    objects = sample.where(F.ltrim(text).startswith("{")).select(text.alias("value"))
+    objects = sample.where(text.rlike(_OBJECT)).select(text.alias("value"))
     found = sample.sparkSession.read.options(**_STRICT).json(objects)
     fields: dict[str, StructField] = {}
     for field in found.schema.fields:
@@ -446,6 +448,7 @@ def _sample(spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
 def _function(name: str) -> Callable[[DataFrame], DataFrame]:
     """The function `module:function` names."""
     module, _, attribute = name.partition(":")
+    sys.path.append(os.getcwd())  # a command installed elsewhere does not look here
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as err:

@@ -1,0 +1,67 @@
+"""A driver that archives and is killed at one place: python archive_driver.py <point> <batch> <whole group> <arguments of run>.
+
+It stands in for `kmq pipeline run archive`, whose code has no such places.
+"""
+
+import json
+import os
+import signal
+import sys
+import warnings
+
+from kmq.spark.pipelines import archive
+from kmq.spark.sessions import session
+from kmq.spark.tables import Delta, Parquet, Table
+
+point, batch, whole_group, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "group", json.loads(sys.argv[4])
+
+
+def kill():
+    """This process; or with it the JVM and the Python workers."""
+    if whole_group:
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(owner, name, before):
+    """Die in `owner.name` in that batch, before it does its work or after."""
+    real = getattr(owner, name)
+
+    def method(self, *args, **kwargs):
+        if before and begun:
+            kill()
+        done = real(self, *args, **kwargs)
+        if begun:
+            kill()
+        return done
+
+    setattr(owner, name, method)
+
+
+begun: list[int] = []
+real_bind = Table.bind
+
+
+def bind(self, query, batch_id):
+    real_bind(self, query, batch_id)
+    if batch_id == batch:
+        begun.append(batch_id)
+
+
+Table.bind = bind
+if point == "letters":  # sent, and not yet in the table
+    dying(archive._Letters, "send", False)
+elif point == "staged":
+    dying(Table, "stage", False)
+elif point == "sealed":  # none of its files is moved
+    dying(Table, "_publish", True)
+elif point == "moved":  # all of its files are; Delta's log and the batch's number are not written
+    dying(Delta, "_record", True)
+    dying(Parquet, "_record", True)
+elif point == "committed":  # and Spark does not know
+    dying(Table, "commit", False)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    spark = session("local[2]", "archive", {"spark.driver.memory": "512m"})
+archive.run(spark, **arguments)

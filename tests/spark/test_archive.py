@@ -1,0 +1,370 @@
+"""Archive: what is parsed, what is bad, and that every record is in the table once, or in its dead-letter topic once."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fixed_port
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+from made_data import append, write_data
+from pyspark.sql import Row
+
+from kmq.errors import ConfigError
+from kmq.spark import tables
+from kmq.spark.lines import to_lines
+from kmq.spark.pipelines import archive
+from kmq.spark.pipelines.archive import READ, dead_letters, enrich, infer, parse, with_text
+
+SCHEMA = "price double, user string, tags array<int>, at struct<x:int>, id bigint"
+DRIVER = Path(__file__).with_name("archive_driver.py")
+PATIENCE_S = 240.0
+
+
+def rows(spark, payloads, **columns):
+    """Rows as the source has them, one for each payload."""
+    base = {"broker": "d", "topic": "orders", "partition": 0, "seq": 1, "recv_ts": None, "key": "k.1"}
+    base |= {"routing_key": b"orders.k.1", "producer_ts": "1.5", "id": "7", "headers": {}} | columns
+    made = [
+        Row(**base, offset=offset, value=payload.encode() if isinstance(payload, str) else payload)
+        for offset, payload in enumerate(payloads)
+    ]
+    names = [part.split()[0] for part in READ.split(", ")]
+    return spark.createDataFrame([tuple(row[name] for name in names) for row in made], READ)
+
+
+def read(path, format):
+    """All rows, as others than Spark read them."""
+    if format == "delta":
+        return DeltaTable(path).to_pyarrow_table().to_pylist()
+    return ds.dataset(path, partitioning="hive").to_table().to_pylist()
+
+
+# --- parse and enrich ------------------------------------------------------------------------------------------------
+
+GOOD = ["{}", '{"price":1.5,"user":"u"}', ' {"price":1e3}\r', '{"tags":[1,2],"at":{"x":3}}', '{"price":null}']
+GOOD += ['{"unknown":1}', '{"user":"a|b é"}', '{"user":"}{"}', '{"user":"]],[["}', '{"user":{"json":1}}']
+REASONS = {
+    "nope": "not_json",
+    "": "not_json",
+    "  ": "not_json",
+    '{"price":1': "not_json",
+    '{"price":1} more': "not_json",
+    '{"price":1}{"price":2}': "not_json",
+    '{"price":1},{"price":2}': "not_json",
+    '{"price":1}}': "not_json",
+    '{"price":1}]': "not_json",
+    '{"price":1},"q":2': "not_json",
+    '{"price":NaN}': "not_json",
+    "{'price':1}": "not_json",
+    "\ufeff{}": "not_json",
+    "42": "not_object",
+    '"text"': "not_object",
+    "null": "not_object",
+    "[]": "not_object",
+    '[{"price":1},{"price":2}]': "not_object",
+    b'{"user":"\xff"}': "not_utf8",
+    b"\xfe": "not_utf8",
+    '{"price":"x"}': "wrong_type: price",
+    '{"user":"u","price":[1],"id":1.5}': "wrong_type: price,id",
+    '{"at":7}': "wrong_type: at",
+    '{"id":99999999999999999999}': "wrong_type: id",
+}
+
+
+def test_what_is_no_object_of_the_schema_is_told_with_its_reason(spark):
+    payloads = [*GOOD, *REASONS]
+    found = parse(rows(spark, payloads), SCHEMA).orderBy("offset").collect()
+    told = dict(zip(payloads, (row.reason for row in found), strict=True))
+    assert told == dict.fromkeys(GOOD) | REASONS
+
+
+def test_fields_become_columns_beside_those_of_the_record(spark):
+    payload = '{"price":2.5,"user":"u","tags":[1,2],"at":{"x":3},"id":8,"more":{"a":[1]},"Price":"other"}'
+    row = parse(rows(spark, [payload, "{}"]), SCHEMA, rest=True).orderBy("offset").collect()[0]
+    assert (row.price, row.user, row.tags, row.at.x, row.payload_id, row.id) == (2.5, "u", [1, 2], 3, 8, "7")
+    assert row.rest == {"more": '{"a":[1]}', "Price": "other"}
+
+
+def test_a_field_that_must_be_there_is_missed(spark):
+    found = parse(rows(spark, ['{"user":"u"}', '{"price":1}', "{}"]), "user string NOT NULL, price double NOT NULL")
+    assert [row.reason for row in found.orderBy("offset").collect()] == [
+        "missing: price",
+        "missing: user",
+        "missing: user,price",
+    ]
+
+
+def test_a_schema_is_inferred_from_objects_whatever_lies_among_them(spark):
+    sample = ["nope", "[1]", '{"a":1,"b":"x"}', '{"a":2.5,"c":{"d":[1]}}', '{"A":1,"no name;":2}', "{'q':1}"]
+    found = infer(rows(spark, sample))
+    assert {field.name: field.dataType.simpleString() for field in found} in (
+        {"a": "double", "b": "string", "c": "struct<d:array<bigint>>"},
+        {"A": "bigint", "b": "string", "c": "struct<d:array<bigint>>"},
+    )
+    with pytest.raises(ConfigError, match="no JSON object"):
+        infer(rows(spark, ["nope", "42"]))
+
+
+def test_enrich_believes_headers_then_brokers_then_what_it_is_told(spark):
+    told = enrich(rows(spark, ["x"]), "node-1", "pod-1").first()
+    assert (told.host, told.pod) == ("node-1", "pod-1")
+    remote = enrich(rows(spark, ["x"], broker="10.0.0.7:8082"), "node-1", "pod-1").first()
+    assert (remote.host, remote.pod) == ("10.0.0.7", None)
+    said = enrich(rows(spark, ["x"], broker="h:1", headers={"host": "n", "pod": "p"})).first()
+    assert (said.host, said.pod) == ("n", "p")
+
+
+def test_payloads_that_are_no_text_are_kept_as_bytes(spark):
+    found = with_text(rows(spark, ["text é", b"\xff\0"])).orderBy("offset").collect()
+    assert [(row.value_text, row.value) for row in found] == [("text é", None), (None, b"\xff\0")]
+
+
+# --- dead letters ----------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_letter_keeps_payload_key_and_headers_and_says_where_it_is_from(spark):
+    bad = parse(rows(spark, [b"\xff|"], routing_key=b"orders.k\xfe.1", headers={"h": "1", "reason": "old"}), SCHEMA)
+    letter = dead_letters(bad, "abc").first()
+    assert (letter.routing_key, letter.value, letter.id, letter.producer_ts) == (
+        b"orders.dlq.k\xfe.1",
+        b"\xff|",
+        1,
+        "1.5",
+    )
+    assert letter.headers == {"h": "1", "reason": "not_utf8", "from": "orders-0-0", "id": "7", "len": None}
+    assert len(letter.producer) <= 64 and letter.producer.startswith("archive-abc-") and letter.producer.endswith("-0")
+    assert (
+        dead_letters(parse(rows(spark, ["x"], routing_key=b"orders"), SCHEMA), "a").first().routing_key == b"orders.dlq"
+    )
+
+
+def test_a_dead_letter_that_fits_no_line_is_cut_and_says_how_long_it_was(spark):
+    payloads = ["x" * 6000, b"\xff" * 6000, "x" * 900_000, b"\xff" * 5000]
+    letters = dead_letters(parse(rows(spark, payloads), SCHEMA), "a", 1 << 13).orderBy("id")
+    batch = letters.toArrow().combine_chunks().to_batches()[0]
+    lengths = [len(value) for value in batch.column("value").to_pylist()]
+    assert lengths == [6000, lengths[1], lengths[1], 5000] and 5000 < lengths[1] < 6000
+    assert [dict(headers)["len"] for headers in batch.column("headers").to_pylist()] == [None, "6000", "900000", None]
+    assert len(to_lines(batch, np.arange(4), 0.0, max_line=1 << 13)) == 4  # or RowError: too long
+
+
+def test_a_header_that_comes_twice_is_no_poison(spark):
+    bad = parse(rows(spark, ["nope"]), SCHEMA).drop("headers")
+    twice = bad.selectExpr("*", "transform_keys(map('a', '1', 'b', '2'), (k, v) -> k) headers")
+    twice = twice.selectExpr("*", 'from_json(\'{"h":"1","h":"2"}\', \'map<string,string>\') again').drop("headers")
+    headers = dead_letters(twice.withColumnRenamed("again", "headers"), "a").first().headers
+    assert headers["reason"] == "not_json" and "h" in headers
+
+
+# --- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+def lines(first, last, bad_every=0):
+    """Lines as sent of orders first…last-1; every so many one is bad."""
+    for n in range(first, last):
+        payload = b"bad %d" % n if bad_every and n % bad_every == 0 else b'{"n":%d,"user":"u%d"}' % (n, n % 7)
+        yield b"orders.k%d|%d|%d;h=%d|%b" % (n % 5, n, n, n, payload)
+
+
+@pytest.mark.parametrize("format", ["parquet", "delta"])
+def test_each_run_adds_what_is_new_once(spark, tmp_path, format):
+    made = write_data(tmp_path / "data", list(lines(0, 1000, 10)), {"orders": 3}, closed=False)
+    arguments = {"where": {"path": str(tmp_path / "data"), "subscribe": "orders", "maxOffsetsPerTrigger": "400"}}
+    arguments |= {"to": str(tmp_path / "t"), "format": format, "schema": "n bigint, user string", "bad": "keep"}
+    done = archive.run(spark, **arguments)
+    assert (done.rows, done.bad) == (1000, 100) and done.batches >= 3
+    assert archive.run(spark, **arguments)[:3] == (0, 0, 0)
+    append(made, list(lines(1000, 1200, 10)))
+    assert archive.run(spark, **arguments)[:2] == (200, 20)
+    found = sorted(read(arguments["to"], format), key=lambda row: row["seq"])
+    assert [row["seq"] for row in found] == list(range(1, 1201))
+    for n, row in enumerate(found):
+        bad = n % 10 == 0
+        assert (row["n"], row["user"]) == ((None, None) if bad else (n, f"u{n % 7}"))
+        assert (row["reason"], row["value_text"]) == (("not_json", f"bad {n}") if bad else (None, None))
+        assert (row["topic"], row["key"], row["id"], dict(row["headers"])) == (
+            "orders",
+            f"k{n % 5}",
+            str(n),
+            {"h": str(n)},
+        )
+        assert row["recv_ts"].replace(tzinfo=None).isoformat().startswith(f"{row['date']}T{row['hour']:02}:")
+    assert len({(row["partition"], row["offset"]) for row in found}) == 1200
+
+
+def test_payloads_are_kept_as_text_where_no_schema_is_wanted(spark, tmp_path):
+    data = write_data(
+        tmp_path / "data", ["logs|1|1|line é".encode(), b"logs|1|2|\xff", b"other|1|3|x", b"logs.dlq|1|4|no"]
+    )
+    where = {"path": data, "subscribePattern": "l.*"}
+    done = archive.run(spark, where, str(tmp_path / "t"), schema="none", partition_by=["topic", "date"])
+    assert (done.rows, done.bad) == (3, 0)
+    found = {row["id"]: row for row in read(str(tmp_path / "t"), "parquet")}
+    assert (found["1"]["value_text"], found["1"]["value"]) == ("line é", None)
+    assert (found["2"]["value_text"], found["2"]["value"]) == (None, b"\xff")
+
+
+def test_a_pattern_takes_in_no_dead_letters_unless_they_are_named(spark, tmp_path):
+    write_data(tmp_path / "data", [b"a|1|1|x", b"a.dlq|1|2|y"], {"a.dlq": 1})
+    for number, (topics, ids) in enumerate([({"subscribePattern": ".*"}, ["1"]), ({"subscribe": "a.dlq"}, ["2"])]):
+        to = str(tmp_path / f"t{number}")
+        archive.run(spark, {"path": str(tmp_path / "data")} | topics, to, schema="none")
+        assert [row["id"] for row in read(to, "parquet")] == ids
+
+
+def test_a_function_of_the_user_sees_the_rows_before_they_are_stored(spark, tmp_path, monkeypatch):
+    (tmp_path / "of_mine.py").write_text(
+        "def double(rows):\n    return rows.selectExpr('*', 'n * 2 twice').where('n > 1')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    data = write_data(tmp_path / "data", list(lines(0, 4)))
+    arguments = {"where": {"path": data, "subscribe": "orders"}, "to": str(tmp_path / "t"), "bad": "drop"}
+    assert archive.run(spark, **arguments, schema="infer", enrich_with="of_mine:double").rows == 2
+    assert sorted(row["twice"] for row in read(str(tmp_path / "t"), "parquet")) == [4, 6]
+    for wrong in ("of_mine", "of_mine:none", "nowhere:double"):
+        with pytest.raises(ConfigError, match="--enrich"):
+            archive.run(spark, **arguments, enrich_with=wrong)
+
+
+def test_an_inferred_schema_stays_and_what_it_does_not_know_is_kept(spark, tmp_path):
+    made = write_data(tmp_path / "data", [b'a|1|1|{"x":1}'], closed=False)
+    arguments = {"where": {"path": str(tmp_path / "data"), "subscribe": "a"}, "to": str(tmp_path / "t"), "bad": "drop"}
+    assert archive.run(spark, **arguments).rows == 1
+    append(made, [b'a|1|2|{"x":2,"new":true}', b'a|1|3|{"x":"text"}'])
+    assert archive.run(spark, **arguments)[:2] == (1, 1)
+    found = {row["id"]: row for row in read(str(tmp_path / "t"), "parquet")}
+    assert (found["2"]["x"], found["2"]["rest"]) == (2, [("new", "true")])
+    with pytest.raises(ConfigError, match=r"schema\.json has another one"):
+        archive.run(spark, **arguments, schema="x string")
+
+
+@pytest.mark.parametrize("format", ["parquet", "delta"])
+def test_small_files_become_few_and_the_rows_stay(spark, tmp_path, monkeypatch, format):
+    monkeypatch.setattr(tables, "MERGE_FILES", 3)
+    data = write_data(tmp_path / "data", list(lines(0, 300)))
+    to, where = str(tmp_path / "t"), {"path": data, "subscribe": "orders", "maxOffsetsPerTrigger": "100"}
+    done = archive.run(spark, where, to, format, "n bigint, user string", bad="drop")
+    assert (done.rows, done.batches, done.merged) == (300, 3, 3)
+    assert sorted(row["n"] for row in read(to, format)) == list(range(300))
+    now = DeltaTable(to).file_uris() if format == "delta" else list(Path(to).glob("topic=*/*/*/*.parquet"))
+    assert len(now) == 1
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing catches it."""
+
+
+@pytest.mark.parametrize("step", ["_writer", "_exchange", "rmtree"])
+def test_a_merge_that_dies_leaves_the_rows_once(spark, tmp_path, monkeypatch, step):
+    to = str(tmp_path / "t")
+    (tmp_path / "t" / "topic=a").mkdir(parents=True)
+    for n in range(10):
+        pq.write_table(pa.table({"n": [n]}), f"{to}/topic=a/{n:010}-0000.parquet")
+    owner = shutil if step == "rmtree" else tables
+    real = getattr(owner, step)
+
+    def dying(*args, **kwargs):
+        done = real(*args, **kwargs)
+        # Not where it only tries whether it could, nor before there is something to delete.
+        if step == "_writer" or ("merging" in str(args) and os.path.exists(f"{to}/.kmq/merging") == (step != "rmtree")):
+            raise Killed
+        return done
+
+    with tables.open_table(to, "parquet", ["topic"]) as table, monkeypatch.context() as patch:
+        patch.setattr(owner, step, dying)
+        with pytest.raises(Killed):
+            table.merge(spark, all=True)
+    assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
+    with tables.open_table(to, "parquet", ["topic"]) as table:
+        assert not os.path.exists(table._merging)
+        assert table.merge(spark, all=True) == (10 if step == "_writer" else 0)
+    assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
+
+
+# --- with a broker ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def up(broker):
+    fixed_port.up(broker)
+    return broker
+
+
+def letters(broker):
+    """(key, headers that matter, payload) of each dead letter."""
+    found = []
+    for line in broker.lines("orders.dlq"):
+        _, _, routing_key, _, id, payload = line.split(b"|", 5)
+        headers = dict(part.split(b"=", 1) for part in id.split(b";")[1:])
+        found.append((routing_key, headers[b"reason"], headers[b"from"], headers[b"id"], payload))
+    return found
+
+
+def is_complete(broker, to, format, count, bad_every):
+    """Every record is in the table or among the dead letters, once."""
+    found = read(to, format)
+    assert sorted(row["n"] for row in found) == [n for n in range(count) if n % bad_every]
+    assert len({(row["partition"], row["offset"]) for row in found}) == len(found)
+    dead = letters(broker)
+    assert sorted(int(payload.split()[1]) for *_, payload in dead) == list(range(0, count, bad_every))
+    assert {reason for _, reason, *_ in dead} == {b"not_json"}
+    assert all(
+        key == b"orders.dlq.k%d" % (int(id) % 5) and payload == b"bad %d" % int(id) for key, _, _, id, payload in dead
+    )
+
+
+def kill_at(point, batch, group, arguments, broker):
+    """Run a driver that is killed there."""
+    command = [sys.executable, str(DRIVER), point, str(batch), "group" if group else "alone", json.dumps(arguments)]
+    driver = subprocess.run(
+        command, env=broker.env, start_new_session=True, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert driver.returncode == -9, driver.stderr[-3000:]
+
+
+def killed_and_gone_on(spark, broker, tmp_path, format, point, batch, group):
+    count, bad_every = 600, 10
+    assert broker.kmq("topics", "create", "orders", "--partitions", "2").returncode == 0
+    broker.send_lines(list(lines(0, count, bad_every)))
+    broker.wait_routed(count)
+    arguments = {"where": {"path": str(broker.data), "subscribe": "orders", "maxOffsetsPerTrigger": "200"}}
+    arguments |= {"to": str(tmp_path / "t"), "format": format, "schema": "n bigint, user string"}
+    arguments |= {"producers": fixed_port.address(broker)}
+    kill_at(point, batch, group, arguments, broker)
+    archive.run(spark, **arguments)
+    broker.wait(lambda: len(broker.lines("orders.dlq")) >= count // bad_every, "the dead letters")
+    is_complete(broker, arguments["to"], format, count, bad_every)
+
+
+@pytest.mark.parametrize(("format", "point"), [("parquet", "letters"), ("delta", "committed")])
+def test_a_driver_that_is_killed_in_a_batch_leaves_every_record_once(spark, up, tmp_path, format, point):
+    killed_and_gone_on(spark, up, tmp_path, format, point, 1, True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("group", [True, False])
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("point", ["staged", "letters", "sealed", "moved", "committed"])
+@pytest.mark.parametrize("format", ["parquet", "delta"])
+def test_a_driver_that_is_killed_anywhere_leaves_every_record_once(spark, up, tmp_path, format, point, batch, group):
+    killed_and_gone_on(spark, up, tmp_path, format, point, batch, group)
+
+
+def test_where_bad_records_could_not_go_is_said_at_the_start(spark, tmp_path):
+    data = write_data(tmp_path / "data", list(lines(0, 3)))
+    where, to = {"path": data, "subscribe": "orders"}, str(tmp_path / "t")
+    with pytest.raises(ConfigError, match="is unknown; give --producers host:port for each, or --bad keep or drop"):
+        archive.run(spark, where, to)
+    with pytest.raises(ConfigError, match="there are 1 brokers"):
+        archive.run(spark, where, to, producers="a:1,b:2")
+    with pytest.raises(ConfigError, match="--bad 'lose'"):
+        archive.run(spark, where, to, bad="lose")
