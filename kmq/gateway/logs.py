@@ -22,9 +22,9 @@ Threads     A few of its own, so that bulk reading leaves the consumers theirs; 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager, suppress
 from os.path import basename, isdir
 from typing import Any, TypeVar
 
@@ -191,11 +191,9 @@ class Logs:
         def begin() -> tuple[Range, Span | None]:
             log, start, end = self._range(request)
             while True:
-                found = Range(log, start, end, max_bytes)
-                try:
+                with suppress(FileNotFoundError):  # retention or compaction was faster
+                    found = Range(log, start, end, max_bytes)
                     return found, found.take()
-                except FileNotFoundError:  # retention was faster
-                    continue
 
         with self._stream():
             asked, span = await self._run(begin)  # what is wrong with the first piece has a status of its own
@@ -209,14 +207,17 @@ class Logs:
         response = web.StreamResponse(headers=offsets)
         response.content_type, response.content_length = "text/plain", asked.length
         await response.prepare(request)
-        async with _whole(request):
+        try:
             while span:
                 async with asyncio.timeout(self._settings.line_deadline):
                     await _sendfile(request, span)
                 if self._stopping:
-                    raise ConnectionResetError("the gateway is stopping")
+                    break
                 span = await self._run(asked.take)
-        await response.write_eof()
+        except (DamageError, OSError, TimeoutError):  # it is less than was announced, so the reader knows
+            pass
+        if span and request.transport is not None:
+            request.transport.close()
         return response
 
     @contextmanager
@@ -234,23 +235,12 @@ _RANGE = {"start": "0", "end": str(_NEVER)}
 
 
 async def _sendfile(request: web.Request, span: Span) -> None:
-    if request.transport is None:
+    if request.transport is None or request.transport.is_closing():
         raise ConnectionResetError("the reader has gone")
     with open(span.fd, "rb", buffering=0, closefd=False) as file:
         sent = await asyncio.get_running_loop().sendfile(request.transport, file, span.begin, span.nbytes)
     if sent != span.nbytes:
         raise FileNotFoundError("the file has been cut")
-
-
-@asynccontextmanager
-async def _whole(request: web.Request) -> AsyncIterator[None]:
-    """What has begun and cannot be sent to its end ends the connection: the reader must see that it is not whole."""
-    try:
-        yield
-    except (DamageError, OSError, TimeoutError) as err:
-        if request.transport is not None:
-            request.transport.close()
-        raise ConnectionResetError(str(err)) from err
 
 
 def _answering(handler: Handler) -> Handler:

@@ -1,0 +1,98 @@
+"""A broker that is up, as readers of its logs see it: the stats page, the owner's lock, and the gateway's HTTP in a thread."""
+
+import asyncio
+import os
+import threading
+from contextlib import contextmanager
+from itertools import count
+
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from kmq.gateway import listeners, logs, metrics
+from kmq.gateway import web as pages
+from kmq.gateway.broker import Broker
+from kmq.links.ownership import FileLock
+from kmq.log import identity
+from kmq.settings import STAGES, load
+from kmq.stats import STATES, StatsPage
+from kmq.tokens import open_tokens
+
+_number = count()
+
+
+class Up:
+    """`page`: its stats page. `serve` starts the gateway, at `port` from then on."""
+
+    def __init__(self, data, synced, settings):
+        environ = {"KMQ_INSTANCE": f"logs-{os.getpid()}-{next(_number)}", "KMQ_DATA": data, "KMQ_PIPES": data}
+        self.settings = load(environ | settings, "/nonexistent.toml")
+        self.page = StatsPage(self.settings.instance, identity.open_data(data), data)
+        for name in STAGES:
+            self.page.rows[name].state = STATES.index("ready")
+        self.page.rows["durability"].seq = synced
+        self.lock = FileLock(f"{data}/append/.owner")
+        self.lock.acquire("this WAL", "a test")
+        self.port = unused_port()
+        self._serving = None
+
+    def serve(self):
+        self._serving = _Thread(self)
+
+    def stop(self):
+        """As at SIGTERM."""
+        if self._serving is not None:
+            self._serving.stop()
+            self._serving = None
+
+    @property
+    def streams(self):
+        """How many responses with records are being sent."""
+        return self._serving.logs._streams
+
+
+class _Thread:
+    def __init__(self, up):
+        self._loop = asyncio.new_event_loop()
+        self._ended, ready = asyncio.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(up, ready))
+        self._thread.start()
+        assert ready.wait(30)
+
+    def _run(self, up, ready):
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(up, ready))
+
+    async def _serve(self, up, ready):
+        made = []
+        original, logs.Logs = logs.Logs, lambda broker: made.append(original(broker)) or made[0]
+        try:
+            app = pages.application(Broker(up.settings, up.page), metrics.Requests())
+        finally:
+            logs.Logs = original
+        self.logs = made[0]
+        tokens = open_tokens(up.settings, lambda *_, **__: None)
+        app.middlewares.extend([listeners.http_guard(tokens)] if tokens else [])
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=5)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", up.port).start()
+        ready.set()
+        await self._ended.wait()
+        await runner.cleanup()
+
+    def stop(self):
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def up(data, synced=0, **settings):
+    """A broker that is up on `data`, with the WAL synced up to `synced`; its gateway is not yet."""
+    made = Up(str(data), synced, settings)
+    try:
+        yield made
+    finally:
+        made.stop()
+        made.lock.release()
+        os.unlink(made.page.path)
