@@ -332,6 +332,18 @@ class Parser:
         return b"!dup %d %d" % (n, found)
 
 
+def whole(text: bytes) -> int:
+    """How many bytes from its start are whole lines, and groups that are there to their last line."""
+    end = text.rfind(b"\n") + 1
+    at = text.rfind(b"\n" + _GROUP, 0, end) + 1
+    header = _HEADER.match(text, at)
+    if header is None:
+        return end
+    count, nbytes = int(header[3]), int(header[4] or 0)
+    there = header.end() + nbytes <= end if nbytes else text.count(b"\n", header.end()) >= count
+    return end if there else at
+
+
 def untangle(text: bytes) -> bytes:
     """`text` with the pieces of each long line side by side; the same object where they are already.
 

@@ -64,12 +64,15 @@ def open_ring(stage: Stage) -> RingWriter:
 
 
 def know_pipe(stage: Stage, ring: RingWriter, staging: Staging) -> None:
-    """Is this the FIFO that what is staged came from? If not, a line that was half read never gets its rest.
+    """Is this the FIFO that what is staged came from? If not, a line or a group that was half read never gets its rest.
+
+    Half a group is forgotten whole: without their group its lines would be taken for some that nobody asked to acknowledge,
+    and be stored beside those that their producer sends again.
 
     Where the mark could not be set we cannot tell, and take it for the same: that holds while any stage lives.
     """
     if ring.pipe_marked and not fifo.is_marked(stage.raw):
-        forgotten = staging.forget_unfinished()
+        forgotten = staging.forget_unfinished(framing.whole)
         if forgotten:
             stage.log.warn("unfinished_line_forgotten", bytes=forgotten, reason="the FIFO died with all its holders")
     ring.pipe_marked = fifo.mark(stage.raw)

@@ -8,7 +8,7 @@ Mechanism   The FIFO is read straight into the active area (os.readv). Lines are
 Crash       The content of the active area ends at its last byte that is not NUL, so it needs no length of its own:
             killed after the read      the bytes are there, found by that rule, framed after the restart;
             killed before the commit   the same bytes are framed again, in the place of the uncommitted block;
-            all killed, and the FIFO with them: the rest of a line that was half read never comes; forget_unfinished;
+            all killed, and the FIFO with them: the rest of what was half read never comes; forget_unfinished;
             killed while carrying      the other area is not in force yet and is zeroed again at the start.
             With one area instead of two a carry would overwrite bytes whose commit is not in force yet, and a
             kill right then would frame them twice or not at all.
@@ -17,6 +17,7 @@ Not covered A write whose last byte is NUL, cut off by a full area and then by a
 
 import mmap
 import os
+from collections.abc import Callable
 
 from kmq.links.layout import BLOCKS, Commit
 from kmq.links.ring import RingWriter
@@ -92,11 +93,10 @@ class Staging:
         start = self._start(self.active)
         return self.mm[start + self.consumed : start + self.filled]
 
-    def forget_unfinished(self) -> int:
-        """Drop what follows the last newline, whose rest will never come; returns how many bytes that was."""
+    def forget_unfinished(self, whole: Callable[[bytes], int]) -> int:
+        """Drop what follows the first `whole` bytes, whose rest will never come; returns how many bytes that was."""
         start = self._start(self.active)
-        end = self.mm.rfind(b"\n", start + self.consumed, start + self.filled) + 1 - start
-        end = max(end, self.consumed)
+        end = self.consumed + whole(self.unfinished())
         forgotten = self.filled - end
         self.mm[start + end : start + self.filled] = bytes(forgotten)
         self.filled = end

@@ -318,8 +318,16 @@ MUTANTS = [
     ),
     Mutant(
         "the framer does not see that the FIFO died",
-        [(FRAMER, "        forgotten = staging.forget_unfinished()\n", "        forgotten = 0\n")],
+        [(FRAMER, "        forgotten = staging.forget_unfinished(framing.whole)\n", "        forgotten = 0\n")],
         [KILLS + "::test_a_line_cut_by_the_death_of_the_fifo_is_forgotten_whole"],
+    ),
+    Mutant(
+        "of a group cut by the death of the FIFO the first lines are kept",
+        [("kmq/framing.py", "    return end if there else at\n", "    return end\n")],
+        [
+            f"{UNIT_FRAMING}::test_what_is_whole_ends_with_a_line_and_never_in_a_group",
+            f"{DEDUPE}::test_a_group_cut_by_the_death_of_the_fifo_is_forgotten_whole",
+        ],
     ),
     Mutant(
         "ingress does not announce its start",

@@ -216,6 +216,23 @@ def test_a_full_table_refuses_new_producers_also_after_a_kill_and_serves_known_o
         restart(pod, "framer")
 
 
+def test_a_group_cut_by_the_death_of_the_fifo_is_forgotten_whole(make_pod: Make) -> None:
+    """The framer has read half a group when all die: its producer sends all of it again, so no line of it may be stored alone."""
+    pod = make_pod()
+    pod.start()
+    pod.wait_ready()
+    group = b"".join(message(id) + b"\n" for id in (1, 2, 3))
+    header = b"!c 1.1 1 3 l=%d p=cut\n" % len(group)
+    (pod.pipes / "raw").write_bytes(header + group[:-30])
+    pod.wait(lambda: pod.fifo_bytes() == 0, "the framer has read")
+    pod.kill()
+    pod.start()
+    pod.wait_ready()
+    with Client(pod, "producer=cut") as client:
+        assert client.send(message(1), message(2), message(3)) == ["ack 1", "ack 2", "ack 3"]
+    assert pod.events("unfinished_line_forgotten")
+
+
 def test_an_idle_producer_is_forgotten_and_its_place_given_to_another(make_pod: Make) -> None:
     pod = make_pod(KMQ_PRODUCERS=1, KMQ_PRODUCER_TTL="1s")
     pod.start()

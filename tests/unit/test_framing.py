@@ -90,6 +90,31 @@ def test_what_is_unfinished_stays_unused():
     assert (lines, ends, used, text[used:]) == ([b"u|||"], [5], 5, b"+t|||a\n")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"t|||a\n",
+        b"+t|||a\nt|||b\n",
+        b"!c 1.2 1 2 l=12 p=x\nt||1|a\nt||2|",
+        b"t|||a\n!c 1.2 1 2 l=14 p=x\nt||1|a\nt||2|b\n",
+        b"!c 1.2 1 1\nt||1|a\n!c 1.2 2 2\nt||2|a\nt||3|a\n",
+        b"!c 1.2 1 2 l=14\nt||1|a\nt||2|b\nt|||c\n",
+        b"!c not ours\nt|||a\n",
+    ],
+)
+def test_what_is_whole_ends_with_a_line_and_never_in_a_group(text):
+    """Wherever it is cut: what is kept is what the lines and groups before the cut are."""
+    ends, at = [0], 0
+    while at < len(text):
+        header = re.match(rb"!c [\d.]+ \d+ (\d+).*\n", text[at:])
+        for _ in range(1 + int(header[1]) if header else 1):
+            at = text.find(b"\n", at) + 1 or len(text) + 1
+        ends.append(at)
+    for cut in range(len(text) + 1):
+        assert framing.whole(text[:cut]) == max(end for end in ends if end <= cut)
+
+
 def test_untangle_gives_back_the_same_object_where_nothing_is_tangled():
     for text in (b"t|||\n", LONG_PIECES, b"t|||\n" + LONG_PIECES + b"t|||\n", b"+t|||a\n"):
         assert framing.untangle(text) is text
