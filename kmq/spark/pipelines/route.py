@@ -1,0 +1,362 @@
+"""The router's job on a cluster: the records of WALs sorted into topics and partitions, by the routing table of their pods.
+
+    log         the queues of one pod, file by file and byte by byte what its router writes: topics/<topic>/<partition>/…, with
+                index, symlinks, topic.toml and router.ckpt, in a data directory with the pod's id. What for: queues from a WAL
+                that was shipped elsewhere; a pod whose queues are lost and whose WAL takes too long for one router; a second
+                opinion. `kmq log`, `kmq verify` and format("kmq") read it, a pod may go on with it.
+    parquet     or delta: the queues of many pods as one table, partitioned by topic and partition, each file in the order of
+    delta       (broker, seq). What for: to ask all pods at once, also for what no queue has any more; with `--table` under
+                another table than theirs: how would it spread over 64 partitions?
+
+Invariant   A record is in the output once, where kmq.routing puts it under the table in force at its seq; what dropped.log
+            names for ring `durable` is not, as in the pod. The stream's checkpoint says up to which seq.
+Crash       Spark runs the batch again whose end it has not seen.
+            log             each log passes over what it has: its last line says up to which seq. A torn end is cut first, as
+                            by the router. Files are synced before the batch ends, and router.ckpt then says how long they are.
+            parquet, delta  see kmq.spark.tables: a batch is in the table whole, once, or not at all.
+Owner       of topics/ in `log`: one run at a time, and no router (lock topics/.owner).
+Not covered A stream that runs ahead of a pod's router cannot know what that will drop, nor from which seq on it will put in
+            force what is being declared just now. Cuts of segments by age: they fall where the router appended.
+            Within a table, order is that of a file; files are numbered by batch.
+"""
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.links.ownership import FileLock, describe
+from kmq.log import checkpoint, dropped, identity, reader, segment, topics
+from kmq.log.disk import replace_file, sync_directory
+from kmq.log.index import IndexWriter
+from kmq.log.partition import EMPTY, PartitionLog, State, directory_of, fits, recover
+from kmq.log.segment import Limits
+from kmq.routing import Topic
+from kmq.settings import load
+from kmq.spark.arrow import map_in_arrow
+from kmq.spark.brokers import open_broker
+from kmq.spark.options import WAL, Options
+from kmq.spark.routing import Routing, Table
+from kmq.spark.tables import FORMATS, open_table
+from kmq.spark.tables import Table as Files
+
+LOG = "log"
+SCHEMA = "broker string, seq bigint, recv_ts timestamp, routing_key binary, line binary"  # what is read of the WALs
+BATCH_BYTES = "1g"  # of WAL in a batch; it is sorted on disk where memory does not hold it
+_STATES = "topic string, partition int, end_offset bigint, last_seq bigint, size bigint, start bigint, records bigint"
+_BLOCK = 4096  # seqs; ranges are looked up by the block of a seq
+_ANY_SEQ = 1 << 62
+
+Ranges = Mapping[str, Sequence[tuple[int, int]]]  # broker → seqs, first and last
+
+# --- of DataFrames -----------------------------------------------------------------------------------------------------
+
+
+def route(rows: DataFrame, routing: Routing) -> DataFrame:
+    """Rows of WALs with topic, partition and key (binary) of each. Needs broker, seq and routing_key (best as binary)."""
+    of = ("routing_key", "seq")
+    return rows.withColumns({"topic": routing.topic(*of), "partition": routing.partition(*of), "key": routing.key(*of)})
+
+
+def among(rows: DataFrame, ranges: Ranges, inside: bool = True) -> DataFrame:
+    """The rows whose seq lies in the ranges of their broker, or those whose does not. However many ranges: they are hashed."""
+    spans = [(broker, first, last) for broker, mine in ranges.items() for first, last in mine]
+    if not spans:
+        return rows.limit(0) if inside else rows
+    table = rows.sparkSession.createDataFrame(spans, "of string, first bigint, last bigint").withColumn(
+        "block", F.explode(F.sequence(F.expr(f"first div {_BLOCK}"), F.expr(f"last div {_BLOCK}")))
+    )
+    lies_in = F.expr(f"broker = of and seq div {_BLOCK} = block and seq between first and last")
+    return rows.join(F.broadcast(table), lies_in, "left_semi" if inside else "left_anti")
+
+
+# --- what pods know ----------------------------------------------------------------------------------------------------
+
+
+class Pods:
+    """The brokers of some options, with their routing tables."""
+
+    def __init__(self, where: Mapping[str, str], table: str = "") -> None:
+        """`table`: a data directory whose table is for all of them, in place of their own."""
+        self.options = Options({**where, "subscribe": WAL})
+        self.is_path = bool(self.options.paths)
+        self._table = table
+        if table and not os.path.isdir(f"{table}/topics"):
+            raise ConfigError(f"--table {table!r}: no data directory")
+        self._brokers = {name: open_broker(name, self.is_path, self.options.token) for name in self.options.brokers}
+
+    def look(self) -> tuple[Routing, Ranges]:
+        """The routing table, and what drop_oldest took from the queues: as of now."""
+        ledgers = {name: broker.ledger() for name, broker in self._brokers.items()}
+        dropped = {name: ledger["dropped"]["durable"] for name, ledger in ledgers.items()}
+        if self._table:  # its seqs are not theirs: in force from the start
+            rows = topics.listing(self._table)
+            return Routing({"": {name.encode(): Topic(name, partitions, 0) for name, partitions, _ in rows}}), dropped
+        return Routing({name: _in_force(ledger["topics"]) for name, ledger in ledgers.items()}), dropped
+
+    def identities(self) -> dict[str, str]:
+        """Broker → which data directory it has."""
+        return {name: broker.identity() for name, broker in self._brokers.items()}
+
+
+def _in_force(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Of a ledger."""
+    found = (Topic(row["name"], row["partitions"], row["from_seq"]) for row in rows if row["from_seq"] is not None)
+    return {topic.name.encode(): topic for topic in found}
+
+
+# --- targets -----------------------------------------------------------------------------------------------------------
+
+
+class Target(Protocol):
+    """Where routed rows go, batch by batch."""
+
+    def __enter__(self) -> "Target": ...
+    def __exit__(self, *error: object) -> None: ...
+    def add(self, rows: DataFrame, batch_id: int) -> int:
+        """Add a batch, unless it is there; how many records that was."""
+        ...
+
+
+class Tables:
+    """Parquet or Delta: broker, seq, recv_ts, key and line of each record, partitioned by topic and partition."""
+
+    def __init__(self, to: str, format: str) -> None:
+        self._files: Files = open_table(to, format, ["topic", "partition"])
+
+    def __enter__(self) -> "Tables":
+        self._files.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.__exit__(*error)
+
+    def add(self, rows: DataFrame, batch_id: int) -> int:
+        query = rows.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
+        self._files.bind(query or "", batch_id)
+        if self._files.has(batch_id):
+            return 0
+        order = ("topic", "partition", "broker", "seq")
+        in_order = rows.repartition("topic", "partition").sortWithinPartitions(*order)
+        self._files.stage(in_order.select("topic", "partition", "broker", "seq", "recv_ts", "key", "line"))
+        return self._files.commit(batch_id)
+
+
+class Logs:
+    """The queues of one pod, as its router writes them."""
+
+    def __init__(self, to: str, pods: Pods) -> None:
+        if not pods.is_path or len(pods.options.brokers) > 1:
+            raise ConfigError("--as log: is for the WAL of one data directory; parquet and delta take many brokers")
+        self.to, (self._pod,) = os.path.abspath(to), pods.options.brokers
+        self._table: Table = {}
+        self._lock = FileLock(f"{self.to}/topics/.owner")
+        self._limits = Limits.of(load())
+
+    def __enter__(self) -> "Logs":
+        mine = identity.read(self._pod, "id")
+        os.makedirs(f"{self.to}/topics", exist_ok=True)
+        if not os.path.exists(f"{self.to}/id"):
+            replace_file(f"{self.to}/id", f"{mine}\n".encode())
+        if (found := identity.open_data(self.to)) != mine:
+            raise ConfigError(f"--to {self.to}: holds another pod's queues (id {found}, not {mine})")
+        self._lock.acquire(f"--to {self.to}", describe("route", self.to))
+        try:
+            self._seq, self._known, _ = checkpoint.load(self.to)
+            self._check_whole()
+        except BaseException:
+            self._lock.release()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def _check_whole(self) -> None:
+        """What retention took from the WAL cannot be routed, and what comes behind it would get wrong offsets."""
+        first = reader.first_seq(self._pod)
+        if dropped.without(self._seq + 1, first - 1, dropped.read(self._pod, "framed")):
+            raise ConfigError(
+                f"{self._pod}: its WAL begins with seq {first}, but what comes after {self._seq} is needed"
+            )
+
+    def add(self, rows: DataFrame, batch_id: int) -> int:
+        if batch_id and not self._seq:
+            raise ConfigError(f"--to {self.to}: the checkpoint is of other files; begin with a new one")
+        self._table = topics.table(self._pod)
+        in_order = rows.repartition("topic", "partition").sortWithinPartitions("topic", "partition", "seq")
+        write = partial(_append, to=self.to, known=self._known, table=self._table, limits=self._topic_limits())
+        states = map_in_arrow(in_order.select("topic", "partition", "seq", "line"), write, _STATES).collect()
+        for topic, number, *values, _ in states:
+            self._known[topic, number] = State(*values)
+            self._seq = max(self._seq, values[1])
+        self._write_tomls(sorted({topic for topic, _ in self._known}))
+        known = [self._topic(name) for name in sorted({name for name, _ in self._known})]
+        replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._known, known))
+        return sum(row.records for row in states)
+
+    def _topic(self, name: str) -> Topic:
+        return self._table.get(name.encode()) or Topic(name, 1, self._first_seq(name))
+
+    def _first_seq(self, name: str) -> int:
+        """Of a topic that a message made and that the pod's router has not seen yet."""
+        with open(segment.listing(directory_of(self.to, name, 0))[0][1], "rb") as file:
+            return segment.stamp(file.read(64))[0]
+
+    def _topic_limits(self) -> dict[str, Limits]:
+        """When a log goes on in a new segment: by our settings, "", and those topics that have their own."""
+        own = {name: topics.read(self._pod, name).limits for name in topics.names(self._pod)}
+        return {"": self._limits} | {name: self._limits.but(texts) for name, texts in own.items() if texts}
+
+    def _write_tomls(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = topics.toml_path(self.to, name)
+            if not os.path.exists(path):
+                declared = topics.read(self._pod, name) if os.path.isdir(f"{self._pod}/topics/{name}") else None
+                if declared is None or declared.from_seq is None:
+                    declared = topics.Declaration(1, self._first_seq(name))
+                replace_file(path, declared.text())
+
+
+# --- in a task: lines to logs ------------------------------------------------------------------------------------------
+
+
+class _Run(NamedTuple):
+    """Lines of one partition that follow one another."""
+
+    at: tuple[str, int]
+    lines: bytes
+    records: int
+    first_seq: int
+    last_seq: int
+
+
+def _runs(batches: Iterable[pa.RecordBatch]) -> Iterator[_Run]:
+    for batch in batches:
+        topic, partition, seq, line = batch.columns
+        code, number = topic.dictionary_encode().indices.to_numpy(), partition.to_numpy()
+        changes = np.flatnonzero((np.diff(code) != 0) | (np.diff(number) != 0)) + 1
+        for low, high in pairwise([0, *changes.tolist(), len(code)]):
+            if low < high:
+                joined = pc.binary_join(pa.ListArray.from_arrays([low, high], line), b"\n")[0].as_py()
+                at = topic[low].as_py(), int(number[low])
+                yield _Run(at, joined + b"\n", high - low, seq[low].as_py(), seq[high - 1].as_py())
+
+
+def _append(
+    batches: Iterable[pa.RecordBatch], to: str, known: checkpoint.Rows, table: Table, limits: Mapping[str, Limits]
+) -> Iterator[pa.RecordBatch]:
+    """Append sorted lines to their logs; the state of each, when it is on disk."""
+    for (topic, number), runs in groupby(_runs(batches), itemgetter(0)):
+        log = _open_log(to, topic, number, known.get((topic, number), EMPTY), table, limits)
+        before = log.state.end_offset
+        for run in runs:
+            if run.last_seq > log.state.last_seq:
+                log.append(run.lines, run.records, run.first_seq, run.last_seq)
+        log.note_open_block()
+        log.close()
+        _sync([*log.unsynced, log.path, segment.index_path(log.path)])
+        row = (topic, number, *log.state.values(), log.state.end_offset - before)
+        names = [name.split()[0] for name in _STATES.split(", ")]
+        types = [pa.string(), pa.int32(), *[pa.int64()] * 5]
+        columns = [pa.array([value], kind) for value, kind in zip(row, types, strict=True)]
+        yield pa.RecordBatch.from_arrays(columns, names)
+
+
+def _open_log(
+    to: str, topic: str, number: int, known: State, table: Table, limits: Mapping[str, Limits]
+) -> PartitionLog:
+    """One log, ready to go on; what an attempt before this one left torn is cut."""
+    directory = directory_of(to, topic, number)
+    segments, state = segment.survey(directory), State(*known.values())
+    is_whole = fits(segments, known)
+    if not is_whole:
+        found = recover(segments, known, _ANY_SEQ, True, known.start)
+        state = found.state
+        if found.gaps or state.end_offset < known.end_offset:
+            raise CorruptError(f"{directory}: is not what router.ckpt says; remove {to} and begin again")
+        for each in found.touched:
+            IndexWriter.complete(each.path, each.first, _no_room)
+        segments = segment.survey(directory)
+    if segments:
+        state.holds(segments)
+    link = (table.get(topic.encode()) or Topic(topic, 1, 0)).log_names()[number]
+    log = PartitionLog(to, topic, number, link, state, _no_room, limits.get(topic, limits[""]))
+    log.open(lambda *_, **__: None, was_cut=not is_whole)
+    return log
+
+
+def _no_room(path: str) -> None:
+    raise RetryError(f"{path}: the disk is full; run again when there is room")
+
+
+def _sync(paths: Sequence[str]) -> None:
+    for path in paths:
+        if os.path.exists(path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    directory = os.path.dirname(paths[0])
+    for each in (directory, os.path.dirname(directory), os.path.dirname(os.path.dirname(directory))):
+        sync_directory(each)
+
+
+# --- the pipeline ------------------------------------------------------------------------------------------------------
+
+
+def run(
+    spark: SparkSession,
+    where: Mapping[str, str],
+    to: str,
+    format: str = LOG,
+    table: str = "",
+    once: bool = True,
+    checkpoint: str = "",
+    batch_bytes: str = BATCH_BYTES,
+    progress: Any = None,
+) -> int:
+    """Route the WALs that `where` (options of format("kmq")) names: all there is now, or on and on. Returns how many records.
+
+    `table`: a data directory whose routing table is used in place of each pod's own; with `log` there is none but the pod's.
+    """
+    if format not in (LOG, *FORMATS):
+        raise ConfigError(f"--as {format!r}: is one of {', '.join((LOG, *FORMATS))}")
+    if table and format == LOG:
+        raise ConfigError("--table: not with --as log, which is what the pod's own router writes")
+    pods = Pods(where, table)
+    target: Target = Logs(to, pods) if format == LOG else Tables(to, format)
+    records = 0
+    turn = threading.Lock()  # a batch that Spark does not wait for any more may still be at work at the end
+
+    def add(batch: DataFrame, batch_id: int) -> None:
+        nonlocal records
+        with turn:
+            routing, dropped = pods.look()
+            records += target.add(route(among(batch, dropped, inside=False), routing), batch_id)
+
+    with target:
+        if progress is not None:
+            progress.describe(f"route to {to}")
+        options = {**where, "subscribe": WAL, "startingOffsets": "earliest", "maxBytesPerTrigger": batch_bytes}
+        rows = spark.readStream.format("kmq").schema(SCHEMA).options(**options).load()
+        stream = rows.writeStream.foreachBatch(add).queryName("route")
+        stream = stream.option("checkpointLocation", checkpoint or f"{os.path.abspath(to)}/.kmq/checkpoint")
+        query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime="1 second")).start()
+        try:
+            query.awaitTermination()
+        finally:
+            query.stop()
+            turn.acquire()
+    return records
