@@ -1,0 +1,512 @@
+"""Compaction swaps sealed segments: whatever is killed between whichever two calls, and whoever reads meanwhile."""
+
+import bisect
+import json
+import os
+import pathlib
+import random
+import shutil
+import threading
+import time
+
+import pytest
+from made_up import FIRST_TS, Silent, no_room, stored, write_wal
+
+from kmq import record
+from kmq.errors import BusyError, ConfigError, CorruptError
+from kmq.links.layout import Block
+from kmq.log import compaction, identity, index, reader, repair, segment, topics, verify
+from kmq.log.compaction import Sealed
+from kmq.log.index import IndexWriter
+from kmq.log.queues import Queues
+from kmq.log.segment import COMPACT, Limits
+
+COUNT, KEYS = 1200, 25
+LIMITS = Limits(segment_bytes=6000)
+CALLS = ("unlink", "rename", "fsync", "rmdir")  # of os: what the swap does to a directory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (index, reader):
+            patch.setattr(module, "BLOCK_BYTES", 1024)
+        yield
+
+
+def block(lines, first_seq):
+    text = b"".join(stored(lines, first_seq))
+    return Block(text, 0, [len(text), first_seq, len(lines), len(record.common_key(lines)), FIRST_TS, 0, 0])
+
+
+def start(data, high):
+    queues = Queues(data, no_room, Silent(), LIMITS)
+    queues.recover(high, lambda: None)
+    return queues
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A directory as a broker leaves it: topic users, to be compacted, of many segments; all of it in the WAL."""
+    data = str(tmp_path_factory.mktemp("original"))
+    identity.open_data(data)
+    topics.declare(data, "users", 1, {"cleanup": COMPACT})
+    rng = random.Random(1)
+    lines = [b"users.%d|0|%d|%b" % (rng.randrange(KEYS), n, b"v" * rng.randrange(60)) for n in range(COUNT)]
+    write_wal(data, lines, 50).close()
+    queues = start(data, 0)
+    for at in range(0, COUNT, 50):
+        queues.route([block(lines[at : at + 50], at + 1)])
+    queues.close()
+    return data
+
+
+@pytest.fixture
+def data(original, tmp_path):
+    return shutil.copytree(original, str(tmp_path / "data"), symlinks=True)
+
+
+def records(data):
+    """{offset: line} of what a reader is given, checked; its offsets follow one another."""
+    log, offset, found = reader.partition(data, "users", 0), 0, {}
+    while True:
+        first, text = log.read(offset, 3000)
+        assert first == offset
+        if not text:
+            return found
+        for at, line in enumerate(text.split(b"\n")[:-1], first):
+            if line:
+                found[at] = line
+        offset += text.count(b"\n")
+
+
+def plan(data):
+    """(sealed segments, {segment's first: offsets to go}, {offset: line} of what stays)."""
+    before = records(data)
+    sealed = compaction.sealed(data, "users", 0, compaction.synced_ends(data)["users", 0])
+    last = {line.split(b"|")[2]: offset for offset, line in before.items()}
+    replaced = [offset for offset, line in before.items() if last[line.split(b"|")[2]] > offset]
+    gone = {}
+    for each in sealed:
+        low, high = bisect.bisect(replaced, each.first), bisect.bisect_left(replaced, each.end - 1)
+        gone[each.first] = replaced[low:high]
+    away = {offset for offsets in gone.values() for offset in offsets}
+    return sealed, gone, {offset: line for offset, line in before.items() if offset not in away}
+
+
+def lay_out(data):
+    """Everything that can go, waiting for the owner; what has to stay, and what comes of each segment."""
+    sealed, gone, kept = plan(data)
+    with compaction.compactor(data) as where:
+        for each in sealed:
+            compaction.lay_out(data, each, gone[each.first], where)
+    return sealed, kept
+
+
+def findings(data):
+    return [str(each) for each in verify.verify(verify.Directory(data, False), [])]
+
+
+def state(queues):
+    return queues._states["users", 0]
+
+
+def bytes_of(data):
+    return sum(each.size for each in segment.survey(f"{data}/topics/users/0"))
+
+
+# --- what is laid out ------------------------------------------------------------------------------------------------
+
+
+def test_records_go_but_the_first_and_the_last_of_a_segment_never(data):
+    (which, *_), _, _ = plan(data)
+    before = records(data)
+    with compaction.compactor(data) as where:
+        saved = compaction.lay_out(data, which, range(which.first, which.end), where)
+    with open(f"{which.place(data)}/log", "rb") as file:
+        lines = file.read().split(b"\n")[:-1]
+    assert len(lines) == which.end - which.first and saved > 4000
+    assert {n: line for n, line in enumerate(lines, which.first) if line} == {
+        n: before[n] for n in (which.first, which.end - 1)
+    }
+    assert records(data) == before  # nobody has installed it
+
+
+def test_a_damaged_segment_is_not_laid_out(data):
+    (which, *_), gone, _ = plan(data)
+    with open(which.path(data), "r+b") as file:
+        file.seek(3000)
+        file.write(b"\xff")
+    with compaction.compactor(data) as where, pytest.raises(reader.DamageError):
+        compaction.lay_out(data, which, gone[which.first], where)
+    assert compaction.waiting(data) == [] and os.listdir(compaction.outbox(data)) == [".owner"]
+
+
+def test_a_segment_that_does_not_reach_the_next_one_is_not_laid_out(data):
+    (which, *_), gone, _ = plan(data)
+    longer = Sealed("users", 0, which.first, which.end + 1)
+    with compaction.compactor(data) as where, pytest.raises(CorruptError, match="the next segment begins with"):
+        compaction.lay_out(data, longer, gone[which.first], where)
+
+
+def test_what_a_dead_compactor_was_making_goes_and_its_tasks_lay_out_nothing_more(data):
+    (which, *_), gone, _ = plan(data)
+    left = f"{compaction.outbox(data)}/.new-of-one-who-was-killed"
+    os.makedirs(f"{left}/half")
+    with compaction.compactor(data):
+        assert not os.path.exists(left)
+        with pytest.raises(FileNotFoundError):
+            compaction.lay_out(data, which, gone[which.first], left)
+    assert compaction.waiting(data) == []
+
+
+def test_two_compactors_of_a_directory_exclude_each_other(data, monkeypatch):
+    monkeypatch.setattr("kmq.links.ownership.OWNER_WAIT_S", 0.01)
+    with compaction.compactor(data), pytest.raises(BusyError, match="compaction"), compaction.compactor(data):
+        pass
+
+
+def test_another_attempt_of_the_same_task_is_left_out(data):
+    (which, *_), gone, kept = plan(data)
+    with compaction.compactor(data) as where:
+        for _ in range(2):
+            compaction.lay_out(data, which, gone[which.first], where)
+    compaction.settle(data)
+    assert kept.items() <= records(data).items() and findings(data) == []
+
+
+# --- installing ------------------------------------------------------------------------------------------------------
+
+
+def test_a_compactor_that_finds_the_broker_down_installs_and_a_start_finds_it_whole(data):
+    before = bytes_of(data)
+    _, kept = lay_out(data)
+    compaction.settle(data)
+    assert records(data) == kept and findings(data) == [] and bytes_of(data) < 0.7 * before
+    again = start(data, COUNT)
+    assert (state(again).end_offset, state(again).last_seq, state(again).size) == (COUNT, COUNT, bytes_of(data))
+    again.close()
+    assert records(data) == kept and findings(data) == []
+
+
+def test_the_router_installs_at_its_tick_and_checkpoints_at_once(data):
+    queues = start(data, COUNT)
+    _, kept = lay_out(data)
+    queues.tick()
+    queues._checkpointer.finish()
+    assert compaction.waiting(data) == [] and records(data) == kept
+    assert state(queues).size == bytes_of(data)
+    again = start(data, COUNT)  # killed: the checkpoint alone says
+    assert state(again).values() == state(queues).values() and "users" not in str(again._unsynced)
+
+
+def test_the_router_waits_with_a_sealed_segment_that_is_not_on_disk_until_it_is(data):
+    queues = start(data, COUNT)
+    lay_out(data)
+    queues.route([block([b"users.x|0|0|%b" % (b"y" * 7000)] * 2, COUNT + 1)])
+    assert queues._logs["users", 0].unsynced
+    queues.tick()
+    assert compaction.waiting(data)
+    queues._checkpointer.finish()
+    queues.tick()
+    queues._checkpointer.finish()
+    assert compaction.waiting(data) == []
+    again = start(data, COUNT + 2)
+    assert state(again).values() == state(queues).values()
+
+
+def test_what_retention_or_a_rebuild_has_changed_meanwhile_is_discarded(data):
+    sealed, _ = lay_out(data)
+    other = Sealed("users", 0, sealed[1].first, sealed[1].end + 1)
+    os.rename(sealed[1].place(data), other.place(data))
+    queues = start(data, COUNT)
+    state(queues).retire(1)
+    untouched = pathlib.Path(sealed[1].path(data)).read_bytes()
+    queues.tick()
+    queues._checkpointer.finish()
+    assert compaction.waiting(data) == []
+    assert os.path.exists(sealed[0].path(data)) and pathlib.Path(sealed[1].path(data)).read_bytes() == untouched
+    assert findings(data) == []
+
+
+@pytest.mark.parametrize("owner", ["router", "compactor"])
+def test_a_topic_that_is_not_declared_so_is_never_touched(data, owner):
+    _, _ = lay_out(data)
+    path = topics.toml_path(data, "users")
+    text = pathlib.Path(path).read_text()
+    pathlib.Path(path).write_text(text.replace('cleanup = "compact"\n', ""))
+    before = records(data)
+    if owner == "router":
+        queues = start(data, COUNT)
+        queues.tick()
+    else:
+        compaction.settle(data)
+    assert records(data) == before and compaction.waiting(data) == [] and len(before) == COUNT
+
+
+def test_a_compactor_waits_for_the_router_and_says_so_when_it_does_not_come(data):
+    lay_out(data)
+    lock = compaction.FileLock(f"{data}/topics/.owner")
+    assert lock.try_acquire("the router")
+    with pytest.raises(BusyError, match="the router has not taken"):
+        compaction.settle(data, timeout_s=0)
+    lock.release()
+
+
+# --- crashes ---------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nothing after it happens."""
+
+
+class Power:
+    """Dies at the nth call that changes a directory: before it, or after it."""
+
+    def __init__(self, patch, at):
+        self.left = at
+        for name in CALLS:
+            patch.setattr(os, name, self.counted(getattr(os, name)))
+
+    def counted(self, call):
+        def wrapped(*args, **kwargs):
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
+            result = call(*args, **kwargs)
+            return result
+
+        return wrapped
+
+
+@pytest.mark.parametrize("owner", ["router", "compactor"])
+@pytest.mark.parametrize("at", range(1, 14))
+def test_a_kill_at_every_step_of_the_swap_loses_nothing_and_is_finished_later(data, monkeypatch, at, owner):
+    _, kept = lay_out(data)
+    queues = start(data, COUNT) if owner == "router" else None
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        Power(patch, at)
+        queues.tick() if queues else compaction.settle(data)
+    assert kept.items() <= records(data).items()  # readers, before anybody has started again
+    queues = start(data, COUNT)
+    assert (state(queues).end_offset, state(queues).last_seq) == (COUNT, COUNT)
+    assert kept.items() <= records(data).items()
+    queues.route([block([b"users.new|0|0|after"], COUNT + 1)])
+    queues.tick()
+    queues._checkpointer.finish()
+    queues.close()
+    assert compaction.waiting(data) == []
+    after = records(data)
+    assert {offset: line for offset, line in after.items() if offset < COUNT} == kept and COUNT in after
+    write_end(data)
+    assert findings(data) == []
+
+
+def write_end(data):
+    """The WAL has the message that was routed, too."""
+    path = segment.listing(f"{data}/append")[-1][1]
+    with open(path, "ab") as file:
+        file.write(stored([b"users.new|0|0|after"], COUNT + 1)[0])
+    fd = os.open(path, os.O_RDONLY)
+    writer = IndexWriter(segment.index_path(path), no_room, by_seq=True)
+    writer.resume(fd, os.path.getsize(path), segment.listing(f"{data}/append")[-1][0])
+    os.close(fd)
+
+
+def test_a_kill_before_the_index_is_renamed_is_healed_by_a_start_alone(data):
+    (which, *_), _ = lay_out(data)
+    os.unlink(segment.index_path(which.path(data)))
+    os.rename(f"{which.place(data)}/log", which.path(data))
+    start(data, COUNT)
+    assert index.is_whole(which.path(data))
+    compaction.settle(data)
+    assert findings(data) == []
+
+
+# --- readers ---------------------------------------------------------------------------------------------------------
+
+
+def test_readers_between_any_two_steps_of_the_swap_see_every_kept_record_once(data, monkeypatch):
+    _, kept = lay_out(data)
+    looked = []
+
+    def look_first(call):
+        def wrapped(*args, **kwargs):
+            with monkeypatch.context() as inner:
+                for name, real in calls.items():
+                    inner.setattr(os, name, real)
+                looked.append(len(records(data)))
+                assert kept.items() <= records(data).items()
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    calls = {name: getattr(os, name) for name in CALLS}
+    with monkeypatch.context() as patch:
+        for name, real in calls.items():
+            patch.setattr(os, name, look_first(real))
+        compaction.settle(data)
+    assert looked[0] == COUNT and looked[-1] == len(kept) and len(set(looked)) > 5
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_a_swap_between_the_two_opens_of_a_reader_is_noticed(data, monkeypatch, steps):
+    """The worst moment: the index is open, the log is not."""
+    (which, *_), kept = lay_out(data)
+    real, todo = os.open, [which]
+
+    def swap_in_between(path, *args, **kwargs):
+        if path == which.path(data) and todo:
+            todo.pop()
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "open", real)
+                Power(patch, steps)
+                try:
+                    compaction.install(data, which)
+                except Killed:
+                    pass
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", swap_in_between)
+    assert kept.items() <= records(data).items() and not todo
+
+
+def test_a_reader_that_holds_a_segment_reads_it_to_its_end(data):
+    (which, *_), _ = lay_out(data)
+    before = pathlib.Path(which.path(data)).read_bytes()
+    with reader.Segment(which.path(data), which.first, False, True) as held:
+        compaction.settle(data)
+        assert b"".join(piece.lines for piece in held.pieces(which.first)) == before
+
+
+def test_readers_in_a_loop_while_segments_are_swapped_again_and_again(data):
+    """Threads of the same process, in real time; a few seconds."""
+    sealed, gone, kept = plan(data)
+    stop, failed, rounds = threading.Event(), [], [0, 0]
+    originals = {each.first: pathlib.Path(each.path(data)).read_bytes() for each in sealed}
+
+    def read(number):
+        try:
+            while not stop.is_set():
+                found = records(data)
+                assert kept.items() <= found.items()
+                rounds[number] += 1
+        except BaseException as err:
+            failed.append(err)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    deadline, swaps = time.monotonic() + 60, 0
+    while (swaps < 8 or min(rounds) < 4) and not failed and time.monotonic() < deadline:
+        with compaction.compactor(data) as where:
+            for each in sealed:
+                compaction.lay_out(data, each, gone[each.first], where)
+        compaction.settle(data)
+        assert originals[sealed[0].first] != pathlib.Path(sealed[0].path(data)).read_bytes()
+        swaps += 1
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failed and swaps >= 8 and min(rounds) >= 4
+
+
+# --- what else reads the files ---------------------------------------------------------------------------------------
+
+
+def test_lookups_by_seq_and_by_time_find_the_next_record_that_is_left(data):
+    lay_out(data)
+    compaction.settle(data)
+    kept = sorted(records(data))
+    log = reader.partition(data, "users", 0)
+    for offset in range(0, COUNT, 13):
+        following = kept[bisect.bisect_left(kept, offset)]
+        assert log.offset_of_seq(offset + 1) == following
+        assert log.offset_of_time(FIRST_TS + offset + 1) == following
+
+
+def test_an_index_is_made_of_a_log_with_long_runs_of_bare_newlines(tmp_path):
+    path = str(tmp_path / segment.name(0))
+    text = stored([b"t.k|0|0|a"])[0] + b"\n" * 5000 + stored([b"t.k|0|0|b"], 5002)[0]
+    pathlib.Path(path).write_bytes(text)
+    IndexWriter.complete(path, 0, no_room)
+    assert index.is_whole(path)
+    with reader.Segment(path, 0, False, True) as held:
+        assert b"".join(piece.lines for piece in held.pieces(0)) == text
+    (tmp_path / segment.name(5002)).touch()
+    log = reader.Log(str(tmp_path), by_seq=False)
+    assert log.read(3000)[0] == 3000 and log.offset_of_seq(2) == 5001
+
+
+@pytest.mark.parametrize("lost", ["file", "end", "index"])
+def test_a_compacted_segment_that_is_lost_or_cut_comes_back_from_the_wal_at_its_offsets(data, lost):
+    before = records(data)
+    _, kept = lay_out(data)
+    compaction.settle(data)
+    start(data, COUNT).close()
+    (_, _), (_, path), *_ = segment.listing(f"{data}/topics/users/0")
+    if lost == "file":
+        os.unlink(path)
+    elif lost == "end":
+        os.truncate(path, os.path.getsize(path) // 2)
+    else:
+        os.unlink(segment.index_path(path))
+    queues = start(data, COUNT)
+    assert state(queues).end_offset == COUNT
+    queues.close()
+    if lost == "index":
+        repair.Repair(data).run()
+    after = records(data)
+    assert kept.items() <= after.items() <= before.items() and findings(data) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_damaged_block_of_a_compacted_segment_is_healed_from_the_wal_at_its_offsets(data, seed):
+    before = records(data)
+    _, kept = lay_out(data)
+    compaction.settle(data)
+    rng = random.Random(seed)
+    _, path = rng.choice(segment.listing(f"{data}/topics/users/0")[:-1])
+    at = rng.randrange(os.path.getsize(path) - 64)
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(b"\0" * 40)
+    assert findings(data)
+    done = repair.Repair(data).run()
+    assert not any(each.lost for each in done)
+    after = records(data)
+    assert kept.items() <= after.items() <= before.items() and findings(data) == []
+
+
+# --- declaring -------------------------------------------------------------------------------------------------------
+
+
+def test_cleanup_is_declared_kept_and_checked(data):
+    with pytest.raises(ConfigError, match="cleanup = 'compacted': is delete or compact"):
+        topics.declare(data, "other", 1, {"cleanup": "compacted"})
+    assert compaction.is_compacted(data, "users")
+    topics.declare(data, "plain", 1)
+    assert not compaction.is_compacted(data, "plain")
+    assert start(data, COUNT)._topic_limits["users"].cleanup == COMPACT
+
+
+def test_retention_takes_from_a_compacted_topic_only_by_limits_of_its_own():
+    few = Limits(retention_bytes=1, retention_age=1.0)
+    assert few.but({"cleanup": "compact"}).retention_bytes == 0
+    assert few.but({"cleanup": "compact"}).retention_age == float("inf")
+    own = few.but({"cleanup": "compact", "retention_bytes": "1 MiB"})
+    assert (own.retention_bytes, own.retention_age) == (1 << 20, float("inf"))
+    assert few.but({"cleanup": "delete"}).retention_bytes == 1
+
+
+def test_a_repaired_declaration_is_still_compacted(data):
+    path = pathlib.Path(topics.toml_path(data, "users"))
+    path.write_text(path.read_text().replace("partitions = 1", "partitions = \x00"))
+    os.unlink(f"{data}/router.ckpt")
+    repair.Repair(data).run()
+    assert compaction.is_compacted(data, "users")
+
+
+def test_an_unreadable_checkpoint_means_that_nothing_may_be_compacted(data):
+    pathlib.Path(f"{data}/router.ckpt").write_bytes(b"1\n")
+    assert compaction.synced_ends(data) == {} and json.dumps(findings(data))
