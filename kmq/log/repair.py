@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kmq import record, routing
-from kmq.log import checkpoint, dropped, identity, reader, segment, topics
+from kmq.log import checkpoint, compaction, dropped, identity, reader, segment, topics
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.index import Entry, IndexWriter
 from kmq.log.reader import bad_line
@@ -316,16 +316,25 @@ class Repair:
         elif stretch.records >= 0:
             # The WAL may have more: of what retention took here, or of a bad end in the next segment.
             at_front = stretch.first_seq == 1 and found.first > 0
-            seqs = seqs[max(0, len(seqs) - stretch.records) :] if at_front else seqs[: stretch.records]
+            before, behind = _bare_lines(found, stretch)  # the WAL has those as well that compaction took on both sides
+            if at_front or has > stretch.first_seq:
+                end = max(0, len(seqs) - behind)
+                seqs = seqs[max(0, end - stretch.records) : end]
+            else:
+                seqs = seqs[before : before + stretch.records]
         if stretch.records > len(seqs):
-            yield from self._with_holes(found, stretch, {seq: records[seq] for seq in seqs}, doubtful)
+            taken = b"\n" if compaction.is_compacted(self.data, topic.name) else None
+            yield from self._with_holes(found, stretch, {seq: records[seq] for seq in seqs}, doubtful, taken)
         else:
             yield from ((seq, records[seq]) for seq in seqs)
 
     def _with_holes(
-        self, found: Scan, stretch: Stretch, records: Lines, doubtful: Lines
+        self, found: Scan, stretch: Stretch, records: Lines, doubtful: Lines, taken: bytes | None
     ) -> Iterator[tuple[int, bytes | None]]:
-        """The records of a stretch, and a None in the place of each that nobody has."""
+        """The records of a stretch, and a None in the place of each that nobody has.
+
+        `taken`: what stands for a bare newline, which is no loss where compaction left it.
+        """
         both = {**doubtful, **records}
         agreed = _agreed(stretch, [(seq, both[seq]) for seq in sorted(both)])
         missing = stretch.records - len({**records, **agreed})
@@ -334,8 +343,9 @@ class Repair:
             for line in _bytes(found, part).split(b"\n")[:-1]:
                 stamp = record.parse_stored(line)
                 seq = stamp[0] if stamp else 0
-                slots.append((seq, records.get(seq) or agreed.get(seq)))
-        if len(slots) != stretch.records or sum(line is not None for _, line in slots) != stretch.records - missing:
+                slots.append((seq, records.get(seq) or agreed.get(seq) or (None if line else taken)))
+        there = sum(line is not None and line != b"\n" for _, line in slots)
+        if len(slots) != stretch.records or there != stretch.records - missing:
             slots = [(0, None)] * missing + [(seq, each) for seq, each in sorted({**records, **agreed}.items())]
         yield from slots
 
@@ -538,6 +548,18 @@ def _agreed(stretch: Stretch, lines: list[tuple[int, bytes | None]]) -> Lines:
         if part.entry is not None and crc == part.entry.crc:
             agreed.update(inside)
     return agreed
+
+
+def _bare_lines(found: Scan, stretch: Stretch) -> tuple[int, int]:
+    """How many bare newlines lie right before a stretch, and right behind it; compaction leaves a segment's ends as they are."""
+    before = behind = 0
+    with open(found.path, "rb") as file:
+        at = stretch.position
+        while at > 1 and os.pread(file.fileno(), 2, at - 2) == b"\n\n":
+            before, at = before + 1, at - 1
+        while os.pread(file.fileno(), 1, stretch.end + behind) == b"\n":
+            behind += 1
+    return before, behind
 
 
 def _no_room(path: str) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from made_up import FIRST_TS, Silent, no_room, stored, write_wal
+from made_up import FIRST_TS, Silent, no_room, stored
 
 from kmq import record
 from kmq.errors import BusyError, ConfigError, CorruptError
@@ -20,6 +20,7 @@ from kmq.log.compaction import Sealed
 from kmq.log.index import IndexWriter
 from kmq.log.queues import Queues
 from kmq.log.segment import COMPACT, Limits
+from kmq.log.wal import Wal
 
 COUNT, KEYS = 1200, 25
 LIMITS = Limits(segment_bytes=6000)
@@ -53,10 +54,13 @@ def original(tmp_path_factory):
     topics.declare(data, "users", 1, {"cleanup": COMPACT})
     rng = random.Random(1)
     lines = [b"users.%d|0|%d|%b" % (rng.randrange(KEYS), n, b"v" * rng.randrange(60)) for n in range(COUNT)]
-    write_wal(data, lines, 50).close()
-    queues = start(data, 0)
+    wal, queues = Wal(data, no_room, 1 << 20, LIMITS), start(data, 0)
     for at in range(0, COUNT, 50):
+        text = b"".join(stored(lines[at : at + 50], at + 1))
+        wal.append([(text, at + 1, 50, FIRST_TS + at + 50)])
+        wal.sync()
         queues.route([block(lines[at : at + 50], at + 1)])
+    wal.close()
     queues.close()
     return data
 
@@ -476,6 +480,48 @@ def test_a_damaged_block_of_a_compacted_segment_is_healed_from_the_wal_at_its_of
     assert not any(each.lost for each in done)
     after = records(data)
     assert kept.items() <= after.items() <= before.items() and findings(data) == []
+
+
+def bare_at_the_end_of_a_block(data):
+    """The first segment compacted so that a bare newline ends its first block; where the second begins."""
+    (which, *_), _, _ = plan(data)
+    with open(which.path(data), "rb") as file:
+        sizes = [len(line) + 1 for line in file.read().split(b"\n")[:-1]]
+    count = next(n for n in range(len(sizes)) if 1024 - 60 < sum(sizes[:n]) < 1024)  # a line has at most 120 bytes
+    with compaction.compactor(data) as where:
+        compaction.lay_out(data, which, range(which.first + count, which.first + count + 60), where)
+    compaction.settle(data)
+    start(data, COUNT).close()
+    position = index.read_entries(segment.index_path(which.path(data)), 1 << 62)[1].position
+    assert pathlib.Path(which.path(data)).read_bytes()[position - 2 : position + 1] == b"\n\n\n"
+    return which, position
+
+
+def test_a_block_behind_records_that_compaction_took_is_healed_at_its_offsets(data):
+    """The WAL has those as well, with seqs between the last record before the damage and the first one of it."""
+    before = records(data)
+    which, position = bare_at_the_end_of_a_block(data)
+    kept = records(data)
+    with open(which.path(data), "r+b") as file:
+        file.seek(position + 200)
+        file.write(b"\0" * 20)
+    assert findings(data)
+    assert not any(each.lost for each in repair.Repair(data).run())
+    assert kept.items() <= records(data).items() <= before.items() and findings(data) == []
+
+
+def test_what_compaction_took_is_no_loss_where_a_flipped_bit_is_healed_without_the_wal(data):
+    which, position = bare_at_the_end_of_a_block(data)
+    kept = records(data)
+    for _, path in segment.listing(f"{data}/append")[:-1]:
+        os.unlink(path)
+        os.unlink(segment.index_path(path))
+    text = bytearray(pathlib.Path(which.path(data)).read_bytes())
+    text[position + 200] ^= 4
+    pathlib.Path(which.path(data)).write_bytes(text)
+    assert findings(data)
+    assert [each.lost for each in repair.Repair(data).run()] == [[]]
+    assert records(data) == kept
 
 
 # --- declaring -------------------------------------------------------------------------------------------------------
