@@ -11,13 +11,14 @@ Damage      comes as DamageError, as if the files were read here; all in front o
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from ssl import SSLCertVerificationError
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
@@ -30,6 +31,7 @@ _TIMEOUT_S = 30.0  # without a byte of an answer
 _PAUSES_S = (0.05, 2.0)  # before asking again: the first one, the longest one
 _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
 _PORTS = {"http": 8082, "https": 8443}
+_NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _LATER = (429, 503)
 
 T = TypeVar("T")
@@ -42,15 +44,11 @@ class Remote:
 
     def __init__(self, name: str, token: str = "") -> None:
         self.name, self._token = name, token
-        scheme, _, address = name.rpartition("://")
-        try:
-            split = urlsplit(f"//{address}")
-            self._scheme, self._host, port = scheme or "http", split.hostname or "", split.port
-            self._port = port or _PORTS[self._scheme]
-        except (KeyError, ValueError):
-            self._host = ""
-        if not self._host or split.netloc != address:
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[3] or 0) > 65535:
             raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
+        self._scheme, self._host = match[1] or "http", match[2]
+        self._port = int(match[3] or _PORTS[self._scheme])
 
     def __del__(self) -> None:  # a Broker is not closed, it is let go
         self.close()

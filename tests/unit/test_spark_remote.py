@@ -1,0 +1,235 @@
+"""Remote against gateways that break, stall, lie or are none: what it makes of it is the truth, or an error that says where."""
+
+import json
+import pickle
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "spark"))
+
+from log_server import up
+from made_data import write_data
+
+from kmq import tokens
+from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
+from kmq.log.reader import DamageError
+from kmq.spark import remote
+from kmq.spark.brokers import open_broker
+from kmq.spark.options import WAL
+from kmq.spark.remote import Remote
+
+PATIENCE_S = 30.0
+LINES = [b"%d|1700000000.%06d|t|||%d\n" % (n + 1, n, n) for n in range(20)]
+
+
+class Gateway:
+    """Answers one connection after another with the next of its texts, and remembers what was asked."""
+
+    def __init__(self, *answers):
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.name = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.asked = []
+        self._thread = threading.Thread(target=self._serve, args=(answers,))
+        self._thread.start()
+
+    def _serve(self, answers):
+        for answer in answers:
+            connection, _ = self._socket.accept()
+            with connection:
+                request = b""
+                while b"\r\n\r\n" not in request:
+                    request += connection.recv(4096)
+                self.asked.append(request.split()[1].decode())
+                connection.sendall(answer)
+        self._socket.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "not all answers were asked for"
+
+
+def answer(body, status=200, length=None, **headers):
+    lines = [f"HTTP/1.1 {status} x", f"Content-Length: {len(body) if length is None else length}"]
+    lines += [f"KMQ-{name}-Offset: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def said(status, code, **fields):
+    return answer(json.dumps({"code": code, "error": f"the {code} of it", **fields}).encode(), status)
+
+
+def records(first, end, cut=None):
+    """A response with the records first…end-1, broken off behind `cut` bytes."""
+    body = b"".join(LINES[first:end])
+    return answer(body[:cut], length=len(body), First=first, Next=end)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(remote, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(remote, "_PAUSES_S", (0.001, 0.01))
+
+
+# --- reading on ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 1, len(LINES[0]) - 1, len(LINES[0]), len(LINES[0]) + 3, 200, 400])
+def test_a_response_that_breaks_off_is_asked_for_again_behind_its_last_whole_line(cut):
+    whole = sum(len(b"".join(LINES[:n])) <= cut for n in range(1, 21))
+    with Gateway(records(0, 20, cut), records(whole, 20)) as gateway:
+        got = list(Remote(gateway.name).read("t", 0, 0, 20))
+    assert b"".join(lines for _, lines in got) == b"".join(LINES)
+    assert [first for first, _ in got] == [0, whole] if whole else [0]
+    assert [target.split("?")[1] for target in gateway.asked] == ["start=0&end=20", f"start={whole}&end=20"]
+
+
+def test_a_response_that_ends_before_what_was_asked_for_is_followed_by_the_next(monkeypatch):
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 50)
+    with Gateway(records(0, 7), records(7, 15), records(15, 15)) as gateway:
+        got = list(Remote(gateway.name).read("t", 0, 0, 20))
+    assert b"".join(lines for _, lines in got) == b"".join(LINES[:15])
+    assert all(lines.endswith(b"\n") and lines == b"".join(LINES[first:])[: len(lines)] for first, lines in got)
+
+
+def test_what_retention_took_shows_in_the_offset():
+    with Gateway(records(5, 8)) as gateway:
+        assert list(Remote(gateway.name).read("t", 0, 0, 8)) == [(5, b"".join(LINES[5:8]))]
+
+
+def test_of_the_wal_the_seqs_say_where_to_go_on():
+    gap = answer(LINES[0] + LINES[4] + LINES[9], length=1000, First=1, Next=15)
+    with Gateway(gap, answer(LINES[12], First=13, Next=15)) as gateway:
+        got = list(Remote(gateway.name).read(WAL, 0, 1, 15))
+    assert got == [(1, LINES[0] + LINES[4] + LINES[9]), (13, LINES[12])]
+    assert gateway.asked[1].endswith("start=11&end=15")
+
+
+def test_a_gateway_that_says_not_now_is_asked_again():
+    with Gateway(said(503, "not_ready"), said(429, "too_many"), records(0, 20)) as gateway:
+        assert [lines for _, lines in Remote(gateway.name).read("t", 0, 0, 20)] == [b"".join(LINES)]
+    with Gateway(said(503, "stopping"), b"", answer(b'{"data_id": "me"}')) as gateway:
+        assert Remote(gateway.name).identity() == "me"
+
+
+def test_more_or_fewer_records_than_announced_are_an_error():
+    body = b"".join(LINES[:5])
+    for end in (4, 6):
+        with (
+            Gateway(answer(body, First=0, Next=end)) as gateway,
+            pytest.raises(CorruptError, match=f"5 records came of {end}"),
+        ):
+            list(Remote(gateway.name).read("t", 0, 0, 20))
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [lambda it: it.topics(), lambda it: list(it.read("t", 0, 0, 9))])
+def test_a_gateway_that_stays_away_is_named_with_what_was_asked(ask):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        name = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(RetryError, match=rf"broker {name}: http://{name}/v1/\S+: .*refused; nothing else for 0 s"):
+        ask(Remote(name))
+
+
+def test_damage_is_the_error_that_a_local_reader_raises_behind_all_that_is_good():
+    fields = {
+        "path": "/d/append/1.log",
+        "byte": 7,
+        "end": 9,
+        "first_offset": 3,
+        "next_offset": 5,
+        "what": "crc mismatch",
+    }
+    with Gateway(records(0, 20, 100), said(500, "damaged", **fields)) as gateway:
+        source = Remote(gateway.name).read("t", 0, 0, 20)
+        assert next(source) == (0, b"".join(LINES[:3]))
+        with pytest.raises(DamageError) as raised:
+            next(source)
+    damage = raised.value
+    assert damage.path == f"{gateway.name}:/d/append/1.log"
+    assert (damage.byte, damage.end, damage.first_offset, damage.next_offset) == (7, 9, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "text"),
+    [
+        (said(401, "unauthorized"), ConfigError, "kmq.token: the unauthorized of it"),
+        (said(404, "not_found"), ConfigError, "/v1/broker: not_found: the not_found of it"),
+        (said(400, "bad_request"), ConfigError, "bad_request"),
+        (said(500, "internal"), RetryError, "internal"),
+        (answer(b"<html>", 404), ConfigError, "HTTP 404; this is no gateway of KMQ"),
+        (answer(b"[]", 500), ConfigError, "HTTP 500; this is no gateway of KMQ"),
+    ],
+)
+def test_a_refusal_is_said_with_broker_and_url_and_not_tried_again(reply, kind, text):
+    with Gateway(reply) as gateway, pytest.raises(KmqError) as raised:
+        Remote(gateway.name).identity()
+    assert type(raised.value) is kind
+    assert str(raised.value).startswith(f"broker {gateway.name}: http://{gateway.name}/v1/broker") and text in str(
+        raised.value
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["", ":8082", "host:port", "host:99999", "ftp://host:1", "host/path", "a b@c:1", "::1"]
+)
+def test_a_name_that_is_no_address_is_refused(name):
+    with pytest.raises(ConfigError, match=r"kmq\.bootstrap\.servers: .* is not host:port"):
+        Remote(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("pod-1", "http://pod-1:8082"),
+        ("pod-1:9", "http://pod-1:9"),
+        ("https://pod-1", "https://pod-1:8443"),
+        ("[::1]:9", "http://[::1]:9"),
+    ],
+)
+def test_a_name_may_leave_out_the_port_and_ask_for_tls(name, url):
+    assert Remote(name)._url("") == f"broker {name}: {url}"
+
+
+# --- against the gateway ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_data(tmp_path / "data", [b"t.k|||%d" % n for n in range(100)])
+
+
+def test_it_goes_to_another_process_without_its_connection(data, tmp_path):
+    path = f"{tmp_path}/tokens"
+    token = tokens.new(path, "spark")
+    with up(data, synced=100, KMQ_TOKENS=path) as broker:
+        broker.serve()
+        name = f"127.0.0.1:{broker.port}"
+        first = open_broker(name, False, token)
+        assert first.topics() == {"t": 1}
+        second = pickle.loads(pickle.dumps(first))
+        assert second.bounds(["t", WAL]) == {("t", 0): (0, 100), (WAL, 0): (1, 101)}
+        assert second.name == name
+        with pytest.raises(ConfigError, match=r"option kmq\.token"):
+            open_broker(name, False).topics()
+
+
+def test_a_gateway_that_is_restarted_between_two_questions_is_not_noticed(data, monkeypatch):
+    monkeypatch.setattr(remote, "PATIENCE_S", PATIENCE_S)
+    with up(data, synced=100) as broker:
+        broker.serve()
+        access = Remote(f"127.0.0.1:{broker.port}")
+        assert access.topics() == {"t": 1}
+        broker.stop()
+        starting = threading.Timer(0.2, broker.serve)
+        starting.start()
+        assert access.topics() == {"t": 1}
+        starting.join()
