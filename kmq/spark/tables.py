@@ -1,7 +1,7 @@
 """Tables that the batches of a stream are added to exactly once: directories of Parquet files, and Delta tables.
 
     with open_table("archive", "parquet", ["topic", "date"]) as table:
-        table.stage(dataframe, batch_id); table.commit(batch_id)         # in foreachBatch, unless table.has(batch_id)
+        follow(table, stream, lambda batch, query: table.stage(batch))      # until all is added, or for ever
 
 Owns        the directory `to`: one writer at a time, under an exclusive lock. Beside the table's files it holds .kmq/, which
             readers pass over (Spark, pandas, pyarrow, Delta: a name with a dot; as a glob: to/*=*/**/*.parquet):
@@ -34,10 +34,11 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 from uuid import uuid4
 
@@ -56,6 +57,54 @@ MERGE_FILES = 8  # so many small files in one directory are merged
 VACUUM_HOURS = 7 * 24  # Delta: how long readers may go on with a version that is not the newest
 _NULL = "__HIVE_DEFAULT_PARTITION__"  # Spark's name of the directory for null
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class Followed(NamedTuple):
+    """What a run of a stream added."""
+
+    rows: int
+    batches: int
+    merged: int  # small files that became few
+
+
+def follow(
+    table: "Table",
+    rows: "DataFrame",
+    prepare: "Callable[[DataFrame, str], None]",
+    name: str,
+    once: bool = True,
+    every: str = "10 seconds",
+    checkpoint: str = "",
+) -> Followed:
+    """Add a stream to a table, batch by batch. `prepare(batch, query id)` stages what is to be added.
+
+    `once`: all there is now, then return. The checkpoint is the table's own where none is named.
+    """
+    where = (checkpoint or f"{table.state}/checkpoint").removeprefix("file://")
+    turn = threading.Lock()
+    added = batches = merged = 0
+
+    def add(batch: "DataFrame", batch_id: int) -> None:
+        nonlocal added, batches, merged
+        with turn:
+            query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId") or ""
+            table.bind(query, batch_id)
+            if table.has(batch_id):
+                return
+            prepare(batch, query)
+            offsets = f"{where}/offsets/{batch_id}"
+            added += table.commit(batch_id, [offsets] if os.path.exists(offsets) else [])
+            batches += 1
+            merged += table.merge(batch.sparkSession)
+
+    stream = rows.writeStream.queryName(name).foreachBatch(add).option("checkpointLocation", where)
+    query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)).start()
+    try:
+        query.awaitTermination()
+    finally:
+        query.stop()
+        turn.acquire()  # a batch that Spark does not wait for any more may still be in its commit
+    return Followed(added, batches, merged + table.merge(rows.sparkSession, all=True))
 
 
 def open_table(to: str, format: str, partition_by: Sequence[str]) -> "Table":
@@ -81,7 +130,7 @@ class Table:
 
     def __enter__(self) -> "Table":
         os.makedirs(self.state, exist_ok=True)
-        self._lock.acquire(f"--to {self.path}", describe("archive", self.path))
+        self._lock.acquire(f"--to {self.path}", describe("pipeline", self.path))
         try:
             self._check_format()
             for left in (self._making, self._merging):

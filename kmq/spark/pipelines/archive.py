@@ -23,10 +23,8 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, cast
@@ -42,7 +40,7 @@ from kmq.log.disk import replace_file
 from kmq.settings import load
 from kmq.spark.brokers import Directory, open_broker
 from kmq.spark.options import Options
-from kmq.spark.tables import Table, open_table
+from kmq.spark.tables import Table, follow, open_table
 
 # What the source is asked for. The key as bytes: a dead letter keeps it to the last one.
 READ = (
@@ -242,71 +240,33 @@ def run(
     with open_table(to, format, partition_by) as table:
         fields = None if schema == NONE else _frozen(spark, table, where, schema)
         keeps_rest = rest if rest is not None else schema == INFER
-        archive = _Archive(table, checkpoint or f"{table.state}/checkpoint", fields, keeps_rest, bad, letters)
-        archive.enrich = lambda rows: (more or _same)(enrich(rows, host, pod))
-        rows = spark.readStream.format("kmq").schema(READ).options(**_starting(where, batch_bytes)).load()
-        with _described(progress, f"archive to {to}"):
-            stream = rows.writeStream.foreachBatch(archive.add).option("checkpointLocation", archive.checkpoint)
-            stream = stream.queryName("archive")
-            query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)).start()
-            try:
-                query.awaitTermination()
-            finally:
-                query.stop()
-                archive.turn.acquire()  # a batch that Spark does not wait for any more may still be in its commit
-        merged = archive.merged + table.merge(spark, all=True)
-        return Archived(archive.rows, archive.bad, archive.batches, merged)
+        count = 0
 
+        def store(rows: DataFrame) -> None:
+            enriched = enrich(rows.drop("routing_key"), host, pod)
+            table.stage(more(enriched) if more else enriched)
 
-class _Archive:
-    """What happens to each micro-batch, and what came of it so far."""
-
-    enrich: Callable[[DataFrame], DataFrame]
-
-    def __init__(
-        self,
-        table: Table,
-        checkpoint: str,
-        fields: StructType | None,
-        rest: bool,
-        bad_rows: str,
-        letters: "_Letters | None",
-    ) -> None:
-        self.table, self.checkpoint, self.fields, self.rest = table, checkpoint, fields, rest
-        self.bad_rows, self.letters = bad_rows, letters
-        self.rows = self.bad = self.batches = self.merged = 0
-        self.turn = threading.Lock()
-
-    def add(self, batch: DataFrame, batch_id: int) -> None:
-        """Called by Spark with each micro-batch, again with one whose end it did not see."""
-        with self.turn:
-            self._add(batch, batch_id)
-
-    def _add(self, batch: DataFrame, batch_id: int) -> None:
-        query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
-        assert query
-        self.table.bind(query, batch_id)
-        if self.table.has(batch_id):
-            return
-        bad, stored = 0, with_text(batch)
-        if self.fields is not None:
-            count = Observation()
+        def prepare(batch: DataFrame, query: str) -> None:
+            nonlocal count
+            if fields is None:
+                store(with_text(batch))
+                return
+            seen = Observation()
             # Between the parsing and the choice, also so that Spark does not parse once for each of them.
-            parsed = parse(batch, self.fields, self.rest).observe(count, F.count("reason").alias("bad"))
-            if self.bad_rows == "keep":
-                stored = with_text(parsed.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value"))))
+            parsed = parse(batch, fields, keeps_rest).observe(seen, F.count("reason").alias("bad"))
+            if bad == "keep":
+                store(with_text(parsed.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value")))))
             else:
-                stored = parsed.where("reason is null").drop("reason", "value")
-        self.table.stage(self.enrich(stored.drop("routing_key")))
-        if self.fields is not None:
-            bad = count.get["bad"]
-            if bad and self.letters:
-                self.letters.send(parsed.where("reason is not null"), query)
-        offsets = f"{self.checkpoint.removeprefix('file://')}/offsets/{batch_id}"
-        self.rows += self.table.commit(batch_id, [offsets] if os.path.exists(offsets) else [])
-        self.bad += bad
-        self.batches += 1
-        self.merged += self.table.merge(batch.sparkSession)
+                store(parsed.where("reason is null").drop("reason", "value"))
+            count += seen.get["bad"]
+            if letters and seen.get["bad"]:
+                letters.send(parsed.where("reason is not null"), query)
+
+        if progress is not None:
+            progress.describe(f"archive to {to}")
+        rows = spark.readStream.format("kmq").schema(READ).options(**starting(where, batch_bytes)).load()
+        done = follow(table, rows, prepare, "archive", once, every, checkpoint)
+        return Archived(done.rows, count, done.batches, done.merged)
 
 
 class _Letters:
@@ -379,11 +339,7 @@ def _own_data() -> str:
     return os.path.realpath(load().data)
 
 
-def _same(rows: DataFrame) -> DataFrame:
-    return rows
-
-
-def _starting(where: Mapping[str, str], batch_bytes: str) -> dict[str, str]:
+def starting(where: Mapping[str, str], batch_bytes: str) -> dict[str, str]:
     """The options of the stream: from the first record on, in batches of a size; a pattern takes in no dead letters."""
     lower = {name.lower(): text for name, text in where.items()}
     options = dict(where)
@@ -431,7 +387,7 @@ def _given(schema: str) -> StructType:
 
 def _sample(spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
     """The first records of each topic."""
-    options = Options(_starting(where, BATCH_BYTES))
+    options = Options(starting(where, BATCH_BYTES))
     brokers = [open_broker(name, bool(options.paths), options.token) for name in options.brokers]
     names = sorted({topic for broker in brokers for topic in broker.topics() if options.wants(topic)})
     if not names:
@@ -457,10 +413,3 @@ def _function(name: str) -> Callable[[DataFrame], DataFrame]:
         raise ConfigError(f"--enrich {name!r}: is no function")
     made: Callable[[DataFrame], DataFrame] = found
     return made
-
-
-@contextmanager
-def _described(progress: Any, what: str) -> Iterator[None]:
-    if progress is not None:
-        progress.describe(what)
-    yield
