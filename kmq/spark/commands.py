@@ -287,6 +287,7 @@ def archive(
 def audit(
     path: FromPath = "",
     brokers: Brokers = "",
+    token_file: TokenFile = "",
     report: Annotated[
         str, typer.Option("--report", help="Write this HTML file, with plots; empty: none.")
     ] = "kmq-audit.html",
@@ -301,7 +302,7 @@ def audit(
     with running("audit", master, conf, verbose, py_files) as job:
         from kmq.spark.pipelines import audit
 
-        raise typer.Exit(audit.run(job.spark, source(path, brokers), report, as_json, limit, job.progress))
+        raise typer.Exit(audit.run(job.spark, source(path, brokers, token_file), report, as_json, limit, job.progress))
 
 
 # --- compact -------------------------------------------------------------------------------------------------------
@@ -348,6 +349,52 @@ def compact(
 
 # --- metrics -------------------------------------------------------------------------------------------------------
 
+
+@run_app.command(
+    epilog=examples(
+        "kmq pipeline run metrics --window '5 minutes'",
+        "kmq pipeline run metrics --topics orders,jobs --to metrics --continuous",
+        "kmq pipeline run metrics --into metrics --checkpoint metrics.at --continuous",
+    )
+)
+def metrics(
+    path: FromPath = "",
+    brokers: Brokers = "",
+    topics_: Topics = "",
+    pattern: Pattern = "",
+    window: Annotated[str, typer.Option("--window", help="Of time: '10 seconds', '1 hour', …")] = "1 minute",
+    to: Annotated[str, typer.Option("--to", help="Add windows that are over to the table in this directory.")] = "",
+    format: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
+    into: Annotated[str, typer.Option("--into", help="Or send them, as JSON, to this topic.")] = "",
+    producers: Annotated[
+        str, typer.Option("--producers", help="host:port of the lines of the broker with --into; default: this one's.")
+    ] = "",
+    once: Once = True,
+    every: Annotated[str, typer.Option("--every", help="Between two batches of --continuous.")] = "10 seconds",
+    checkpoint: Checkpoint = "",
+    master: Master = "",
+    conf: Conf = None,
+    py_files: PyFiles = "",
+    verbose: Verbose = False,
+) -> None:
+    """Rates, sizes, keys and delays per topic and window of time: as a table here, or as a stream to a table or a topic."""
+    where = source(path, brokers) | topics(topics_, pattern, default=".*")
+    with running("metrics", master, conf, verbose, py_files, continuous=not once) as job:
+        from kmq.spark.pipelines import metrics
+
+        if to or into:
+            rows = metrics.run(job.spark, where, to, format, into, producers, window, once, checkpoint, every)
+            job.progress.stop()
+            if to:
+                print(f"added {rows:,} rows to {to} ({format})")
+        else:
+            table = metrics.as_table(metrics.summary(job.spark, where, window))
+            job.progress.stop()
+            from rich.console import Console
+
+            Console().print(table)
+
+
 # --- mirror --------------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +439,59 @@ def mirror(
 
 
 # --- redrive -------------------------------------------------------------------------------------------------------
+
+
+@run_app.command(
+    epilog=examples(
+        "kmq pipeline run redrive dead --to 'test.{key}' --dry-run",
+        "kmq pipeline run redrive dead --to-sql \"concat('test.', key)\" \\",
+        "    --where \"headers['reason'] is null and value_text like 'lost%'\"",
+        "kmq pipeline run redrive --dropped --rate 1000",
+    )
+)
+def redrive(
+    topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not touched.")] = "",
+    to: Annotated[
+        str | None, typer.Option("--to", help="New routing key; may use {routing_key}, {topic}, {key}.")
+    ] = None,
+    to_sql: Annotated[str, typer.Option("--to-sql", help="Or a SQL expression over the columns of a record.")] = "",
+    where: Annotated[str, typer.Option("--where", help="Only records for which this SQL condition holds.")] = "",
+    dropped: Annotated[
+        bool, typer.Option("--dropped", help="From the WALs what drop_oldest took from the queue, or from all.")
+    ] = False,
+    name: Annotated[str, typer.Option("--name", help="Under another name what was redriven before is again.")] = "",
+    rate: Annotated[float, typer.Option("--rate", min=0, help="At most so many messages a second; 0: no limit.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count by new key what would be sent; send nothing.")
+    ] = False,
+    producers: Annotated[
+        str,
+        typer.Option("--producers", help="host:port of the lines of the broker that gets them; default: this one's."),
+    ] = "",
+    path: FromPath = "",
+    brokers: Brokers = "",
+    token_file: TokenFile = "",
+    master: Master = "",
+    conf: Conf = None,
+    py_files: PyFiles = "",
+    verbose: Verbose = False,
+) -> None:
+    """Dead letters back under new keys, selected and renamed by SQL; the same redrive again stores nothing twice."""
+    from kmq import redrive as rules
+
+    if not (topic or dropped) or (to is not None and to_sql) or (to is None and not to_sql and not dropped):
+        raise ConfigError("give the topic to read, and --to or --to-sql, the new routing key; or --dropped")
+    expression = to_sql or rules.to_sql("{routing_key}" if to is None else to)
+    origin = source(path, brokers, token_file)
+    with running("redrive", master, conf, verbose, py_files) as job:
+        from kmq.spark.pipelines import redrive
+
+        found = redrive.run(
+            job.spark, origin, topic, expression, where, dropped, name, rate, dry_run, producers, job.progress
+        )
+        job.progress.stop()
+        print(redrive.text(found, topic, dropped, dry_run))
+
 
 # --- route ---------------------------------------------------------------------------------------------------------
 

@@ -3,18 +3,21 @@
 import json
 import os
 import re
+import subprocess
+import threading
 import zlib
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from log_server import up
 from made_data import append, write_data
 from made_up import no_room
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
 from kmq.log import index, reader, segment
 from kmq.log.index import IndexWriter
-from kmq.spark import judge, report
+from kmq.spark import judge
 from kmq.spark.judge import FINDINGS, Judge
 from kmq.spark.pipelines import audit
 
@@ -23,7 +26,9 @@ MANY, ONE = 4096, 1 << 30  # bytes of a stretch
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
+def small_blocks(monkeypatch, request):
+    if "broker" in request.fixturenames:
+        return  # its own are of the usual size
     for module in (index, reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
 
@@ -53,7 +58,11 @@ def make(path, lines=None, **how):
 
 def judged(data, nbytes=ONE):
     """The rows of an audit, without Spark."""
-    [source] = audit.sources({"path": data})
+    return judged_at({"path": data}, nbytes)
+
+
+def judged_at(where, nbytes=ONE):
+    [source] = audit.sources(where)
     broker = source.open()
     return [
         row
@@ -457,3 +466,122 @@ def test_a_broken_history_is_found_and_named(tmp_path, name, nbytes):
     assert found(rows) == findings
     [row, *_] = [row for row in rows if row.what == what and place_of(row) == where]
     assert row.first_seq == seq
+
+
+# --- a broker that is up -----------------------------------------------------------------------------------------------------
+
+
+def test_a_broker_that_is_written_to_has_no_finding_by_files_or_over_http(broker):
+    broker.up()
+    broker.kmq("topics", "create", "orders", "--partitions", "4")
+    address = f"127.0.0.1:{(broker.pipes / 'http.port').read_text().strip()}"
+    stop = threading.Event()
+
+    def send():
+        for first in range(0, 200_000, 2000):  # an end, or a slow machine never comes behind
+            if not stop.wait(0.02):
+                broker.send_lines([line(first + n) for n in range(2000)])
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        broker.wait_routed(2000)
+        for where in ({"path": str(broker.data)}, {"kmq.bootstrap.servers": address}) * 2:
+            rows = judged_at(where, 1 << 20)
+            assert found(rows) == {}
+            assert noted(rows).keys() <= {"unrouted"}
+            assert sum(row.records for row in rows if row.what == "records") >= 2000
+    finally:
+        stop.set()
+        sender.join()
+    without_router = broker.status()["durability"]["seq"]
+    broker.wait_routed(int(without_router))
+    rows = judged_at({"kmq.bootstrap.servers": address})
+    assert (found(rows), noted(rows)) == ({}, {})
+    [source] = audit.sources({"kmq.bootstrap.servers": address})
+    assert {name for name, _, _ in source.snapshot.topics} == {"test", "orders", "jobs", "new"}
+    assert source.snapshot.routed == int(without_router)
+
+
+def test_what_is_wrong_is_seen_over_http_too(tmp_path):
+    data = make(tmp_path / "data")
+    without(data, "test/0", 248)
+    alter(data, "orders/1", seqs_in(data, "orders/1")[3], b"payload", b"Payload")
+    flip(data, "jobs/0", 1500)
+    with up(data, COUNT) as served:
+        served.serve()
+        rows = judged_at({"kmq.bootstrap.servers": f"127.0.0.1:{served.port}"})
+    assert found(rows) == {"lost": 1, "altered": 1, "damage": 1}
+    assert found(judged(data)) == found(rows)
+
+
+# --- with Spark ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_with_spark_says_of_two_brokers_what_there_is_to_say(spark, tmp_path, capsys):
+    good, bad = make(tmp_path / "good"), make(tmp_path / "bad")
+    without(bad, "test/0", 248)
+    again(bad, "orders/1", *seqs_in(bad, "orders/1")[3:5])
+    flip(bad, "jobs/0", 1500)
+    page = tmp_path / "pages" / "audit.html"
+    assert audit.run(spark, {"path": good}, "", False) == EXIT_OK
+    assert f"audit: {COUNT:,} records, all good" in capsys.readouterr().out
+    assert audit.run(spark, {"path": f"{good},{bad}"}, str(page), limit=2) == EXIT_FAILED
+    said = capsys.readouterr().out
+    assert "lost 1" in said and "duplicate 1" in said and "damage 1" in said and "the first 2" in said
+    assert audit.run(spark, {"path": f"{good},{bad}"}, "", as_json=True) == EXIT_FAILED
+    table = json.loads(capsys.readouterr().out)
+    assert (table["result"], table["records"]) == ("fail", 2 * COUNT)
+    assert table["findings"] == {"damage": 1, "duplicate": 1, "lost": 1}
+    [lost] = [each for each in table["shown"] if each["what"] == "lost"]
+    assert (lost["broker"], lost["first_seq"], lost["offset"]) == (bad, 248, 30)
+    assert lost["file"] == "topics/test/0/00000000000000000000.log"
+    [damage] = [each for each in table["shown"] if each["what"] == "damage"]
+    assert damage["path"].startswith(bad) and damage["byte"] > 0
+    text = page.read_text()
+    assert text.count("<svg") == 3 and "lost" in text and "KMQ audit: 3 findings" in text
+    assert not re.search(r"(src|href)=\"(?!#)", text) and "@import" not in text  # one file, no network
+
+
+def test_stretches_make_no_difference_to_what_spark_adds_up(spark, tmp_path):
+    data = make(tmp_path)
+    without(data, "test/0", 248)
+    one, many = (audit.audit(spark, audit.sources({"path": data}), nbytes) for nbytes in (ONE, MANY))
+    assert (one.findings, one.notes) == (many.findings, many.notes) == ({"lost": 1}, {})
+    assert one.hours == many.hours and one.moments == many.moments
+    assert sum(each.records for each in one.hours) == COUNT
+
+
+def test_the_questions_of_an_audit_can_be_asked_of_any_frame(spark, tmp_path):
+    data = make(tmp_path)
+    lose_everywhere(data, 100, 101, 300)
+    without(data, "test/0", 248)
+    again(data, "orders/1", *seqs_in(data, "orders/1")[3:5])
+
+    def read(**options):
+        columns = "broker string, topic string, partition int, offset bigint, seq bigint"
+        return spark.read.format("kmq").schema(columns).options(path=data, **options).load()
+
+    wal, queues = read(subscribe="__append"), read(subscribePattern=".*")
+    assert [(row.first_seq, row.last_seq) for row in audit.gaps(wal).orderBy("first_seq").collect()] == [
+        (100, 101),
+        (300, 300),
+    ]
+    assert [row.seq for row in audit.missing(wal, queues).collect()] == [248]
+    [twice] = audit.duplicates(queues).collect()
+    assert (twice.seq, twice.times) == (seqs_in(data, "orders/1")[3], 2)
+    [late] = audit.out_of_order(queues).collect()
+    assert (late.topic, late.partition, late.seq) == ("orders", 1, twice.seq)
+
+
+def test_the_command_audits_the_broker_of_its_environment_and_its_exit_code_says_how_it_went(broker):
+    broker.up()
+    broker.send_lines([line(n) for n in range(200)])
+    broker.wait_routed(200)
+    broker.down()
+    without(str(broker.data), "test/0", seqs_in(broker.data, "test/0")[2])
+    command = ["kmq", "pipeline", "run", "audit", "--master", "local[1]", "--report", "page.html", "--json"]
+    done = subprocess.run(command, env=broker.env, cwd=broker.root, capture_output=True, text=True, timeout=250)
+    assert done.returncode == EXIT_FAILED, done.stderr
+    assert json.loads(done.stdout)["findings"] == {"lost": 1}
+    assert "lost" in (broker.root / "page.html").read_text()
