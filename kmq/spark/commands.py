@@ -215,6 +215,7 @@ def archive(
     to: Annotated[str, typer.Option("--to", help="Directory of the table, here or on a shared volume.")],
     path: FromPath = "",
     brokers: Brokers = "",
+    token_file: TokenFile = "",
     topics_: Topics = "",
     pattern: Pattern = "",
     format: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
@@ -250,7 +251,7 @@ def archive(
     verbose: Verbose = False,
 ) -> None:
     """Topics to a Parquet or Delta table: JSON typed, enriched, bad ones to <topic>.dlq, exactly once."""
-    where = source(path, brokers) | topics(topics_, pattern)
+    where = source(path, brokers, token_file) | topics(topics_, pattern)
     with running("archive", master, conf, verbose, py_files, continuous=not once) as job:
         from kmq.spark.pipelines import archive
 
@@ -360,6 +361,7 @@ def compact(
 def metrics(
     path: FromPath = "",
     brokers: Brokers = "",
+    token_file: TokenFile = "",
     topics_: Topics = "",
     pattern: Pattern = "",
     window: Annotated[str, typer.Option("--window", help="Of time: '10 seconds', '1 hour', …")] = "1 minute",
@@ -378,12 +380,24 @@ def metrics(
     verbose: Verbose = False,
 ) -> None:
     """Rates, sizes, keys and delays per topic and window of time: as a table here, or as a stream to a table or a topic."""
-    where = source(path, brokers) | topics(topics_, pattern, default=".*")
+    where = source(path, brokers, token_file) | topics(topics_, pattern, default=".*")
     with running("metrics", master, conf, verbose, py_files, continuous=not once) as job:
         from kmq.spark.pipelines import metrics
 
         if to or into:
-            rows = metrics.run(job.spark, where, to, format, into, producers, window, once, checkpoint, every)
+            rows = metrics.run(
+                job.spark,
+                where,
+                to,
+                format,
+                into,
+                producers,
+                window,
+                once,
+                checkpoint,
+                every,
+                where.get("kmq.token", ""),
+            )
             job.progress.stop()
             if to:
                 print(f"added {rows:,} rows to {to} ({format})")

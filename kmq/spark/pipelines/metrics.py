@@ -13,7 +13,9 @@ from collections.abc import Mapping
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
+from rich.table import Table
 
+from kmq.client.producer import local_address
 from kmq.errors import ConfigError
 from kmq.spark.pipelines.archive import starting
 from kmq.spark.tables import follow, open_table
@@ -24,6 +26,7 @@ WATERMARK = (
     "10 seconds"  # recv_ts never decreases within a broker: this covers partitions that are read one behind the other
 )
 QUANTILE_ERROR = 1000  # approx_percentile is within count / this of the right rank
+MOST_SHOWN = 1000  # rows on a terminal
 _DAY_S = 86_400  # a producer_ts further from recv_ts is no clock's
 _JSON = r"^\s*[\[{]"  # looks like an object or a list: only then is it parsed
 
@@ -94,6 +97,32 @@ def summary(spark: SparkSession, where: Mapping[str, str], window: str = WINDOW)
     return measure(rows, window).orderBy("start", "topic")
 
 
+def as_table(figures: DataFrame) -> Table:
+    """What `summary` found, for a terminal; at most MOST_SHOWN rows, the last ones."""
+    titles = (
+        "start (UTC)",
+        "topic",
+        "messages",
+        "bytes",
+        "msg/s",
+        "size p50",
+        "p99",
+        "max",
+        "keys",
+        "JSON",
+        "delay p50 s",
+        "p99 s",
+    )
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        shown.add_column(title, justify="left" if title in titles[:2] else "right", no_wrap=title == titles[0])
+    for row in figures.withColumn("start", F.date_format("start", "yyyy-MM-dd HH:mm:ss")).tail(MOST_SHOWN):
+        values = (f"{each:,}" if isinstance(each, (int, float)) else each or "" for each in row[1:9])
+        delays = ("" if each is None else f"{each:.3f}" for each in row[10:])
+        shown.add_row(row.start, *values, f"{row.json:.0%}", *delays)
+    return shown
+
+
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
@@ -107,7 +136,8 @@ def run(
     every: str = "10 seconds",
     token: str = "",
 ) -> int:
-    """Measure as a stream, to a table (`to`) or as JSON to `topic` of the broker at `producers`; returns rows added to the table.
+    """Measure as a stream, to a table (`to`) or as JSON to `topic` of the broker at `producers` (default: the one of this
+    directory's settings); returns rows added to the table.
 
     `once`: windows that are not over are left to the next run, which goes on from the checkpoint.
     """
@@ -126,6 +156,9 @@ def run(
             return follow(table, measured, prepare, "metrics", once, every, checkpoint).rows
     lines = measured.select(F.col("topic").alias("key"), F.to_json(F.struct("*")).alias("value"))
     stream = lines.writeStream.format("kmq").queryName("metrics").option("checkpointLocation", checkpoint)
+    if not producers:
+        host, port, token = local_address()
+        producers = f"{host}:{port}"
     stream = stream.option("kmq.producers", producers).option("topic", topic)
     stream = stream.option("kmq.token", token) if token else stream
     query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)).start()
