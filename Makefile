@@ -17,8 +17,11 @@ $(STAMP): pyproject.toml scripts/setup
 
 setup: $(STAMP)  ## make the environment in .venv
 
-demo: $(STAMP)  ## set up, ship this machine's logs through the broker (or INPUT="file …"), show the result
+demo: $(STAMP)  ## set up, ship this machine's logs through the broker (or INPUT="file …"), audit and archive them
 	@scripts/demo $(INPUT)
+
+cluster-demo: $(STAMP)  ## two pods and a Spark cluster on this machine: audit and archive over both, by HTTP
+	@$(BIN)/python scripts/cluster_demo.py
 
 test: $(STAMP)  ## set up and run all the tests
 	@$(BIN)/python -m pytest -m "not soak"
@@ -49,4 +52,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo test check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench soak clean
+.PHONY: help setup demo cluster-demo test check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench soak clean

@@ -1,0 +1,180 @@
+"""Beyond one machine, on one: two broker pods, a Spark cluster, and pipelines over both pods at once.
+
+    scripts/cluster_demo.py [file or directory …]      default: this machine's own logs under /var/log
+
+The lines go to the two pods in turn. A standalone master and two workers, each executor a process of its own, then audit and
+archive them over HTTP, as they would from other machines. Everything is on loopback and in a directory that is removed.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
+from pathlib import Path
+
+import demo
+import typer
+from rich.table import Table
+
+from kmq.client.lines import LineSender, format_message
+from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
+from kmq.links.ownership import RingLock
+from kmq.spark.commands import running
+from kmq.spark.sessions import find_java, require_spark
+from kmq.spark.standalone import Standalone
+
+PODS = 2
+WORKERS = 2
+MOST_LINES = 100_000  # enough to see all of them work
+ROUTED_S = 60.0
+SHM = Path("/dev/shm")
+
+out = demo.out
+
+
+class Pod:
+    """A broker with directories, ports and an instance name of its own."""
+
+    def __init__(self, number: int, root: Path) -> None:
+        self.name, self.data, self.pipes = (
+            f"pod-{number}",
+            root / f"pod-{number}" / "data",
+            root / f"pod-{number}" / "p",
+        )
+        self.count = 0
+        self._instance = f"cluster-demo-{os.getpid()}-{number}"
+        settings = {"INSTANCE": self._instance, "DATA": self.data, "PIPES": self.pipes}
+        ports = dict.fromkeys(("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT"), 0)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+        self._env = kept | {f"KMQ_{name}": str(value) for name, value in (settings | ports).items()}
+
+    def kmq(self, *arguments: str) -> str:
+        """What `kmq …` prints in this pod's environment."""
+        command = [sys.executable, "-m", "kmq.cli", *arguments]
+        done = subprocess.run(command, env=self._env, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(done.returncode)
+        return done.stdout
+
+    def port(self, name: str) -> int:
+        return int((self.pipes / f"{name}.port").read_text())
+
+    @contextmanager
+    def up(self) -> Iterator[None]:
+        self.kmq("up")
+        out.print(f"pod        {self.name}: lines in on {self.port('ingress')}, HTTP on {self.port('http')}")
+        try:
+            yield
+        finally:
+            self.kmq("down")
+            self._forget()
+
+    def _forget(self) -> None:
+        """A broker leaves its rings for its next start; this one has none."""
+        for path in (*SHM.glob(f"{self._instance}.*"), *SHM.glob(f"sem.{self._instance}.*")):
+            path.unlink()
+        for ring in ("framed", "durable"):
+            for end in ("writer", "reader"):
+                RingLock(self._instance, ring, end).remove()
+
+    def wait_routed(self) -> None:
+        """Until the queues have everything that was sent."""
+        deadline = time.monotonic() + ROUTED_S
+        while sum(path.read_bytes().count(b"\n") for path in self.data.glob("topics/*/*/*.log")) < self.count:
+            if time.monotonic() > deadline:
+                raise RetryError(
+                    f"{self.name} has not routed all after {ROUTED_S:.0f} s; its log: {self.pipes}/kmq.log"
+                )
+            time.sleep(demo.POLL_S)
+
+
+def ship(pods: list[Pod], sources: list[demo.Source]) -> None:
+    """The lines of the sources to the pods, in turn."""
+    with ExitStack() as stack:
+        senders = [stack.enter_context(LineSender("127.0.0.1", pod.port("ingress"))) for pod in pods]
+        lines = ((source, line) for source in sources for line in source.lines())
+        for number, ((source, line), pod, sender) in enumerate(
+            zip(lines, cycle(pods), cycle(senders), strict=False), 1
+        ):
+            sender.send(format_message(source.routing_key(line), line, b"%d" % number))
+            pod.count += 1
+            if number == MOST_LINES:
+                break
+    for pod in pods:
+        pod.wait_routed()
+    out.print(f"shipped    {', '.join(f'{pod.count:,} to {pod.name}' for pod in pods)}")
+
+
+def analyse(pods: list[Pod], to: Path) -> bool:
+    """Audit and archive on the cluster; whether both have everything."""
+    names = {f"127.0.0.1:{pod.port('http')}": pod for pod in pods}
+    where = {"kmq.bootstrap.servers": ",".join(names)}
+    begin = time.monotonic()
+    with Standalone(WORKERS) as cluster:
+        out.print(f"cluster    {cluster.url}, {WORKERS} workers, in {time.monotonic() - begin:.1f} s")
+        conf = [f"{name}={value}" for name, value in cluster.conf.items()]
+        with running("cluster-demo", cluster.url, conf) as job:
+            from kmq.spark.pipelines import archive, audit
+
+            begin = time.monotonic()
+            is_good = audit.run(job.spark, where, progress=job.progress) == EXIT_OK
+            out.print(f"audit      {'good' if is_good else 'NOT good'}, in {time.monotonic() - begin:.1f} s")
+            begin = time.monotonic()
+            everything = where | {"subscribePattern": r"(?!__).*"}
+            done = archive.run(job.spark, everything, str(to), schema=archive.NONE, progress=job.progress)
+            rows = (
+                job.spark.read.parquet(str(to)).groupBy("broker", "topic").count().orderBy("broker", "topic").collect()
+            )
+            out.print(f"archive    {done.rows:,} rows as Parquet, in {time.monotonic() - begin:.1f} s")
+    table = Table("pod", "topic", box=None, pad_edge=False, header_style="bold")
+    table.add_column("archived", justify="right")
+    for broker, topic, count in rows:
+        table.add_row(names[broker].name, topic, f"{count:,}")
+    out.print(table)
+    archived = {name: sum(count for broker, _, count in rows if broker == name) for name in names}
+    wrong = [
+        f"{pod.name} {archived[name]:,} of {pod.count:,}" for name, pod in names.items() if archived[name] != pod.count
+    ]
+    out.print(f"archived   NOT all: {', '.join(wrong)}" if wrong else "archived   every message of every pod, once")
+    return is_good and not wrong
+
+
+def run(inputs: list[str]) -> int:
+    require_spark()
+    find_java()
+    sources = demo.named_files(inputs) if inputs else demo.machine_logs()[0]
+    if sum(source.count for source in sources) < demo.ENOUGH and not inputs:
+        sources.append(demo.process_events(demo.ENOUGH))
+    demo.name_topics(sources)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kmq-cluster-") as root, ExitStack() as stack:
+        pods = [Pod(number, Path(root)) for number in range(1, PODS + 1)]
+        for pod in pods:
+            stack.enter_context(pod.up())
+        ship(pods, sources)
+        good = analyse(pods, Path(root) / "archive")
+    out.print(f"result     {'good' if good else 'NOT good'}, {time.monotonic() - begin:.0f} s in all")
+    return EXIT_OK if good else EXIT_FAILED
+
+
+def main() -> int:
+    try:
+        return run(sys.argv[1:])
+    except typer.Exit as ended:
+        return int(ended.exit_code)
+    except KmqError as error:
+        print(f"cluster-demo: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"cluster-demo: {error}", file=sys.stderr)
+        return EXIT_RETRY
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
