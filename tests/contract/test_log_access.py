@@ -336,6 +336,19 @@ def block_by_block(log, offset):
         offset = first + lines.count(b"\n")
 
 
+def test_a_sealed_segment_that_ends_too_early_is_damage_behind_its_last_record(access_to, data):
+    lines, path = logs_of(data)["a", 0], sorted(Path(f"{data}/topics/a/0").glob("*.log"))[1]
+    first, kept = int(path.stem), path.read_bytes().splitlines(keepends=True)[:-9]
+    path.write_bytes(b"".join(kept))
+    path.with_suffix(".idx").unlink()
+    index.IndexWriter.complete(str(path), first, lambda path: None)
+    access = access_to(data)
+    for start in (0, first + 3, first + len(kept), first + len(kept) + 4):
+        got, damage = until_damage(access.read("a", 0, start, 1000))
+        assert got == {at: lines[at] for at in range(start, first + len(kept))}
+        assert damage is not None and damage.path.endswith(str(path))
+
+
 def test_damage_is_named_by_file_and_byte(access_to, data):
     path = sorted(Path(f"{data}/topics/a/0").glob("*.log"))[1]
     flip(path, 9000)
