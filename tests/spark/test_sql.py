@@ -1,0 +1,101 @@
+"""`kmq sql`: topics as tables, what it prints, what it says where something is wrong."""
+
+import csv
+import io
+import json
+
+import pytest
+from made_data import append, write_data
+
+from kmq.errors import ConfigError
+from kmq.spark import sql
+
+ORDERS = [b'orders.k%d|0|%d|{"user": "u%d", "amount": %d}' % (n % 5, n, n % 2, n) for n in range(1, 11)]
+LETTERS = [b"jobs.eu.x|0|;enc=b64|/wA=", b"jobs.eu.y|0|2;a=1|tab\there, and a comma", b"Jobs|0|1|other case"]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Ten orders in two partitions, three letters, and a way to add more: (path, wal and queues)."""
+    path = str(tmp_path / "data")
+    made = write_data(path, ORDERS + LETTERS, {"orders": 2, "jobs.eu": 1}, closed=False)
+    yield path, made
+    made[0].close()
+    made[1].close()
+
+
+@pytest.fixture
+def ask(spark, data, capsys):
+    """A function that runs a query and returns what is printed."""
+
+    def run(text, show=None):
+        shell = sql.Shell(spark, {"path": data[0]}, show or sql.as_table(100))
+        capsys.readouterr()
+        for statement in sql.statements(text):
+            shell.run(statement)
+        return capsys.readouterr().out
+
+    yield run
+    spark.conf.unset("spark.sql.caseSensitive")
+
+
+def cells(table):
+    """The rows of a printed table, without its header."""
+    return [line.split() for line in table.splitlines()[2:]]
+
+
+def test_topics_are_tables_under_their_names_and_so_are_the_wal_and_all_of_them(ask):
+    assert cells(ask("select topic, count(*) from orders group by 1")) == [["orders", "10"]]
+    assert cells(ask("select partition, count(*) from `jobs.eu` group by 1")) == [["0", "2"]]
+    assert cells(ask("select count(*), min(seq), max(seq) from append")) == [["13", "1", "13"]]
+    found = cells(ask("select topic, count(*) n from all_topics group by 1 order by 1"))
+    assert found == [["Jobs", "1"], ["jobs.eu", "2"], ["orders", "10"]]
+
+
+def test_topics_join_and_json_payloads_have_fields(ask):
+    user, amount = (f"get_json_object(value_text, '$.{name}')" for name in ("user", "amount"))
+    text = f"select {user} as u, sum({amount}) from orders group by 1 order by 1"
+    assert cells(ask(text)) == [["u0", "30.0"], ["u1", "25.0"]]
+    assert cells(ask("select count(*) from orders o join append a using (seq) where o.value = a.value")) == [["10"]]
+
+
+def test_each_query_sees_what_is_there_when_it_begins(ask, data):
+    assert cells(ask("select count(*) from orders")) == [["10"]]
+    append(data[1], [b"orders|0|11|late", b"new|0|1|topic"])
+    assert cells(ask("select count(*) from orders")) == [["11"]]
+    assert cells(ask("select count(*) from new")) == [["1"]]
+
+
+def test_csv_and_json_have_values_in_full_and_times_to_the_microsecond(ask):
+    text = "select id, headers, value, value_text, recv_ts from `jobs.eu` order by offset"
+    rows = list(csv.reader(io.StringIO(ask(text, sql.as_csv))))
+    assert rows[0] == ["id", "headers", "value", "value_text", "recv_ts"]
+    assert rows[2][0] == "2" and rows[2][2] == "tab\there, and a comma"
+    assert rows[2][4].endswith("12")
+    first, second = map(json.loads, ask(text, sql.as_json).splitlines())
+    assert (first["value"], second["headers"]) == ("/wA=", {"a": "1"})
+    assert second["recv_ts"].endswith("12Z")
+
+
+def test_two_columns_of_one_name_and_a_table_cut_at_its_rows_are_shown(ask, capsys):
+    assert (
+        ask("select a.id, b.id from orders a join orders b using (seq) order by seq", sql.as_table(3)).count("\n") == 5
+    )
+    assert cells(ask("select 1 as n where false")) == []
+
+
+def test_names_that_differ_in_case_only_are_two_topics(ask, data):
+    append(data[1], [b"jobs|0|1|small"])
+    assert cells(ask("select value_text from jobs")) == [["small"]]
+    assert "other case" in ask("select value_text from Jobs")
+
+
+def test_a_topic_that_does_not_exist_is_named_with_those_that_do(ask):
+    with pytest.raises(ConfigError, match=r"no topic `nope`; there are Jobs, jobs.eu, orders, append, all_topics"):
+        ask("select 1 from nope")
+
+
+def test_a_table_wider_than_the_terminal_keeps_its_columns(ask, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = ask("select value_text, value_text as again from orders order by seq").splitlines()
+    assert lines[2].count('{"user": "u1", "amount": 1}') == 2
