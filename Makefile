@@ -46,10 +46,13 @@ scenarios: scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario
 bench: $(STAMP)  ## speed, latency, memory, start-up: a table and JSON
 	@$(BIN)/python scripts/bench.py $(ARGS)
 
+bench-spark: $(STAMP)  ## the data pipeline: read, archive, audit, route beside Spark's text source
+	@$(BIN)/python scripts/bench_spark.py $(ARGS)
+
 soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 	@$(BIN)/python -m pytest -m soak --timeout 3600 -s
 
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo test check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench soak clean
+.PHONY: help setup demo cluster-demo test check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark soak clean
