@@ -1,0 +1,184 @@
+"""kill -9 of the driver in the source, in the sink, between sink and commit: every row is there once, in order.
+
+copy_driver.py copies a topic and kills itself at a given place; the next driver goes on from the same checkpoint. Some drivers
+leave Python workers behind, who go on writing what they have.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import count
+from pathlib import Path
+
+import fixed_port
+import psutil
+import pytest
+
+import kmq
+
+DRIVER = Path(__file__).with_name("copy_driver.py")
+DRIVER_S = 240.0  # of one driver, its JVM's start included
+COUNT, PARTITIONS, EACH = 3000, 3, 1000  # messages of `from`, its partitions, messages in a micro-batch
+POINTS = ("read", "write", "written", "commit", "plan")
+
+
+class Copy:
+    """A broker with the topic `from`, and drivers that copy it."""
+
+    def __init__(self, broker, root):
+        self.broker, self.root = broker, root
+        self.drivers, self._numbers = [], count()
+        fixed_port.up(broker)
+
+    def produce(self, total):
+        assert self.broker.kmq("topics", "create", "from", "--partitions", str(PARTITIONS)).returncode == 0
+        self.broker.send_lines([b"from.k%d|1|%d|message %d" % (n % 50, n, n) for n in range(total)])
+        self.broker.wait_routed(total)
+
+    def start(self, **plan):
+        number = next(self._numbers)
+        plan |= {"data": str(self.broker.data), "producers": fixed_port.address(self.broker), "max": EACH}
+        plan |= {"checkpoint": str(self.root / "checkpoint"), "pids": str(self.root / f"pids{number}")}
+        with open(self.root / f"driver{number}.log", "wb") as log:
+            command = [sys.executable, str(DRIVER), json.dumps(plan)]
+            driver = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self.drivers.append((driver, Path(plan["pids"])))
+        return driver
+
+    def run(self, **plan):
+        """One driver to its end: the exit code, with the end of its log should it not be as told."""
+        driver = self.start(**plan)
+        expected = -signal.SIGKILL if plan.get("point") in POINTS else 0
+        try:
+            code = driver.wait(DRIVER_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        assert code == expected, (plan, code, (self.root / f"driver{len(self.drivers) - 1}.log").read_text()[-3000:])
+
+    def kill_driver(self, driver):
+        """The driver and its JVM, from outside; Python workers find out by themselves."""
+        for pid in self._pids(driver):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        driver.wait(60)
+
+    def _pids(self, driver):
+        file = next(file for each, file in self.drivers if each is driver)
+        return [*map(int, file.read_text().split())][::-1] if file.exists() else [driver.pid]
+
+    def judge(self, total):
+        """What was copied is what was there: nothing lost, nothing twice, and of each partition in order."""
+        self.broker.wait(lambda: len(self.broker.lines("to")) >= total, f"{total} copies")
+        routed = int(self.broker.status()["framer"]["seq"])
+        self.broker.wait_routed(routed)
+        copies = fixed_port.payloads(self.broker, "to")
+        assert len(copies) == len(set(copies)) == total, f"{len(copies)} copies of {len(set(copies))} messages"
+        place = {payload: at for at, payload in enumerate(copies)}
+        for path in sorted((self.broker.data / "topics/from").glob("*/*.log")):
+            order = [place[line.split(b"|", 5)[5]] for line in path.read_bytes().splitlines()]
+            assert order == sorted(order), f"{path}: copied out of order"
+        assert routed == total + sum(1 for _ in self.broker.lines("from"))
+
+    def close(self):
+        for driver, _ in self.drivers:
+            for process in psutil.process_iter():
+                try:
+                    if os.getsid(process.pid) == driver.pid:
+                        process.kill()
+                except (ProcessLookupError, psutil.NoSuchProcess):
+                    pass
+            driver.wait(10)
+
+
+@pytest.fixture
+def copy(broker, tmp_path):
+    made = Copy(broker, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        {"point": "read", "batch": 1},
+        {"point": "write", "batch": 1, "rows": 100, "orphans": True},
+        {"point": "commit", "batch": 1},
+    ],
+    ids=["in the source", "in the sink, workers live on", "between sink and commit"],
+)
+def test_a_killed_driver_loses_and_doubles_nothing(copy, kill):
+    copy.produce(COUNT)
+    copy.run(**kill)
+    copy.run()
+    copy.judge(COUNT)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_soak_drivers_killed_anywhere_one_after_the_other(copy, seed):
+    rng = random.Random(seed)
+    copy.produce(COUNT)
+    for batch in sorted(rng.sample(range(3), 2)):
+        point = POINTS[(seed + batch) % len(POINTS)]
+        copy.run(point=point, batch=batch, rows=50 * rng.randrange(6), orphans=rng.random() < 0.5)
+    copy.run()
+    copy.judge(COUNT)
+
+
+@pytest.mark.soak
+def test_soak_a_task_that_fails_and_is_tried_again_stores_nothing_twice(copy):
+    copy.produce(COUNT)
+    copy.run(point="fail", batch=1, rows=100)
+    copy.judge(COUNT)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", ["write", "written", "commit"])
+def test_soak_a_killed_batch_write_is_finished_by_the_next_run(copy, point, tmp_path):
+    lines = [f"message {n}" for n in range(COUNT)]
+    (tmp_path / "lines.txt").write_text("".join(f"{line}\n" for line in lines))
+    copy.run(point=point, rows=500, lines=str(tmp_path / "lines.txt"))
+    copy.run(lines=str(tmp_path / "lines.txt"))
+    copy.judge(COUNT)
+    assert sorted(fixed_port.payloads(copy.broker, "to")) == sorted(line.encode() for line in lines)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("killed", [("framer",), ("ingress",), ("durability", "router"), ()])
+def test_soak_a_copy_under_production_survives_kills_of_driver_and_broker(copy, killed):
+    copy.produce(0)
+    enough, sent = threading.Event(), []
+
+    def produce():
+        with kmq.Producer(port=int(copy.broker.env["KMQ_PORT"]), timeout_s=120) as producer:
+            while not enough.is_set():
+                payloads = [b"message %d" % n for n in range(len(sent), len(sent) + 20)]
+                producer.send_many("from", payloads, key=str(len(sent) // 20 % 50))
+                sent.extend(payloads)
+                time.sleep(0.05)  # a rate, not a wait
+
+    producing = threading.Thread(target=produce)
+    producing.start()
+    copied = 0
+    for _ in range(2):
+        driver = copy.start(forever=True)
+        copy.broker.wait(lambda past=copied: len(copy.broker.lines("to")) > past + 200, "copies")
+        copy.broker.kill(*killed)
+        if not killed:
+            fixed_port.up(copy.broker)
+        past = len(copy.broker.lines("to"))
+        copy.broker.wait(lambda past=past: len(copy.broker.lines("to")) > past + 200, "copies after the kill")
+        copy.kill_driver(driver)
+        copied = len(copy.broker.lines("to"))
+    enough.set()
+    producing.join()
+    copy.broker.wait(lambda: len(copy.broker.lines("from")) == len(sent), "all that was sent")
+    copy.run()
+    copy.judge(len(sent))
