@@ -89,6 +89,7 @@ class Snapshot(NamedTuple):
     topics: list[tuple[str, int, int]]  # name, partitions, from_seq
     compacted: list[str]
     dropped: dict[str, list[Span]]  # ring → seqs, first and last
+    hidden: dict[str, tuple[str, int, str]]  # topics whose queues have no known end: path, byte and what of the damage
 
 
 class Task(NamedTuple):
@@ -134,6 +135,9 @@ class Judge:
             for place, span in self.task.spans.items():
                 self._older(place, span)
         else:
+            if self.task.low == self.snapshot.wal[0]:
+                for topic, (path, byte, what) in self.snapshot.hidden.items():
+                    self.say(Row("damage", topic, path=path, byte=byte, detail=what))
             bad = self._compare_all()
             if bad:
                 self._look_at(bad)
@@ -260,6 +264,8 @@ class Judge:
             self._count(block, times, targets, counts, sizes)
             before = self._clock(seqs, times, before)
             for target, lines in self._by_target(block, seqs, targets):
+                if self.places[target][0] in self.snapshot.hidden:
+                    continue
                 if target not in streams:
                     streams[target] = self._stream(self.places[target])
                 streams[target].take(lines)
@@ -267,6 +273,8 @@ class Judge:
         self._retention_moved(seen)
         self._order(np.concatenate(seen) if seen else np.empty(0, np.int64))
         for key, count in counts.items():
+            if key[0] in self.snapshot.hidden:
+                self.say(Row("unreadable", key[0], records=count))
             self.rows.append(Row("records", key[0], records=count, nbytes=sizes[key], time=key[1]))
         bad = {target for target, stream in streams.items() if not stream.ended()}
         for place, (start, end) in self.task.spans.items():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from kmq.spark.pipelines.audit import Found, Moment, Result
 
+_WIDTH = 240  # columns of a table on a terminal, at most
 _SHOWN = 200  # findings in the table of the page
 _ROWS = 24  # logs in the map of seqs
 _TOPICS = 8  # that have a colour of their own
@@ -82,41 +83,49 @@ def _records(result: "Result") -> int:
     return sum(each.records for each in result.hours)
 
 
+def _found(result: "Result") -> int:
+    return sum(result.findings.values())
+
+
 # --- the terminal ------------------------------------------------------------------------------------------------------------
 
 
 def show(result: "Result", limit: int) -> None:
     """Print tables: findings first, then notes, then what came when."""
     from rich.console import Console
+    from rich.markup import escape as escape_markup
     from rich.table import Table
 
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, width=_WIDTH)  # a table that a terminal breaks is better than one with "…" for a seq
     many = len(result.sources) > 1
     if result.found:
         found = Table("finding", "where", "seq", box=None, pad_edge=False, header_style="bold")
         found.add_column("records", justify="right")
-        for title in ("file", "at", "what"):
+        for title in ("file", "at", ""):
             found.add_column(title)
         for each in result.found[:limit]:
             row = each.row
-            found.add_row(row.what, where(each, many), seqs(each), f"{row.records:,}", each.file, at(each), what(each))
+            texts = row.what, where(each, many), seqs(each), f"{row.records:,}", each.file, at(each), row.detail
+            found.add_row(*map(escape_markup, texts))
         out.print(found)
         if len(result.found) > limit:
-            out.print(f"… the first {limit}; more with --limit")
-        out.print()
+            print(f"… the first {limit}; more with --limit")
+        print()
     counts = Table("topic", "hour (UTC)", box=None, pad_edge=False, header_style="bold")
     counts.add_column("records", justify="right")
     counts.add_column("bytes", justify="right")
     for topic, hour, records, nbytes in _by_topic_and_hour(result.hours, many):
-        counts.add_row(topic, hour, f"{records:,}", f"{nbytes:,}")
+        counts.add_row(escape_markup(topic), hour, f"{records:,}", f"{nbytes:,}")
     out.print(counts)
-    out.print()
+    print()
     for source in result.sources:
         first, end = source.snapshot.wal
-        out.print(f"{source.name}: seq {first} to {end - 1} against {len(source.snapshot.queues)} queues")
+        print(f"{source.name}: seq {first} to {end - 1} against {len(source.snapshot.queues)} queues")
+    for kind, count in result.findings.items():
+        print(f"finding: {kind} {count:,} ({FINDINGS[kind]})")
     for kind, count in result.notes.items():
-        out.print(f"note: {kind} {count:,} ({NOTES[kind]})")
-    out.print(f"audit: {_records(result):,} records, {verdict(result)}")
+        print(f"note: {kind} {count:,} ({NOTES[kind]})")
+    print(f"audit: {_records(result):,} records, {verdict(result)}")
 
 
 def verdict(result: "Result") -> str:
@@ -154,7 +163,7 @@ header p{margin:2px 0 0;color:var(--soft)}.tiles{display:flex;flex-wrap:wrap;gap
 section{padding:16px 18px;margin-bottom:18px;overflow-x:auto}svg{max-width:100%;height:auto;display:block}
 table{border-collapse:collapse;width:100%;font-size:13.5px}th{text-align:left;color:var(--soft);font-weight:600}
 th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--line);vertical-align:top}td.n,th.n{text-align:right}
-td:last-child{padding-right:0}td.kind{color:var(--bad);font-weight:600;white-space:nowrap}td.file{overflow-wrap:anywhere}
+td:last-child{padding-right:0}td.kind{color:var(--bad);font-weight:600;white-space:nowrap}td.file,td.seq{white-space:nowrap;font-size:12.5px}
 .soft{color:var(--soft)}footer{color:var(--soft);font-size:13px}
 """
 
@@ -169,14 +178,16 @@ def write(result: "Result", path: str) -> None:
 
 def page(result: "Result") -> str:
     """The page."""
-    title = "All good" if result.is_good else f"{sum(result.findings.values()):,} findings"
+    title = "all good" if result.is_good else f"{_found(result):,} records with findings"
     names = ", ".join(each.name for each in result.sources)
     parts = [
         f'<header class="{"good" if result.is_good else "bad"}"><h1>KMQ audit: {title}</h1>'
         f"<p>{escape(names)}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC</p></header>",
         _tiles(result),
         _findings(result),
-        _section("Sequence numbers", _seq_map(result), "Each log from its first to its last record in the WAL."),
+        _section(
+            "Sequence numbers", _seq_map(result), "Red: findings. Amber: notes, such as ranges that dropped.log names."
+        ),
         _section("Throughput", _throughput(result)),
         _section("Records by topic and hour", _hours(result), table=_hours_table(result)),
         "<footer>Every block of the WAL and of the queues was checked against the crc in its index.</footer>",
@@ -202,7 +213,7 @@ def _tiles(result: "Result") -> str:
         (_size(sum(each.nbytes for each in result.hours)), "in the WAL"),
         (f"{len({(each.broker, each.topic) for each in result.hours}):,}", "topics"),
         (f"{sum(len(each.snapshot.queues) for each in result.sources):,}", "queues"),
-        (f"{sum(result.findings.values()):,}", "findings"),
+        (f"{_found(result):,}", "records with findings"),
     ]
     return (
         '<div class="tiles">'
@@ -243,7 +254,7 @@ def _findings(result: "Result") -> str:
             for each in result.found[:_SHOWN]
         )
         titles = ["finding", "where", "seq", "records", "file", "at", "what"]
-        parts.append(_html_table(titles, rows, (3,), {0: "kind", 4: "file"}))
+        parts.append(_html_table(titles, rows, (3,), {0: "kind", 2: "seq", 4: "file", 5: "seq"}))
         if len(result.found) > _SHOWN:
             parts.append(
                 f'<p class="soft">The first {_SHOWN} are shown; all are counted: {escape(verdict(result))}.</p>'

@@ -50,12 +50,24 @@ _DDL = "broker string, " + ", ".join(
 def snapshot(broker: Broker) -> Snapshot:
     """The broker now. The order of these reads is argued in kmq/spark/judge.py."""
     routed = broker.ledger()["routed_seq"]
-    queues = broker.bounds(list(broker.topics()))
+    queues, hidden = _queues(broker, list(broker.topics()))
     wal = broker.bounds([WAL])[WAL, 0]
     ledger = broker.ledger()
     table = [(row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"]]
     compacted = [row["name"] for row in ledger["topics"] if row["cleanup"] == "compact"]
-    return Snapshot(routed, queues, wal, table, compacted, ledger["dropped"])
+    return Snapshot(routed, queues, wal, table, compacted, ledger["dropped"], hidden)
+
+
+def _queues(broker: Broker, names: list[str]) -> tuple[dict[Place, Span], dict[str, tuple[str, int, str]]]:
+    """The bounds of the queues; where damage hides them, topic by topic: those that have none, and why."""
+    try:
+        return broker.bounds(names), {}
+    except DamageError as err:
+        if len(names) == 1:
+            return {}, {names[0]: (err.path, err.byte, err.what)}
+    half = len(names) // 2
+    one, other = _queues(broker, names[:half]), _queues(broker, names[half:])
+    return one[0] | other[0], one[1] | other[1]
 
 
 # --- tasks -------------------------------------------------------------------------------------------------------------
