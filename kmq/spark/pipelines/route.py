@@ -93,11 +93,11 @@ class Pods:
         self._table = table
         if table and not os.path.isdir(f"{table}/topics"):
             raise ConfigError(f"--table {table!r}: no data directory")
-        self._brokers = {name: open_broker(name, self.is_path, self.options.token) for name in self.options.brokers}
+        self.brokers = {name: open_broker(name, self.is_path, self.options.token) for name in self.options.brokers}
 
     def look(self) -> tuple[Routing, Ranges]:
         """The routing table, and what drop_oldest took from the queues: as of now."""
-        ledgers = {name: broker.ledger() for name, broker in self._brokers.items()}
+        ledgers = {name: broker.ledger() for name, broker in self.brokers.items()}
         dropped = {name: ledger["dropped"]["durable"] for name, ledger in ledgers.items()}
         if self._table:  # its seqs are not theirs: in force from the start
             rows = topics.listing(self._table)
@@ -106,7 +106,7 @@ class Pods:
 
     def identities(self) -> dict[str, str]:
         """Broker → which data directory it has."""
-        return {name: broker.identity() for name, broker in self._brokers.items()}
+        return {name: broker.identity() for name, broker in self.brokers.items()}
 
 
 def _in_force(rows: Iterable[Mapping[str, Any]]) -> Table:

@@ -1,0 +1,228 @@
+"""Dead letters back through a broker, selected and renamed by SQL; or what drop_oldest took from the queues of many brokers.
+
+    redrive.run(spark, {"path": "data"}, "dead", "concat('test.', key)", where="value_text like '%timeout%'")
+
+The rules are those of kmq.redrive, which `kmq redrive` has too: what a new key may be, what a line becomes, under which producer
+and number it is sent. A template ({topic}, {key}, …) is a shorthand for an expression: kmq.redrive.to_sql.
+
+Columns     those of format("kmq") and `line`, the whole stored line; of a dropped record topic, partition and key are what the
+            routing table says. key and routing_key are the very bytes as stored, not percent-decoded, and text to SQL.
+Invariant   A record is stored once, however often the same redrive is run or a task is tried again: see `Once` there. So a
+            partition is sent by one task, in the order of its offsets; under a rate all are sent by one.
+Before      anything is sent, all new keys have been judged, of the very rows that will be sent: they are kept (on disk, where
+            memory does not hold them), so that an expression like uuid() is not asked again. What comes later is not redriven.
+Why no sink format("kmq") would write the values anew: here the lines go byte by byte, and what had been stored is counted.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.storagelevel import StorageLevel
+
+from kmq import redrive as rules
+from kmq.client.producer import Producer, local_address
+from kmq.errors import ConfigError
+from kmq.spark import columns
+from kmq.spark.arrow import map_in_arrow
+from kmq.spark.options import WAL
+from kmq.spark.pipelines.route import Pods, among, route
+
+_EXACT = ("key", "routing_key")  # read as they are
+SCHEMA = ", ".join(
+    f"{name} {'binary' if name in _EXACT else kind}"
+    for name, kind in (*columns.COLUMNS.items(), (columns.LINE, "binary"))
+)
+_KEPT = ("broker", "log", "number", "offset", "routing_key", "new_key", "line")
+SHOWN = 20  # new keys in a summary
+
+Address = tuple[str, int, str]  # host, port, token
+
+
+class Key(NamedTuple):
+    """A new routing key, how many records get it, and the old one of one of them."""
+
+    new: bytes
+    records: int
+    old: bytes
+
+
+class Summary(NamedTuple):
+    """What a redrive is about, and what it did."""
+
+    records: int
+    keys: int  # different new ones
+    most: list[Key]  # those with most records
+    never_stored: int  # dropped by ring framed, before the WAL
+    retired: int  # no longer in the WAL
+    before: int = 0  # of `records`, those that had been stored before
+
+
+def rewritten(rows: DataFrame, to: str, where: str = "") -> DataFrame:
+    """The rows that `where` selects, with `new_key` (binary) as the expression `to` gives it."""
+    rows = rows.withColumns({name: F.col(name).cast("string") for name in _EXACT})  # Spark takes the bytes as they are
+    if where:
+        rows = _sql("--where", where, lambda: rows.where(where))
+    found = _sql("--to", to, lambda: rows.withColumn("new_key", F.expr(to)))
+    if found.schema["new_key"].dataType.simpleString() not in ("string", "binary"):
+        raise ConfigError(f"--to {to!r}: is no text")
+    return found.withColumns({name: F.col(name).cast("binary") for name in (*_EXACT, "new_key")})
+
+
+def _sql(option: str, text: str, make: Callable[[], DataFrame]) -> DataFrame:
+    try:
+        return make()
+    except (AnalysisException, ParseException) as err:
+        raise ConfigError(f"{option} {text!r}: {str(err).strip().splitlines()[0]}") from None
+
+
+# --- which -------------------------------------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    rows: DataFrame  # with `log` and `number`: where each was read
+    never_stored: int = 0
+    retired: int = 0
+
+
+def _queue(spark: SparkSession, where: Mapping[str, str], pods: Pods, topic: str) -> _Source:
+    if not any(broker.bounds([topic]) for broker in pods.brokers.values()):
+        raise ConfigError(f"topic {topic!r} does not exist at {', '.join(pods.brokers)}")
+    return _Source(_read(spark, where, topic))
+
+
+def _dropped(spark: SparkSession, where: Mapping[str, str], pods: Pods, topic: str) -> _Source:
+    ledgers = {name: broker.ledger() for name, broker in pods.brokers.items()}
+    ranges = {name: ledger["dropped"]["durable"] for name, ledger in ledgers.items()}
+    firsts = {name: broker.bounds([WAL])[WAL, 0][0] for name, broker in pods.brokers.items()}
+    retired = sum(max(0, min(last + 1, firsts[name]) - low) for name, mine in ranges.items() for low, last in mine)
+    lost = sum(last - low + 1 for ledger in ledgers.values() for low, last in ledger["dropped"]["framed"])
+    edges = [seq for mine in ranges.values() for span in mine for seq in span] or [0]
+    rows = _read(spark, where, WAL).where(F.col("offset").between(min(edges), max(edges)))  # read no more of the WAL
+    rows = route(among(rows, ranges), pods.look()[0])
+    return _Source(rows.where(F.col("topic") == topic) if topic else rows, lost, retired)
+
+
+def _read(spark: SparkSession, where: Mapping[str, str], topic: str) -> DataFrame:
+    rows = spark.read.format("kmq").schema(SCHEMA).options(**where, subscribe=topic).load()
+    return rows.withColumns({"log": F.col("topic"), "number": F.col("partition")})
+
+
+# --- what of it --------------------------------------------------------------------------------------------------------
+
+
+def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
+    """Counts by new key. Raises ConfigError where one of them is none."""
+    fault = F.udf(lambda new: "it is null" if new is None else rules.not_a_key(bytes(new)), "string")
+    keys = chosen.groupBy("new_key").agg(F.count("*").alias("records"), F.min("routing_key").alias("old")).cache()
+    bad = keys.withColumn("fault", fault("new_key")).where("fault <> ''").first()
+    if bad is not None:
+        new = None if bad.new_key is None else bytes(bad.new_key).decode(errors="replace")
+        raise ConfigError(f"--to {to!r}: gives {new!r} for {_shown(bad.old)!r}, which is no routing key ({bad.fault})")
+    total = keys.agg(F.sum("records").alias("records"), F.count("*").alias("keys")).first()
+    assert total is not None
+    most = keys.orderBy(F.desc("records"), "new_key").limit(SHOWN)
+    shown = [Key(bytes(row.new_key), row.records, bytes(row.old)) for row in most.collect()]
+    keys.unpersist()
+    return Summary(total.records or 0, total.keys, shown, source.never_stored, source.retired)
+
+
+# --- in a task ---------------------------------------------------------------------------------------------------------
+
+
+def _send(
+    batches: Iterable[pa.RecordBatch],
+    identities: Mapping[str, str],
+    which: tuple[str, ...],
+    address: Address,
+    rate: float,
+) -> Iterator[pa.RecordBatch]:
+    """Send rows, those of a partition together and in order; how many had been stored before."""
+    host, port, token = address
+
+    @lru_cache(maxsize=1)
+    def name(broker: str, log: str, number: int) -> str:
+        return rules.producer_name(log, number, identities[broker], *which)
+
+    def lines() -> Iterator[tuple[str, bytes]]:
+        for batch in batches:
+            for broker, log, number, offset, new, line in zip(*(each.to_pylist() for each in batch), strict=True):
+                yield name(broker, log, number), rules.as_sent(line, new, offset + 1)
+
+    before = rules.send(lines(), lambda who: Producer(host, port, producer=who, token=token), rules.Pace(rate))
+    yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
+
+
+# --- the pipeline ------------------------------------------------------------------------------------------------------
+
+
+def run(
+    spark: SparkSession,
+    where: Mapping[str, str],
+    topic: str,
+    to: str,
+    condition: str = "",
+    dropped: bool = False,
+    name: str = "",
+    rate: float = 0,
+    dry_run: bool = False,
+    producers: str = "",
+    progress: Any = None,
+) -> Summary:
+    """Redrive what `topic` holds at the brokers of `where` (options of format("kmq")), where `condition` (SQL) holds.
+
+    `to`: SQL expression of the new key. `dropped`: what dropped.log names, of a topic or of all. `name`: of the redrive; under
+    another one what had been redriven is again. `producers`: host:port of the broker that gets it, else that of our settings.
+    """
+    describe = progress.describe if progress is not None else lambda what: None
+    pods = Pods(where)
+    source = (_dropped if dropped else _queue)(spark, where, pods, topic)
+    chosen = rewritten(source.rows, to, condition).select(*_KEPT).persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        describe(f"looking at {'what was dropped' if dropped else topic}")
+        found = _summary(chosen, to, source)
+        if dry_run or not found.records:
+            return found
+        address = _address(producers, pods.options.token) if producers else local_address()
+        describe(f"sending {found.records:,} records")
+        place = ("broker", "log", "number")
+        rows = chosen.drop("routing_key")
+        parted = rows.repartition(1) if rate else rows.repartition(*place)
+        which = (name, to, condition, topic if dropped else "")
+        send = partial(_send, identities=pods.identities(), which=which, address=address, rate=rate)
+        sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, "before bigint").collect()
+        return found._replace(before=sum(row.before for row in sent))
+    finally:
+        chosen.unpersist()
+
+
+def _address(producers: str, token: str) -> Address:
+    host, colon, port = producers.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ConfigError(f"--producers {producers!r}: is host:port of a broker's lines")
+    return host, int(port), token
+
+
+def text(found: Summary, topic: str, dropped: bool, dry_run: bool) -> str:
+    """What the command says."""
+    what = f"{found.records} " + (f"of what was dropped{f' of {topic}' if topic else ''}" if dropped else f"of {topic}")
+    lines = []
+    if found.never_stored:
+        lines.append(f"{found.never_stored} were dropped by ring framed, before the WAL: gone for good")
+    if found.retired:
+        lines.append(f"{found.retired} are no longer in the WAL: retention took them")
+    if not dry_run:
+        again = f"; {found.before} of them were stored before" if found.before else ""
+        return "\n".join([*lines, f"redriven {what}{again}"])
+    lines += [f"{each.records:10,}  {_shown(each.old)} -> {_shown(each.new)}" for each in found.most]
+    if found.keys > len(found.most):
+        lines.append(f"{'…':>10}  and {found.keys - len(found.most):,} more new keys")
+    return "\n".join([*lines, f"would redrive {what}"])
+
+
+def _shown(key: bytes) -> str:
+    return bytes(key).decode(errors="replace")
