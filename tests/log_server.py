@@ -48,7 +48,7 @@ class Up:
     @property
     def streams(self):
         """How many responses with records are being sent."""
-        return self._serving.logs._streams
+        return len(self._serving.logs._sending)
 
 
 class _Thread:
@@ -73,7 +73,7 @@ class _Thread:
         self.logs = made[0]
         tokens = open_tokens(up.settings, lambda *_, **__: None)
         app.middlewares.extend([listeners.http_guard(tokens)] if tokens else [])
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=5)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", up.port).start()
         ready.set()

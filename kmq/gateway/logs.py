@@ -59,8 +59,7 @@ class Logs:
         self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
         self._durable = 0
         self._threads = ThreadPoolExecutor(_THREADS, "logs")
-        self._streams = 0
-        self._stopping = False
+        self._sending: set[asyncio.Task[None] | None] = set()
 
     def add_to(self, app: web.Application) -> None:
         """Serve them with `app`."""
@@ -80,7 +79,9 @@ class Logs:
         app.on_cleanup.append(self._close)
 
     async def _stop(self, app: web.Application) -> None:
-        self._stopping = True  # a long response would keep us for as long as its reader likes
+        for task in self._sending:  # a long response would keep us for as long as its reader likes
+            if task is not None:
+                task.cancel()
 
     async def _close(self, app: web.Application) -> None:
         self._threads.shutdown(wait=False)
@@ -211,24 +212,23 @@ class Logs:
             while span:
                 async with asyncio.timeout(self._settings.line_deadline):
                     await _sendfile(request, span)
-                if self._stopping:
-                    break
                 span = await self._run(asked.take)
         except (DamageError, OSError, TimeoutError):  # it is less than was announced, so the reader knows
             pass
-        if span and request.transport is not None:
+        if span is not None and request.transport is not None:
             request.transport.close()
         return response
 
     @contextmanager
     def _stream(self) -> Iterator[None]:
-        if self._streams >= _STREAMS:
+        if len(self._sending) >= _STREAMS:
             raise Answer("too_many", f"{_STREAMS} responses with records are being read already")
-        self._streams += 1
+        task = asyncio.current_task()
+        self._sending.add(task)
         try:
             yield
         finally:
-            self._streams -= 1
+            self._sending.discard(task)
 
 
 _RANGE = {"start": "0", "end": str(_NEVER)}

@@ -315,6 +315,21 @@ def test_nothing_damaged_is_served_and_nothing_good_in_front_of_it_is_held_back(
         assert got.keys() >= until_damage(block_by_block(reference, start))[0].keys()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("topic", "directory"), [("a", "topics/a/0"), (WAL, "append")])
+def test_a_range_that_ends_behind_damage_is_served_up_to_it(access_to, data, topic, directory, seed):
+    rng = random.Random(seed)
+    lines = logs_of(data)[topic, 0]
+    path = rng.choice(sorted(Path(f"{data}/{directory}").glob("*.log"))[:-1])
+    flip(path, rng.randrange(5000, os.path.getsize(path)))
+    access = access_to(data)
+    good, damage = until_damage(access.read(topic, 0, min(lines), max(lines) + 1))
+    for end in range(max(good), damage.next_offset + 5):
+        got, found = until_damage(access.read(topic, 0, int(path.stem), end))
+        assert got == {at: line for at, line in good.items() if int(path.stem) <= at < end}
+        assert (found is None) == (end <= damage.first_offset)
+
+
 def until_damage(source):
     """(offset → line, the DamageError that ended it or None)."""
     got = {}
