@@ -12,6 +12,7 @@ What a number in the source was is said in headers of the copy:
     mirror_offset
     mirror_seq
     mirror_id           its id there, if it had one: a producer with a name numbers what it sends
+    mirror_<letter>     a header of one letter, which only KMQ may give; of another name that no client may give: mirror_0x<hex>
 
 Invariant   The target knows a message by producer `mirror-<source id>-<topic>-<partition>` and number offset + 1, so what is sent
             again is stored once, in order: after a kill of the driver, of a task, of the target; from a lost checkpoint.
@@ -20,9 +21,10 @@ Invariant   The target knows a message by producer `mirror-<source id>-<topic>-<
 Partitions  The same key comes to the partition of the same number only where there are as many. So a topic that the target lacks
             is declared there with as many (`--to-path`) or named with the command (`--to-brokers`); another number is refused.
             Where neither is given nothing is known of the target: topics with several partitions or a dot in their name, which
-            a message alone does not create, are refused.
+            a message alone does not create, are refused. Messages without a key are spread anew, as they are everywhere.
 Not covered The target forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days). Without its checkpoint a mirror that idle
-            would copy everything anew.
+            would copy everything anew. A message that with these headers is longer than the target's KMQ_MAX_LINE stops the
+            mirror, by name: give the target some 300 bytes more.
 """
 
 import time
@@ -33,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 
+from kmq.client.lines import percent_encode
 from kmq.errors import ConfigError
 from kmq.log import topics as declarations
 from kmq.spark.brokers import Broker, Directory, open_broker
@@ -47,9 +50,14 @@ READ = (
 )
 ORIGIN = "mirror"
 OWN = (ORIGIN, "mirror_partition", "mirror_offset", "mirror_seq", "mirror_id")
+_LEFT_OUT = (*OWN, "p", "w", "enc")  # the latter say how it was stored there
+_NAME_OF = "".join(
+    rf"\x{code:02x}" for code in range(128) if code != ord("=") and percent_encode(chr(code)) == chr(code)
+)
+_NAME = f"^[{_NAME_OF}]{{2,}}$"  # of a header that a client may give
 BATCH_BYTES = "64m"  # of lines in a micro-batch
 EVERY = "1 second"  # between two of them
-_LONGEST_NAME = 40  # of a topic in a producer's name, which has at most 64 characters
+_LONGEST_NAME = 39  # of a topic in a producer's name, which has at most 64 characters
 _ID = 12  # digits of a source's id in it
 _ADOPT_S = 30.0  # how long a router may take to take up a new topic
 
@@ -61,7 +69,9 @@ def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
     digest = F.substring(F.sha2(F.col("topic"), 256), 1, _LONGEST_NAME - 8)
     name = F.when(F.length("topic") <= _LONGEST_NAME, F.col("topic")).otherwise(digest)
     producer = F.concat_ws("-", F.lit("mirror"), F.substring(origin, 1, _ID), name, "partition")
-    kept = F.map_filter("headers", lambda header, _: ~header.isin(*OWN))
+    kept = F.transform_keys(
+        F.map_filter("headers", lambda header, _: ~header.isin(*_LEFT_OUT)), lambda header, _: _free(header)
+    )
     added = [(ORIGIN, origin), *((f"mirror_{column}", F.col(column)) for column in ("partition", "offset", "seq"))]
     place = F.create_map(*(_text(each) for pair in added for each in pair))
     had_id = F.when(F.col("id") != "", F.create_map(F.lit("mirror_id"), "id")).otherwise(F.map_filter(place, _never))
@@ -72,6 +82,12 @@ def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
         (F.col("offset") + 1).alias("id"),
     )
     return found.repartition("producer").sortWithinPartitions("producer", "id")  # one task a producer, in order
+
+
+def _free(name: Column) -> Column:
+    """The name of a header as the sink takes it: lines that were made by hand hold any."""
+    own = F.when(name.rlike("^[A-Za-z0-9]$"), name).otherwise(F.concat(F.lit("0x"), F.hex(name)))
+    return F.when(name.rlike(_NAME), name).otherwise(F.concat(F.lit(f"{ORIGIN}_"), own))
 
 
 def _text(each: str | Column) -> Column:
