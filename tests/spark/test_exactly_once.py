@@ -104,6 +104,7 @@ def copy(broker, tmp_path):
     made.close()
 
 
+@pytest.mark.timeout(900)  # two JVMs, which have to start on a machine that may be busy
 @pytest.mark.parametrize(
     "kill",
     [
