@@ -14,7 +14,7 @@ A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, n
 
 Records     The bytes of the files, sent by the kernel (sendfile) once their crcs were found right (spans.py). Against writing
             the checked bytes from Python that is as fast or faster, at two thirds of the gateway's CPU time, and a slow reader
-            holds two descriptors and no memory. TLS takes asyncio's detour: 256 KiB at a time.
+            holds two descriptors and one block. TLS takes asyncio's detour: 256 KiB at a time.
 Complete    Content-Length is that of the whole range, so what breaks off never looks complete: damage behind good records, a
             segment that went away, a reader that takes less than a piece in KMQ_LINE_DEADLINE, the end of the gateway. Whoever
             asks again at the offset it has come to reads on, or is told what is wrong.
