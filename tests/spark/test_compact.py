@@ -2,6 +2,8 @@
 
 import os
 import random
+import threading
+import time
 
 import pytest
 from made_data import append, write_data
@@ -200,3 +202,62 @@ def test_latest_is_a_topic_as_a_table(spark, tmp_path):
     last = {key_of(line).decode(): offset for offset, line in lines.items() if key_of(line)}
     del last["3"]
     assert found == {key: (offset, lines[offset].split(b"|", 5)[5].decode()) for key, offset in last.items()}
+
+
+def test_under_a_live_broker_whose_router_is_killed_again_and_again_readers_see_every_kept_record(broker):
+    """A producer goes on, a reader reads in a loop, and the router dies while it swaps. (No Spark: the plan is made here.)"""
+    broker.up()
+    declared = broker.kmq("topics", "create", "users", "--set", "cleanup=compact", "--set", "segment_bytes=64KiB")
+    assert declared.returncode == 0, declared.stderr
+    broker.send_lines([b"users.%d|0|%d|%b" % (n % 40, n, b"v" * 200) for n in range(4000)])
+    broker.wait_routed(4000)
+    broker.down()  # a checkpoint, for which we would wait 30 s
+    broker.up()
+    data, stop, failed, sent, rounds = str(broker.data), threading.Event(), [], [4000], [0]
+    ends = compaction.synced_ends(data)
+    sealed = compaction.sealed(data, "users", 0, ends["users", 0])
+    kept = expected(records(data), data)
+    gone = [offset for offset in range(ends["users", 0]) if offset not in kept]
+    assert len(sealed) > 8 and len(gone) > 3000
+
+    def produce():
+        while not stop.wait(0.05):
+            broker.send_lines([b"users.%d|0|%d|new" % (n % 40, n) for n in range(20)])
+            sent[0] += 20
+
+    def read():
+        while not stop.is_set():
+            assert kept.items() <= records(data).items()
+            rounds[0] += 1
+
+    def guarded(work):
+        try:
+            work()
+        except BaseException as err:
+            failed.append(err)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in (produce, read)]
+    for thread in threads:
+        thread.start()
+    try:
+        rng = random.Random(7)
+        for _ in range(5):
+            with compaction.compactor(data) as where:
+                for each in sealed:
+                    compaction.lay_out(data, each, gone, where)
+            time.sleep(rng.random() * 1.2)  # the router looks once a second: any moment of its swaps
+            broker.kill("router")
+            compaction.settle(data, timeout_s=60)
+            assert not failed
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failed and rounds[0] >= 3
+    broker.wait_routed(sent[0])
+    found = records(data)
+    assert {offset: line for offset, line in found.items() if offset < ends["users", 0]} == kept
+    assert sorted(found)[-1] == sent[0] - 1 and len(found) == len(kept) + sent[0] - 4000
+    broker.down()
+    assert broker.kmq("verify").stdout.splitlines()[-1] == "no damage"
+    assert "event=segment_compacted" in broker.log()
