@@ -150,6 +150,7 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = 1 << 20) -> DataF
     """Rows of `parse` with a reason as messages to <topic>.dlq, for format("kmq").
 
     Payload, key, producer_ts and headers are kept. Headers tell the reason, `from` (topic-partition-offset) and the `id` it had.
+    Headers with names that only raw lines can have (one letter, or what must be encoded) are in header `other`, as JSON.
     A payload that these make too long for a line is cut; header `len` is then its length. Where it is from, all of it is.
     """
     source = F.sha2(F.concat_ws("|", "broker", "topic"), 256).substr(1, 16)
@@ -162,13 +163,18 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = 1 << 20) -> DataF
     )  # all else goes as base64: four bytes for three
     short = F.greatest((room * 3 / 4).cast("int"), F.lit(0))
     cut = size > F.when(plain, room).otherwise(short)
+    odd = F.map_filter(
+        "headers", lambda name, _: ~_is_plain(name) & ~name.isin("p", "w", "enc")
+    )  # of how it was stored
     ours = {
         "reason": F.col("reason"),
         "from": F.concat_ws("-", "topic", "partition", "offset"),
         "id": F.col("id"),
         "len": F.when(cut, size.cast("string")),  # a header that is null is not sent
+        "other": F.when(F.size(odd) > 0, F.to_json(odd)),
     }
-    kept = F.filter(F.array_distinct(F.map_keys("headers")), lambda name: ~name.isin(*ours))  # a name may come twice
+    names = F.array_distinct(F.map_keys("headers"))  # a name may come twice
+    kept = F.filter(names, lambda name: _is_plain(name) & ~name.isin("enc", *ours))
     theirs = F.map_from_arrays(kept, F.transform(kept, lambda name: F.element_at("headers", name)))
     why = F.create_map(*(part for name, text in ours.items() for part in (F.lit(name), text)))
     letters = bad.select(
@@ -180,6 +186,10 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = 1 << 20) -> DataF
         F.when(cut, F.substring("value", F.lit(1), short)).otherwise(F.col("value")).alias("value"),
     )
     return letters.repartition("producer").sortWithinPartitions("producer", "id")
+
+
+def _is_plain(name: Column) -> Column:
+    return name.rlike("^[A-Za-z0-9_.-]{2,}$")
 
 
 def infer(sample: DataFrame) -> StructType:
@@ -307,15 +317,20 @@ class _Letters:
 
     def send(self, bad: DataFrame, query: str) -> None:
         """Store these records in their dead-letter topics, each once however often this is called."""
-        for broker, topic in sorted(
-            (row.broker, row.topic) for row in bad.select("broker", "topic").distinct().collect()
-        ):
-            self._declare(broker, f"{topic}{DLQ}")
-        for broker in self._options.brokers:
-            address, token = self._address(broker)
-            letters = dead_letters(bad.where(F.col("broker") == broker), query.replace("-", "")[:12], self._max_line)
-            writer = letters.write.format("kmq").mode("append").option("kmq.producers", address)
-            (writer.option("kmq.token", token) if token else writer).save()
+        bad = bad.persist()  # to find them is to parse the whole batch
+        try:
+            found = sorted((row.broker, row.topic) for row in bad.select("broker", "topic").distinct().collect())
+            for broker, topic in found:
+                self._declare(broker, f"{topic}{DLQ}")
+            for broker in {broker for broker, _ in found}:
+                address, token = self._address(broker)
+                letters = dead_letters(
+                    bad.where(F.col("broker") == broker), query.replace("-", "")[:12], self._max_line
+                )
+                writer = letters.write.format("kmq").mode("append").option("kmq.producers", address)
+                (writer.option("kmq.token", token) if token else writer).save()
+        finally:
+            bad.unpersist()
 
     def _declare(self, broker: str, name: str) -> None:
         """An undeclared orders.dlq would be key `dlq` of topic orders, and its letters records of that."""
