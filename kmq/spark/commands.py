@@ -15,6 +15,7 @@ Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fa
 
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from kmq.spark.progress import Progress
+
+_CANCEL_S = 0.2  # between two times that jobs are cancelled
 
 pipeline_app = typer.Typer(
     no_args_is_help=True,
@@ -106,39 +109,60 @@ def running(
     confs = dict(_pair(text) for text in conf or ())
     if py_files:
         confs["spark.submit.pyFiles"] = py_files
-    spark = None
+    spark = stop = None
     try:
         spark = sessions.session(master or None, f"kmq {name}", confs, "warn" if verbose else "fatal")
-        for number in (signal.SIGINT, signal.SIGTERM):  # after Spark's own: that one ends in the middle
-            signal.signal(number, _stop)
+        stop = _Stop(spark)
         with Progress(spark, name) as progress:
             yield Job(spark, progress)
-    except _Stopped as stopped:
-        if spark:
-            for query in spark.streams.active:
-                query.stop()
-        raise typer.Exit(EXIT_OK if continuous else 128 + stopped.number) from None
     except Exception as error:
         cause = None if verbose else failures.explain(error)
-        if cause is None:
+        if stop and stop.number:
+            pass  # what was cancelled says so
+        elif cause is None:
             raise
-        raise cause from error
+        else:
+            raise cause from error
     finally:
+        if stop:
+            stop.done()
         if spark:
             spark.stop()
+    if stop and stop.number:
+        raise typer.Exit(EXIT_OK if continuous else 128 + stop.number)
 
 
-class _Stopped(BaseException):
-    """Raised in the main thread, wherever it is, by a signal that asks to stop."""
+class _Stop:
+    """From the first signal on: ends the streams, or else the jobs, so that the main thread comes back from Spark.
 
-    def __init__(self, number: int) -> None:
+    Not from the main thread: a call of Spark that has not returned yet keeps its connection.
+    """
+
+    def __init__(self, spark: "SparkSession") -> None:
+        self.number = 0
+        self._spark = spark
+        self._done = threading.Event()
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # in place of Spark's own, which raises in the middle of anything
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: object) -> None:
         self.number = number
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        threading.Thread(target=self._end, daemon=True).start()
 
+    def _end(self) -> None:
+        streams = self._spark.streams.active
+        for query in streams:
+            query.stop()
+        while not streams and not self._done.wait(_CANCEL_S):  # again: a cancelled job may be followed by the next
+            self._spark.sparkContext.cancelAllJobs()
 
-def _stop(number: int, frame: object) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_DFL)
-    raise _Stopped(number)
+    def done(self) -> None:
+        self._done.set()
 
 
 def _pair(text: str) -> tuple[str, str]:

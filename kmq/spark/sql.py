@@ -9,6 +9,7 @@ import csv
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,6 +86,10 @@ class Shell:
         """Run one statement and show its result."""
         with Progress(self.spark, "sql") as progress:
             self._show(self.query(text), progress)
+
+    def cancel(self) -> None:
+        """End the query that runs, from a signal handler: its call has the main thread's connection to Spark."""
+        threading.Thread(target=self.spark.sparkContext.cancelAllJobs).start()
 
 
 def needed(text: str) -> str:
@@ -184,19 +189,20 @@ def prompt(shell: Shell) -> int:
         readline.read_history_file(_HISTORY)
     readline.set_completer(_completer([*shell.topics(), WAL_VIEW, ALL_VIEW]))
     readline.parse_and_bind("tab: complete")
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("Topics are tables. A statement ends with a semicolon, the prompt with Ctrl-D.")
     print("tables: " + ", ".join([*map(_quoted, shell.topics()), WAL_VIEW, ALL_VIEW]))
     while True:
         try:
-            for text in statements(_read_statement()):
-                shell.run(text)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            text = _read_statement()
+            signal.signal(signal.SIGINT, lambda number, frame: shell.cancel())
+            for statement in statements(text):
+                shell.run(statement)
         except EOFError:
             print()
             return EXIT_OK
         except KeyboardInterrupt:
-            print()
-            shell.spark.sparkContext.cancelAllJobs()
+            print()  # the line is dropped
         except Exception as error:
             cause = failures.explain(error)
             if cause is None:

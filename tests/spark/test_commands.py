@@ -1,0 +1,144 @@
+"""Commands on Spark as a person runs them: what they print, how they end; and the progress of jobs and streams."""
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from made_data import write_data
+from pyspark.sql import functions as F
+from rich.console import Console
+
+from kmq.spark.progress import Progress
+
+PATIENCE_S = 240.0  # for a JVM to start on a machine that others use too: reached only by a bug
+pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
+
+STREAM = """
+import sys, typer
+from kmq.spark.commands import running
+
+def main(kind: str) -> None:
+    with running("stream", "local[1]", continuous=kind == "continuous") as job:
+        query = job.spark.readStream.format("rate").load().writeStream.format("noop").start()
+        print("started", flush=True)
+        query.awaitTermination()
+
+typer.run(main)
+"""
+
+
+def clean_env():
+    return {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+
+
+def wait(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "code"),
+    [("continuous", signal.SIGTERM, 0), ("continuous", signal.SIGINT, 0), ("once", signal.SIGTERM, 143)],
+)
+def test_a_signal_stops_a_stream_in_order_and_the_exit_code_says_whether_work_is_left(kind, number, code):
+    command = [sys.executable, "-c", STREAM, kind]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=clean_env(), stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout.readline() == "started\n"
+            process.send_signal(number)
+            out, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == code, out + err
+    assert "Traceback" not in err
+
+
+def test_kmq_sql_reads_a_script_and_ends_at_its_first_error_with_one_line(tmp_path):
+    data = write_data(tmp_path / "data", [b"orders|0|1|a", b"orders|0|2|b"], {"orders": 1})
+    script = "select count(*) as n from orders; select value_text from orders order by seq;\nselect 1 from nope"
+    command = [sys.executable, "-m", "kmq.cli", "sql", "--csv", "--path", data, "--master", "local[1]"]
+    done = subprocess.run(
+        command, env=clean_env(), cwd=tmp_path, input=script, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.stdout.split() == ["n", "2", "value_text", "a", "b"]
+    assert done.returncode == 78
+    assert done.stderr.splitlines()[-1] == "kmq: no topic `nope`; there are orders, append, all_topics"
+    assert not [line for line in done.stderr.splitlines()[:-1] if not line.startswith("ts=")], "Spark is quiet"
+    assert os.listdir(tmp_path) == ["data"], "nothing is left where it was run"
+
+
+# --- progress ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gated(spark, tmp_path):
+    """A function that runs a job of two tasks which wait until they are let go, and the function that lets them."""
+    gate = tmp_path / "open"
+
+    @F.udf("bigint")
+    def wait_for_gate(n):
+        deadline = time.monotonic() + 60
+        while not Path(gate).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return n
+
+    rows = spark.range(0, 2, 1, 2).select(wait_for_gate("id"))
+    job = threading.Thread(target=rows.collect)
+    job.start()
+    yield gate.touch
+    gate.touch()
+    job.join()
+
+
+def test_without_a_terminal_progress_is_a_line_of_logfmt_every_few_seconds(spark, gated, capfd):
+    said = ""
+
+    def text():
+        nonlocal said
+        said += capfd.readouterr().err
+        return said
+
+    with Progress(spark, "audit", Console(file=io.StringIO()), say_s=0.1) as progress:
+        progress.describe("reading the WAL")
+        wait(lambda: "tasks_done=0 tasks=2" in text())
+    assert 'stage=audit event=step what="reading the WAL"' in said
+    assert 'event=progress what="reading the WAL" tasks_done=0 tasks=2' in said
+
+
+def test_on_a_terminal_progress_is_a_bar_that_goes_away(spark, gated):
+    screen = io.StringIO()
+    with Progress(spark, "audit", Console(file=screen, force_terminal=True, width=100)):
+        wait(lambda: "0/2 tasks" in screen.getvalue())
+        gated()
+    assert screen.getvalue().endswith("\x1b[2K"), "the last line is erased"
+
+
+def test_a_stream_shows_its_batches(spark, tmp_path, capfd):
+    data = write_data(tmp_path / "data", [b"orders|0|%d|a" % n for n in range(50)], {"orders": 1})
+    rows = spark.readStream.format("kmq").option("path", data).option("subscribe", "orders")
+    rows = rows.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", 20).schema("offset bigint").load()
+    stream = rows.writeStream.format("noop").queryName("copy").option("checkpointLocation", str(tmp_path / "c"))
+    query = stream.start()
+    said = ""
+
+    def text():
+        nonlocal said
+        said += capfd.readouterr().err
+        return said
+
+    try:
+        with Progress(spark, "copy", Console(file=io.StringIO()), say_s=0.05):
+            wait(lambda: "event=batch query=copy batch=2 rows=10 " in text())
+    finally:
+        query.stop()
+    assert "behind=0" in said
