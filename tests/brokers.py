@@ -47,11 +47,13 @@ class Broker:
 
     # --- commands ------------------------------------------------------------------------------------------------
 
-    def run(self, *command: str, text: str = "", **settings: object) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, text: str = "", patience_s: float = PATIENCE_S, **settings: object
+    ) -> subprocess.CompletedProcess[str]:
         """A command in this broker's environment, changed by `settings`; `text` is its stdin."""
         env = self.env | {name: str(value) for name, value in settings.items()}
         return subprocess.run(
-            command, env=env, cwd=self.root, input=text, capture_output=True, text=True, timeout=PATIENCE_S
+            command, env=env, cwd=self.root, input=text, capture_output=True, text=True, timeout=patience_s
         )
 
     def kmq(self, *arguments: str, text: str = "", **settings: object) -> subprocess.CompletedProcess[str]:

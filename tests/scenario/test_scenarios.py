@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 RUNS = 2
 
 
@@ -10,9 +12,9 @@ def fields(line):
     return dict(part.split("=", 1) for part in line.split())
 
 
-def run(broker, scripts, number, **settings):
+def run(broker, scripts, number, patience_s=60, **settings):
     """Run a scenario; returns its checks (name → got) and its whole output."""
-    result = broker.run(str(scripts / f"scenario-{number}"), **settings)
+    result = broker.run(str(scripts / f"scenario-{number}"), patience_s=patience_s, **settings)
     assert result.returncode == 0, result.stdout + result.stderr + broker.log()[-3000:]
     assert result.stderr == ""
     rows = [fields(line) for line in result.stdout.splitlines()]
@@ -50,13 +52,13 @@ def test_scenario_2_routes_a_mixed_hundred_into_four_queues(broker, scripts):
     }
 
 
-def test_scenario_3_names_every_loss_and_the_sender_does_not_feel_it(broker, scripts):
+def test_scenario_3_names_every_loss_which_the_sender_does_not_feel_and_brings_it_back(broker, scripts):
     for _ in range(RUNS):
         _, output = run(broker, scripts, "3")
         loss = next(fields(line) for line in output.splitlines() if "loss_percent=" in line)
         # The ring keeps at most its 8,192 of 20,000, and at least that less one block (a quarter of it).
         assert 59.0 <= float(loss["loss_percent"]) < 70.0
-    assert len(broker.lines("test")) < 20_000 * RUNS == len(broker.wal())
+    assert len(broker.lines("test")) == 20_000 * RUNS < len(broker.wal())  # redriven from the WAL
 
 
 def test_scenario_3_gives_a_running_pod_its_own_settings_back(broker, scripts):
@@ -80,11 +82,13 @@ def test_scenario_3_block_holds_the_sender_up_and_loses_nothing(broker, scripts)
     assert len(broker.lines("test")) == 210_000 * RUNS == len(broker.wal())
 
 
-def test_scenario_4_replays_dead_letters_and_leaves_their_log_alone(broker, scripts):
+@pytest.mark.timeout(600)
+def test_scenario_4_replays_dead_letters_in_three_ways_and_leaves_their_log_alone(broker, scripts):
     for _ in range(RUNS):
-        run(broker, scripts, "4")
-    assert len(broker.lines("test")) == 200 * RUNS
-    assert len(broker.lines("dead")) == 60 * RUNS
+        _, output = run(broker, scripts, "4", patience_s=280)  # a start of Spark on a busy machine
+        assert "skipped" not in output
+    assert len(broker.lines("test")) == 300 * RUNS
+    assert len(broker.lines("dead")) == 90 * RUNS
 
 
 def test_scenario_5_loses_and_doubles_nothing_while_stages_are_killed(broker, scripts):

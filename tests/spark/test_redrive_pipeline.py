@@ -102,6 +102,15 @@ def test_letters_of_many_brokers_go_to_one_each_once(letters, new_broker, run):
     assert len(found) == 80 and sum(payload == b"of the other" for *_, payload in found) == 20
 
 
+def test_letters_are_read_over_http_too(letters, spark):
+    ports = {name: (letters.pipes / f"{name}.port").read_text().strip() for name in ("http", "ingress")}
+    where = {"kmq.bootstrap.servers": f"127.0.0.1:{ports['http']}"}
+    command = (spark, where, "dead", "concat('test.', key)", "seq <= 5")
+    assert redrive.run(*command, producers=f"127.0.0.1:{ports['ingress']}").records == 5
+    letters.wait_routed(65)
+    assert redrive.run(*command, producers=f"127.0.0.1:{ports['ingress']}").before == 5
+
+
 def test_order_within_a_partition_is_kept_and_a_rate_is_too(letters, run):
     run(letters, "dead", "concat('test.', key)", rate=50)
     letters.wait_routed(120)

@@ -182,3 +182,18 @@ def test_a_wal_that_retention_has_shortened_is_refused(spark, tmp_path):
         path.unlink()
     with pytest.raises(ConfigError, match="its WAL begins with seq"):
         route.run(spark, {"path": pod}, str(tmp_path / "to"))
+
+
+def test_pods_are_routed_over_http_by_the_tables_they_tell(spark, broker, tmp_path):
+    broker.up()
+    broker.kmq("topics", "create", "orders.eu", "--partitions", "3")
+    broker.send_lines(messages(300))
+    broker.wait_routed(300)
+    where = {"kmq.bootstrap.servers": f"127.0.0.1:{(broker.pipes / 'http.port').read_text().strip()}"}
+    assert route.run(spark, where, str(tmp_path / "table"), "parquet") == 300
+    rows = spark.read.parquet(str(tmp_path / "table")).select("topic", "partition", "seq", "line").collect()
+    for name in topics.names(str(broker.data)):
+        for partition in range(topics.load(str(broker.data), name)[0]):
+            mine = sorted((r.seq, bytes(r.line)) for r in rows if (r.topic, r.partition) == (name, partition))
+            path = broker.data / "topics" / name / str(partition) / f"{0:020}.log"
+            assert [line for _, line in mine] == path.read_bytes().splitlines()
