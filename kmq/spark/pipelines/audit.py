@@ -173,7 +173,7 @@ def evidence(spark: "SparkSession", found: list[Source], nbytes: int = SPLIT_BYT
     """
     tasks = [(each, task) for each in found for task in plan(each.open(), each.snapshot, nbytes)]
     # Not mapInArrow: it asks for pandas. What comes out is few rows.
-    judged = spark.sparkContext.parallelize(tasks, len(tasks)).flatMap(_judge)
+    judged = spark.sparkContext.parallelize(tasks, len(tasks)).flatMap(_judge).cache()  # judged once, asked often
     return spark.createDataFrame(judged, _DDL)
 
 
@@ -299,19 +299,22 @@ def audit(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTE
     """Audit these brokers."""
     from pyspark.sql import functions as F
 
-    rows = evidence(spark, audited, nbytes).cache()
-    try:
-        totals: dict[str, dict[Key, int]] = {}
-        said = rows.filter("what != 'records'").groupBy("what", "broker", "topic", "partition").agg(F.sum("records"))
-        for what, *place, records in said.collect():
-            totals.setdefault(what, {})[place[0], place[1], place[2]] = records
-        found, noted = (
-            [_found(audited, each) for each in _some(rows, kinds)] if totals.keys() & kinds.keys() else []
-            for kinds in (FINDINGS, NOTES)
-        )
-        return Result(audited, totals, found, noted, _moments(over_time(rows), "time"), _moments(by_hour(rows), "hour"))
-    finally:
-        rows.unpersist()
+    rows = evidence(spark, audited, nbytes)
+    totals: dict[str, dict[Key, int]] = {}
+    moments: list[Moment] = []
+    # One query for all that is counted: each more takes the JVM a second of its own.
+    counted = rows.groupBy("what", "broker", "topic", "partition", "time")
+    for what, broker, topic, partition, time, records, size in counted.agg(F.sum("records"), F.sum("nbytes")).collect():
+        if what == "records":
+            moments.append(Moment(broker, topic, time, records, size))
+        else:
+            totals.setdefault(what, {})[broker, topic, partition] = records
+    found, noted = (
+        [_found(audited, each) for each in _some(rows, kinds)] if totals.keys() & kinds.keys() else []
+        for kinds in (FINDINGS, NOTES)
+    )
+    moments.sort(key=lambda each: (each.time, each.broker, each.topic))
+    return Result(audited, totals, found, noted, moments, _by_hour(moments))
 
 
 def _some(rows: "DataFrame", kinds: dict[str, str]) -> list[Any]:
@@ -320,11 +323,15 @@ def _some(rows: "DataFrame", kinds: dict[str, str]) -> list[Any]:
     return rows.filter(F.col("what").isin(list(kinds))).orderBy(*_ORDER).limit(_SPANS).collect()
 
 
-def _moments(counted: "DataFrame", time: str) -> list[Moment]:
-    from pyspark.sql import functions as F
-
-    found = counted.select(F.unix_micros(time), "broker", "topic", "records", "bytes").collect()
-    return [Moment(broker, topic, micros, *counts) for micros, broker, topic, *counts in sorted(found)]
+def _by_hour(moments: list[Moment]) -> list[Moment]:
+    """The moments of each hour as one, in order of time: each lies within an hour."""
+    sums: dict[tuple[str, str, int], Moment] = {}
+    for each in moments:
+        hour = each._replace(time=each.time - each.time % _BUCKETS[-1])
+        so_far = sums.get(hour[:3])
+        more = (so_far.records, so_far.nbytes) if so_far else (0, 0)
+        sums[hour[:3]] = hour._replace(records=hour.records + more[0], nbytes=hour.nbytes + more[1])
+    return list(sums.values())
 
 
 def _found(audited: list[Source], fields: Sequence[Any]) -> Found:
