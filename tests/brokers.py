@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("ingress", "framer", "durability", "router")
 PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
 _number = count()
