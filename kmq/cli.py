@@ -604,6 +604,7 @@ app.command(
         "kmq sql",
     )
 )(spark_commands.sql)
+app.command("audit", epilog=_examples("kmq audit", "kmq audit --path data --report audit.html"))(spark_commands.audit)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ Not judged  queue records below the first seq that the WAL still has: only their
             first that a queue still has. Both are counted as notes. In a compacted queue the bare newlines between two
             records must be as many as the records missing there; which ones, nobody can say. Those at a cut count for
             both sides of it.
+Limit       a block of the WAL that begins with a seq out of order leads lookups astray: it is found, but as a gap.
 """
 
 from collections import Counter, defaultdict
