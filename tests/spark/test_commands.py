@@ -1,7 +1,11 @@
 """Commands on Spark as a person runs them: what they print, how they end; and the progress of jobs and streams."""
 
+import contextlib
 import io
 import os
+import pty
+import re
+import select
 import signal
 import subprocess
 import sys
@@ -37,10 +41,10 @@ def clean_env():
     return {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
 
 
-def wait(condition):
+def wait(condition, what=str):
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, what()
         time.sleep(0.05)
 
 
@@ -142,3 +146,61 @@ def test_a_stream_shows_its_batches(spark, tmp_path, capfd):
     finally:
         query.stop()
     assert "behind=0" in said
+
+
+# --- the prompt ----------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A command in a terminal of its own: what is typed, and what it has shown so far."""
+
+    def __init__(self, command, env, cwd):
+        self.text = ""
+        self.pid, self._fd = pty.fork()
+        if not self.pid:
+            os.chdir(cwd)
+            os.execve(command[0], command, env)
+
+    def type(self, keys):
+        self.text = ""
+        os.write(self._fd, keys.encode())
+
+    def wait(self, what):
+        def shown():
+            if select.select([self._fd], [], [], 0)[0]:
+                with contextlib.suppress(OSError):  # its end
+                    self.text += os.read(self._fd, 65536).decode(errors="replace")
+            return re.search(what, re.sub(r"\x1b\[[\d;?]*\w", "", self.text), re.DOTALL)  # without colours
+
+        wait(shown, lambda: f"{what!r} in {self.text!r}")
+
+    def end(self):
+        """Its exit code, when it has ended; drains what it still shows."""
+        with contextlib.suppress(OSError):
+            while os.read(self._fd, 65536):
+                pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_the_prompt_answers_lives_through_errors_and_ctrl_c_and_ends_with_ctrl_d(tmp_path):
+    data = write_data(tmp_path / "data", [b"orders|0|%d|a" % n for n in range(7)], {"orders": 1})
+    command = [sys.executable, "-m", "kmq.cli", "sql", "--path", data, "--master", "local[1]"]
+    shell = Terminal(command, clean_env() | {"HOME": str(tmp_path), "TERM": "xterm"}, tmp_path)
+    try:
+        shell.wait("tables: orders, append, all_topics.*kmq> ")
+        shell.type("select count(*) as n\nfrom orders;\n")
+        shell.wait(r"n\s+─+\s+7\s.*1 row\(s\).*kmq> ")
+        shell.type("select nope from orders;\n")
+        shell.wait("kmq: .*nope.*kmq> ")
+        shell.type("half a line\x03")
+        shell.wait("kmq> $")
+        shell.type("select count(*) from range(1000000000000) where id % 7 = 8;\n")
+        shell.wait("0/1 tasks")
+        shell.type("\x03")
+        shell.wait("kmq: .*cancel.*kmq> ")
+        shell.type("\x04")
+        assert shell.end() == 0
+        assert "select count(*) as n" in (tmp_path / ".kmq_sql_history").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(shell.pid, signal.SIGKILL)
