@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import time
+from base64 import b64decode
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
@@ -36,8 +38,7 @@ def copy(spark, source, broker, checkpoint, **options):
 
 def partition(data, topic, number):
     """The stored lines of a partition, in order."""
-    path = f"{data}/topics/{topic}/{number}"
-    return b"".join(open(f"{path}/{name}", "rb").read() for name in sorted(os.listdir(path)) if name[-3:] == "log")
+    return b"".join(path.read_bytes() for path in sorted(Path(f"{data}/topics/{topic}/{number}").glob("*.log")))
 
 
 def contents(data, topic="orders", partitions=3):
@@ -50,9 +51,7 @@ def contents(data, topic="orders", partitions=3):
 
 
 def decoded(id, payload):
-    import base64
-
-    return base64.b64decode(payload) if b";enc=b64" in id else payload
+    return b64decode(payload) if b";enc=b64" in id else payload
 
 
 def headers(line):
