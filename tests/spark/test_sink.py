@@ -41,7 +41,7 @@ def stream(df, broker, checkpoint, **options):
 
 
 def finish(query):
-    assert query.awaitTermination(60)
+    assert query.awaitTermination(200)
     assert query.exception() is None
 
 
