@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kmq.spark.pipelines.audit import Found, Moment, Result
 
 _WIDTH = 240  # columns of a table on a terminal, at most
+_HOURS = 100  # topics and hours there
 _SHOWN = 200  # findings in the table of the page
 _ROWS = 24  # logs in the map of seqs
 _TOPICS = 8  # that have a colour of their own
@@ -114,9 +115,12 @@ def show(result: "Result", limit: int) -> None:
     counts = Table("topic", "hour (UTC)", box=None, pad_edge=False, header_style="bold")
     counts.add_column("records", justify="right")
     counts.add_column("bytes", justify="right")
-    for topic, hour, records, nbytes in _by_topic_and_hour(result.hours, many):
+    rows = _by_topic_and_hour(result.hours, many)
+    for topic, hour, records, nbytes in rows[:_HOURS]:
         counts.add_row(escape_markup(topic), hour, f"{records:,}", f"{nbytes:,}")
     out.print(counts)
+    if len(rows) > _HOURS:
+        print(f"… and {len(rows) - _HOURS:,} more; all with --json")
     print()
     for source in result.sources:
         first, end = source.snapshot.wal
@@ -269,7 +273,8 @@ def _hours_table(result: "Result") -> str:
         (topic, hour, f"{records:,}", _size(nbytes), f"{nbytes / max(records, 1):,.0f} B")
         for topic, hour, records, nbytes in rows[:_SHOWN]
     )
-    return _html_table(["topic", "hour (UTC)", "records", "bytes", "mean size"], lines, (2, 3, 4), {})
+    more = f'<p class="soft">… and {len(rows) - _SHOWN:,} more.</p>' if len(rows) > _SHOWN else ""
+    return _html_table(["topic", "hour (UTC)", "records", "bytes", "mean size"], lines, (2, 3, 4), {}) + more
 
 
 # --- plots ---------------------------------------------------------------------------------------------------------------------
