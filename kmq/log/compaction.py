@@ -32,6 +32,7 @@ Crash       Installing, what is there after a kill or power cut at each step (ea
 import contextlib
 import errno
 import os
+import re
 import shutil
 import time
 from bisect import bisect_left
@@ -49,6 +50,7 @@ from kmq.log.segment import COMPACT
 
 _MAKING = ".new-"
 _POLL_S = 0.05
+_PLACE = re.compile(r"([^.].*)-(\d+)-(\d+)-(\d+)")  # what else lies there is nothing to stop a router
 
 
 class Sealed:
@@ -111,15 +113,15 @@ def compactor(data: str) -> Iterator[str]:
     os.makedirs(outbox(data), exist_ok=True)
     lock = FileLock(f"{outbox(data)}/.owner")
     lock.acquire(f"{data}: compaction", describe("compact", data))
+    making = f"{outbox(data)}/{_MAKING}{os.urandom(8).hex()}"
     try:
         for name in os.listdir(outbox(data)):
             if name.startswith(_MAKING):
                 shutil.rmtree(f"{outbox(data)}/{name}", ignore_errors=True)
-        making = f"{outbox(data)}/{_MAKING}{os.urandom(8).hex()}"
         os.mkdir(making)
         yield making
-        shutil.rmtree(making, ignore_errors=True)
     finally:
+        shutil.rmtree(making, ignore_errors=True)
         lock.release()
 
 
@@ -201,10 +203,10 @@ def settle(data: str, timeout_s: float = 30.0) -> None:
 def waiting(data: str) -> list[Sealed]:
     """What is laid out, in order."""
     try:
-        names = [name.rsplit("-", 3) for name in os.listdir(outbox(data)) if not name.startswith(".")]
+        names = [match for name in os.listdir(outbox(data)) if (match := _PLACE.fullmatch(name))]
     except FileNotFoundError:
         return []
-    found = [Sealed(topic, int(number), int(first), int(end)) for topic, number, first, end in names]
+    found = [Sealed(name[1], int(name[2]), int(name[3]), int(name[4])) for name in names]
     return sorted(found, key=lambda each: (each.topic, each.partition, each.first))
 
 

@@ -179,6 +179,19 @@ def test_another_attempt_of_the_same_task_is_left_out(data):
     assert kept.items() <= records(data).items() and findings(data) == []
 
 
+def test_what_else_lies_there_stops_nobody(data):
+    with compaction.compactor(data):
+        for name in ("notes", "users-0-1", "users-0-1-x", ".users-0-0-9"):
+            os.mkdir(f"{compaction.outbox(data)}/{name}")
+    assert compaction.waiting(data) == []
+
+
+def test_a_compactor_that_fails_leaves_nothing(data):
+    with pytest.raises(KeyError), compaction.compactor(data) as where:
+        raise KeyError(where)
+    assert os.listdir(compaction.outbox(data)) == [".owner"]
+
+
 # --- installing ------------------------------------------------------------------------------------------------------
 
 
