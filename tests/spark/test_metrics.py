@@ -10,6 +10,7 @@ import pyarrow.dataset as ds
 import pytest
 from deltalake import DeltaTable
 from made_data import FIRST_TS, append, write_data
+from rich.console import Console
 
 from kmq.errors import ConfigError
 from kmq.spark.pipelines import metrics
@@ -65,8 +66,13 @@ def lines(count):
 
 def test_a_summary_of_a_directory_counts_all_of_it(spark, tmp_path):
     data = write_data(tmp_path / "data", lines(1000))
-    found = metrics.summary(spark, {"path": data, "subscribePattern": "t.*"}).collect()
+    figures = metrics.summary(spark, {"path": data, "subscribePattern": "t.*"})
+    found = figures.collect()
     assert {row.topic: row.messages for row in found} == {"t0": 500, "t1": 500}
+    console = Console(width=200, record=True, quiet=True)
+    console.print(metrics.as_table(figures))
+    shown = [line.split() for line in console.export_text().splitlines()[1:]]
+    assert [line[:5] for line in shown] == [["2023-11-14", "22:13:00", topic, "500", "5,445"] for topic in ("t0", "t1")]
 
 
 @pytest.fixture
