@@ -538,7 +538,7 @@ def redrive(
     epilog=examples(
         "kmq pipeline run route --to rebuilt",
         "kmq pipeline run route --to all --as parquet",
-        "kmq pipeline run route --path 'pods/*/data' --to all --as delta --continuous",
+        "kmq pipeline run route --path 'pods/*/data' --to lake --as delta --continuous",
     )
 )
 def route(
