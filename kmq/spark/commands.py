@@ -13,6 +13,7 @@ A command takes the common options by their Annotated types, opens a session wit
 Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fast as before.
 """
 
+import contextlib
 import signal
 import sys
 import threading
@@ -142,6 +143,7 @@ class _Stop:
         self.number = 0
         self._spark = spark
         self._done = threading.Event()
+        self._thread: threading.Thread | None = None
         for number in (
             signal.SIGINT,
             signal.SIGTERM,
@@ -152,17 +154,22 @@ class _Stop:
         self.number = number
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
-        threading.Thread(target=self._end, daemon=True).start()
+        self._thread = threading.Thread(target=self._end, daemon=True)
+        self._thread.start()
 
     def _end(self) -> None:
         streams = self._spark.streams.active
         for query in streams:
-            query.stop()
+            with contextlib.suppress(Exception):  # it says why it ended where it is awaited
+                query.stop()
         while not streams and not self._done.wait(_CANCEL_S):  # again: a cancelled job may be followed by the next
             self._spark.sparkContext.cancelAllJobs()
 
     def done(self) -> None:
+        """The main thread is back: the session may go when this has returned."""
         self._done.set()
+        if self._thread:
+            self._thread.join()
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -120,7 +120,7 @@ def batch_figures(query: str, progress: Any) -> dict[str, Any]:
     behind = None
     for source in progress.sources:
         if source.latestOffset and source.endOffset:
-            behind = (behind or 0) + _sum(source.latestOffset) - _sum(source.endOffset)
+            behind = (behind or 0) + _sum(json.loads(source.latestOffset)) - _sum(json.loads(source.endOffset))
     return {
         "query": query,
         "batch": progress.batchId,
@@ -132,9 +132,7 @@ def batch_figures(query: str, progress: Any) -> dict[str, Any]:
 
 
 def _sum(offsets: Any) -> int:
-    """All numbers in the JSON of a stream's offsets: broker, topic, partition, next offset."""
-    if isinstance(offsets, str):
-        offsets = json.loads(offsets)
+    """All offsets in the JSON of a stream's: broker, topic, partition, next offset; beside the topics a broker's identity."""
     if isinstance(offsets, dict):
         return sum(map(_sum, offsets.values()))
     return offsets if isinstance(offsets, int) else 0

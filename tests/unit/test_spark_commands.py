@@ -203,7 +203,8 @@ def test_long_and_unprintable_values_are_cut_and_escaped_in_a_table():
 
 def test_what_a_stream_is_behind_is_the_sum_over_all_partitions():
     source = SimpleNamespace(
-        endOffset='{"b": {"t": {"0": 5, "1": 7}}}', latestOffset='{"b": {"t": {"0": 15, "1": 8}, "u": {"0": 2}}}'
+        endOffset='{"b": {"__id": "2f", "t": {"0": 5, "1": 7}}}',
+        latestOffset='{"b": {"__id": "2f", "t": {"0": 15, "1": 8}, "u": {"0": 2}}}',
     )
     said = SimpleNamespace(
         sources=[source], batchId=3, numInputRows=12, processedRowsPerSecond=99.6, batchDuration=120, name=None
