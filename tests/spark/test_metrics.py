@@ -1,5 +1,6 @@
 """Metrics: what is counted in which window, in a batch and in a stream."""
 
+import io
 import json
 from datetime import UTC, datetime
 
@@ -69,7 +70,7 @@ def test_a_summary_of_a_directory_counts_all_of_it(spark, tmp_path):
     figures = metrics.summary(spark, {"path": data, "subscribePattern": "t.*"})
     found = figures.collect()
     assert {row.topic: row.messages for row in found} == {"t0": 500, "t1": 500}
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, file=io.StringIO(), record=True)
     console.print(metrics.as_table(figures))
     shown = [line.split() for line in console.export_text().splitlines()[1:]]
     assert [line[:5] for line in shown] == [["2023-11-14", "22:13:00", topic, "500", "5,445"] for topic in ("t0", "t1")]
