@@ -119,7 +119,7 @@ def as_table(figures: DataFrame) -> Table:
     for row in figures.withColumn("start", F.date_format("start", "yyyy-MM-dd HH:mm:ss")).tail(MOST_SHOWN):
         values = (f"{each:,}" if isinstance(each, (int, float)) else each or "" for each in row[1:9])
         delays = ("" if each is None else f"{each:.3f}" for each in row[10:])
-        shown.add_row(row.start, *values, f"{row.json:.0%}", *delays)
+        shown.add_row(row.start, *values, f"{row.json:.1%}", *delays)
     return shown
 
 
