@@ -92,13 +92,14 @@ def test_pipelines_are_right_on_a_local_cluster(pods, start):
     check(finish(start("local-cluster[2,1,512]", pods)), pods)
 
 
-def test_pipelines_are_right_on_a_standalone_cluster_even_when_a_worker_is_killed_in_mid_job(pods, start, tmp_path):
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_pipelines_are_right_on_a_standalone_cluster_when_a_worker_is_killed_in_mid_job(pods, start, tmp_path, victim):
     gate = tmp_path / "gate"
     gate.mkdir()
     with Standalone(workers=2) as cluster:
         driver = start(cluster.url, pods, gate)
         wait(lambda: len(list(gate.iterdir())) == 2 or driver.poll() is not None)  # a task in each executor
-        cluster.kill_worker(0)
+        cluster.kill_worker(victim)
         (gate / "open").touch()
         results = finish(driver)
     check(results, pods)
