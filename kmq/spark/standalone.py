@@ -24,6 +24,7 @@ from kmq.spark.sessions import find_java, log_options, require_spark
 _READY_S = 90.0  # longest wait for one JVM to say that it is there: seconds on an idle machine
 _STOP_S = 10.0
 _POLL_S = 0.05
+_FRUGAL = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # master and workers do little: they should start fast
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 
@@ -85,7 +86,7 @@ class Standalone:
             "SPARK_HOME": str(home),
             "SPARK_LOCAL_IP": "127.0.0.1",
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_DAEMON_JAVA_OPTS": log_options("info"),
+            "SPARK_DAEMON_JAVA_OPTS": f"{log_options('info')} {_FRUGAL}",
         }
         command = [str(home / "bin" / "spark-class"), main_class, *arguments]
         with open(self._home / f"{name}.log", "wb") as log:
