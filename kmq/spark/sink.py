@@ -254,7 +254,7 @@ class KmqWriter(_Writer, DataSourceArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """What has been stored stays; the same job run again stores the rest."""
-        _log().warning("the write failed after %d rows; run again, it stores the rest", _sum(messages)[0])
+        _log().warning("the write failed: what is stored stays, and the same job run again stores the rest")
 
 
 class KmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
