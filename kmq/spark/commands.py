@@ -237,7 +237,7 @@ def sql(
 @run_app.command(
     epilog=examples(
         "kmq pipeline run archive --topics orders --to archive",
-        "kmq pipeline run archive --pattern '.*' --to archive --schema none",
+        "kmq pipeline run archive --pattern '.*' --to all --schema none",
         "kmq pipeline run archive --topics orders --to lake --format delta \\",
         "    --schema 'price double, user string NOT NULL' --continuous",
     )
@@ -374,6 +374,8 @@ def compact(
 
         done = compact.run(job.spark, where, dry_run, min_dirty, _seconds("--tombstones", tombstones), job.progress)
         job.progress.stop()
+        if not done:
+            print("nothing to compact: no topic that is declared cleanup=compact has a sealed segment")
         for each in done:
             print(
                 f"topic={each.topic} partition={each.partition} segments={each.segments} records={each.records}"

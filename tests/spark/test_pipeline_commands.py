@@ -204,3 +204,44 @@ def test_the_prompt_answers_lives_through_errors_and_ctrl_c_and_ends_with_ctrl_d
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(shell.pid, signal.SIGKILL)
+
+
+def pasted_examples():
+    """The examples of all help texts that end by themselves and need no other host."""
+    from typer.main import get_command
+
+    from kmq.cli import app
+
+    def texts(command):
+        yield command.epilog or ""
+        for inner in getattr(command, "commands", {}).values():
+            yield from texts(inner)
+
+    whole = "\n".join(texts(get_command(app))).replace("\\\n", " ")
+    joined = re.sub(r"\\\s*\n\s*", " ", whole)
+    lines = [re.sub(r"\s+", " ", line).strip() for line in joined.splitlines()]
+    kept = [line for line in lines if re.match(r"kmq (sql .|audit|pipeline run)", line)]
+    return [
+        line for line in dict.fromkeys(kept) if "--continuous" not in line and " b:" not in line and "pods/" not in line
+    ]
+
+
+@pytest.mark.soak
+def test_the_examples_of_help_work_when_pasted(broker):
+    """One after the other at a broker on its usual ports, which must be free: a JVM for each."""
+    ports = dict.fromkeys(("KMQ_PORT", "KMQ_ACK_PORT", "KMQ_HTTP_PORT", "KMQ_GRPC_PORT"), "")
+    for name in ports:
+        broker.env.pop(name)
+    broker.up()
+    broker.send_lines(
+        [b'%b.k%d|0|%d|{"user": "u%d"}' % (t, n, n, n) for t in (b"orders", b"test", b"jobs") for n in range(20)]
+    )
+    broker.send_lines([b"dead.letter_%d|0|%d|lost %d" % (n, n, n) for n in range(5)])
+    assert broker.kmq("topics", "create", "users", "--set", "cleanup=compact").returncode == 0
+    examples = pasted_examples()
+    assert len(examples) >= 12
+    for line in examples:
+        print(line, flush=True)
+        result = broker.run("bash", "-c", line, patience_s=PATIENCE_S)
+        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
+        assert result.stdout.strip(), line
