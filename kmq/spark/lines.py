@@ -9,8 +9,8 @@
     value                           bytes or text. Null is an error, for it would come back as an empty payload, which compaction
                                     takes for a deletion: say coalesce(value, '') where that is meant.
 
-Invariant   A batch becomes lines as a whole or not at all: what no line can hold is a RowError, which names column, row and limit,
-            before a byte of the batch is sent. What is read back is what was written, to the byte.
+Invariant   A batch becomes lines as a whole or not at all: what no line can hold is a RowError, which names column, row and
+            limit, before a byte of the batch is sent. What is read back is what was written, to the byte.
 Speed       Rows are touched one by one only where something in them must be encoded: a value that is no printable text, a key
             with a dot. All else is done on whole columns: some 2 million rows/s of 100 bytes.
 """

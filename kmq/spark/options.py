@@ -29,9 +29,10 @@ WAL = "__append"
 EARLIEST, LATEST = -2, -1
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _READ = (
-    "path kmq.bootstrap.servers kmq.token subscribe subscribePattern assign startingOffsets endingOffsets startingTimestamp"
-    " maxOffsetsPerTrigger maxBytesPerTrigger minPartitions failOnDataLoss"
-).split()
+    *("path", "kmq.bootstrap.servers", "kmq.token", "subscribe", "subscribePattern", "assign"),
+    *("startingOffsets", "endingOffsets", "startingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
+    *("minPartitions", "failOnDataLoss"),
+)
 NAMES = {name.lower(): name for name in _READ}
 
 

@@ -6,6 +6,7 @@ Offsets  {key: the next offset to read}; as JSON, in Spark's checkpoint: {broker
 """
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 from kmq.errors import KmqError
@@ -118,7 +119,7 @@ def _by_bytes(span: Range, cuts: Cuts) -> list[int]:
 
 def _cut_up(span: Range, at: list[int]) -> list[Range]:
     edges = [span.start, *at, span.end]
-    return [Range(span.key, low, high) for low, high in zip(edges, edges[1:], strict=False)]
+    return [Range(span.key, low, high) for low, high in pairwise(edges)]
 
 
 def limited(start: Offsets, end: Offsets, max_offsets: int, max_bytes: int, cuts: Cuts) -> Offsets:
