@@ -81,8 +81,9 @@ class Block:
         if self.places is not None:
             starts, ends = starts[kept], ends[kept]
         self.count = len(ends)
-        self._starts = [starts, *(bars + 1 for bars in self._bars(starts, ends))]
-        self._ends = [*(begin - 1 for begin in self._starts[1:]), ends]
+        # Where each of the six fields of each line begins and ends, one array for each field.
+        self.starts = [starts, *(bars + 1 for bars in self._bars(starts, ends))]
+        self.ends = [*(begin - 1 for begin in self.starts[1:]), ends]
         self.ascii = lines.isascii()
 
     def _bars(self, starts: Numbers, ends: Numbers) -> list[Numbers]:
@@ -101,8 +102,8 @@ class Block:
             return self
         made = object.__new__(Block)
         made.__dict__.update({name: it for name, it in self.__dict__.items() if name not in ("id", "value")})
-        made._starts = [each[first:last] for each in self._starts]
-        made._ends = [each[first:last] for each in self._ends]
+        made.starts = [each[first:last] for each in self.starts]
+        made.ends = [each[first:last] for each in self.ends]
         made.count = int(last - first)
         made.offset = int(at[first]) if made.count else low
         made.places = at[first:last] - made.offset if self.places is not None else None
@@ -116,10 +117,10 @@ class Block:
 
     def field(self, number: int) -> pa.Array:
         """Field 0 (seq) to 5 (payload) of each record, as stored."""
-        return self.span(self._starts[number], self._ends[number])
+        return self.span(self.starts[number], self.ends[number])
 
     def line(self) -> pa.Array:
-        return self.span(self._starts[0], self._ends[-1])
+        return self.span(self.starts[0], self.ends[-1])
 
     def seq(self) -> pa.Array:
         return self.field(0).cast(pa.string()).cast(pa.int64())
@@ -127,12 +128,13 @@ class Block:
     def offsets(self) -> Numbers:
         """The offset of each record."""
         if self.by_seq:
-            return self.seq().to_numpy()
+            found: Numbers = self.seq().to_numpy()
+            return found
         return self.offset + (np.arange(self.count) if self.places is None else self.places)
 
     def recv_ts(self) -> pa.Array:
         """Microseconds since the epoch; six decimals by contract."""
-        begins, ends = self._starts[1], self._ends[1]
+        begins, ends = self.starts[1], self.ends[1]
         seconds = self.span(begins, ends - 7).cast(pa.string()).cast(pa.int64())
         micros = self.span(ends - 6, ends).cast(pa.string()).cast(pa.int64())
         return pc.add(pc.multiply(seconds, 1_000_000), micros).cast(pa.timestamp("us", "UTC"))
@@ -140,8 +142,8 @@ class Block:
     def key(self) -> pa.Array:
         if self.by_seq:
             return pa.nulls(self.count, pa.binary())
-        ends = self._ends[2]
-        return self.span(np.minimum(self._starts[2] + len(self.topic.encode()) + 1, ends), ends)
+        ends = self.ends[2]
+        return self.span(np.minimum(self.starts[2] + len(self.topic.encode()) + 1, ends), ends)
 
     @cached_property
     def id(self) -> tuple[pa.Array, pa.Array]:
@@ -197,7 +199,7 @@ def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers) -> pa.Array:
     cuts[0:-1:2], cuts[1:-1:2] = begins, ends
     cuts[-1] = cuts[-2] if len(begins) else 0
     pieces = pa.Array.from_buffers(pa.binary(), len(cuts) - 1, [None, pa.py_buffer(cuts), data])
-    return pieces.take(pa.array(np.arange(0, len(cuts) - 1, 2, np.int32)))
+    return pieces.take(pa.array(np.arange(0, len(cuts) - 1, 2, dtype=np.int32)))
 
 
 def _name_and_value(pairs: pa.Array) -> tuple[pa.Array, pa.Array]:

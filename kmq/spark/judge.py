@@ -297,7 +297,7 @@ class Judge:
         if everything and block.places is None and (targets == targets[0]).all():
             yield int(targets[0]), pa.py_buffer(block.lines)
             return
-        lines = block.span(block._starts[0], block._ends[-1] + 1)  # with their newlines
+        lines = block.span(block.starts[0], block.ends[-1] + 1)  # with their newlines
         order = np.argsort(targets.astype(np.int16) if len(self.places) < 1 << 15 else targets, kind="stable")
         if not everything:
             order = order[wanted[order]]
@@ -317,7 +317,7 @@ class Judge:
         self, block: Block, times: Numbers, targets: Numbers, counts: Counter[Place], sizes: Counter[Place]
     ) -> None:
         """Records and bytes by topic and moment."""
-        lengths = block._ends[-1] + 1 - block._starts[0]
+        lengths = block.ends[-1] + 1 - block.starts[0]
         moments = times // self.bucket
         cuts = [0, *(np.flatnonzero(np.diff(moments)) + 1).tolist(), block.count]
         for low, high in pairwise(cuts):
@@ -661,5 +661,5 @@ class _Map:
 def _is_sound(block: Block) -> bool:
     """Whether each line has its five bars, and a number in front."""
     block.seq()
-    begins, ends = block._starts, block._ends
+    begins, ends = block.starts, block.ends
     return bool((begins[1] > begins[0]).all() and (begins[5] <= ends[5]).all())

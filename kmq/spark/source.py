@@ -242,13 +242,14 @@ class PushdownReader(BatchReader):
 
 def _may_hold(condition: Filter, key: Key) -> bool:
     """Whether rows of this partition may pass, by what the partition alone says."""
-    name = condition.attribute[0] if len(getattr(condition, "attribute", ())) == 1 else ""
-    mine = dict(zip(("broker", "topic", "partition"), key, strict=True)).get(name)
+    if not isinstance(condition, (EqualTo, In)) or len(condition.attribute) != 1:
+        return True
+    mine = dict(zip(("broker", "topic", "partition"), key, strict=True)).get(condition.attribute[0])
     if mine is None:
         return True
     if isinstance(condition, EqualTo):
         return bool(mine == condition.value)
-    return mine in condition.value if isinstance(condition, In) else True
+    return mine in condition.value
 
 
 def _span(condition: Filter) -> tuple[str, int | None, int | None]:
