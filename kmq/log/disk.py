@@ -142,6 +142,11 @@ class AppendFile:
             os.close(self.fd)
             self.fd = -1
 
+    def __del__(self) -> None:
+        """Nothing is written, but a descriptor that nobody knows any more counts against those that select() can watch."""
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+
 
 class Tail:
     """What recovery found at the end of a log: `size` is where the good bytes end, `last` the last good line."""
