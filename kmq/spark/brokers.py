@@ -17,6 +17,7 @@ from kmq.spark import columns
 from kmq.spark.options import WAL
 
 BLOCK_BYTES = 4 << 20  # of lines handed out at once
+_LINE_BYTES = 512  # a guess: for longer lines a range takes more reads
 
 
 class Broker(Protocol):
@@ -129,7 +130,8 @@ class Directory:
         log = self._log(topic, partition)
         offset = start
         while offset < end:
-            first, lines = log.read(offset, BLOCK_BYTES)
+            # A micro-batch of a few records must not cost the reading of a whole block.
+            first, lines = log.read(offset, min(BLOCK_BYTES, (end - offset + 128) * _LINE_BYTES))
             if not lines or first >= end:
                 return
             if log.by_seq:
