@@ -26,8 +26,11 @@ cluster-demo: $(STAMP)  ## two pods and a Spark cluster on this machine: audit a
 test: $(STAMP)  ## set up and run all the tests
 	@$(BIN)/python -m pytest -m "not soak"
 
-check: $(STAMP)  ## lint, types, unit tests: under a minute
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m pytest -q tests/unit
+lint: $(STAMP)  ## lint and types: seconds
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+check: lint  ## lint, types, unit tests: about a minute
+	@$(BIN)/python -m pytest -q tests/unit
 
 scenario-1: $(STAMP)  ## resume: 500 messages, SIGKILL of the whole pod, 500 more
 	@scripts/scenario-1
@@ -55,4 +58,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo test check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark soak clean
+.PHONY: help setup demo cluster-demo test lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark soak clean

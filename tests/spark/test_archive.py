@@ -353,7 +353,9 @@ def killed_and_gone_on(spark, broker, tmp_path, format, point, batch, group):
     is_complete(broker, arguments["to"], format, count, bad_every)
 
 
-@pytest.mark.parametrize(("format", "point"), [("parquet", "letters"), ("delta", "committed")])
+@pytest.mark.parametrize(
+    ("format", "point"), [pytest.param("parquet", "letters", marks=pytest.mark.soak), ("delta", "committed")]
+)
 def test_a_driver_that_is_killed_in_a_batch_leaves_every_record_once(spark, up, tmp_path, format, point):
     killed_and_gone_on(spark, up, tmp_path, format, point, 1, True)
 

@@ -88,6 +88,7 @@ def check(results, pods):
     assert results["audit"]["findings"] == {}
 
 
+@pytest.mark.soak
 def test_pipelines_are_right_on_a_local_cluster(pods, start):
     check(finish(start("local-cluster[2,1,512]", pods)), pods)
 

@@ -241,11 +241,14 @@ def test_under_a_live_broker_whose_router_is_killed_again_and_again_readers_see_
         thread.start()
     try:
         rng = random.Random(7)
-        for _ in range(5):
+        for turn in range(5):
             with compaction.compactor(data) as where:
                 for each in sealed:
                     compaction.lay_out(data, each, gone, where)
-            time.sleep(rng.random() * 1.2)  # the router looks once a second: any moment of its swaps
+            if turn:
+                time.sleep(rng.random() * 1.2)  # the router looks once a second: any moment of its swaps
+            else:  # once it must be the router that swaps: behind its death it is us
+                broker.wait(lambda: "event=segment_compacted" in broker.log(), "the router's first swap")
             broker.kill("router")
             compaction.settle(data, timeout_s=60)
             assert not failed

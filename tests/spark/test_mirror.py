@@ -147,6 +147,7 @@ def test_what_would_change_places_is_refused_before_anything_is_sent(spark, sour
         mirror.run(spark, {"path": f"{source},{other}", "subscribe": "orders"}, "127.0.0.1:1")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_kills_of_the_driver_and_of_the_targets_stages_lose_and_double_nothing(broker, tmp_path):
     """The command, as a process, killed while it sends; the target's stages killed while the next run goes on."""
