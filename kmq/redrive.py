@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _OWN = re.compile(rb";[pw]=[^;]*")  # who sent it first; it is a new message now
 _FIELDS = ("routing_key", "topic", "key")
 _ANY_BYTES = "surrogateescape"  # a key is UTF-8 by convention only; this way every byte comes out as it went in
-_WAL = "__append"
 _BLOCK_BYTES = 64 * KIB
 _BLOCKS_PER_S = 10  # under a rate: short enough to be even, long enough to be slept through
 _NAME_BYTES = 64  # of a producer
@@ -167,7 +166,7 @@ class Dropped:
                     seq = record.seq_of(line)
                     topic = resolve(self._table, line.split(b"|", 3)[2], seq)[0].decode()
                     if self.topic in ("", topic):
-                        yield Record(_WAL, 0, seq, topic, line)
+                        yield Record(reader.WAL, 0, seq, topic, line)
 
 
 def select(records: Iterable[Record], template: str, key_glob: str, from_seq: int) -> Iterator[tuple[Record, bytes]]:

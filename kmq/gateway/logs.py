@@ -34,9 +34,8 @@ from kmq.gateway.answers import Answer
 from kmq.gateway.broker import Broker
 from kmq.gateway.spans import Range, Span
 from kmq.log import identity, ledger, reader, topics
-from kmq.log.reader import DamageError, Log
+from kmq.log.reader import WAL, DamageError, Log
 
-WAL = "__append"
 PAGES = {
     "/v1/broker": "which data directory this is",
     "/v1/topics": "topics, their partitions, and from where to where each goes",

@@ -27,6 +27,7 @@ from kmq.log import segment
 from kmq.log.disk import find_tail
 from kmq.log.index import BLOCK_BYTES, Entry, parse_line, read_entries
 
+WAL = "__append"  # what the WAL is called among topics: no topic can be
 READ_BYTES = 1 << 20  # handed out at once, unless one line is longer
 _INDEX_LINE = 256  # bytes; an index line is shorter
 _WINDOW = 1 << 14  # bytes of an index read at once in order: some 300 blocks

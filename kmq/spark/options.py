@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kmq.errors import ConfigError
+from kmq.log.reader import WAL as WAL
 
-WAL = "__append"
 EARLIEST, LATEST = -2, -1
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _READ = (

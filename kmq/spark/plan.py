@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from kmq.errors import KmqError
+from kmq.spark.options import WAL
 
 Key = tuple[str, str, int]
 Offsets = dict[Key, int]
@@ -30,7 +31,7 @@ class DataLossError(KmqError):
 
 def name_of(key: Key) -> str:
     broker, topic, partition = key
-    return f"{broker} {topic}" + ("" if topic.startswith("__append") else f"/{partition}")
+    return f"{broker} {topic}" + ("" if topic == WAL else f"/{partition}")
 
 
 class Range:
@@ -72,7 +73,7 @@ def from_json(table: dict[str, Any]) -> tuple[Offsets, dict[str, str]]:
 
 def least(topic: str) -> int:
     """The first offset a partition ever had."""
-    return 1 if topic == "__append" else 0
+    return 1 if topic == WAL else 0
 
 
 def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool) -> list[Range]:

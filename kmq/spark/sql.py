@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kmq.errors import EXIT_OK, ConfigError
+from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.progress import Progress
 
@@ -52,7 +53,7 @@ class Shell:
         from kmq.spark.brokers import open_broker
         from kmq.spark.options import Options
 
-        options = Options({**self.source, "subscribe": "__append"})
+        options = Options({**self.source, "subscribe": WAL})
         opened = (open_broker(name, bool(options.paths), options.token) for name in options.brokers)
         return sorted({topic for broker in opened for topic in broker.topics()})
 
@@ -67,7 +68,7 @@ class Shell:
             named = {name.lower() for name in named}
         wanted = {topic: {"subscribe": topic} for topic in there if {topic, topic.lower()} & named}
         if WAL_VIEW in named:
-            wanted[WAL_VIEW] = {"subscribe": "__append"}
+            wanted[WAL_VIEW] = {"subscribe": WAL}
         if ALL_VIEW in named:
             wanted.setdefault(ALL_VIEW, {"subscribePattern": r"(?!__).*"})
         for view, topics in wanted.items():
