@@ -126,12 +126,18 @@ class Pod:
         assert page is not None
         return page.rows[name].seq
 
-    def wait(self, condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-        """Until `condition`; fails loudly at the deadline, or when a stage that should run has ended."""
+    def comes(self, condition: Callable[[], object], patience_s: float) -> bool:
+        """Whether `condition` comes true in this time."""
         deadline = time.monotonic() + patience_s
         while not condition():
-            assert time.monotonic() < deadline, f"not within {patience_s} s: {what}\n{self.tail()}"
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.005)
+        return True
+
+    def wait(self, condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+        """Until `condition`; fails loudly at the deadline."""
+        assert self.comes(condition, patience_s), f"not within {patience_s} s: {what}\n{self.tail()}"
 
     def wait_ready(self, *names: str) -> None:
         def ready(name: str) -> bool:
