@@ -1,0 +1,199 @@
+"""Load on a pod from outside, and the verdict on what it left.
+
+The writers and judges are those of tests/chaos; only where they connect to is another place. What a writer sends follows from
+its name, and no name comes twice, so that one pod can serve several tests.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from chaos.acked import AckedLoad, account
+from chaos.checker import check
+from chaos.load import Lines, Load, TcpLoad
+from chaos.test_acked import ProducerLoad
+from chaos.test_acked import judge as judge_producers
+
+from kmq import stats
+from kmq.links import fifo, layout
+from kmq.settings import STAGES
+
+PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
+PORT = 5673  # lines in
+_number = itertools.count(1)
+
+
+class Pod(Protocol):
+    """What is asked of scripts/play.py's."""
+
+    ip: str
+
+    def volume(self, name: str) -> Path: ...
+
+
+def wait(condition: Callable[[], object], what: str | Callable[[], str], patience_s: float = PATIENCE_S) -> None:
+    """Until `condition`; else `what` did not come."""
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {patience_s} s: {what if isinstance(what, str) else what()}"
+        time.sleep(0.02)
+
+
+def connect(pod: Pod) -> socket.socket:
+    """To the port for lines. The address is asked for each time: a pod that was restarted may have another."""
+    return socket.create_connection((pod.ip, PORT), timeout=5)
+
+
+class PlainLoad(TcpLoad):
+    """Lines that nobody acknowledges; long ones among them, which pass the FIFO in pieces."""
+
+    def __init__(self, pod: Pod, name: str, seed: int) -> None:
+        super().__init__(Path(), name, seed, rest_s=1.0, longest=20_000)
+        self.pod = pod
+
+    def work(self) -> None:
+        while not self.enough.is_set():
+            try:
+                sock = connect(self.pod)
+            except OSError:
+                self.enough.wait(0.01)
+                continue
+            with sock:
+                self._converse(sock, Lines(f"{self.prefix}.{len(self.sent)}", self.longest))
+
+
+class AnsweredLoad(AckedLoad):
+    """The acknowledged protocol by a client that shares no code with kmq."""
+
+    def __init__(self, pod: Pod, name: str, seed: int) -> None:
+        super().__init__(Path(), name, seed, window=100)
+        self.pod = pod
+
+    @property
+    def count(self) -> int:
+        return len(self.seqs)
+
+    def work(self) -> None:
+        while not self.is_finished:
+            with contextlib.suppress(OSError), connect(self.pod) as sock:
+                self._converse(sock)
+            time.sleep(0.01)
+
+    def _take(self, base: int, line: bytes) -> bool:
+        self.rest()  # faults are tried here, not speed, and the judge looks at every line
+        return super()._take(base, line)
+
+
+class Traffic:
+    """One writer of each kind, at a moderate pace, until finish()."""
+
+    def __init__(self, pod: Pod, ports: Path, rng: random.Random) -> None:
+        """`ports` is a directory where the one port can be written to, as a local broker does."""
+        self.pod = pod
+        (ports / "ingress.port").write_text(f"{PORT}\n")
+        number = next(_number)
+        self.plain = PlainLoad(pod, f"plain{number}", rng.randrange(1 << 30))
+        self.answered = AnsweredLoad(pod, f"answered{number}", rng.randrange(1 << 30))
+        self.producer = ProducerLoad(ports, f"producer{number}", rng.randrange(1 << 30), host=pod.ip)
+        self.producer.rest_s = 0.3
+        self.loads: tuple[Load, ...] = (self.plain, self.answered, self.producer)
+        for load in self.loads:
+            load.start()
+
+    def wait_flowing(self, count: int = 300) -> None:
+        """Until every writer has got so many more messages through."""
+        before = [load.count for load in self.loads]
+
+        def flows() -> bool:
+            for load in self.loads:
+                if load.error is not None:
+                    raise load.error
+            return all(load.count >= base + count for load, base in zip(self.loads, before, strict=True))
+
+        wait(flows, lambda: f"{count} more messages of each; {before} → {[load.count for load in self.loads]}")
+
+    def fifo_is_lost(self) -> None:
+        """All stages died at once: also of a connection that had ended in order the last lines may be missing."""
+        self.plain.sent = [stream._replace(mode="prefix") for stream in self.plain.sent]
+
+    def finish(self) -> None:
+        """All is sent and, but for the plain lines, answered."""
+        for load in self.loads:
+            load.enough.set()
+        for load in self.loads:
+            load.finish()
+
+    def judge(self) -> None:
+        """What was acknowledged is there once, where the broker said, and of the plain lines what their mode says."""
+        data = self.pod.volume("data")
+        judge_files(data)
+        account(data, self.answered, plain=self.plain.sent)
+        judge_producers(data, [self.producer])
+
+
+def judge_files(data: Path) -> None:
+    """G3: seqs are contiguous; each record is in its queue once, in order. Nobody may be writing."""
+    report = check(data)
+    assert not report.counts, str(report)
+    assert report.records, "the WAL is empty: this shows nothing"
+
+
+@contextlib.contextmanager
+def traffic_to(pod: Pod, rng: random.Random) -> Iterator[Traffic]:
+    """Traffic that certainly ends; finish() and judge() are for the test to call."""
+    with tempfile.TemporaryDirectory() as ports:
+        traffic = Traffic(pod, Path(ports), rng)
+        try:
+            traffic.wait_flowing()
+            yield traffic
+        finally:
+            for load in traffic.loads:
+                load.enough.set()
+            traffic.producer.producer.abort()
+
+
+# --- looking into a pod from the host --------------------------------------------------------------------------------
+
+
+def instance(pod: Pod) -> str:
+    """The name under which the pod's shared memory is found from here."""
+    return f"{os.path.relpath(pod.volume('shm'), layout.SHM)}/kmq"
+
+
+def rows(pod: Pod) -> dict[str, stats.Row]:
+    """The stats page; nothing while there is none."""
+    page = stats.peek(instance(pod))
+    return page.rows if page else {}
+
+
+def states(pod: Pod) -> dict[str, str]:
+    return {name: row.state_name for name, row in rows(pod).items()}
+
+
+def is_settled(pod: Pod) -> bool:
+    """Whether all four are ready and what was in the links has reached the queues."""
+    found = rows(pod)
+    if any(found[name].state_name != "ready" or found[name].age_s > 1 for name in STAGES if found) or not found:
+        return False
+    seqs = {found[name].seq for name in STAGES[1:]}
+    return len(seqs) == 1 and not waiting_bytes(pod) and not layout.backlog(instance(pod), "framed")
+
+
+def waiting_bytes(pod: Pod) -> int:
+    """In the FIFO. It is open for a moment only: a reader outside must not keep it alive."""
+    fd = os.open(pod.volume("pipes") / "raw", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return fifo.waiting_bytes(fd)
+    finally:
+        os.close(fd)
+
+
+def settle(pod: Pod) -> None:
+    wait(lambda: is_settled(pod), lambda: f"the links are empty: {states(pod)}")
