@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from kmq import status
+from kmq.settings import load
+
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("ingress", "framer", "durability", "router")
 PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
@@ -59,8 +62,9 @@ class Broker:
     def kmq(self, *arguments: str, text: str = "", **settings: object) -> subprocess.CompletedProcess[str]:
         return self.run("kmq", *arguments, text=text, **settings)
 
-    def up(self, **settings: object) -> None:
-        result = self.kmq("up", **settings)
+    def up(self, *options: str, **settings: object) -> None:
+        """`--no-gateway` where the test asks nothing of it: it takes longer to start than the four stages together."""
+        result = self.kmq("up", *options, **settings)
         assert result.returncode == 0, result.stderr
 
     def down(self) -> None:
@@ -70,18 +74,18 @@ class Broker:
     # --- what is there -------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, dict[str, str]]:
-        """Stage → fields of `kmq status --logfmt`; the links are under `backlog`."""
+        """Stage → fields of `kmq status --logfmt`, without the half second for its rates; the links are under `backlog`."""
         found = {}
-        for line in self.kmq("status", "--logfmt").stdout.splitlines():
+        for line in status.logfmt(status.collect(load(self.env, toml=""))).splitlines():
             fields = dict(part.split("=", 1) for part in line.split())
             found[fields.pop("stage", None) or fields.pop("links")] = fields
         return found
 
     def pids(self) -> dict[str, int]:
         """Stage → pid, with the gateway's and the supervisor's."""
-        status = self.status()
+        shown = self.status()
         owner = (self.pipes / "supervisor.owner").read_text()
-        return {name: int(status[name]["pid"]) for name in (*STAGES, "gateway") if name in status} | {
+        return {name: int(shown[name]["pid"]) for name in (*STAGES, "gateway") if name in shown} | {
             "supervisor": int(owner.split()[0][len("pid=") :])
         }
 
@@ -121,8 +125,16 @@ class Broker:
 
     def kill(self, *names: str) -> None:
         """SIGKILL these (default: everything, the supervisor first) and wait until they are gone."""
-        pids = self.pids()
-        victims = [psutil.Process(pids[name]) for name in names or ("supervisor", *STAGES)]
+        victims: list[psutil.Process] = []
+
+        def are_alive() -> bool:  # one that was killed just before has its old pid in the status until it is there again
+            pids = self.pids()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victims[:] = [psutil.Process(pids[name]) for name in names or ("supervisor", *STAGES)]
+                return all(map(is_alive, victims))
+            return False
+
+        self.wait(are_alive, f"life in those to be killed: {names}")
         for victim in victims:
             victim.kill()
         self.wait(lambda: not any(map(is_alive, victims)), "the end of those killed")
