@@ -27,11 +27,11 @@ from kmq.log import topics as declarations
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
 from kmq.log.segment import LIMITS
-from kmq.settings import DRAIN_S, STAGES, Settings, load
+from kmq.settings import GRACE_S, STAGES, Settings, load
 from kmq.spark import commands as spark_commands
 
 _UP_S = 60.0  # longest wait for a pod to be ready: recovery of a long WAL included
-_DOWN_S = DRAIN_S + 10.0
+_DOWN_S = GRACE_S + 5.0
 _ADOPT_S = 5.0  # how long the router may take to adopt a declaration
 _POLL_S = 0.02
 _T = TypeVar("_T")

@@ -16,8 +16,10 @@ from kmq.errors import ConfigError
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 STAGES = ("ingress", "framer", "durability", "router")  # in the order a message passes them
+SHM = "/dev/shm"  # where Linux keeps POSIX shared memory
 PIPE_BUF = 4096  # bytes one FIFO write may have and still be atomic (Linux)
 DRAIN_S = 10.0  # after SIGTERM a stage finishes queued work for at most this long
+GRACE_S = DRAIN_S + 5.0  # and is killed then: by our supervisor, and by the kubelet (terminationGracePeriodSeconds)
 OWNER_WAIT_S = 2.0  # a second instance waits this long for the first to go before it gives up
 
 _UNITS = {

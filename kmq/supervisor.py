@@ -20,12 +20,11 @@ from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
-from kmq.settings import DRAIN_S, STAGES, Settings, load
+from kmq.settings import GRACE_S, STAGES, Settings, load
 from kmq.stats import StatsPage
 
 _YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
 _PAUSE_S = (0.1, 5.0)  # first and longest wait
-_KILL_AFTER_S = DRAIN_S + 5.0  # stages end by themselves after DRAIN_S; a stopped (SIGSTOP) one never would
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
@@ -139,7 +138,7 @@ class Supervisor:
                 os.kill(child.pid, signal.SIGTERM)
 
     def _kill_overdue(self) -> None:
-        if self.stopping_since and time.monotonic() - self.stopping_since > _KILL_AFTER_S:
+        if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:  # a stopped (SIGSTOP) one
             for child in self.children:
                 if child.pid:
                     self.log.warn("stage_killed", name=child.name, reason="did not drain in time")

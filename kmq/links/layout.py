@@ -44,8 +44,8 @@ import os
 from kmq.errors import BusyError
 from kmq.links.doorbell import Doorbell, fence
 from kmq.links.ownership import RingLock
+from kmq.settings import SHM
 
-SHM = "/dev/shm"  # where Linux keeps POSIX shared memory
 LAYOUT = 2  # version of the layout on this page
 
 IDENTITY, WRITER, READER, TEXT = 0, 1024, 2048, 1024

@@ -20,7 +20,6 @@ from kmq.links.layout import (
     READER,
     READER_SLEEPS,
     RECORD,
-    SHM,
     SKIP,
     SYNC_FAILED,
     SYNCED,
@@ -41,6 +40,7 @@ from kmq.links.layout import (
 )
 from kmq.links.ownership import RingLock
 from kmq.logfmt import Log
+from kmq.settings import SHM
 
 
 class RingWriter(Ring):

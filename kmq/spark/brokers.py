@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from kmq import record, stats
 from kmq.errors import ConfigError
-from kmq.links.layout import SHM
 from kmq.links.ownership import FileLock
 from kmq.log import identity, ledger, reader, topics
+from kmq.settings import SHM
 from kmq.spark import columns
 from kmq.spark.options import WAL
 
