@@ -13,14 +13,14 @@ import os
 import time
 
 from kmq.errors import BusyError, ConfigError
-from kmq.links.layout import SHM
-from kmq.settings import OWNER_WAIT_S, STAGES
+from kmq.settings import OWNER_WAIT_S, SHM, STAGES
 
 _TEXT = 1024  # bytes of the identity line
 _ROW = 32  # words of a row
 _FILE_BYTES = 4096
 PROCESSES = (*STAGES, "gateway")
 _POLL_S = 0.1
+FRESH_S = 2.0  # a process without a heartbeat for so long is stopped, hung or dead
 
 STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped")
 _FIELDS = (
@@ -70,6 +70,13 @@ class Row:
     def age_s(self) -> float:
         """Seconds since the last heartbeat."""
         return (time.monotonic_ns() - self.heartbeat) / 1e9
+
+    def silence(self, longest_s: float = FRESH_S) -> str:
+        """What is said of it where it has given no sign of life for longer than that; else ""."""
+        if not self.pid:
+            return "has not been started"
+        age_s = self.age_s
+        return f"has given no sign of life for {age_s:.1f} s" if age_s > longest_s else ""
 
     @property
     def state_name(self) -> str:

@@ -10,7 +10,6 @@ from kmq.log.room import Room
 from kmq.settings import STAGES, Settings
 from kmq.stats import Row, StatsPage
 
-FRESH_S = 2.0  # a stage without a heartbeat for so long is stopped, hung or dead
 _NO_ROOM = {
     "disk_full": "disk_full: the disk has no room for more",
     "quota": "quota: KMQ_DATA_QUOTA is reached",
@@ -28,9 +27,9 @@ class Broker:
     def why_not_alive(self) -> str:
         """Which stage gives no sign of life; "" while all do."""
         for name in STAGES:
-            row = self.page.rows[name]
-            if not row.pid or row.age_s > FRESH_S:
-                return f"{name} {_silence(row)}"
+            silence = self.page.rows[name].silence()
+            if silence:
+                return f"{name} {silence}"
         return ""
 
     def why_not_ready(self) -> str:
@@ -60,10 +59,6 @@ class Broker:
 
     def _stage(self, row: Row) -> dict[str, Any]:
         return {"state": row.state_name or "down", "heartbeat_age_s": round(row.age_s, 3) if row.pid else None}
-
-
-def _silence(row: Row) -> str:
-    return f"has given no sign of life for {row.age_s:.1f} s" if row.pid else "has not been started"
 
 
 def _utc(nanoseconds: int) -> str:

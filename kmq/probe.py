@@ -1,0 +1,71 @@
+"""`python -m kmq.probe live|ready <process>`: what the pod's exec probes ask. Exit code 0, or 1 and the reason on stdout.
+
+live        it has given a sign of life within LIVE_S: it runs, whatever it waits for or recovers. Stopped, hung or dead: no.
+ready       it is in its loop: not starting, recovering, without its peers, out of disk, or draining. Of the gateway: what /readyz
+            says, asked from inside, for where its ports are on loopback or want a certificate.
+
+A kubelet runs this every few seconds for each container, so it imports little. Looks only.
+"""
+
+import os
+import sys
+
+from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, KmqError
+from kmq.settings import Settings, load
+from kmq.stats import FRESH_S, PROCESSES, Row, peek
+
+_ANSWER_S = 2.0  # longest wait for the gateway, which is on this machine
+# As long as the kubelet waits between two questions: its second no in a row is then one silence of 20 to 30 s, never two stalls.
+LIVE_S = 10.0
+
+
+def why_broker_not_ready(settings: Settings, row: Row) -> str:
+    """What /readyz has against the broker, or why it does not say; "" for nothing."""
+    import json
+    import socket
+
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    try:
+        with socket.create_connection((host, row.port), _ANSWER_S) as sock, sock.makefile("rb") as answer:
+            sock.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+            status = answer.readline().split(b" ")[1]
+            body = answer.read().partition(b"\r\n\r\n")[2]
+            return "" if status == b"200" else str(json.loads(body)["reason"])
+    except (OSError, LookupError, ValueError) as err:
+        return f"gateway does not answer: {err}"
+
+
+def reason(kind: str, name: str, settings: Settings) -> str:
+    """What speaks against the process `name`; "" for nothing."""
+    page = peek(settings.instance)
+    if page is None or not page.identity().endswith(f" data={os.path.abspath(settings.data)}"):
+        return f"{name} has not been started"
+    row = page.rows[name]
+    silence = row.silence(LIVE_S if kind == "live" else FRESH_S)
+    if silence:
+        return f"{name} {silence}"
+    if kind == "live":
+        return ""
+    if row.state_name != "ready":
+        return f"{name} is {row.state_name.replace('_', ' ') or 'starting'}"
+    return why_broker_not_ready(settings, row) if name == "gateway" else ""
+
+
+def main(argv: list[str]) -> int:
+    """Answer one question of a kubelet."""
+    if len(argv) != 2 or argv[0] not in ("live", "ready") or argv[1] not in PROCESSES:
+        print(f"usage: python -m kmq.probe live|ready {'|'.join(PROCESSES)}", file=sys.stderr)
+        return EXIT_CONFIG
+    kind, name = argv
+    try:
+        found = reason(kind, name, load())
+    except KmqError as error:
+        print(error)
+        return error.exit_code
+    if found:
+        print(found)  # the kubelet shows it as the event's message
+    return EXIT_FAILED if found else EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
