@@ -127,7 +127,7 @@ class Broker:
         """SIGKILL these (default: everything, the supervisor first) and wait until they are gone."""
         victims: list[psutil.Process] = []
 
-        def are_alive() -> bool:  # one that was killed just before has its old pid in the status until it is there again
+        def are_alive() -> bool:  # one killed just before has its old pid in the status until it is there again
             pids = self.pids()
             with contextlib.suppress(psutil.NoSuchProcess):
                 victims[:] = [psutil.Process(pids[name]) for name in names or ("supervisor", *STAGES)]
