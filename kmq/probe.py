@@ -31,7 +31,7 @@ def why_broker_not_ready(settings: Settings, row: Row) -> str:
             status = answer.readline().split(b" ")[1]
             body = answer.read().partition(b"\r\n\r\n")[2]
             return "" if status == b"200" else str(json.loads(body)["reason"])
-    except (OSError, LookupError, ValueError) as err:
+    except (OSError, LookupError, TypeError, ValueError) as err:
         return f"gateway does not answer: {err}"
 
 
