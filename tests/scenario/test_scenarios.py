@@ -29,6 +29,7 @@ def test_scenario_1_goes_on_with_the_sequence_after_the_whole_pod_was_killed(bro
     for first in (0, 1000):
         checks, output = run(broker, scripts, "1")
         assert checks["seq_resume"] == str(first + 500)
+        assert f" event=seq_resume seq_resume={first + 500} " in broker.log()
         seam = [fields(line) for line in output.splitlines() if "seam_seq=" in line]
         assert [(int(row["seam_seq"]) - first, row["payload"]) for row in seam] == [
             (498, "batch1"),
