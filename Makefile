@@ -23,6 +23,15 @@ demo: $(STAMP)  ## set up, ship this machine's logs through the broker (or INPUT
 cluster-demo: $(STAMP)  ## two pods and a Spark cluster on this machine: audit and archive over both, by HTTP
 	@$(BIN)/python scripts/cluster_demo.py
 
+image: $(STAMP)  ## build the image localhost/kmq:dev (TAG=…, BASE=…, BUILDER=podman or docker)
+	@scripts/image $(TAG)
+
+pod: $(STAMP)  ## a real pod on this machine, from k8s/overlays/dev (or OVERLAY=…), until Ctrl-C; root on Debian
+	@eval "$$(scripts/pod-setup)" && scripts/image && $(BIN)/python scripts/play.py $(OVERLAY)
+
+pod-test: $(STAMP)  ## the scenarios and faults against real pods: sets up podman, builds the image; root on Debian
+	@$(BIN)/python -m pytest tests/pod -m "not soak"
+
 test: $(STAMP)  ## set up and run all the tests
 	@$(BIN)/python -m pytest -m "not soak"
 
@@ -58,4 +67,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo test lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark soak clean
+.PHONY: help setup demo cluster-demo image pod pod-test test lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark soak clean
