@@ -10,7 +10,9 @@ judged: said in order, at least once, never before the sync, and with the seq th
 
 import contextlib
 import fcntl
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -20,6 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -42,6 +45,7 @@ RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run
 READ_BYTES = 700  # of the FIFO at once, so that lines are cut and carried all the time
 PIPE_BYTES = 1 << 19  # holds what a generation is sent, and is not the size that marks a pipe as known to a framer
 CHILD_S = 30  # a child takes some milliseconds
+PREFIX = f"chaos-{os.getpid()}-"  # of all names; also of those that a forked worker gives
 LONGEST = 6000  # one line in some is longer than a FIFO write
 BATCHES = [70, 25, 12]  # lines before each generation: what is carried later is shorter than what was before
 SETTINGS: dict[str, dict[str, object]] = {
@@ -67,7 +71,7 @@ class Bench:
     """One directory, one instance and a FIFO that we hold open, with lines waiting in it."""
 
     def __init__(self, policy: str) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix=f"chaos-{os.getpid()}-", dir="/dev/shm"))
+        self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/dev/shm"))
         self.lines = Lines("w", LONGEST)
         self.sent = 0
         environ = {
@@ -388,11 +392,21 @@ def few(found: list[Point]) -> list[Point]:
     return list(last.values())
 
 
+def survives_kill(policy: str, victim: str, point: Point) -> None:
+    survives(policy, kill_at(victim, point), point)
+
+
+def on_all_processors(work: Callable[[Any], None], each: list[Any]) -> None:
+    """Every round has a directory, a FIFO and rings of its own, and keeps one processor busy."""
+    with multiprocessing.get_context("fork").Pool() as pool:
+        for _ in pool.imap_unordered(work, each):
+            pass
+
+
 @pytest.mark.parametrize(("victim", "policy"), CASES)
 def test_a_kill_at_a_random_line_loses_and_doubles_nothing(policy: str, victim: str, rng: random.Random) -> None:
     found = few(points(policy, victim))
-    for point in rng.sample(found, len(found) // (2 if policy == "block" else 5)):  # all of them: the soak
-        survives(policy, kill_at(victim, point), point)
+    on_all_processors(partial(survives_kill, policy, victim), rng.sample(found, len(found) // 8))  # all: the soak
 
 
 @pytest.mark.soak
@@ -400,8 +414,7 @@ def test_a_kill_at_a_random_line_loses_and_doubles_nothing(policy: str, victim: 
 @pytest.mark.parametrize(("victim", "policy"), CASES)
 def test_soak_a_kill_at_any_line_at_any_time(policy: str, victim: str, rng: random.Random) -> None:
     found = points(policy, victim)
-    for point in rng.sample(found, min(len(found), 4000)):
-        survives(policy, kill_at(victim, point), point)
+    on_all_processors(partial(survives_kill, policy, victim), rng.sample(found, min(len(found), 4000)))
 
 
 def torn_write(nth: int, part: float) -> Callable[[Bench], Callable[[], object]]:
@@ -448,14 +461,18 @@ def appends(policy: str) -> int:
         bench.close()
 
 
+def survives_torn_write(policy: str, torn: tuple[int, float]) -> None:
+    nth, part = torn
+    survives(policy, torn_write(nth, part), f"append {nth}, {part:.0%} of it written")
+
+
 @pytest.mark.parametrize("policy", SETTINGS)
 def test_a_kill_inside_any_write_leaves_nothing_torn(policy: str) -> None:
-    for nth in range(appends(policy)):
-        for part in (0.1, 0.5, 0.97):
-            survives(policy, torn_write(nth, part), f"append {nth}, {part:.0%} of it written")
+    torn = list(itertools.product(range(appends(policy)), (0.1, 0.5, 0.97)))
+    on_all_processors(partial(survives_torn_write, policy), torn)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert not list(Path("/dev/shm").glob(f"chaos-{os.getpid()}-*")), "a bench was not cleaned up"
+    assert not list(Path("/dev/shm").glob(f"{PREFIX}*")), "a bench was not cleaned up"
