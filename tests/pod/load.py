@@ -38,12 +38,12 @@ class Pod(Protocol):
     def volume(self, name: str) -> Path: ...
 
 
-def wait(condition: Callable[[], object], what: str | Callable[[], str], patience_s: float = PATIENCE_S) -> None:
+def wait(condition: Callable[[], object], what: str | Callable[[], str], every_s: float = 0.02) -> None:
     """Until `condition`; else `what` did not come."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {patience_s} s: {what if isinstance(what, str) else what()}"
-        time.sleep(0.02)
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what if isinstance(what, str) else what()}"
+        time.sleep(every_s)
 
 
 def connect(pod: Pod) -> socket.socket:
@@ -51,11 +51,20 @@ def connect(pod: Pod) -> socket.socket:
     return socket.create_connection((pod.ip, PORT), timeout=5)
 
 
+class PacedLines(Lines):
+    """Some thousands a second: faults are tried here, not speed, and the judge looks at every line."""
+
+    def blocks(self, size: int) -> Iterator[tuple[int, bytes]]:
+        for block in super().blocks(size // 16):
+            yield block
+            time.sleep(0.02)
+
+
 class PlainLoad(TcpLoad):
     """Lines that nobody acknowledges; long ones among them, which pass the FIFO in pieces."""
 
     def __init__(self, pod: Pod, name: str, seed: int) -> None:
-        super().__init__(Path(), name, seed, rest_s=1.0, longest=20_000)
+        super().__init__(Path(), name, seed, longest=20_000)
         self.pod = pod
 
     def work(self) -> None:
@@ -66,7 +75,7 @@ class PlainLoad(TcpLoad):
                 self.enough.wait(0.01)
                 continue
             with sock:
-                self._converse(sock, Lines(f"{self.prefix}.{len(self.sent)}", self.longest))
+                self._converse(sock, PacedLines(f"{self.prefix}.{len(self.sent)}", self.longest))
 
 
 class AnsweredLoad(AckedLoad):
@@ -87,7 +96,7 @@ class AnsweredLoad(AckedLoad):
             time.sleep(0.01)
 
     def _take(self, base: int, line: bytes) -> bool:
-        self.rest()  # faults are tried here, not speed, and the judge looks at every line
+        self.rest()
         return super()._take(base, line)
 
 
@@ -103,6 +112,11 @@ class Traffic:
         self.answered = AnsweredLoad(pod, f"answered{number}", rng.randrange(1 << 30))
         self.producer = ProducerLoad(ports, f"producer{number}", rng.randrange(1 << 30), host=pod.ip)
         self.producer.rest_s = 0.3
+        self.producer.producer._address = lambda: (
+            pod.ip,
+            PORT,
+            "",
+        )  # as the name of a Service, which is looked up again
         self.loads: tuple[Load, ...] = (self.plain, self.answered, self.producer)
         for load in self.loads:
             load.start()
@@ -130,12 +144,13 @@ class Traffic:
         for load in self.loads:
             load.finish()
 
-    def judge(self) -> None:
+    def judge(self, finished: bool = True) -> None:
         """What was acknowledged is there once, where the broker said, and of the plain lines what their mode says."""
         data = self.pod.volume("data")
         judge_files(data)
         account(data, self.answered, plain=self.plain.sent)
-        judge_producers(data, [self.producer])
+        if finished:
+            judge_producers(data, [self.producer])
 
 
 def judge_files(data: Path) -> None:
