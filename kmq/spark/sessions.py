@@ -36,7 +36,8 @@ def session(
 ) -> "SparkSession":
     """A session with format("kmq") registered; the one of this process where it has one already.
 
-    `conf` wins over what KMQ sets; `log_level` (warn, error, fatal, …) is from where on the JVM's log goes to stderr.
+    `conf` wins over what KMQ sets, and so does what spark-submit was told where that has started this process; `log_level`
+    (warn, error, fatal, …) is from where on the JVM's log goes to stderr.
     """
     require_spark()
     from pyspark import SparkConf, SparkContext
@@ -45,8 +46,9 @@ def session(
 
     from kmq.spark import register
 
-    master = master or (conf or {}).get("spark.master") or "local[*]"
-    confs = _confs(master) | dict(conf or {})
+    given = _submitted() | dict(conf or {})
+    master = master or given.get("spark.master") or "local[*]"
+    confs = _confs(master) | given
     options = f"{log_options(log_level)} {confs.get('spark.driver.extraJavaOptions', '')}"
     confs["spark.driver.extraJavaOptions"] = options.strip()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -57,7 +59,7 @@ def session(
     if SparkContext._active_spark_context is None:
         settings = SparkConf(loadDefaults=False).setMaster(master).setAppName(app).setAll(list(confs.items()))
         gateway = SparkContext._gateway
-        if gateway is None:  # a second session of a process has the JVM of the first
+        if gateway is None:  # a second session of a process has the JVM of the first, and one of spark-submit has its
             os.environ["JAVA_HOME"] = str(find_java())
             gateway = launch_gateway(settings, {"stderr": subprocess.PIPE})  # type: ignore[no-untyped-call]
             threading.Thread(target=_pass_on, args=(gateway.proc.stderr,), daemon=True).start()
@@ -65,6 +67,16 @@ def session(
     spark: SparkSession = SparkSession.builder.config(map={**confs}).getOrCreate()
     register(spark)
     return spark
+
+
+def _submitted() -> dict[str, str]:
+    """What spark-submit was told, where it has started this process and its JVM; else nothing."""
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        return {}
+    from pyspark import SparkConf, SparkContext
+
+    SparkContext._ensure_initialized()  # so that the conf is asked for in that JVM
+    return dict(SparkConf().getAll())
 
 
 def _confs(master: str) -> dict[str, str]:
