@@ -1,0 +1,364 @@
+"""What manifests must agree on, with the code and with each other. Each check yields what is wrong, in words.
+
+`documents` are a rendered kustomization; what is said of a pod is said of every pod template among them.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kmq import settings
+from kmq.errors import ConfigError
+from kmq.links import layout
+from kmq.links.staging import area_bytes
+from kmq.probe import LIVE_S
+from kmq.settings import DRAIN_S, GRACE_S, MIB, SETTINGS, SHM, STAGES, Settings
+
+Document = dict[str, Any]
+Check = Callable[[list[Document]], Iterator[str]]
+
+PROCESSES = (*STAGES, "gateway")
+# Port name in the manifests → whose it is, its setting, and the setting of the address it listens on.
+PORTS = {
+    "lines": ("ingress", "port", "host"),
+    "acks": ("ingress", "ack_port", "host"),
+    "http": ("gateway", "http_port", "host"),
+    "grpc": ("gateway", "grpc_port", "host"),
+    "lines-tls": ("ingress", "tls_port", "tls_host"),
+    "https": ("gateway", "https_port", "tls_host"),
+    "grpcs": ("gateway", "grpcs_port", "tls_host"),
+}
+_PAGE = 4096
+_SMALL_FILES = 16 * _PAGE  # the stats page and the semaphores
+_PROCESS_BYTES = 48 * MIB  # a stage with all its tables, well counted
+
+
+# --- finding one's way -----------------------------------------------------------------------------------------------
+
+
+def of_kind(documents: list[Document], *kinds: str) -> list[Document]:
+    return [document for document in documents if document["kind"] in kinds]
+
+
+def workloads(documents: list[Document]) -> list[Document]:
+    nested = [document["spec"]["jobTemplate"] for document in of_kind(documents, "CronJob")]
+    return [*of_kind(documents, "StatefulSet", "Deployment", "Job"), *nested]
+
+
+def pods(documents: list[Document]) -> list[Document]:
+    """Every pod template."""
+    return [workload["spec"]["template"] for workload in workloads(documents)]
+
+
+def containers(pod: Document) -> list[Document]:
+    """In the order in which they start."""
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+def brokers(documents: list[Document]) -> Iterator[tuple[Document, Document]]:
+    """Pods that run stages, with the StatefulSet they are of."""
+    for workload in workloads(documents):
+        pod = workload["spec"]["template"]
+        if any(container["name"] in STAGES for container in containers(pod)):
+            yield pod, workload
+
+
+def named(pod: Document, name: str) -> Document:
+    return next(container for container in containers(pod) if container["name"] == name)
+
+
+def environment(documents: list[Document], container: Document) -> dict[str, str]:
+    """What the kubelet gives the container, but for service links. Raises KeyError for a ConfigMap that is not there."""
+    maps = {document["metadata"]["name"]: document["data"] for document in of_kind(documents, "ConfigMap")}
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        found |= maps[source["configMapRef"]["name"]]
+    return found | {each["name"]: each.get("value", "") for each in container.get("env", [])}
+
+
+def settings_of(documents: list[Document], container: Document) -> Settings:
+    return settings.load(environment(documents, container), "/nonexistent.toml")
+
+
+def ports_of(pod: Document) -> dict[str, tuple[str, int]]:
+    """Port name → container, number."""
+    return {
+        port["name"]: (container["name"], port["containerPort"])
+        for container in containers(pod)
+        for port in container.get("ports", [])
+    }
+
+
+def bytes_of(quantity: str) -> int:
+    """Of `64Mi` or a plain number, the only kinds used here."""
+    return settings.parse_bytes(f"{quantity}B")
+
+
+def probes(container: Document) -> dict[str, Document]:
+    return {key: probe for key, probe in container.items() if key.endswith("Probe")}
+
+
+# --- the checks ------------------------------------------------------------------------------------------------------
+
+
+def settings_are_good(documents: list[Document]) -> Iterator[str]:
+    """Every process of ours would start: no unknown name, no value out of its limits."""
+    known = {row.env for row in SETTINGS}
+    for pod in pods(documents):
+        for container in containers(pod):
+            try:
+                given = environment(documents, container)
+                if settings.load(given, "/nonexistent.toml").ignored:
+                    yield f"{container['name']}: an address is given as a setting"
+            except KeyError as err:
+                yield f"{container['name']}: no ConfigMap {err}"
+            except ConfigError as err:
+                yield f"{container['name']}: {err}"
+    for document in of_kind(documents, "ConfigMap"):
+        for name in document["data"]:
+            if name.startswith(("KMQ_", "RB_")) and name not in known:
+                yield f"{document['metadata']['name']}: unknown setting {name}"
+
+
+def ports_are_those_of_the_settings(documents: list[Document]) -> Iterator[str]:
+    """Numbers are the settings' and the defaults, in the container that listens there, on an address others can reach."""
+    defaults = settings.load({}, "/nonexistent.toml")
+    for pod, _ in brokers(documents):
+        for name, (container, number) in ports_of(pod).items():
+            owner, port, host = PORTS[name]
+            found = settings_of(documents, named(pod, owner))
+            if container != owner:
+                yield f"port {name} is of {owner}, not of {container}"
+            if not number == getattr(found, port) == getattr(defaults, port):
+                yield f"port {name}: {number}, in the settings {getattr(found, port)}"
+            if getattr(found, host).startswith("127."):
+                yield f"port {name} can be reached from the pod itself only"
+            if host == "tls_host" and not found.tls_cert:
+                yield f"port {name}: there is no certificate, so nobody listens there"
+
+
+def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
+    """Services, policies, monitors and probes name ports that the pod has; clients reach all of them."""
+    for pod, workload in brokers(documents):
+        labels, ports = pod["metadata"]["labels"], ports_of(pod)
+        if not workload["spec"]["selector"]["matchLabels"].items() <= labels.items():
+            yield "the workload does not select its own pods"
+        selecting = [s for s in of_kind(documents, "Service") if s["spec"]["selector"].items() <= labels.items()]
+        governing = [s for s in selecting if s["metadata"]["name"] == workload["spec"]["serviceName"]]
+        if not governing or governing[0]["spec"].get("clusterIP") != "None":
+            yield "no headless Service gives the pods their names"
+        for service in of_kind(documents, "Service"):
+            if service not in selecting:
+                yield f"Service {service['metadata']['name']} selects nothing"
+            for port in service["spec"].get("ports", []):
+                if (port["name"], port["port"]) != (port["targetPort"], ports.get(port["targetPort"], ("", 0))[1]):
+                    yield f"Service {service['metadata']['name']}: port {port['name']} leads nowhere"
+            if {port["name"] for port in service["spec"].get("ports", [])} != set(ports):
+                yield f"Service {service['metadata']['name']} has not the ports of the pod"
+        for policy in of_kind(documents, "NetworkPolicy", "PodDisruptionBudget"):
+            selector = policy["spec"].get("podSelector") or policy["spec"]["selector"]
+            if not selector["matchLabels"].items() <= labels.items():
+                yield f"{policy['kind']} {policy['metadata']['name']} selects nothing"
+        for container in containers(pod):
+            for kind, probe in probes(container).items():
+                if "httpGet" in probe and ports.get(probe["httpGet"]["port"], ("",))[0] != container["name"]:
+                    yield f"{kind} of {container['name']}: no port {probe['httpGet']['port']}"
+
+
+def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
+    """Clients to every port, monitoring to HTTP alone, nobody else; and the broker calls nobody."""
+    clients, monitoring = {"kmq-client": "true"}, {"kubernetes.io/metadata.name": "monitoring"}
+    for pod, _ in brokers(documents):
+        ports = set(ports_of(pod))
+        wanted = [
+            (ports, [{"podSelector": {"matchLabels": clients}}]),
+            ({"https" if "https" in ports else "http"}, [{"namespaceSelector": {"matchLabels": monitoring}}]),
+        ]
+        for policy in of_kind(documents, "NetworkPolicy"):
+            spec = policy["spec"]
+            allowed = [({port["port"] for port in rule.get("ports", [])}, rule.get("from")) for rule in spec["ingress"]]
+            if allowed != wanted:
+                yield f"lets in {allowed}"
+            if sorted(spec["policyTypes"]) != ["Egress", "Ingress"] or spec.get("egress"):
+                yield "the broker may call out"
+
+
+def monitor_finds_one_target_a_broker(documents: list[Document]) -> Iterator[str]:
+    for monitor in of_kind(documents, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        found = [s for s in of_kind(documents, "Service") if wanted.items() <= s["metadata"]["labels"].items()]
+        if len(found) != 1 or not found[0]["spec"].get("publishNotReadyAddresses"):
+            yield f"the monitor selects {[s['metadata']['name'] for s in found]}"
+        for endpoint in monitor["spec"]["endpoints"]:
+            if endpoint["port"] not in {p["name"] for s in found for p in s["spec"]["ports"]}:
+                yield f"the monitor asks on {endpoint['port']}, which is no port"
+            if (endpoint["port"] == "https") != (endpoint.get("scheme") == "https") or (
+                endpoint["port"] == "https" and "tlsConfig" not in endpoint
+            ):
+                yield "the monitor does not speak TLS where the port does"
+            for pod, _ in brokers(documents):
+                if settings_of(documents, named(pod, "gateway")).tokens and "authorization" not in endpoint:
+                    yield "the monitor shows no token"
+
+
+def volumes_are_where_the_settings_say(documents: list[Document]) -> Iterator[str]:
+    """/data, /pipes and /dev/shm in every process of ours, the same ones; files of Secrets where they are read."""
+    for pod, workload in brokers(documents):
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        claims = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+        for name in PROCESSES:
+            container, found = named(pod, name), settings_of(documents, named(pod, name))
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            if (mounts.get(found.data), mounts.get(found.pipes), mounts.get(SHM)) != ("data", "pipes", "shm"):
+                yield f"{name}: {mounts} are not KMQ_DATA, KMQ_PIPES and {SHM}"
+            for path in (found.tls_cert, found.tls_key, found.tls_client_ca, found.tokens):
+                mounted = volumes.get(mounts.get(path.rpartition("/")[0], ""), {})
+                if path and name in ("ingress", "gateway") and "secret" not in mounted:
+                    yield f"{name}: nobody brings {path}"
+        if "data" not in claims:
+            yield "data does not outlive the pod"
+        if "emptyDir" not in volumes["pipes"] or volumes["shm"].get("emptyDir", {}).get("medium") != "Memory":
+            yield "pipes and shm are not the pod's own, or shm is not in memory"
+
+
+def memory_holds_the_rings(documents: list[Document]) -> Iterator[str]:
+    """The memory volume, and the limit of whoever touches a ring first, which the ring is charged to."""
+    for pod, _ in brokers(documents):
+        found = settings_of(documents, named(pod, "framer"))
+        rings = [
+            layout.make_identity("0" * 32, found.ring_slots, found.ring_bytes, extra, "drop_oldest").file_bytes
+            for extra in (2 * area_bytes(found.max_line), 0)
+        ]
+        needed = sum(-(-size // _PAGE) * _PAGE for size in rings) + _SMALL_FILES
+        shm = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm")
+        if bytes_of(shm["emptyDir"].get("sizeLimit", "0")) < needed:
+            yield f"shm: the rings need {needed} bytes"
+        for name in STAGES:
+            if bytes_of(named(pod, name)["resources"]["limits"]["memory"]) < needed + _PROCESS_BYTES:
+                yield f"{name}: its limit of memory does not hold the rings and the process"
+
+
+def resources_are_said(documents: list[Document]) -> Iterator[str]:
+    """Requests of both, a limit of memory, none of CPU."""
+    for pod in pods(documents):
+        for container in containers(pod):
+            resources = container.get("resources", {})
+            if set(resources.get("requests", {})) < {"cpu", "memory"}:
+                yield f"{container['name']} requests nothing"
+            if "memory" not in resources.get("limits", {}):
+                yield f"{container['name']} may take all the memory"
+
+
+def containers_are_the_processes(documents: list[Document]) -> Iterator[str]:
+    """Each runs what its name says. Native sidecars start from the back, so that they end from the front."""
+    for pod, _ in brokers(documents):
+        sidecars = [c["name"] for c in pod["spec"].get("initContainers", [])]
+        names = [c["name"] for c in pod["spec"]["containers"]]
+        if sidecars:
+            if sidecars != ["gateway", "consumer", *reversed(STAGES)]:
+                yield f"sidecars start as {sidecars}"
+            if any(c.get("restartPolicy") != "Always" for c in pod["spec"]["initContainers"]):
+                yield "an init container is no sidecar"
+        elif names != [*PROCESSES]:
+            yield f"containers are {names}"
+        for name in PROCESSES:
+            module = "kmq.gateway" if name == "gateway" else f"stages.{name}"
+            if named(pod, name)["command"] != ["python", "-m", module]:
+                yield f"{name} runs {named(pod, name)['command']}"
+
+
+def probes_ask_their_own_process(documents: list[Document]) -> Iterator[str]:
+    """Startup and liveness of each; a silence of two to three LIVE_S kills, and the dead are not waited for."""
+    for pod, _ in brokers(documents):
+        for name in PROCESSES:
+            container = named(pod, name)
+            for kind, word in (("startupProbe", "live"), ("livenessProbe", "live"), ("readinessProbe", "ready")):
+                probe = container.get(kind, {})
+                if kind == "readinessProbe" and ("httpGet" in probe or not probe):
+                    continue
+                if probe.get("exec", {}).get("command") != ["python", "-m", "kmq.probe", word, name]:
+                    yield f"{kind} of {name} asks {probe}"
+            liveness, startup = container.get("livenessProbe", {}), container.get("startupProbe", {})
+            if (liveness.get("periodSeconds"), liveness.get("failureThreshold")) != (LIVE_S, 2):
+                yield f"{name} is not killed after 20 to 30 s of silence"
+            if not 0 < liveness.get("terminationGracePeriodSeconds", GRACE_S) <= 2:
+                yield f"{name} is waited for when it hangs"
+            if startup.get("periodSeconds", 10) > 2 or startup.get("failureThreshold", 3) < 60:
+                yield f"{name} has no time to start"
+        readiness = named(pod, "gateway").get("readinessProbe", {})
+        if readiness.get("httpGet", {}).get("path", "/readyz") != "/readyz" or not readiness:
+            yield "nobody asks whether the broker is ready"
+
+
+def the_drain_is_waited_for(documents: list[Document]) -> Iterator[str]:
+    """All at once in a pod of our own; one after the other as sidecars, after the application."""
+    for pod, _ in brokers(documents):
+        grace_s = pod["spec"].get("terminationGracePeriodSeconds")
+        if pod["spec"].get("initContainers"):
+            if (grace_s or 0) < GRACE_S + DRAIN_S * len(STAGES):
+                yield f"{grace_s} s are not enough for the stages one after the other"
+        elif grace_s != GRACE_S:
+            yield f"the grace period is {grace_s}, GRACE_S is {GRACE_S}"
+
+
+def pods_are_restricted(documents: list[Document]) -> Iterator[str]:
+    """The Pod Security Standard `restricted`, one uid for everybody, and a root that cannot be written."""
+    for_all = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    for_each = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    ids = {"runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001}
+    for pod in pods(documents):
+        spec = pod["spec"]
+        if not (for_all | ids).items() <= spec.get("securityContext", {}).items():
+            yield f"the pod: {spec.get('securityContext')}"
+        for container in containers(pod):
+            if for_all | container.get("securityContext", {}) != for_all | for_each:
+                yield f"{container['name']}: {container.get('securityContext')}"
+            if any("hostPort" in port for port in container.get("ports", [])):
+                yield f"{container['name']} takes a port of the node"
+        for name in ("hostNetwork", "hostPID", "hostIPC"):
+            if spec.get(name):
+                yield f"the pod has {name}"
+        allowed = {"configMap", "secret", "emptyDir", "persistentVolumeClaim", "projected", "downwardAPI"}
+        for volume in spec.get("volumes", []):
+            if set(volume) - {"name"} - allowed:
+                yield f"volume {volume['name']} is of a kind that restricted forbids"
+
+
+def pods_keep_to_themselves(documents: list[Document]) -> Iterator[str]:
+    """No token of the API server, no service links; stages see each other's pids."""
+    for pod, _ in brokers(documents):
+        spec = pod["spec"]
+        if spec.get("automountServiceAccountToken") is not False:
+            yield "the pod has a token of the API server"
+        if spec.get("enableServiceLinks") is not False:
+            yield "the pod is given service links"
+        if spec.get("shareProcessNamespace") is not True:
+            yield "a pid means another process in each container"
+
+
+def addresses_in_arguments_are_ports(documents: list[Document]) -> Iterator[str]:
+    """`127.0.0.1:<port>` in a command is one that a process of the pod listens on."""
+    for pod, _ in brokers(documents):
+        found = settings_of(documents, named(pod, "gateway"))
+        for container in containers(pod):
+            for number in re.findall(r"127\.0\.0\.1:(\d+)", " ".join(container["command"])):
+                if int(number) not in (found.port, found.grpc_port, found.http_port):
+                    yield f"{container['name']}: nobody listens on {number}"
+
+
+CHECKS: tuple[Check, ...] = (
+    settings_are_good,
+    ports_are_those_of_the_settings,
+    services_lead_to_the_ports,
+    policy_lets_in_whom_it_should,
+    monitor_finds_one_target_a_broker,
+    volumes_are_where_the_settings_say,
+    memory_holds_the_rings,
+    resources_are_said,
+    containers_are_the_processes,
+    probes_ask_their_own_process,
+    the_drain_is_waited_for,
+    pods_are_restricted,
+    pods_keep_to_themselves,
+    addresses_in_arguments_are_ports,
+)

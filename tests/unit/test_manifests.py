@@ -1,0 +1,516 @@
+"""The manifests: an API server would take them, and they agree with the code (agreement.py has the checks).
+
+Every overlay, and the base with every combination of components, as `kubectl apply -k` would send them.
+"""
+
+import contextlib
+import copy
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import agreement
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from agreement import named, of_kind, pods
+
+from kmq import probe, settings
+from kmq.links import layout
+from kmq.settings import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+K8S = ROOT / "k8s"
+COMPONENTS = ("monitoring", "tls", "client-ca", "tokens")  # in the order in which they are listed
+OVERLAYS = sorted(path.parent.name for path in K8S.glob("overlays/*/kustomization.yaml"))
+COMBINATIONS = [
+    combination
+    for count in range(len(COMPONENTS) + 1)
+    for combination in itertools.combinations(COMPONENTS, count)
+    if "client-ca" not in combination or "tls" in combination
+]
+RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *("+".join(("base", *each)) for each in COMBINATIONS)]
+SIDECARS_SINCE = (1, 29)
+# From the oldest that knows every field of the base (unhealthyPodEvictionPolicy) to the newest that kubernetes-validate has.
+NEWEST = (1, int(kubernetes_validate.latest_version().split(".")[1]))
+VERSIONS = [*((1, minor) for minor in range(27, NEWEST[1], 2)), NEWEST]
+
+# A custom resource, so no schema of Kubernetes' own has it: the part of the Prometheus operator's that is used here.
+SERVICE_MONITOR = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "ServiceMonitor"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["selector", "endpoints"],
+            "properties": {
+                "selector": {"type": "object", "properties": {"matchLabels": {"type": "object"}}},
+                "endpoints": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["port"],
+                        "properties": {
+                            "port": {"type": "string"},
+                            "path": {"type": "string"},
+                            "interval": {"type": "string", "pattern": r"^[0-9]+(ms|s|m|h)$"},
+                            "scheme": {"enum": ["http", "https"]},
+                            "tlsConfig": {
+                                "type": "object",
+                                "additionalProperties": False,
+                                "properties": {
+                                    "serverName": {"type": "string"},
+                                    "ca": {"type": "object", "required": ["secret"]},
+                                },
+                            },
+                            "authorization": {
+                                "type": "object",
+                                "additionalProperties": False,
+                                "properties": {
+                                    "type": {"type": "string"},
+                                    "credentials": {"type": "object", "required": ["name", "key"]},
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def kustomize(path):
+    done = subprocess.run(["kubectl", "kustomize", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "deprecated" not in done.stderr, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+@pytest.fixture(scope="session")
+def render(tmp_path_factory):
+    """A function from one of RENDERED to its documents, which are the caller's own."""
+    if shutil.which("kubectl") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("kubectl renders the manifests, and there is none")
+    kept = {}
+
+    def documents(name):
+        if name not in kept:
+            kept[name] = kustomize(K8S / name) if "+" not in name else combined(name)
+        return copy.deepcopy(kept[name])
+
+    def combined(name):
+        base, *components = name.split("+")
+        path = tmp_path_factory.mktemp("overlay")
+        there = os.path.relpath(K8S, path.resolve())
+        overlay = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [f"{there}/{base}"],
+            "components": [f"{there}/components/{component}" for component in components],
+        }
+        (path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+        return kustomize(path)
+
+    return documents
+
+
+@pytest.fixture(params=RENDERED)
+def documents(request, render):
+    return render(request.param)
+
+
+# --- an API server would take them -----------------------------------------------------------------------------------
+
+
+INVALID = (kubernetes_validate.ValidationError, jsonschema.ValidationError)
+
+
+def is_known(document, version):
+    """Raises what is wrong with it."""
+    if document["kind"] == "ServiceMonitor":
+        jsonschema.validate(document, SERVICE_MONITOR)
+    else:
+        kubernetes_validate.validate(document, f"{version[0]}.{version[1]}", strict=True)
+
+
+@pytest.fixture(scope="session")
+def good():
+    """(document, version) that were found to be so: most documents come again with every combination."""
+    return set()
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: f"{version[0]}.{version[1]}")
+def test_every_document_is_one_that_this_version_knows(render, good, version):
+    for name in RENDERED:
+        if name == "overlays/sidecar" and version < SIDECARS_SINCE:
+            continue
+        for document in render(name):
+            key = json.dumps(document, sort_keys=True), version
+            if key not in good:
+                try:
+                    is_known(document, version)
+                except INVALID as err:
+                    pytest.fail(f"{name}: {document['kind']} {document['metadata']['name']}: {err.message}")
+                good.add(key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("StatefulSet", lambda spec: spec.update(replica=2)),
+        ("StatefulSet", lambda spec: spec.update(replicas="2")),
+        ("StatefulSet", lambda spec: spec["template"]["spec"]["containers"][0].update(readynessProbe={})),
+        ("PodDisruptionBudget", lambda spec: spec.update(maxUnavailable=[1])),
+        ("NetworkPolicy", lambda spec: spec["ingress"][0].update(form=[])),
+        ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(intervall="1s")),
+        ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(interval="15")),
+    ],
+)
+def test_a_misspelt_field_or_a_wrong_type_is_noticed(render, kind, change):
+    (document,) = of_kind(render("base+monitoring"), kind)
+    is_known(document, NEWEST)
+    change(document["spec"])
+    with pytest.raises(INVALID):
+        is_known(document, NEWEST)
+
+
+def test_the_sidecars_are_none_before_kubernetes_has_them(render):
+    (workload,) = of_kind(render("overlays/sidecar"), "StatefulSet")
+    with pytest.raises(kubernetes_validate.ValidationError, match="restartPolicy"):
+        is_known(workload, (1, 27))
+
+
+# --- they agree ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", agreement.CHECKS, ids=lambda check: check.__name__)
+def test_all_agree(documents, check):
+    assert list(check(documents)) == []
+
+
+def of(kind, change):
+    """A change of the `spec` (of a ConfigMap: the data) of all documents of a kind."""
+
+    def changed(documents):
+        found = of_kind(documents, kind)
+        assert found
+        for document in found:
+            change(document.get("spec") or document["data"])
+
+    return changed
+
+
+def pod(change):
+    return lambda documents: [change(each["spec"]) for each in pods(documents)]
+
+
+def container(name, change):
+    return lambda documents: [change(named(each, name)) for each in pods(documents)]
+
+
+def volume(name, change):
+    return pod(lambda spec: [change(each) for each in spec["volumes"] if each["name"] == name])
+
+
+ALL = "base+monitoring+tls+client-ca+tokens"
+SIDECAR = "overlays/sidecar"
+BREAKS = {
+    agreement.settings_are_good: [
+        ("base", of("ConfigMap", lambda data: data.update(KMQ_DTAA="/data")), "KMQ_DTAA"),
+        ("base", of("ConfigMap", lambda data: data.update(RB_BYTES="1 MiB")), "RB_BYTES"),
+        ("base", of("ConfigMap", lambda d: d.update(KMQ_PORT="tcp://1:1")), "an address"),
+        (
+            "base",
+            container("router", lambda c: c["envFrom"][0]["configMapRef"].update(name="kmq-setting")),
+            "router: no ConfigMap 'kmq-setting'",
+        ),
+        (
+            "base",
+            container("router", lambda c: c.update(env=[{"name": "RB_SLOT", "value": "8"}])),
+            "router: environment: unknown setting RB_SLOT",
+        ),
+    ],
+    agreement.ports_are_those_of_the_settings: [
+        (
+            "base",
+            container("ingress", lambda c: c["ports"][0].update(containerPort=5674)),
+            "port lines: 5674, in the settings 5673",
+        ),
+        ("base", of("ConfigMap", lambda data: data.update(KMQ_HTTP_PORT="80")), "port http: 8082, in the settings 80"),
+        (
+            "base",
+            container("framer", lambda c: c.update(ports=[{"name": "lines", "containerPort": 5673}])),
+            "of ingress",
+        ),
+        (
+            "base",
+            of("ConfigMap", lambda data: data.pop("KMQ_HOST")),
+            "port lines can be reached from the pod itself only",
+        ),
+        (
+            ALL,
+            of("ConfigMap", lambda data: (data.pop("KMQ_TLS_CERT"), data.pop("KMQ_TLS_KEY"))),
+            "port https: there is no certificate",
+        ),
+    ],
+    agreement.services_lead_to_the_ports: [
+        (
+            "base",
+            of("Service", lambda spec: spec["ports"][2].update(targetPort="htpp")),
+            "Service kmq: port http leads nowhere",
+        ),
+        ("base", of("Service", lambda spec: spec["ports"].pop()), "Service kmq has not the ports of the pod"),
+        ("base", of("Service", lambda spec: spec["selector"].update(tier="x")), "Service kmq selects nothing"),
+        ("base", of("StatefulSet", lambda spec: spec.update(serviceName="kmq")), "no headless Service"),
+        (
+            "base",
+            of("StatefulSet", lambda spec: spec["selector"]["matchLabels"].update(tier="x")),
+            "does not select its own pods",
+        ),
+        (
+            "base",
+            of("NetworkPolicy", lambda spec: spec["podSelector"]["matchLabels"].update(tier="x")),
+            "NetworkPolicy kmq selects nothing",
+        ),
+        (
+            "base",
+            of("PodDisruptionBudget", lambda spec: spec["selector"]["matchLabels"].update(tier="x")),
+            "PodDisruptionBudget kmq selects nothing",
+        ),
+        (
+            "base",
+            container("gateway", lambda c: c["readinessProbe"]["httpGet"].update(port="lines")),
+            "readinessProbe of gateway: no port lines",
+        ),
+    ],
+    agreement.policy_lets_in_whom_it_should: [
+        ("base", of("NetworkPolicy", lambda spec: spec["ingress"].append({})), "lets in"),
+        (ALL, of("NetworkPolicy", lambda spec: spec["ingress"][0]["ports"].append({"port": "lines"})), "lets in"),
+        ("base", of("NetworkPolicy", lambda spec: spec["policyTypes"].remove("Egress")), "may call out"),
+        ("base", of("NetworkPolicy", lambda spec: spec["egress"].append({})), "may call out"),
+    ],
+    agreement.monitor_finds_one_target_a_broker: [
+        (
+            ALL,
+            of("ServiceMonitor", lambda spec: spec["selector"]["matchLabels"].pop("app.kubernetes.io/component")),
+            "the monitor selects ['kmq', 'kmq-pods']",
+        ),
+        (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0].update(port="http")), "the monitor asks on http"),
+        (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0].pop("scheme")), "does not speak TLS"),
+        (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0].pop("authorization")), "shows no token"),
+    ],
+    agreement.volumes_are_where_the_settings_say: [
+        ("base", container("durability", lambda c: c["volumeMounts"][0].update(mountPath="/date")), "durability: "),
+        ("base", of("ConfigMap", lambda data: data.update(KMQ_PIPES="/run/pipes")), "ingress: "),
+        (
+            ALL,
+            container(
+                "gateway", lambda c: c["volumeMounts"].remove({"name": "tls", "mountPath": "/tls", "readOnly": True})
+            ),
+            "gateway: nobody brings /tls/tls.crt",
+        ),
+        ("base", of("StatefulSet", lambda spec: spec.update(volumeClaimTemplates=[])), "data does not outlive"),
+        ("base", volume("shm", lambda each: each["emptyDir"].pop("medium")), "not in memory"),
+    ],
+    agreement.memory_holds_the_rings: [
+        ("base", of("ConfigMap", lambda data: data.update(RB_BYTES="32 MiB")), "shm: the rings need"),
+        ("base", of("ConfigMap", lambda data: data.update(RB_BYTES="128 MiB")), "framer: its limit of memory"),
+        ("base", volume("shm", lambda each: each["emptyDir"].update(sizeLimit="8Mi")), "shm: the rings need"),
+    ],
+    agreement.resources_are_said: [
+        ("base", container("router", lambda c: c["resources"].pop("limits")), "router may take all"),
+        (
+            SIDECAR,
+            container("application", lambda c: c["resources"]["requests"].pop("cpu")),
+            "application requests nothing",
+        ),
+    ],
+    agreement.containers_are_the_processes: [
+        ("base", pod(lambda spec: spec["containers"].reverse()), "containers are ['gateway', 'router'"),
+        (SIDECAR, pod(lambda spec: spec["initContainers"].reverse()), "sidecars start as ['ingress'"),
+        (SIDECAR, container("consumer", lambda c: c.pop("restartPolicy")), "no sidecar"),
+        ("base", container("framer", lambda c: c.update(command=["python", "-m", "stages.router"])), "framer runs"),
+    ],
+    agreement.probes_ask_their_own_process: [
+        (
+            "base",
+            container("framer", lambda c: c["livenessProbe"]["exec"].update(command=["true"])),
+            "livenessProbe of framer asks",
+        ),
+        (
+            SIDECAR,
+            container("router", lambda c: c["startupProbe"]["exec"]["command"].__setitem__(-1, "framer")),
+            "startupProbe of router asks",
+        ),
+        ("base", container("framer", lambda c: c["livenessProbe"].update(periodSeconds=30)), "framer is not killed"),
+        (
+            "base",
+            container("framer", lambda c: c["livenessProbe"].pop("terminationGracePeriodSeconds")),
+            "framer is waited for",
+        ),
+        ("base", container("framer", lambda c: c["startupProbe"].pop("failureThreshold")), "framer has no time"),
+        (
+            "base",
+            container("gateway", lambda c: c["readinessProbe"]["httpGet"].update(path="/healthz")),
+            "whether the broker is ready",
+        ),
+    ],
+    agreement.the_drain_is_waited_for: [
+        ("base", pod(lambda spec: spec.update(terminationGracePeriodSeconds=10)), "the grace period is 10"),
+        (SIDECAR, pod(lambda spec: spec.pop("terminationGracePeriodSeconds")), "None s are not enough"),
+    ],
+    agreement.pods_are_restricted: [
+        ("base", pod(lambda spec: spec["securityContext"].pop("runAsNonRoot")), "the pod"),
+        (
+            "base",
+            container("router", lambda c: c["securityContext"].update(seccompProfile={"type": "Unconfined"})),
+            "router: ",
+        ),
+        (SIDECAR, container("consumer", lambda c: c["securityContext"].pop("readOnlyRootFilesystem")), "consumer: "),
+        (
+            "base",
+            container("router", lambda c: c["securityContext"]["capabilities"].update(add=["SYS_PTRACE"])),
+            "router: ",
+        ),
+        ("base", pod(lambda spec: spec.update(hostNetwork=True)), "hostNetwork"),
+        ("base", container("ingress", lambda c: c["ports"][0].update(hostPort=5673)), "a port of the node"),
+        ("base", volume("pipes", lambda each: each.update(hostPath={"path": "/pipes"})), "volume pipes"),
+    ],
+    agreement.pods_keep_to_themselves: [
+        ("base", pod(lambda spec: spec.pop("automountServiceAccountToken")), "a token of the API server"),
+        (SIDECAR, pod(lambda spec: spec.update(enableServiceLinks=True)), "service links"),
+        ("base", pod(lambda spec: spec.pop("shareProcessNamespace")), "a pid means"),
+    ],
+    agreement.addresses_in_arguments_are_ports: [
+        (SIDECAR, of("ConfigMap", lambda data: data.update(KMQ_GRPC_PORT="8081")), "consumer: nobody listens on 8080"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "change", "said"), [(check, *row) for check, rows in BREAKS.items() for row in rows]
+)
+def test_a_manifest_that_is_wrong_in_one_place_is_noticed(render, check, name, change, said):
+    documents = render(name)
+    change(documents)
+    found = list(check(documents))
+    assert any(said in finding for finding in found), found
+
+
+def test_every_check_has_been_seen_to_fail():
+    assert set(BREAKS) == set(agreement.CHECKS)
+
+
+def test_the_base_runs_the_version_of_this_checkout(render):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    (workload,) = of_kind(render("base"), "StatefulSet")
+    assert {container["image"] for container in workload["spec"]["template"]["spec"]["containers"]} == {
+        f"kmq:{version}"
+    }
+
+
+def test_other_settings_are_another_revision_of_the_pod(render, tmp_path):
+    """By the name of their ConfigMap: so a change restarts the broker, and a rollback has the old ones."""
+    base, dev = (of_kind(render(name), "ConfigMap")[0] for name in ("base", "overlays/dev"))
+    assert base["data"] != dev["data"] and base["metadata"]["name"] != dev["metadata"]["name"]
+    assert base["metadata"]["name"].startswith("kmq-settings-")
+
+
+# --- what a Service named kmq injects --------------------------------------------------------------------------------
+
+
+def service_links(services):
+    """The variables that a kubelet gives every pod of the namespace for these Services (pkg/kubelet/envvars)."""
+    found = {}
+    for number, service in enumerate(services, 7):
+        if service["spec"].get("clusterIP") == "None":
+            continue
+        ip, ports = f"10.96.0.{number}", service["spec"]["ports"]
+        prefix = service["metadata"]["name"].upper().replace("-", "_")
+        found |= {f"{prefix}_SERVICE_HOST": ip, f"{prefix}_SERVICE_PORT": str(ports[0]["port"])}
+        found[f"{prefix}_PORT"] = f"tcp://{ip}:{ports[0]['port']}"
+        for port in ports:
+            link = f"{prefix}_PORT_{port['port']}_TCP"
+            found[f"{prefix}_SERVICE_PORT_{port['name'].upper().replace('-', '_')}"] = str(port["port"])
+            found |= {link: f"tcp://{ip}:{port['port']}", f"{link}_PROTO": "tcp"}
+            found |= {f"{link}_PORT": str(port["port"]), f"{link}_ADDR": ip}
+    return found
+
+
+@pytest.fixture
+def links(render):
+    """Of the Services rendered, and of more that somebody may give the names of our settings: kmq-http, kmq-grpc, …"""
+    services = of_kind(render("base"), "Service")
+    more = [copy.deepcopy(services[0]) for _ in range(4)]
+    for service, name in zip(more, ("kmq-http", "kmq-grpc", "kmq-ack", "kmq-tls"), strict=True):
+        service["metadata"]["name"] = name
+    return service_links([*services, *more])
+
+
+def test_the_services_inject_what_looks_like_settings(links):
+    clashing = {row.env for row in settings.SETTINGS} & set(links)
+    assert clashing == {"KMQ_PORT", "KMQ_HTTP_PORT", "KMQ_GRPC_PORT", "KMQ_ACK_PORT", "KMQ_TLS_PORT"}
+
+
+def test_what_the_pod_says_wins_over_what_a_service_injects(render, links):
+    """As in the kubelet, the container's own environment comes over the links."""
+    (given,) = (document["data"] for document in of_kind(render("base"), "ConfigMap"))
+    found = settings.load(links | given, "/nonexistent.toml")
+    assert (found.port, found.ack_port, found.http_port, found.grpc_port) == (5673, 5675, 8082, 8080)
+    assert set(found.ignored) == set(links) - set(given)
+
+
+def test_every_stage_starts_with_the_variables_that_a_service_named_kmq_injects(links, tmp_path):
+    """Ports come from kmq.toml, for the links are where they would be."""
+    instance = f"unit-links-{os.getpid()}"
+    ours = {"KMQ_INSTANCE": instance, "KMQ_DATA": f"{tmp_path}/data", "KMQ_PIPES": f"{tmp_path}/pipes"}
+    (tmp_path / "kmq.toml").write_text("KMQ_PORT = 0\nKMQ_ACK_PORT = 0\n")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+    env = kept | links | ours | {"PYTHONPATH": str(ROOT)}
+    found = settings.load(links | ours, str(tmp_path / "kmq.toml"))
+    logs = {name: (tmp_path / f"{name}.log").open("w+b") for name in STAGES}
+    with contextlib.ExitStack() as stack:
+        for log in logs.values():
+            stack.enter_context(log)
+        stages = {
+            name: subprocess.Popen([sys.executable, "-m", f"stages.{name}"], env=env, cwd=tmp_path, stderr=logs[name])
+            for name in STAGES
+        }
+        try:
+            until_ready(found, stages)
+        finally:
+            for stage in stages.values():
+                stage.terminate()
+            codes = {name: stage.wait(30) for name, stage in stages.items()}
+            for ring in ("framed", "durable"):
+                layout.remove(instance, ring)
+            os.unlink(f"{settings.SHM}/{instance}.stats")
+    assert codes == dict.fromkeys(STAGES, 0)
+    for name in STAGES:
+        said = (tmp_path / f"{name}.log").read_text()
+        assert said.count("event=service_links_ignored") == 1 and f"names={','.join(sorted(links))}" in said
+
+
+def until_ready(found, stages):
+    """As the pod's probes see it."""
+    waiting = list(STAGES)
+    deadline = time.monotonic() + 60
+    while waiting := [name for name in waiting if probe.reason("ready", name, found)]:
+        assert all(stage.poll() is None for stage in stages.values())
+        assert time.monotonic() < deadline, waiting
+        time.sleep(0.02)
