@@ -1,4 +1,4 @@
-"""k8s/overlays/spark holds together: with itself, with the image, with the broker's manifests and with what Spark and kmq know."""
+"""k8s/overlays/spark holds together: with itself, with the image, the broker's manifests, and what Spark and kmq know."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ from kmq.settings import load
 
 sys.path.append(str(ROOT / "tests" / "spark"))
 
-from spark_job import OVERLAY, driver, find, properties, rendered
+from spark_job import driver, find, properties, rendered
 
 CONTAINERFILE = (ROOT / "k8s/Containerfile.spark").read_text()
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="the overlay is rendered by kubectl")
@@ -183,35 +183,41 @@ def test_the_driver_may_handle_pods_and_nothing_else():
     assert binding["roleRef"]["name"] == find("Role")["metadata"]["name"]
 
 
-def entry(*words, **variables):
-    """What the image's entry point executes, one word a line."""
-    shown = f'PATH=/usr/bin:/bin; java() {{ printf \'%s\\n\' java "$@"; }}; exec() {{ "$@"; exit; }}; spark-submit() {{ printf \'%s\\n\' submit "$@"; }}'
-    script = (ROOT / "k8s/spark-entrypoint").read_text()
-    done = subprocess.run(
-        ["bash", "-c", f"{shown}\n{script}", "entrypoint", *words], env=variables, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def test_the_entry_point_starts_executors_and_drivers_as_spark_says_and_any_command(tmp_path):
+    for name in ("java", "spark-submit"):
+        (tmp_path / name).write_text(f"#!/bin/bash\nprintf '%s\\n' {name} \"$@\"\n")
+        (tmp_path / name).chmod(0o755)
 
+    def entry(*words, **variables):
+        """What it executes, a word a line."""
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin"} | {f"SPARK_{name}": text for name, text in variables.items()}
+        command = [str(ROOT / "k8s/spark-entrypoint"), *words]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
 
-def test_the_entry_point_starts_executors_and_drivers_as_spark_says_and_any_command():
-    said = {"DRIVER_URL": "spark://d", "APPLICATION_ID": "a", "EXECUTOR_ID": "7", "EXECUTOR_CORES": "2"}
+    said = {"DRIVER_URL": "spark://d", "APPLICATION_ID": "a", "EXECUTOR_ID": "7", "EXECUTOR_CORES": "2", "HOME": "/s"}
     said |= {
         "EXECUTOR_MEMORY": "1g",
         "RESOURCE_PROFILE_ID": "0",
         "EXECUTOR_POD_IP": "10.0.0.7",
-        "EXECUTOR_POD_NAME": "x-7",
+        "EXECUTOR_POD_NAME": "x",
     }
-    said |= {f"JAVA_OPT_{n}": f"-Dn={n} {n}" for n in range(11)}
-    words = entry("executor", SPARK_HOME="/spark", **{f"SPARK_{name}": text for name, text in said.items()})
-    assert words[:13] == ["java", *(f"-Dn={n} {n}" for n in range(11)), "-Xms1g"]
-    pairs = dict(zip(words[-14::2], words[-13::2], strict=True))
-    assert pairs["--driver-url"] == "spark://d" and pairs["--hostname"] == "10.0.0.7" and pairs["--podName"] == "x-7"
-    assert pairs["--executor-id"] == "7" and pairs["--cores"] == "2" and "/spark/jars/*" in words
-    driver_words = entry("driver", "--class", "a b", SPARK_DRIVER_BIND_ADDRESS="10.0.0.1")
-    assert driver_words == [
-        "submit",
-        *"--deploy-mode client --conf spark.driver.bindAddress=10.0.0.1 --class".split(),
+    options = [f"-Dn={n} {n}" for n in range(11)]
+    words = entry("executor", **said, **{f"JAVA_OPT_{n}": text for n, text in enumerate(options)})
+    assert words[:16] == ["java", *options, "-Xms1g", "-Xmx1g", "-cp", "/s/jars/*"]
+    assert dict(zip(words[-14::2], words[-13::2], strict=True)) == {
+        "--driver-url": "spark://d",
+        "--app-id": "a",
+        "--executor-id": "7",
+        "--cores": "2",
+        "--resourceProfileId": "0",
+        "--hostname": "10.0.0.7",
+        "--podName": "x",
+    }
+    bound = ["--deploy-mode", "client", "--conf", "spark.driver.bindAddress=10.0.0.1"]
+    assert entry("driver", "--class", "a b", DRIVER_BIND_ADDRESS="10.0.0.1") == [
+        "spark-submit",
+        *bound,
+        "--class",
         "a b",
     ]
-    assert entry("echo", "a  b") == ["a  b"]
+    assert entry("printf", "%s", "a  b") == ["a  b"]
