@@ -4,10 +4,10 @@ Two pods serve all tests: `pod`, which is hit under load, and `small`, on a disk
 """
 
 import contextlib
+import itertools
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +19,8 @@ from pathlib import Path
 
 import play as player
 import pytest
+from chaos.checker import Stream
+from chaos.load import PIPE_BUF, Lines
 from load import Traffic, connect, instance, judge_files, rows, settle, states, traffic_to, wait
 from play import Kubelet, Pod
 
@@ -308,34 +310,6 @@ def test_an_orderly_end_under_load_leaves_nothing_on_the_way(play: Play, rng: ra
 # --- strangers ---------------------------------------------------------------------------------------------------------
 
 
-def test_garbage_becomes_dead_letters_and_stops_nobody(small: Pod, rng: random.Random) -> None:
-    restarts = {name: small.restarts(name) for name in small.containers}
-    long = 5 << 20
-    noise = rng.randbytes(300_000)
-    for garbage in (
-        noise,
-        b"x|" * (long // 2) + b"\n",
-        b"nul.s|0|1|" + bytes(10_000) + b"\n",
-        b"\n\n!c 1.1 1 9\n+9999\n",
-    ):
-        with connect(small) as sock, contextlib.suppress(ConnectionError):
-            sock.sendall(garbage)
-            sock.shutdown(socket.SHUT_WR)
-            sock.recv(1)
-    with connect(small) as sock:
-        sock.sendall(b"good.one|0|good-1|still here\n")
-    data = small.volume("data")
-    wait(lambda: (data / "good.log").exists(), "a message after the garbage arrives")
-    settle(small)
-    records = (data / "dead.log").read_bytes().splitlines()
-    reasons = Counter(re.search(rb";reason=(\w+);len=(\d+)", record).groups() for record in records)
-    assert reasons[b"too_long", b"%d" % long] == 1
-    assert {b"nul", b"too_long", b"no_separator", b"empty"} <= {reason for reason, _ in reasons}, reasons
-    judge_files(data)
-    assert {name: small.restarts(name) for name in small.containers} == restarts
-    assert not {name: why for name in small.containers if (why := small.probe(name, "liveness"))}
-
-
 def fingerprint(pod: Pod) -> dict[str, object]:
     """Everything of an idle pod that another could touch: files, shared memory, semaphores, processes."""
     found: dict[str, object] = {name: (pod.pid(name), pod.restarts(name)) for name in pod.containers}
@@ -398,18 +372,56 @@ def test_a_second_pod_on_the_same_volume_refuses_and_harms_nothing(pod: Pod, rng
 
 
 def test_a_full_disk_pauses_writing_says_so_and_resumes_by_itself(small: Pod, rng: random.Random) -> None:
+    """Producers outside are refused or wait; what a shell of the pod writes comes as far as the disk, and waits there."""
     data = small.volume("data")
     with traffic_to(small, rng) as traffic:
         ballast = data / "ballast"
-        with ballast.open("wb") as file:
-            while free := shutil.disk_usage(data).free:
-                file.write(bytes(min(free, 1 << 16)))
-        wait(lambda: "disk_full" in states(small).values(), lambda: f"somebody says so: {states(small)}")
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+        shell = Lines("shell")
+        count = 0
+        for more, text in itertools.islice(shell.blocks(PIPE_BUF), 20):
+            (small.volume("pipes") / "raw").write_bytes(text)
+            count += more
+        wait(lambda: states(small)["durability"] == "disk_full", lambda: f"the disk is full: {states(small)}")
+        wait(lambda: traffic.answered.codes["disk_full"], "acknowledged producers are refused")
         assert "event=disk_full" in small.logs("durability")
+        assert small.probe("gateway", "readiness"), "no Service leads here now"
+        assert not {name: why for name in small.containers if (why := small.probe(name, "liveness"))}
         ballast.unlink()
         small.wait_ready()
         traffic.wait_flowing()
         traffic.finish()
-    assert traffic.answered.codes["disk_full"], "nobody was refused"
     settle(small)
-    traffic.judge()
+    traffic.judge(Stream("shell", shell.line, count))
+
+
+def test_garbage_becomes_dead_letters_and_stops_nobody(small: Pod, rng: random.Random) -> None:
+    restarts = {name: small.restarts(name) for name in small.containers}
+    long = 5 << 20
+    noise = rng.randbytes(300_000)
+    for garbage in (
+        noise,
+        b"x|" * (long // 2) + b"\n",
+        b"nul.s|0|1|" + bytes(10_000) + b"\n",
+        b"\n\n!c 1.1 1 9\n+9999\n",
+    ):
+        with connect(small) as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(garbage)
+            sock.shutdown(socket.SHUT_WR)
+            sock.recv(1)
+    with connect(small) as sock:
+        sock.sendall(b"good.one|0|good-1|still here\n")
+    data = small.volume("data")
+    wait(lambda: (data / "good.log").exists(), "a message after the garbage arrives")
+    settle(small)
+    *records, _ = (data / "dead.log").read_bytes().split(b"\n")
+    reasons = Counter(re.search(rb";reason=(\w+);len=(\d+)", record).groups() for record in records)
+    assert reasons[b"too_long", b"%d" % long] == 1
+    assert {b"nul", b"too_long", b"no_separator", b"empty_line", b"control_byte"} <= {
+        reason for reason, _ in reasons
+    }, reasons
+    judge_files(data)
+    assert {name: small.restarts(name) for name in small.containers} == restarts
+    assert not {name: why for name in small.containers if (why := small.probe(name, "liveness"))}
