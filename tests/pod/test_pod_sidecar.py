@@ -1,0 +1,138 @@
+"""The sidecar overlay as a real pod: an application, its broker and its consumer in one, each of which may die.
+
+The application is the loop of the manifest, which writes `{"order": n}` into /pipes/raw ten times a second.
+"""
+
+import json
+import os
+import signal
+import time
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+
+import play as player
+import pytest
+from load import connect, judge_files, wait
+from play import Pod
+
+from kmq.settings import STAGES
+
+SIDECAR = "k8s/overlays/sidecar"
+Play = Callable[..., Pod]
+
+
+@pytest.fixture(scope="module")
+def pod(play_once: Play) -> Pod:
+    return play_once(SIDECAR)
+
+
+def offset(pod: Pod) -> int:
+    """What the consumer will go on with, by its file; 0 while there is none."""
+    path = pod.volume("consumed") / "offset.txt"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def consumed(pod: Pod) -> list[tuple[int, bytes]]:
+    """(offset, payload) in the order in which the consumer was done with them."""
+    lines = (pod.volume("consumed") / "records.txt").read_text().split("\n")[:-1]
+    return [(int(at), b64decode(text)) for at, text in (line.split(" ") for line in lines)]
+
+
+def queued(pod: Pod) -> list[tuple[int, bytes]]:
+    """(seq, payload) of topic orders: a PodBus offset is a seq."""
+    lines = (pod.volume("data") / "orders.log").read_bytes().split(b"\n")[:-1]
+    return [(int(fields[0]), fields[5]) for fields in (line.split(b"|", 5) for line in lines)]
+
+
+def judge(pod: Pod, kills: int = 0) -> None:
+    """The consumer has had each record in order; again only the one that it had not saved when it was killed."""
+    saved, seen, queue = offset(pod), consumed(pod), queued(pod)
+    once = [record for before, record in zip([None, *seen], seen, strict=False) if record != before]
+    assert len(seen) - len(once) <= kills
+    assert once == queue[: len(once)], "a gap, a duplicate, or another record than the queue has"
+    assert saved - 1 in [seq for seq, _ in once], "it has saved what it has not done"
+
+
+def orders(pod: Pod) -> list[int]:
+    """What the application has written, by its own count."""
+    return [json.loads(payload)["order"] for _, payload in queued(pod) if payload.startswith(b"{")]
+
+
+def test_what_the_application_writes_comes_to_the_consumer(pod: Pod) -> None:
+    wait(lambda: offset(pod) > 10, "the consumer follows")
+    assert orders(pod)[:10] == list(range(1, 11))
+    judge(pod)
+
+
+def test_the_application_may_also_ask_for_acknowledgements(pod: Pod) -> None:
+    """On 5673, which is open to this pod alone."""
+    script = "import kmq; print(kmq.Producer().send('orders', b'acked').result())"
+    answer = pod.exec("application", "python", "-c", script)
+    assert answer.returncode == 0, answer
+    assert int(answer.stdout) > 0
+    wait(lambda: b"acked" in [payload for _, payload in consumed(pod)], "the consumer gets it")
+    with pytest.raises(ConnectionRefusedError):
+        connect(pod)
+
+
+@pytest.fixture
+def offsets(pod: Pod) -> Iterator[list[int]]:
+    """Every value that the offset file is seen to have."""
+    seen, over = [offset(pod)], Event()
+
+    def look() -> None:
+        while not over.wait(0.005):
+            seen.append(offset(pod))
+
+    thread = Thread(target=look)
+    thread.start()
+    yield seen
+    over.set()
+    thread.join()
+
+
+def kill(pod: Pod, *names: str) -> None:
+    """SIGKILL them at once; they are started again, and the consumer goes on."""
+    before = {name: (pod.pid(name), pod.restarts(name)) for name in names}
+    for pid, _ in before.values():
+        os.kill(pid, signal.SIGKILL)
+    wait(lambda: all(pod.restarts(name) == count + 1 for name, (_, count) in before.items()), f"{names} come back")
+    now = offset(pod)
+    wait(lambda: offset(pod) > now + 5, f"the consumer goes on after {names}")
+
+
+def test_consumer_and_broker_go_on_where_they_were_when_killed(pod: Pod, offsets: list[int]) -> None:
+    kill(pod, "consumer")
+    kill(pod, "router")
+    kill(pod, "router", "consumer")
+    written = orders(pod)
+    assert written == list(range(1, len(written) + 1)), "lost or doubled though the FIFO lived"
+    kill(pod, "consumer", "gateway", *STAGES)
+    assert offsets == sorted(offsets), "the offset went back"
+    judge(pod, kills=3)
+    written = orders(pod)
+    assert written == sorted(set(written))
+
+
+def end_as_the_kubelet_does(pod: Pod) -> dict[str, int]:
+    """The application first, then the sidecars, one after the other, backwards; the exit codes, in this order."""
+    codes = {}
+    for name in reversed(pod.containers):
+        pod.signal(name, signal.SIGTERM)
+        codes[name] = int(player.podman("wait", f"{pod.name}-{name}", patience_s=pod.grace_s))
+    return codes
+
+
+def test_the_end_comes_in_the_order_in_which_messages_pass(play: Play) -> None:
+    pod = play(SIDECAR, restart_policy="Never")
+    wait(lambda: offset(pod) > 10, "the consumer follows")
+    began = time.monotonic()
+    codes = end_as_the_kubelet_does(pod)
+    assert time.monotonic() - began < pod.grace_s
+    assert list(codes) == ["application", *STAGES, "consumer", "gateway"]
+    assert codes == dict.fromkeys(codes, 0)
+    judge_files(pod.volume("data"))
+    written = orders(pod)
+    assert written == list(range(1, len(written) + 1)), "nothing was on its way"
+    judge(pod)
