@@ -4,11 +4,11 @@ import os
 import time
 
 import pytest
+from ring_end import ROUNDS
 
 from kmq.links.doorbell import WAIT_S, Doorbell
 
-SLOW_S = WAIT_S * 0.9  # a round that took this long had to wait for the end of a sleep
-ROOM_S = 0.25  # what this machine's other work may add to a round
+ROOM_S = 5.0  # what this machine's other work may add to a sleep
 
 
 @pytest.fixture
@@ -41,15 +41,10 @@ def test_removing_a_bell_twice_is_no_error(bell):
     Doorbell.remove(bell.name)
 
 
-def test_wake_ups_are_not_lost_between_two_processes(start, tmp_path, record_property):
-    """Each round is two wake-ups. One lost in 150, as a protocol without fences once showed, would be dozens of slow ones."""
-    pong, ping = start("pong"), start("ping")
-    for process in (ping, pong):
+def test_wake_ups_are_not_lost_between_two_processes(start, tmp_path):
+    """Each round is two wake-ups. One lost in 150, as a protocol without fences once showed, would be dozens."""
+    for process in (start("ping"), start("pong")):
         assert process.wait(120) == 0, process.communicate()[1]
-    took = sorted(int(text) / 1e6 for text in (tmp_path / "out").read_text().split())
-    slow = sum(seconds >= SLOW_S for seconds in took)
-    record_property("rounds", len(took))
-    record_property("slow", slow)
-    print(f"rounds={len(took)} slow={slow} p50_us={took[len(took) // 2] * 1e6:.0f} max_ms={took[-1] * 1e3:.1f}")
-    assert slow <= len(took) // 1000
-    assert took[-1] < WAIT_S + ROOM_S
+    lost = [int((tmp_path / f"out.{role}").read_text()) for role in ("ping", "pong")]
+    print(f"rounds={ROUNDS} lost={sum(lost)}")
+    assert sum(lost) <= ROUNDS // 1000

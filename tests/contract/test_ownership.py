@@ -16,9 +16,8 @@ from kmq.errors import BusyError
 from kmq.links import ownership
 from kmq.links.ownership import FileLock, RingLock, describe
 from kmq.links.ring import RingReader
-from kmq.settings import OWNER_WAIT_S
 
-FREE_WITHIN_S = 0.1  # the kernel needs far less than a millisecond; the rest is this machine's other work
+WAIT_S = 0.3  # in place of the 2 s that a stage waits for who holds what it needs
 
 
 def held(start):
@@ -27,12 +26,13 @@ def held(start):
     return process
 
 
-def test_a_second_writer_waits_and_then_names_the_holder(start, instance):
+def test_a_second_writer_waits_and_then_names_the_holder(start, instance, monkeypatch):
+    monkeypatch.setattr(ownership, "OWNER_WAIT_S", WAIT_S)
     process = held(start)
     began = time.monotonic()
     with pytest.raises(BusyError, match=rf"ring {instance}\.framed \(writer\) is held by pid={process.pid}$"):
         open_writer(instance, "block")
-    assert OWNER_WAIT_S <= time.monotonic() - began < OWNER_WAIT_S + 1
+    assert time.monotonic() - began >= WAIT_S
 
 
 def test_a_lock_is_free_at_once_when_its_holder_is_killed(start, instance):
@@ -41,9 +41,7 @@ def test_a_lock_is_free_at_once_when_its_holder_is_killed(start, instance):
     assert lock.is_held() and not lock.try_acquire()
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    began = time.monotonic()
     assert lock.try_acquire()
-    assert time.monotonic() - began < FREE_WITHIN_S
     lock.release()
     assert not lock.is_held()
 
@@ -121,21 +119,20 @@ def file_holder(tmp_path):
 
 
 def test_a_second_owner_of_a_directory_waits_and_then_names_the_holder(file_holder, tmp_path, monkeypatch):
-    monkeypatch.setattr(ownership, "OWNER_WAIT_S", 0.3)
+    monkeypatch.setattr(ownership, "OWNER_WAIT_S", WAIT_S)
     lock = FileLock(f"{tmp_path}/.owner")
     with pytest.raises(BusyError, match=rf"the WAL is held by pid={file_holder.pid} host=\S+ stage=durability data=/"):
         lock.acquire("the WAL", describe("another", "."))
     assert lock.is_held() and f"pid={file_holder.pid} " in lock.holder()
 
 
-def test_a_directory_is_free_at_once_when_its_owner_is_killed(file_holder, tmp_path):
+def test_a_directory_is_free_at_once_when_its_owner_is_killed(file_holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(ownership, "OWNER_WAIT_S", 0.0)  # who finds it held has no patience
     file_holder.kill()
     file_holder.wait()
     lock = FileLock(f"{tmp_path}/.owner")
     assert not lock.is_held()
-    began = time.monotonic()
     lock.acquire("the WAL", "the next")
-    assert time.monotonic() - began < FREE_WITHIN_S
     assert lock.holder() == "the next" and lock.is_held()
     lock.release()
     assert not lock.is_held()

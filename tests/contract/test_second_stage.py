@@ -34,14 +34,20 @@ def run_stage(tmp_path, instance):
     pathlib.Path(f"/dev/shm/{instance}.stats").unlink()
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_a_second_instance_of_a_stage_is_refused_and_leaves_no_trace(run_stage, instance, name):
-    first = run_stage(name)
-    wait_until(lambda: (page := stats.peek(instance)) and page.rows[name].pid == first.pid, f"{name} runs")
-    row = stats.peek(instance).rows[name]
-    row.dropped = 500  # stands for all that a wipe would take, like the cursor that answers GET_ACK
-    second = run_stage(name)
-    _, said = second.communicate(timeout=30)
-    assert second.returncode == EXIT_BUSY and f"is held by pid={first.pid} " in said
-    assert (row.pid, row.dropped) == (first.pid, 500) and row.state_name != "stopped"
-    assert first.poll() is None
+def test_a_second_instance_of_each_stage_is_refused_and_leaves_no_trace(run_stage, instance):
+    first = {name: run_stage(name) for name in STAGES}
+
+    def pids():
+        page = stats.peek(instance)
+        return page and {name: page.rows[name].pid for name in STAGES}
+
+    running = {name: process.pid for name, process in first.items()}
+    wait_until(lambda: pids() == running, "all run")
+    rows = stats.peek(instance).rows
+    for name in STAGES:
+        rows[name].dropped = 500  # stands for all that a wipe would take, like the cursor that answers GET_ACK
+    for name, second in [(name, run_stage(name)) for name in STAGES]:
+        _, said = second.communicate(timeout=60)
+        assert second.returncode == EXIT_BUSY and f"is held by pid={running[name]} " in said
+        assert (rows[name].pid, rows[name].dropped) == (running[name], 500) and rows[name].state_name != "stopped"
+        assert first[name].poll() is None
