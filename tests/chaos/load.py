@@ -6,7 +6,6 @@ import random
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,7 +53,6 @@ class Load(threading.Thread):
         self.enough = threading.Event()
         self.blocked = threading.Event()  # somebody has pushed back
         self.error: BaseException | None = None
-        self.slowest_s = 0.0  # longest time one write took: 0 while nothing pushes back
 
     def run(self) -> None:
         try:
@@ -98,13 +96,11 @@ class FifoLoad(Load):
         poll.register(self.fd, select.POLLOUT)
         burst = 0
         for count, text in self.lines.blocks(PIPE_BUF):
-            started = time.monotonic()
             while not self._write(text):
                 self.blocked.set()
                 poll.poll(50)
                 if self.enough.is_set():
                     return
-            self.slowest_s = max(self.slowest_s, time.monotonic() - started)
             self.count += count
             burst -= count
             if self.enough.is_set():
@@ -161,9 +157,7 @@ class TcpLoad(Load):
             for more, text in lines.blocks(1 << 16):
                 count += more
                 self.sent[at] = Stream(lines.name, lines.line, count, "prefix")
-                started = time.monotonic()
                 sock.sendall(text)
-                self.slowest_s = max(self.slowest_s, time.monotonic() - started)
                 if count > limit or self.enough.is_set():
                     break
             sock.shutdown(socket.SHUT_WR)

@@ -261,7 +261,7 @@ def test_a_window_remembers_so_many_ids_also_after_a_kill(make_pod: Make) -> Non
 
 
 def test_a_window_remembers_for_so_long_also_after_a_kill(make_pod: Make) -> None:
-    pod = make_pod(KMQ_DEDUPE_AGE="3s")
+    pod = make_pod(KMQ_DEDUPE_AGE="1s")
     pod.start()
     pod.wait_ready()
     with Client(pod, "window=me") as client:

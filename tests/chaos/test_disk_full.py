@@ -17,7 +17,7 @@ from chaos.pod import STAGES, Pod
 pytestmark = pytest.mark.root
 DISK = 256 << 20
 LEFT = 12 << 20  # room for some seconds of load
-RESUME_S = 2.0
+RESUME_S = 10.0  # a fraction of a second where the machine has nothing else to do
 
 Start = Callable[[Load], Load]
 

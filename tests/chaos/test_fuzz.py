@@ -559,9 +559,8 @@ class Crowd:
             by_fd[fd].go_on()
         self.senders = [sender for sender in self.senders if not sender.over]
 
-    def run(self, seconds):
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+    def run(self, connections):
+        while sum(self.started.values()) < connections:
             for _ in range(5):
                 self.turn()
                 while len(self.senders) < CONNECTIONS:
@@ -594,9 +593,9 @@ def check(pod, account):
     return stored
 
 
-def fuzz(pod, seed, seconds):
+def fuzz(pod, seed, connections):
     crowd = Crowd(pod, seed)
-    crowd.run(seconds)
+    crowd.run(connections)
     pod.settle()
     pod.stop()
     acked = len(crowd.account.acked)
@@ -608,14 +607,14 @@ def fuzz(pod, seed, seconds):
 
 
 def test_bad_input_is_accounted_for_and_good_lines_beside_it_are_untouched(pod):
-    fuzz(pod, seed=2, seconds=10)
+    fuzz(pod, seed=2, connections=300)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_bad_input_for_a_long_time(pod, seed):
-    fuzz(pod, seed, seconds=60)
+    fuzz(pod, seed, connections=3000)
 
 
 def test_the_logs_of_this_machine_come_out_byte_for_byte(pod):
@@ -632,13 +631,13 @@ def test_the_logs_of_this_machine_come_out_byte_for_byte(pod):
 
 
 def test_lines_without_end_keep_ingress_small_and_each_is_accounted_for(pod):
-    """200 connections send up to 3 MiB each without a newline, in turns: 600 MiB that must not be in memory."""
+    """200 connections send more than a line may have each, without a newline, in turns: 240 MB that must not be in memory."""
     piece, alive, sent = b"x" * 100_000, {}, {}
     for n in range(200):
         head = b"endless.%d|" % n
         alive[n] = pod.connect()
         sent[n] = alive[n].send(head)
-    for _ in range(30):
+    for _ in range(12):
         for n, sock in list(alive.items()):
             deadline = time.monotonic() + PATIENCE_S
             left = len(piece)

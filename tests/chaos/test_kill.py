@@ -18,7 +18,7 @@ from chaos.checker import Stream
 from chaos.load import FifoLoad, Lines, Load, TcpLoad
 from chaos.pod import STAGES, Pod
 
-AT_LEAST = 200_000  # messages of every run
+AT_LEAST = 50_000  # messages of every run; most of them come while the blows fall
 SINGLES = [(name,) for name in STAGES]
 PAIRS = list(itertools.combinations(STAGES, 2))
 SMALL = {
