@@ -361,7 +361,7 @@ def test_a_full_disk_is_unavailable_with_the_reason_until_there_is_room(small_di
     answer = bus.produce("full")
     assert answer["details"].startswith("disk_full: the disk has no room for more")
     filler.unlink()
-    offset = wait_until(lambda: bus.produce("at last", b"stored at last").get("offset"), "room", seconds=2.0)
+    offset = wait_until(lambda: bus.produce("at last", b"stored at last").get("offset"), "room")
     assert bus.call("Consume", offset=offset)["record"] == b"stored at last"
 
 

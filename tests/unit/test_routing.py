@@ -42,9 +42,9 @@ def test_a_topic_of_the_longest_name_is_still_found_under_a_long_key():
 
 
 def test_a_routing_key_of_a_megabyte_of_dots_does_not_hold_up_the_router():
-    began = time.perf_counter()
+    began = time.process_time()
     assert resolve(TABLE, b"a" + b"." * (1 << 20), 1)[0] == b"a"
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_the_same_key_always_goes_to_the_same_partition():
