@@ -121,7 +121,7 @@ def _is_sidecar(container: Document) -> bool:
 def containers_of(pod: Document) -> list[Document]:
     """Those that stay: native sidecars first, as they start."""
     spec = pod["spec"]
-    return [c for c in spec.get("initContainers", []) if _is_sidecar(c)] + spec["containers"]
+    return [*filter(_is_sidecar, spec.get("initContainers", [])), *spec["containers"]]
 
 
 class Pod:

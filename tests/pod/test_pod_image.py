@@ -1,0 +1,68 @@
+"""The image by itself."""
+
+import json
+import os
+import subprocess
+
+import play as player
+import pytest
+
+ROOT = player.ROOT
+LARGEST_MIB = 90  # on top of the base image: what a node pulls for KMQ
+
+
+def inspect(image: str) -> dict:
+    return json.loads(player.podman("inspect", image))[0]
+
+
+def test_the_image_runs_as_nobody_in_particular_and_is_small(image):
+    found = inspect(image)
+    assert found["Config"]["User"] == "10001:10001"
+    base = inspect(
+        subprocess.run([ROOT / "scripts" / "pod-setup"], capture_output=True, text=True)
+        .stdout.split("BASE=")[1]
+        .strip()
+    )
+    assert found["RootFS"]["Layers"][: len(base["RootFS"]["Layers"])] == base["RootFS"]["Layers"]
+    assert found["Size"] - base["Size"] < LARGEST_MIB << 20
+    listed = player.podman(
+        "run", "--rm", "--network=none", image, "sh", "-c", "ls /opt/kmq/deps; command -v pip gcc || true"
+    )
+    assert "grpc" in listed.split() and not {"pip", "setuptools", "pyspark"} & set(listed.split())
+    assert "/pip" not in listed and "/gcc" not in listed
+
+
+def test_one_container_is_a_whole_broker_with_a_read_only_root(image):
+    """What `podman run` of the image gives: the supervisor, and its drain at SIGTERM."""
+    options = ["--network=none", "--read-only", "--cap-drop=all", "--volume=/data", "--volume=/pipes"]
+    name = f"kmq-alone-{os.getpid()}"
+    player.podman("run", "-d", f"--name={name}", *options, image)
+    try:
+        probe = [
+            "exec",
+            name,
+            "sh",
+            "-c",
+            "until kmq status >/dev/null 2>&1; do sleep 0.1; done; echo 'a.b|0|1|hi' >/pipes/raw",
+        ]
+        player.podman(*probe)
+        read = ["exec", name, "sh", "-c", "until grep -h hi /data/a.log 2>/dev/null; do sleep 0.1; done"]
+        assert player.podman(*read).startswith("1|")
+        player.podman("stop", "-t", "20", name)
+        assert inspect(name)["State"]["ExitCode"] == 0
+    finally:
+        player.podman("rm", "-f", "-v", "-t", "0", name)
+
+
+@pytest.mark.soak
+def test_the_same_files_give_the_same_layers(image):
+    def layers(tag: str) -> list[str]:
+        setup = subprocess.run([ROOT / "scripts" / "pod-setup"], capture_output=True, text=True, check=True)
+        env = os.environ | dict(pair.split("=", 1) for pair in setup.stdout.split()[1:]) | {"NO_CACHE": "1"}
+        subprocess.run([ROOT / "scripts" / "image", tag], env=env, check=True, capture_output=True)
+        try:
+            return inspect(tag)["RootFS"]["Layers"]
+        finally:
+            player.podman("rmi", "-f", tag)
+
+    assert layers("localhost/kmq:again") == inspect(image)["RootFS"]["Layers"]
