@@ -5,10 +5,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from made_up import FIRST_TS, Silent, no_room, stored
+from made_up import FIRST_TS, Silent, block, no_room
 
-from kmq import record
-from kmq.links.layout import Block
 from kmq.log import identity, topics
 from kmq.log.queues import Queues
 from kmq.log.segment import Limits
@@ -42,12 +40,11 @@ def append(made, lines, group=1000):
     """More lines for a directory that is not closed."""
     wal, queues, seq = made
     for at in range(0, len(lines), group):
-        part = lines[at : at + group]
-        text = b"".join(stored(part, seq))
-        wal.append([(text, seq, len(part), FIRST_TS + seq + len(part) - 1)])
+        routed = block(lines[at : at + group], seq)
+        wal.append([(routed.data, seq, routed.count, FIRST_TS + routed.last_seq)])
         wal.sync()
-        queues.route([Block(text, 0, [len(text), seq, len(part), len(record.common_key(part)), FIRST_TS, 0, 0])])
-        seq += len(part)
+        queues.route([routed])
+        seq += routed.count
     made[2] = seq
     wal.note_open_block()
     queues.tick()

@@ -5,7 +5,8 @@ import random
 import shutil
 
 import pytest
-from made_data import append, no_room, stored, write_data
+from made_data import append, write_data
+from made_up import no_room, stored
 
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, topics, verify

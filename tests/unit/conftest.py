@@ -7,6 +7,7 @@ import pytest
 from made_up import Silent
 
 from kmq.links import layout, ring
+from kmq.log import index, reader
 
 _numbers = itertools.count()
 
@@ -38,3 +39,12 @@ def rings():
         end.lock.release()
     for instance in {instance for instance, _ in made}:
         layout.remove(instance, "framed")
+
+
+@pytest.fixture(scope="module")
+def small_blocks():
+    """Blocks of an index of 1 KiB, so that a small log has many."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (index, reader):
+            patch.setattr(module, "BLOCK_BYTES", 1024)
+        yield

@@ -1,6 +1,7 @@
 """A disk that never fills, a log that says nothing, WALs made of words."""
 
 from kmq import record
+from kmq.links.layout import Block
 from kmq.log.wal import Wal
 
 FIRST_TS = 1_700_000_000_000_000  # µs: recv_ts of the first record of a made-up log
@@ -24,6 +25,13 @@ def stored(lines: list[bytes], first_seq: int = 1) -> list[bytes]:
         record.number([line], seq, record.format_ts(FIRST_TS + seq))[0]
         for seq, line in enumerate(lines, start=first_seq)
     ]
+
+
+def block(lines: list[bytes], first_seq: int) -> Block:
+    """`lines` as sent → the block of stored lines that durability hands to the router."""
+    text = b"".join(stored(lines, first_seq))
+    key = len(record.common_key(lines))
+    return Block(text, 0, [len(text), first_seq, len(lines), key, FIRST_TS, 0, 0])
 
 
 def write_wal(data: str, lines: list[bytes], group: int = 7) -> Wal:

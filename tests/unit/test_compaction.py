@@ -10,11 +10,9 @@ import threading
 import time
 
 import pytest
-from made_up import FIRST_TS, Silent, no_room, stored
+from made_up import FIRST_TS, Silent, block, no_room, stored
 
-from kmq import record
 from kmq.errors import BusyError, ConfigError, CorruptError
-from kmq.links.layout import Block
 from kmq.log import compaction, identity, index, reader, repair, segment, topics, verify
 from kmq.log.compaction import Sealed
 from kmq.log.index import IndexWriter
@@ -27,17 +25,7 @@ LIMITS = Limits(segment_bytes=6000)
 CALLS = ("unlink", "rename", "fsync", "rmdir")  # of os: what the swap does to a directory
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (index, reader):
-            patch.setattr(module, "BLOCK_BYTES", 1024)
-        yield
-
-
-def block(lines, first_seq):
-    text = b"".join(stored(lines, first_seq))
-    return Block(text, 0, [len(text), first_seq, len(lines), len(record.common_key(lines)), FIRST_TS, 0, 0])
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def start(data, high):
@@ -56,10 +44,10 @@ def original(tmp_path_factory):
     lines = [b"users.%d|0|%d|%b" % (rng.randrange(KEYS), n, b"v" * rng.randrange(60)) for n in range(COUNT)]
     wal, queues = Wal(data, no_room, 1 << 20, LIMITS), start(data, 0)
     for at in range(0, COUNT, 50):
-        text = b"".join(stored(lines[at : at + 50], at + 1))
-        wal.append([(text, at + 1, 50, FIRST_TS + at + 50)])
+        made = block(lines[at : at + 50], at + 1)
+        wal.append([(made.data, at + 1, made.count, FIRST_TS + at + 50)])
         wal.sync()
-        queues.route([block(lines[at : at + 50], at + 1)])
+        queues.route([made])
     wal.close()
     queues.close()
     return data

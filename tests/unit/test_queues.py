@@ -6,11 +6,10 @@ import random
 import shutil
 
 import pytest
-from made_up import FIRST_TS, Silent, no_room, stored, write_wal
+from made_up import Silent, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
-from kmq.links.layout import Block
 from kmq.log import checkpoint, dropped, index, partition, queues, segment, topics
 from kmq.log.partition import State
 from kmq.log.queues import Queues
@@ -42,13 +41,6 @@ def open_queues(data, high, limits=None, log=None):
     made = Queues(data, no_room, log or Silent(), limits)
     made.recover(high, lambda: None)
     return made
-
-
-def block(lines, first_seq):
-    """`lines` as sent → a Block, as the framer makes it."""
-    text = b"".join(stored(lines, first_seq))
-    key = len(record.common_key(lines))
-    return Block(text, 0, [len(text), first_seq, len(lines), key, FIRST_TS, 0, 0])
 
 
 def route(made, lines, first_seq, size=7):

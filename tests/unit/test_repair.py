@@ -7,12 +7,11 @@ import shutil
 import zlib
 
 import pytest
-from made_up import FIRST_TS, Silent, no_room, stored, write_wal
+from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.links.layout import Block
-from kmq.log import dropped, identity, index, reader, repair, show, topics, verify
+from kmq.log import dropped, identity, reader, repair, show, topics, verify
 from kmq.log.queues import Queues
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
@@ -21,12 +20,7 @@ KEYS = [b"test.probe", b"test", b"jobs.k1", b"jobs.k2", b"jobs", b"jobs.k3", b"a
 LIMITS = Limits(segment_bytes=10_000)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_blocks():
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (index, reader):
-            patch.setattr(module, "BLOCK_BYTES", 1024)
-        yield
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +35,10 @@ def original(tmp_path_factory):
     wal, queues = Wal(data, no_room, 1 << 20, LIMITS), Queues(data, no_room, Silent(), LIMITS)
     queues.recover(0, lambda: None)
     for at in range(0, len(lines), 7):
-        part = stored(lines[at : at + 7], at + 1)
-        text = b"".join(part)
-        wal.append([(text, at + 1, len(part), FIRST_TS + at)])
+        made = block(lines[at : at + 7], at + 1)
+        wal.append([(made.data, at + 1, made.count, FIRST_TS + at)])
         wal.sync()
-        key = len(record.common_key(lines[at : at + 7]))
-        queues.route([Block(text, 0, [len(text), at + 1, len(part), key, FIRST_TS, 0, 0])])
+        queues.route([made])
         if at % 210 == 0:
             wal.note_open_block()
             queues.tick()
@@ -135,11 +127,10 @@ def go_on(data):
     queues = Queues(data, no_room, Silent(), LIMITS)
     queues.recover(wal.last_seq, lambda: None)
     at = wal.last_seq
-    part = stored([b"%b|%d|%d|more" % (KEYS[n % len(KEYS)], n, n) for n in range(100)], at + 1)
-    text = b"".join(part)
-    wal.append([(text, at + 1, len(part), FIRST_TS + at)])
+    more = block([b"%b|%d|%d|more" % (KEYS[n % len(KEYS)], n, n) for n in range(100)], at + 1)
+    wal.append([(more.data, at + 1, more.count, FIRST_TS + at)])
     wal.sync()
-    queues.route([Block(text, 0, [len(text), at + 1, len(part), 0, FIRST_TS, 0, 0])])
+    queues.route([more])
     wal.close()
     queues.close()
 
