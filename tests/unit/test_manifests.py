@@ -102,6 +102,19 @@ def kustomize(path):
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
+def overlay(path, components=(), **more):
+    """`path`, made an overlay of the base, as a user would write one."""
+    there = os.path.relpath(K8S, path.resolve())
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [f"{there}/base"],
+        "components": [f"{there}/components/{component}" for component in components],
+    }
+    (path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization | more))
+    return path
+
+
 @pytest.fixture(scope="session")
 def render(tmp_path_factory):
     """A function from one of RENDERED to its documents, which are the caller's own."""
@@ -115,17 +128,7 @@ def render(tmp_path_factory):
         return copy.deepcopy(kept[name])
 
     def combined(name):
-        base, *components = name.split("+")
-        path = tmp_path_factory.mktemp("overlay")
-        there = os.path.relpath(K8S, path.resolve())
-        overlay = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "resources": [f"{there}/{base}"],
-            "components": [f"{there}/components/{component}" for component in components],
-        }
-        (path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-        return kustomize(path)
+        return kustomize(overlay(tmp_path_factory.mktemp("overlay"), name.split("+")[1:]))
 
     return documents
 
@@ -425,7 +428,15 @@ def test_the_base_runs_the_version_of_this_checkout(render):
     }
 
 
-def test_other_settings_are_another_revision_of_the_pod(render, tmp_path):
+def test_an_upgrade_is_another_image_and_nothing_else(render, tmp_path):
+    """So that nothing stands in its way that cannot be changed, as labels of a volumeClaimTemplate."""
+    after = kustomize(overlay(tmp_path, images=[{"name": "kmq", "newTag": "9.9.9"}]))
+    assert json.dumps(after).count("9.9.9") == len(agreement.PROCESSES)
+    (before,) = {container["image"] for each in pods(render("base")) for container in each["spec"]["containers"]}
+    assert json.loads(json.dumps(after).replace("kmq:9.9.9", before)) == render("base")
+
+
+def test_other_settings_are_another_revision_of_the_pod(render):
     """By the name of their ConfigMap: so a change restarts the broker, and a rollback has the old ones."""
     base, dev = (of_kind(render(name), "ConfigMap")[0] for name in ("base", "overlays/dev"))
     assert base["data"] != dev["data"] and base["metadata"]["name"] != dev["metadata"]["name"]
