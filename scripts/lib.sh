@@ -23,6 +23,7 @@ patience=$((${#pod[@]} ? 4 : 1))
 
 scenario=${0##*scenario-}
 scratch=$(mktemp -d)
+: >"$scratch/complaints"
 failed=0 checks=0 finished='' before=''  # before: how the pod was, "up" or "down"
 declare -A restore=()                    # settings of the pod that was up, to give back to it
 trap at_exit EXIT
@@ -50,13 +51,14 @@ at_exit() {
     set +e
     pause_ends
     give_back
-    rm -rf "$scratch"
     if [[ $finished ]]; then
         say "checks=$checks failed=$failed duration_s=$SECONDS result=$([[ $code == 0 ]] && echo pass || echo fail)"
     else
+        tail -n 5 "$scratch/complaints" >&2
         say "result=error reason=\"ended before its last check\" exit_code=$code"
         [[ $code != 0 ]] || code=1
     fi
+    rm -rf "$scratch"
     exit "$code"
 }
 
@@ -87,11 +89,12 @@ seen() {
 
 seq_of() { look || true; seen "$1" seq; }
 
-# wait_for SECONDS COMMAND…: until it succeeds; what never comes ends the scenario
+# wait_for SECONDS COMMAND…: until it succeeds; what never comes ends the scenario. What it says on the way is told only then:
+# kubectl complains of every "not yet".
 wait_for() {
     local deadline=$((SECONDS + $1 * patience))
     shift
-    until "$@"; do
+    until "$@" 2>>"$scratch/complaints"; do
         if ((SECONDS > deadline)); then
             say "error=timeout waited_for=\"$*\"" >&2
             exit 1
