@@ -108,7 +108,7 @@ routed() { (($(seq_of router) >= $1)); }
 # Asked on the ack port, as any program can: is this seq on disk?
 durable() {
     local answer
-    exec {ack}<>"/dev/tcp/$KMQ_HOST/$(port ack "$KMQ_ACK_PORT")"
+    exec {ack}<>"/dev/tcp/$KMQ_HOST/$(port ack "$KMQ_ACK_PORT")" || return
     echo "GET_ACK $1" >&"$ack"
     read -r answer <&"$ack"
     exec {ack}>&-
