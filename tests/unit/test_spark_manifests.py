@@ -47,6 +47,16 @@ def test_every_document_is_of_its_schema(version):
         kubernetes_validate.validate(each, version, strict=True)
 
 
+def test_the_nightly_archive_is_the_same_job_by_the_clock():
+    nightly = ROOT / "k8s/overlays/spark-nightly"
+    cron, job = find("CronJob", overlay=nightly), copy.deepcopy(find("Job")["spec"])
+    del job["ttlSecondsAfterFinished"]  # a CronJob keeps the last ones by itself
+    assert cron["spec"]["jobTemplate"]["spec"] == job
+    assert cron["spec"]["concurrencyPolicy"] == "Forbid"
+    kubernetes_validate.validate(cron, "1.32", strict=True)
+    assert {each["kind"] for each in rendered(nightly)} ^ {each["kind"] for each in rendered()} == {"Job", "CronJob"}
+
+
 def test_a_field_that_is_none_would_be_found():
     pod = copy.deepcopy(executor())
     pod["spec"]["containers"][0]["securityContext"]["readonlyRootFilesystem"] = True
