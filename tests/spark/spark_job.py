@@ -21,12 +21,8 @@ def rendered(overlay=OVERLAY):
 
 
 def find(kind, name="", overlay=OVERLAY):
-    """The one document of that kind (and, where a hash is behind it, of a name that begins so)."""
-    (found,) = (
-        each
-        for each in rendered(overlay)
-        if each["kind"] == kind and re.sub("-[a-z0-9]{10}$", "", each["metadata"]["name"]).endswith(name)
-    )
+    """The one document of that kind, and name where there are several."""
+    (found,) = (each for each in rendered(overlay) if each["kind"] == kind and name in ("", each["metadata"]["name"]))
     return found
 
 
