@@ -25,7 +25,7 @@ from kmq import stats
 from kmq.links import fifo, layout
 from kmq.settings import STAGES
 
-PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
+PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 PORT = 5673  # lines in
 _number = itertools.count(1)
 

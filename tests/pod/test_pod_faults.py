@@ -63,6 +63,7 @@ def small(image: str) -> Iterator[Pod]:
     with tmpfs(pod.home / "data", DISK_BYTES), pod:
         pod.wait_ready()
         yield pod
+    pod.down()  # the rest: what is mounted cannot be removed
 
 
 @contextlib.contextmanager
@@ -92,9 +93,13 @@ def privileges(pid: int) -> set[str]:
     return found
 
 
-def processes(pod: Pod) -> dict[int, str]:
-    """All processes of the pod but the one that holds its namespaces, which is the player's: pid here → command."""
-    space = os.stat(f"/proc/{pod.pid('ingress')}/ns/pid").st_ino
+def space_of(pod: Pod) -> int:
+    """The pod's process namespace."""
+    return os.stat(f"/proc/{pod.pid('ingress')}/ns/pid").st_ino
+
+
+def processes(space: int) -> dict[int, str]:
+    """All in a pod's namespace but the one that holds it, which is the player's: pid here → command."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -107,7 +112,7 @@ def processes(pod: Pod) -> dict[int, str]:
 
 def test_every_process_is_without_privileges(pod: Pod) -> None:
     assert {"Uid", "Gid", "CapEff", "Seccomp", "NoNewPrivs", "writable root"} <= privileges(os.getpid()), "we are root"
-    found = processes(pod)
+    found = processes(space_of(pod))
     assert {pod.pid(container) for container in pod.containers} <= set(found)
     assert not {command: what for pid, command in found.items() if (what := privileges(pid))}
 
@@ -184,7 +189,7 @@ def test_a_stopped_stage_fails_its_own_liveness_and_recovers(pod: Pod, rng: rand
     with traffic_to(pod, rng) as traffic:
         unbroken = breaks(traffic)
         with stopped(pod, victim):
-            wait(lambda: pod.probe(victim, "liveness"), f"liveness of {victim} fails")
+            wait(lambda: pod.probe(victim, "liveness"), f"liveness of {victim} fails", every_s=0.5)
             assert pod.probe(victim, "readiness")
             assert pod.probe("gateway", "readiness"), "the whole broker is not"
             others = [container for container in pod.containers if container != victim]
@@ -208,9 +213,11 @@ def test_a_stopped_stage_fails_its_own_liveness_and_recovers(pod: Pod, rng: rand
 )
 def test_the_kubelet_replaces_a_stopped_stage_and_only_that(pod: Pod, rng: random.Random, victim: str) -> None:
     before = {name: pod.restarts(name) for name in pod.containers}
+    row = rows(pod)[victim]
+    started = row.started
     with traffic_to(pod, rng) as traffic, Kubelet(pod) as kubelet:
         pod.signal(victim, signal.SIGSTOP)
-        wait(lambda: pod.restarts(victim) > before[victim], lambda: f"{victim} is replaced: {kubelet.events}")
+        wait(lambda: row.started != started, lambda: f"{victim} is replaced: {kubelet.events}")
         pod.wait_ready()
         traffic.wait_flowing()
         traffic.finish()
@@ -223,11 +230,11 @@ def test_the_kubelet_replaces_a_stopped_stage_and_only_that(pod: Pod, rng: rando
 
 @contextlib.contextmanager
 def slow_motion(pid: int) -> Iterator[None]:
-    """A stopped process runs for 2 ms in 50, so that there is time to look at what it does for a moment only."""
+    """A process runs for 2 ms in 100, so that there is time to look at what it does for a moment only."""
     over = threading.Event()
 
     def run() -> None:
-        while not over.wait(0.05):
+        while not over.wait(0.1):
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.002)
             os.kill(pid, signal.SIGSTOP)
@@ -248,22 +255,17 @@ def test_a_recovering_stage_is_alive_and_not_ready(pod: Pod) -> None:
     with connect(pod) as sock:
         sock.sendall(b"".join(b"again.k|0|again-%d|%060d\n" % (n, n) for n in range(200_000)))
     settle(pod)
-    data, old = pod.volume("data"), pod.pid("router")
-    restarts = pod.restarts("router")
-    pod.signal("router", signal.SIGSTOP)
+    data, space, row = pod.volume("data"), space_of(pod), rows(pod)["router"]
+    old, restarts, started = pod.pid("router"), pod.restarts("router"), row.started
+    os.kill(old, signal.SIGSTOP)
     (data / "router.ckpt").unlink(missing_ok=True)
     for path in (data / "topics/again/0").iterdir():
         path.unlink()
-    row = rows(pod)["router"]
-    started = row.started
     os.kill(old, signal.SIGKILL)
-    wait(lambda: pod.pid("router") not in (0, old), "the router is started again")
-    pid = pod.pid("router")
     wait(lambda: row.started != started and row.state_name in ("recovering", "ready"), "it recovers", every_s=0.001)
-    with slow_motion(pid):
+    with slow_motion(next(pid for pid, command in processes(space).items() if "stages.router" in command)):
+        assert pod.probe("router", "readiness") == "router is recovering"
         assert not pod.probe("router", "liveness")
-        assert pod.probe("router", "readiness")
-        assert not pod.is_ready()
         assert row.state_name == "recovering", "it was done before we had looked"
     pod.wait_ready()
     settle(pod)
@@ -354,7 +356,7 @@ def test_a_second_pod_on_the_same_volume_refuses_and_harms_nothing(pod: Pod, rng
     host = pod.exec("durability", "hostname").stdout.strip()
     with traffic_to(pod, rng) as traffic, second:
         for stage in ("durability", "router"):
-            wait(lambda stage=stage: second.restarts(stage), f"{stage} of the second has ended")
+            wait(lambda stage=stage: second.restarts(stage), f"{stage} of the second has ended", every_s=0.5)
             said = second.logs(stage)
             assert re.search(
                 rf"event=stopped exit_code={EXIT_BUSY} .*is held by pid=\d+ host={host} stage={stage}", said

@@ -97,7 +97,8 @@ def kill(pod: Pod, *names: str) -> None:
     before = {name: (pod.pid(name), pod.restarts(name)) for name in names}
     for pid, _ in before.values():
         os.kill(pid, signal.SIGKILL)
-    wait(lambda: all(pod.restarts(name) == count + 1 for name, (_, count) in before.items()), f"{names} come back")
+    counts = {name: count + 1 for name, (_, count) in before.items()}
+    wait(lambda: {name: pod.restarts(name) for name in names} == counts, f"{names} come back", every_s=0.3)
     now = offset(pod)
     wait(lambda: offset(pod) > now + 5, f"the consumer goes on after {names}")
 
