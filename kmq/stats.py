@@ -134,10 +134,10 @@ class StatsPage:
             time.sleep(_POLL_S)
 
 
-def peek(instance: str) -> StatsPage | None:
-    """The page of an instance for looking only, or None where there is none."""
+def peek(instance: str, shm: str = SHM) -> StatsPage | None:
+    """The page of an instance for looking only, or None where there is none. `shm`: where another pod's /dev/shm is."""
     page = StatsPage.__new__(StatsPage)
-    page.path = f"{SHM}/{instance}.stats"
+    page.path = f"{shm}/{instance}.stats"
     try:
         fd = os.open(page.path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -26,8 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -95,6 +95,9 @@ class Figure:
         return self.value <= float(limit) if sign == "≤" else self.value < float(limit)
 
 
+Measure = Callable[[str], Iterator[Figure]]  # a part's name → its figures
+
+
 # --- lines as sent -----------------------------------------------------------------------------------------------
 
 
@@ -114,9 +117,10 @@ def blocks(keys: list[str], count: int, nbytes: int) -> list[bytes]:
 # --- the producer: this file again, as another process -------------------------------------------------------------
 
 
-def sender(kind: str, port: int, arguments: list[str]) -> None:
+def sender(kind: str, address: str, arguments: list[str]) -> None:
     """Connect, say ready, wait for a line, send, close; then print when the first byte went and how many messages."""
-    sock = socket.create_connection(("127.0.0.1", port))
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)))
     send: Callable[[], int]
     if kind == "count":
         keys, count, nbytes = arguments[0].split(","), int(arguments[1]), int(arguments[2])
@@ -312,7 +316,7 @@ class Pod:
         return {stage.name: stage.pid for stage in status.collect(self.settings).stages}
 
     def send(self, kind: str, *arguments: object) -> "Sending":
-        return Sending(kind, read_port(self.settings, "ingress", 0), *arguments)
+        return Sending(kind, f"127.0.0.1:{read_port(self.settings, 'ingress', 0)}", *arguments)
 
     def produce(self, kind: str, *arguments: float) -> dict[str, float]:
         """What kmq.Producer, in another process, does here."""
@@ -352,8 +356,8 @@ class Pod:
 class Sending:
     """One producer process. It has connected and made its blocks when this exists, and sends after go()."""
 
-    def __init__(self, kind: str, port: int, *arguments: object) -> None:
-        argv = [sys.executable, __file__, "_send", kind, str(port), *map(str, arguments)]
+    def __init__(self, kind: str, address: str, *arguments: object) -> None:
+        argv = [sys.executable, __file__, "_send", kind, address, *map(str, arguments)]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
@@ -734,7 +738,7 @@ def show(figures: list[Figure], where: str) -> None:
 
 def main() -> int:
     if sys.argv[1:2] == ["_send"]:
-        sender(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+        sender(sys.argv[2], sys.argv[3], sys.argv[4:])
         return EXIT_OK
     if sys.argv[1:2] == ["_produce"]:
         produce(sys.argv[2], int(sys.argv[3]), sys.argv[4:])
@@ -743,23 +747,40 @@ def main() -> int:
         description="Measure the broker: speed, latency, idle CPU, memory, start-up.",
         epilog="examples: scripts/bench.py --quick; scripts/bench.py burst idle --json /tmp/kmq-bench.json",
     )
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {' '.join(PARTS)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="a few seconds for each part; no judgement")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--dir", type=Path, default=ROOT / "bench", help="where the pods live (default: ./bench)")
     parser.add_argument("--cache", type=Path, help="keep the big directories of `startup` there for the next time")
+    return run(parser, PARTS, "a few seconds for each part; no judgement", prepare)
+
+
+@contextmanager
+def prepare(options: argparse.Namespace) -> Iterator[Measure]:
+    scale = Scale(options.quick)
+    yield lambda part: run_part(part, options.dir, options.cache, scale)
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    parts: Sequence[str],
+    quick: str,
+    prepare: Callable[[argparse.Namespace], AbstractContextManager[Measure]],
+) -> int:
+    """What every benchmark does around its measuring: options, the parts in turn, a table of what there is, also JSON."""
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {' '.join(parts)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--dir", type=Path, default=ROOT / "bench", help="where the files lie (default: ./bench)")
     options = parser.parse_args()
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are: {' '.join(PARTS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILED))  # so that the pod is stopped and removed
+    if unknown := set(options.parts) - set(parts):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are: {' '.join(parts)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILED))  # so that what was started is stopped and removed
     options.dir.mkdir(parents=True, exist_ok=True)
     where = machine(options.dir)
     err.print(where)
     figures: list[Figure] = []
     code = EXIT_OK
     try:
-        for part in options.parts or PARTS:
-            figures.extend(run_part(part, options.dir, options.cache, Scale(options.quick)))
+        with prepare(options) as measure:
+            for part in options.parts or parts:
+                figures.extend(measure(part))
     except KmqError as error:
         print(f"bench: {error}", file=sys.stderr)
         code = error.exit_code

@@ -10,7 +10,6 @@ any crc.
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -19,17 +18,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench import ROOT, Figure, Pod, err, fill, machine, pod_in, pss, say, show
-from kmq.errors import EXIT_OK, KmqError
+from bench import Figure, Measure, Pod, fill, pod_in, pss, run, say
 from kmq.spark.sessions import session
 
 if TYPE_CHECKING:
@@ -242,41 +240,24 @@ def main() -> int:
         description="Measure the data pipeline on Spark, beside Spark's own text source.",
         epilog="examples: scripts/bench_spark.py --quick; scripts/bench_spark.py read --json /tmp/kmq-bench-spark.json",
     )
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {' '.join(PARTS)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="a million records, not four; no audit of ten million")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--dir", type=Path, default=ROOT / "bench", help="where the directories lie (default: ./bench)")
     parser.add_argument("--memory", default="1g", help="of the driver's JVM (default: 1g)")
-    options = parser.parse_args()
-    if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are: {' '.join(PARTS)}")
-    options.dir.mkdir(parents=True, exist_ok=True)
-    where = machine(options.dir)
-    err.print(where)
+    return run(parser, PARTS, "a million records, not four; no audit of ten million", prepare)
+
+
+@contextmanager
+def prepare(options: argparse.Namespace) -> Iterator[Measure]:
     directory = Path(tempfile.mkdtemp(prefix="spark-", dir=options.dir))
     bench = Bench(directory, options.quick, options.memory)
-    figures: list[Figure] = []
-    code = EXIT_OK
-    measures: dict[str, Any] = {name: globals()[name] for name in PARTS}
+    measures: dict[str, Callable[[Bench], Iterator[Figure]]] = {name: globals()[name] for name in PARTS}
+
+    def measure(part: str) -> Iterator[Figure]:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # what the pipelines print
+            yield from measures[part](bench)
+
     try:
-        for part in options.parts or PARTS:
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-                figures.extend(measures[part](bench))
-    except KmqError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        print("bench: interrupted", file=sys.stderr)
-        code = 130
+        yield measure
     finally:
-        show(figures, where)
         shutil.rmtree(directory)
-    if options.json:
-        rows = [vars(figure) | {"met": figure.met} for figure in figures]
-        options.json.write_text(
-            json.dumps({"machine": where, "quick": options.quick, "figures": rows}, indent=1) + "\n"
-        )
-    return code
 
 
 if __name__ == "__main__":

@@ -212,7 +212,11 @@ class Pod:
 
     def pid(self, container: str) -> int:
         """Of the container's process, as this machine counts; 0 while it is down."""
-        return int(self._inspect(container, "{{.State.Pid}}"))
+        return int(self._inspect(container, "{{.State.Pid}}") or 0)
+
+    def cgroup(self, container: str) -> str:
+        """Its cgroup below the root of each controller."""
+        return self._inspect(container, "{{.State.CgroupPath}}").lstrip("/")
 
     def restarts(self, container: str) -> int:
         return int(self._inspect(container, "{{.RestartCount}}"))
@@ -390,21 +394,21 @@ class Kubelet(threading.Thread):
         super().__init__(daemon=True)
         self.pod = pod
         self.events: list[str] = []
-        self._stop = threading.Event()
+        self._over = threading.Event()
 
     def __enter__(self) -> "Kubelet":
         self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stop.set()
+        self._over.set()
         self.join()
 
     def run(self) -> None:
         watches = [_Watch(self, container) for container in self.pod.containers]
-        while not self._stop.is_set():
+        while not self._over.is_set():
             due = min(watches, key=lambda watch: watch.due)
-            if not self._stop.wait(max(0.0, due.due - time.monotonic())):
+            if not self._over.wait(max(0.0, due.due - time.monotonic())):
                 try:
                     due.turn()
                 except (PlayError, ProcessLookupError, subprocess.TimeoutExpired):
