@@ -53,6 +53,7 @@ class Queues:
         self._limits, self._wal_is_synced = limits or Limits(), wal_is_synced
         self._topic_limits: dict[str, Limits] = {}  # of those topics that have their own
         self._wait_for_room = wait_for_room
+        self._check: Callable[[], None] = lambda: None  # what recover() was given
         self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
         self.topics: dict[bytes, Topic] = {}
         self.routed_seq = 0
@@ -223,7 +224,8 @@ class Queues:
     # --- recovery ------------------------------------------------------------------------------------------------
 
     def recover(self, high: int, check: Callable[[], None]) -> None:
-        """Bring every log to what the WAL says up to `high`, which is durable. `check` is called now and then."""
+        """Bring every log to what the WAL says up to `high`, which is durable. `check` is called again and again meanwhile."""
+        self._check = check
         seq, rows, since = self._load_checkpoint()
         if seq > high:
             raise CorruptError(
@@ -422,6 +424,7 @@ class Queues:
         name = topic.name.encode()
         for first, last in self._wanted(low, high):
             for block in wal.read(self.data, first, last):
+                self._check()  # a gap may be a segment of ours and the whole WAL to look through, twice
                 mine = []
                 for line in block.split(b"\n")[:-1]:
                     seq = record.seq_of(line)

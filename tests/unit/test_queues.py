@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from made_up import Silent, block, no_room, stored, write_wal
+from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
@@ -14,6 +14,7 @@ from kmq.log import checkpoint, dropped, index, partition, queues, segment, topi
 from kmq.log.partition import State
 from kmq.log.queues import Queues
 from kmq.log.segment import Limits
+from kmq.log.wal import Wal
 from kmq.routing import Topic
 
 
@@ -412,3 +413,31 @@ def test_a_declaration_that_cannot_be_is_refused_and_leaves_nothing(data, name, 
     with pytest.raises(ConfigError, match=said):
         topics.declare(data, name, partitions)
     assert sorted(os.listdir(f"{data}/topics")) == before
+
+
+def test_a_rebuild_of_any_length_gives_signs_of_life(data, monkeypatch):
+    """A lost segment of a quiet topic is looked for in much of the WAL: who is silent meanwhile is taken for dead, and killed."""
+    lines = [b"t|||%d" % n for n in range(400)]
+    wal = Wal(data, no_room, 1 << 20, Limits(segment_bytes=200))  # which is read segment by segment
+    for at in range(0, 400, 5):
+        wal.append([(block(lines[at : at + 5], at + 1).data, at + 1, 5, FIRST_TS + at)])
+    wal.close()
+    made = open_queues(data, 0, Limits(segment_bytes=2000))
+    route(made, lines, 1)
+    made.close()
+    _, lost, *_ = segment.survey(f"{data}/topics/t/0")
+    os.unlink(lost.path)
+    signs, before_and_after, fill = [], [], Queues._fill
+
+    def counted(*args, **named):
+        before_and_after.append(len(signs))
+        fill(*args, **named)
+        before_and_after.append(len(signs))
+
+    monkeypatch.setattr(Queues, "_fill", counted)
+    again = Queues(data, no_room, Silent(), Limits(segment_bytes=2000))
+    again.recover(400, lambda: signs.append(None))
+    again.close()
+    before, after = before_and_after
+    assert after - before >= 2 * (lost.size // 250)  # read twice: to count, and to copy
+    assert b"".join(files(data)[name] for name in sorted(files(data))) == b"".join(stored(lines))
