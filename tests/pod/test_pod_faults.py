@@ -58,8 +58,8 @@ def pod(play_once: Play) -> Pod:
 
 @pytest.fixture(scope="module")
 def small(image: str) -> Iterator[Pod]:
-    """Its data lies on a file system that holds DISK_BYTES."""
-    pod = player.play(DEV)
+    """Its data lies on a file system that holds DISK_BYTES. What ends in it stays so."""
+    pod = player.play(DEV, restart_policy="Never")
     with tmpfs(pod.home / "data", DISK_BYTES), pod:
         pod.wait_ready()
         yield pod
@@ -290,26 +290,7 @@ def test_restarting_the_whole_pod_under_load_keeps_all_that_was_acknowledged(pod
     traffic.judge()
 
 
-def test_an_orderly_end_under_load_leaves_nothing_on_the_way(play: Play, rng: random.Random) -> None:
-    """All are told at once; the links are empty when the last has ended, and the next start finds everything."""
-    pod = play(restart_policy="Never")
-    with traffic_to(pod, rng) as traffic:
-        began = time.monotonic()
-        codes = pod.terminate()
-        took_s = time.monotonic() - began
-        assert codes == dict.fromkeys(pod.containers, 0)
-        assert took_s < pod.grace_s, took_s
-        assert not layout.backlog(instance(pod), "framed") + layout.backlog(instance(pod), "durable")
-        traffic.judge(finished=False)
-        pod.restart()
-        pod.wait_ready()
-        traffic.wait_flowing()
-        traffic.finish()
-    settle(pod)
-    traffic.judge()
-
-
-# --- strangers ---------------------------------------------------------------------------------------------------------
+# --- a pod beside it ---------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(pod: Pod) -> dict[str, object]:
@@ -397,6 +378,24 @@ def test_a_full_disk_pauses_writing_says_so_and_resumes_by_itself(small: Pod, rn
         traffic.finish()
     settle(small)
     traffic.judge(Stream("shell", shell.line, count))
+
+
+def test_an_orderly_end_under_load_leaves_nothing_on_the_way(small: Pod, rng: random.Random) -> None:
+    """All are told at once; the links are empty when the last has ended, and the next start finds everything."""
+    with traffic_to(small, rng) as traffic:
+        began = time.monotonic()
+        codes = small.terminate()
+        took_s = time.monotonic() - began
+        assert codes == dict.fromkeys(small.containers, 0)
+        assert took_s < small.grace_s, took_s
+        assert not layout.backlog(instance(small), "framed") + layout.backlog(instance(small), "durable")
+        traffic.judge(finished=False)
+        small.restart()
+        small.wait_ready()
+        traffic.wait_flowing()
+        traffic.finish()
+    settle(small)
+    traffic.judge()
 
 
 def test_garbage_becomes_dead_letters_and_stops_nobody(small: Pod, rng: random.Random) -> None:
