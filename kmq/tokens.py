@@ -95,7 +95,7 @@ def _local_path(settings: Settings) -> str:
 def _make_local(settings: Settings) -> None:
     """Whichever process comes first makes it, whole; all others take that one."""
     path = _local_path(settings)
-    making = f"{path}.{os.getpid()}"
+    making = f"{path}.{os.urandom(8).hex()}"  # not our pid: in a container of its own each has the same
     with open(os.open(making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "w", encoding="ascii") as file:
         file.write(_random(LOCAL) + "\n")
     with contextlib.suppress(FileExistsError):

@@ -44,7 +44,7 @@ def _write_once(path: str, name: str, text: str) -> None:
     """Several stages start at once: the first one's file wins, whole."""
     if os.path.exists(f"{path}/{name}"):
         return
-    making = f"{path}/{name}.{os.getpid()}"
+    making = f"{path}/{name}.{os.urandom(8).hex()}"  # not our pid: in a container of its own each has the same
     with open(making, "w", encoding="ascii") as file:
         file.write(text + "\n")
         file.flush()

@@ -22,6 +22,24 @@ def test_the_first_of_two_that_start_at_once_names_it(tmp_path, monkeypatch):
     assert open_data(str(tmp_path)) == first
 
 
+def test_two_stages_that_start_at_once_as_the_first_process_of_their_containers_agree(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    fsync, theirs = os.fsync, []
+
+    def overtaken(fd):  # the other one does all of it while we write
+        fsync(fd)
+        if not theirs:
+            theirs.append("")
+            theirs.append(open_data(str(tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    ours = open_data(str(tmp_path))
+    assert theirs == ["", ours] and sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "format",
+        "id",
+    ]
+
+
 def test_another_format_is_refused_by_name(tmp_path):
     open_data(str(tmp_path))
     (tmp_path / "format").write_text("2\n")
