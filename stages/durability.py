@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 
 from kmq.errors import CorruptError, RetryError
+from kmq.links import layout
 from kmq.links.acks import AckWriter
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader, RingWriter
@@ -49,10 +50,12 @@ def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
     if synced is None:
         wal.rewrite_tail(framed.size + _SLACK)
     elif wal.last_seq > synced or framed.sync_failed:
-        # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it. Under
-        # drop_oldest it may have only the end of it, and the WAL only the first lines of a block that the ring has whole.
-        if waiting <= wal.last_seq or framed.sync_failed:
-            keep = max(synced, waiting - 1)
+        # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it, but for what
+        # `durable` has been shown: under a lax KMQ_FSYNC that is more than is synced, and the router has it. Under
+        # drop_oldest `framed` may have only the end of it, and the WAL only the first lines of a block that the ring has whole.
+        shown = layout.last_seq(stage.settings.instance, "durable", stage.ring_identity("durable"))
+        keep = max(synced, waiting - 1, shown)
+        if keep < wal.last_seq or framed.sync_failed:
             if (
                 framed.sync_failed and not stage.settings.fsync
             ):  # else what the ring has released counts as acknowledged

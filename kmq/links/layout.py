@@ -242,6 +242,21 @@ def backlog(instance: str, name: str) -> int:
         os.close(fd)
 
 
+def last_seq(instance: str, name: str, identity: Identity) -> int:
+    """The last seq that a ring has been given: a snapshot; 0 where there is no ring, or not this one."""
+    try:
+        fd = os.open(shm_path(instance, name), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        if read_text(fd, IDENTITY) != identity.text() or os.fstat(fd).st_size != identity.file_bytes:
+            return 0
+        words = memoryview(os.pread(fd, BLOCKS - CELLS, CELLS)).cast("Q")
+        return max(0, words[RECORD[words[COUNTER] & 1] + 2] - 1)
+    finally:
+        os.close(fd)
+
+
 def remove(instance: str, name: str) -> None:
     """Delete a ring, its bells and its locks; only while nobody holds either end."""
     locks = [RingLock(instance, name, end) for end in ("writer", "reader")]
