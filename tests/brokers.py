@@ -32,6 +32,7 @@ class Broker:
     """One instance: its settings as environment, its directories, the commands that drive it."""
 
     def __init__(self, root: Path, data: Path | None = None) -> None:
+        self.gateway = True  # whether it will have one: that takes longer to start than the four stages together
         self.root, self.data, self.pipes = root, data or root / "data", root / "pipes"
         root.mkdir(parents=True, exist_ok=True)
         self.instance = f"sc{os.getpid()}-{next(_number)}"
@@ -62,9 +63,8 @@ class Broker:
     def kmq(self, *arguments: str, text: str = "", **settings: object) -> subprocess.CompletedProcess[str]:
         return self.run("kmq", *arguments, text=text, **settings)
 
-    def up(self, *options: str, **settings: object) -> None:
-        """`--no-gateway` where the test asks nothing of it: it takes longer to start than the four stages together."""
-        result = self.kmq("up", *options, **settings)
+    def up(self, **settings: object) -> None:
+        result = self.kmq("up", *[] if self.gateway else ["--no-gateway"], **settings)
         assert result.returncode == 0, result.stderr
 
     def down(self) -> None:

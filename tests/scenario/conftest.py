@@ -8,3 +8,11 @@ from brokers import ROOT
 def scripts():
     """Where the scenario scripts are."""
     return ROOT / "scripts"
+
+
+@pytest.fixture
+def broker(new_broker):
+    """One broker, not yet up, of the four stages alone: what most of these tests are about."""
+    made = new_broker()
+    made.gateway = False
+    return made

@@ -20,7 +20,7 @@ CODE_RETRY, CODE_CONFIG = 75, 78
 
 @pytest.fixture
 def up(broker):
-    broker.up("--no-gateway")
+    broker.up()
     return broker
 
 
@@ -164,7 +164,7 @@ def test_a_newer_producer_of_the_name_ends_the_older(up, connect):
 
 
 def test_drop_oldest_refuses_acks_with_a_reason(broker, connect):
-    broker.up("--no-gateway", RB_OVERFLOW_POLICY_FRAMED="drop_oldest")
+    broker.up(RB_OVERFLOW_POLICY_FRAMED="drop_oldest")
     producer = connect()
     with pytest.raises(kmq.Refused, match="drop_oldest"):
         producer.send("t", b"x").result()
@@ -256,7 +256,7 @@ def test_a_broker_that_comes_up_later_gets_what_waits_for_it(broker, connect):
     (broker.pipes / "ingress.port").write_text("1\n")
     producer = connect()
     delivery = producer.send("t", b"x")
-    broker.up("--no-gateway")
+    broker.up()
     assert delivery.result() == 1
 
 
@@ -320,7 +320,7 @@ def secured(broker, authority):
     broker.env["KMQ_TOKENS"] = str(tokens)
     made = broker.kmq("token", "new", "orders")
     assert made.returncode == 0, made.stderr
-    broker.up("--no-gateway")
+    broker.up()
     return {
         "port": lambda: int((broker.pipes / "tls.port").read_text()),
         "tls": ssl.create_default_context(cafile=authority.path),

@@ -13,7 +13,7 @@ def fields(line):
 
 
 def test_an_idempotent_redrive_stores_once_however_often_it_runs(broker):
-    broker.up("--no-gateway")
+    broker.up()
     broker.send_lines([b"dead.letter_%d|0|m%d;a=b|lost|%d" % (n, n, n) for n in range(30)])
     broker.wait_routed(30)
     command = ["redrive", "dead", "--to", "test.{key}", "--idempotent", "--key", "letter_1*"]
@@ -35,7 +35,7 @@ def test_an_idempotent_redrive_stores_once_however_often_it_runs(broker):
 
 
 def test_what_was_dropped_comes_back_as_new_messages_and_once(broker):
-    broker.up("--no-gateway", RB_OVERFLOW_POLICY_DURABLE="drop_oldest", RB_SLOTS=1024)
+    broker.up(RB_OVERFLOW_POLICY_DURABLE="drop_oldest", RB_SLOTS=1024)
     router = broker.pids()["router"]
     os.kill(router, signal.SIGSTOP)
     broker.send_lines([b"test.k%d|0|%d|%d" % (n % 7, n, n) for n in range(5000)])
@@ -63,7 +63,7 @@ def test_what_was_dropped_comes_back_as_new_messages_and_once(broker):
 
 
 def test_what_never_came_to_the_wal_is_named_as_gone(broker):
-    broker.up("--no-gateway")
+    broker.up()
     broker.send_lines([b"test.k|0|1|x"])
     broker.wait_routed(1)
     broker.down()
@@ -74,7 +74,7 @@ def test_what_never_came_to_the_wal_is_named_as_gone(broker):
 
 
 def test_a_rate_holds_a_redrive_back(broker):
-    broker.up("--no-gateway")
+    broker.up()
     broker.send_lines([b"dead.%d|0||x" % n for n in range(60)])
     broker.wait_routed(60)
     for options in ([], ["--idempotent"]):

@@ -14,6 +14,12 @@ COUNT = 20_000
 
 
 @pytest.fixture
+def broker(new_broker):
+    """With its gateway."""
+    return new_broker()
+
+
+@pytest.fixture
 def lines():
     return [b"orders.k%d|%d|%d|%b" % (n % 100, n, n, b"x" * 400) for n in range(COUNT)]
 

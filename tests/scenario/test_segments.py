@@ -41,7 +41,7 @@ def follow(broker):
 
 
 def test_tail_follows_append_log_and_test_log_across_rolls_and_sees_every_line_once(broker, follow):
-    broker.up("--no-gateway", KMQ_SEGMENT_BYTES=SEGMENT)
+    broker.up(KMQ_SEGMENT_BYTES=SEGMENT)
     seen = {name: follow(name) for name in ("append.log", "test.log")}
     batches = 20
     for number in range(batches):
@@ -64,7 +64,7 @@ def test_tail_follows_append_log_and_test_log_across_rolls_and_sees_every_line_o
 def test_retention_keeps_both_logs_small_under_load_and_over_a_kill(broker):
     limit = 1 << 20
     settings = {"KMQ_SEGMENT_BYTES": SEGMENT, "KMQ_RETENTION_BYTES": limit}
-    broker.up("--no-gateway", **settings)
+    broker.up(**settings)
     directories = [broker.data / "append", broker.data / "topics/test/0"]
 
     def used(directory):
@@ -78,7 +78,7 @@ def test_retention_keeps_both_logs_small_under_load_and_over_a_kill(broker):
     for directory in directories:
         broker.wait(lambda d=directory: used(d) <= limit, f"no more than {limit} bytes in {directory}")
     broker.kill()
-    broker.up("--no-gateway", **settings)
+    broker.up(**settings)
     broker.send_lines(batch(60, 1000))
     sent += 1000
     broker.wait_routed(sent)
@@ -100,7 +100,7 @@ def test_retention_keeps_both_logs_small_under_load_and_over_a_kill(broker):
 
 @pytest.mark.parametrize("fsync", ["interval:50", "never"])
 def test_a_lax_fsync_survives_every_kill_and_says_what_is_on_disk(broker, fsync):
-    broker.up("--no-gateway", KMQ_SEGMENT_BYTES=SEGMENT, KMQ_FSYNC=fsync)
+    broker.up(KMQ_SEGMENT_BYTES=SEGMENT, KMQ_FSYNC=fsync)
     for number in range(12):
         broker.send_lines(batch(number))
         if number % 4 == 1:
@@ -108,7 +108,7 @@ def test_a_lax_fsync_survives_every_kill_and_says_what_is_on_disk(broker, fsync)
         if number == 6:
             broker.wait_routed(7 * BATCH)  # what is in the FIFO dies with all
             broker.kill()
-            broker.up("--no-gateway", KMQ_SEGMENT_BYTES=SEGMENT, KMQ_FSYNC=fsync)
+            broker.up(KMQ_SEGMENT_BYTES=SEGMENT, KMQ_FSYNC=fsync)
     broker.wait_routed(12 * BATCH)
     broker.down()
     everything = list(range(1, 12 * BATCH + 1))
