@@ -312,7 +312,8 @@ def test_client_certificates_are_asked_for(secured, authority, tmp_path):
         if pair:
             context.load_cert_chain(*pair)
         try:
-            with secure(broker, context) as sock:  # its reply: a refusal that comes before our close looks like an orderly end
+            with secure(broker, context) as sock:
+                # Not by the end: an alert that comes before our close_notify looks like an orderly one to ssl's unwrap.
                 assert greet(sock, "acks=1").startswith(b"!ok ")
                 sock.sendall(b"test.k|1|1|x\n")
                 return reply(sock) == b"!ack 1 1\n"
