@@ -1,11 +1,17 @@
 """What the README says that the code knows better."""
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from kmq import errors, record, settings
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 
 def test_the_settings_table_is_the_one_the_code_has():
@@ -23,3 +29,16 @@ def test_every_reason_for_dead_malformed_is_explained():
     reasons = {record.refusal(line) for line in lines} | {"too_long", "no_newline"}
     assert len(reasons) == 9
     assert all(f"`{reason}`" in README.read_text() for reason in reasons)
+
+
+def test_the_kustomization_of_your_own_renders(tmp_path):
+    if not shutil.which("kubectl"):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("kubectl renders it, and there is none")
+    block = re.search(r"```yaml\n(resources: .*?)```", README.read_text(), re.S)
+    assert block
+    mine = block[1].replace("../kmq", os.path.relpath(ROOT, tmp_path))
+    (tmp_path / "kustomization.yaml").write_text(mine)
+    done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "image: registry.example.com/kmq:0.1.0" in done.stdout and "KMQ_RETENTION_BYTES: 8 GiB" in done.stdout
+    assert "kind: ServiceMonitor" in done.stdout and "containerPort: 5443" in done.stdout
