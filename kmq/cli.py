@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kmq import gateway
+from kmq import __version__, gateway
 from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
@@ -66,6 +66,21 @@ app.add_typer(log_app, name="log")
 app.add_typer(spark_commands.pipeline_app, name="pipeline")
 out = Console()
 err = Console(stderr=True)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"kmq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _everything(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Which release this is, and end.")
+    ] = False,
+) -> None:
+    pass
 
 
 # --- up, down ----------------------------------------------------------------------------------------------------
