@@ -34,7 +34,6 @@ import errno
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil
@@ -45,6 +44,7 @@ from uuid import uuid4
 from kmq.errors import ConfigError
 from kmq.links.ownership import FileLock, describe
 from kmq.log.disk import replace_file, sync_directory
+from kmq.spark import streams
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -73,7 +73,7 @@ def follow(
     prepare: "Callable[[DataFrame, str], None]",
     name: str,
     once: bool = True,
-    every: str = "10 seconds",
+    every: str = streams.EVERY,
     checkpoint: str = "",
 ) -> Followed:
     """Add a stream to a table, batch by batch. `prepare(batch, query id)` stages what is to be added.
@@ -81,29 +81,18 @@ def follow(
     `once`: all there is now, then return. The checkpoint is the table's own where none is named.
     """
     where = (checkpoint or f"{table.state}/checkpoint").removeprefix("file://")
-    turn = threading.Lock()
     added = batches = merged = 0
 
     def add(batch: "DataFrame", batch_id: int) -> None:
         nonlocal added, batches, merged
-        with turn:
-            query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId") or ""
-            table.bind(query, batch_id)
-            if table.has(batch_id):
-                return
-            prepare(batch, query)
-            offsets = f"{where}/offsets/{batch_id}"
-            added += table.commit(batch_id, [offsets] if os.path.exists(offsets) else [])
+        offsets = f"{where}/offsets/{batch_id}"
+        count = table.add(batch, batch_id, prepare, [offsets] if os.path.exists(offsets) else [])
+        if count is not None:
+            added += count
             batches += 1
             merged += table.merge(batch.sparkSession)
 
-    stream = rows.writeStream.queryName(name).foreachBatch(add).option("checkpointLocation", where)
-    query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)).start()
-    try:
-        query.awaitTermination()
-    finally:
-        query.stop()
-        turn.acquire()  # a batch that Spark does not wait for any more may still be in its commit
+    streams.follow(rows, add, name, where, once, every)
     return Followed(added, batches, merged + table.merge(rows.sparkSession, all=True))
 
 
@@ -146,6 +135,21 @@ class Table:
         self._lock.release()
 
     # --- one batch -----------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        batch: "DataFrame",
+        batch_id: int,
+        prepare: "Callable[[DataFrame, str], None]",
+        sync: Iterable[str] = (),
+    ) -> int | None:
+        """Add a batch of a stream, in its turn: how many rows that is, None where it was added before. See follow, commit."""
+        query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId") or ""
+        self.bind(query, batch_id)
+        if self.has(batch_id):
+            return None
+        prepare(batch, query)
+        return self.commit(batch_id, sync)
 
     def bind(self, query: str, batch_id: int) -> None:
         """Say which stream the batches are of. Raises ConfigError where the table is another one's."""

@@ -3,13 +3,14 @@
 import os
 import signal
 import subprocess
+import threading
 import time
 from base64 import b64decode
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from made_data import write_data
+from made_data import append, write_data
 
 from kmq.errors import ConfigError
 from kmq.spark.brokers import Directory
@@ -132,6 +133,30 @@ def test_two_brokers_that_mirror_each_other_do_not_pass_messages_round(spark, ne
             there.wait_routed(int(there.wal()[-1].split(b"|")[0]))
         assert found == ([(20, 0), (20, 20)] if not round_ else [(0, 20), (0, 0)])
     assert [len(each.wal()) for each in brokers] == [40, 40]
+
+
+def test_a_continuous_mirror_carries_over_what_comes_until_its_stream_is_stopped(spark, broker, tmp_path):
+    broker.up()
+    lines = [b"orders.k%d|0|%d|%d" % (n % 5, n, n) for n in range(30)]
+    made = write_data(tmp_path / "source", lines[:20], {"jobs": 1}, closed=False)
+    source, done = str(tmp_path / "source"), []
+
+    def follow():
+        done.append(copy(spark, source, broker, tmp_path / "c", once=False, every="100 milliseconds"))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        broker.wait_routed(20)
+        append(made, lines[20:])
+        broker.wait_routed(30)
+        broker.wait((tmp_path / "c/commits/1").exists, "the end of the second batch")
+    finally:
+        for query in spark.streams.active:
+            query.stop()
+        thread.join()
+    assert (done[0].rows, done[0].batches) == (30, 2)
+    assert contents(broker.data, partitions=1) == contents(source, partitions=1)
 
 
 def test_what_would_change_places_is_refused_before_anything_is_sent(spark, source, broker, tmp_path):

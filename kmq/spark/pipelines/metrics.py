@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kmq.client.producer import local_address
 from kmq.errors import ConfigError
+from kmq.spark import streams
 from kmq.spark.pipelines.archive import starting
 from kmq.spark.tables import follow, open_table
 
@@ -133,7 +134,7 @@ def run(
     window: str = WINDOW,
     once: bool = True,
     checkpoint: str = "",
-    every: str = "10 seconds",
+    every: str = streams.EVERY,
     token: str = "",
 ) -> int:
     """Measure as a stream, to a table (`to`) or as JSON to `topic` of the broker at `producers` (default: the one of this
@@ -161,9 +162,5 @@ def run(
         producers = f"{host}:{port}"
     stream = stream.option("kmq.producers", producers).option("topic", topic)
     stream = stream.option("kmq.token", token) if token else stream
-    query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)).start()
-    try:
-        query.awaitTermination()
-    finally:
-        query.stop()
+    streams.run(stream, once, every)
     return 0

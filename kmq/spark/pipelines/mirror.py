@@ -38,6 +38,7 @@ from pyspark.sql import functions as F
 from kmq.client.lines import percent_encode
 from kmq.errors import ConfigError
 from kmq.log import topics as declarations
+from kmq.spark import streams
 from kmq.spark.brokers import Broker, Directory, open_broker
 from kmq.spark.options import Options
 
@@ -143,13 +144,7 @@ def run(
     rows = spark.readStream.format("kmq").schema(READ).options(**where, **more).load()
     if progress:
         progress.describe(f"mirror to {to}")
-    stream = rows.writeStream.foreachBatch(mirror.copy).queryName("mirror")
-    stream = stream.option("checkpointLocation", checkpoint or f"kmq-mirror-{to.replace(':', '-')}")
-    query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)).start()
-    try:
-        query.awaitTermination()
-    finally:
-        query.stop()
+    streams.follow(rows, mirror.copy, "mirror", checkpoint or f"kmq-mirror-{to.replace(':', '-')}", once, every)
     return Mirrored(mirror.rows, mirror.skipped, mirror.batches)
 
 

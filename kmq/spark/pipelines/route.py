@@ -21,7 +21,6 @@ Not covered A stream that runs ahead of a pod's router cannot know what that wil
 """
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, pairwise
@@ -43,6 +42,7 @@ from kmq.log.partition import EMPTY, PartitionLog, State, directory_of, fits, re
 from kmq.log.segment import Limits
 from kmq.routing import Topic
 from kmq.settings import load
+from kmq.spark import streams
 from kmq.spark.arrow import map_in_arrow
 from kmq.spark.brokers import open_broker
 from kmq.spark.options import WAL, Options
@@ -52,6 +52,7 @@ from kmq.spark.tables import Table as Files
 
 LOG = "log"
 SCHEMA = "broker string, seq bigint, recv_ts timestamp, routing_key binary, line binary"  # what is read of the WALs
+EVERY = "1 second"
 BATCH_BYTES = "1g"  # of WAL in a batch; it is sorted on disk where memory does not hold it
 _STATES = "topic string, partition int, end_offset bigint, last_seq bigint, size bigint, start bigint, records bigint"
 _BLOCK = 4096  # seqs; ranges are looked up by the block of a seq
@@ -142,14 +143,12 @@ class Tables:
         self._files.__exit__(*error)
 
     def add(self, rows: DataFrame, batch_id: int) -> int:
-        query = rows.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId")
-        self._files.bind(query or "", batch_id)
-        if self._files.has(batch_id):
-            return 0
+        return self._files.add(rows, batch_id, self._stage) or 0
+
+    def _stage(self, rows: DataFrame, query: str) -> None:
         order = ("topic", "partition", "broker", "seq")
         in_order = rows.repartition("topic", "partition").sortWithinPartitions(*order)
         self._files.stage(in_order.select("topic", "partition", "broker", "seq", "recv_ts", "key", "line"))
-        return self._files.commit(batch_id)
 
 
 class Logs:
@@ -338,25 +337,16 @@ def run(
     pods = Pods(where, table)
     target: Target = Logs(to, pods) if format == LOG else Tables(to, format)
     records = 0
-    turn = threading.Lock()  # a batch that Spark does not wait for any more may still be at work at the end
 
     def add(batch: DataFrame, batch_id: int) -> None:
         nonlocal records
-        with turn:
-            routing, dropped = pods.look()
-            records += target.add(route(among(batch, dropped, inside=False), routing), batch_id)
+        routing, dropped = pods.look()
+        records += target.add(route(among(batch, dropped, inside=False), routing), batch_id)
 
     with target:
         if progress is not None:
             progress.describe(f"route to {to}")
         options = {**where, "subscribe": WAL, "startingOffsets": "earliest", "maxBytesPerTrigger": batch_bytes}
         rows = spark.readStream.format("kmq").schema(SCHEMA).options(**options).load()
-        stream = rows.writeStream.foreachBatch(add).queryName("route")
-        stream = stream.option("checkpointLocation", checkpoint or f"{os.path.abspath(to)}/.kmq/checkpoint")
-        query = (stream.trigger(availableNow=True) if once else stream.trigger(processingTime="1 second")).start()
-        try:
-            query.awaitTermination()
-        finally:
-            query.stop()
-            turn.acquire()
+        streams.follow(rows, add, "route", checkpoint or f"{os.path.abspath(to)}/.kmq/checkpoint", once, EVERY)
     return records
