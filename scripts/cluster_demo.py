@@ -23,7 +23,7 @@ from rich.table import Table
 from kmq.client.lines import LineSender, format_message
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
 from kmq.links.ownership import RingLock
-from kmq.spark.commands import running
+from kmq.spark.commands import On, running
 from kmq.spark.sessions import find_java, require_spark
 from kmq.spark.standalone import Standalone
 
@@ -116,8 +116,7 @@ def analyse(pods: list[Pod], to: Path) -> bool:
     begin = time.monotonic()
     with Standalone(WORKERS) as cluster:
         out.print(f"cluster    {cluster.url}, {WORKERS} workers, in {time.monotonic() - begin:.1f} s")
-        conf = [f"{name}={value}" for name, value in cluster.conf.items()]
-        with running("cluster-demo", cluster.url, conf) as job:
+        with running("cluster-demo", On(cluster.url), conf=cluster.conf) as job:
             from kmq.spark.pipelines import archive, audit
 
             begin = time.monotonic()

@@ -1,14 +1,15 @@
 """`kmq sql` and `kmq pipeline …`: what a person types. Each pipeline is one command, in a section of its own.
 
-A command takes the common options by their Annotated types, opens a session with `running` and calls its module's `run`:
+A command takes options that several have as one of the classes below, opens a session with `running`, calls its module's `run`:
 
     @run_app.command(epilog=examples("kmq pipeline run audit", "kmq pipeline run audit --path data"))
-    def audit(path: FromPath = "", brokers: Brokers = "", master: Master = "", verbose: Verbose = False, …) -> None:
+    @grouped
+    def audit(*, origin: From, on: On, …) -> None:
         \"\"\"One line: what it does (shown by `kmq pipeline list`).\"\"\"
-        with running("audit", master, verbose=verbose) as job:
+        with running("audit", on) as job:
             from kmq.spark.pipelines import audit  # modules of Spark are imported here, never at the top
 
-            raise typer.Exit(audit.run(job.spark, source(path, brokers), progress=job.progress))
+            raise typer.Exit(audit.run(job.spark, origin.options(), progress=job.progress))
 
 Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fast as before.
 """
@@ -17,10 +18,12 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -45,28 +48,78 @@ pipeline_app.add_typer(run_app, name="run")
 
 # --- options that several have -------------------------------------------------------------------------------------
 
-FromPath = Annotated[str, typer.Option("--path", help="Data directories, comma-separated; default: KMQ_DATA.")]
-Brokers = Annotated[str, typer.Option("--brokers", help="Read over HTTP instead: host:port[,host:port].")]
-TokenFile = Annotated[str, typer.Option("--token-file", help="File with the bearer token that these ask for.")]
-Topics = Annotated[str, typer.Option("--topics", help="Topics, comma-separated; or --pattern.")]
-Pattern = Annotated[str, typer.Option("--pattern", help="A regular expression that whole topic names match.")]
 Once = Annotated[bool, typer.Option("--once/--continuous", help="All there is now, then end; or on and on.")]
+Every = Annotated[str, typer.Option("--every", help="Between two batches of --continuous.")]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="Directory of how far it is; a restart goes on there.")]
-Master = Annotated[str, typer.Option("--master", help="Spark master; default: all cores of this machine.")]
-Conf = Annotated[list[str] | None, typer.Option("--conf", help="name=value for Spark; may be given again.")]
-PyFiles = Annotated[str, typer.Option("--py-files", help="Python files for executors that lack them.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Spark's own log and whole traces.")]
 
 
-def source(path: str = "", brokers: str = "", token_file: str = "") -> dict[str, str]:
-    """The options of format("kmq") that say where from: directories, or brokers over HTTP."""
-    from kmq.settings import load
+class From(NamedTuple):
+    """Where to read: directories, or brokers over HTTP."""
 
-    if path and brokers:
-        raise ConfigError("give --path or --brokers, not both")
-    if brokers:
-        return {"kmq.bootstrap.servers": brokers} | ({"kmq.token": _token(token_file)} if token_file else {})
-    return {"path": path or load().data}
+    path: Annotated[str, typer.Option("--path", help="Data directories, comma-separated; default: KMQ_DATA.")] = ""
+    brokers: Annotated[str, typer.Option("--brokers", help="Read over HTTP instead: host:port[,host:port].")] = ""
+    token_file: Annotated[str, typer.Option("--token-file", help="File with the bearer token that these ask for.")] = ""
+
+    def options(self) -> dict[str, str]:
+        """Of format("kmq")."""
+        from kmq.settings import load
+
+        if self.path and self.brokers:
+            raise ConfigError("give --path or --brokers, not both")
+        if self.brokers:
+            token = {"kmq.token": _token(self.token_file)} if self.token_file else {}
+            return {"kmq.bootstrap.servers": self.brokers} | token
+        return {"path": self.path or load().data}
+
+
+class Topics(NamedTuple):
+    """Which topics."""
+
+    topics: Annotated[str, typer.Option("--topics", help="Topics, comma-separated; or --pattern.")] = ""
+    pattern: Annotated[str, typer.Option("--pattern", help="A regular expression that whole topic names match.")] = ""
+
+    def options(self, default: str = "") -> dict[str, str]:
+        """Of format("kmq"). `default`: a pattern for when neither is given."""
+        if bool(self.topics) + bool(self.pattern) > 1 or not (self.topics or self.pattern or default):
+            raise ConfigError("give --topics or --pattern")
+        return {"subscribe": self.topics} if self.topics else {"subscribePattern": self.pattern or default}
+
+
+class On(NamedTuple):
+    """The session a command runs on."""
+
+    master: Annotated[str, typer.Option("--master", help="Spark master; default: all cores of this machine.")] = ""
+    conf: Annotated[list[str] | None, typer.Option("--conf", help="name=value for Spark; may be given again.")] = None
+    py_files: Annotated[str, typer.Option("--py-files", help="Python files for executors that lack them.")] = ""
+    verbose: Annotated[bool, typer.Option("--verbose", help="Spark's own log and whole traces.")] = False
+
+    def confs(self) -> dict[str, str]:
+        """For Spark."""
+        confs = dict(_pair(text) for text in self.conf or ())
+        return confs | ({"spark.submit.pyFiles": self.py_files} if self.py_files else {})
+
+
+_HERE = On()
+
+
+def grouped(function: Callable[..., None]) -> Callable[..., None]:
+    """A command for Typer: in place of a parameter of the classes above it has that class's options, one by one."""
+    groups: dict[str, Any] = {n: kind for n, kind in get_type_hints(function).items() if kind in (From, Topics, On)}
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{option: given.pop(option) for option in group._fields})
+        function(**given)
+
+    flat = [
+        option.replace(kind=Parameter.KEYWORD_ONLY)
+        for each in signature(function).parameters.values()
+        for option in (signature(groups[each.name]).parameters.values() if each.name in groups else [each])
+    ]
+    command.__signature__ = Signature(flat)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in flat}
+    return command
 
 
 def _token(path: str) -> str:
@@ -74,13 +127,6 @@ def _token(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError as error:
         raise ConfigError(f"--token-file {path!r}: {error.strerror}") from None
-
-
-def topics(names: str, pattern: str, default: str = "") -> dict[str, str]:
-    """The options of format("kmq") that say which topics; `default`: a pattern for when neither is given."""
-    if bool(names) + bool(pattern) > 1 or not (names or pattern or default):
-        raise ConfigError("give --topics or --pattern")
-    return {"subscribe": names} if names else {"subscribePattern": pattern or default}
 
 
 class Job(NamedTuple):
@@ -91,33 +137,25 @@ class Job(NamedTuple):
 
 
 @contextmanager
-def running(
-    name: str,
-    master: str = "",
-    conf: list[str] | None = None,
-    verbose: bool = False,
-    py_files: str = "",
-    continuous: bool = False,
-) -> Iterator[Job]:
+def running(name: str, on: On = _HERE, continuous: bool = False, conf: dict[str, str] | None = None) -> Iterator[Job]:
     """A session with progress for one command, stopped at its end; errors of Spark become one line and an exit code.
 
     Ctrl-C and SIGTERM stop the streams and the session in order, what is half done is done again at the next start. For a
     continuous run that is the way to end it (exit code 0), another has not done its work (128 + signal). Again: at once.
+    `conf`: what suits this command, where the user says nothing else.
     """
     from kmq.spark import failures, sessions
     from kmq.spark.progress import Progress
 
-    confs = dict(_pair(text) for text in conf or ())
-    if py_files:
-        confs["spark.submit.pyFiles"] = py_files
+    confs = (conf or {}) | on.confs()
     spark = stop = None
     try:
-        spark = sessions.session(master or None, f"kmq {name}", confs, "warn" if verbose else "fatal")
+        spark = sessions.session(on.master or None, f"kmq {name}", confs, "warn" if on.verbose else "fatal")
         stop = _Stop(spark)
         with Progress(spark, name) as progress:
             yield Job(spark, progress)
     except Exception as error:
-        cause = None if verbose else failures.explain(error)
+        cause = None if on.verbose else failures.explain(error)
         if stop and stop.number:
             pass  # what was cancelled says so
         elif cause is None:
@@ -201,25 +239,22 @@ def list_pipelines() -> None:
 # --- sql -----------------------------------------------------------------------------------------------------------
 
 
+@grouped
 def sql(
+    *,
     query: Annotated[str, typer.Argument(help="One statement; without: stdin, or a prompt on a terminal.")] = "",
-    path: FromPath = "",
-    brokers: Brokers = "",
-    token_file: TokenFile = "",
+    origin: From,
     as_csv: Annotated[bool, typer.Option("--csv", help="All rows, values in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same, a JSON object a line.")] = False,
     rows: Annotated[int, typer.Option("--rows", help="At most so many in a table; 0: all.")] = 1000,
-    master: Master = "",
-    conf: Conf = None,
-    py_files: PyFiles = "",
-    verbose: Verbose = False,
+    on: On,
 ) -> None:
     """Ask topics in SQL: each is a table under its name, as it is now. Also `append` (the WAL) and `all_topics`.
 
     Columns: broker, topic, partition, offset, seq, recv_ts, key, routing_key, producer_ts, id, headers, value, value_text.
     """
-    where = source(path, brokers, token_file)
-    with running("sql", master, conf, verbose, py_files) as job:
+    where = origin.options()
+    with running("sql", on) as job:
         from kmq.spark import sql
 
         job.progress.stop()  # each query has one of its own
@@ -242,13 +277,12 @@ def sql(
         "    --schema 'price double, user string NOT NULL' --continuous",
     )
 )
+@grouped
 def archive(
+    *,
     to: Annotated[str, typer.Option("--to", help="Directory of the table, here or on a shared volume.")],
-    path: FromPath = "",
-    brokers: Brokers = "",
-    token_file: TokenFile = "",
-    topics_: Topics = "",
-    pattern: Pattern = "",
+    origin: From,
+    topics: Topics,
     format: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
     schema: Annotated[
         str,
@@ -274,32 +308,18 @@ def archive(
         typer.Option("--rest/--no-rest", help="Column of fields the schema lacks. [default: where it is inferred]"),
     ] = None,
     once: Once = True,
-    every: Annotated[str, typer.Option("--every", help="Between two batches of --continuous.")] = "10 seconds",
+    every: Every = "10 seconds",
     checkpoint: Checkpoint = "",
-    master: Master = "",
-    conf: Conf = None,
-    py_files: PyFiles = "",
-    verbose: Verbose = False,
+    on: On,
 ) -> None:
     """Topics to a Parquet or Delta table: JSON typed, enriched, bad ones to <topic>.dlq, exactly once."""
-    where = source(path, brokers, token_file) | topics(topics_, pattern)
-    with running("archive", master, conf, verbose, py_files, continuous=not once) as job:
+    where = origin.options() | topics.options()
+    with running("archive", on, continuous=not once) as job:
         from kmq.spark.pipelines import archive
 
+        columns = [name.strip() for name in partition_by.split(",") if name.strip()]
         done = archive.run(
-            job.spark,
-            where,
-            to,
-            format,
-            schema,
-            enrich,
-            bad,
-            producers,
-            once,
-            checkpoint,
-            [name.strip() for name in partition_by.split(",") if name.strip()],
-            rest,
-            every,
+            *(job.spark, where, to, format, schema, enrich, bad, producers, once, checkpoint, columns, rest, every),
             progress=job.progress,
         )
         job.progress.stop()
@@ -316,27 +336,23 @@ def archive(
         "kmq pipeline run audit --brokers 127.0.0.1:8082 --json",
     )
 )
+@grouped
 def audit(
-    path: FromPath = "",
-    brokers: Brokers = "",
-    token_file: TokenFile = "",
+    *,
+    origin: From,
     report: Annotated[
         str, typer.Option("--report", help="Write this HTML file, with plots; empty: none.")
     ] = "kmq-audit.html",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Findings shown one by one; all are counted.")] = 20,
-    master: Master = "",
-    conf: Conf = None,
-    py_files: PyFiles = "",
-    verbose: Verbose = False,
+    on: On,
 ) -> None:
     """Is every record of the WAL in its queue, once, in order, as it was? Exit code 0: all good; 1: findings."""
     # The work is done in Python, in seconds: a JVM that optimises its own code takes more of them than it gives back.
-    quick = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"
-    with running("audit", master, [quick, *(conf or ())], verbose, py_files) as job:
+    with running("audit", on, conf={"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}) as job:
         from kmq.spark.pipelines import audit
 
-        raise typer.Exit(audit.run(job.spark, source(path, brokers, token_file), report, as_json, limit, job.progress))
+        raise typer.Exit(audit.run(job.spark, origin.options(), report, as_json, limit, job.progress))
 
 
 # --- compact -------------------------------------------------------------------------------------------------------
@@ -349,11 +365,11 @@ def audit(
         "kmq pipeline run compact --topics users --min-dirty 0.2",
     )
 )
+@grouped
 def compact(
-    path: FromPath = "",
-    brokers: Brokers = "",
-    topics_: Topics = "",
-    pattern: Pattern = "",
+    *,
+    origin: From,
+    topics: Topics,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; change nothing.")] = False,
     min_dirty: Annotated[
         float,
@@ -362,14 +378,11 @@ def compact(
     tombstones: Annotated[
         str, typer.Option("--tombstones", help="Tombstones go when they are older than this and the WAL has gone past.")
     ] = "24h",
-    master: Master = "",
-    conf: Conf = None,
-    py_files: PyFiles = "",
-    verbose: Verbose = False,
+    on: On,
 ) -> None:
     """Of each key only its latest record stays, in topics declared with cleanup=compact; offsets do not change."""
-    where = source(path, brokers) | topics(topics_, pattern, ".*")
-    with running("compact", master, conf, verbose, py_files) as job:
+    where = origin.options() | topics.options(".*")
+    with running("compact", on) as job:
         from kmq.spark.pipelines import compact
 
         done = compact.run(job.spark, where, dry_run, min_dirty, _seconds("--tombstones", tombstones), job.progress)
@@ -393,12 +406,11 @@ def compact(
         "kmq pipeline run metrics --into metrics --checkpoint metrics.at --continuous",
     )
 )
+@grouped
 def metrics(
-    path: FromPath = "",
-    brokers: Brokers = "",
-    token_file: TokenFile = "",
-    topics_: Topics = "",
-    pattern: Pattern = "",
+    *,
+    origin: From,
+    topics: Topics,
     window: Annotated[str, typer.Option("--window", help="Of time: '10 seconds', '1 hour', …")] = "1 minute",
     to: Annotated[str, typer.Option("--to", help="Add windows that are over to the table in this directory.")] = "",
     format: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
@@ -407,32 +419,18 @@ def metrics(
         str, typer.Option("--producers", help="host:port of the lines of the broker with --into; default: this one's.")
     ] = "",
     once: Once = True,
-    every: Annotated[str, typer.Option("--every", help="Between two batches of --continuous.")] = "10 seconds",
+    every: Every = "10 seconds",
     checkpoint: Checkpoint = "",
-    master: Master = "",
-    conf: Conf = None,
-    py_files: PyFiles = "",
-    verbose: Verbose = False,
+    on: On,
 ) -> None:
     """Rates, sizes, keys and delays per topic and window of time: as a table here, or as a stream to a table or a topic."""
-    where = source(path, brokers, token_file) | topics(topics_, pattern, default=".*")
-    with running("metrics", master, conf, verbose, py_files, continuous=not once) as job:
+    where = origin.options() | topics.options(".*")
+    with running("metrics", on, continuous=not once) as job:
         from kmq.spark.pipelines import metrics
 
         if to or into:
-            rows = metrics.run(
-                job.spark,
-                where,
-                to,
-                format,
-                into,
-                producers,
-                window,
-                once,
-                checkpoint,
-                every,
-                where.get("kmq.token", ""),
-            )
+            token = where.get("kmq.token", "")
+            rows = metrics.run(job.spark, where, to, format, into, producers, window, once, checkpoint, every, token)
             job.progress.stop()
             if to:
                 print(f"added {rows:,} rows to {to} ({format})")
@@ -454,30 +452,26 @@ def metrics(
         "    --to-brokers b:8082 --continuous",
     )
 )
+@grouped
 def mirror(
+    *,
     to: Annotated[str, typer.Option("--to", help="host:port where the target takes lines.")],
     to_path: Annotated[str, typer.Option("--to-path", help="Its data directory: topics are declared there.")] = "",
     to_brokers: Annotated[str, typer.Option("--to-brokers", help="Or its gateway: topics are compared.")] = "",
     to_token_file: Annotated[str, typer.Option("--to-token-file", help="File with the target's bearer token.")] = "",
-    path: FromPath = "",
-    brokers: Brokers = "",
-    token_file: TokenFile = "",
-    topics_: Topics = "",
-    pattern: Pattern = "",
+    origin: From,
+    topics: Topics,
     once: Once = True,
-    every: Annotated[str, typer.Option("--every", help="Between two batches of --continuous.")] = "1 second",
+    every: Every = "1 second",
     checkpoint: Checkpoint = "",
-    master: Master = "",
-    conf: Conf = None,
-    py_files: PyFiles = "",
-    verbose: Verbose = False,
+    on: On,
 ) -> None:
     """Topics of a broker into another one: each message once, where it was in its headers, the same key together."""
-    where = source(path, brokers, token_file) | topics(topics_, pattern)
+    where = origin.options() | topics.options()
     token = _token(to_token_file) if to_token_file else ""
     if to_path and to_brokers:
         raise ConfigError("give --to-path or --to-brokers, not both")
-    with running("mirror", master, conf, verbose, py_files, continuous=not once) as job:
+    with running("mirror", on, continuous=not once) as job:
         from kmq.spark.brokers import open_broker
         from kmq.spark.pipelines import mirror
 
@@ -498,7 +492,9 @@ def mirror(
         "kmq pipeline run redrive --dropped --rate 1000",
     )
 )
+@grouped
 def redrive(
+    *,
     topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not touched.")] = "",
     to: Annotated[
         str | None, typer.Option("--to", help="New routing key; may use {routing_key}, {topic}, {key}.")
@@ -517,13 +513,8 @@ def redrive(
         str,
         typer.Option("--producers", help="host:port of the lines of the broker that gets them; default: this one's."),
     ] = "",
-    path: FromPath = "",
-    brokers: Brokers = "",
-    token_file: TokenFile = "",
-    master: Master = "",
-    conf: Conf = None,
-    py_files: PyFiles = "",
-    verbose: Verbose = False,
+    origin: From,
+    on: On,
 ) -> None:
     """Dead letters back under new keys, selected and renamed by SQL; the same redrive again stores nothing twice."""
     from kmq import redrive as rules
@@ -531,12 +522,12 @@ def redrive(
     if not (topic or dropped) or (to is not None and to_sql) or (to is None and not to_sql and not dropped):
         raise ConfigError("give the topic to read, and --to or --to-sql, the new routing key; or --dropped")
     expression = to_sql or rules.to_sql("{routing_key}" if to is None else to)
-    origin = source(path, brokers, token_file)
-    with running("redrive", master, conf, verbose, py_files) as job:
+    source = origin.options()
+    with running("redrive", on) as job:
         from kmq.spark.pipelines import redrive
 
         found = redrive.run(
-            job.spark, origin, topic, expression, where, dropped, name, rate, dry_run, producers, job.progress
+            job.spark, source, topic, expression, where, dropped, name, rate, dry_run, producers, job.progress
         )
         job.progress.stop()
         print(redrive.text(found, topic, dropped, dry_run))
@@ -552,11 +543,11 @@ def redrive(
         "kmq pipeline run route --path 'pods/*/data' --to lake --as delta --continuous",
     )
 )
+@grouped
 def route(
+    *,
     to: Annotated[str, typer.Option("--to", help="Directory, here or on a shared volume.")],
-    path: FromPath = "",
-    brokers: Brokers = "",
-    token_file: TokenFile = "",
+    origin: From,
     format: Annotated[
         str, typer.Option("--as", help="log: a pod's queues, as its router writes them; of many: parquet or delta.")
     ] = "log",
@@ -566,14 +557,11 @@ def route(
     once: Once = True,
     batch_bytes: Annotated[str, typer.Option("--batch", help="Bytes of WAL that are sorted at a time.")] = "1g",
     checkpoint: Checkpoint = "",
-    master: Master = "",
-    conf: Conf = None,
-    py_files: PyFiles = "",
-    verbose: Verbose = False,
+    on: On,
 ) -> None:
     """WALs sorted into topics and partitions: a pod's queues again, or those of many pods as one table, exactly once."""
-    where = source(path, brokers, token_file)
-    with running("route", master, conf, verbose, py_files, continuous=not once) as job:
+    where = origin.options()
+    with running("route", on, continuous=not once) as job:
         from kmq.spark.pipelines import route
 
         records = route.run(job.spark, where, to, format, table, once, checkpoint, batch_bytes, job.progress)

@@ -25,10 +25,10 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
 STREAM = """
 import sys, typer
-from kmq.spark.commands import running
+from kmq.spark.commands import On, running
 
 def main(kind: str) -> None:
-    with running("stream", "local[1]", continuous=kind == "continuous") as job:
+    with running("stream", On("local[1]"), continuous=kind == "continuous") as job:
         query = job.spark.readStream.format("rate").load().writeStream.format("noop").start()
         print("started", flush=True)
         query.awaitTermination()

@@ -21,24 +21,24 @@ def test_the_command_line_starts_without_spark_and_arrow():
 def test_lines_come_from_directories_or_over_http_and_not_from_both(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KMQ_DATA", "here")
-    assert commands.source() == {"path": "here"}
-    assert commands.source(path="a,b") == {"path": "a,b"}
-    assert commands.source(brokers="a:1,b:1") == {"kmq.bootstrap.servers": "a:1,b:1"}
+    assert commands.From().options() == {"path": "here"}
+    assert commands.From(path="a,b").options() == {"path": "a,b"}
+    assert commands.From(brokers="a:1,b:1").options() == {"kmq.bootstrap.servers": "a:1,b:1"}
     (tmp_path / "token").write_text("secret\n")
-    assert commands.source(brokers="a:1", token_file="token")["kmq.token"] == "secret"
+    assert commands.From(brokers="a:1", token_file="token").options()["kmq.token"] == "secret"
     with pytest.raises(ConfigError, match="not both"):
-        commands.source("a", "b:1")
+        commands.From("a", "b:1").options()
     with pytest.raises(ConfigError, match="--token-file 'none': No such file"):
-        commands.source(brokers="a:1", token_file="none")
+        commands.From(brokers="a:1", token_file="none").options()
 
 
 def test_topics_come_by_name_or_by_pattern():
-    assert commands.topics("a,b", "") == {"subscribe": "a,b"}
-    assert commands.topics("", "a.*") == {"subscribePattern": "a.*"}
-    assert commands.topics("", "", default=".*") == {"subscribePattern": ".*"}
+    assert commands.Topics("a,b").options() == {"subscribe": "a,b"}
+    assert commands.Topics("", "a.*").options() == {"subscribePattern": "a.*"}
+    assert commands.Topics().options(".*") == {"subscribePattern": ".*"}
     for wrong in (("a", "b"), ("", "")):
         with pytest.raises(ConfigError, match="--topics or --pattern"):
-            commands.topics(*wrong)
+            commands.Topics(*wrong).options()
 
 
 def test_a_conf_that_is_no_pair_is_named():
