@@ -9,7 +9,8 @@ Crash       All state is in the ring's shared memory, and one store commits a bl
             FIFO that the block came from (ring.py, staging.py). Killed before that store the same lines are framed again, in
             the same place with the same seqs; killed after it, never again.
             The same lines get the same replies, because the table of producers is rebuilt from what was committed.
-            When the ring is gone too (the pod restarted) the sequence goes on from the last record of the WAL.
+            When the ring is gone too (the pod restarted) the sequence goes on from the last record of the WAL. While another
+            pod still writes there (a replacement came early) we wait: a ring made now would be older than the WAL later.
 Not covered A WAL that was changed behind a living ring: the two disagree, which stops us here.
 """
 
@@ -25,7 +26,7 @@ from kmq import framing, record
 from kmq.errors import CorruptError, RetryError
 from kmq.links import fifo
 from kmq.links.fifo import waiting_bytes
-from kmq.links.layout import Commit
+from kmq.links.layout import Commit, field
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
@@ -39,6 +40,13 @@ _DRAIN_POLL_S = 0.01  # while draining: how often we look whether ingress is gon
 _STAMP_BYTES = 40  # most that a seq and a time add to a line
 _REPLY_BYTES = 120  # most that a reply takes beside its reason
 _LAST_CHECKPOINT_S = 1.0  # how long a stop may wait for durability, so that the next start has nothing to read again
+
+
+def other_pod(stage: Stage) -> str:
+    """Who holds the WAL, where that is not our pod's durability but another's, by its host name; else ""."""
+    lock = FileLock(f"{stage.settings.data}/append/.owner")
+    holder = lock.holder() if lock.is_held() else ""
+    return holder if field(holder, "host") not in ("", field(stage.who, "host")) else ""
 
 
 def open_ring(stage: Stage) -> RingWriter:
@@ -231,6 +239,8 @@ def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → loop → drain."""
     settings = stage.settings
     owner = stage.own(f"{settings.pipes}/raw.owner", f"FIFO {settings.pipes}/raw (reader)")
+    if holder := other_pod(stage):
+        stage.wait_for(f"the WAL, held by {holder}", lambda: not other_pod(stage) or None)
     ring = open_ring(stage)
     stage.log.info("seq_resume", seq_resume=ring.last.next_seq - 1, ring="new" if ring.created else "kept")
     staging = Staging(ring, area_bytes(settings.max_line))
