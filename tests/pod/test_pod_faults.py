@@ -330,30 +330,6 @@ def test_two_pods_of_one_instance_name_do_not_touch_each_other(pod: Pod, small: 
         assert producer.send("test", b"and it works").result() > 0
 
 
-def test_a_second_pod_on_the_same_volume_refuses_and_harms_nothing(pod: Pod, rng: random.Random) -> None:
-    second = player.play(DEV)
-    second.home.mkdir(parents=True)
-    (second.home / "data").symlink_to(pod.volume("data"))
-    host = pod.exec("durability", "hostname").stdout.strip()
-    with traffic_to(pod, rng) as traffic, second:
-        for stage in ("durability", "router"):
-            wait(lambda stage=stage: second.restarts(stage), f"{stage} of the second has ended", every_s=0.5)
-            said = second.logs(stage)
-            assert re.search(
-                rf"event=stopped exit_code={EXIT_BUSY} .*is held by pid=\d+ host={host} stage={stage}", said
-            ), said
-            assert second.probe(stage, "readiness")
-        assert not second.is_ready()
-        producer = kmq.Producer(second.ip)
-        with pytest.raises(kmq.NotAnswered):  # its ingress and framer work, but nothing becomes durable
-            producer.send("test", b"to the wrong one").result(timeout=1)
-        producer.abort()
-        traffic.wait_flowing()
-    traffic.finish()
-    settle(pod)
-    traffic.judge()
-
-
 def test_a_full_disk_pauses_writing_says_so_and_resumes_by_itself(small: Pod, rng: random.Random) -> None:
     """Producers outside are refused or wait; what a shell of the pod writes comes as far as the disk, and waits there."""
     data = small.volume("data")
@@ -426,3 +402,36 @@ def test_garbage_becomes_dead_letters_and_stops_nobody(small: Pod, rng: random.R
     judge_files(data)
     assert {name: small.restarts(name) for name in small.containers} == restarts
     assert not {name: why for name in small.containers if (why := small.probe(name, "liveness"))}
+
+
+def test_a_second_pod_on_the_same_volume_refuses_and_takes_over_when_the_first_is_gone(
+    pod: Pod, rng: random.Random
+) -> None:
+    """As when a pod is replaced while its node does not answer. The last test of this pod."""
+    second = player.play(DEV)
+    second.home.mkdir(parents=True)
+    (second.home / "data").symlink_to(pod.volume("data"))
+    host = pod.exec("durability", "hostname").stdout.strip()
+    with traffic_to(pod, rng) as traffic, second:
+        for stage in ("durability", "router"):
+            wait(lambda stage=stage: second.restarts(stage), f"{stage} of the second has ended", every_s=0.5)
+            said = second.logs(stage)
+            assert re.search(
+                rf"event=stopped exit_code={EXIT_BUSY} .*is held by pid=\d+ host={host} stage={stage}", said
+            ), said
+        assert re.search(rf"event=waiting .*the WAL, held by pid=\d+ host={host}", second.logs("framer"))
+        assert not {name: why for name in ("ingress", "framer") if (why := second.probe(name, "liveness"))}
+        assert all(second.probe(name, "readiness") for name in (*STAGES[1:], "gateway"))
+        producer = kmq.Producer(second.ip)
+        with pytest.raises(kmq.NotAnswered):
+            producer.send("test", b"to the wrong one").result(timeout=1)
+        producer.abort()
+        traffic.wait_flowing()
+        player.podman("pod", "kill", pod.name)
+        traffic.fifo_is_lost()
+        pod.ip = second.ip  # as a Service, which leads to the one that is ready
+        second.wait_ready()
+        traffic.wait_flowing()
+        traffic.finish()
+        settle(second)
+    traffic.judge()
