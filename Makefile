@@ -51,7 +51,7 @@ scenario-3-block: $(STAMP)  ## block: router stopped, the sender feels it, zero 
 	@scripts/scenario-3-block
 scenario-4: $(STAMP)  ## dead letters replayed, dead.log untouched
 	@scripts/scenario-4
-scenario-5: $(STAMP)  ## acks: 20,000 messages while stages are killed, the client retries, zero lost, zero twice
+scenario-5: $(STAMP)  ## acks: 20,000 messages or more while stages are killed, the client retries, zero lost, zero twice
 	@scripts/scenario-5
 scenarios: scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5  ## all of them
 
