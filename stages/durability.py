@@ -181,7 +181,7 @@ def run(stage: Stage) -> None:
     owner = stage.own(f"{settings.data}/append/.owner", f"WAL {settings.data}/append")
     stage.state("recovering")
     unindexed = settings.ring_bytes + _SLACK
-    wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync)
+    wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check)
     if wal.cut_bytes:
         stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)
 

@@ -13,6 +13,7 @@ Crash       A torn last line is cut at open; the open block is read again (at mo
 
 import os
 import zlib
+from collections.abc import Callable
 
 from kmq import record
 from kmq.log.disk import AppendFile, Buffer, WaitForRoom
@@ -142,10 +143,10 @@ class IndexWriter:
         self._length = 0  # bytes of the open block
         self._noted = 0  # of them, those that a provisional line has told
 
-    def resume(self, log_fd: int, log_size: int, first_offset: int) -> None:
+    def resume(self, log_fd: int, log_size: int, first_offset: int, check: Callable[[], None] = lambda: None) -> None:
         """Cut what the log no longer holds, and pick up the open block of a log of `log_size` bytes.
 
-        Where the index is missing or behind, what follows its last entry is indexed now.
+        Where the index is missing or behind, what follows its last entry is indexed now; `check` is called meanwhile.
         """
         entries = read_entries(self.path, log_size)
         self._rewrite_if_damaged(entries, log_size)
@@ -157,6 +158,7 @@ class IndexWriter:
             offset, position = first_offset, 0
         length = BLOCK_BYTES * 16
         while position < log_size:
+            check()
             data = os.pread(log_fd, min(length, log_size - position), position)
             data = data[: data.rfind(b"\n") + 1]
             if not data:  # one line longer than a read
@@ -196,14 +198,16 @@ class IndexWriter:
         self._rewrite(read_entries(self.path, size)[:-1])
 
     @classmethod
-    def complete(cls, log_path: str, first_offset: int, wait_for_room: WaitForRoom) -> None:
+    def complete(
+        cls, log_path: str, first_offset: int, wait_for_room: WaitForRoom, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Make the index of a sealed log whole, where a crash has left it behind."""
         if is_whole(log_path):
             return
         fd = os.open(log_path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             writer = cls(log_path.removesuffix(".log") + ".idx", wait_for_room)
-            writer.resume(fd, os.fstat(fd).st_size, first_offset)
+            writer.resume(fd, os.fstat(fd).st_size, first_offset, check)
             writer.seal()
         finally:
             os.close(fd)

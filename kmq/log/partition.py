@@ -275,7 +275,7 @@ class PartitionLog:
     def is_open(self) -> bool:
         return self._file is not None
 
-    def open(self, warn: Callable[..., None], was_cut: bool = False) -> None:
+    def open(self, warn: Callable[..., None], was_cut: bool = False, check: Callable[[], None] = lambda: None) -> None:
         """Open the file, making what is missing: directory, log, symlink.
 
         DamageError where its index says that it was another; `was_cut`: it was, and the index follows.
@@ -297,7 +297,7 @@ class PartitionLog:
                 self.close()
                 raise
             self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
-            self._index.resume(self._file.fd, self._file.size, self.state.base)
+            self._index.resume(self._file.fd, self._file.size, self.state.base, check)
 
     def _point_link(self) -> None:
         """Let the symlink lead to the active segment, unless it is somebody else's."""

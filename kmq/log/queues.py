@@ -186,10 +186,10 @@ class Queues:
                 del self._open[oldest]
                 oldest.close()
             try:
-                log.open(self.log.warn)
+                log.open(self.log.warn, check=self._check)
             except DamageError as err:
                 self._heal_end(log, err)
-                log.open(self.log.warn)
+                log.open(self.log.warn, check=self._check)
         self._open[log] = None
 
     def _heal_end(self, log: PartitionLog, damage: DamageError) -> None:
@@ -351,7 +351,7 @@ class Queues:
             except DamageError as err:
                 self.log.error("damaged", file=each.path, reason=err)
                 continue
-            IndexWriter.complete(each.path, each.first, self._wait_for_room)
+            IndexWriter.complete(each.path, each.first, self._wait_for_room, self._check)
             self._dirty += [each.path, segment.index_path(each.path)]
         is_short = state.end_offset < known.end_offset
         if is_short:

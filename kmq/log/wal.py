@@ -67,10 +67,12 @@ class Wal:
         unindexed_bytes: int,
         limits: Limits | None = None,
         fsync: float = 0.0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`unindexed_bytes`: how far back from the end NULs are looked for, at most; one group commit and more.
 
         `fsync`: seconds between two syncs; 0: every commit, infinity: none but at a roll and at the end.
+        `check` is called again and again while a missing index is made anew.
         """
         self.data = data
         self.directory = f"{data}/append"
@@ -85,7 +87,7 @@ class Wal:
         self.last_seq, self.last_ts = last_stored(data)
         self.synced_seq = 0  # nobody knows yet
         self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
-        self._index.resume(self._file.fd, self._file.size, active.first)
+        self._index.resume(self._file.fd, self._file.size, active.first, check)
 
     def _open_segment(self, first: int, path: str) -> None:
         self._file = AppendFile(path, self._wait_for_room)

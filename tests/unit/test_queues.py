@@ -441,3 +441,23 @@ def test_a_rebuild_of_any_length_gives_signs_of_life(data, monkeypatch):
     before, after = before_and_after
     assert after - before >= 2 * (lost.size // 250)  # read twice: to count, and to copy
     assert b"".join(files(data)[name] for name in sorted(files(data))) == b"".join(stored(lines))
+
+
+def test_indexes_that_are_made_anew_give_signs_of_life(data):
+    """One a piece of 16 blocks, in the WAL and in a queue."""
+    lines = [b"t|||%d" % n for n in range(3000)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    route(made, lines, 1)
+    made.close()
+    pieces = len(log_of(data, "t")) // (16 * index.BLOCK_BYTES)
+    signs = []
+    os.unlink(segment.index_path(f"{data}/append/{segment.name(1)}"))
+    Wal(data, no_room, 1 << 20, check=lambda: signs.append(None)).close()
+    assert len(signs) >= pieces > 2
+    signs.clear()
+    os.unlink(segment.index_path(f"{data}/topics/t/0/{segment.name(0)}"))
+    again = Queues(data, no_room, Silent())
+    again.recover(3000, lambda: signs.append(None))
+    again.close()
+    assert len(signs) >= pieces
