@@ -63,5 +63,5 @@ elif point == "committed":  # and Spark does not know
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    spark = session("local[2]", "archive", {"spark.driver.memory": "512m"})
+    spark = session("local[2]", "archive", {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"})
 archive.run(spark, **arguments)

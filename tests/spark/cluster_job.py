@@ -31,7 +31,10 @@ def figures(rows):
 
 
 def main(master, servers, lines, directory, gate=""):
-    spark = session(master, "cluster", {"spark.executor.memory": "512m"}, "fatal")
+    quick = dict.fromkeys(
+        (f"spark.{who}.extraJavaOptions" for who in ("driver", "executor")), "-XX:TieredStopAtLevel=1"
+    )
+    spark = session(master, "cluster", {"spark.executor.memory": "512m"} | quick, "fatal")
     spark.sparkContext.setLogLevel("FATAL")
     where = {"kmq.bootstrap.servers": servers, "subscribe": "orders"}
     rows = (

@@ -15,6 +15,15 @@ def spark():
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = session("local[2]", "tests")
+        # Small data for half a minute: a JVM that optimises its code takes more time than it gives back.
+        made = session("local[2]", "tests", {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"})
     yield made
     made.stop()
+
+
+@pytest.fixture
+def broker(new_broker):
+    """One broker, not yet up, of the four stages alone. What is asked over HTTP sets `gateway`."""
+    made = new_broker()
+    made.gateway = False
+    return made

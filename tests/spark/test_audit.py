@@ -484,6 +484,7 @@ def test_a_broken_history_is_found_and_named(tmp_path, name, nbytes):
 
 
 def test_a_broker_that_is_written_to_has_no_finding_by_files_or_over_http(broker):
+    broker.gateway = True
     broker.up()
     broker.kmq("topics", "create", "orders", "--partitions", "4")
     address = f"127.0.0.1:{(broker.pipes / 'http.port').read_text().strip()}"

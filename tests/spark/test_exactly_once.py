@@ -115,7 +115,7 @@ def copy(broker, tmp_path):
 @pytest.mark.parametrize(
     "kill",
     [
-        {"point": "read", "batch": 1},
+        pytest.param({"point": "read", "batch": 1}, marks=pytest.mark.soak),
         {"point": "write", "batch": 1, "rows": 100, "orphans": True},
         {"point": "commit", "batch": 1},
     ],

@@ -50,7 +50,11 @@ def wait(condition, what=str):
 
 @pytest.mark.parametrize(
     ("kind", "number", "code"),
-    [("continuous", signal.SIGTERM, 0), ("continuous", signal.SIGINT, 0), ("once", signal.SIGTERM, 143)],
+    [
+        ("continuous", signal.SIGTERM, 0),
+        pytest.param("continuous", signal.SIGINT, 0, marks=pytest.mark.soak),
+        ("once", signal.SIGTERM, 143),
+    ],
 )
 def test_a_signal_stops_a_stream_in_order_and_the_exit_code_says_whether_work_is_left(kind, number, code):
     command = [sys.executable, "-c", STREAM, kind]

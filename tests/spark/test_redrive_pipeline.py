@@ -92,6 +92,7 @@ def test_the_command_and_the_pipeline_rewrite_alike(letters, run):
 
 def test_letters_of_many_brokers_go_to_one_each_once(letters, new_broker, run):
     other = new_broker()
+    other.gateway = False
     other.up()
     other.send_lines([b"dead.k%d|0||of the other" % n for n in range(20)])
     other.wait_routed(20)
@@ -103,6 +104,9 @@ def test_letters_of_many_brokers_go_to_one_each_once(letters, new_broker, run):
 
 
 def test_letters_are_read_over_http_too(letters, spark):
+    letters.down()
+    letters.gateway = True
+    letters.up()
     ports = {name: (letters.pipes / f"{name}.port").read_text().strip() for name in ("http", "ingress")}
     where = {"kmq.bootstrap.servers": f"127.0.0.1:{ports['http']}"}
     command = (spark, where, "dead", "concat('test.', key)", "seq <= 5")

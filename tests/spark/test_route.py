@@ -186,6 +186,7 @@ def test_a_wal_that_retention_has_shortened_is_refused(spark, tmp_path):
 
 
 def test_pods_are_routed_over_http_by_the_tables_they_tell(spark, broker, tmp_path):
+    broker.gateway = True
     broker.up()
     broker.kmq("topics", "create", "orders.eu", "--partitions", "3")
     broker.send_lines(messages(300))

@@ -28,6 +28,7 @@ pytestmark = [
 @pytest.fixture
 def served(broker):
     """A broker with messages in two topics, over HTTP."""
+    broker.gateway = True
     broker.up()
     assert broker.kmq("topics", "create", "orders", "--partitions", "3").returncode == 0
     broker.send_lines(
