@@ -42,17 +42,22 @@ class LoopFs:
             os.close(fd)
 
     def power_on(self) -> None:
-        """Mount again what the disk has. Those who used it are gone, though the kernel may need a moment to notice."""
+        """Mount again what the disk has. Those who used it are gone, though the kernel may need a moment to notice.
+
+        A container that starts has a copy of all mounts for a moment, ours too. Until it has dropped it, the loop device is
+        there, and a mount would find the file system that was shut down.
+        """
         deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
+        while os.path.ismount(self.path) or self._devices():
+            assert time.monotonic() < deadline, f"{self.path} is in use"
+            with contextlib.suppress(subprocess.CalledProcessError):
                 _run("umount", str(self.path))
-                break
-            except subprocess.CalledProcessError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
+            time.sleep(0.01)
         self._mount()
+
+    def _devices(self) -> list[str]:
+        """The loop devices that stand on the image."""
+        return [line.partition(":")[0] for line in _run("losetup", "-j", str(self.image)).splitlines()]
 
     def free(self) -> int:
         return shutil.disk_usage(self.path).free
@@ -70,8 +75,8 @@ class LoopFs:
         with contextlib.suppress(subprocess.CalledProcessError):
             _run("umount", "-l", str(self.path))
         with contextlib.suppress(subprocess.CalledProcessError):
-            for line in _run("losetup", "-j", str(self.image)).splitlines():
-                _run("losetup", "-d", line.partition(":")[0])
+            for device in self._devices():
+                _run("losetup", "-d", device)
 
 
 def _run(*command: str) -> str:
