@@ -237,9 +237,8 @@ def test_an_idle_producer_is_forgotten_and_its_place_given_to_another(make_pod: 
     pod = make_pod(KMQ_PRODUCERS=1, KMQ_PRODUCER_TTL="1s")
     pod.start()
     pod.wait_ready()
-    with Client(pod, "producer=a") as client:
-        assert client.send(message(1), message(1)) == ["ack 1", "dup 1"]
-    with Client(pod, "producer=b") as client:
+    with Client(pod, "producer=a") as other, Client(pod, "producer=b") as client:
+        assert other.send(message(1), message(1)) == ["ack 1", "dup 1"]
         assert client.send(message(1)) == ["err producers_full"]
         pod.wait(lambda: client.send(message(1)) == ["ack 2"], "a is forgotten")
     with Client(pod, "producer=a") as client:
