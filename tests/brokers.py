@@ -118,8 +118,13 @@ class Broker:
             time.sleep(0.02)
 
     def wait_routed(self, n: int) -> None:
-        """Until the router has passed seq `n`."""
-        self.wait(lambda: int(self.status()["router"]["seq"]) >= n, f"seq {n} routed")
+        """Until the router has passed seq `n`, and those in front of it have said so too."""
+
+        def is_routed() -> bool:
+            shown = self.status()
+            return all(int(shown[name]["seq"]) >= n for name in STAGES[1:])
+
+        self.wait(is_routed, f"seq {n} routed")
 
     # --- faults and the end --------------------------------------------------------------------------------------
 

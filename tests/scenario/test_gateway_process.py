@@ -186,7 +186,7 @@ def test_a_port_that_is_taken_is_named_and_the_stages_go_on_without_the_gateway(
         assert result.returncode == 0
         assert f"{setting}={port}: cannot listen on 127.0.0.1:{port}" in result.stderr
         assert "the gateway could not start" in result.stderr and "gRPC on" not in result.stdout
-        assert broker.status()["gateway"]["state"] == "stopped"
+        broker.wait(lambda: broker.status()["gateway"]["state"] == "stopped", "the gateway's own word")
         broker.send_lines([b"test.a|0|1|x"])
         assert broker.kmq("status").returncode == 0
         broker.down()
