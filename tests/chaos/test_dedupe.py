@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from chaos.acked import AckedLoad, account, read_wal
+from chaos.hurry import brisk
 from chaos.load import Load
 from chaos.pod import STAGES, Pod
 
@@ -142,8 +143,8 @@ def test_soak_sent_again_over_many_kills(make_pod: Make, rng: random.Random, loa
 
 
 @pytest.fixture
-def pod(make_pod: Make) -> Iterator[Pod]:
-    made = make_pod()
+def pod(make_pod: Make, tmp_path: Path) -> Iterator[Pod]:
+    made = make_pod(PYTHONPATH=brisk(tmp_path))
     made.start()
     made.wait_ready()
     yield made

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from chaos.checker import Stream
+from chaos.hurry import brisk
 from chaos.load import FifoLoad, Lines, Load, TcpLoad
 from chaos.pod import STAGES, Pod
 
@@ -128,10 +129,10 @@ def pauses_and_kills(pod: Pod, rng: random.Random, start: Start, rounds: int) ->
 
 
 def test_orderly_restarts_in_any_order_lose_and_double_nothing(
-    make_pod: Make, rng: random.Random, loads: Start
+    make_pod: Make, rng: random.Random, loads: Start, tmp_path: Path
 ) -> None:
     """SIGTERM: a stage whose peers go on leaves its work in the links for the next one."""
-    pod = make_pod()
+    pod = make_pod(PYTHONPATH=brisk(tmp_path))
     with under_load(pod, rng, loads):
         for name in rng.sample(STAGES, 4):
             pod.signal(15, name)
