@@ -23,18 +23,20 @@ from kmq.spark.progress import Progress
 PATIENCE_S = 240.0  # for a JVM to start on a machine that others use too: reached only by a bug
 pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
+# For JVMs that live for seconds.
+QUICK = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"
 STREAM = """
 import sys, typer
 from kmq.spark.commands import On, running
 
 def main(kind: str) -> None:
-    with running("stream", On("local[1]"), continuous=kind == "continuous") as job:
+    with running("stream", On("local[1]", ["{quick}"]), continuous=kind == "continuous") as job:
         query = job.spark.readStream.format("rate").load().writeStream.format("noop").start()
         print("started", flush=True)
         query.awaitTermination()
 
 typer.run(main)
-"""
+""".replace("{quick}", QUICK)
 
 
 def clean_env():
@@ -73,7 +75,7 @@ def test_a_signal_stops_a_stream_in_order_and_the_exit_code_says_whether_work_is
 def test_kmq_sql_reads_a_script_and_ends_at_its_first_error_with_one_line(tmp_path):
     data = write_data(tmp_path / "data", [b"orders|0|1|a", b"orders|0|2|b"], {"orders": 1})
     script = "select count(*) as n from orders; select value_text from orders order by seq;\nselect 1 from nope"
-    command = [sys.executable, "-m", "kmq.cli", "sql", "--csv", "--path", data, "--master", "local[1]"]
+    command = [sys.executable, "-m", "kmq.cli", "sql", "--csv", "--path", data, "--master", "local[1]", "--conf", QUICK]
     done = subprocess.run(
         command, env=clean_env(), cwd=tmp_path, input=script, capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -188,7 +190,7 @@ class Terminal:
 
 def test_the_prompt_answers_lives_through_errors_and_ctrl_c_and_ends_with_ctrl_d(tmp_path):
     data = write_data(tmp_path / "data", [b"orders|0|%d|a" % n for n in range(7)], {"orders": 1})
-    command = [sys.executable, "-m", "kmq.cli", "sql", "--path", data, "--master", "local[1]"]
+    command = [sys.executable, "-m", "kmq.cli", "sql", "--path", data, "--master", "local[1]", "--conf", QUICK]
     shell = Terminal(command, clean_env() | {"HOME": str(tmp_path), "TERM": "xterm"}, tmp_path)
     try:
         shell.wait("tables: orders, append, all_topics.*kmq> ")

@@ -211,7 +211,8 @@ def test_retention_during_a_query_is_an_error_or_passed_over(spark, data, tmp_pa
 
 SCRIPT = """
 from pyspark.sql import SparkSession
-spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+quick = {{"spark.ui.enabled": "false", "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}}
+spark = SparkSession.builder.master("local[1]").config(map=quick).getOrCreate()
 rows = spark.read.format("kmq").option("path", {data!r}).option("subscribe", "jobs").load()
 print("rows", rows.where("offset < 5").count())
 """

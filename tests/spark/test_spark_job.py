@@ -75,22 +75,23 @@ def test_the_job_archives_a_live_broker_on_a_standalone_cluster(here, served):
         done = run(here, on_it)
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"archived {COUNT} rows in 1 batches" in done.stdout
+        assert list((cluster._home / "work").glob("app-*/0")), "an executor of this cluster, and not the driver, did it"
     check(here, served)
 
 
-def test_the_job_says_by_its_exit_code_that_starting_it_again_cannot_help(here, served):
+def test_the_job_says_by_its_exit_code_that_starting_it_again_cannot_help(tmp_path):
     """`podFailurePolicy` acts on it: it has to come through spark-submit."""
 
     def wrong(words):
-        at = [*(word for word in words if not of_kubernetes(word)), "--format=text"]
+        at = [*(word for word in words if not of_kubernetes(word)), "--path=/data"]
         return [at[0], "--master=local[1]", *at[1:]]
 
-    done = run(here, wrong)
+    done = run(spark_job.Here(tmp_path), wrong)
     (rule,) = (
         rule for rule in spark_job.find("Job")["spec"]["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"
     )
     assert done.returncode in rule["onExitCodes"]["values"], done.stderr[-3000:]
-    assert "kmq: --format 'text': is parquet or delta" in done.stdout  # both of Python's come out there
+    assert "kmq: give --path or --brokers, not both" in done.stdout  # both of Python's come out there
 
 
 # --- with an API server that stands in for Kubernetes' ---------------------------------------------------------------
@@ -121,6 +122,7 @@ class Kubelet:
         return end
 
 
+@pytest.mark.soak
 def test_executors_come_by_the_api_server_with_the_rights_and_in_the_shape_that_the_manifests_give(here, served):
     kubelet = Kubelet(here)
     with kube.ApiServer(kubelet.start) as api:
