@@ -24,10 +24,13 @@ cluster-demo: $(STAMP)  ## two pods and a Spark cluster on this machine: audit a
 	@$(BIN)/python scripts/cluster_demo.py
 
 image: $(STAMP)  ## build the image localhost/kmq:dev (TAG=…, BASE=…, BUILDER=podman or docker)
-	@scripts/image $(TAG)
+	@scripts/image broker $(TAG)
+
+image-spark: $(STAMP)  ## build localhost/kmq-spark:dev, driver and executors of k8s/overlays/spark, out of the image before
+	@scripts/image spark $(TAG)
 
 pod: $(STAMP)  ## a real pod on this machine, from k8s/overlays/dev (or OVERLAY=…), until Ctrl-C; root on Debian
-	@eval "$$(scripts/pod-setup)" && scripts/image && $(BIN)/python scripts/play.py $(OVERLAY)
+	@eval "$$(scripts/pod-setup)" && scripts/image broker && $(BIN)/python scripts/play.py $(OVERLAY)
 
 pod-test: $(STAMP)  ## the scenarios and faults against real pods: sets up podman, builds the image; root on Debian
 	@$(BIN)/python -m pytest tests/pod -m "not soak"
@@ -62,7 +65,7 @@ bench-spark: $(STAMP)  ## the data pipeline: read, archive, audit, route beside 
 	@$(BIN)/python scripts/bench_spark.py $(ARGS)
 
 bench-pod: $(STAMP)  ## what a real pod takes at a rate of messages: CPU, memory, disk; root on Debian
-	@eval "$$(scripts/pod-setup)" && scripts/image >/dev/null && $(BIN)/python scripts/bench_pod.py $(ARGS)
+	@eval "$$(scripts/pod-setup)" && scripts/image broker >/dev/null && $(BIN)/python scripts/bench_pod.py $(ARGS)
 
 soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 	@$(BIN)/python -m pytest -m soak --timeout 3600 -s
@@ -70,4 +73,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo image pod pod-test test lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod soak clean
+.PHONY: help setup demo cluster-demo image image-spark pod pod-test test lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod soak clean

@@ -33,7 +33,7 @@ def image() -> str:
         unable(setup.stderr.strip())
     assert setup.returncode == 0, setup.stderr
     env = os.environ | dict(pair.split("=", 1) for pair in setup.stdout.split()[1:])
-    built = subprocess.run([ROOT / "scripts" / "image"], env=env, capture_output=True, text=True)
+    built = subprocess.run([ROOT / "scripts" / "image", "broker"], env=env, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     return built.stdout.strip()
 

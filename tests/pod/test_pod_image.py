@@ -59,7 +59,7 @@ def test_the_same_files_give_the_same_layers(image):
     def layers(tag: str) -> list[str]:
         setup = subprocess.run([ROOT / "scripts" / "pod-setup"], capture_output=True, text=True, check=True)
         env = os.environ | dict(pair.split("=", 1) for pair in setup.stdout.split()[1:]) | {"NO_CACHE": "1"}
-        subprocess.run([ROOT / "scripts" / "image", tag], env=env, check=True, capture_output=True)
+        subprocess.run([ROOT / "scripts" / "image", "broker", tag], env=env, check=True, capture_output=True)
         try:
             return inspect(tag)["RootFS"]["Layers"]
         finally:

@@ -1,6 +1,6 @@
 """The Spark image: the Job's pod and the executors it asks for, played by podman from the manifests; uid 10001, read-only root.
 
-Needs root, podman and the image (scripts/pod-setup, scripts/image, scripts/image-spark). Of the pods only what podman or this
+Needs root, podman and the image (scripts/pod-setup, make image, make image-spark). Of the pods only what podman or this
 machine cannot do is changed: the host's network instead of pods' addresses, directories instead of claims and empty ones.
 """
 
@@ -89,7 +89,7 @@ class Podman:
             self.remove(name)
 
 
-@pytest.mark.skipif(not has_image(), reason=f"no {IMAGE}: scripts/image-spark makes it")
+@pytest.mark.skipif(not has_image(), reason=f"no {IMAGE}: make image-spark makes it")
 def test_driver_and_executors_run_in_the_image_as_the_manifests_say(broker, tmp_path):
     broker.gateway = True
     broker.up()
