@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import play as player
@@ -41,6 +42,7 @@ SERVICE_LINKS = {
     "KMQ_PORT_5673_TCP_ADDR": "10.96.7.3",
 }
 DISK_BYTES = 64 << 20
+SOAK = partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.fixture
@@ -153,11 +155,15 @@ def kill(pod: Pod, *victims: str) -> None:
         assert pod.pid(name) != pid
 
 
-def test_killing_each_two_and_all_under_load_loses_and_doubles_nothing(pod: Pod, rng: random.Random) -> None:
+@pytest.mark.parametrize("rounds", [1, SOAK(8)])
+def test_killing_each_two_and_all_under_load_loses_and_doubles_nothing(
+    pod: Pod, rng: random.Random, rounds: int
+) -> None:
     with traffic_to(pod, rng) as traffic:
-        for victims in [(name,) for name in pod.containers] + [tuple(rng.sample(STAGES, 2)), tuple(pod.containers)]:
-            traffic.wait_flowing()
-            kill(pod, *victims)
+        for _ in range(rounds):
+            for victims in [*zip(pod.containers, strict=True), tuple(rng.sample(STAGES, 2)), tuple(pod.containers)]:
+                traffic.wait_flowing()
+                kill(pod, *victims)
         traffic.fifo_is_lost()  # with all its holders
         traffic.wait_flowing()
         traffic.finish()
@@ -181,9 +187,7 @@ def breaks(traffic: Traffic) -> tuple[int, ...]:
     return traffic.plain.broken, answered.attempts, sum(answered.codes.values()), traffic.producer.producer.connections
 
 
-@pytest.mark.parametrize(
-    "victim", ["durability", *(pytest.param(n, marks=pytest.mark.soak) for n in ("ingress", "framer", "router"))]
-)
+@pytest.mark.parametrize("victim", ["durability", *map(SOAK, ("ingress", "framer", "router"))])
 def test_a_stopped_stage_fails_its_own_liveness_and_recovers(pod: Pod, rng: random.Random, victim: str) -> None:
     before = pod.pid(victim), pod.restarts(victim)
     with traffic_to(pod, rng) as traffic:
@@ -208,9 +212,7 @@ def test_a_stopped_stage_fails_its_own_liveness_and_recovers(pod: Pod, rng: rand
     assert (pod.pid(victim), pod.restarts(victim)) == before
 
 
-@pytest.mark.parametrize(
-    "victim", ["framer", *(pytest.param(n, marks=pytest.mark.soak) for n in ("ingress", "durability", "router"))]
-)
+@pytest.mark.parametrize("victim", ["framer", *map(SOAK, ("ingress", "durability", "router"))])
 def test_the_kubelet_replaces_a_stopped_stage_and_only_that(pod: Pod, rng: random.Random, victim: str) -> None:
     before = {name: pod.restarts(name) for name in pod.containers}
     row = rows(pod)[victim]
@@ -276,10 +278,13 @@ def test_a_recovering_stage_is_alive_and_not_ready(pod: Pod) -> None:
 # --- the whole pod -----------------------------------------------------------------------------------------------------
 
 
-def test_restarting_the_whole_pod_under_load_keeps_all_that_was_acknowledged(pod: Pod, rng: random.Random) -> None:
+@pytest.mark.parametrize("rounds", [1, SOAK(8)])
+def test_restarting_the_whole_pod_under_load_keeps_all_that_was_acknowledged(
+    pod: Pod, rng: random.Random, rounds: int
+) -> None:
     """What was in memory is gone: rings, semaphores, FIFOs. What is on the volume says how to go on."""
     with traffic_to(pod, rng) as traffic:
-        for _ in range(2):
+        for _ in range(rounds):
             traffic.wait_flowing()
             pod.restart()
             traffic.fifo_is_lost()
