@@ -75,6 +75,7 @@ class Directory:
             raise ConfigError(f"path={self.name!r}: no data directory: {err.strerror} ({err.filename})") from None
 
     def topics(self) -> dict[str, int]:
+        self.identity()  # says so where this is no data directory
         return {name: topics.load(self.path, name)[0] for name in topics.names(self.path)}
 
     def bounds(self, topics_asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:

@@ -6,6 +6,7 @@ import pytest
 
 from kmq.errors import ConfigError
 from kmq.spark import plan
+from kmq.spark.brokers import Directory
 from kmq.spark.options import EARLIEST, LATEST, Options
 from kmq.spark.plan import DataLossError, Range
 
@@ -156,6 +157,11 @@ def test_offsets_by_topic_are_for_every_broker_and_by_broker_for_each():
 def test_a_wrong_option_is_named(given, says):
     with pytest.raises(ConfigError, match=says):
         Options(given)
+
+
+def test_a_path_that_is_no_data_directory_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no data directory"):
+        Directory(str(tmp_path)).topics()
 
 
 def test_a_pattern_takes_kmqs_own_topics_only_if_it_names_them():
