@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import fixed_port
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 from made_data import append, write_data
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import Row
 
 from kmq.errors import ConfigError
@@ -339,7 +341,7 @@ def kill_at(point, batch, group, arguments, broker):
     assert driver.returncode == -9, driver.stderr[-3000:]
 
 
-def killed_and_gone_on(spark, broker, tmp_path, format, point, batch, group):
+def broken_off_and_gone_on(spark, broker, tmp_path, format, break_off):
     count, bad_every = 600, 10
     assert broker.kmq("topics", "create", "orders", "--partitions", "2").returncode == 0
     broker.send_lines(list(lines(0, count, bad_every)))
@@ -347,17 +349,27 @@ def killed_and_gone_on(spark, broker, tmp_path, format, point, batch, group):
     arguments = {"where": {"path": str(broker.data), "subscribe": "orders", "maxOffsetsPerTrigger": "200"}}
     arguments |= {"to": str(tmp_path / "t"), "format": format, "schema": "n bigint, user string"}
     arguments |= {"producers": fixed_port.address(broker)}
-    kill_at(point, batch, group, arguments, broker)
+    break_off(arguments)
     archive.run(spark, **arguments)
     broker.wait(lambda: len(broker.lines("orders.dlq")) >= count // bad_every, "the dead letters")
     is_complete(broker, arguments["to"], format, count, bad_every)
 
 
-@pytest.mark.parametrize(
-    ("format", "point"), [pytest.param("parquet", "letters", marks=pytest.mark.soak), ("delta", "committed")]
-)
-def test_a_driver_that_is_killed_in_a_batch_leaves_every_record_once(spark, up, tmp_path, format, point):
-    killed_and_gone_on(spark, up, tmp_path, format, point, 1, True)
+def test_an_archive_that_fails_between_its_commit_and_sparks_has_every_record_once(spark, up, tmp_path, monkeypatch):
+    commit = tables.Table.commit
+
+    def fail(table, batch_id, *args):
+        done = commit(table, batch_id, *args)
+        if batch_id == 1:
+            raise OSError("as told")
+        return done
+
+    def break_off(arguments):
+        with monkeypatch.context() as patch, pytest.raises(StreamingQueryException, match="as told"):
+            patch.setattr(tables.Table, "commit", fail)
+            archive.run(spark, **arguments)
+
+    broken_off_and_gone_on(spark, up, tmp_path, "delta", break_off)
 
 
 @pytest.mark.soak
@@ -366,7 +378,8 @@ def test_a_driver_that_is_killed_in_a_batch_leaves_every_record_once(spark, up, 
 @pytest.mark.parametrize("point", ["staged", "letters", "sealed", "moved", "committed"])
 @pytest.mark.parametrize("format", ["parquet", "delta"])
 def test_a_driver_that_is_killed_anywhere_leaves_every_record_once(spark, up, tmp_path, format, point, batch, group):
-    killed_and_gone_on(spark, up, tmp_path, format, point, batch, group)
+    kill = partial(kill_at, point, batch, group, broker=up)
+    broken_off_and_gone_on(spark, up, tmp_path, format, kill)
 
 
 def test_where_bad_records_could_not_go_is_said_at_the_start(spark, tmp_path):
