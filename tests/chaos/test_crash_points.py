@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run
 READ_BYTES = 700  # of the FIFO at once, so that lines are cut and carried all the time
 PIPE_BYTES = 1 << 19  # holds what a generation is sent, and is not the size that marks a pipe as known to a framer
 CHILD_S = 30  # a child takes some milliseconds
-PREFIX = f"chaos-{os.getpid()}-"  # of all names; also of those that a forked worker gives
+PREFIX = f"chaos-{(multiprocessing.parent_process() or multiprocessing.current_process()).pid}-"  # workers' names, too
 LONGEST = 6000  # one line in some is longer than a FIFO write
 BATCHES = [70, 25, 12]  # lines before each generation: what is carried later is shorter than what was before
 SETTINGS: dict[str, dict[str, object]] = {
@@ -398,25 +399,32 @@ def survives_kill(policy: str, victim: str, point: Point) -> None:
     survives(policy, kill_at(victim, point), point)
 
 
-def on_all_processors(work: Callable[[Any], None], each: list[Any]) -> None:
-    """Every round has a directory, a FIFO and rings of its own, and keeps one processor busy."""
-    with multiprocessing.get_context("fork").Pool() as pool:
-        for _ in pool.imap_unordered(work, each):
-            pass
+@pytest.fixture(scope="module")
+def processors() -> Iterator[ProcessPoolExecutor]:
+    """A small process for each processor. Every round has a directory, a FIFO and rings of its own, and keeps one of them busy;
+    forked by pytest itself, a child would cost several times what it does: the page tables of hundreds of MB.
+    """
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(("victim", "policy"), CASES)
-def test_a_kill_at_a_random_line_loses_and_doubles_nothing(policy: str, victim: str, rng: random.Random) -> None:
-    found = few(points(policy, victim))
-    on_all_processors(partial(survives_kill, policy, victim), rng.sample(found, len(found) // 8))  # all: the soak
+def test_a_kill_at_a_random_line_loses_and_doubles_nothing(
+    policy: str, victim: str, rng: random.Random, processors: ProcessPoolExecutor
+) -> None:
+    found = few(processors.submit(points, policy, victim).result())
+    tried = rng.sample(found, len(found) // 8)  # all: the soak
+    list(processors.map(partial(survives_kill, policy, victim), tried))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("victim", "policy"), CASES)
-def test_soak_a_kill_at_any_line_at_any_time(policy: str, victim: str, rng: random.Random) -> None:
-    found = points(policy, victim)
-    on_all_processors(partial(survives_kill, policy, victim), rng.sample(found, min(len(found), 4000)))
+def test_soak_a_kill_at_any_line_at_any_time(
+    policy: str, victim: str, rng: random.Random, processors: ProcessPoolExecutor
+) -> None:
+    found = processors.submit(points, policy, victim).result()
+    list(processors.map(partial(survives_kill, policy, victim), rng.sample(found, min(len(found), 4000))))
 
 
 def torn_write(nth: int, part: float) -> Callable[[Bench], Callable[[], object]]:
@@ -469,9 +477,10 @@ def survives_torn_write(policy: str, torn: tuple[int, float]) -> None:
 
 
 @pytest.mark.parametrize("policy", SETTINGS)
-def test_a_kill_inside_any_write_leaves_nothing_torn(policy: str) -> None:
-    torn = list(itertools.product(range(appends(policy)), (0.1, 0.5, 0.97)))
-    on_all_processors(partial(survives_torn_write, policy), torn)
+def test_a_kill_inside_any_write_leaves_nothing_torn(policy: str, processors: ProcessPoolExecutor) -> None:
+    count = processors.submit(appends, policy).result()
+    torn = itertools.product(range(count), (0.1, 0.5, 0.97))
+    list(processors.map(partial(survives_torn_write, policy), torn))
 
 
 @pytest.fixture(autouse=True)
