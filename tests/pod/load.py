@@ -13,13 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from chaos.acked import AckedLoad, account
 from chaos.checker import Stream, check
 from chaos.load import Lines, Load, TcpLoad
 from chaos.test_acked import ProducerLoad
 from chaos.test_acked import judge as judge_producers
+from play import Pod
 
 from kmq import stats
 from kmq.links import fifo, layout
@@ -28,14 +28,6 @@ from kmq.settings import STAGES
 PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 PORT = 5673  # lines in
 _number = itertools.count(1)
-
-
-class Pod(Protocol):
-    """What is asked of scripts/play.py's."""
-
-    ip: str
-
-    def volume(self, name: str) -> Path: ...
 
 
 def wait(condition: Callable[[], object], what: str | Callable[[], str], every_s: float = 0.02) -> None:
@@ -112,11 +104,8 @@ class Traffic:
         self.answered = AnsweredLoad(pod, f"answered{number}", rng.randrange(1 << 30))
         self.producer = ProducerLoad(ports, f"producer{number}", rng.randrange(1 << 30), host=pod.ip)
         self.producer.rest_s = 0.3
-        self.producer.producer._address = lambda: (
-            pod.ip,
-            PORT,
-            "",
-        )  # as the name of a Service, which is looked up again
+        # A Service has a name that is looked up for each connection; here it is the pod that knows where it is.
+        self.producer.producer._address = lambda: (pod.ip, PORT, "")
         self.loads: tuple[Load, ...] = (self.plain, self.answered, self.producer)
         for load in self.loads:
             load.start()
