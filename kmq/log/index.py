@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 
 from kmq import record
-from kmq.log.disk import AppendFile, Buffer, WaitForRoom
+from kmq.log.disk import AppendFile, Buffer, WaitForRoom, with_room
 
 BLOCK_BYTES = 64 << 10
 _HEAD_BYTES = 64  # a seq and a time are shorter
@@ -189,9 +189,14 @@ class IndexWriter:
         self._rewrite(entries)
 
     def _rewrite(self, entries: list[Entry]) -> None:
-        with open(f"{self.path}.new", "wb") as file:
-            file.write(b"".join(entry.line() for entry in entries))
-        os.rename(f"{self.path}.new", self.path)
+        text = b"".join(entry.line() for entry in entries)
+
+        def rewrite() -> None:
+            with open(f"{self.path}.new", "wb") as file:
+                file.write(text)
+            os.rename(f"{self.path}.new", self.path)
+
+        with_room(self.path, self._wait_for_room, rewrite)
 
     def cut(self, size: int) -> None:
         """The log is about to be cut to `size` bytes: speak no more of a block that may reach beyond. `resume` follows."""

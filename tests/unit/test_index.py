@@ -167,6 +167,17 @@ def test_what_is_no_entry_is_passed_over_and_removed_at_open(tmp_path, damage):
     assert [e.line() for e in log.check()] == before
 
 
+def test_an_index_is_cut_when_the_disk_has_room_for_the_shorter_one(tmp_path):
+    log = Log(tmp_path)
+    log.append([b"x" * 100] * 50)
+    log.note()
+    before, full = (tmp_path / "x.idx").read_bytes().splitlines(), tmp_path / "x.idx.new"
+    full.symlink_to("/dev/full")
+    IndexWriter(log.index_path, lambda path: full.unlink()).cut(log.file.size)
+    assert (tmp_path / "x.idx").read_bytes().splitlines() == before[:-1] != []
+    assert not full.exists()
+
+
 def test_a_lost_index_is_made_again(tmp_path):
     log = Log(tmp_path)
     log.append([b"x" * 50] * 100)
