@@ -273,31 +273,24 @@ def test_a_taken_port_is_named_without_a_traceback(env, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"KMQ_DATA": "data2", "KMQ_PIPES": "pipes2"}, "is in use by another data directory"),
-        ({"KMQ_INSTANCE": "demo_second", "KMQ_PIPES": "pipes2"}, "pid="),
-        ({"KMQ_INSTANCE": "demo_second", "KMQ_DATA": "data2"}, "serves another broker"),
-    ],
-    ids=["same instance name", "same data directory", "same pipes directory"],
-)
-def test_what_a_second_broker_shares_with_the_first_is_named(env, tmp_path, other, said):
+def test_what_a_second_broker_shares_with_the_first_is_named(env, tmp_path):
     (tmp_path / "app.log").write_bytes(b"hello\n")
-    second = {
-        **env,
-        **{k: str(tmp_path / v) if k != "KMQ_INSTANCE" else v + str(os.getpid()) for k, v in other.items()},
-    }
+    own = {"KMQ_INSTANCE": f"demo_second{os.getpid()}", "KMQ_DATA": f"{tmp_path}/2", "KMQ_PIPES": f"{tmp_path}/pipes2"}
     assert kmq(env, "up").returncode == 0
     try:
-        done = run(second, tmp_path / "app.log")
-        assert done.returncode == 69, done.stdout + done.stderr
-        assert said in done.stderr, done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
+        for shared, said in (
+            ("KMQ_INSTANCE", "is in use by another data directory"),
+            ("KMQ_DATA", "pid="),
+            ("KMQ_PIPES", "serves another broker"),
+        ):
+            done = run({**env, **own, shared: env[shared]}, tmp_path / "app.log")
+            assert done.returncode == 69, done.stdout + done.stderr
+            assert said in done.stderr, done.stdout + done.stderr
+            assert "Traceback" not in done.stderr
         assert kmq(env, "status", "--logfmt").returncode == 0, "the first one goes on"
     finally:
         assert kmq(env, "down").returncode == 0
-        remove_shared_memory(f"demo_second{os.getpid()}")
+        remove_shared_memory(own["KMQ_INSTANCE"])
 
 
 @pytest.mark.parametrize(
