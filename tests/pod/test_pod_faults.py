@@ -62,10 +62,12 @@ def pod(play_once: Play) -> Pod:
 def small(image: str) -> Iterator[Pod]:
     """Its data lies on a file system that holds DISK_BYTES. What ends in it stays so."""
     pod = player.play(DEV, restart_policy="Never")
-    with tmpfs(pod.home / "data", DISK_BYTES), pod:
-        pod.wait_ready()
-        yield pod
-    pod.down()  # the rest: what is mounted cannot be removed
+    try:
+        with tmpfs(pod.home / "data", DISK_BYTES), pod:
+            pod.wait_ready()
+            yield pod
+    finally:
+        pod.down()  # the rest: what is mounted cannot be removed
 
 
 @contextlib.contextmanager
