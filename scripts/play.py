@@ -41,7 +41,7 @@ ADAPTATIONS = {
     "volumeClaimTemplates, emptyDir": "a directory of the pod's own: podman's emptyDir is one volume for all pods of a name",
     "emptyDir medium Memory": "a tmpfs of the size that sizeLimit says",
     "fsGroup": "those directories are made with that group: podman has no fsGroup",
-    "Secret": "a directory with its files: podman's secrets are shared by all pods",
+    "volumes of Secrets, ConfigMaps": "a directory with the files: podman keeps both by name, for all pods and after them",
     "initContainers with restartPolicy Always": "containers, in the same order: podman has no native sidecars",
     "probes, lifecycle": "run from outside, by Pod.probe and Kubelet: podman never runs them",
     "ports": "left out: podman would open them on this machine; the pod's own address has them",
@@ -140,7 +140,6 @@ class Pod:
         self._volumes: dict[str, Path] = {}
         self._mounted: list[Path] = []
         self._persistent: set[str] = set()  # volumes that outlive the pod
-        self._closed = False
         self.grace_s = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
     def __enter__(self) -> "Pod":
@@ -168,15 +167,19 @@ class Pod:
         networks = json.loads(podman("inspect", "-f", "{{json .NetworkSettings.Networks}}", infra))
         self.ip = next(iter(networks.values()))["IPAddress"]
 
-    def down(self, keep: bool = False) -> None:
-        """Nothing of it is left, but with `keep` its persistent volumes."""
-        with contextlib.suppress(PlayError):
-            podman("pod", "rm", "-f", "-t", "0", self.name)
+    def down(self) -> None:
+        """Nothing of it is left."""
+        for _ in range(3):  # a container that podman is just starting again is not taken away
+            with contextlib.suppress(PlayError):
+                podman("pod", "rm", "-f", "-t", "0", self.name)
+            if not podman("pod", "ps", "-q", "--filter", f"name=^{self.name}$").strip():
+                break
+        else:
+            raise PlayError(f"podman does not remove the pod {self.name}")
         for path in self._mounted:
             subprocess.run(["umount", "-l", str(path)], check=False)
         self._mounted.clear()
-        if not keep:
-            shutil.rmtree(self.home, ignore_errors=True)
+        shutil.rmtree(self.home, ignore_errors=True)
 
     def restart(self) -> None:
         """As when the node has restarted: everything dies at once, what was in memory is gone, the claims are kept."""
@@ -328,8 +331,6 @@ class Pod:
 
     def _adapted_volume(self, volume: Document, group: int) -> Document:
         name = volume["name"]
-        if "configMap" in volume:
-            return volume
         path = self._volumes.get(name) or self.home / name
         if name not in self._volumes:
             self._make_volume(path, volume, group)
@@ -347,24 +348,27 @@ class Pod:
             self._mounted.append(path)
         if "persistentVolumeClaim" in volume:
             self._persistent.add(volume["name"])
-        if "secret" in volume:
-            self._write_secret(path, volume["secret"], group)
-            self._persistent.add(volume["name"])
+        for kind, field in (("Secret", "secretName"), ("ConfigMap", "name")):
+            what = volume.get(kind[0].lower() + kind[1:])
+            if what:
+                self._write_files(path, kind, what[field], what, group)
+                self._persistent.add(volume["name"])
         os.chown(path, 0, group)
         path.chmod(0o2775)
 
-    def _write_secret(self, path: Path, secret: Document, group: int) -> None:
+    def _write_files(self, path: Path, kind: str, name: str, what: Document, group: int) -> None:
         for document in self.source:
-            if document["kind"] == "Secret" and document["metadata"]["name"] == secret["secretName"]:
-                texts = {k: v.encode() for k, v in document.get("stringData", {}).items()}
-                texts |= {k: base64.b64decode(v) for k, v in document.get("data", {}).items()}
+            if document["kind"] == kind and document["metadata"]["name"] == name:
+                encoded = document.get("data", {}).items()
+                texts = {key: base64.b64decode(v) if kind == "Secret" else v.encode() for key, v in encoded}
+                texts |= {key: text.encode() for key, text in document.get("stringData", {}).items()}
                 for key, text in texts.items():
                     (path / key).write_bytes(text)
                     os.chown(path / key, 0, group)
-                    (path / key).chmod(int(secret.get("defaultMode", 0o644)) | 0o040)
+                    (path / key).chmod(int(what.get("defaultMode", 0o644)) | 0o040)
                 return
-        if not secret.get("optional"):
-            raise PlayError(f"no Secret {secret['secretName']} among the documents")
+        if not what.get("optional"):
+            raise PlayError(f"no {kind} {name} among the documents")
 
 
 def _is_there(pid: int) -> bool:
