@@ -472,7 +472,12 @@ def _lines(pod: Pod) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    adapted = "\n".join(f"  {what}: {why}" for what, why in ADAPTATIONS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"adapted for podman:\n{adapted}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("overlay", nargs="?", default="k8s/overlays/dev", help="directory with a kustomization")
     parser.add_argument("settings", nargs="*", help="NAME=VALUE, for the ConfigMap")
     arguments = parser.parse_args()

@@ -18,6 +18,10 @@ import play as player  # noqa: E402
 Play = Callable[..., player.Pod]
 
 
+def pytest_report_header() -> list[str]:
+    return ["pods: adapted for podman", *(f"  {what}: {why}" for what, why in player.ADAPTATIONS.items())]
+
+
 def unable(why: str) -> None:
     """In CI a pod test that does not run is a failure."""
     if os.environ.get("CI"):
