@@ -39,7 +39,8 @@ def served(broker):
 
 
 @pytest.fixture
-def here(tmp_path, served):
+def here(tmp_path, served, monkeypatch):
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")  # for JVMs that live for seconds
     made = spark_job.Here(tmp_path / "pod")
     made.places[BROKER] = f"127.0.0.1:{(served.pipes / 'http.port').read_text().strip()}"
     return made
