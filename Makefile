@@ -36,7 +36,7 @@ pod-test: $(STAMP)  ## the scenarios and faults against real pods: sets up podma
 	@$(BIN)/python -m pytest tests/pod -m "not soak"
 
 test: $(STAMP)  ## set up and run all the tests
-	@$(BIN)/python -m pytest -m "not soak"
+	@scripts/test
 
 lint: $(STAMP)  ## lint and types: seconds
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
