@@ -7,7 +7,6 @@ ready       it is in its loop: not starting, recovering, without its peers, out 
 A kubelet runs this every few seconds for each container, so it imports little. Looks only.
 """
 
-import os
 import sys
 
 from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, KmqError
@@ -38,7 +37,7 @@ def why_broker_not_ready(settings: Settings, row: Row) -> str:
 def reason(kind: str, name: str, settings: Settings) -> str:
     """What speaks against the process `name`; "" for nothing."""
     page = peek(settings.instance)
-    if page is None or not page.identity().endswith(f" data={os.path.abspath(settings.data)}"):
+    if page is None or not page.serves(settings.data):
         return f"{name} has not been started"
     row = page.rows[name]
     silence = row.silence(LIVE_S if kind == "live" else FRESH_S)

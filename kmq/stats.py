@@ -120,6 +120,10 @@ class StatsPage:
     def identity(self) -> str:
         return self._mm[:_TEXT].rstrip(b"\0").decode(errors="replace").strip()
 
+    def serves(self, data: str) -> bool:
+        """Whether it is the page of this data directory: what it says is else of another broker."""
+        return self.identity().endswith(f" data={os.path.abspath(data)}")
+
     def _take_over(self, instance: str) -> None:
         """The page is another directory's: wait until nobody of that one is alive any more."""
         deadline = time.monotonic() + 2 * OWNER_WAIT_S

@@ -72,7 +72,7 @@ def is_stage(pid: int, name: str) -> bool:
 def collect(settings: Settings) -> Status:
     """How it is now, without rates."""
     page = peek(settings.instance)
-    if page is None or not page.identity().endswith(f" data={os.path.abspath(settings.data)}"):
+    if page is None or not page.serves(settings.data):
         return Status([], {})
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     row = page.rows["gateway"]

@@ -318,8 +318,7 @@ class Pod:
         pod = copy.deepcopy(self.manifest)
         spec = pod["spec"]
         pod["metadata"] = {"name": self.name, "labels": pod["metadata"].get("labels", {})}
-        sidecars = [c for c in spec.get("initContainers", []) if _is_sidecar(c)]
-        spec["containers"] = [*sidecars, *spec["containers"]]
+        spec["containers"] = containers_of(pod)
         spec["initContainers"] = [c for c in spec.get("initContainers", []) if not _is_sidecar(c)]
         for container in spec["containers"]:
             for name in ("startupProbe", "livenessProbe", "readinessProbe", "lifecycle", "restartPolicy", "ports"):
@@ -449,7 +448,7 @@ class _Watch:
         self.kubelet.events.append(f"{self.container} killed")
         os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        while _is_there(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
