@@ -215,7 +215,8 @@ def status(
     if as_logfmt or as_json:
         found = statuses.collect(settings)
         if as_json:
-            print(json.dumps({"stages": [vars(stage) for stage in found.processes], "backlog": found.backlog}))
+            stages = [vars(stage) for stage in found.processes]
+            print(json.dumps({"stages": stages, "backlog": found.backlog, "clock": found.clock or "trusted"}))
         else:
             print(statuses.logfmt(found))
     else:
@@ -244,9 +245,34 @@ def _print_status(settings: Settings, found: statuses.Status) -> None:
         cells = (f"{s.restarts}", *counts, before.get(s.name, ""))
         table.add_row(s.name, str(s.pid), f"[{colour}]{s.state}[/]", *cells)
     out.print(table)
+    if found.clock:
+        out.print(found.clock, style="yellow", highlight=False, soft_wrap=True)
     refused, dropped = sum(s.refused for s in found.stages), sum(s.dropped for s in found.stages)
     if refused or dropped:
         out.print(f"refused at ingress: {refused:,}   dropped (see dropped.log): {dropped:,}", highlight=False)
+
+
+# --- clock -------------------------------------------------------------------------------------------------------
+
+
+@app.command("clock", epilog=_examples("kmq clock", "kmq clock --trust"))
+def show_clock(
+    trust: Annotated[bool, typer.Option("--trust", help="Say that the time of day is right now.")] = False,
+) -> None:
+    """Show whether the time of day is trusted. Exit code 1 where it is not.
+
+    After a jump of more than a minute, or at a start more than a day after the last record, nothing is deleted or
+    forgotten by age until the time of day has been steady for ten minutes.
+    """
+    found = statuses.collect(load())
+    if not found.stages:
+        raise KmqError("the broker is down: no process watches the time of day")
+    if trust:
+        statuses.trust_clock(load())
+    elif found.clock:
+        print(found.clock)
+        raise typer.Exit(EXIT_FAILED)
+    print("the time of day is trusted")
 
 
 # --- gateway -----------------------------------------------------------------------------------------------------
@@ -598,7 +624,7 @@ def verify(
     --repair rebuilds the WAL from the queues, queues from the WAL, indexes from the data, byte by byte the same. What no copy
     has any more goes to the directory quarantine and is named there by seq.
     """
-    from kmq.log import check
+    from kmq.repair import check
 
     data = _data_to_read()
     columns = (SpinnerColumn(), TextColumn("checked {task.completed:,.0f} MB"), TimeElapsedColumn())

@@ -4,21 +4,27 @@ A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain
 0. A second one means now, which is as safe as SIGKILL.
 """
 
+import contextlib
 import gc
 import os
 import signal
 import time
 from collections.abc import Callable
+from glob import iglob
 
-from kmq.errors import EXIT_OK, EXIT_RETRY, KmqError, Stopped
+from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError, RetryError, Stopped
 from kmq.links.fifo import open_fifo
-from kmq.links.layout import Identity, make_identity
-from kmq.links.ownership import FileLock, describe
+from kmq.links.layout import Identity, make_identity, shm_path
+from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
 from kmq.links.staging import area_bytes
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
 from kmq.settings import DRAIN_S, Settings, load
 from kmq.stats import STATES, StatsPage
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # ingress has no ring
+    from kmq.links.ring import RingReader, RingWriter
 
 _ROOM_POLL_S = 0.25  # how often a full disk is tried again: well under the 2 s in which writing must resume
 _PEER_POLL_S = 0.02  # how often a missing peer is looked for
@@ -39,6 +45,10 @@ class Stage:
         self.page = StatsPage(settings.instance, self.data_id, settings.data)
         self.row = self.page.rows[name]
         self.owns_row = False
+        # What others find by its name, and we would go on holding when the name is gone.
+        self._held: list[FileLock | RingWriter | RingReader] = []
+        self._rings: list[RingWriter | RingReader] = []
+        self._look_at = 0
         # Readable once a signal has come: register it in every poll, for Python goes on waiting after a handler.
         self.signalled, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -54,25 +64,88 @@ class Stage:
         self.stopping = True
         self._deadline = time.monotonic() + DRAIN_S
 
-    def own(self, path: str, what: str) -> FileLock:
+    def own(self, path: str, what: str, traces: str = "") -> FileLock:
         """Take the lock that makes us the only one of our kind. Only then is the row of the stats page ours: a second
         instance that is about to be refused must not wipe the durable cursor of the first.
+
+        `traces`: a pattern of files that show that others have been here. Where they are and the lock file is not, it may have
+        been deleted under a living holder, who is given the time to notice.
         """
         owner = FileLock(path)
         owner.acquire(what, self.who)
+        if owner.is_new and traces and next(iglob(traces), ""):
+            self.log.warn(
+                "lock_file_missing", file=path, effect=f"waiting {NOTICE_S:g} s for a holder to notice that too"
+            )
+            time.sleep(NOTICE_S)
+        self._held.append(owner)
         self.owns_row = True
         self.row.wipe()
         self.row.pid, self.row.started = os.getpid(), time.monotonic_ns()
         self.state("starting")
         return owner
 
+    def open_ring(self, name: str, first_seq: Callable[[], tuple[int, int]]) -> "RingWriter":
+        """The writing end of a ring. `first_seq` is asked where there is none: for the next seq and the last recv_ts (µs).
+
+        No ring is made while somebody still reads one whose name was removed: both would go on from the same seq.
+        """
+        from kmq.links.ring import RingWriter
+
+        def make() -> tuple[int, int]:
+            reader = FileLock(self._reader_lock(name))
+            if reader.is_held():
+                what = f"the end of who reads a ring {name} that was removed: {reader.holder()}"
+                self.wait_for(what, lambda: None if reader.is_held() else True)
+            return first_seq()
+
+        ring = RingWriter(self.settings.instance, name, self.ring_identity(name), self.who, make, self.log)
+        self._held.append(ring)
+        self._rings.append(ring)
+        return ring
+
+    def attach_ring(self, name: str) -> "RingReader | None":
+        """The reading end of a ring; None while its writer has not made it."""
+        from kmq.links.ring import RingReader
+
+        instance = self.settings.instance
+        if not os.path.exists(shm_path(instance, name)):
+            return None
+        lock = FileLock(self._reader_lock(name))  # first: it tells the writer that somebody may be on the ring
+        lock.acquire(f"ring {instance}.{name} (reader)", self.who)
+        ring = RingReader.attach(instance, name, self.ring_identity(name), self.who)
+        if ring is None:
+            lock.release()
+        else:
+            self._held += [lock, ring]
+            self._rings.append(ring)
+        return ring
+
+    def _reader_lock(self, name: str) -> str:
+        return f"{self.settings.pipes}/{name}.owner"
+
     def state(self, name: str) -> None:
-        """Say how we are; also a heartbeat."""
+        """Say how we are; also a sign of life."""
         self.row.state = STATES.index(name)
-        self.beat()
+        self.row.heartbeat = time.monotonic_ns()
 
     def beat(self) -> None:
-        self.row.heartbeat = time.monotonic_ns()
+        """A sign of life. Raises RetryError where something that we hold has been removed: nobody finds us by it any more."""
+        self.row.heartbeat = now = time.monotonic_ns()
+        if now >= self._look_at:
+            self._look_at = now + int(LOOK_S * 1e9)
+            self.page.keep_in_place(self.name)
+            for held in self._held:
+                if not held.is_in_place():
+                    self._end_without(held.path)
+
+    def _end_without(self, lost: str) -> None:
+        for ring in self._rings:
+            if not os.path.exists(ring.path) and ring.may_write_again():
+                with contextlib.suppress(OSError, ConfigError):  # no room: what was acknowledged is in the WAL
+                    ring.write_again()
+                    self.log.warn("ring_written_again", ring=ring.name, reason="its file was removed")
+        raise RetryError(f"{lost}: was removed, or replaced, while this broker used it; nothing acknowledged is lost")
 
     def check(self) -> None:
         """Call in every wait: a heartbeat, and Stopped once the time to drain is over."""

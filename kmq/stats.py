@@ -1,8 +1,8 @@
 """The stats page: /dev/shm/<instance>.stats, where every stage says how it is.
 
 Layout      a line of text that names the data directory, then one row of 8-byte words per process.
-Owners      each word of a row is written by that process only (`restarts` by the supervisor). Readers are `kmq status`
-            and ingress, for GET_ACK.
+Owners      each word of a row is written by that process only (`restarts` by the supervisor, `clock_trust` by `kmq clock`).
+            Readers are `kmq status` and ingress, for GET_ACK.
 Crash       Counters are hints for people, except durability's `seq`, which is a durable cursor: it only ever says
             what is on disk, and a page of another data directory is wiped before it is used.
 """
@@ -11,9 +11,12 @@ import fcntl
 import mmap
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kmq.errors import BusyError, ConfigError
 from kmq.settings import OWNER_WAIT_S, SHM, STAGES
+from kmq.watch import file_id
 
 _TEXT = 1024  # bytes of the identity line
 _ROW = 32  # words of a row
@@ -41,7 +44,11 @@ _FIELDS = (
     "remembered",  # framer: arbitrary message ids remembered
     "synced",  # durability: when the last sync returned, CLOCK_REALTIME, ns
     "port",  # ingress, gateway: where it listens
+    "clock_offset",  # trusted time of day less CLOCK_MONOTONIC, ns, plus 2^62 (clock.py); it outlives the process
+    "clock_suspect",  # CLOCK_MONOTONIC, ns, since when the present time of day is not trusted; 0: it is
+    "clock_trust",  # CLOCK_MONOTONIC, ns, when `kmq clock --trust` was last said
 )
+_LASTING = ("restarts", "clock_offset", "clock_suspect", "clock_trust")
 
 
 _AT = {name: at for at, name in enumerate(_FIELDS)}
@@ -53,7 +60,8 @@ class Row:
     __slots__ = ("_words",)
     _words: memoryview
 
-    def __init__(self, words: memoryview) -> None:
+    def lie_in(self, words: memoryview) -> None:
+        """From now on these are the words."""
         object.__setattr__(self, "_words", words)
 
     def __getattr__(self, name: str) -> int:
@@ -82,10 +90,19 @@ class Row:
     def state_name(self) -> str:
         return STATES[self.state] if self.state < len(STATES) else "?"
 
+    def words(self) -> list[int]:
+        """A copy of all."""
+        return self._words.tolist()
+
+    def take(self, words: list[int]) -> None:
+        """Say what another row has said."""
+        for at, word in enumerate(words):
+            self._words[at] = word
+
     def wipe(self) -> None:
-        """Forget everything but `restarts`, which is not ours."""
+        """Forget what a predecessor has said, but for what is not only of its life."""
         for at, name in enumerate(_FIELDS):
-            if name != "restarts":
+            if name not in _LASTING:
                 self._words[at] = 0
 
 
@@ -95,7 +112,16 @@ class StatsPage:
     def __init__(self, instance: str, data_id: str, data: str) -> None:
         """Open the page, making or wiping it. Raises BusyError while the instance serves another data directory."""
         self.path = f"{SHM}/{instance}.stats"
-        identity = f"kmq-stats data_id={data_id} data={os.path.abspath(data)}\n".encode()[:_TEXT]
+        self._identity = f"kmq-stats data_id={data_id} data={os.path.abspath(data)}\n".encode()[:_TEXT]
+        self.rows = {name: Row() for name in PROCESSES}
+        with self._locked():
+            if not self._is_ours():
+                self._take_over(instance)
+                self._mm[0:_FILE_BYTES] = self._identity.ljust(_TEXT, b"\0").ljust(_FILE_BYTES, b"\0")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Map the file that has the name, made where there is none, and keep others from taking it over meanwhile."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
         except PermissionError:
@@ -104,18 +130,37 @@ class StatsPage:
             fcntl.flock(fd, fcntl.LOCK_EX)
             os.posix_fallocate(fd, 0, _FILE_BYTES)
             self._map(fd)
-            if self.identity() != identity.decode(errors="replace").strip():
-                self._take_over(instance)
-                self._mm[0:_FILE_BYTES] = identity.ljust(_TEXT, b"\0").ljust(_FILE_BYTES, b"\0")
+            self._file = file_id(self.path)
+            yield
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)  # the mapping keeps a duplicate of fd, so closing alone would keep the lock
             os.close(fd)
 
+    def keep_in_place(self, process: str) -> None:
+        """Go on in a new file where ours was removed, for nobody sees what we write there. Raises BusyError.
+
+        The first to notice takes over what all have said, those who come after it the row of `process`, which is theirs.
+        """
+        if file_id(self.path) == self._file:
+            return
+        said, mine = bytes(self._mm), self.rows[process].words()
+        with self._locked():
+            if not self.identity():
+                self._mm[0:_FILE_BYTES] = said
+            elif not self._is_ours():
+                raise BusyError(f"{self.path} is in use by another data directory now ({self.identity()})")
+            else:
+                self.rows[process].take(mine)
+
+    def _is_ours(self) -> bool:
+        return self._mm[:_TEXT] == self._identity.ljust(_TEXT, b"\0")
+
     def _map(self, fd: int) -> None:
         self._mm = mmap.mmap(fd, _FILE_BYTES)
         words = memoryview(self._mm).cast("Q")
-        start = _TEXT // 8
-        self.rows = {name: Row(words[start + i * _ROW : start + (i + 1) * _ROW]) for i, name in enumerate(PROCESSES)}
+        for at, row in enumerate(self.rows.values()):
+            start = _TEXT // 8 + at * _ROW
+            row.lie_in(words[start : start + _ROW])
 
     def identity(self) -> str:
         return self._mm[:_TEXT].rstrip(b"\0").decode(errors="replace").strip()
@@ -141,7 +186,7 @@ class StatsPage:
 def peek(instance: str, shm: str = SHM) -> StatsPage | None:
     """The page of an instance for looking only, or None where there is none. `shm`: where another pod's /dev/shm is."""
     page = StatsPage.__new__(StatsPage)
-    page.path = f"{shm}/{instance}.stats"
+    page.path, page.rows = f"{shm}/{instance}.stats", {name: Row() for name in PROCESSES}
     try:
         fd = os.open(page.path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -3,10 +3,11 @@
 import os
 import time
 
+from kmq import clock
 from kmq.links import fifo, layout
 from kmq.logfmt import pairs
 from kmq.settings import STAGES, Settings
-from kmq.stats import Row, peek
+from kmq.stats import Row, StatsPage, peek
 
 _BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
 _STALE_S = 2.0  # without a heartbeat for this long a stage is stopped, hung or dead
@@ -44,9 +45,12 @@ class StageStatus:
 class Status:
     """The whole broker at one moment."""
 
-    def __init__(self, stages: list[StageStatus], backlog: dict[str, int], gateway: StageStatus | None = None) -> None:
+    def __init__(
+        self, stages: list[StageStatus], backlog: dict[str, int], gateway: StageStatus | None = None, clock: str = ""
+    ) -> None:
         self.stages, self.backlog = stages, backlog
         self.gateway = gateway  # None: this broker has none
+        self.clock = clock  # why the time of day is not trusted, and what to do; "": it is
 
     @property
     def processes(self) -> list[StageStatus]:
@@ -85,7 +89,27 @@ def collect(settings: Settings) -> Status:
         os.close(fd)
     for name in ("framed", "durable"):
         waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
-    return Status(stages, waiting, gateway)
+    return Status(stages, waiting, gateway, _clock(page))
+
+
+def _clock(page: StatsPage) -> str:
+    suspects = [page.rows[name] for name in STAGES if page.rows[name].clock_suspect]
+    if not suspects:
+        return ""
+    row = max(suspects, key=clock.steady_in_s)
+    off = clock.off_by_s(row)
+    return (
+        f"the time of day is {abs(off):,} s {'ahead' if off > 0 else 'behind'} of what it was: nothing is deleted or"
+        f" forgotten by age until it has been steady for another {clock.steady_in_s(row)} s; {clock.ADVICE}"
+    )
+
+
+def trust_clock(settings: Settings) -> None:
+    """Tell every stage that the time of day is right now."""
+    page = peek(settings.instance)
+    if page is not None and page.serves(settings.data):
+        for name in STAGES:
+            clock.trust(page.rows[name])
 
 
 def collect_with_rates(settings: Settings) -> Status:

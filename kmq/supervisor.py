@@ -76,11 +76,19 @@ class Supervisor:
                 self._stop(EXIT_OK)
             self._reap()
             self._kill_overdue()
+            self._keep_in_place(owner, page)
         if self.exit_code == EXIT_OK:
             self._remove_drained_rings()
         owner.release()
         self.log.info("stopped", exit_code=self.exit_code)
         return self.exit_code
+
+    def _keep_in_place(self, owner: FileLock, page: StatsPage) -> None:
+        """Make the lock file, by which `kmq down` finds us, and the stats page again where somebody has removed them."""
+        if not owner.is_in_place():
+            owner.release()
+            owner.acquire("this broker", describe("supervisor", self.settings.data))
+        page.keep_in_place("gateway")  # no row is ours, and a gateway that lives says its own again
 
     def _all_gone(self) -> bool:
         return bool(self.stopping_since) and not any(child.pid for child in self.children)

@@ -1,4 +1,4 @@
-"""Files that change while a process runs: certificates and tokens.
+"""Files that change while a process runs: certificates and tokens; and whether a name still leads to the same file.
 
 Kubernetes swaps a symlink, people write in place: both show in what `stat` says. Nobody is woken by it; whoever is about to
 use what was read from the files asks first.
@@ -8,6 +8,15 @@ import os
 import time
 
 _LOOK_S = 1.0  # between two looks at most so much happens unseen, and at most so often it costs a stat
+
+
+def file_id(path: str) -> tuple[int, int] | None:
+    """Which file `path` leads to now, as device and inode; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Watch:

@@ -38,7 +38,6 @@ from kmq import status
 from kmq.client.lines import read_port
 from kmq.client.producer import Producer
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError
-from kmq.links.ownership import RingLock
 from kmq.log import wal
 from kmq.settings import MIB, STAGES, Settings, load
 from kmq.stats import StatsPage, peek
@@ -398,9 +397,6 @@ def pod_in(home: Path, up: bool = True) -> Iterator[Pod]:
         instance = running.settings.instance
         for left in Path("/dev/shm").glob(f"*{instance}.*"):
             left.unlink()
-        for ring in ("framed", "durable"):
-            for end in ("writer", "reader"):
-                RingLock(instance, ring, end).remove()
 
 
 def wait_until(condition: Callable[[], bool], poll_s: float) -> None:

@@ -22,7 +22,6 @@ from rich.table import Table
 
 from kmq.client.lines import LineSender, format_message
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
-from kmq.links.ownership import RingLock
 from kmq.spark.commands import On, running
 from kmq.spark.sessions import find_java, require_spark
 from kmq.spark.standalone import Standalone
@@ -77,9 +76,6 @@ class Pod:
         """A broker leaves its rings for its next start; this one has none."""
         for path in (*SHM.glob(f"{self._instance}.*"), *SHM.glob(f"sem.{self._instance}.*")):
             path.unlink()
-        for ring in ("framed", "durable"):
-            for end in ("writer", "reader"):
-                RingLock(self._instance, ring, end).remove()
 
     def wait_routed(self) -> None:
         """Until the queues have everything that was sent."""

@@ -7,8 +7,9 @@ Invariant   A block enters `durable`, and its replies FIFO `acks`, only after th
             for a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
 Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the start
                                   and appended again;
-            after the fsync       they are read again, not written again (seq <= last_seq), answered again, pushed if
-                                  `durable` lacks them;
+            after the fsync       they are read again, compared with what the WAL has under their seqs, not written again,
+                                  answered again, pushed if `durable` lacks them. What differs ends us: it is of a ring that
+                                  gave these seqs to other messages, and nothing of it has been stored;
             inside a line         Wal cuts the torn end: nothing that is cut had been shown to anybody;
             fsync failed          the ring remembers; we end, and the next start goes on in a new segment (wal.py).
 Not covered A disk that lies about fdatasync.
@@ -17,13 +18,15 @@ Not covered A disk that lies about fdatasync.
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
+from kmq.clock import AgeClock
 from kmq.errors import CorruptError, RetryError
 from kmq.links import layout
 from kmq.links.acks import AckWriter
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import checkpoint, dropped
+from kmq.log import checkpoint, dropped, identity, numbered, wal
 from kmq.log.disk import Buffer
 from kmq.log.room import Room
 from kmq.log.segment import Limits
@@ -38,15 +41,18 @@ _SLACK = 2 * MIB  # beyond one ring of blocks: how far back from the end of the 
 def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
     """Make everything in the WAL durable, so that from here on what it holds may be shown."""
     synced = framed.synced_seq
-    numbered = framed.committed().next_seq - 1
-    if wal.last_seq > numbered:  # the ring slept while another instance wrote here: cut nothing on its word
+    last_framed = framed.committed().next_seq - 1
+    if wal.last_seq > last_framed:  # the ring slept while another instance wrote here: cut nothing on its word
         raise CorruptError(
-            f"the WAL ends at seq {wal.last_seq}, but the ring {framed.path} has numbered up to {numbered} only:"
+            f"the WAL ends at seq {wal.last_seq}, but the ring {framed.path} has numbered up to {last_framed} only:"
             " it is older than the WAL; remove it while the broker is down"
         )
     waiting = framed.first_waiting_seq()
-    if wal.last_seq + 1 < waiting and not framed.drops:
-        raise CorruptError(f"the WAL ends at seq {wal.last_seq}, but the ring goes on at {waiting}: the WAL was cut")
+    if dropped.without(wal.last_seq + 1, waiting - 1, dropped.accounted(wal.data)) and not framed.drops:
+        raise CorruptError(
+            f"the WAL ends at seq {wal.last_seq}, but the ring goes on at {waiting}: the WAL was cut;"
+            " run kmq verify --repair, which restores it from the queues"
+        )
     if synced is None:
         wal.rewrite_tail(framed.size + _SLACK)
     elif wal.last_seq > synced or framed.sync_failed:
@@ -79,7 +85,8 @@ class Durability:
         self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
         self.acks = AckWriter(stage.acks)
         self.room = Room(stage.settings, lambda: stage.row.bytes)
-        self.named = max([0, *(r.last for r in dropped.read(stage.settings.data, "framed"))])
+        self.named = max([0, *(gone.last for gone in dropped.accounted(stage.settings.data))])
+        self.clock = AgeClock(stage.row, wal.last_ts, stage.log)
         self._noted = time.monotonic_ns()
 
     def turn(self) -> bool:
@@ -116,8 +123,8 @@ class Durability:
 
     def _store(self, blocks: list[Block]) -> None:
         """Append what the WAL does not have yet and sync it: the commit point."""
-        wal, row = self.wal, self.stage.row
-        new = [(b.data, b.first_seq, b.count, b.recv_ts) for b in blocks if b.count and b.first_seq > wal.last_seq]
+        row = self.stage.row
+        new = self._without_stored([block for block in blocks if block.count])
         if not new:
             return
         nbytes = sum(len(data) for data, *_ in new)
@@ -126,9 +133,29 @@ class Durability:
             self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)")
         self._commit(new)
         self.stage.has_room()
-        row.seq = wal.last_seq
+        row.seq = self.wal.last_seq
         row.messages += sum(count for _, _, count, _ in new)
         row.bytes += nbytes
+
+    def _without_stored(self, blocks: list[Block]) -> list[tuple[Buffer, int, int, int]]:
+        """(lines, first seq, count, recv_ts) of what the WAL lacks. Raises CorruptError where it has other records there."""
+        last = self.wal.last_seq
+        new: list[tuple[Buffer, int, int, int]] = []
+        for block in blocks:
+            data, first_seq = block.data, block.first_seq
+            if first_seq <= last:  # after a restart: what the ring had not been told is stored
+                until = min(block.last_seq, last)
+                stored = b"".join(wal.read(self.wal.data, first_seq, until))
+                if stored.count(b"\n") != until - first_seq + 1 or data[: len(stored)] != stored:
+                    raise CorruptError(
+                        f"the WAL {self.wal.path} and the ring {self.framed.path} hold different records from seq"
+                        f" {first_seq} on: run kmq verify --repair, and if it finds no damage remove the ring; what only the"
+                        " ring holds has not been acknowledged"
+                    )
+                data, first_seq = data[len(stored) :], until + 1
+            if data:
+                new.append((data, first_seq, block.last_seq - first_seq + 1, block.recv_ts))
+        return new
 
     def _commit(self, new: Sequence[tuple[Buffer, int, int, int]] = ()) -> None:
         """Append `new`, and sync what is due under KMQ_FSYNC, also when nothing came."""
@@ -150,7 +177,7 @@ class Durability:
         stage = self.stage
         if stage.page.rows["router"].state_name == "recovering":
             return
-        for gone in self.wal.retain(lambda: checkpoint.wal_is_free_up_to(stage.settings.data)):
+        for gone in self.wal.retain(lambda: checkpoint.wal_is_free_up_to(stage.settings.data), self.clock.now_s()):
             stage.log.info("segment_deleted", file=gone.path, first_seq=gone.first, bytes=gone.size)
 
     def _answer(self, blocks: list[Block]) -> None:
@@ -178,27 +205,21 @@ class Durability:
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → recover → loop → drain."""
     settings = stage.settings
-    owner = stage.own(f"{settings.data}/append/.owner", f"WAL {settings.data}/append")
+    directory = f"{settings.data}/append"
+    owner = stage.own(f"{directory}/.owner", f"WAL {directory}", traces=f"{directory}/*.log")
     stage.state("recovering")
+    if identity.raise_version(settings.data, numbered.end(settings.data)[0] + 1):
+        stage.log.info(
+            "format_raised", to=identity.FORMAT, effect="releases before this one do not open the directory any more"
+        )
     unindexed = settings.ring_bytes + _SLACK
     wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check)
     if wal.cut_bytes:
         stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)
-
-    def attach() -> RingReader | None:
-        return RingReader.attach(settings.instance, "framed", stage.ring_identity("framed"), stage.who)
-
-    framed = stage.wait_for("ring framed, from the framer", attach)
+    framed = stage.wait_for("ring framed, from the framer", partial(stage.attach_ring, "framed"))
     assert isinstance(framed, RingReader)
     recover_wal(stage, wal, framed)
-    durable = RingWriter(
-        settings.instance,
-        "durable",
-        stage.ring_identity("durable"),
-        stage.who,
-        lambda: (wal.last_seq + 1, wal.last_ts),
-        stage.log,
-    )
+    durable = stage.open_ring("durable", lambda: (wal.last_seq + 1, wal.last_ts))
     if durable.last.next_seq > wal.last_seq + 1 and not framed.drops:
         raise CorruptError(
             f"the WAL ends at seq {wal.last_seq}, but the ring {durable.path} has shown seq {durable.last.next_seq - 1}"

@@ -30,7 +30,7 @@ from kmq.links.layout import Commit, field
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
-from kmq.log import dropped, producers, wal
+from kmq.log import dropped, numbered, producers, wal
 from kmq.log.producers import Producers
 from kmq.log.reader import last_line
 from kmq.stage import Stage, main
@@ -51,22 +51,20 @@ def other_pod(stage: Stage) -> str:
 
 def open_ring(stage: Stage) -> RingWriter:
     """The ring, new or as the last framer left it, checked against the WAL."""
-    data = stage.settings.data
-    named = dropped.read(data, "framed")
+    data, is_synced = stage.settings.data, not stage.settings.fsync
 
     def next_after_wal() -> tuple[int, int]:
-        seq, recv_ts = wal.last_stored(data)
-        return max([seq, *(r.last for r in named)]) + 1, recv_ts
+        seq, recv_ts = numbered.agreed_end(data, ask_queues=is_synced)
+        return seq + 1, recv_ts
 
-    ring = RingWriter(
-        stage.settings.instance, "framed", stage.ring_identity("framed"), stage.who, next_after_wal, stage.log
-    )
+    ring = stage.open_ring("framed", next_after_wal)
     waiting = ring.first_waiting_seq()  # before the WAL is read: a living durability moves both on
-    in_wal = next_after_wal()[0] - 1
+    in_wal = numbered.end(data)[0]
     if in_wal >= ring.last.next_seq or (not ring.drops and in_wal + 1 < waiting):
         raise CorruptError(
-            f"the WAL ends at seq {in_wal}, but the ring {ring.path} holds seq {waiting} to"
-            f" {ring.last.next_seq - 1}: if the WAL was restored on purpose, remove the ring while the broker is down"
+            f"the WAL ends at seq {in_wal}, but the ring {ring.path} holds seq {waiting} to {ring.last.next_seq - 1}: run"
+            " kmq verify --repair, which restores the WAL from the queues; if the WAL was restored on purpose to an older"
+            " state, queues and checkpoints too, remove the ring while the broker is down"
         )
     return ring
 
@@ -102,7 +100,7 @@ def remember(stage: Stage, ring: RingWriter) -> Producers:
         table.absorb(lines)
         read = record.seq_of(last_line(lines))
         stage.beat()
-    missing = dropped.without(read + 1, in_wal, dropped.read(settings.data, "framed"))
+    missing = dropped.without(read + 1, in_wal, dropped.accounted(settings.data))
     if missing and not ring.drops:  # a table that is too short would store again what comes again
         raise RetryError(f"the WAL reads up to seq {read} only, but has been written up to {in_wal}")
     for block in blocks:

@@ -15,9 +15,10 @@ import sys
 import time
 from functools import partial
 
+from kmq.clock import AgeClock
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
-from kmq.log import dropped
+from kmq.log import dropped, identity, wal
 from kmq.log.dropped import without
 from kmq.log.queues import Queues
 from kmq.log.room import NEW_TOPIC, Room
@@ -68,16 +69,15 @@ def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
 def run(stage: Stage) -> None:
     """Promise: see the module. Settings → links → recover → loop → drain."""
     settings = stage.settings
-    owner = stage.own(f"{settings.data}/topics/.owner", f"queues {settings.data}/topics")
-
-    def attach() -> RingReader | None:
-        return RingReader.attach(settings.instance, "durable", stage.ring_identity("durable"), stage.who)
-
-    ring = stage.wait_for("ring durable, from durability", attach)
+    topics = f"{settings.data}/topics"
+    owner = stage.own(f"{topics}/.owner", f"queues {topics}", traces=f"{topics}/*/*/*.log")
+    ring = stage.wait_for("ring durable, from durability", partial(stage.attach_ring, "durable"))
     assert isinstance(ring, RingReader)
+    stage.wait_for("formats of the newest version, by durability", lambda: identity.is_newest(settings.data) or None)
     stage.state("recovering")
     queues = Queues(settings.data, stage.wait_for_room, stage.log, Limits.of(settings), settings.fsync == 0)
     queues.recover(ring.committed().next_seq - 1, stage.check)
+    queues.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
     queues.before_topic = partial(wait_for_quota, stage, Room(settings, lambda: stage.page.rows["durability"].bytes))
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=len(queues.topics))

@@ -1,7 +1,8 @@
 """A ring in POSIX shared memory: one writer process, one reader process, blocks of whole lines between them.
 
 Links       /dev/shm/<instance>.<name>; doorbells /<instance>.<name>.reader and .writer.
-Owners      the writer end and the reader end each belong to one process (ownership.RingLock).
+Owners      the writer end and the reader end each belong to one process (ownership.RingLock, a lock on the byte where the header
+            begins to name it).
 
 Layout (bytes; every cell is one aligned 8-byte word)
 
@@ -41,15 +42,16 @@ import contextlib
 import mmap
 import os
 
-from kmq.errors import BusyError
+from kmq.errors import BusyError, ConfigError
 from kmq.links.doorbell import Doorbell, fence
-from kmq.links.ownership import RingLock
+from kmq.links.ownership import RingLock, is_same_file
 from kmq.settings import SHM
 
 LAYOUT = 2  # version of the layout on this page
 
 IDENTITY, WRITER, READER, TEXT = 0, 1024, 2048, 1024
 CELLS, BLOCKS = 4096, 8192
+_COPY_BYTES = 1 << 20
 
 # Cells, as word numbers from CELLS. Written by the writer process:
 COUNTER = 0  # commits so far; the record in force is RECORD[counter & 1]
@@ -126,15 +128,16 @@ class Block:
 class Ring:
     """What both ends share: the mapping, the cells, the consistent reading of them."""
 
-    lock: RingLock
-
     def __init__(self, instance: str, name: str) -> None:
         self.instance, self.name = instance, name
         self.path = shm_path(instance, name)
         self.reader_bell = Doorbell(f"/{instance}.{name}.reader")
         self.writer_bell = Doorbell(f"/{instance}.{name}.writer")
 
-    def _map(self, fd: int, identity: Identity) -> None:
+    def _map(self, fd: int, identity: Identity, mine: int, other: int) -> None:
+        """`mine` and `other`: where the header names who holds our end, which is locked, and the other one."""
+        self._fd = fd
+        self.lock, self._peer = RingLock(fd, mine), RingLock(fd, other)
         self.identity = identity
         self.size = identity.ring_bytes
         self.drops = identity.policy == "drop_oldest"
@@ -172,12 +175,65 @@ class Ring:
     def _sign(self, at: int, who: str) -> None:
         self.mm[at : at + TEXT] = who.encode()[: TEXT - 1].ljust(TEXT, b"\0")
 
+    def is_in_place(self) -> bool:
+        """Whether ring and bells are still there under their names: else the other end may be on others, and we never meet."""
+        if self._fd < 0:
+            return True  # given back
+        return is_same_file(self._fd, self.path) and self.reader_bell.is_in_place() and self.writer_bell.is_in_place()
+
+    def write_again(self) -> bool:
+        """Somebody has removed the ring's file: make a copy under its name, so that what waits in it is not lost.
+
+        Only where `may_write_again`. The other end may still work on the old one. What durability stores of it meanwhile it
+        finds in the copy again, and knows it by the WAL. Whoever calls this uses the ring no more. False where there is
+        one by that name already; raises OSError where it cannot be made.
+        """
+        making = f"{self.path}.again"
+        fd = make_file(making, len(self.mm))
+        try:
+            for at in range(0, len(self.view), _COPY_BYTES):
+                os.pwrite(fd, self.view[at : at + _COPY_BYTES], at)
+            for cell in (TAIL, TAIL_MESSAGES, SYNCED, SYNC_FAILED):  # the reader may be writing them: whole words
+                os.pwrite(fd, self.cells[cell : cell + 1], (CELLS // 8 + cell) * 8)
+        finally:
+            os.close(fd)
+        return give_name(making, self.path)
+
     def close(self) -> None:
         """Give the mapping and this end back; the ring itself stays."""
         for view in (self.cells, self.words, self.view):
             view.release()
         self.mm.close()
-        self.lock.release()
+        os.close(self._fd)  # and with it the lock
+        self._fd = -1
+
+
+def make_file(path: str, nbytes: int) -> int:
+    """A new file in shared memory with all its bytes allocated: a sparse one on a small /dev/shm ends in SIGBUS later."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of one who was killed; it may be the file that has its name by now
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as err:
+        os.close(fd)
+        os.unlink(path)
+        raise ConfigError(
+            f"{path}: no room in {SHM} for {nbytes} bytes ({err.strerror}); enlarge it or lower RB_BYTES and KMQ_MAX_LINE"
+        ) from err
+    os.fchmod(fd, 0o660)
+    return fd
+
+
+def give_name(making: str, path: str) -> bool:
+    """Let the file that was made, and is whole, have its name; False where another one has it."""
+    try:
+        os.link(making, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(making)
+    return True
 
 
 def read_text(fd: int, at: int) -> str:
@@ -258,14 +314,19 @@ def last_seq(instance: str, name: str, identity: Identity) -> int:
 
 
 def remove(instance: str, name: str) -> None:
-    """Delete a ring, its bells and its locks; only while nobody holds either end."""
-    locks = [RingLock(instance, name, end) for end in ("writer", "reader")]
-    for lock in locks:
-        if lock.is_held():
-            raise BusyError(f"{lock.name} is still held")
-    for path in (shm_path(instance, name), shm_path(instance, name) + ".new"):
+    """Delete a ring and its bells; only while nobody holds either end."""
+    path = shm_path(instance, name)
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for at, end in ((WRITER, "writer"), (READER, "reader")):
+                if RingLock(fd, at).is_held():
+                    raise BusyError(f"ring {instance}.{name} ({end}) is still held by {read_text(fd, at)}")
+        finally:
+            os.close(fd)
+        os.unlink(path)
+    for unfinished in (f"{path}.new", f"{path}.again"):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-    for lock in locks:
-        lock.remove()
-        Doorbell.remove(f"/{lock.name}")
+            os.unlink(unfinished)
+    for end in ("writer", "reader"):
+        Doorbell.remove(f"/{instance}.{name}.{end}")

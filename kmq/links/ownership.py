@@ -1,29 +1,31 @@
 """Who owns what: at most one living process holds each end of a link and each directory on disk.
 
 Invariant   Two processes never write the same ring, log or FIFO end at once, whatever was killed before.
-Crash       Both kinds of lock are given back by the kernel when the holder dies, however it dies:
-            a System V semaphore taken with SEM_UNDO (rings: there is no file that both containers need to share),
-            and flock (directories and the FIFO: the lock then lies with the data, also for a second pod on one volume).
-            A holder must not fork: the child would share the flock.
+Mechanism   Two kinds of lock, both given back by the kernel when the holder dies, however it dies.
+            RingLock: a byte of the ring itself, an open file description lock. It lives and dies with the ring, so it cannot be
+            removed while the ring stays (System V semaphores can: systemd's RemoveIPC takes them all at a logout).
+            FileLock: flock on a file beside the data, so that a second pod on the same volume sees it too.
+Crash       A lock file that is deleted protects nothing any more: whoever comes next makes a new one. So its holder looks now and
+            then whether it is still there (`is_in_place`), and ends where it is not. Whoever has to make the lock file of a
+            directory that has been used waits NOTICE_S, which is longer than a holder takes to notice (both in stage.py).
+            A holder must not fork: the child would share its locks.
 Not covered flock across nodes on a network file system that does not carry it.
-
-The semaphore is created with IPC_CREX only. Opening with IPC_CREAT and an initial value resets one that is held.
-A creator that dies between creating and setting leaves value 0 and no operation ever done (o_time 0): such a one is
-removed and made anew.
 """
 
 import fcntl
 import os
 import socket
+import struct
 import time
-import zlib
 
-import sysv_ipc
-
-from kmq.errors import BusyError, ConfigError
+from kmq.errors import BusyError
 from kmq.settings import OWNER_WAIT_S
+from kmq.watch import file_id
 
+LOOK_S = 0.25  # a holder looks so often whether what it holds is still there
+NOTICE_S = 4 * LOOK_S  # and has noticed by then, unless it is stopped
 _POLL_S = 0.02  # while waiting for another holder to go; only ever for OWNER_WAIT_S
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 
 
 def describe(stage: str, data: str) -> str:
@@ -31,44 +33,29 @@ def describe(stage: str, data: str) -> str:
     return f"pid={os.getpid()} host={socket.gethostname()} stage={stage} data={os.path.abspath(data)}"
 
 
-def _semaphore(name: str) -> sysv_ipc.Semaphore:
-    key = zlib.crc32(f"kmq:{name}".encode()) & 0x7FFFFFFF or 1
-    while True:
-        try:
-            semaphore = sysv_ipc.Semaphore(key, sysv_ipc.IPC_CREX, mode=0o660, initial_value=1)
-        except sysv_ipc.ExistentialError:
-            try:
-                semaphore = sysv_ipc.Semaphore(key)
-            except sysv_ipc.ExistentialError:
-                continue  # removed between the two calls
-        except sysv_ipc.PermissionsError:
-            raise ConfigError(f"ring lock {name}: belongs to another user; use another KMQ_INSTANCE") from None
-        semaphore.block = False
-        semaphore.undo = True
-        return semaphore
+def is_same_file(fd: int, path: str) -> bool:
+    """Whether `path` leads to the file that is open as `fd`."""
+    found = os.fstat(fd)
+    return file_id(path) == (found.st_dev, found.st_ino)
 
 
 class RingLock:
-    """One end (`writer` or `reader`) of one ring of one instance."""
+    """One end of the ring that is open as `fd`: the byte where the ring's header names who holds that end."""
 
-    def __init__(self, instance: str, ring: str, end: str) -> None:
-        self.name = f"{instance}.{ring}.{end}"
-        self._held: sysv_ipc.Semaphore | None = None
+    def __init__(self, fd: int, at: int) -> None:
+        """`fd` stays the caller's. The lock belongs to what it opened: it is given back when the last duplicate is closed."""
+        self._fd, self._at = fd, at
+
+    def _fcntl(self, command: int, kind: int) -> int:
+        answer = fcntl.fcntl(self._fd, command, _FLOCK.pack(kind, os.SEEK_SET, self._at, 1, 0))
+        return int(_FLOCK.unpack(answer)[0])
 
     def try_acquire(self) -> bool:
         """Take it if nobody has it."""
-        semaphore = _semaphore(self.name)
         try:
-            semaphore.acquire()
-        except sysv_ipc.BusyError:
-            if semaphore.value == 0 and semaphore.o_time == 0:
-                time.sleep(_POLL_S)  # its creator may be between the two calls
-                if semaphore.o_time == 0:
-                    semaphore.remove()
+            self._fcntl(fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
+        except BlockingIOError:
             return False
-        except sysv_ipc.ExistentialError:
-            return False  # removed under us: the caller tries again
-        self._held = semaphore
         return True
 
     def acquire(self, what: str, holder: str) -> None:
@@ -80,17 +67,12 @@ class RingLock:
             time.sleep(_POLL_S)
 
     def is_held(self) -> bool:
-        """Whether some process has it now: a snapshot."""
-        return bool(_semaphore(self.name).value == 0)
+        """Whether somebody else has it now: a snapshot."""
+        return self._fcntl(fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
 
     def release(self) -> None:
-        if self._held is not None:
-            self._held.release()
-            self._held = None
-
-    def remove(self) -> None:
-        """Delete the semaphore itself; only when the instance is down."""
-        _semaphore(self.name).remove()
+        """Give it back, if we have it."""
+        self._fcntl(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
 
 class FileLock:
@@ -98,13 +80,18 @@ class FileLock:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.is_new = False  # whether `acquire` had to make the file
         self._fd = -1
 
     def try_acquire(self, who: str) -> bool:
+        self.is_new = not os.path.exists(self.path)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(fd)
+            return False
+        if not is_same_file(fd, self.path):  # deleted, or replaced, between the two calls
             os.close(fd)
             return False
         os.ftruncate(fd, 0)
@@ -141,6 +128,10 @@ class FileLock:
             return True
         finally:
             os.close(fd)
+
+    def is_in_place(self) -> bool:
+        """Whether the file that we hold is still there under its name."""
+        return self._fd < 0 or is_same_file(self._fd, self.path)
 
     def release(self) -> None:
         if self._fd >= 0:

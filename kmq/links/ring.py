@@ -34,13 +34,14 @@ from kmq.links.layout import (
     block_bytes,
     field,
     first_waiting,
+    give_name,
+    make_file,
     read_text,
     shm_path,
     waiting_bytes,
 )
-from kmq.links.ownership import RingLock
+from kmq.links.ownership import RingLock, is_same_file
 from kmq.logfmt import Log
-from kmq.settings import SHM
 
 
 class RingWriter(Ring):
@@ -51,43 +52,50 @@ class RingWriter(Ring):
     ) -> None:
         """`first_seq` is called only where the ring is made anew, for the next seq and the last recv_ts (µs)."""
         super().__init__(instance, name)
-        self.lock = RingLock(instance, name, "writer")
-        self.lock.acquire(f"ring {instance}.{name} (writer)", self._holder(WRITER))
-        fd = self._existing(identity, log)
-        self.created = fd < 0
+        fd, self.created = self._existing(identity, log), False
+        while fd < 0:
+            fd, self.created = self._create(identity, *first_seq()), True
+            if fd < 0:  # somebody else has given a ring this name meanwhile
+                fd, self.created = self._existing(identity, log), False
         if self.created:
-            fd = self._create(identity, *first_seq())
             log.info("ring_created", ring=name, slots=identity.slots, bytes=identity.ring_bytes, policy=identity.policy)
-        self._map(fd, identity)
-        os.close(fd)
+        self._map(fd, identity, WRITER, READER)
         self._sign(WRITER, who)
         self._last = self.committed()
         self._counter: int = self.cells[COUNTER]
         self._floor: int = self.cells[FLOOR]
         self._floor_messages: int = self.cells[FLOOR_MESSAGES]
 
-    def _holder(self, at: int) -> str:
-        try:
-            fd = os.open(self.path, os.O_RDONLY)
-        except OSError:
-            return ""
-        try:
-            return read_text(fd, at)
-        finally:
-            os.close(fd)
-
     def _existing(self, wanted: Identity, log: Log) -> int:
-        """A descriptor of the ring that is there and is ours, or -1 after removing one that is not (invariant 5)."""
-        try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return -1
-        except PermissionError:
-            raise ConfigError(f"{self.path}: belongs to another user; use another KMQ_INSTANCE") from None
+        """A descriptor of the ring that is there and is ours, locked; -1 after removing one that is not (invariant 5)."""
+        while True:
+            try:
+                fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return -1
+            except PermissionError:
+                raise ConfigError(f"{self.path}: belongs to another user; use another KMQ_INSTANCE") from None
+            is_ours = False
+            try:
+                self._lock_writer(fd)
+                if not is_same_file(fd, self.path):
+                    continue  # made anew while we waited
+                is_ours = read_text(fd, IDENTITY) == wanted.text() and os.fstat(fd).st_size == wanted.file_bytes
+                if is_ours:
+                    return fd
+                self._remove(fd, wanted, log)
+                return -1
+            finally:
+                if not is_ours:
+                    os.close(fd)  # and with it the lock
+
+    def _lock_writer(self, fd: int) -> None:
+        RingLock(fd, WRITER).acquire(f"ring {self.instance}.{self.name} (writer)", read_text(fd, WRITER))
+
+    def _remove(self, fd: int, wanted: Identity, log: Log) -> None:
+        """Remove a ring that is not ours, unless somebody reads it, or it is of other settings and holds messages."""
         found = read_text(fd, IDENTITY)
-        if found == wanted.text() and os.fstat(fd).st_size == wanted.file_bytes:
-            return fd
-        reader = RingLock(self.instance, self.name, "reader")
+        reader = RingLock(fd, READER)
         try:
             reader.acquire(f"ring {self.instance}.{self.name} (reader)", read_text(fd, READER))
             ours = field(found, "data_id") == wanted.data_id and field(found, "layout") == str(LAYOUT)
@@ -101,22 +109,11 @@ class RingWriter(Ring):
             os.unlink(self.path)
         finally:
             reader.release()
-            os.close(fd)
-        return -1
 
     def _create(self, identity: Identity, next_seq: int, last_ts: int) -> int:
-        """Make the ring under a name of its own and give it its name when it is whole."""
-        making = f"{self.path}.new"
-        fd = os.open(making, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o660)
-        try:
-            os.posix_fallocate(fd, 0, identity.file_bytes)  # a sparse file on a small /dev/shm ends in SIGBUS later
-        except OSError as err:
-            os.unlink(making)
-            raise ConfigError(
-                f"{SHM}: no room for {self.name} ({identity.file_bytes} bytes: {err.strerror});"
-                " enlarge it or lower RB_BYTES and KMQ_MAX_LINE"
-            ) from err
-        os.fchmod(fd, 0o660)
+        """Make the ring, locked; its descriptor, or -1 where there is one by now."""
+        fd = make_file(f"{self.path}.new", identity.file_bytes)
+        self._lock_writer(fd)
         os.pwrite(fd, identity.text().encode(), IDENTITY)
         cells = mmap.mmap(fd, BLOCKS)
         words = memoryview(cells).cast("Q")
@@ -125,8 +122,14 @@ class RingWriter(Ring):
         words[CELLS // 8 + BASE_SEQ] = next_seq
         words.release()
         cells.close()
-        os.rename(making, self.path)
-        return fd
+        if give_name(f"{self.path}.new", self.path):
+            return fd
+        os.close(fd)
+        return -1
+
+    def may_write_again(self) -> bool:
+        """Whether nobody else changes what is in the ring but the reader its cells."""
+        return True
 
     @property
     def last(self) -> Commit:
@@ -254,7 +257,7 @@ class RingWriter(Ring):
 
     def reader_is_gone(self) -> bool:
         """Whether no process holds the reading end: a snapshot."""
-        return not RingLock(self.instance, self.name, "reader").is_held()
+        return not self._peer.is_held()
 
     @property
     def pipe_marked(self) -> bool:
@@ -281,10 +284,9 @@ class RingWriter(Ring):
 class RingReader(Ring):
     """The reading end. Waits for nothing: `attach` answers None until the ring is there and is ours."""
 
-    def __init__(self, instance: str, name: str, fd: int, identity: Identity, lock: RingLock, who: str) -> None:
+    def __init__(self, instance: str, name: str, fd: int, identity: Identity, who: str) -> None:
         super().__init__(instance, name)
-        self.lock = lock
-        self._map(fd, identity)
+        self._map(fd, identity, READER, WRITER)
         self._sign(READER, who)
         self.position: int = self.tail
         self.jumped = False
@@ -300,17 +302,16 @@ class RingReader(Ring):
             return None
         except PermissionError:
             raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
+        reader = None
         try:
-            if read_text(fd, IDENTITY) != identity.text() or os.fstat(fd).st_size != identity.file_bytes:
-                return None
-            lock = RingLock(instance, name, "reader")
-            lock.acquire(f"ring {instance}.{name} (reader)", read_text(fd, READER))
-            if not _same_file(fd, path):
-                lock.release()  # recreated between the two looks
-                return None
-            return cls(instance, name, fd, identity, lock, who)
+            if read_text(fd, IDENTITY) == identity.text() and os.fstat(fd).st_size == identity.file_bytes:
+                RingLock(fd, READER).acquire(f"ring {instance}.{name} (reader)", read_text(fd, READER))
+                if is_same_file(fd, path):  # else it was made anew between the two looks
+                    reader = cls(instance, name, fd, identity, who)
+            return reader
         finally:
-            os.close(fd)
+            if reader is None:
+                os.close(fd)
 
     def take(self) -> list[Block]:
         """All blocks committed since the last take, oldest first; [] when there are none.
@@ -369,7 +370,11 @@ class RingReader(Ring):
 
     def writer_is_gone(self) -> bool:
         """Whether no process holds the writing end: a snapshot, for draining."""
-        return not RingLock(self.instance, self.name, "writer").is_held()
+        return not self._peer.is_held()
+
+    def may_write_again(self) -> bool:
+        """A living writer does it, or goes on writing meanwhile."""
+        return self.writer_is_gone()
 
 
 def _block_at(ring: Ring, position: int, head: int) -> tuple[Block | None, int]:
@@ -391,11 +396,3 @@ def _block_at(ring: Ring, position: int, head: int) -> tuple[Block | None, int]:
     if damaged:
         raise CorruptError(f"{ring.path}: block header at position {position} runs past the head {head}")
     return (None if nbytes == SKIP else Block(payload, end, header)), end
-
-
-def _same_file(fd: int, path: str) -> bool:
-    try:
-        there, here = os.stat(path), os.fstat(fd)
-    except FileNotFoundError:
-        return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

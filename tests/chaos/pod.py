@@ -18,6 +18,7 @@ from termios import FIONREAD
 
 from chaos.checker import Report, Stream, check
 from kmq import stats
+from kmq.errors import BusyError
 from kmq.links import layout
 
 STAGES = ("ingress", "framer", "durability", "router")
@@ -97,10 +98,17 @@ class Pod:
                 os.killpg(process.pid, signal.SIGKILL)  # a group: what runs under strace would outlive it
         for process in self.processes.values():
             process.wait(PATIENCE_S)
-        for name in ("framed", "durable"):
-            layout.remove(self.instance, name)
+        self.wait(self._removes_rings, "the end of those that hold the rings")  # what ran under strace ends after it
         Path(f"/dev/shm/{self.instance}.stats").unlink(missing_ok=True)
         print(self.tail())  # pytest shows it where the test failed
+
+    def _removes_rings(self) -> bool:
+        try:
+            for name in ("framed", "durable"):
+                layout.remove(self.instance, name)
+        except BusyError:
+            return False
+        return True
 
     # --- looking -------------------------------------------------------------------------------------------------
 
@@ -154,8 +162,10 @@ class Pod:
         self.wait(self._is_settled, "the links are empty")
 
     def _is_settled(self) -> bool:
-        seqs = {self.seq(name) for name in STAGES[1:]}
-        return len(seqs) == 1 and not self.fifo_bytes() and not layout.backlog(self.instance, "framed")
+        """In the order in which a line passes them, so that none is overlooked: FIFO, staging and rings, and who has it then."""
+        if self.fifo_bytes() or not layout.is_drained(self.instance, "framed", "durable"):
+            return False
+        return len({self.seq(name) for name in STAGES[1:]}) == 1
 
     def fifo_bytes(self) -> int:
         fd = os.open(self.pipes / "raw", os.O_RDONLY | os.O_NONBLOCK)

@@ -38,6 +38,11 @@ def open_writer(instance: str, policy: str) -> RingWriter:
     return RingWriter(instance, "framed", identity(policy), f"pid={os.getpid()}", lambda: (1, 0), Silent())
 
 
+def lock_of(instance: str) -> RingLock:
+    """The lock of the writing end of a ring that is there."""
+    return RingLock(os.open(layout.shm_path(instance, "framed"), os.O_RDWR), layout.WRITER)
+
+
 def wait_for_reader(instance: str, policy: str) -> RingReader:
     while (reader := RingReader.attach(instance, "framed", identity(policy), f"pid={os.getpid()}")) is None:
         time.sleep(0.001)
@@ -152,7 +157,7 @@ def hold(instance: str, policy: str, path: str) -> None:
 def contend(instance: str, policy: str, path: str) -> None:
     while not os.path.exists(f"{path}.go"):
         time.sleep(0.001)
-    print(RingLock(instance, "framed", "writer").try_acquire(), flush=True)
+    print(lock_of(instance).try_acquire(), flush=True)
     time.sleep(600)
 
 

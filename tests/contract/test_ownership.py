@@ -5,16 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 
 import pytest
-import sysv_ipc
-from ring_end import block_of, identity, open_writer
+from ring_end import block_of, identity, lock_of, open_writer
 from waiting import wait_until
 
 from kmq.errors import BusyError
 from kmq.links import ownership
-from kmq.links.ownership import FileLock, RingLock, describe
+from kmq.links.ownership import FileLock, describe
 from kmq.links.ring import RingReader
 
 WAIT_S = 0.3  # in place of the 2 s that a stage waits for who holds what it needs
@@ -37,7 +35,7 @@ def test_a_second_writer_waits_and_then_names_the_holder(start, instance, monkey
 
 def test_a_lock_is_free_at_once_when_its_holder_is_killed(start, instance):
     process = held(start)
-    lock = RingLock(instance, "framed", "writer")
+    lock = lock_of(instance)
     assert lock.is_held() and not lock.try_acquire()
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -57,26 +55,17 @@ def test_a_writer_that_waits_gets_the_ring_when_the_holder_dies(start, instance)
 def test_looking_at_a_held_lock_does_not_free_it(start, instance):
     held(start)
     for _ in range(3):
-        assert RingLock(instance, "framed", "writer").is_held()
-        assert not RingLock(instance, "framed", "writer").try_acquire()
+        assert lock_of(instance).is_held()
+        assert not lock_of(instance).try_acquire()
 
 
 def test_of_many_that_try_at_once_exactly_one_gets_it(start, instance, tmp_path):
+    open_writer(instance, "block").lock.release()
     contenders = [start("contender") for _ in range(6)]
     (tmp_path / "out.go").touch()
     answers = [process.stdout.readline() for process in contenders]
     assert sorted(answers) == ["False\n"] * 5 + ["True\n"]
-    assert RingLock(instance, "framed", "writer").is_held()
-
-
-def test_a_creator_that_died_before_it_set_the_lock_does_not_block_it_for_ever(instance):
-    lock = RingLock(instance, "framed", "writer")
-    key = zlib.crc32(f"kmq:{lock.name}".encode()) & 0x7FFFFFFF
-    dead = sysv_ipc.Semaphore(key, sysv_ipc.IPC_CREX, mode=0o660, initial_value=0)
-    assert (dead.value, dead.o_time) == (0, 0)
-    lock.acquire("the lock", "nobody")
-    assert RingLock(instance, "framed", "writer").is_held()
-    lock.release()
+    assert lock_of(instance).is_held()
 
 
 def test_a_reader_exits_and_the_ring_remains(start, instance, tmp_path):

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kmq.links.ownership import RingLock
-
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "scripts" / "demo")
 
@@ -50,9 +48,6 @@ def env(tmp_path):
 def remove_shared_memory(instance):
     for left in [*Path("/dev/shm").glob(f"{instance}.*"), *Path("/dev/shm").glob(f"sem.{instance}.*")]:
         left.unlink()
-    for ring in ("framed", "durable"):
-        for end in ("writer", "reader"):
-            RingLock(instance, ring, end).remove()
 
 
 def run(env, *inputs, cwd=ROOT):

@@ -18,7 +18,7 @@ from kmq.stats import FRESH_S, PROCESSES, STATES, StatsPage
 
 ROOT = Path(__file__).resolve().parents[2]
 # Beside what a stage must not import (test_house.py): what a look at one page of shared memory has no need of.
-HEAVY = {"posix_ipc", "sysv_ipc", "socket", "json", "zlib", "asyncio", "logging", "typing", "inspect", "pathlib"}
+HEAVY = {"posix_ipc", "ctypes", "socket", "json", "zlib", "asyncio", "logging", "typing", "inspect", "pathlib"}
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 from kmq.errors import BusyError, ConfigError
 from kmq.links import layout, ring
 from kmq.links.layout import Commit
-from kmq.links.ownership import RingLock
 from kmq.links.ring import RingReader, RingWriter
 
 
@@ -318,19 +317,6 @@ def reopen(writer, identity, log):
     return RingWriter(writer.instance, "framed", identity, "another", lambda: (100, 0), log)
 
 
-def refused(writer, identity, log):
-    """As reopen, in a writer that ends: its lock goes with it."""
-    taken_lock = []
-    acquire = RingLock.acquire
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RingLock, "acquire", lambda lock, *args: (taken_lock.append(lock), acquire(lock, *args))[1])
-        try:
-            reopen(writer, identity, log)
-        finally:
-            for lock in taken_lock:
-                lock.release()
-
-
 class Heard:
     def __init__(self):
         self.events = []
@@ -346,7 +332,7 @@ def test_a_writer_refuses_to_throw_away_what_waits_under_other_settings(rings):
     put(writer, b"a")
     reader.lock.release()
     with pytest.raises(ConfigError, match="holds 128 bytes of messages under other settings"):
-        refused(writer, layout.make_identity("unit", 32, 1 << 16, 0, "block"), Heard())
+        reopen(writer, layout.make_identity("unit", 32, 1 << 16, 0, "block"), Heard())
 
 
 @pytest.mark.parametrize("data_id", ["unit", "other"])
@@ -366,7 +352,7 @@ def test_a_ring_is_not_recreated_under_its_living_reader(rings, monkeypatch):
     monkeypatch.setattr("kmq.links.ownership.OWNER_WAIT_S", 0.05)
     writer, _ = rings()
     with pytest.raises(BusyError, match="is held by the reader"):
-        refused(writer, layout.make_identity("other", 64, 1 << 16, 0, "block"), Heard())
+        reopen(writer, layout.make_identity("other", 64, 1 << 16, 0, "block"), Heard())
 
 
 def test_backlog_and_is_drained_look_from_outside(rings):
