@@ -33,8 +33,9 @@ from aiohttp import web
 from kmq.gateway.answers import Answer
 from kmq.gateway.broker import Broker
 from kmq.gateway.spans import Range, Span
-from kmq.log import identity, ledger, reader, topics
+from kmq.log import identity, reader, topics
 from kmq.log.reader import WAL, DamageError, Log
+from kmq.repair import ledger
 
 PAGES = {
     "/v1/broker": "which data directory this is",
@@ -92,8 +93,12 @@ class Logs:
 
     async def broker(self, request: web.Request) -> web.Response:
         def look() -> dict[str, str]:
-            data_id, form = (identity.read(self._data, name) for name in ("id", "format"))
-            return {"data_id": data_id, "format": form, "instance": self._settings.instance}
+            form, _ = identity.version(self._data) or (0, 0)
+            return {
+                "data_id": identity.read(self._data, "id"),
+                "format": str(form),
+                "instance": self._settings.instance,
+            }
 
         return web.json_response(await self._run(look))
 

@@ -45,7 +45,7 @@ class _Logfmt(logging.Handler):
 class Gateway:
     def __init__(self, settings: Settings, page: StatsPage, log: Log) -> None:
         self.settings, self.log = settings, log
-        self.row = page.rows["gateway"]
+        self.page, self.row = page, page.rows["gateway"]
         self.broker = Broker(settings, page)
         self.requests = Requests()
         self.tokens = open_tokens(settings, log.warn)
@@ -88,6 +88,7 @@ class Gateway:
         said = None
         while not self.stopping.is_set():
             self._state("ready")
+            self.page.keep_in_place("gateway")
             self.patience.sweep(runner)
             reason = self.broker.why_not_ready()
             if said is None or bool(reason) != bool(said):

@@ -70,7 +70,13 @@ class Range:
         for (first, path), (following, _) in pairwise([*segments[number:], (_NEVER, "")]):
             if first >= end:
                 return
-            with Segment(path, first, self._log.by_seq, following < _NEVER) as held:
+            try:
+                held = Segment(path, first, self._log.by_seq, following < _NEVER)
+            except DamageError:
+                if self._parts:
+                    return  # a piece: what is good in front of it
+                raise
+            with held:
                 offset, begin = first, 0
                 if not self._parts:
                     piece = _holding(held, max(self.first_offset, first))

@@ -138,7 +138,7 @@ def lay_out(data: str, which: Sealed, gone: Sequence[int], where: str) -> int:
             saved = old.size - os.path.getsize(f"{making}/log")
         fd = os.open(f"{making}/log", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            index = IndexWriter(f"{making}/idx", _no_room)
+            index = IndexWriter(f"{making}/idx", _no_room, label_of=which.path(data))
             index.resume(fd, os.fstat(fd).st_size, which.first)
             index.seal()
         finally:

@@ -15,6 +15,7 @@ from kmq import record
 from kmq.errors import CorruptError
 from kmq.log.disk import AppendFile, WaitForRoom
 
+QUARANTINE = "quarantine"  # directory of what a repair could not heal, or has set aside
 _LINE_BYTES = 256  # a line is shorter
 _LINE = re.compile(rb"(?:framed|durable)\|(\d+)\|(\d+)\|(\d+)\|\d+\.\d{6}")
 
@@ -45,6 +46,21 @@ def read(data: str, ring: str) -> list[Range]:
         if name.decode() == ring:
             ranges.append(Range(ring, int(first), int(last)))
     return ranges
+
+
+def accounted(data: str) -> list[Range]:
+    """Ranges of seqs that the WAL need not have, in order: dropped from the ring framed, or lost and named by a repair."""
+    return sorted([*read(data, "framed"), *quarantined(data)], key=lambda gone: gone.first)
+
+
+def quarantined(data: str, where: str = "append/") -> list[Range]:
+    """What the WAL (or, `topics/…`, queues) lost for good, by quarantine/log: file|byte|first_seq|last_seq|count|ts."""
+    try:
+        with open(f"{data}/{QUARANTINE}/log", "rb") as file:
+            rows = [line.split(b"|") for line in file.read().splitlines()]
+    except FileNotFoundError:
+        return []
+    return [Range("", int(row[2]), int(row[3])) for row in rows if row[0].startswith(where.encode())]
 
 
 def is_range(line: bytes) -> bool:
@@ -81,7 +97,7 @@ def without(first: int, last: int, ranges: list[Range]) -> list[tuple[int, int]]
             continue
         if gone.first > first:
             spans.append((first, gone.first - 1))
-        first = gone.last + 1
+        first = max(first, gone.last + 1)
     if first <= last:
         spans.append((first, last))
     return spans

@@ -1,16 +1,30 @@
-"""Who a data directory is: `id` names it for ever, `format` says which version of the formats is in it.
+"""Who a data directory is, and in which version its files are written. Three small files, written once and whole.
 
-Rings carry the id, so that one left by another directory is never read as this one's (G9).
+    id         names the directory for ever. Rings carry it, so that one left by another directory is never read as this
+               one's (G9).
+    lineage    names the records: what the directory was called where they began. Equal to `id` unless it is a copy of
+               another one that goes its own way. Every index carries it, so that a segment of other records is never
+               taken for one of these.
+    format     `<version> from_seq=<n> crc32=<of what stands before it>`: the version of all formats, in force for records
+               from seq n on.
+
+Version 2 (from version 1: lines look alike): an index begins with a line that says whose it is (index.py). What lies before
+`from_seq` may be without. A directory of version 1 is raised to 2 by durability, which knows where its WAL ends.
 """
 
 import contextlib
 import errno
 import os
+import re
+import zlib
 
-from kmq.errors import ConfigError, RetryError
-from kmq.log.disk import FULL, sync_directory
+from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.log.disk import FULL, replace_file, sync_directory
 
-FORMAT = "1"
+FORMAT = 2
+_NEVER = 1 << 62
+_NAME = re.compile(r"[0-9a-f]{32}")
+_FORMAT = re.compile(r"(\d{1,9}) from_seq=(\d{1,18}) crc32=\d{1,10}")
 
 
 def open_data(path: str) -> str:
@@ -21,23 +35,84 @@ def open_data(path: str) -> str:
     try:
         os.makedirs(f"{path}/append", exist_ok=True)
         os.makedirs(f"{path}/topics", exist_ok=True)
-        _write_once(path, "format", FORMAT)
         _write_once(path, "id", os.urandom(16).hex())
+        _write_once(path, "lineage", read(path, "id"))
+        _write_once(path, "format", format_text(1))
     except OSError as err:
         kind = RetryError if err.errno in (errno.EIO, *FULL) else ConfigError
         raise kind(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename})") from err
-    found = read(path, "format")
-    if found != FORMAT:
-        raise ConfigError(f"KMQ_DATA={path!r}: format {found!r} is not the one this version writes ({FORMAT})")
+    if version(path) is None:
+        found = read(path, "format")
+        raise ConfigError(f"KMQ_DATA={path!r}: format {found!r} is none that this version reads (1, {FORMAT})")
+    if not _NAME.fullmatch(lineage(path)):
+        raise CorruptError(f"{path}/lineage: is no name of 32 hex digits; run kmq verify --repair")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"KMQ_DATA={path!r}: cannot be written")
     return read(path, "id")
 
 
 def read(path: str, name: str) -> str:
-    """The text of `id` or `format`."""
+    """The text of `id`, `lineage` or `format`."""
     with open(f"{path}/{name}", encoding="ascii", errors="replace") as file:
         return file.read().strip()
+
+
+def version(path: str) -> tuple[int, int] | None:
+    """(version, first seq for which it holds) of the formats; None where the file is not there, or says none that we read."""
+    try:
+        text = read(path, "format")
+    except FileNotFoundError:
+        return None
+    if text == "1":
+        return 1, 0
+    match = _FORMAT.fullmatch(text)
+    is_ours = match is not None and int(match[1]) == FORMAT and text == format_text(int(match[2]))
+    return (FORMAT, int(match[2])) if match and is_ours else None
+
+
+def is_of_another_version(path: str) -> bool:
+    """Whether `format` is as another version may have written it: damaged, it would not be so well made."""
+    text = read(path, "format")
+    match = _FORMAT.fullmatch(text)
+    return text.isdigit() or (match is not None and text == format_text(int(match[2]), int(match[1])))
+
+
+def labelled_from(log_path: str) -> int:
+    """The first seq whose segment must say whose it is, for a log in append/ or topics/<topic>/<partition>/."""
+    parent = os.path.dirname(os.path.dirname(log_path))
+    for root in (parent, os.path.dirname(os.path.dirname(parent))):
+        found = version(root)
+        if found is not None:
+            return found[1] if found[0] == FORMAT else _NEVER
+    return _NEVER
+
+
+def is_newest(path: str) -> bool:
+    """Whether everything that is written from now on is of the newest version."""
+    found = version(path)
+    return found is not None and found[0] == FORMAT
+
+
+def raise_version(path: str, next_seq: int) -> bool:
+    """From `next_seq` on everything is written by the newest version; whether it was not before."""
+    if version(path) is None or is_newest(path):
+        return False
+    replace_file(f"{path}/format", f"{format_text(next_seq)}\n".encode())
+    return True
+
+
+def format_text(from_seq: int, number: int = FORMAT) -> str:
+    """What `format` holds."""
+    text = f"{number} from_seq={from_seq}"
+    return f"{text} crc32={zlib.crc32(text.encode())}"
+
+
+def lineage(path: str) -> str:
+    """What the records of this directory are called; its id where nothing else is said, "" of a directory without either."""
+    for name in ("lineage", "id"):
+        with contextlib.suppress(FileNotFoundError):
+            return read(path, name)
+    return ""
 
 
 def _write_once(path: str, name: str, text: str) -> None:

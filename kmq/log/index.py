@@ -1,4 +1,10 @@
-"""The sparse index beside a log: text, `offset|byte_position|crc32|recv_ts`, one line per ~64 KiB block.
+"""The sparse index beside a log: text. First whose it is, then `offset|byte_position|crc32|recv_ts`, one line per ~64 KiB block.
+
+    kmq-idx 2 lineage=<hex> log=append|<topic>/<partition> base=<first seq or offset>
+
+The first line (format 2) says which records the segment holds: of which lineage (identity.py), of which log, from which on. A
+segment is believed only where that is its place, and its first record belongs there (reader.Segment): a restore that puts a
+file where another one was is damage, not data. Indexes of format 1 begin with the first block.
 
 A line describes the block that begins at `byte_position` with record `offset`, received at `recv_ts`; the block ends
 where the next one begins, and `crc32` (zlib) covers its bytes. The block still open gets a provisional line now and then:
@@ -12,10 +18,12 @@ Crash       A torn last line is cut at open; the open block is read again (at mo
 """
 
 import os
+import re
 import zlib
 from collections.abc import Callable
 
 from kmq import record
+from kmq.log import identity
 from kmq.log.disk import AppendFile, Buffer, WaitForRoom, with_room
 
 BLOCK_BYTES = 64 << 10
@@ -33,6 +41,58 @@ class Entry:
 
     def line(self) -> bytes:
         return b"%d|%d|%d|%b\n" % (self.offset, self.position, self.crc, self.recv_ts)
+
+
+LABEL = b"kmq-idx "
+MAX_LABEL = 512  # bytes; a topic's name has at most 200
+_lineages: dict[str, str] = {}  # by directory, once they are known
+
+
+def place_of(log_path: str) -> tuple[str, str, int] | None:
+    """(data directory, log, first record) that the place of a segment, or of its index, speaks of; None outside of one."""
+    directory, name = os.path.split(log_path)
+    parent, last = os.path.split(directory)
+    if last == "append":
+        return parent, last, int(name[:20])
+    if last.isdigit() and os.path.basename(os.path.dirname(parent)) == "topics":
+        return os.path.dirname(os.path.dirname(parent)), f"{os.path.basename(parent)}/{last}", int(name[:20])
+    return None
+
+
+def label(log_path: str) -> bytes:
+    """The line that the index of the log at `log_path` begins with, by its place; b"" outside of a data directory."""
+    place = place_of(log_path)
+    if place is None:
+        return b""
+    root, log, base = place
+    return f"kmq-idx 2 lineage={lineage_of(root)} log={log} base={base}\n".encode()
+
+
+def lineage_of(root: str) -> str:
+    """The lineage of a data directory, read once."""
+    found = _lineages.get(root)
+    if not found:
+        found = _lineages[root] = identity.lineage(root)
+    return found
+
+
+def forget_lineages() -> None:
+    """Call after a directory has got another lineage."""
+    _lineages.clear()
+
+
+_PARSED = re.compile(rb"kmq-idx 2 lineage=([0-9a-f]*) log=(append|[A-Za-z0-9_.-]+/\d{1,4}) base=(\d{1,19})\n")
+
+
+def parse_label(line: bytes) -> tuple[str, str, int] | None:
+    """(lineage, log, base) of the first line of an index; None where it does not say them."""
+    match = _PARSED.fullmatch(line)
+    return (match[1].decode(), match[2].decode(), int(match[3])) if match else None
+
+
+def read_label(text: bytes) -> bytes:
+    """The first line of an index, with its newline, where it says whose the index is; b"" where it does not."""
+    return text[: text.find(b"\n") + 1] if text.startswith(LABEL) else b""
 
 
 def parse_line(line: bytes) -> Entry | None:
@@ -127,15 +187,25 @@ def _first_fields(data: Buffer, at: int) -> list[bytes]:
         at = record_at
 
 
+def _must_have_label(log_path: str, log_fd: int) -> bool:
+    """Whether an index of this log is of format 2, by the seq that the log begins with. A power cut may have taken the label."""
+    seq = os.pread(log_fd, _HEAD_BYTES, 0).lstrip(b"\n").split(b"|")[0]
+    return bool(label(log_path)) and seq.isdigit() and int(seq) >= identity.labelled_from(log_path)
+
+
 class IndexWriter:
     """Follows what is appended to one log file and writes its index.
 
     In memory only: where the open block began, its bytes so far and their crc.
     """
 
-    def __init__(self, path: str, wait_for_room: WaitForRoom, by_seq: bool = False) -> None:
-        """`by_seq`: offsets are the seqs that stand in the lines (the WAL, where drop_oldest leaves gaps)."""
+    def __init__(self, path: str, wait_for_room: WaitForRoom, by_seq: bool = False, label_of: str = "") -> None:
+        """`by_seq`: offsets are the seqs that stand in the lines (the WAL, where drop_oldest leaves gaps).
+
+        `label_of`: path of the log that this is for, where its place is not beside `path`.
+        """
         self.path = path
+        self._label_of = label_of or path
         self._by_seq = by_seq
         self._wait_for_room = wait_for_room
         self._pending: list[bytes] = []
@@ -149,7 +219,7 @@ class IndexWriter:
         Where the index is missing or behind, what follows its last entry is indexed now; `check` is called meanwhile.
         """
         entries = read_entries(self.path, log_size)
-        self._rewrite_if_damaged(entries, log_size)
+        self._rewrite_if_damaged(entries, log_size, log_fd)
         self._pending = []  # may speak of what has been cut
         self._open, self._length, self._noted = None, 0, 0
         if entries:
@@ -170,26 +240,40 @@ class IndexWriter:
             self.extend(data, position, offset)
             offset += data.count(b"\n")
             position += len(data)
+        if not entries:
+            self.begin()
         # A log that was cut inside its last block must not be left with the crc of the block as it was.
         if entries and self._open_line() == entries[-1].line():
             self._noted = self._length
         self.note_open()  # at once: until then it speaks of bytes that are gone, and readers take that for damage
         self.flush()
 
-    def _rewrite_if_damaged(self, entries: list[Entry], log_size: int) -> None:
+    def begin(self) -> None:
+        """Say whose the index is, before the log has a record: nobody believes one without that."""
+        file = AppendFile(self.path, self._wait_for_room)
+        try:
+            if not file.size and (head := label(self._label_of)):
+                file.append([head], len(head))
+        finally:
+            file.close()
+
+    def _rewrite_if_damaged(self, entries: list[Entry], log_size: int, log_fd: int) -> None:
         try:
             with open(self.path, "rb") as file:
                 text = file.read()
         except FileNotFoundError:
             return
-        kept = [parse_line(line) for line in text.splitlines()]
+        head = read_label(text)
+        kept = [parse_line(line) for line in text[len(head) :].splitlines()]
         whole = text.endswith(b"\n") or not text
-        if whole and all(entry is not None and entry.position < log_size for entry in kept):
+        needs_label = not head and bool(entries) and _must_have_label(self._label_of, log_fd)
+        if whole and not needs_label and all(entry is not None and entry.position < log_size for entry in kept):
             return
-        self._rewrite(entries)
+        self._rewrite(label(self._label_of) if needs_label else head, entries)
 
-    def _rewrite(self, entries: list[Entry]) -> None:
-        text = b"".join(entry.line() for entry in entries)
+    def _rewrite(self, head: bytes, entries: list[Entry]) -> None:
+        """Without any line it begins anew, with a label by its place; else it says what it said."""
+        text = head + b"".join(entry.line() for entry in entries) if entries else b""
 
         def rewrite() -> None:
             with open(f"{self.path}.new", "wb") as file:
@@ -200,7 +284,12 @@ class IndexWriter:
 
     def cut(self, size: int) -> None:
         """The log is about to be cut to `size` bytes: speak no more of a block that may reach beyond. `resume` follows."""
-        self._rewrite(read_entries(self.path, size)[:-1])
+        try:
+            with open(self.path, "rb") as file:
+                head = read_label(file.read(MAX_LABEL))
+        except FileNotFoundError:
+            head = b""
+        self._rewrite(head, read_entries(self.path, size)[:-1])
 
     @classmethod
     def complete(
@@ -269,6 +358,8 @@ class IndexWriter:
             self._pending = []
             file = AppendFile(self.path, self._wait_for_room)
             try:
+                if not file.size:
+                    text = label(self._label_of) + text
                 file.append([text], len(text))
             finally:
                 file.close()

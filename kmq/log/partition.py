@@ -180,6 +180,7 @@ def _walk(segments: list[Segment], high: int, start: int) -> Found:
             continue
         if here.first < state.end_offset:
             raise CorruptError(f"{here.path}: the segment before it has records up to {state.end_offset - 1}")
+        _check_order(here, state.last_seq)
         if here.first > state.end_offset:
             found.gaps.append(_gap(found, here))
         state.end_offset = here.first + lines
@@ -188,6 +189,16 @@ def _walk(segments: list[Segment], high: int, start: int) -> Found:
         found.segments.append(Segment(here.first, here.path, size))
     found.touched = found.segments[:-1]
     return found
+
+
+def _check_order(here: Segment, before: int) -> None:
+    """A segment whose records are older than those in front of it is another one: to go on behind it would lose the rest."""
+    with open(here.path, "rb") as file:
+        seq = segment.stamp(file.read(64))[0]
+    if 0 < seq <= before:
+        raise CorruptError(
+            f"{here.path}: begins with seq {seq}, but the segment before it ends with seq {before}; run kmq verify --repair"
+        )
 
 
 def _gap(found: Found, after: Segment) -> Gap:
@@ -292,7 +303,7 @@ class PartitionLog:
         if self._index is None:
             try:  # to go on behind what is damaged would give the damage a crc of its own
                 if expected and not was_cut:
-                    reader.indexed_end(path, self.state.base)
+                    reader.indexed_end(path, self.state.base, by_seq=False)
             except DamageError:
                 self.close()
                 raise
@@ -365,6 +376,7 @@ class PartitionLog:
         path = self.path
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
+        self._index.begin()
         with_room(path, self._wait_for_room, self._point_link)
 
     def seal(self) -> None:

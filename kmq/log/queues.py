@@ -20,7 +20,7 @@ from kmq.log import checkpoint, compaction, dropped, reader, segment, topics, wa
 from kmq.log.disk import Buffer, WaitForRoom, find_tail, replace_file, with_room
 from kmq.log.index import IndexWriter, read_entries
 from kmq.log.partition import EMPTY, Gap, PartitionLog, State, directory_of, fits, recover
-from kmq.log.reader import DamageError, is_stored
+from kmq.log.reader import DamageError, MisplacedError, is_stored
 from kmq.log.segment import COMPACT, Limits, Segment
 from kmq.logfmt import Log
 from kmq.routing import Topic, resolve
@@ -54,6 +54,7 @@ class Queues:
         self._topic_limits: dict[str, Limits] = {}  # of those topics that have their own
         self._wait_for_room = wait_for_room
         self._check: Callable[[], None] = lambda: None  # what recover() was given
+        self.now_s: Callable[[], float] = time.time  # for retention by age: a clock that is trusted (clock.py)
         self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
         self.topics: dict[bytes, Topic] = {}
         self.routed_seq = 0
@@ -187,6 +188,8 @@ class Queues:
                 oldest.close()
             try:
                 log.open(self.log.warn, check=self._check)
+            except MisplacedError:
+                raise  # its bytes may be the only copy of what belongs elsewhere
             except DamageError as err:
                 self._heal_end(log, err)
                 log.open(self.log.warn, check=self._check)
@@ -337,6 +340,8 @@ class Queues:
         wal_first: int,
     ) -> tuple[State, int]:
         """Cut what is torn and fill what is missing in front of something good; (state, seq from which it needs the WAL)."""
+        for each in segments:
+            reader.check_place(each.path, each.first, by_seq=False)
         # Without a checkpoint nobody says whether retention took the front; the WAL may still have it then.
         start = known.start if known.end_offset or not segments or wal_first <= topic.from_seq else segments[0].first
         found = recover(segments, known, high, wal_has_rest, start)
@@ -347,7 +352,7 @@ class Queues:
             self.log.warn("torn_tail_cut", file=where, bytes=found.cut, last_seq=state.last_seq)
         for each in found.touched:
             try:  # what is not as its index says gets no new crc: readers refuse it until it is repaired
-                reader.indexed_end(each.path, each.first)
+                reader.indexed_end(each.path, each.first, by_seq=False)
             except DamageError as err:
                 self.log.error("damaged", file=each.path, reason=err)
                 continue
@@ -504,9 +509,10 @@ class Queues:
     def _retire(self) -> list[Segment]:
         """Take the segments that are too old or too many out of the books; they are deleted when the checkpoint is written."""
         gone: list[Segment] = []
+        now_s = self.now_s()
         for (name, _), state in self._states.items():
             if state.sealed:
-                count = self._topic_limits.get(name, self._limits).expired(state.sealed, state.active_bytes)
+                count = self._topic_limits.get(name, self._limits).expired(state.sealed, state.active_bytes, now_s)
                 if count == len(state.sealed) and not state.active_bytes:
                     count -= 1  # the last record stays: it says where we are
                 gone += state.retire(count)

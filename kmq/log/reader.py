@@ -23,13 +23,14 @@ from itertools import pairwise
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log import segment
+from kmq.log import identity, segment
 from kmq.log.disk import find_tail
-from kmq.log.index import BLOCK_BYTES, Entry, parse_line, read_entries
+from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, Entry, label, parse_line, read_entries, read_label
 
 WAL = "__append"  # what the WAL is called among topics: no topic can be
 READ_BYTES = 1 << 20  # handed out at once, unless one line is longer
 _INDEX_LINE = 256  # bytes; an index line is shorter
+_HEAD = 1 << 12  # bytes of a segment that its first record's topic lies in
 _WINDOW = 1 << 14  # bytes of an index read at once in order: some 300 blocks
 
 # Whole stored lines; a bare newline is what compaction leaves. Possessive: a bad line must not be tried twice.
@@ -46,6 +47,10 @@ class DamageError(CorruptError):
         kind = "seq" if f"{os.sep}append{os.sep}" in path else "offset"
         records = f"{kind} {first_offset}" + (f" to {next_offset - 1}" if next_offset > first_offset + 1 else "")
         super().__init__(f"{path}: damaged at byte {byte} ({records}): {what}; run kmq verify --repair")
+
+
+class MisplacedError(DamageError):
+    """A whole segment of which it is not certain that it belongs where it lies."""
 
 
 class Piece:
@@ -88,6 +93,7 @@ class Index:
 
     def __init__(self, path: str) -> None:
         self.path, self.fd, self.size = path, -1, 0
+        self.label = b""  # the line that says whose it is
         with contextlib.suppress(FileNotFoundError):
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             size = os.fstat(self.fd).st_size
@@ -96,6 +102,12 @@ class Index:
             self.size = (
                 whole if whole > start or not start else size
             )  # no line is so long: found bad when it is reached
+            self.label = read_label(os.pread(self.fd, MAX_LABEL, 0))
+        self.begin = min(len(self.label), self.size)  # of the first entry
+
+    @property
+    def is_empty(self) -> bool:
+        return self.size <= self.begin
 
     def is_in_force(self) -> bool:
         """Whether its name still leads to it, or still to no index."""
@@ -128,7 +140,7 @@ class Index:
 
     def last(self, holds: Callable[[Entry], bool]) -> tuple[int, int, Entry] | None:
         """(start, end, entry) of the last line that `holds`, where all before it do and none after it."""
-        best, low, high = None, 0, self.size
+        best, low, high = None, self.begin, self.size
         while low < high:
             start, end, entry = self.line((low + high) // 2)
             if holds(entry):
@@ -140,6 +152,7 @@ class Index:
     def entries(self, at: int = 0) -> Iterator[tuple[int, Entry]]:
         """(byte, entry) of the lines in force, the last for each offset, from the line at byte `at` on."""
         held: tuple[int, Entry] | None = None
+        at = max(at, self.begin)
         while at < self.size:
             data = os.pread(self.fd, min(_WINDOW, self.size - at), at)
             whole = data.rfind(b"\n") + 1
@@ -162,9 +175,15 @@ class Index:
 
 
 class Segment:
-    """One segment as it is at this moment, open for reading; close it. Raises FileNotFoundError where it has gone."""
+    """One segment as it is at this moment, open for reading; close it. Raises FileNotFoundError where it has gone.
 
-    def __init__(self, path: str, first: int, by_seq: bool, sealed: bool) -> None:
+    MisplacedError where it is another segment than its place says, or does not say whose it is. Its `owner` mends the latter.
+    """
+
+    def __init__(
+        self, path: str, first: int, by_seq: bool, sealed: bool, owner: bool = False, trust: bool = False
+    ) -> None:
+        """`trust`: it is looked at as it is, whatever it says."""
         self.path, self.first, self.by_seq, self.sealed = path, first, by_seq, sealed
         while True:
             self.index = Index(segment.index_path(path))
@@ -173,11 +192,48 @@ class Segment:
             except OSError:
                 self.index.close()
                 raise
+            status = os.fstat(self.fd)
+            self.size, self.inode = status.st_size, status.st_ino
+            what = "" if trust else self.misplaced() or ("" if owner else self.unlabelled())
             if self.index.is_in_force():
                 break
             self.close()  # compaction came in between: it changes the log while there is no index, so now they are a pair
-        status = os.fstat(self.fd)
-        self.size, self.inode = status.st_size, status.st_ino
+        if what:
+            self.close()
+            raise MisplacedError(self.path, 0, self.size, first, first + 1, what)
+
+    def misplaced(self) -> str:
+        """Why this is not the segment that its place speaks of; "" where nothing says so."""
+        wanted, says = label(self.path), self.index.label
+        if not wanted:
+            return ""
+        if says not in (b"", wanted):
+            return f"its index says that it is another one: {says[len(LABEL) :].decode(errors='replace').strip()!r}"
+        seq, key = self.first_record()
+        if seq < 0:
+            return ""
+        if self.by_seq:
+            return f"begins with seq {seq}" if seq < self.first else ""
+        topic = os.path.basename(os.path.dirname(os.path.dirname(self.path))).encode()
+        belongs = key.startswith(topic) and key[len(topic) : len(topic) + 1] in (b"", b".")
+        return "" if belongs else f"begins with a record of {key[:100].decode(errors='replace')!r}"
+
+    def unlabelled(self) -> str:
+        """The same where an index should say whose it is, and none does. While compaction swaps it there is none."""
+        if self.index.label or not self.size or not label(self.path):
+            return ""
+        if self.first_record()[0] < identity.labelled_from(self.path) or segment.is_being_swapped(self.path):
+            return ""
+        return "no index says whose it is"
+
+    def first_record(self) -> tuple[int, bytes]:
+        """(seq, routing key or its first bytes) of the first record; (-1, b"") where there is none that can be read."""
+        head = os.pread(self.fd, _HEAD, 0)
+        fields = head.lstrip(b"\n").split(b"|", 3)
+        is_torn = len(fields) == 3 and len(head) < _HEAD
+        if len(fields) < 3 or is_torn or not fields[0].isdigit():
+            return -1, b""
+        return int(fields[0]), fields[2]
 
     def __enter__(self) -> "Segment":
         return self
@@ -246,10 +302,10 @@ class Segment:
     def pieces(self, offset: int, known: tuple[int, int] = (0, 0)) -> Iterator[Piece]:
         """Checked lines from the block that holds `offset` on. `known`: (offset, position) of some line start."""
         found = self.index.last(lambda entry: entry.offset <= offset)
-        if found is None and self.index.size:
-            found = self.index.line(0)  # drop_oldest may have taken the first records of the WAL
+        if found is None and not self.index.is_empty:
+            found = self.index.line(self.index.begin)  # drop_oldest may have taken the first records of the WAL
             if found[2].position or not self.by_seq:
-                raise self.index.damage(0, f"does not begin with record {self.first}")
+                raise self.index.damage(found[0], f"does not begin with record {self.first}")
         if found is None:
             yield from self._unindexed(max((self.first, 0), known if known[0] <= offset else (0, 0)))
             return
@@ -278,9 +334,9 @@ class Segment:
 
     def _check_start(self, start: int, end: int, entry: Entry) -> None:
         """The offset of the last index line of a partition is checked by the lines of the block before it."""
-        if not start:
+        if start == self.index.begin:
             if (entry.offset, entry.position) != (self.first, 0) and not self.by_seq:
-                raise self.index.damage(0, f"does not begin with record {self.first}")
+                raise self.index.damage(start, f"does not begin with record {self.first}")
         elif end == self.index.size and not self.by_seq and entry.offset != self.first:
             before = self.index.last(lambda each: each.offset < entry.offset)
             if before is not None:
@@ -564,7 +620,7 @@ def read(data: str, low: int, high: int) -> Iterator[bytes]:
         low = record.seq_of(last_line(lines)) + 1
 
 
-def indexed_end(path: str, first: int) -> int:
+def indexed_end(path: str, first: int, by_seq: bool) -> int:
     """Where in the segment at `path`, which begins with record `first`, that ends what its index speaks of.
 
     Raises DamageError where it is not as it was: a writer must not take that for a torn end, nor go on behind it.
@@ -572,8 +628,14 @@ def indexed_end(path: str, first: int) -> int:
     entries = read_entries(segment.index_path(path), 1 << 62)  # without a torn last line, which a kill leaves
     if not entries:
         return 0
-    with Segment(path, first, by_seq=True, sealed=False) as held:
+    with Segment(path, first, by_seq, sealed=False, owner=True) as held:
         return held.covered(entries[-1])
+
+
+def check_place(path: str, first: int, by_seq: bool) -> None:
+    """MisplacedError where a segment is another one than its place says; for its owner, before it goes on with it."""
+    with Segment(path, first, by_seq, sealed=False, owner=True):
+        pass
 
 
 def last_line(lines: bytes) -> bytes:

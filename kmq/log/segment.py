@@ -8,7 +8,6 @@ never the active one: while nothing comes, what came last stays.
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 
 from kmq import record
@@ -24,6 +23,18 @@ LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup")
 
 def name(first: int) -> str:
     return f"{first:020d}.log"
+
+
+def is_being_swapped(log_path: str) -> bool:
+    """Whether a compacted form of a queue's segment is being put into its place, or was when all ended (compaction.py)."""
+    directory, file = os.path.split(log_path)
+    topic_directory, partition = os.path.split(directory)
+    topics, topic = os.path.split(topic_directory)
+    prefix = f"{topic}-{partition}-{int(file[:20])}-"
+    try:
+        return any(entry.startswith(prefix) for entry in os.listdir(f"{topics}/.compacted"))
+    except FileNotFoundError:
+        return False
 
 
 def index_path(log_path: str) -> str:
@@ -130,10 +141,10 @@ class Limits:
         """Whether a segment of `size` bytes whose first record came at `first_ts` µs is not for what came at `next_ts`."""
         return size >= self.segment_bytes or (size > 0 and next_ts - first_ts >= self.segment_age * 1e6)
 
-    def expired(self, sealed: Sequence[Segment], active_bytes: int) -> int:
-        """How many of the oldest sealed segments have to go."""
+    def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float) -> int:
+        """How many of the oldest sealed segments have to go. `now_s`: by a clock that is trusted (clock.py)."""
         total = active_bytes + sum(each.size for each in sealed) if self.retention_bytes else 0
-        youngest = (time.time() - self.retention_age) * 1e6
+        youngest = (now_s - self.retention_age) * 1e6
         for count, each in enumerate(sealed):
             too_old = self.retention_age != float("inf") and each.newest_ts() <= youngest
             if total <= self.retention_bytes and not too_old:

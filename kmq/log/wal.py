@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
-from kmq.log import reader, segment
+from kmq.log import dropped, reader, segment
 from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink, sync_directory, with_room
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
@@ -42,19 +42,42 @@ def _is_stored(line: bytes) -> bool:
 
 
 def last_stored(data: str) -> tuple[int, int]:
-    """(seq, recv_ts in µs) of the last whole record of the WAL; (0, 0) of an empty one. Read-only."""
+    """(seq, recv_ts in µs) of the last whole record of the WAL; (0, 0) of an empty one. Read-only.
+
+    Raises CorruptError where the last segment does not go on where the one before it ends: it is none of ours.
+    """
     segments = segment.listing(f"{data}/append")
-    for _, path in reversed(segments):
+    last: tuple[int, int] | None = None
+    behind = (0, "")  # the segment behind: what it begins with, and its path
+    for first, path in reversed(segments):
         with contextlib.suppress(FileNotFoundError):  # retention was faster
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                tail = find_tail(fd, os.fstat(fd).st_size, _is_stored)
-            finally:
-                os.close(fd)
-            found = record.parse_stored(tail.last)
-            if found:
-                return found
-    return segments[-1][0] - 1 if segments else 0, 0
+            begins, ended = _ends(path)
+            if ended is not None and behind[1]:
+                _check_follows(data, ended[0], *behind)
+                if last is not None:
+                    break
+            last = last or ended
+            behind = begins or first, path  # one without a record yet begins with what its name says
+    return last or (segments[-1][0] - 1 if segments else 0, 0)
+
+
+def _ends(path: str) -> tuple[int, tuple[int, int] | None]:
+    """(seq of the first record or 0, (seq, recv_ts) of the last one or None) of a segment."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        tail = find_tail(fd, os.fstat(fd).st_size, _is_stored)
+        return segment.stamp(os.pread(fd, 64, 0))[0], record.parse_stored(tail.last)
+    finally:
+        os.close(fd)
+
+
+def _check_follows(data: str, seq: int, first: int, path: str) -> None:
+    """A segment that begins with record `first` behind one that ends with `seq`: what lies between has to have a name."""
+    if first <= seq or dropped.without(seq + 1, first - 1, dropped.accounted(data)):
+        raise CorruptError(
+            f"{path}: begins with seq {first}, but the log before it ends with seq {seq}: put there by mistake, or what"
+            " lies between is lost; run kmq verify --repair"
+        )
 
 
 class Wal:
@@ -82,6 +105,8 @@ class Wal:
         self._synced_at = time.monotonic()
         *self._sealed, active = segment.survey(self.directory) or [Segment(1, f"{self.directory}/{segment.name(1)}", 0)]
         self.cut_bytes = 0
+        if active.size:
+            reader.check_place(active.path, active.first, by_seq=True)
         self._open_segment(active.first, active.path)
         self._cut_tail(unindexed_bytes)
         self.last_seq, self.last_ts = last_stored(data)
@@ -92,6 +117,8 @@ class Wal:
     def _open_segment(self, first: int, path: str) -> None:
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room, by_seq=True)
+        if not self._file.size:
+            self._index.begin()
         self._first, self._first_ts = first, 0
         # Also for a file that was there: who made it may have ended before this, or by its failure. And before the link, which
         # must not lead to what a power cut takes away.
@@ -106,7 +133,7 @@ class Wal:
         if self._fsync:  # the disk may have got the index before the log
             unindexed_bytes = max(unindexed_bytes, _LAX_BYTES)
         else:  # what the index speaks of was synced: where that is not as it was, it has been damaged, and is not cut
-            floor = reader.indexed_end(file.path, self._first)
+            floor = reader.indexed_end(file.path, self._first, by_seq=True)
         floor = max(floor, file.size - unindexed_bytes)
         nul = find_nul(file.fd, floor, file.size)
         end = file.size if nul < 0 else nul
@@ -131,6 +158,10 @@ class Wal:
         if self._limits.is_full(self._file.size, self._first_ts, first_ts):
             self.roll()
         file = self._file
+        if (
+            file.moved_under_us()
+        ):  # by a second owner, if somebody deletes the lock file: never write between its records
+            raise RetryError(f"{file.path}: changed by somebody else (expected {file.size} bytes)")
         position = file.size
         file.append([data for data, *_ in blocks], sum(len(data) for data, *_ in blocks))
         if not position:
@@ -190,13 +221,13 @@ class Wal:
             segment.remove([Segment(self._first, path, size)])
         self._open_segment(self.last_seq + 1, f"{self.directory}/{segment.name(self.last_seq + 1)}")
 
-    def retain(self, needed_after: Callable[[], int]) -> list[Segment]:
+    def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:
         """Delete the sealed segments that are too old or too many; call about once a second. Returns those deleted.
 
         `needed_after` says up to which seq nobody needs the WAL any more; it is asked only where something is due.
         """
         sealed = self._sealed
-        due = self._limits.expired(sealed, self._file.size)
+        due = self._limits.expired(sealed, self._file.size, now_s)
         if due == len(sealed) and not self._file.size:
             due -= 1  # the last record stays: the next seq and time follow from it
         if due <= 0:

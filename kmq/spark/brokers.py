@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from kmq import record, stats
 from kmq.errors import ConfigError
 from kmq.links.ownership import FileLock
-from kmq.log import identity, ledger, reader, topics
+from kmq.log import identity, reader, topics
+from kmq.repair import ledger
 from kmq.settings import SHM
 from kmq.spark import columns
 from kmq.spark.options import WAL
@@ -46,7 +47,7 @@ class Broker(Protocol):
         ...
 
     def ledger(self) -> dict[str, Any]:
-        """What it says of itself beside its logs: see kmq.log.ledger.read."""
+        """What it says of itself beside its logs: see kmq.repair.ledger.read."""
         ...
 
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:

@@ -184,7 +184,10 @@ def _check_index(path: Path, lines: list[bytes], numbers: list[int], report: Rep
             report.add("index", index, "missing")
         return
     entries: dict[int, tuple[int, int]] = {}
-    for text in _lines(index, report):
+    label, *texts = _lines(index, report) or [b""]
+    if label != _label(path):
+        report.add("index", index, f"says {label[:120]!r}, not {_label(path)!r}")
+    for text in texts:
         fields = text.split(b"|")
         if len(fields) != 4 or not all(field.isdigit() for field in fields[:3]):
             report.add("index", index, repr(text[:80]))
@@ -209,6 +212,13 @@ def _check_index(path: Path, lines: list[bytes], numbers: list[int], report: Rep
                 report.add("index", index, f"crc of the sealed block {offset}|{position}…{end}")
         elif not _is_crc_of_part(log, position, crc):
             report.add("index", index, f"crc of the open block {offset}|{position}")
+
+
+def _label(path: Path) -> bytes:
+    """What the index of a log has to begin with: the records' lineage, the log, and what it begins with."""
+    place = path.parent.parts
+    log, root = ("append", path.parents[1]) if place[-1] == "append" else ("/".join(place[-2:]), path.parents[3])
+    return f"kmq-idx 2 lineage={(root / 'lineage').read_text().strip()} log={log} base={int(path.stem)}".encode()
 
 
 def _is_crc_of_part(log: bytes, position: int, crc: int) -> bool:

@@ -39,6 +39,7 @@ def data(tmp_path: Path) -> Path:
     for topic, partitions in {"test": 1, "jobs": 1, "wide": 3}.items():
         (root / "topics" / topic).mkdir(parents=True)
         (root / "topics" / topic / "topic.toml").write_text(f"partitions = {partitions}\nfrom_seq = 1\n")
+    (root / "lineage").write_text(LINEAGE + "\n")
     write_log(root / "append" / f"{1:020d}.log", records, 1)
     for name, lines in queues.items():
         write_log(root / name / f"{0:020d}.log", lines, 0)
@@ -54,12 +55,15 @@ def write_log(path: Path, lines: list[bytes], first: int) -> None:
     path.write_bytes(b"".join(lines))
     half = lines[: len(lines) // 2 or 1]
     size, rest = sum(map(len, half)), b"".join(lines[len(half) :])
-    index = f"{first}|0|{zlib.crc32(half[0])}|1.000000\n{first}|0|{zlib.crc32(b''.join(half))}|1.000000\n"
+    log = "append" if path.parent.name == "append" else "/".join(path.parent.parts[-2:])
+    label = f"kmq-idx 2 lineage={LINEAGE} log={log} base={first}\n"
+    index = f"{label}{first}|0|{zlib.crc32(half[0])}|1.000000\n{first}|0|{zlib.crc32(b''.join(half))}|1.000000\n"
     if rest:
         index += f"{first + len(half)}|{size}|{zlib.crc32(rest)}|1.000000\n"
     path.with_suffix(".idx").write_text(index)
 
 
+LINEAGE = "0123456789abcdef" * 2
 WAL = f"append/{1:020d}.log"
 TEST = f"topics/test/0/{0:020d}.log"  # seqs 1, 6, 11, …
 JOBS = f"topics/jobs/0/{0:020d}.log"  # seqs 2, 7, 12, …
@@ -139,8 +143,11 @@ BROKEN = {
     "a torn dropped.log": ("torn", write("dropped.log", b"durable|6|")),
     "a count that does not fit its range": ("torn", write("dropped.log", b"durable|6|7|1|1.000000\n")),
     "an index entry between lines": ("index", write(WAL.replace(".log", ".idx"), b"1|5|0|1.000000\n")),
-    "an index with a wrong crc": ("index", edit(WAL.replace(".log", ".idx"), replaced(1, b"1|0|", b"1|0|1"))),
-    "an index with a wrong number": ("index", edit(WAL.replace(".log", ".idx"), replaced(2, b"21|", b"22|"))),
+    "an index with a wrong crc": ("index", edit(WAL.replace(".log", ".idx"), replaced(2, b"1|0|", b"1|0|1"))),
+    "an index with a wrong number": ("index", edit(WAL.replace(".log", ".idx"), replaced(3, b"21|", b"22|"))),
+    "the index of another segment": ("index", edit(WAL.replace(".log", ".idx"), replaced(0, b"base=1", b"base=2"))),
+    "an index of another lineage": ("index", edit(WAL.replace(".log", ".idx"), replaced(0, b"lineage=", b"lineage=f"))),
+    "an index without its first line": ("index", edit(WAL.replace(".log", ".idx"), lambda lines: lines[1:])),
     "no index": ("index", unlink(WAL.replace(".log", ".idx"))),
     "no append.log": ("link", unlink("append.log")),
     "a symlink to another queue": ("link", lambda data: (data / "jobs.log").rename(data / "test.log")),

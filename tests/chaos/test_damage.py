@@ -19,7 +19,9 @@ import pytest
 from chaos.checker import Stream, check
 from chaos.load import FifoLoad, Lines
 from chaos.pod import Pod
-from kmq.log import reader, repair, show, topics, verify
+from kmq.log import reader, show, topics
+from kmq.repair import rebuild as repair
+from kmq.repair import verify
 
 MESSAGES = 12_000
 PAGE = 4096
@@ -70,7 +72,7 @@ def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def files(data: Path) -> dict[str, bytes]:
     found = [path for path in data.rglob("*") if path.is_file() and not path.is_symlink()]
     named = {str(path.relative_to(data)): path for path in found if path.name != SKIPPED}
-    return {name: path.read_bytes() for name, path in named.items() if not name.startswith(verify.QUARANTINE)}
+    return {name: path.read_bytes() for name, path in named.items() if not name.startswith("quarantine")}
 
 
 def everything(log: reader.Log) -> dict[int, bytes]:

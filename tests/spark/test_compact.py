@@ -9,8 +9,9 @@ import pytest
 from made_data import append, write_data
 
 from kmq.errors import ConfigError
-from kmq.log import compaction, identity, reader, segment, topics, verify
+from kmq.log import compaction, identity, reader, segment, topics
 from kmq.log.queues import Queues
+from kmq.repair import verify
 from kmq.spark.pipelines import compact
 
 SMALL = 4000  # bytes of a segment: some 60 records

@@ -9,9 +9,10 @@ from made_data import append, write_data
 from made_up import no_room, stored
 
 from kmq.errors import ConfigError
-from kmq.log import dropped, identity, topics, verify
+from kmq.log import dropped, identity, topics
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from kmq.repair import verify
 from kmq.routing import resolve
 from kmq.spark.pipelines import route
 

@@ -13,12 +13,14 @@ import pytest
 from made_up import FIRST_TS, Silent, block, no_room, stored
 
 from kmq.errors import BusyError, ConfigError, CorruptError
-from kmq.log import compaction, identity, index, reader, repair, segment, topics, verify
+from kmq.log import compaction, identity, index, reader, segment, topics
 from kmq.log.compaction import Sealed
 from kmq.log.index import IndexWriter
 from kmq.log.queues import Queues
 from kmq.log.segment import COMPACT, Limits
 from kmq.log.wal import Wal
+from kmq.repair import rebuild as repair
+from kmq.repair import verify
 
 COUNT, KEYS = 1200, 25
 LIMITS = Limits(segment_bytes=6000)

@@ -85,7 +85,7 @@ def test_topics_and_logs_tell_where_they_begin_and_end(broker, data):
     assert [row["topic"] for row in get_json(broker, "/v1/logs")] == ["empty", "empty", "t", "__append"]
     assert get_json(broker, "/v1/broker") == {
         "data_id": Path(f"{data}/id").read_text().strip(),
-        "format": "1",
+        "format": "2",
         "instance": broker.settings.instance,
     }
 

@@ -5,8 +5,19 @@ import os
 
 import pytest
 
-from kmq.errors import ConfigError, RetryError
-from kmq.log.identity import open_data, read
+from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.log.identity import (
+    FORMAT,
+    format_text,
+    is_newest,
+    is_of_another_version,
+    labelled_from,
+    lineage,
+    open_data,
+    raise_version,
+    read,
+    version,
+)
 
 
 def test_a_data_directory_keeps_its_id(tmp_path):
@@ -37,15 +48,45 @@ def test_two_stages_that_start_at_once_as_the_first_process_of_their_containers_
     assert theirs == ["", ours] and sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
         "format",
         "id",
+        "lineage",
     ]
 
 
 def test_another_format_is_refused_by_name(tmp_path):
     open_data(str(tmp_path))
-    (tmp_path / "format").write_text("2\n")
-    with pytest.raises(ConfigError, match="format '2' is not the one this version writes"):
+    (tmp_path / "format").write_text(f"{format_text(7, number=3)}\n")
+    with pytest.raises(ConfigError, match=r"format '3 from_seq=7 crc32=.*' is none that this version reads"):
         open_data(str(tmp_path))
-    assert read(str(tmp_path), "format") == "2"
+    assert is_of_another_version(str(tmp_path))
+
+
+def test_a_damaged_format_is_no_version(tmp_path):
+    data = str(tmp_path)
+    open_data(data)
+    text = (tmp_path / "format").read_text()
+    assert version(data) == (FORMAT, 1)
+    for at in range(len(text) - 1):
+        (tmp_path / "format").write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
+        assert version(data) is None and not is_of_another_version(data), text
+
+
+def test_a_directory_of_version_1_is_raised_once_from_the_next_seq_on(tmp_path):
+    data = str(tmp_path)
+    open_data(data)
+    (tmp_path / "format").write_text("1\n")
+    (tmp_path / "lineage").unlink()
+    first = f"{data}/append/{1:020d}.log"
+    assert open_data(data) and not is_newest(data) and labelled_from(first) > 10**18
+    assert raise_version(data, 501) and is_newest(data) and not raise_version(data, 900)
+    assert version(data) == (2, 501) and labelled_from(first) == 501
+    assert lineage(data) == read(data, "id")
+
+
+def test_a_damaged_lineage_is_refused_with_its_remedy(tmp_path):
+    open_data(str(tmp_path))
+    (tmp_path / "lineage").write_text("nobody\n")
+    with pytest.raises(CorruptError, match="lineage: is no name of 32 hex digits; run kmq verify --repair"):
+        open_data(str(tmp_path))
 
 
 @pytest.mark.parametrize(

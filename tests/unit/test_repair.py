@@ -11,10 +11,12 @@ from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log import dropped, identity, reader, repair, show, topics, verify
+from kmq.log import dropped, identity, reader, show, topics
 from kmq.log.queues import Queues
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from kmq.repair import evidence, verify
+from kmq.repair import rebuild as repair
 
 KEYS = [b"test.probe", b"test", b"jobs.k1", b"jobs.k2", b"jobs", b"jobs.k3", b"a.b.c", b"a.x"]
 LIMITS = Limits(segment_bytes=10_000)
@@ -199,10 +201,10 @@ def test_a_flipped_bit_is_found_by_its_crc_alone(length):
     crc = zlib.crc32(data)
     for at in {0, length - 1, rng.randrange(length)}:
         flipped = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-        assert repair.one_bit(flipped, crc) == data
+        assert evidence.one_bit(flipped, crc) == data
     if length > 99:
         torn = data[:-2] + bytes([data[-2] ^ 255, data[-1] ^ 255])
-        assert repair.one_bit(torn, crc) is None
+        assert evidence.one_bit(torn, crc) is None
 
 
 def overwrite(path, at, text):
@@ -249,7 +251,7 @@ def test_what_no_copy_has_is_kept_aside_and_named_and_the_rest_goes_on(data, ori
     spoil(here, 300, b"ruined!")
     lost = [span for each in repair.Repair(data).run() for span in each.lost]
     assert (300, 300) in lost
-    assert findings(data) == [] and verify.quarantined(data) == [(300, 300)]
+    assert findings(data) == [] and [(gone.first, gone.last) for gone in dropped.quarantined(data)] == [(300, 300)]
     assert b"spoiled" in b"".join(files_in_quarantine(data))
     after, before = everything(reader.wal(data)), everything(wal)
     assert after == {seq: line for seq, line in before.items() if seq != 300}
@@ -263,6 +265,80 @@ def test_what_no_copy_has_is_kept_aside_and_named_and_the_rest_goes_on(data, ori
 
 def files_in_quarantine(data):
     return [pathlib.Path(entry.path).read_bytes() for entry in os.scandir(f"{data}/quarantine") if entry.name != "log"]
+
+
+def flip_in(path, line):
+    """Flip one bit in the payload of `line`, and lose the index that would tell."""
+    at = pathlib.Path(path).read_bytes().index(line) + len(line) - 3
+    overwrite(path, at, bytes([line[len(line) - 3] ^ 1]))
+    os.unlink(path.replace(".log", ".idx"))
+
+
+@pytest.mark.parametrize("copy", ["WAL", "queue"])
+@pytest.mark.parametrize("seq", [200, 897])  # in a sealed segment, and in the active one
+def test_an_index_that_was_lost_is_made_anew_only_of_what_the_other_copy_says_too(data, original, copy, seq):
+    log = logs_of(data, seq)[copy == "queue"]
+    _, path, _, line = log.find(seq, 0)
+    flip_in(path, line)
+    assert not everything(log).keys() & {seq if copy == "WAL" else log.first_offset}, "a log without an index is served"
+    done = repair.Repair(data).run()
+    assert not [each for each in done if each.lost or each.unwitnessed], done
+    assert findings(data) == []
+    check_healed(files(original), data)
+
+
+def test_what_has_no_second_witness_is_kept_and_said_to_have_none(data):
+    _, queue = logs_of(data, 200)
+    path = queue.find(200, 0)[1]
+    seqs = reader.seqs_of(pathlib.Path(path).read_bytes())
+    first, last = seqs[0], seqs[-1]
+    for number, wal_path in reader.wal(data).segments():  # as retention does
+        if number <= last:
+            os.unlink(wal_path)
+            os.unlink(wal_path.replace(".log", ".idx"))
+    left = reader.first_seq(data)
+    os.unlink(path.replace(".log", ".idx"))
+    before = pathlib.Path(path).read_bytes()
+    done = repair.Repair(data).run()
+    assert pathlib.Path(path).read_bytes() == before
+    spans = [span for each in done for span in each.unwitnessed]
+    assert (
+        spans
+        and min(spans)[0] == first
+        and max(spans)[1] == min(last, left - 1)
+        and not [each for each in done if each.lost]
+    )
+    assert findings(data) == []
+
+
+def test_two_records_of_one_seq_are_both_kept(data, original):
+    """As an older release left them: the WAL had lost its end, and its seqs were given out again."""
+    lost = [line for at, line in everything(reader.wal(data)).items() if at > 850]
+    for first, path in reader.wal(data).segments():
+        lines = pathlib.Path(path).read_bytes().splitlines(keepends=True)
+        if first > 850:
+            os.unlink(path)
+            os.unlink(path.replace(".log", ".idx"))
+        elif record.seq_of(lines[-1]) > 850:
+            pathlib.Path(path).write_bytes(b"".join(line for line in lines if record.seq_of(line) <= 850))
+            os.unlink(path.replace(".log", ".idx"))
+    wal = Wal(data, no_room, 1 << 20, LIMITS)
+    others = block([b"%b|%d|%d|given out again" % (KEYS[n % len(KEYS)], n, n) for n in range(50)], 851)
+    wal.append([(others.data, 851, others.count, FIRST_TS + 851)])
+    wal.close()
+    assert any("another record than the WAL has" in each.what for each in findings(data))
+    assert [each.what for each in repair.Repair(data).run() if "had the seq of another one" in each.what]
+    assert findings(data) == []
+    after = everything(reader.wal(data))
+    assert [line for at, line in after.items() if 850 < at <= 900] == lost
+    again = [line.split(b"|", 2)[2] for at, line in after.items() if at > 900]
+    assert again == [line.split(b"|", 2)[2] for line in bytes(others.data).splitlines(keepends=True)]
+    go_on(data)
+    assert findings(data) == []
+    for topic, number in verify.Directory(data, False).queues():
+        name = f"{topic}/{number}"
+        kept = everything(reader.partition(original, topic, number))
+        assert kept.items() <= everything(reader.partition(data, topic, number)).items(), name
 
 
 def test_a_flipped_bit_in_what_was_never_routed_is_healed_by_its_crc(tmp_path):

@@ -59,7 +59,7 @@ class Aged(Segment):
     ],
 )
 def test_the_oldest_sealed_segments_go_by_age_and_size(limits, ages, active, count):
-    assert limits.expired([Aged(age) for age in ages], active) == count
+    assert limits.expired([Aged(age) for age in ages], active, time.time()) == count
 
 
 def test_the_age_of_a_segment_is_that_of_its_last_record_and_looked_up_once(tmp_path):

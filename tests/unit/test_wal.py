@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import shutil
+import time
 
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
@@ -150,7 +151,7 @@ def test_a_reader_beside_a_cut_never_sees_an_index_that_says_more_than_the_log(d
         ftruncate(fd, size)
         shutil.copy(log.path, copy)
         shutil.copy(segment.index_path(log.path), segment.index_path(copy))
-        ends.append((reader.indexed_end(copy, 1), size))  # raises where it does
+        ends.append((reader.indexed_end(copy, 1, by_seq=True), size))  # raises where it does
 
     log.note_open_block()
     monkeypatch.setattr(os, "ftruncate", cut)
@@ -290,17 +291,17 @@ def test_an_empty_segment_whose_sync_failed_is_not_used_again(data):
 def test_old_segments_go_but_not_what_somebody_needs(data, limits, free, left):
     roll_every(data, 100).close()
     log = reopen(data, limits)
-    gone = log.retain(lambda: free)
+    gone = log.retain(lambda: free, time.time())
     assert firsts(data) == left
     assert [each.first for each in gone] == [first for first in (1, 101, 201, 301) if first not in left]
-    assert log.retain(lambda: free) == []
+    assert log.retain(lambda: free, time.time()) == []
     assert wal.first_seq(data) == left[0] and everything(data, left[0]) == b"".join(stored(LINES)[left[0] - 1 :])
     log.close()
     log = reopen(data, limits)
     assert (log.last_seq, log.last_ts) == (300, FIRST_TS + 300)
     log.append([(b"".join(stored(LINES[:9], 301)), 301, 9, FIRST_TS + 310)])
     log.commit()
-    log.retain(lambda: 1000)
+    log.retain(lambda: 1000, time.time())
     nothing_is_due = free == 1000 and len(left) == 4
     assert firsts(data) == (left if nothing_is_due else [301])
     log.close()
@@ -309,7 +310,7 @@ def test_old_segments_go_but_not_what_somebody_needs(data, limits, free, left):
 
 def test_nobody_is_asked_while_nothing_is_due(data):
     log = roll_every(data, 100)
-    assert log.retain(lambda: pytest.fail("that costs reads")) == []
+    assert log.retain(lambda: pytest.fail("that costs reads"), time.time()) == []
     log.close()
 
 

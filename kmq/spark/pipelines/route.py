@@ -166,6 +166,7 @@ class Logs:
         mine = identity.read(self._pod, "id")
         os.makedirs(f"{self.to}/topics", exist_ok=True)
         if not os.path.exists(f"{self.to}/id"):
+            replace_file(f"{self.to}/lineage", f"{identity.lineage(self._pod)}\n".encode())
             replace_file(f"{self.to}/id", f"{mine}\n".encode())
         if (found := identity.open_data(self.to)) != mine:
             raise ConfigError(f"--to {self.to}: holds another pod's queues (id {found}, not {mine})")

@@ -7,7 +7,7 @@ second one's table and names, hold for these ends: how far it has routed only gr
 import contextlib
 from typing import Any
 
-from kmq.log import checkpoint, dropped, topics, verify
+from kmq.log import checkpoint, dropped, topics
 
 Span = tuple[int, int]
 
@@ -30,7 +30,10 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
 
 def _dropped(data: str) -> dict[str, list[Span]]:
     """What is no range is passed over here: an audit then finds it lost, and `kmq verify` where it is damaged."""
-    found: dict[str, list[Span]] = {"framed": verify.quarantined(data), "durable": []}
+    found: dict[str, list[Span]] = {
+        "framed": [(gone.first, gone.last) for gone in dropped.quarantined(data)],
+        "durable": [],
+    }
     with contextlib.suppress(FileNotFoundError), open(f"{data}/dropped.log", "rb") as file:
         for line in file.read().split(b"\n")[:-1]:
             if dropped.is_range(line):

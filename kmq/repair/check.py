@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.links.ownership import FileLock, describe
-from kmq.log import repair, topics, verify
+from kmq.log import topics
+from kmq.log.dropped import QUARANTINE
+from kmq.repair import rebuild, verify
 
 
 def run(data: str, only: list[str], heal: bool, as_json: bool, progress: Callable[[int], None]) -> int:
@@ -39,14 +41,15 @@ def _heal(data: str, as_json: bool, progress: Callable[[int], None]) -> int:
     for name, lock in locks:
         lock.acquire(f"{data}/{name}: the broker must be down for a repair; it", describe("repair", data))
     try:
-        done = repair.Repair(data, progress).run()
+        done = rebuild.Repair(data, progress).run()
         left = [each for each in verify.verify(verify.Directory(data, False, progress), []) if each.is_damage]
     finally:
         for _, lock in locks:
             lock.release()
     for each in done:
         lost = "".join(f"; lost: seq {first} to {last}" for first, last in each.lost)
-        where = f", kept in {verify.QUARANTINE}/" if each.lost else ""
+        lost += "".join(f"; no second witness: seq {first} to {last}" for first, last in each.unwitnessed)
+        where = f", kept in {QUARANTINE}/" if each.lost else ""
         print(json.dumps(each._asdict()) if as_json else f"{each.path}: {each.what}{lost}{where}")
     for finding in left:
         print(json.dumps(finding._asdict()) if as_json else f"still damaged: {finding}")

@@ -1,0 +1,222 @@
+"""Each record is on disk twice: do both copies say the same? Read-only; what a crc cannot tell, because both crcs are
+right.
+
+The WAL is read in windows of seqs, each line reduced to its crc32 and to the partition that it belongs to. Then each
+queue reads the records of that window and compares. So every byte is read once, memory is bounded by the window, and a
+queue is only touched where it has something to compare.
+
+Memory      12 bytes per record of a window, and some numbers per queue.
+Live        Compared is what router.ckpt had routed at the start: the router is past it, nobody writes there. What
+            retention or compaction takes meanwhile is not missed: on a live directory only what differs counts.
+Not covered What a reader refuses as damaged is passed over here; verify reports it by its block.
+"""
+
+import os
+import zlib
+from array import array
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kmq import record, routing
+from kmq.log import compaction, dropped, reader, topics
+from kmq.log.reader import DamageError, Log
+from kmq.routing import Topic
+
+WINDOW_BYTES = 32 << 20  # of the WAL
+_READ = 1 << 20
+_NOWHERE = -1  # no record in the WAL
+_NEVER = 1 << 62
+
+At = tuple[str, int]  # topic, partition
+
+
+class Difference(NamedTuple):
+    """A seq whose two copies do not agree."""
+
+    seq: int
+    kind: str  # a key of WHAT
+    topic: str
+    partition: int
+    offset: int  # in that queue; -1: it is not there
+
+
+WHAT = {
+    "differs": "another record than the WAL has under this seq",
+    "unknown": "a record that the WAL does not have",
+    "misrouted": "a record that belongs into another queue",
+    "missing": "missing here, but the WAL has it",
+}
+
+
+class _Cursor:
+    """How far a queue has been compared."""
+
+    def __init__(self, data: str, at: At) -> None:
+        self.at, self.log = at, reader.partition(data, *at)
+        self.offset = self.log.first_offset
+        self.first_seq = 0  # of its oldest record; 0: none was read yet
+        self.next_seq = 0  # of its next record, at most
+
+
+class Copies:
+    """One comparison of a data directory."""
+
+    def __init__(
+        self,
+        data: str,
+        upto: int,
+        gone: list[dropped.Range],
+        is_live: bool,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Up to seq `upto`. `gone`, in order: seqs that a queue need not have, dropped by name or lost and named by a repair."""
+        self.data, self._upto, self._is_live, self._progress = data, upto, is_live, progress
+        self._table = topics.table(data)
+        self._cuts = sorted(topic.from_seq for topic in self._table.values())
+        self._cursors = {at: _Cursor(data, at) for at in _queues(data)}
+        self._numbers = {at: number for number, at in enumerate(self._cursors)}
+        self._targets: dict[bytes, int | Topic] = {}
+        self._gone = gone
+        self._compacted = {name for name in topics.names(data) if compaction.is_compacted(data, name)}
+
+    def differences(self, routed: int) -> Iterator[Difference]:
+        """`routed`: up to this seq every record has to be in its queue."""
+        for base, crcs, where in self._windows():
+            high = base + len(crcs) - 1
+            seen = bytearray(len(crcs))
+            for cursor in self._cursors.values():
+                if cursor.next_seq <= high:
+                    yield from self._compare(cursor, base, crcs, where, seen)
+            if not self._is_live:
+                yield from self._missing(base, where, seen, min(high, routed))
+
+    # --- the WAL -----------------------------------------------------------------------------------------------------
+
+    def _windows(self) -> Iterator[tuple[int, "array[int]", "array[int]"]]:
+        """(first seq, crc32 of each record, number of the queue of each or _NOWHERE)."""
+        log = reader.wal(self.data)
+        base, crcs, where, size = log.first_offset, array("I"), array("i"), 0
+        for lines in _all_lines(log, base, self._upto):
+            for line in lines:
+                seq_text, _, key, _ = line.split(b"|", 3)
+                seq = int(seq_text)
+                if seq > self._upto:
+                    break
+                gap = seq - base - len(crcs)
+                if gap > 0 and not crcs:
+                    base, gap = seq, 0
+                crcs.extend([0] * gap)
+                where.extend([_NOWHERE] * gap)
+                crcs.append(zlib.crc32(line))
+                where.append(self._number_of(key, seq))
+                size += len(line)
+            self._progress(sum(map(len, lines)))
+            if size >= WINDOW_BYTES:
+                yield base, crcs, where
+                base, crcs, where, size = base + len(crcs), array("I"), array("i"), 0
+        if crcs:
+            yield base, crcs, where
+
+    def _number_of(self, key: bytes, seq: int) -> int:
+        while self._cuts and seq >= self._cuts[0]:  # a topic came into force: it may take keys from a shorter one
+            del self._cuts[0]
+            self._targets.clear()
+        target = self._targets.get(key)
+        if target is None:
+            target = self._targets[key] = self._target(key, seq)
+            if len(self._targets) > 1 << 16:
+                self._targets.clear()
+        if isinstance(target, Topic):
+            return self._numbers.get((target.name, target.partition_of(b"", seq)), _NOWHERE)
+        return target
+
+    def _target(self, key: bytes, seq: int) -> int | Topic:
+        name, rest = routing.resolve(self._table, key, seq)
+        topic = self._table.get(name)
+        if topic is None:
+            return _NOWHERE
+        if topic.partitions > 1 and not rest:
+            return topic
+        return self._numbers.get((topic.name, topic.partition_of(rest, seq)), _NOWHERE)
+
+    # --- a queue -----------------------------------------------------------------------------------------------------
+
+    def _compare(
+        self, cursor: _Cursor, base: int, crcs: "array[int]", where: "array[int]", seen: bytearray
+    ) -> Iterator[Difference]:
+        """Everything in the queue up to the end of the window."""
+        number, end = self._numbers[cursor.at], base + len(crcs)
+        while True:
+            try:
+                first, text = cursor.log.read(cursor.offset, _READ)
+            except DamageError as err:
+                if err.next_offset <= cursor.offset:
+                    cursor.next_seq = _NEVER
+                    return
+                cursor.offset = err.next_offset
+                continue
+            if not text:
+                cursor.next_seq = _NEVER
+                return
+            for offset, line in enumerate(text.split(b"\n")[:-1], first):
+                if line:
+                    seq = record.seq_of(line)
+                    cursor.first_seq = cursor.first_seq or seq
+                    if seq >= end:
+                        cursor.offset, cursor.next_seq = offset, seq
+                        return
+                    if seq >= base:
+                        kind = self._kind(line, seq - base, number, crcs, where)
+                        seen[seq - base] |= kind not in ("unknown", "misrouted")
+                        if kind:
+                            yield Difference(seq, kind, *cursor.at, offset)
+            cursor.offset = first + text.count(b"\n")
+            self._progress(len(text))
+
+    @staticmethod
+    def _kind(line: bytes, at: int, number: int, crcs: "array[int]", where: "array[int]") -> str:
+        if where[at] == number:
+            return "" if crcs[at] == zlib.crc32(line) else "differs"
+        if crcs[at] == zlib.crc32(line):
+            return "misrouted"
+        return "differs" if crcs[at] else "unknown"
+
+    def _missing(self, base: int, where: "array[int]", seen: bytearray, high: int) -> Iterator[Difference]:
+        """Records that the WAL has, and the queue should have, for nobody has taken them from it."""
+        if 0 not in seen:
+            return
+        by_number = list(self._cursors.values())
+        for low, last in dropped.without(base, high, self._gone):
+            at = seen.find(0, low - base, last - base + 1)
+            while at >= 0:
+                number = where[at]
+                if number != _NOWHERE:
+                    cursor = by_number[number]
+                    starts = cursor.first_seq if cursor.first_seq else (_NEVER if cursor.log.first_offset else 0)
+                    if base + at >= starts and cursor.at[0] not in self._compacted:
+                        yield Difference(base + at, "missing", *cursor.at, -1)
+                at = seen.find(0, at + 1, last - base + 1)
+
+
+def _queues(data: str) -> list[At]:
+    found = []
+    for name in topics.names(data):
+        numbers = [entry for entry in os.listdir(f"{data}/topics/{name}") if entry.isdigit()]
+        found += [(name, int(number)) for number in sorted(numbers, key=int)]
+    return found
+
+
+def _all_lines(log: Log, offset: int, upto: int) -> Iterator[list[bytes]]:
+    """The records of the WAL, and behind what is damaged on from there."""
+    while offset <= upto:
+        try:
+            _, text = log.read(offset, _READ)
+        except DamageError as err:
+            if err.next_offset <= offset:
+                return
+            offset = err.next_offset
+            continue
+        if not text:
+            return
+        yield text.split(b"\n")[:-1]
+        offset = record.seq_of(reader.last_line(text)) + 1
