@@ -1,0 +1,75 @@
+"""How old something is, by a clock that nobody can move by hours: what deletes or forgets by age asks here.
+
+Invariant   The time of day is followed while it runs evenly with the monotonic clock. When it jumps by more than JUMP_S, or
+            is more than GAP_S beyond the last record at a start, it is not trusted: time then goes on evenly from what
+            was trusted last, until the time of day has been steady for STEADY_S, or an operator says that it is right.
+            So a clock that was ahead for some seconds deletes nothing, and a machine that starts with a wrong date
+            forgets no message id that it must still know.
+State       In the row of the stats page, where `kmq status` sees it and a restarted process finds it again: offset of the
+            trusted time of day from the monotonic clock, since when the present one is not trusted, and when an operator
+            last said that it is.
+Not covered A time of day that drifts by less than JUMP_S at once. Limits by size, and what a full disk needs, do not ask.
+"""
+
+import time
+
+from kmq.logfmt import Log
+from kmq.stats import Row
+
+JUMP_S, GAP_S, STEADY_S = 60, 86_400, 600
+_NS = 1_000_000_000
+_ZERO = 1 << 62  # an offset in the page: it may be below 0 where the date has been lost, and 0 says that there is none
+ADVICE = "if the time of day is right now: kmq clock --trust"
+
+
+class AgeClock:
+    """The trusted time of one process."""
+
+    def __init__(self, row: Row, last_record_us: int, log: Log) -> None:
+        """`last_record_us`: recv_ts of the last record on disk in µs; 0: there is none."""
+        self._row, self._log = row, log
+        now, mono = time.time_ns(), time.monotonic_ns()
+        self._seen = now - mono  # offset of the time of day that is on trial
+        if row.clock_offset:
+            return  # as our predecessor left it
+        is_gap = last_record_us > 0 and now > last_record_us * 1000 + GAP_S * _NS
+        row.clock_offset = (last_record_us * 1000 if is_gap else now) - mono + _ZERO
+        if is_gap:
+            self._distrust(mono)
+
+    def now_s(self) -> float:
+        """Seconds since the epoch. Ask at least every few seconds: what changes slowly in between looks like a jump."""
+        row, mono = self._row, time.monotonic_ns()
+        offset = time.time_ns() - mono
+        if row.clock_suspect:
+            if abs(offset - self._seen) > JUMP_S * _NS:
+                self._seen, row.clock_suspect = offset, mono
+            elif mono - row.clock_suspect >= STEADY_S * _NS or row.clock_trust >= row.clock_suspect:
+                self._log.info("clock_trusted", off_by_s=off_by_s(row))
+                row.clock_suspect = 0
+        elif abs(offset + _ZERO - row.clock_offset) > JUMP_S * _NS:
+            self._seen = offset
+            self._distrust(mono)
+        if not row.clock_suspect:
+            row.clock_offset = offset + _ZERO
+        return (mono + row.clock_offset - _ZERO) / _NS
+
+    def _distrust(self, mono: int) -> None:
+        self._row.clock_suspect = mono
+        effect = f"nothing is deleted or forgotten by age until it has been steady for {STEADY_S // 60} min; {ADVICE}"
+        self._log.warn("clock_not_trusted", off_by_s=off_by_s(self._row), effect=effect)
+
+
+def off_by_s(row: Row) -> int:
+    """How far the time of day is ahead of the trusted one; negative: behind."""
+    return round((time.time_ns() - time.monotonic_ns() + _ZERO - row.clock_offset) / _NS)
+
+
+def steady_in_s(row: Row) -> int:
+    """How long the time of day must still be steady; 0: it is trusted."""
+    return max(1, STEADY_S - (time.monotonic_ns() - row.clock_suspect) // _NS) if row.clock_suspect else 0
+
+
+def trust(row: Row) -> None:
+    """The operator says that the time of day is right."""
+    row.clock_trust = time.monotonic_ns()

@@ -1,0 +1,95 @@
+"""The time of day is set while the broker runs: nobody waits by it, nothing is deleted or forgotten because of it."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from chaos import test_fsync
+from chaos.pod import Pod
+
+strace = test_fsync.strace
+Make = Callable[..., Pod]
+
+
+@pytest.mark.parametrize("name", ["framer", "durability", "router"])
+def test_no_stage_sleeps_by_a_clock_that_can_be_set(make_pod: Make, strace: str, tmp_path: Path, name: str) -> None:
+    """A wait until a time of day lasts an hour longer when the clock is set back by an hour, and has no heartbeat meanwhile."""
+    pod = make_pod()
+    trace = tmp_path / "trace"
+    pod.start(*[other for other in ("framer", "durability", "router", "ingress") if other != name])
+    pod.start(name, under=[strace, "-f", "-qq", "-o", str(trace), "-e", "trace=futex,poll,semtimedop,clock_nanosleep"])
+    pod.wait_ready()
+    (pod.pipes / "raw").write_bytes(b"test|0|1|x\n")
+    pod.wait(lambda: pod.seq("router") == 1, "a message")
+    waits = ("FUTEX_WAIT_BITSET", "poll(", "semtimedop(")
+    pod.wait(
+        lambda: sum(any(wait in line for wait in waits) for line in trace.read_text().splitlines()) > 5, "some sleeps"
+    )
+    by_time_of_day = [line for line in trace.read_text().splitlines() if "CLOCK_REALTIME" in line]
+    assert not by_time_of_day, by_time_of_day[:3]
+
+
+class WallClock:
+    """The time of day of the processes that run `under` it; the monotonic clock goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.set(0)
+        self.under = ["env", f"PYTHONPATH={Path(__file__).with_name('wallclock')}", f"WALL_OFFSET={path}"]
+
+    def set(self, ahead_s: int) -> None:
+        making = self._path.with_suffix(".new")
+        making.write_text(f"{ahead_s}\n")
+        making.rename(self._path)
+
+
+@pytest.fixture
+def wall(tmp_path: Path) -> WallClock:
+    return WallClock(tmp_path / "offset")
+
+
+def test_a_clock_that_is_ahead_for_some_seconds_deletes_nothing(make_pod: Make, wall: WallClock) -> None:
+    pod = make_pod(KMQ_SEGMENT_BYTES=64 << 10, KMQ_RETENTION_AGE="1h")
+    pod.start(under=wall.under)
+    pod.wait_ready()
+    with socket.create_connection(("127.0.0.1", int((pod.pipes / "ingress.port").read_text()))) as sock:
+        for first in range(0, 800, 80):  # a segment ends with what comes together
+            sock.sendall(b"".join(b"test|0|%d|%b\n" % (n, b"x" * 900) for n in range(first, first + 80)))
+            pod.wait(lambda first=first: pod.seq("router") == first + 80, "all are routed")
+    before = segments_of(pod)
+    assert len(before) > 8
+
+    def stage_of(line: str) -> str:
+        return line.partition(" stage=")[2].split()[0]
+
+    wall.set(7200)
+    distrust = {"durability", "router"}
+    pod.wait(lambda: {stage_of(line) for line in pod.events("clock_not_trusted")} >= distrust, "both notice the jump")
+    assert not pod.events("segment_deleted") and segments_of(pod) == before
+    found = kmq(pod, wall, "clock")
+    assert found.returncode == 1 and "7,200 s ahead" in found.stdout and "kmq clock --trust" in found.stdout
+
+    wall.set(0)
+    (pod.pipes / "raw").write_bytes(b"test|0|800|x\n")
+    pod.wait(lambda: pod.seq("router") == 801, "it goes on")
+    assert not pod.events("segment_deleted") and segments_of(pod)[: len(before)] == before
+
+    wall.set(7200)
+    done = kmq(pod, wall, "clock", "--trust")
+    assert done.returncode == 0, done.stderr
+    pod.wait(lambda: len(segments_of(pod)) < len(before) / 2, "an operator who says that it is right is believed")
+
+
+def segments_of(pod: Pod) -> list[Path]:
+    return sorted((pod.data / "topics/test/0").glob("*.log"))  # the WAL's wait for a checkpoint, twice a minute
+
+
+def kmq(pod: Pod, wall: WallClock, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {name: str(value) for name, value in pod.settings.items()}
+    command = [*wall.under, sys.executable, "-m", "kmq.cli", *arguments]
+    return subprocess.run(command, env=env, cwd=pod.root, capture_output=True, text=True, timeout=60)
