@@ -104,6 +104,12 @@ SCRAPED = (
     ),
     Metric("kmq_heartbeat_age_seconds", "Since the last sign of life of a process.", _STAGE, _rows(lambda r: r.age_s)),
     Metric(
+        "kmq_clock_trusted",
+        "1: a stage trusts the time of day; 0: it deletes and forgets nothing by age (kmq clock).",
+        _STAGE,
+        _rows(lambda r: not r.clock_suspect, STAGES[1:]),
+    ),
+    Metric(
         "kmq_refused_total",
         "Lines that were no messages and became dead.malformed, by the stage that refused them.",
         _STAGE,

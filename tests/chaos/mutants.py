@@ -43,6 +43,7 @@ KILLS = "tests/chaos/test_kill.py"
 DROPS = "tests/chaos/test_drop_oldest.py"
 FSYNC = "tests/chaos/test_fsync.py"
 LINKS = "tests/chaos/test_links.py"
+REMOVED, MISPLACED, CLOCK = (f"tests/chaos/test_{name}.py" for name in ("removed", "misplaced", "clock"))
 DISK = "tests/chaos/test_disk_full.py"
 DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
@@ -161,7 +162,7 @@ MUTANTS = [
     ),
     Mutant(
         "durability: no seq check against the WAL",
-        [(DURABILITY, "for b in blocks if b.count and b.first_seq > wal.last_seq]", "for b in blocks if b.count]")],
+        [(DURABILITY, "            if first_seq <= last:", "            if False:")],
         [crash("durability"), KILLS],
     ),
     Mutant(
@@ -276,12 +277,12 @@ MUTANTS = [
     ),
     Mutant(
         "a start goes on after the first lines of a block that the ring has whole",
-        [(DURABILITY, "        if waiting <= wal.last_seq or framed.sync_failed:", "        if framed.sync_failed:")],
+        [(DURABILITY, "        if keep < wal.last_seq or framed.sync_failed:", "        if framed.sync_failed:")],
         [WRITES],
     ),
     Mutant(
         "the WAL's index counts lines",
-        [(WAL, ", by_seq=True)", ")")],
+        [(WAL, "self._wait_for_room, by_seq=True)", "self._wait_for_room)")],
         [DROPS, crash("durability", "drop_oldest")],
     ),
     Mutant(
@@ -301,8 +302,49 @@ MUTANTS = [
     ),
     Mutant(
         "a ring is taken for ours whatever its header says",
-        [(RING, "        if found == wanted.text() and", "        if True or")],
+        [(RING, "is_ours = read_text(fd, IDENTITY) == wanted.text() and", "is_ours = True or")],
         [LINKS],
+    ),
+    Mutant(
+        "what a ring shows again is not compared with the WAL",
+        [(DURABILITY, " or data[: len(stored)] != stored:", ":")],
+        [REMOVED],
+    ),
+    Mutant(
+        "a ring is made while somebody reads one that was removed",
+        [("kmq/stage.py", "            if reader.is_held():\n", "            if False:\n")],
+        [REMOVED],
+    ),
+    Mutant(
+        "a stage does not look whether its rings and lock files are in place",
+        [("kmq/stage.py", "                if not held.is_in_place():\n", "                if False:\n")],
+        [REMOVED],
+    ),
+    Mutant(
+        "numbers are given out though a checkpoint or a queue knows of later ones",
+        [("kmq/log/numbered.py", "    if later > seq:\n", "    if False:\n")],
+        [MISPLACED],
+    ),
+    Mutant(
+        "what the index says it is of is not looked at",
+        [("kmq/log/reader.py", '        if says not in (b"", wanted):\n', "        if False:\n")],
+        [MISPLACED],
+    ),
+    Mutant(
+        "a clock that jumps is trusted",
+        [
+            (
+                "kmq/clock.py",
+                "        elif abs(offset + _ZERO - row.clock_offset) > JUMP_S * _NS:\n",
+                "        elif False:\n",
+            )
+        ],
+        [CLOCK],
+    ),
+    Mutant(
+        "a clock that is days ahead at a start is trusted",
+        [("kmq/clock.py", "        is_gap = last_record_us > 0 and", "        is_gap = False and")],
+        ["tests/unit/test_clock.py"],
     ),
     Mutant(
         "only ingress and the framer hold the FIFO open",

@@ -15,6 +15,7 @@ Again       A run that was killed has changed nothing, or whole segments. The ne
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from pyspark.sql import DataFrame, Row, SparkSession, Window
 from pyspark.sql import functions as F
 
+from kmq.clock import GAP_S
 from kmq.errors import ConfigError
-from kmq.log import compaction, reader, topics
+from kmq.log import compaction, reader, topics, wal
 from kmq.log.compaction import Sealed
 from kmq.spark.options import Options
 
@@ -136,7 +138,7 @@ def _compact(
     if not segments:
         return []
     rows = _rows(spark, data, ends, {(each.topic, each.partition) for each in segments})
-    before = datetime.now(UTC) - timedelta(seconds=tombstones_s)
+    before = _now(data) - timedelta(seconds=tombstones_s)
     gone = _in_segments(replaced(rows, before, reader.first_seq(data)), segments).persist()
     try:
         counts = gone.groupBy("segment").agg(F.count("*").alias("records"), F.sum("bytes").alias("bytes")).collect()
@@ -151,6 +153,12 @@ def _compact(
         return found
     finally:
         gone.unpersist()
+
+
+def _now(data: str) -> datetime:
+    """The time of day, at most GAP_S beyond the last record: a clock that is years ahead would delete every tombstone."""
+    last_record = wal.last_stored(data)[1] / 1e6
+    return datetime.fromtimestamp(min(time.time(), last_record + GAP_S), UTC)
 
 
 def _rows(
