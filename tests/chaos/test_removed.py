@@ -6,6 +6,7 @@
 import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -85,20 +86,30 @@ def stored(pod: Pod) -> dict[int, bytes]:
     return {int(line.split(b"|", 1)[0]): line for line in lines}
 
 
+def slow_down(pod: Pod, cleanup: ExitStack, strace: str, name: str, inject: str) -> None:
+    """From now on, until it ends, a stage's system calls are delayed."""
+    pid = pod.processes[name].pid
+    tracer = subprocess.Popen([strace, "-f", "-qq", "-o", "/dev/null", "-e", f"inject={inject}", "-p", str(pid)])
+    cleanup.callback(tracer.wait)
+    cleanup.callback(tracer.terminate)
+    status = Path(f"/proc/{pid}/status")
+    pod.wait(lambda: f"TracerPid:\t{tracer.pid}\n" in status.read_text(), "strace is attached")
+
+
 @pytest.mark.parametrize("halted", ["stopped", "in a slow fsync"])
 def test_no_ring_is_made_while_durability_lives_on_one_that_was_removed(
     make_pod: Make, cleanup: ExitStack, strace: str, halted: str
 ) -> None:
     """Durability has 200 messages unsynced, the ring's name goes, and the framer with it: its successor must not number anew."""
     pod = make_pod()
-    slow = [strace, "-f", "-qq", "-o", "/dev/null", "-e", "inject=fdatasync:delay_enter=3000000:when=4+"]
-    pod.start("framer", "ingress", "router")
-    pod.start("durability", under=slow if halted != "stopped" else ())
+    pod.start()
     pod.wait_ready()
     first = send_some(pod, cleanup, "first", 100)
     assert acked(replies(first, 100)) == list(range(1, 101))
     if halted == "stopped":
         pod.pause("durability")
+    else:
+        slow_down(pod, cleanup, strace, "durability", "fdatasync:delay_enter=3000000")
     second = send_some(pod, cleanup, "second", 200)
     pod.wait(lambda: pod.seq("framer") == 300, "300 are numbered")
     remove_shared_memory(pod.instance)
