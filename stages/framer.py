@@ -20,6 +20,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
 from operator import itemgetter
 
 from kmq import framing, record
@@ -32,7 +33,7 @@ from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 from kmq.log import dropped, numbered, producers, wal
 from kmq.log.producers import Producers
-from kmq.log.reader import last_line
+from kmq.log.reader import DamageError, last_line
 from kmq.stage import Stage, main
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
@@ -84,6 +85,28 @@ def know_pipe(stage: Stage, ring: RingWriter, staging: Staging) -> None:
     ring.pipe_marked = fifo.mark(stage.raw)
 
 
+def read_wal(stage: Stage, low: int, high: int) -> Iterator[bytes]:
+    """The records low…high of the WAL. What a power cut left of its end and its index is mended by durability, not by us."""
+    data = stage.settings.data
+    try:
+        for lines in wal.read(data, low, high):
+            yield lines
+            low = record.seq_of(last_line(lines)) + 1
+        return
+    except DamageError as err:
+        stage.log.warn(
+            "wal_damaged", reason=str(err), effect="read again when durability has mended what a power cut leaves"
+        )
+    owner, row = FileLock(f"{data}/append/.owner"), stage.page.rows["durability"]
+
+    def has_mended() -> bool | None:
+        return (owner.is_held() and row.state_name in ("waiting", "ready")) or None
+
+    stage.wait_for("durability, to mend the WAL", has_mended)
+    stage.state("recovering")
+    yield from wal.read(data, low, high)
+
+
 def remember(stage: Stage, ring: RingWriter) -> Producers:
     """What has been stored already, up to the next seq: from the checkpoint, the WAL, and the blocks that still wait."""
     settings = stage.settings
@@ -96,7 +119,7 @@ def remember(stage: Stage, ring: RingWriter) -> Producers:
         stage.log.warn("producers_unreadable", file=path, reason=reason, effect="it is removed and the WAL read")
         os.unlink(path)  # the seqs it speaks of may yet come, as other messages
     read = max(seq, wal.first_seq(settings.data) - 1)  # retention may have taken what no checkpoint speaks of any more
-    for lines in wal.read(settings.data, read + 1, in_wal):
+    for lines in read_wal(stage, read + 1, in_wal):
         table.absorb(lines)
         read = record.seq_of(last_line(lines))
         stage.beat()

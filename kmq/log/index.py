@@ -45,7 +45,7 @@ class Entry:
 
 LABEL = b"kmq-idx "
 MAX_LABEL = 512  # bytes; a topic's name has at most 200
-_lineages: dict[str, str] = {}  # by directory, once they are known
+_lineages: dict[str, tuple[tuple[int, int], str]] = {}  # by directory: inode and mtime of the file, and what it says
 
 
 def place_of(log_path: str) -> tuple[str, str, int] | None:
@@ -69,16 +69,16 @@ def label(log_path: str) -> bytes:
 
 
 def lineage_of(root: str) -> str:
-    """The lineage of a data directory, read once."""
+    """The lineage of a data directory, read again when its file has changed: another directory may have come in its place."""
+    try:
+        status = os.stat(f"{root}/lineage")
+    except FileNotFoundError:
+        return identity.lineage(root)
+    version = status.st_ino, status.st_mtime_ns
     found = _lineages.get(root)
-    if not found:
-        found = _lineages[root] = identity.lineage(root)
-    return found
-
-
-def forget_lineages() -> None:
-    """Call after a directory has got another lineage."""
-    _lineages.clear()
+    if found is None or found[0] != version:
+        found = _lineages[root] = version, identity.lineage(root)
+    return found[1]
 
 
 _PARSED = re.compile(rb"kmq-idx 2 lineage=([0-9a-f]*) log=(append|[A-Za-z0-9_.-]+/\d{1,4}) base=(\d{1,19})\n")

@@ -200,7 +200,8 @@ class Segment:
             self.close()  # compaction came in between: it changes the log while there is no index, so now they are a pair
         if what:
             self.close()
-            raise MisplacedError(self.path, 0, self.size, first, first + 1, what)
+            following = (start for start, _ in segment.listing(os.path.dirname(path)) if start > first)
+            raise MisplacedError(self.path, 0, self.size, first, next(following, 0), what)
 
     def misplaced(self) -> str:
         """Why this is not the segment that its place speaks of; "" where nothing says so."""
@@ -403,12 +404,12 @@ class Log:
         return segments[0][0] if segments else int(self.by_seq)
 
     def end_offset(self) -> int:
-        """The offset that comes next."""
+        """The offset that comes next, also where no index says whose the last segment is: `read` refuses that one."""
         while True:
             segments = self.segments()
             if not segments:
                 return int(self.by_seq)
-            with contextlib.suppress(FileNotFoundError), self._open(segments, len(segments) - 1) as active:
+            with contextlib.suppress(FileNotFoundError), self._open(segments, len(segments) - 1, owner=True) as active:
                 if self.by_seq:
                     tail = find_tail(active.fd, active.size, is_stored)
                     return record.seq_of(tail.last) + 1 if tail.last else active.first
@@ -426,9 +427,9 @@ class Log:
         """Of the active segment only: what is sealed has an index, and compaction may give it another's inode."""
         return self._known[1:] if self._known[0] == held.inode and not held.sealed else (0, 0)
 
-    def _open(self, segments: list[tuple[int, str]], number: int) -> Segment:
+    def _open(self, segments: list[tuple[int, str]], number: int, owner: bool = False) -> Segment:
         first, path = segments[number]
-        return Segment(path, first, self.by_seq, number + 1 < len(segments))
+        return Segment(path, first, self.by_seq, number + 1 < len(segments), owner)
 
     def read(self, offset: int, max_bytes: int = READ_BYTES) -> tuple[int, bytes]:
         """(offset of the first line, whole lines) from `offset` on, at most `max_bytes` or one line; b"" at the end.

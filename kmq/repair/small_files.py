@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 from kmq import record
-from kmq.log import checkpoint, identity, index, reader, topics
+from kmq.log import checkpoint, identity, reader, topics
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.dropped import QUARANTINE
 from kmq.log.segment import LIMITS
@@ -33,7 +33,6 @@ class SmallFiles:
         lineage = _lineage(text_of(f"{data}/lineage").strip(), text_of(f"{data}/id").strip(), labels)
         if text_of(f"{data}/lineage") != f"{lineage}\n":
             replace_file(f"{data}/lineage", f"{lineage}\n".encode())
-            index.forget_lineages()
             self.rewriter.report(
                 f"{data}/lineage", "written again, as the indexes have it" if labels else "written again"
             )

@@ -230,3 +230,26 @@ def test_seqs_are_not_given_out_again_when_the_end_of_the_wal_is_lost(original: 
     assert "kmq verify --repair, which restores it from the queues" in pod.tail()
     put_right(original, pod.data)
     assert goes_on(pod, original.sent), pod.tail()
+
+
+@pytest.mark.parametrize("lost", ["emptied", "removed", "zeroed"])
+def test_a_start_goes_on_where_a_power_cut_took_the_index_of_the_wal(
+    original: Original, make_pod: Make, lost: str
+) -> None:
+    """Durability writes it again. A framer that comes first waits for that."""
+    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES)
+    shutil.copytree(original.data, pod.data, symlinks=True)
+    (pod.data / "producers.ckpt").unlink(missing_ok=True)
+    index = max((pod.data / "append").glob("*.idx"))
+    if lost == "removed":
+        index.unlink()
+    else:
+        size = index.stat().st_size
+        os.truncate(index, 0 if lost == "emptied" else size - 10)
+        os.truncate(index, 0 if lost == "emptied" else size + 300)
+    os.makedirs(pod.pipes, exist_ok=True)
+    pod.start("framer")
+    pod.wait(lambda: pod.state("framer") == "waiting", "the framer waits for durability")
+    pod.start("durability", "router", "ingress")
+    pod.wait_ready()
+    pod.judge(original.sent)

@@ -380,7 +380,8 @@ def test_a_damaged_record_is_data_loss_naming_file_and_seq_and_never_served(new_
     content = path.read_bytes()
 
     def is_indexed():
-        return index.exists() and int(index.read_bytes().splitlines()[-1].split(b"|")[1]) > len(content) // 2
+        *_, last = index.read_bytes().splitlines()
+        return b"|" in last and int(last.split(b"|")[1]) > len(content) // 2
 
     wait_until(is_indexed, "index lines")
     victim = content.index(b"record 50 ")
