@@ -20,6 +20,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections import deque
+from functools import partial
 from operator import itemgetter
 
 from kmq import framing, record
@@ -34,6 +35,7 @@ from kmq.log import checkpoint, dropped, numbered, producers, wal
 from kmq.log.catalog import Catalog
 from kmq.log.producers import Producers
 from kmq.log.reader import last_line
+from kmq.log.room import spare_inodes
 from kmq.stage import Stage, main
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
@@ -118,7 +120,13 @@ def known_topics(stage: Stage, ring: RingWriter) -> Catalog:
     def routed_seq() -> int:
         return max(stage.page.rows["router"].seq, checkpoint.routed_seq(settings.data))
 
-    catalog = Catalog(settings.data, settings.max_topics, settings.auto_create_topics == "on", routed_seq)
+    catalog = Catalog(
+        settings.data,
+        most=settings.max_topics,
+        may_create=settings.auto_create_topics == "on",
+        routed_seq=routed_seq,
+        spare_inodes=partial(spare_inodes, settings.data),
+    )
     blocks = [block for block in ring.waiting() if block.count]  # before the WAL is read: durability moves them there
     in_wal = (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
     first = max(routed_seq() + 1, wal.first_seq(settings.data), in_wal - _UNROUTED)

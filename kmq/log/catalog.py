@@ -1,7 +1,8 @@
 """Which topics a message may name: those that exist, and new ones as long as KMQ_MAX_TOPICS and KMQ_AUTO_CREATE_TOPICS allow.
 
 Owner       the framer asks, before it numbers a message: what has a seq is stored and routed, whatever the settings say then.
-Invariant   A topic that is let through counts until the router has made it, so messages never make more than KMQ_MAX_TOPICS.
+Invariant   A topic that is let through counts until the router has made it, so messages never make more than KMQ_MAX_TOPICS, nor
+            more than the file system has inodes for: the router never waits for one, with the lines of all others behind it.
             `dead` is always let through. Topics that somebody declares are never refused, but they count.
 Mechanism   `known` begins with the directories under topics/ and the labels of what is numbered but not routed yet. An unknown
             name is looked for on disk again: one stat for its label; for declared names with a dot a listing, which takes at
@@ -16,9 +17,11 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import inf
 
 from kmq import record
 from kmq.log import topics
+from kmq.log.room import TOPIC_INODES
 from kmq.routing import Topic, resolve
 
 _DEAD = record.MALFORMED.partition(b".")[0]
@@ -62,9 +65,17 @@ class _Sparing:
 class Catalog(AnyTopic):
     """The topics of a data directory, and those that come."""
 
-    def __init__(self, data: str, most: int, may_create: bool, routed_seq: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        data: str,
+        most: int,
+        may_create: bool,
+        routed_seq: Callable[[], int],
+        spare_inodes: Callable[[], float] = lambda: inf,
+    ) -> None:
         """`routed_seq`: up to which seq the router has made all topics that there will be."""
         self._data, self._most, self._may_create, self._routed_seq = data, most, may_create, routed_seq
+        self._spare_inodes = spare_inodes
         self.known: set[bytes] = set()
         self._coming: dict[bytes, int] = {}  # let through, not seen on disk: up to which seq a message names it
         self._dotted: dict[bytes, Topic] = {}  # in force
@@ -105,7 +116,8 @@ class Catalog(AnyTopic):
         return ""
 
     def _may_take_new(self, count: int = 1) -> bool:
-        return self._may_create and len(self.known) + count <= self._most
+        has_inodes = TOPIC_INODES * (len(self._coming) + count) <= self._spare_inodes()
+        return self._may_create and has_inodes and len(self.known) + count <= self._most
 
     def absorb(self, lines: bytes) -> None:
         """These records are numbered, but their topics may not have been made yet."""
