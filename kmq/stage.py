@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from glob import iglob
 
+from kmq import descriptors
 from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError, RetryError, Stopped
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
@@ -36,6 +37,7 @@ class Stage:
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.log = Log(name)
+        self.most_files = descriptors.claim()
         self.stopping = False
         self._deadline = 0.0
         if settings.ignored:

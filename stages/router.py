@@ -16,6 +16,7 @@ import time
 from collections import deque
 from functools import partial
 
+from kmq import descriptors
 from kmq.clock import AgeClock
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
@@ -95,7 +96,14 @@ def run(stage: Stage) -> None:
     assert isinstance(ring, RingReader)
     stage.wait_for("formats of the newest version, by durability", lambda: identity.is_newest(settings.data) or None)
     stage.state("recovering")
-    queues = Queues(settings.data, stage.wait_for_room, stage.log, Limits.of(settings), settings.fsync == 0)
+    queues = Queues(
+        settings.data,
+        stage.wait_for_room,
+        stage.log,
+        Limits.of(settings),
+        wal_is_synced=settings.fsync == 0,
+        most_open=stage.most_files - descriptors.OWN,
+    )
     queues.recover(ring.committed().next_seq - 1, stage.check)
     queues.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
     queues.before_topic = partial(wait_for_quota, stage, Room(settings, lambda: stage.page.rows["durability"].bytes))

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+from kmq import descriptors
 from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
@@ -18,6 +19,7 @@ from kmq.settings import load
 from kmq.stats import STATES, StatsPage
 
 _PR_SET_PDEATHSIG = 1
+_LEAST_FILES = 128  # its listeners and event loops, and some connections
 
 
 def end_with(pid: int) -> None:
@@ -31,6 +33,7 @@ def end_with(pid: int) -> None:
 
 def run(log: Log) -> None:
     settings = load()
+    descriptors.claim(_LEAST_FILES)
     data_id = open_data(settings.data)
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/gateway.owner")

@@ -4,7 +4,7 @@ Owner       the router process (lock topics/.owner).
 Invariant   `routed_seq` and everything before it is in its partition log (in the page cache; the checkpoint says what is on
             disk), but for what dropped.log names. Routing depends on the line and on the topics in force at its seq only.
 Crash       See recover(): the logs are looked at, then the WAL is replayed from where the first of them ends.
-Memory      State of a cold partition: one small object. Descriptors: at most MAX_OPEN, the longest unused one closes.
+Memory      State of a cold partition: one small object. Descriptors: at most `most_open`, the longest unused one closes.
 """
 
 import os
@@ -27,7 +27,7 @@ from kmq.logfmt import Log
 from kmq.routing import Topic, resolve
 from kmq.settings import MIB
 
-MAX_OPEN = 256  # descriptors; far below the 1024 that a process has by default
+MAX_OPEN = 1024  # logs that are kept open, where the process may have so many files
 CHECKPOINT_NS = 30_000_000_000
 CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay: ready in a second also after a kill
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
@@ -49,8 +49,13 @@ class Queues:
         log: Log,
         limits: Limits | None = None,
         wal_is_synced: bool = True,
+        most_open: int = MAX_OPEN,
     ) -> None:
-        """`wal_is_synced`: what the WAL shows is on disk; else each checkpoint syncs it first, not to be ahead of it."""
+        """`wal_is_synced`: what the WAL shows is on disk; else each checkpoint syncs it first, not to be ahead of it.
+
+        `most_open`: logs that are kept open at a time.
+        """
+        self._most_open = min(most_open, MAX_OPEN)
         self.data, self.log = data, log
         self._limits, self._wal_is_synced = limits or Limits(), wal_is_synced
         self._topic_limits: dict[str, Limits] = {}  # of those topics that have their own
@@ -217,7 +222,7 @@ class Queues:
     def _use(self, log: PartitionLog) -> None:
         """Have it open, closing the longest unused one where there are too many."""
         if self._open.pop(log, self) is self:
-            if len(self._open) >= MAX_OPEN:
+            if len(self._open) >= self._most_open:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 oldest.close()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from chaos.acked import AckedLoad
-from chaos.attacks_topics import ask, flood_of_topics
+from chaos.attacks_topics import a_topic_for_each_descriptor, ask, flood_of_topics
 from chaos.load import Load
 from chaos.loopfs import few_inodes
-from chaos.pod import Pod
+from chaos.pod import STAGES, Pod
+from kmq.errors import EXIT_CONFIG
 from kmq.log import topics
 
 Make = Callable[..., Pod]
@@ -85,3 +86,31 @@ def test_inodes_are_told_of_like_bytes_and_no_message_takes_the_last_ones(
     acked.finish()
     assert len(set(acked.seqs)) == len(acked.seqs) == acked.sent
     pod.judge()
+
+
+def start_with(pod: Pod, nofile: int, *stages: str) -> None:
+    """Start stages that may have so many files open."""
+    pod.start(*stages, under=("prlimit", f"--nofile={nofile}"))
+    pod.wrapped.clear()  # prlimit becomes the stage
+
+
+@pytest.mark.parametrize(("nofile", "count"), [(70, 120), pytest.param(200, 400, marks=pytest.mark.soak)])
+def test_more_topics_than_descriptors_are_routed_and_a_restart_works(make_pod: Make, nofile: int, count: int) -> None:
+    pod = make_pod()
+    start_with(pod, nofile)
+    a_topic_for_each_descriptor(pod, count)
+    pod.settle()
+    assert len(names(pod)) == count
+    pod.kill(*STAGES)
+    start_with(pod, nofile)
+    a_topic_for_each_descriptor(pod, count)
+    pod.judge()
+    assert not pod.events("failed")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_too_few_descriptors_end_a_stage_at_once_with_advice(make_pod: Make, stage: str) -> None:
+    pod = make_pod()
+    start_with(pod, 30, stage)
+    assert pod.wait_exit(stage) == EXIT_CONFIG
+    assert "open files" in pod.log() and "ulimit -n" in pod.log()
