@@ -67,6 +67,11 @@ def common_key(lines: list[bytes]) -> bytes:
     return b""
 
 
+def is_topic_name(name: str) -> bool:
+    """Whether a topic may have this name, KMQ's own among them."""
+    return _TOPIC.fullmatch(name) is not None
+
+
 def is_topic(name: str) -> bool:
     """Whether `name` may be declared as a topic."""
     return _TOPIC.fullmatch(name) is not None and refusal(name.encode() + b"|||") == ""

@@ -11,7 +11,7 @@ import sys
 import time
 
 from kmq import descriptors
-from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError
+from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
@@ -70,11 +70,9 @@ def main() -> int:
         with contextlib.suppress(KeyboardInterrupt):
             run(log)
         code, reason = EXIT_OK, "drained"
-    except KmqError as err:
-        code, reason = err.exit_code, str(err)
-        log.error("failed", exit_code=code, reason=reason)
-    except OSError as err:
-        code, reason = EXIT_RETRY, str(err)
+    except (KmqError, OSError) as err:
+        error = of_os_error(err) if isinstance(err, OSError) else err
+        code, reason = error.exit_code, str(error)
         log.error("failed", exit_code=code, reason=reason)
     log.info("stopped", exit_code=code, reason=reason)
     return code

@@ -300,19 +300,24 @@ class Queues:
 
     def _load_topics(self, rows: checkpoint.Rows, since: dict[str, int]) -> list[Topic]:
         """The topics in force, with those whose directory is gone but which the checkpoint still knows."""
+        topics.check_names(self.data)
         found: dict[str, Topic] = {}
+        guessed: set[str] = set()
         for name in topics.names(self.data):
             declared = topics.read(self.data, name)
             path = topics.toml_path(self.data, name)
             if name not in since and not _is_empty(path) and (what := topics.fault(self.data, name, at_start=True)):
                 raise CorruptError(f"{path}: {what}; run kmq verify --repair")  # other partitions would be other queues
+            if declared.is_guessed and not _is_empty(path):
+                guessed.add(name)
             if declared.from_seq is not None or name in since:
                 found[name] = Topic(name, declared.partitions, declared.from_seq or 0)
                 self._limit(name, declared)
         counts = Counter(name for name, _ in rows)
         for name, topic in found.items():
             knows = Topic(name, counts[name], since.get(name, topic.from_seq))
-            if name in since and (topic.partitions, topic.from_seq) != (knows.partitions, knows.from_seq):
+            differs = (topic.partitions, topic.from_seq) != (knows.partitions, knows.from_seq)
+            if name in since and (differs or name in guessed):
                 self.log.warn("topic_mended", topic=name, partitions=knows.partitions, from_seq=knows.from_seq)
                 found[name] = knows  # the checkpoint has a crc; other partitions would be another queue
                 self._write_toml(
@@ -515,7 +520,9 @@ class Queues:
     def _adopt(self, name: str, next_seq: int) -> Topic:
         """Put a declared topic in force: from `next_seq` on, unless its file says already from when."""
         declared = topics.read(self.data, name)
-        if declared.from_seq is None:
+        if declared.is_guessed:
+            self.log.warn("topic_guessed", file=topics.toml_path(self.data, name), partitions=declared.partitions)
+        if declared.from_seq is None or declared.is_guessed:
             declared.from_seq = next_seq
         topic = Topic(name, declared.partitions, declared.from_seq)
         self._write_toml(topic, declared)
