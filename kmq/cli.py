@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO, TypeVar
+from typing import Annotated, BinaryIO, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from kmq import __version__, gateway
 from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
-from kmq.errors import EXIT_FAILED, EXIT_OK, BusyError, ConfigError, KmqError, RetryError
+from kmq.errors import EXIT_FAILED, EXIT_OK, BusyError, ConfigError, KmqError, RetryError, of_os_error
 from kmq.helptext import examples as _examples
 from kmq.links.fifo import open_fifo
 from kmq.links.ownership import FileLock
@@ -649,15 +649,24 @@ app.command("audit", epilog=_examples("kmq audit", "kmq audit --path data --repo
 
 
 def main() -> None:
-    """Entry point: KmqError becomes one line on stderr and its exit code."""
+    """Entry point: KmqError, and a path that is of the wrong kind, become one line on stderr and an exit code."""
     try:
         app()
     except KmqError as error:
-        print(f"kmq: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        _fail(error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(RetryError.exit_code) from None
+    except OSError as err:
+        wrong = of_os_error(err)
+        if not isinstance(wrong, ConfigError):
+            raise
+        _fail(wrong)
+
+
+def _fail(error: KmqError) -> NoReturn:
+    print(f"kmq: {error}", file=sys.stderr)
+    raise SystemExit(error.exit_code) from None
 
 
 __all__ = ["STAGES", "main"]

@@ -12,6 +12,8 @@ The numbers are those of sysexits.h where it has one, so that a supervisor that 
 them (ours does, see supervisor.py) restarts on 75 and on a signal, and stops on the others.
 """
 
+import errno
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CORRUPT = 65
@@ -65,3 +67,15 @@ class Stopped(KmqError):
     """Raised out of a wait when the stage was told to stop and the time to drain is over."""
 
     exit_code = EXIT_OK
+
+
+# Something else lies where a file, a link or a directory of ours should be: no restart makes it go away.
+_WRONG_KIND = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP})
+
+
+def of_os_error(err: OSError) -> KmqError:
+    """Return what a failed system call means for the process: whether starting again can help."""
+    if err.errno in _WRONG_KIND and err.filename is not None:
+        path = err.filename if isinstance(err.filename, str) else repr(err.filename)
+        return ConfigError(f"{path}: {err.strerror}, where KMQ keeps something else; move it away")
+    return RetryError(str(err))

@@ -20,6 +20,7 @@ from itertools import accumulate, islice
 from operator import lt
 
 from kmq import record
+from kmq.log.catalog import AnyTopic
 from kmq.log.producers import MAX_ID, MAX_WINDOW_ID, NEW, OUT_OF_ORDER, Producers
 from kmq.settings import PIPE_BUF
 
@@ -55,9 +56,15 @@ Answer = tuple[int, int, bytes, int, int, bytes]
 Whose = tuple[bytes, bytes, bytes]  # connection, `p`, `w` or nothing, producer or window
 
 
-def plain(text: bytes) -> Batch | None:
-    """The batch of a text that is well-formed lines and nothing else, or None: the way nearly everything goes."""
-    if record.good_prefix(text) != len(text) or record.claims(text):
+_ANY_TOPIC = AnyTopic()
+
+
+def plain(text: bytes, topics: AnyTopic = _ANY_TOPIC, next_seq: int = 0) -> Batch | None:
+    """The batch of a text that is well-formed lines and nothing else, or None: the way nearly everything goes.
+
+    `next_seq` is what the first line will get.
+    """
+    if not topics.takes(text, next_seq) or record.claims(text):
         return None
     lines = text.split(b"\n")
     lines.pop()
@@ -93,8 +100,8 @@ def replies(answers: list[Answer], start: int, next_seq: int) -> bytes:
 class Parser:
     """Makes a batch of any whole, untangled lines: control lines are obeyed, what is no message is wrapped or refused."""
 
-    def __init__(self, max_line: int, producers: Producers) -> None:
-        self.max_line, self.producers = max_line, producers
+    def __init__(self, max_line: int, producers: Producers, topics: AnyTopic = _ANY_TOPIC) -> None:
+        self.max_line, self.producers, self.topics = max_line, producers, topics
         self.duplicates = 0
 
     def parse(self, text: bytes, next_seq: int, seconds: int) -> Batch:
@@ -131,7 +138,7 @@ class Parser:
         text = self._text[at:end]
         lines, cuts = self._lines, self._cuts
         if not self._pieces:
-            batch = plain(text)
+            batch = plain(text, self.topics, self._seq())
             if batch is not None:
                 ends = accumulate((len(line) + 1 for line in batch.lines), initial=at)
                 cuts += zip(
@@ -150,18 +157,27 @@ class Parser:
                 # ingress never lets a line grow so long: whoever writes this gets it in parts
                 line = record.malformed("too_long", self._joined(), self._held, self.max_line)
             elif mark == b"-" and self._pieces:
-                line = record.admit(self._joined(raw[1:]), self.max_line)
+                line = self._admit(self._joined(raw[1:]))
             elif raw.startswith(b"!b "):
                 self._forget_pieces()  # ingress started anew: an unfinished long line will not be finished
                 used = at
                 continue
             else:
-                line = record.admit(raw, self.max_line)
+                line = self._admit(raw)
             self._forget_pieces()
             used = at
             lines.append(line)
             cuts.append((len(lines), at))
         return at, used
+
+    def _seq(self) -> int:
+        """What the next line will get."""
+        return self._next_seq + len(self._lines)
+
+    def _admit(self, raw: bytes) -> bytes:
+        line = record.admit(raw, self.max_line)
+        reason = self.topics.refusal(line, self._seq())
+        return record.malformed(reason, raw, len(raw), self.max_line) if reason else line
 
     def _joined(self, last: bytes = b"") -> bytes:
         return b"".join([*self._pieces, last])
@@ -251,7 +267,7 @@ class Parser:
 
     def _all(self, body: bytes, lines: list[bytes], kind: bytes, name: bytes) -> list[bytes] | None:
         """These lines as they will be stored, where all of them are good and new; None where each must be looked at."""
-        if record.good_prefix(body) != len(body):
+        if not self.topics.takes(body, self._seq()):
             return None
         if not kind:
             return None if record.claims(body) else lines
@@ -268,7 +284,7 @@ class Parser:
         producer = self.producers.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
         if producer is None or first <= producer.last_id:
             return None
-        seq = self._next_seq + len(self._lines)
+        seq = self._seq()
         if numbers == list(range(first, first + count)):
             self.producers.stored(producer, first, seq, count, self._seconds)
         elif all(map(lt, numbers, numbers[1:])):
@@ -289,9 +305,11 @@ class Parser:
         reason = record.refusal(raw) or ("too_long" if len(raw) > self.max_line else "")
         if reason:
             return b"!err %d %b" % (n, reason.encode())
+        seq = self._seq()
+        if reason := self.topics.refusal(raw, seq):
+            return b"!err %d %b" % (n, reason.encode())
         routing_key, ts, id_field, payload = record.padded(raw).split(b"|", 3)
         id, *headers = id_field.split(b";")
-        seq = self._next_seq + len(self._lines)
         rest = b"".join(b";" + header for header in headers if header != b"%b=%b" % (kind, name))
         if kind and record.claims(b"||%b|" % rest):
             return b"!err %d bad_id the headers p= and w= are KMQ's own" % n

@@ -21,9 +21,6 @@ CONTROL = b"!+-"  # first bytes of the FIFO's control lines (design 2.3); no top
 # The first label of a routing key. Every legal topic begins with one, so a key is legal exactly when this is:
 # the text before the first dot is a topic name, and a longer declared topic was checked when it was declared.
 _LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
-# Possessive quantifiers: without them a bad line makes the engine back into every good line before it.
-_GOOD = re.compile(rb"(?:" + _LABEL + rb"(?:\.[^|\n]*+)?+\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
-_GOOD_NO_NUL = re.compile(rb"(?:" + _LABEL + rb"(?:\.[^|\n\0]*+)?+\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
 _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -33,11 +30,22 @@ _CONTROL_LINE = re.compile(rb"\n[!+\-]")
 _LOW = [b"%03d|" % i for i in range(1000)]
 
 
-def good_prefix(data: bytes) -> int:
-    """How many bytes from the start of `data` are whole, well-formed lines as sent."""
-    pattern = _GOOD_NO_NUL if 0 in data else _GOOD
-    match = pattern.match(data)
-    return match.end() if match else 0
+class Shape:
+    """How well-formed lines look, of any topic or of some."""
+
+    def __init__(self, label: bytes = _LABEL) -> None:
+        """`label`: a pattern of what the routing key begins with, up to a dot or its end."""
+        # Possessive quantifiers: without them a bad line makes the engine back into every good line before it.
+        self._good = re.compile(rb"(?:" + label + rb"(?:\.[^|\n]*+)?+\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
+        self._no_nul = re.compile(rb"(?:" + label + rb"(?:\.[^|\n\0]*+)?+\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
+
+    def prefix(self, data: bytes) -> int:
+        """How many bytes from the start of `data` are whole, well-formed lines as sent."""
+        match = (self._no_nul if 0 in data else self._good).match(data)
+        return match.end() if match else 0
+
+
+good_prefix = Shape().prefix
 
 
 def has_control_line(data: bytes | bytearray, start: int, end: int) -> bool:
@@ -57,6 +65,11 @@ def common_key(lines: list[bytes]) -> bytes:
     if lines[-1].startswith(key) and min(lines).startswith(key) and max(lines).startswith(key):
         return key[:-1]
     return b""
+
+
+def is_topic_name(name: str) -> bool:
+    """Whether a topic may have this name, KMQ's own among them."""
+    return _TOPIC.fullmatch(name) is not None
 
 
 def is_topic(name: str) -> bool:

@@ -196,6 +196,16 @@ SETTINGS = (
         "producer names that are remembered; new ones are refused over it",
     ),
     Setting("KMQ_PRODUCER_TTL", "producer_ttl", "30d", _duration, "a producer idle for so long is forgotten"),
+    Setting(
+        "KMQ_MAX_TOPICS", "max_topics", "10000", _COUNT, "topics there may be before messages make no more of them"
+    ),
+    Setting(
+        "KMQ_AUTO_CREATE_TOPICS",
+        "auto_create_topics",
+        "on",
+        _one_of("on", "off"),
+        "whether a message makes the topic that it names; off: only declared ones",
+    ),
     Setting("KMQ_CONNECTIONS", "connections", "10000", _COUNT, "most connections of producers at a time"),
     Setting("KMQ_IDLE", "idle", "never", _AGE, "a producer's connection that sends nothing for so long is closed"),
     Setting(
@@ -246,6 +256,8 @@ class Settings:
     dedupe_age: float
     producers: int
     producer_ttl: float
+    max_topics: int
+    auto_create_topics: str  # on | off
     connections: int
     idle: float
     line_deadline: float

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from glob import iglob
 
-from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError, RetryError, Stopped
+from kmq import descriptors
+from kmq.errors import EXIT_OK, ConfigError, KmqError, RetryError, Stopped, of_os_error
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
@@ -36,6 +37,7 @@ class Stage:
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
         self.log = Log(name)
+        self.most_files = descriptors.claim()
         self.stopping = False
         self._deadline = 0.0
         if settings.ignored:
@@ -208,11 +210,9 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         code, reason = EXIT_OK, "drained"
     except Stopped as err:
         code, reason = err.exit_code, str(err)
-    except KmqError as err:
-        code, reason = err.exit_code, str(err)
-        log.error("failed", exit_code=code, reason=reason)
-    except OSError as err:
-        code, reason = EXIT_RETRY, str(err)
+    except (KmqError, OSError) as err:
+        error = of_os_error(err) if isinstance(err, OSError) else err
+        code, reason = error.exit_code, str(error)
         log.error("failed", exit_code=code, reason=reason)
     if stage is not None and stage.owns_row:
         stage.state("stopped")

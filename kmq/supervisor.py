@@ -15,7 +15,7 @@ import sys
 import time
 
 from kmq import gateway, status
-from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError
+from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
 from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
@@ -169,7 +169,8 @@ def main() -> int:
     """`python -m kmq.supervisor`: what `kmq up` puts in the background. No command line, so it starts at once."""
     try:
         return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
-    except KmqError as error:
+    except (KmqError, OSError) as err:
+        error = of_os_error(err) if isinstance(err, OSError) else err
         Log("supervisor").error("failed", exit_code=error.exit_code, reason=error)
         return error.exit_code
 

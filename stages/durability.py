@@ -216,6 +216,10 @@ def run(stage: Stage) -> None:
     wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check)
     if wal.cut_bytes:
         stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)
+    if wal.set_aside:
+        stage.log.warn(
+            "set_aside", file=f"{settings.data}/append.log", now=wal.set_aside, effect="the symlink is made again"
+        )
     framed = stage.wait_for("ring framed, from the framer", partial(stage.attach_ring, "framed"))
     assert isinstance(framed, RingReader)
     recover_wal(stage, wal, framed)

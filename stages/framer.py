@@ -21,6 +21,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from operator import itemgetter
 
 from kmq import framing, record
@@ -31,15 +32,18 @@ from kmq.links.layout import Commit, field
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
-from kmq.log import dropped, numbered, producers, wal
+from kmq.log import checkpoint, dropped, numbered, producers, wal
+from kmq.log.catalog import Catalog
 from kmq.log.producers import Producers
 from kmq.log.reader import DamageError, last_line
+from kmq.log.room import spare_inodes
 from kmq.stage import Stage, main
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
 _DRAIN_POLL_S = 0.01  # while draining: how often we look whether ingress is gone
 _STAMP_BYTES = 40  # most that a seq and a time add to a line
 _REPLY_BYTES = 120  # most that a reply takes beside its reason
+_UNROUTED = 1 << 20  # records looked through for topics that are still to come; more wait only without router.ckpt
 _LAST_CHECKPOINT_S = 1.0  # how long a stop may wait for durability, so that the next start has nothing to read again
 
 
@@ -132,12 +136,38 @@ def remember(stage: Stage, ring: RingWriter) -> Producers:
     return table
 
 
+def known_topics(stage: Stage, ring: RingWriter) -> Catalog:
+    """The topics that exist, and those that numbered messages will make: in blocks that wait, and in the WAL."""
+    settings = stage.settings
+
+    def routed_seq() -> int:
+        return max(stage.page.rows["router"].seq, checkpoint.routed_seq(settings.data))
+
+    catalog = Catalog(
+        settings.data,
+        most=settings.max_topics,
+        may_create=settings.auto_create_topics == "on",
+        routed_seq=routed_seq,
+        spare_inodes=partial(spare_inodes, settings.data),
+    )
+    blocks = [block for block in ring.waiting() if block.count]  # before the WAL is read: durability moves them there
+    in_wal = (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
+    first = max(routed_seq() + 1, wal.first_seq(settings.data), in_wal - _UNROUTED)
+    for lines in wal.read(settings.data, first, in_wal):
+        catalog.absorb(lines)
+        stage.beat()
+    for block in blocks:
+        catalog.absorb(bytes(block.data))
+    return catalog
+
+
 class Framer:
     """The job: from the staging area to the ring."""
 
     def __init__(self, stage: Stage, ring: RingWriter, staging: Staging, table: Producers) -> None:
         self.stage, self.ring, self.staging, self.table = stage, ring, staging, table
-        self.parser = framing.Parser(stage.settings.max_line, table)
+        self.topics = known_topics(stage, ring)
+        self.parser = framing.Parser(stage.settings.max_line, table, self.topics)
         self.checkpointer = producers.Checkpointer(stage.settings.data, table)
 
     def turn(self) -> bool:
@@ -146,7 +176,7 @@ class Framer:
         text = staging.lines()
         if not text:
             return staging.filled == staging.size and self._endless()
-        batch = framing.plain(text)
+        batch = framing.plain(text, self.topics, self.ring.last.next_seq)
         if batch is None:
             ordered = framing.untangle(text)
             if ordered is not text:

@@ -13,7 +13,6 @@ Crash       Lines not yet in the FIFO are unacknowledged, and their producers se
 
 import contextlib
 import os
-import resource
 import select
 import socket
 import struct
@@ -21,6 +20,7 @@ import sys
 import time
 from collections import deque
 
+from kmq import descriptors
 from kmq.errors import ConfigError
 from kmq.framing import MAX_GROUP
 from kmq.links.acks import AckReader
@@ -45,7 +45,8 @@ _MAX_QUESTION = 64  # bytes of a GET_ACK line
 # SO_LINGER: a producer's connection ends with a reset unless we close it in order. When we are killed the kernel closes it, and
 # an end that looks like ours would tell a producer that waits for it that lines which we had not passed on are safe.
 _BREAK, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
-_OWN_DESCRIPTORS = 64  # not for producers: FIFOs, epolls, listeners, who asks on the ack port, and one to say no with
+# Not for producers: our own, who asks on the ack port, and those to say no with.
+_OWN_DESCRIPTORS = descriptors.OWN + 16
 _TURNED_AWAY = 16  # connections that stay for a moment, so that they hear why they are not taken
 _GRACE_S = 0.2  # when told to stop: how long connected producers may still hand over what they have sent
 _ANSWER_S = 2.0  # and how long we wait for the replies to what was taken
@@ -107,7 +108,7 @@ class Ingress:
         durability = stage.page.rows["durability"]
         self.room = Room(settings, lambda: durability.bytes)
         self.refusing = b""  # why nothing more is taken: code and reason
-        self.most = min(settings.connections, max(1, _descriptor_limit() - _OWN_DESCRIPTORS))
+        self.most = min(settings.connections, max(1, stage.most_files - _OWN_DESCRIPTORS))
         self.poll = select.epoll()
         self.producer_poll = select.epoll()
         self.poll.register(stage.signalled, select.EPOLLIN)
@@ -454,13 +455,6 @@ def _close_in_order(connection: Connection) -> None:
         connection.tls.say_end()
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
     connection.sock.close()
-
-
-def _descriptor_limit() -> int:
-    """One descriptor per producer: take as many as the system allows us. How many that is."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 def answer(question: bytes, durable_seq: int) -> bytes:

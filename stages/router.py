@@ -13,13 +13,16 @@ Crash       The logs are copies and the WAL is the truth. A start looks at every
 
 import sys
 import time
+from collections import deque
 from functools import partial
 
+from kmq import descriptors
 from kmq.clock import AgeClock
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
 from kmq.log import dropped, identity, wal
 from kmq.log.dropped import without
+from kmq.log.newcomers import AT_ONCE
 from kmq.log.queues import Queues
 from kmq.log.room import NEW_TOPIC, Room
 from kmq.log.segment import Limits
@@ -30,7 +33,7 @@ _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the check
 
 def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: bool) -> None:
     """Account for the seqs between what is routed and `block`."""
-    first, last = queues.routed_seq + 1, block.first_seq - 1
+    first, last = queues.sorted_seq + 1, block.first_seq - 1
     if last < first:
         return
     if not dropped_it:
@@ -49,21 +52,39 @@ def wait_for_quota(stage: Stage, room: Room) -> None:
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)")
 
 
-def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
-    """Route all blocks that wait; whether there were any."""
-    blocks = ring.take()
-    if not blocks:
-        return False
-    name_or_read_gap(stage, queues, blocks[0], ring.jumped)
-    row = stage.row
-    new = [block for block in blocks if block.last_seq > queues.routed_seq]
-    if new:
-        row.bytes += queues.route(new)
-        row.messages += sum(block.count for block in new)
-    ring.release(blocks[-1])
-    row.seq = queues.routed_seq
-    stage.has_room()
-    return True
+class Routing:
+    """The job: from the ring `durable` into the queues."""
+
+    def __init__(self, stage: Stage, ring: RingReader, queues: Queues) -> None:
+        self.stage, self.ring, self.queues = stage, ring, queues
+        self._unreleased: deque[Block] = deque()  # the ring keeps what waits for its topic to be made
+
+    def turn(self) -> bool:
+        """Route all blocks that wait; whether there was anything to do."""
+        queues, row = self.queues, self.stage.row
+        blocks = self.ring.take()
+        if blocks:
+            name_or_read_gap(self.stage, queues, blocks[0], self.ring.jumped)
+            new = [block for block in blocks if block.last_seq > queues.sorted_seq]
+            if new:
+                row.bytes += queues.route(new)
+                row.messages += sum(block.count for block in new)
+            self._unreleased += blocks
+        elif queues.has_newcomers:
+            row.bytes += queues.make_topics(AT_ONCE)
+        else:
+            return False
+        self._release()
+        row.seq = queues.routed_seq
+        self.stage.has_room()
+        return True
+
+    def _release(self) -> None:
+        done = None
+        while self._unreleased and self._unreleased[0].last_seq <= self.queues.routed_seq:
+            done = self._unreleased.popleft()
+        if done is not None:
+            self.ring.release(done)
 
 
 def run(stage: Stage) -> None:
@@ -75,16 +96,24 @@ def run(stage: Stage) -> None:
     assert isinstance(ring, RingReader)
     stage.wait_for("formats of the newest version, by durability", lambda: identity.is_newest(settings.data) or None)
     stage.state("recovering")
-    queues = Queues(settings.data, stage.wait_for_room, stage.log, Limits.of(settings), settings.fsync == 0)
+    queues = Queues(
+        settings.data,
+        stage.wait_for_room,
+        stage.log,
+        Limits.of(settings),
+        wal_is_synced=settings.fsync == 0,
+        most_open=stage.most_files - descriptors.OWN,
+    )
     queues.recover(ring.committed().next_seq - 1, stage.check)
     queues.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
     queues.before_topic = partial(wait_for_quota, stage, Room(settings, lambda: stage.page.rows["durability"].bytes))
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=len(queues.topics))
 
+    job = Routing(stage, ring, queues)
     ticked = time.monotonic_ns()
     while True:
-        busy = turn(stage, ring, queues)
+        busy = job.turn()
         stage.beat()
         if time.monotonic_ns() - ticked > _TICK_NS:
             queues.tick()

@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 
-from kmq.errors import EXIT_OK, EXIT_RETRY, ConfigError, KmqError
+from kmq import descriptors
+from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
@@ -18,6 +19,7 @@ from kmq.settings import load
 from kmq.stats import STATES, StatsPage
 
 _PR_SET_PDEATHSIG = 1
+_LEAST_FILES = 128  # its listeners and event loops, and some connections
 
 
 def end_with(pid: int) -> None:
@@ -31,6 +33,7 @@ def end_with(pid: int) -> None:
 
 def run(log: Log) -> None:
     settings = load()
+    descriptors.claim(_LEAST_FILES)
     data_id = open_data(settings.data)
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/gateway.owner")
@@ -67,11 +70,9 @@ def main() -> int:
         with contextlib.suppress(KeyboardInterrupt):
             run(log)
         code, reason = EXIT_OK, "drained"
-    except KmqError as err:
-        code, reason = err.exit_code, str(err)
-        log.error("failed", exit_code=code, reason=reason)
-    except OSError as err:
-        code, reason = EXIT_RETRY, str(err)
+    except (KmqError, OSError) as err:
+        error = of_os_error(err) if isinstance(err, OSError) else err
+        code, reason = error.exit_code, str(error)
         log.error("failed", exit_code=code, reason=reason)
     log.info("stopped", exit_code=code, reason=reason)
     return code

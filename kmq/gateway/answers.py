@@ -17,6 +17,7 @@ class Status(NamedTuple):
 _BAD = Status(grpc.StatusCode.INVALID_ARGUMENT, 400)
 _LONG = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 413)
 _MANY = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 429)
+_UNKNOWN = Status(grpc.StatusCode.NOT_FOUND, 404)
 _LATER = Status(grpc.StatusCode.UNAVAILABLE, 503)  # the same again may work
 _NEVER = Status(grpc.StatusCode.FAILED_PRECONDITION, 409)  # not while the broker has these settings
 
@@ -31,12 +32,14 @@ STATUS = {
     "too_long": _LONG,
     "bad_id": _BAD,
     "producers_full": _MANY,
+    "too_many_topics": _MANY,
+    "unknown_topic": _UNKNOWN,
     "drop_oldest": _NEVER,
     # of the gateway
     "empty_id": _BAD,
     "not_answered": _LATER,  # whether it is stored is not known; the same id again stores it once
     "too_many": _MANY,
-    "not_found": Status(grpc.StatusCode.NOT_FOUND, 404),
+    "not_found": _UNKNOWN,
     "not_routed": _LATER,
     "not_ready": _LATER,
     "bad_request": _BAD,

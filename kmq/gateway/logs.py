@@ -1,7 +1,7 @@
 """The logs over HTTP, read-only: what kmq.spark.remote, or anyone with curl, needs to read a broker's files from afar.
 
     GET /v1/broker                       {"data_id", "format", "instance"}
-    GET /v1/topics                       [{"name", "partitions", "from_seq", "first_offsets": […], "end_offsets": […]}]
+    GET /v1/topics[?after=&limit=]       [{"name", "partitions", "from_seq", "first_offsets": […], "end_offsets": […]}]
     GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}, for an audit
     GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}], without topics that do not exist
     GET /v1/logs/{topic}/{partition}/…
@@ -22,6 +22,7 @@ Threads     A few of its own, so that bulk reading leaves the consumers theirs; 
 """
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from kmq.gateway.answers import Answer
+from kmq.gateway.bounds import Bounds
 from kmq.gateway.broker import Broker
 from kmq.gateway.spans import Range, Span
 from kmq.log import identity, reader, topics
@@ -58,6 +60,7 @@ class Logs:
         self._data, self._settings = broker.settings.data, broker.settings
         self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
         self._durable = 0
+        self._known = Bounds(self._data)
         self._threads = ThreadPoolExecutor(_THREADS, "logs")
         self._sending: set[asyncio.Task[None] | None] = set()
 
@@ -103,13 +106,15 @@ class Logs:
         return web.json_response(await self._run(look))
 
     async def topics(self, request: web.Request) -> web.Response:
-        def look() -> list[dict[str, Any]]:
-            found = []
-            for name, partitions, from_seq in topics.listing(self._data):
-                firsts, ends = zip(*(self._bounds(name, number) for number in range(partitions)), strict=True)
-                row = {"name": name, "partitions": partitions, "from_seq": from_seq}
-                found.append(row | {"first_offsets": firsts, "end_offsets": ends})
-            return found
+        after, limit = (
+            request.query.get("after", ""),
+            _number("limit", request.query.get("limit", str(_NEVER)), least=1),
+        )
+
+        def look() -> list[dict[str, object]]:
+            names = topics.names(self._data)
+            start = bisect_right(names, after)
+            return list(self._known.rows(names[start : start + limit]))
 
         return web.json_response(await self._run(look))
 
@@ -134,12 +139,14 @@ class Logs:
         if topic == WAL:
             return 1
         is_name = topic == basename(topic) and not topic.startswith(".")  # it comes from afar
-        return topics.load(self._data, topic)[0] if is_name and isdir(f"{self._data}/topics/{topic}") else 0
+        return self._known.declared(topic)[0] if is_name and isdir(f"{self._data}/topics/{topic}") else 0
 
     def _log(self, topic: str, partition: int) -> Log:
         return reader.wal(self._data) if topic == WAL else reader.partition(self._data, topic, partition)
 
     def _bounds(self, topic: str, partition: int) -> tuple[int, int]:
+        if topic != WAL:
+            return self._known.of(topic, partition)
         log = self._log(topic, partition)
         end = self._end(topic, log)  # first: what retention takes in between is then seen as taken
         return min(log.first_offset, end), end

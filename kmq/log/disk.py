@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Callable, Sequence
 
 from kmq.errors import RetryError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+QUARANTINE = "quarantine"  # directory of what a repair could not heal, or has set aside
 _IOV_MAX = 1024  # buffers one writev takes (Linux)
 _CHUNK = 1 << 18  # bytes read at once from the end of a file
 _DROP_STEP = 4 << 20  # appended bytes between two looks at what the page cache may forget
@@ -51,16 +53,30 @@ def replace_file(path: str, content: bytes) -> None:
     sync_directory(os.path.dirname(path))
 
 
-def point_symlink(path: str, target: str) -> None:
-    """Make `path` a symlink to `target`; readers see the old one or the new one."""
+def set_aside(path: str) -> str:
+    """Move what lies at `path` into the directory quarantine beside it, and return its new path."""
+    directory = f"{os.path.dirname(path)}/{QUARANTINE}"
+    os.makedirs(directory, exist_ok=True)
+    place = f"{directory}/{os.path.basename(path)}.{time.time_ns()}"
+    os.rename(path, place)
+    return place
+
+
+def point_symlink(path: str, target: str) -> str:
+    """Make `path` a symlink to `target`; readers see the old one or the new one.
+
+    What is no symlink (a backup that follows links leaves a copy) is kept: returns where, or "".
+    """
     with contextlib.suppress(OSError):
         if os.readlink(path) == target:
-            return
+            return ""
+    kept = set_aside(path) if os.path.lexists(path) and not os.path.islink(path) else ""
     making = f"{path}.new"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(making)
     os.symlink(target, making)
     os.rename(making, path)
+    return kept
 
 
 class AppendFile:

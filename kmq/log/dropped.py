@@ -13,9 +13,8 @@ import time
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log.disk import AppendFile, WaitForRoom
+from kmq.log.disk import QUARANTINE, AppendFile, WaitForRoom
 
-QUARANTINE = "quarantine"  # directory of what a repair could not heal, or has set aside
 _LINE_BYTES = 256  # a line is shorter
 _LINE = re.compile(rb"(?:framed|durable)\|(\d+)\|(\d+)\|(\d+)\|\d+\.\d{6}")
 

@@ -18,7 +18,7 @@ import os
 import re
 import zlib
 
-from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.errors import ConfigError, CorruptError, RetryError, of_os_error
 from kmq.log.disk import FULL, replace_file, sync_directory
 
 FORMAT = 2
@@ -39,13 +39,16 @@ def open_data(path: str) -> str:
         _write_once(path, "lineage", read(path, "id"))
         _write_once(path, "format", format_text(1))
     except OSError as err:
+        if isinstance(wrong := of_os_error(err), ConfigError):
+            raise wrong from err
         kind = RetryError if err.errno in (errno.EIO, *FULL) else ConfigError
         raise kind(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename})") from err
     if version(path) is None:
         found = read(path, "format")
         raise ConfigError(f"KMQ_DATA={path!r}: format {found!r} is none that this version reads (1, {FORMAT})")
-    if not _NAME.fullmatch(lineage(path)):
-        raise CorruptError(f"{path}/lineage: is no name of 32 hex digits; run kmq verify --repair")
+    for name in ("id", "lineage"):
+        if not _NAME.fullmatch(read(path, name)):
+            raise CorruptError(f"{path}/{name}: must be 32 hex digits; run kmq verify --repair")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"KMQ_DATA={path!r}: cannot be written")
     return read(path, "id")

@@ -315,10 +315,10 @@ class PartitionLog:
         if not self.link:
             return
         link, target = f"{self._data}/{self.link}", os.path.relpath(self.path, self._data)
-        if os.path.lexists(link) and os.path.dirname(os.readlink(link)) != os.path.dirname(target):
+        if os.path.islink(link) and os.path.dirname(os.readlink(link)) != os.path.dirname(target):
             self._warn("symlink_taken", symlink=self.link, topic=self.topic, file=target)
-        else:
-            point_symlink(link, target)
+        elif kept := point_symlink(link, target):
+            self._warn("set_aside", file=link, now=kept, effect="the symlink is made again")
 
     def append(self, data: Buffer, count: int, first_seq: int, last_seq: int) -> int:
         """Append `data`, the `count` lines first_seq…last_seq, less those it has already; bytes written."""

@@ -4,7 +4,7 @@ Owner       the router process (lock topics/.owner).
 Invariant   `routed_seq` and everything before it is in its partition log (in the page cache; the checkpoint says what is on
             disk), but for what dropped.log names. Routing depends on the line and on the topics in force at its seq only.
 Crash       See recover(): the logs are looked at, then the WAL is replayed from where the first of them ends.
-Memory      State of a cold partition: one small object. Descriptors: at most MAX_OPEN, the longest unused one closes.
+Memory      State of a cold partition: one small object. Descriptors: at most `most_open`, the longest unused one closes.
 """
 
 import os
@@ -19,6 +19,7 @@ from kmq.links.layout import Block
 from kmq.log import checkpoint, compaction, dropped, reader, segment, topics, wal
 from kmq.log.disk import Buffer, WaitForRoom, find_tail, replace_file, with_room
 from kmq.log.index import IndexWriter, read_entries
+from kmq.log.newcomers import AT_ONCE, Newcomer, Newcomers
 from kmq.log.partition import EMPTY, Gap, PartitionLog, State, directory_of, fits, recover
 from kmq.log.reader import DamageError, MisplacedError, is_stored
 from kmq.log.segment import COMPACT, Limits, Segment
@@ -26,7 +27,7 @@ from kmq.logfmt import Log
 from kmq.routing import Topic, resolve
 from kmq.settings import MIB
 
-MAX_OPEN = 256  # descriptors; far below the 1024 that a process has by default
+MAX_OPEN = 1024  # logs that are kept open, where the process may have so many files
 CHECKPOINT_NS = 30_000_000_000
 CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay: ready in a second also after a kill
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
@@ -34,7 +35,8 @@ _MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys mu
 _MAX_ROUTE = 256  # nor one with long keys: bytes of a routing key that is remembered
 _NEVER = 1 << 62  # a seq that no record has
 
-Target = PartitionLog | Topic  # where a routing key leads; a Topic: its partition depends on the seq (no key)
+# Where a routing key leads. A Topic: its partition depends on the seq (no key). A Newcomer: it has to be made first.
+Target = PartitionLog | Topic | Newcomer
 
 
 class Queues:
@@ -47,8 +49,13 @@ class Queues:
         log: Log,
         limits: Limits | None = None,
         wal_is_synced: bool = True,
+        most_open: int = MAX_OPEN,
     ) -> None:
-        """`wal_is_synced`: what the WAL shows is on disk; else each checkpoint syncs it first, not to be ahead of it."""
+        """`wal_is_synced`: what the WAL shows is on disk; else each checkpoint syncs it first, not to be ahead of it.
+
+        `most_open`: logs that are kept open at a time.
+        """
+        self._most_open = min(most_open, MAX_OPEN)
         self.data, self.log = data, log
         self._limits, self._wal_is_synced = limits or Limits(), wal_is_synced
         self._topic_limits: dict[str, Limits] = {}  # of those topics that have their own
@@ -57,7 +64,8 @@ class Queues:
         self.now_s: Callable[[], float] = time.time  # for retention by age: a clock that is trusted (clock.py)
         self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
         self.topics: dict[bytes, Topic] = {}
-        self.routed_seq = 0
+        self.sorted_seq = 0  # up to here every record is in its log, or waits for its topic to be made
+        self._newcomers = Newcomers()
         self._states: dict[tuple[str, int], State] = {}
         self._logs: dict[tuple[str, int], PartitionLog] = {}
         self._open: dict[PartitionLog, None] = {}  # in order of last use
@@ -70,10 +78,19 @@ class Queues:
         self._bytes_since = 0
         self._topics_seen = 0  # mtime of topics/ when it was last read
 
+    @property
+    def routed_seq(self) -> int:
+        """Up to here every record is in its log."""
+        oldest = self._newcomers.oldest
+        return oldest.first_seq - 1 if oldest else self.sorted_seq
+
     # --- routing -------------------------------------------------------------------------------------------------
 
     def route(self, blocks: list[Block]) -> int:
-        """Append consecutive blocks, all after routed_seq, to their partition logs; bytes written."""
+        """Append consecutive blocks, all after sorted_seq, to their partition logs; bytes written.
+
+        What names a topic that has to be made may wait for the next calls, of this or of `make_topics`.
+        """
         written = 0
         mixed: list[bytes] = []
         for block in blocks:
@@ -86,11 +103,31 @@ class Queues:
                 continue
             written += self._deliver(target, block.data, block.count, block.first_seq, block.last_seq)
         written += self._route_lines(mixed)
-        self.routed_seq = blocks[-1].last_seq
         self._bytes_since += written
+        self.sorted_seq = blocks[-1].last_seq
+        written += self.make_topics(None if self._newcomers.is_too_much else AT_ONCE)
         if self._bytes_since > CHECKPOINT_BYTES and not self._checkpointer.busy:
             self._checkpoint([])  # not only once a second: that is 160 MB more for a restart to replay
         return written
+
+    def make_topics(self, most: int | None = None) -> int:
+        """Make the topics that messages have named, all or the oldest ones, and route what waits for them; bytes written."""
+        written = made = 0
+        while made != most and (newcomer := self._newcomers.oldest):
+            self._check()
+            topic = self._create_topic(newcomer.name, newcomer.first_seq)
+            self._routes.clear()  # what newer lines have found may not have been in force for these, and the other way round
+            self.topics[newcomer.name] = topic
+            written += self._route_lines([self._newcomers.remove(newcomer)])
+            self._routes.clear()
+            made += 1
+        self._bytes_since += written
+        return written
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether `make_topics` has something to do."""
+        return bool(self._newcomers)
 
     def _common_target(self, block: Block) -> PartitionLog | None:
         """The one log where all lines of a block go, if the framer saw that they share their routing key."""
@@ -117,6 +154,8 @@ class Queues:
                 target = self._target(key, record.seq_of(line))
             groups[target].append(line)
         written = 0
+        for target in [target for target in groups if isinstance(target, Newcomer)]:
+            self._newcomers.add(target, groups.pop(target))
         for log, queued in _spread(groups, self._log_of).items():
             first, last = record.seq_of(queued[0]), record.seq_of(queued[-1])
             count = len(queued)
@@ -129,7 +168,9 @@ class Queues:
         if target is not None:
             return target
         name, key = resolve(self.topics, routing_key, seq)
-        topic = self.topics.get(name) or self._create_topic(name, seq)
+        topic = self.topics.get(name)
+        if topic is None:
+            return self._newcomers.named(name, seq)
         if topic.partitions > 1 and not key:
             target = topic
         else:
@@ -158,7 +199,6 @@ class Queues:
                 file.write(topics.Declaration(1, seq).text())
 
         with_room(path, self._wait_for_room, write)
-        self.topics[name] = topic
         return topic
 
     def _log_of(self, topic: Topic, partition: int) -> PartitionLog:
@@ -182,7 +222,7 @@ class Queues:
     def _use(self, log: PartitionLog) -> None:
         """Have it open, closing the longest unused one where there are too many."""
         if self._open.pop(log, self) is self:
-            if len(self._open) >= MAX_OPEN:
+            if len(self._open) >= self._most_open:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 oldest.close()
@@ -247,7 +287,7 @@ class Queues:
         replay_from = max(replay_from, has)
         if replay_from <= high:
             self.log.info("replay", from_seq=replay_from, to_seq=high)
-        self.routed_seq = replay_from - 1
+        self.sorted_seq = replay_from - 1
         self.replay(replay_from, high, check)
         self.adopt_declarations()
 
@@ -260,19 +300,24 @@ class Queues:
 
     def _load_topics(self, rows: checkpoint.Rows, since: dict[str, int]) -> list[Topic]:
         """The topics in force, with those whose directory is gone but which the checkpoint still knows."""
+        topics.check_names(self.data)
         found: dict[str, Topic] = {}
+        guessed: set[str] = set()
         for name in topics.names(self.data):
             declared = topics.read(self.data, name)
             path = topics.toml_path(self.data, name)
             if name not in since and not _is_empty(path) and (what := topics.fault(self.data, name, at_start=True)):
                 raise CorruptError(f"{path}: {what}; run kmq verify --repair")  # other partitions would be other queues
+            if declared.is_guessed and not _is_empty(path):
+                guessed.add(name)
             if declared.from_seq is not None or name in since:
                 found[name] = Topic(name, declared.partitions, declared.from_seq or 0)
                 self._limit(name, declared)
         counts = Counter(name for name, _ in rows)
         for name, topic in found.items():
             knows = Topic(name, counts[name], since.get(name, topic.from_seq))
-            if name in since and (topic.partitions, topic.from_seq) != (knows.partitions, knows.from_seq):
+            differs = (topic.partitions, topic.from_seq) != (knows.partitions, knows.from_seq)
+            if name in since and (differs or name in guessed):
                 self.log.warn("topic_mended", topic=name, partitions=knows.partitions, from_seq=knows.from_seq)
                 found[name] = knows  # the checkpoint has a crc; other partitions would be another queue
                 self._write_toml(
@@ -445,8 +490,9 @@ class Queues:
             self._routes.clear()
             for lines in wal.read(self.data, first, last):
                 self._bytes_since += self._route_lines([lines])
+                self.make_topics()
                 check()
-        self.routed_seq = max(self.routed_seq, high)
+        self.sorted_seq = max(self.sorted_seq, high)
         self._routes.clear()
 
     def _wanted(self, low: int, high: int) -> list[tuple[int, int]]:
@@ -467,14 +513,16 @@ class Queues:
             return
         self._topics_seen = mtime
         for name in topics.names(self.data):
-            if name.encode() in self.topics:
+            if name.encode() in self.topics or name.encode() in self._newcomers:
                 continue
-            self._adopt(name, self.routed_seq + 1)
+            self._adopt(name, self.sorted_seq + 1)
 
     def _adopt(self, name: str, next_seq: int) -> Topic:
         """Put a declared topic in force: from `next_seq` on, unless its file says already from when."""
         declared = topics.read(self.data, name)
-        if declared.from_seq is None:
+        if declared.is_guessed:
+            self.log.warn("topic_guessed", file=topics.toml_path(self.data, name), partitions=declared.partitions)
+        if declared.from_seq is None or declared.is_guessed:
             declared.from_seq = next_seq
         topic = Topic(name, declared.partitions, declared.from_seq)
         self._write_toml(topic, declared)
@@ -482,6 +530,7 @@ class Queues:
         self.topics[name.encode()] = topic
         self._routes.clear()
         for partition in range(topic.partitions):
+            self._check()
             self._use(self._log_of(topic, partition))
         self.log.info("topic_adopted", topic=name, partitions=topic.partitions, from_seq=topic.from_seq)
         return topic
@@ -493,6 +542,7 @@ class Queues:
     def tick(self) -> None:
         """Once a second: provisional index lines, declarations, the checkpoint when it is due."""
         for log in self._unnoted:
+            self._check()
             log.note_open_block()
         self._unnoted.clear()
         for log in self._open:
@@ -563,6 +613,7 @@ class Queues:
 
     def close(self) -> None:
         """Everything routed is on disk and the checkpoint says so."""
+        self.make_topics()
         self.tick()
         self._checkpointer.finish()
         if self._unsynced:

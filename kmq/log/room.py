@@ -12,6 +12,7 @@ Mechanism   Usage is a walk over all files, plus an upper bound of what has come
             got, and the files of new topics. So walks are needed only to make the bound tighter, and to learn that
             something is gone (retention). They go in slices: nobody stands still for 10,000 topics. The free space of
             the file system cannot say it, for others write and delete there too.
+Inodes      They run out as bytes do, and are refused for as bytes are. File systems that count none (btrfs) say 0: no limit.
 Flapping    What is refused for is accepted again only when a quarter of the reserve more than that is free.
 Not covered Seen by the next walk only: a queue that is rebuilt, a topic declared with hundreds of partitions, what XFS
             allocates ahead of a growing file.
@@ -20,6 +21,7 @@ Not covered Seen by the next walk only: a queue that is rebuilt, a topic declare
 import os
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 
 from kmq.links.fifo import CAPACITY
 from kmq.links.staging import area_bytes
@@ -27,10 +29,12 @@ from kmq.settings import KIB, MIB, Settings
 
 _COPIES = 2  # of each message: in the WAL and in its queue
 _LONGER = 2  # so many times as long may a line in the FIFO be once it is stored; for shorter ones there is must_wait
+TOPIC_INODES = 6  # of a topic with one partition: the same six
 NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: a block each
 _OLD_TOPIC = 8 * KIB  # what its log and index may take beyond their bytes: a last block each, provisional index lines
 _OTHERS = 4 * MIB  # the WAL's index, dropped.log, checkpoints (twice while they are replaced)
 _DISK_SHARE, _QUOTA_SHARE = 10, 4  # the reserve is at most such a part of the whole, so that small ones work too
+_INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, topics on the way; at most such a part of all
 _LOOK_S = 0.05  # an answer is at most so old
 _WALK_S, _REWALK_S = 10.0, 0.5  # between walks while something comes; and while refusing: room is noticed within 2 s
 _SLICE_S, _LONG_SLICE_S = 0.004, 0.05  # of a walk at once; and while refusing, when there is little else to do
@@ -152,7 +156,8 @@ class Room:
     def _disk_lacks(self, refusing: bool) -> bool:
         disk = os.statvfs(self.data)
         reserve = min(self._accepted + self._unrouted, disk.f_blocks * disk.f_frsize // _DISK_SHARE)
-        return disk.f_bavail * disk.f_frsize < _hold_on(reserve, refusing)
+        lacks_inodes = disk.f_files > 0 and disk.f_favail < _hold_on(_inode_reserve(disk), refusing)
+        return lacks_inodes or disk.f_bavail * disk.f_frsize < _hold_on(reserve, refusing)
 
     def _quota_lacks(self, nbytes: int, refusing: bool) -> bool:
         usage = self._usage
@@ -161,6 +166,16 @@ class Room:
         limit = self.quota - self._unrouted - _OLD_TOPIC * usage.topics() - nbytes
         usage.walk_if_due(refusing, limit - usage.bound())
         return usage.bound() > limit
+
+
+def spare_inodes(path: str) -> float:
+    """How many inodes new topics may take before anybody is refused for lack of them; infinity where none are counted."""
+    disk = os.statvfs(path)
+    return disk.f_favail - 2 * _inode_reserve(disk) if disk.f_files else inf
+
+
+def _inode_reserve(disk: os.statvfs_result) -> int:
+    return min(_INODES, disk.f_files // _INODE_SHARE)
 
 
 def _hold_on(reserve: int, refusing: bool) -> int:

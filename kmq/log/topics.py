@@ -15,9 +15,10 @@ is the only way to a seq that is right by construction: nobody else knows what h
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 
 from kmq import record
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, CorruptError
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.segment import LIMITS, Limits
 from kmq.routing import Topic
@@ -32,10 +33,11 @@ def toml_path(data: str, name: str) -> str:
 class Declaration:
     """What topic.toml says. `from_seq` is None while it is pending; `limits`: in place of the settings, as texts."""
 
-    __slots__ = ("from_seq", "limits", "partitions")
+    __slots__ = ("from_seq", "is_guessed", "limits", "partitions")
 
     def __init__(self, partitions: int, from_seq: int | None = None, limits: dict[str, str] | None = None) -> None:
         self.partitions, self.from_seq, self.limits = partitions, from_seq, limits or {}
+        self.is_guessed = False  # from the directories, because the file cannot be read
 
     def text(self) -> bytes:
         lines = [f"partitions = {self.partitions}"]
@@ -45,6 +47,12 @@ class Declaration:
             f"{name} = {value}" if value.isdigit() else f'{name} = "{value}"' for name, value in self.limits.items()
         ]
         return ("\n".join(lines) + "\n").encode()
+
+
+def _in_range(partitions: int) -> int:
+    if not 1 <= partitions <= MAX_PARTITIONS:
+        raise ValueError(f"partitions = {partitions}: must be between 1 and {MAX_PARTITIONS}")
+    return partitions
 
 
 def read(data: str, name: str) -> Declaration:
@@ -58,11 +66,13 @@ def read(data: str, name: str) -> Declaration:
     try:
         with open(toml_path(data, name), "rb") as file:
             table = tomllib.load(file)
-        partitions = int(table["partitions"])
+        partitions = _in_range(int(table["partitions"]))
         from_seq = table.get("from_seq")
     except (FileNotFoundError, KeyError, ValueError):
         found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
-        return Declaration(max(1, found), 1)
+        guessed = Declaration(max(1, found), 1)
+        guessed.is_guessed = True
+        return guessed
     limits = {each: str(table[each]) for each in LIMITS if each in table}
     return Declaration(partitions, None if from_seq is None else int(from_seq), limits)
 
@@ -79,7 +89,7 @@ def fault(data: str, name: str, since: int | None = None, at_start: bool = False
         with open(toml_path(data, name), "rb") as file:
             text = file.read()
         table = tomllib.loads(text.decode())
-        partitions, from_seq = int(table["partitions"]), table.get("from_seq")
+        partitions, from_seq = _in_range(int(table["partitions"])), table.get("from_seq")
         if not at_start:
             Limits().but(read(data, name).limits)
     except (FileNotFoundError, KeyError, TypeError, ValueError, ConfigError) as err:
@@ -107,10 +117,20 @@ def load(data: str, name: str) -> tuple[int, int | None]:
 
 
 def names(data: str) -> list[str]:
-    """Names of all topics, in order."""
-    return sorted(
-        entry.name for entry in os.scandir(f"{data}/topics") if not entry.name.startswith(".") and entry.is_dir()
-    )
+    """Names of all topics, in order. What cannot be one is none of ours (`check_names`)."""
+    return sorted(name for name in _directories(data) if record.is_topic_name(name))
+
+
+def check_names(data: str) -> None:
+    """Raise CorruptError where a directory among the topics cannot be one: it may be what is left of one."""
+    for name in _directories(data):
+        if not record.is_topic_name(name) and name != "lost+found":
+            shown = repr(os.fsencode(name))[2:-1]
+            raise CorruptError(f"{data}/topics/{shown}: is not a topic's name; move it away")
+
+
+def _directories(data: str) -> Iterator[str]:
+    return (entry.name for entry in os.scandir(f"{data}/topics") if not entry.name.startswith(".") and entry.is_dir())
 
 
 def listing(data: str) -> list[tuple[str, int, int | None]]:

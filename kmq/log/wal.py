@@ -124,7 +124,7 @@ class Wal:
         # must not lead to what a power cut takes away.
         sync_directory(self.directory)
         link, target = f"{self.data}/append.log", os.path.relpath(path, self.data)
-        with_room(link, self._wait_for_room, lambda: point_symlink(link, target))
+        self.set_aside = with_room(link, self._wait_for_room, lambda: point_symlink(link, target))
         sync_directory(self.data)
 
     def _cut_tail(self, unindexed_bytes: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from kmq.errors import EXIT_CORRUPT, EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.links.ownership import FileLock, describe
 from kmq.log import topics
-from kmq.log.dropped import QUARANTINE
+from kmq.log.disk import QUARANTINE
 from kmq.repair import rebuild, verify
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from kmq import record, routing
 from kmq.log import dropped, reader, segment, topics, wal
-from kmq.log.disk import sync_directory
-from kmq.log.dropped import QUARANTINE
+from kmq.log.disk import QUARANTINE, sync_directory
 from kmq.log.partition import directory_of
 from kmq.repair import places
 from kmq.repair.copies import Copies, Difference

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from kmq import record
 from kmq.log import checkpoint, dropped, segment, topics
-from kmq.log.disk import find_tail, replace_file, sync_directory
-from kmq.log.dropped import QUARANTINE
+from kmq.log.disk import QUARANTINE, find_tail, replace_file, sync_directory
 from kmq.log.index import Entry, lineage_of, parse_label, place_of, read_entries
 from kmq.log.partition import EMPTY
 from kmq.log.reader import Segment, is_stored

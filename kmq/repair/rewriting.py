@@ -11,8 +11,7 @@ from typing import BinaryIO, NamedTuple
 
 from kmq import record
 from kmq.log import reader, segment
-from kmq.log.disk import replace_file, sync_directory
-from kmq.log.dropped import QUARANTINE
+from kmq.log.disk import QUARANTINE, replace_file, sync_directory
 from kmq.log.index import IndexWriter
 from kmq.repair.scan import Part, Scan, scan
 

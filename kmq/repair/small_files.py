@@ -7,8 +7,7 @@ from collections import Counter
 
 from kmq import record
 from kmq.log import checkpoint, identity, reader, topics
-from kmq.log.disk import replace_file, sync_directory
-from kmq.log.dropped import QUARANTINE
+from kmq.log.disk import QUARANTINE, replace_file, sync_directory
 from kmq.log.segment import LIMITS
 from kmq.repair.rewriting import Rewriter, text_of
 from kmq.repair.verify import Directory, dropped_faults, label_lineages, producers_fault

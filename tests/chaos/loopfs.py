@@ -97,3 +97,36 @@ def disk_of(kind: str, nbytes: int, root: Path, cleanup: ExitStack) -> LoopFs:
     disk = LoopFs(root, kind, nbytes)
     cleanup.callback(disk.close)
     return disk
+
+
+class FewInodes:
+    """A file system in memory with room for so many files, mounted from construction to close()."""
+
+    def __init__(self, root: Path, inodes: int) -> None:
+        self.path = root / "few-inodes"
+        self.path.mkdir()
+        _run("mount", "-t", "tmpfs", "-o", f"nr_inodes={inodes},size=256m", "tmpfs", str(self.path))
+
+    def free(self) -> int:
+        return os.statvfs(self.path).f_favail
+
+    def fill(self, left: int) -> Path:
+        """Take all inodes but `left`; returns the directory to remove."""
+        ballast = self.path / "ballast"
+        ballast.mkdir()
+        for number in range(self.free() - left):
+            (ballast / str(number)).touch()
+        return ballast
+
+    def close(self) -> None:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _run("umount", "-l", str(self.path))
+
+
+def few_inodes(inodes: int, root: Path, cleanup: ExitStack) -> FewInodes:
+    """One for this test; skips where it cannot be had."""
+    if os.geteuid() != 0:
+        pytest.skip("mounts need root")
+    disk = FewInodes(root, inodes)
+    cleanup.callback(disk.close)
+    return disk

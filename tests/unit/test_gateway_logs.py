@@ -90,6 +90,24 @@ def test_topics_and_logs_tell_where_they_begin_and_end(broker, data):
     }
 
 
+def test_a_listing_looks_again_only_at_what_has_changed(broker, data, monkeypatch):
+    looked, end_offset = [], reader.Log.end_offset
+    monkeypatch.setattr(reader.Log, "end_offset", lambda log: looked.append(log.directory) or end_offset(log))
+    before = get_json(broker, "/v1/topics")
+    looked.clear()
+    assert get_json(broker, "/v1/topics") == before and f"{data}/topics/t/0" not in looked
+    with files(data)[-1].open("ab") as active:
+        active.write(b"2001|1700000900.000000|t|0|0|x\n")
+    assert get_json(broker, "/v1/topics")[1]["end_offsets"] == [2001]
+    Path(f"{data}/topics/empty/topic.toml").write_text("partitions = 3\nfrom_seq = 1\n")
+    assert get_json(broker, "/v1/topics")[0]["end_offsets"] == [0, 0, 0]
+
+
+def test_topics_are_listed_in_pages(broker):
+    pages = [get_json(broker, f"/v1/topics?limit=1&after={after}") for after in ("", "empty", "t")]
+    assert [[row["name"] for row in page] for page in pages] == [["empty"], ["t"], []]
+
+
 def test_lookups_answer_with_offsets(broker):
     assert get_json(broker, "/v1/logs/t/0/offset?seq=701") == {"offset": 700}
     assert get_json(broker, "/v1/logs/t/0/offset?time=0") == {"offset": 0}

@@ -11,6 +11,7 @@ from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import checkpoint, dropped, index, partition, queues, segment, topics
+from kmq.log.newcomers import AT_ONCE
 from kmq.log.partition import State
 from kmq.log.queues import Queues
 from kmq.log.segment import Limits
@@ -38,9 +39,9 @@ class Heard(Silent):
         return [fields for name, fields in self.events if name == event]
 
 
-def open_queues(data, high, limits=None, log=None):
+def open_queues(data, high, limits=None, log=None, check=lambda: None):
     made = Queues(data, no_room, log or Silent(), limits)
-    made.recover(high, lambda: None)
+    made.recover(high, check)
     return made
 
 
@@ -97,6 +98,33 @@ def test_a_topic_is_in_force_from_its_first_message_on_also_behind_a_mixed_block
     made.close()
 
 
+def test_lines_of_known_topics_do_not_wait_for_new_ones(data):
+    looks = []
+    made = open_queues(data, 0, check=lambda: looks.append(len(topics.names(data))))
+    route(made, [b"known|||1"], 1)
+    flood = [b"new-%d|||x" % number for number in range(100)]
+    made.route([block([*flood, b"known|||2"], 2)])
+    assert log_of(data, "known").count(b"\n") == 2
+    assert len(topics.names(data)) == made.routed_seq == 1 + AT_ONCE
+    made.route([block([b"new-99|||y", b"known|||3"], 103)])
+    assert log_of(data, "known").count(b"\n") == 3 and made.routed_seq == 1 + 2 * AT_ONCE
+    assert made.make_topics() and made.routed_seq == 104
+    assert log_of(data, "new-99") == b"".join(stored([flood[99]], 101) + stored([b"new-99|||y"], 103))
+    assert set(range(1, 101)) <= set(looks), "a heartbeat between any two"
+    made.close()
+
+
+def test_a_topic_that_is_declared_while_its_lines_wait_gets_them_by_its_partitions(data):
+    made = open_queues(data, 0)
+    route(made, [*(b"new-%d|||x" % number for number in range(50)), b"late.a|||1", b"late.b|||2", b"late.c|||3"], 1)
+    topics.declare(data, "late", 3)
+    made.adopt_declarations()
+    made.make_topics()
+    assert topics.load(data, "late") == (3, 51)
+    assert sum(log_of(data, "late", number).count(b"\n") for number in range(3)) == 3
+    made.close()
+
+
 def build(data, lines, seed, limits=None):
     """Route `lines` with declarations midway and ranges that drop_oldest took; returns the files."""
     rng = random.Random(seed)
@@ -117,14 +145,15 @@ def build(data, lines, seed, limits=None):
         else:
             route(made, lines[at : at + size], at + 1)
         at += size
-        made.routed_seq = min(at, len(lines))
+        made.sorted_seq = min(at, len(lines))
     made.close()
     return files(data)
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("lost", ["logs", "logs and checkpoint", "one log", "half of each", "indexes"])
-def test_what_is_rebuilt_from_the_wal_is_the_same_byte_for_byte(data, seed, lost):
+def test_what_is_rebuilt_from_the_wal_is_the_same_byte_for_byte(data, seed, lost, monkeypatch):
+    monkeypatch.setattr(queues, "AT_ONCE", [0, 1, 16][seed % 3])  # how many new topics are made before others go on
     lines = messages(random.Random(seed), 600)
     lines = [line for line in lines if seed % 2 or not line.startswith(b"spread")] or lines
     before = build(data, lines, seed)

@@ -16,11 +16,13 @@ class Broker:
 
     def __init__(self, data, monkeypatch):
         self.data, self.appended, self.now, self.free, self.whole = data, 0, 1000.0, 64 * GIB, 64 * GIB
+        self.inodes, self.free_inodes = 16_000_000, 15_000_000
         monkeypatch.setattr(room.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(room.os, "statvfs", lambda path: SimpleNamespace(**self._statvfs()))
 
     def _statvfs(self):
-        return {"f_bavail": self.free // 4096, "f_blocks": self.whole // 4096, "f_frsize": 4096}
+        inodes = {"f_files": self.inodes, "f_favail": self.free_inodes}
+        return inodes | {"f_bavail": self.free // 4096, "f_blocks": self.whole // 4096, "f_frsize": 4096}
 
     def room(self, quota="none"):
         return Room(load({"KMQ_DATA": self.data, "KMQ_DATA_QUOTA": quota}, "none"), lambda: self.appended)
@@ -52,6 +54,24 @@ def test_a_disk_with_less_than_what_is_on_the_way_is_refused_until_there_is_clea
         broker.now += 1
         answers.append(asked.refusal())
     assert answers == ["", "", "disk_full", "disk_full", "disk_full", "", ""]
+
+
+def test_a_disk_with_few_inodes_left_is_refused_until_there_are_clearly_more(broker):
+    asked, answers = broker.room(), []
+    for broker.free_inodes in (9000, 4100, 4095, 4100, 5100, 5120, 4100):
+        broker.now += 1
+        answers.append(asked.refusal())
+    assert answers == ["", "", "disk_full", "disk_full", "disk_full", "", ""]
+
+
+def test_a_file_system_that_counts_no_inodes_is_not_refused(broker):
+    broker.inodes = broker.free_inodes = 0
+    assert broker.room().refusal() == "" and room.spare_inodes(broker.data) == float("inf")
+
+
+def test_new_topics_leave_twice_the_inodes_that_end_admission(broker):
+    broker.inodes, broker.free_inodes = 2000, 300
+    assert broker.room().refusal() == "" and room.spare_inodes(broker.data) == 100
 
 
 def test_a_small_disk_keeps_a_tenth_of_itself_free(broker):

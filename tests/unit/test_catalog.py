@@ -1,0 +1,120 @@
+"""Which topics a message may name, asked before it is numbered."""
+
+import os
+
+import pytest
+
+from kmq import framing, record
+from kmq.log import topics
+from kmq.log.catalog import Catalog
+from kmq.log.producers import Producers
+
+TEXT = b"%b|0|1|x\n"
+
+
+class World:
+    """A data directory and a router that has routed up to `routed`."""
+
+    def __init__(self, data):
+        self.data, self.routed = str(data), 0
+        os.makedirs(f"{data}/topics")
+
+    def catalog(self, most=3, may_create=True):
+        return Catalog(self.data, most, may_create, lambda: self.routed)
+
+    def make(self, name, from_seq=1):
+        os.makedirs(f"{self.data}/topics/{name}")
+        with open(topics.toml_path(self.data, name), "wb") as file:
+            file.write(topics.Declaration(1, from_seq).text())
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def takes(catalog, *keys):
+    return catalog.takes(b"".join(TEXT % key for key in keys), 1)
+
+
+def test_messages_make_topics_up_to_the_limit_and_then_only_known_ones_pass(world):
+    catalog = world.catalog(most=3)  # dead is one of them
+    assert takes(catalog, b"a", b"b.key")
+    assert not takes(catalog, b"a", b"c")
+    assert catalog.refusal(b"c|0|1|x", 3) == "too_many_topics"
+    assert takes(catalog, b"a.1", b"b", b"dead.malformed")
+    assert catalog.refusal(b"b|0|1|x", 3) == ""
+
+
+def test_a_block_that_would_pass_the_limit_is_let_through_up_to_it(world):
+    catalog = world.catalog(most=3)
+    batch = framing.Parser(8192, Producers(9, 9, 9, 9), catalog).parse(TEXT % b"a" + TEXT % b"b" + TEXT % b"c", 1, 0)
+    assert batch.lines[:2] == [b"a|0|1|x", b"b|0|1|x"]
+    assert batch.lines[2] == b"dead.malformed||;reason=too_many_topics;len=7|c|0|1|x"
+
+
+def test_without_creation_only_declared_topics_pass_as_soon_as_they_are_there(world):
+    catalog = world.catalog(may_create=False)
+    assert catalog.refusal(b"a.k|0|1|x", 1) == "unknown_topic"
+    topics.declare(world.data, "a", 4)
+    assert catalog.refusal(b"a.k|0|1|x", 1) == ""
+    assert takes(catalog, b"a.k")
+    assert catalog.refusal(b"dead|0|1|x", 1) == ""
+
+
+def test_a_topic_with_a_dot_passes_when_it_is_in_force_and_its_first_label_never_does(world):
+    world.make("a.b", from_seq=7)
+    topics.declare(world.data, "a.c", 1)
+    catalog = world.catalog(may_create=False)
+    assert not catalog.takes(TEXT % b"a.b.key", 6), "it would be routed to topic a"
+    assert catalog.takes(TEXT % b"a.b.key", 7)
+    assert not catalog.takes(TEXT % b"a.c.key", 7)
+    assert [catalog.refusal(key + b"|0|1|x", 7) for key in (b"a.b", b"a.c", b"a")] == [
+        "",
+        "unknown_topic",
+        "unknown_topic",
+    ]
+
+
+def test_a_name_that_was_let_through_counts_until_the_router_is_past_it_without_making_it(world):
+    catalog = world.catalog(most=2)
+    assert catalog.refusal(b"a|0|1|x", 5) == ""
+    assert world.catalog(most=2).refusal(b"b|0|1|x", 6) == ""
+    assert catalog.refusal(b"b|0|1|x", 6) == "too_many_topics"
+    world.routed = 5  # drop_oldest took it
+    catalog._listing._due = 0.0
+    assert catalog.refusal(b"b|0|1|x", 6) == ""
+
+
+def test_what_is_numbered_and_not_routed_counts_after_a_restart(world):
+    catalog = world.catalog(most=3)
+    catalog.absorb(b"1|1.000000|a.k|0|1|x\n2|1.000000|b|0|1|x\n")
+    assert not takes(catalog, b"c") and takes(catalog, b"b", b"a")
+
+
+@pytest.mark.parametrize("count", [1, 5, 32, 33, 100])
+def test_a_block_is_judged_the_same_with_many_names_and_with_few(world, count):
+    catalog = world.catalog(most=count + 1)
+    names = [b"topic%d" % number for number in range(count)]
+    for _ in range(3):
+        assert takes(catalog, *names, *(name + b".k" for name in names))
+        assert not takes(catalog, *names, b"another")
+        assert not takes(catalog, *names, b"topic")
+        assert not catalog.takes(TEXT % b"topic0" + b"topic0\n", 1)
+
+
+def test_an_acknowledged_message_of_a_topic_too_many_is_refused_and_the_rest_is_stored(world):
+    catalog = world.catalog(most=2)
+    lines = [b"a|0|1|x", b"b|0|2|x", b"a|0|3|x"]
+    text = b"!c 1.1 1 3 p=me\n" + b"".join(line + b"\n" for line in lines)
+    batch = framing.Parser(8192, Producers(9, 9, 9, 9), catalog).parse(text, 1, 0)
+    assert batch.lines == [b"a|0|1;p=me|x", b"a|0|3;p=me|x"]
+    assert framing.replies(batch.answers, 0, 1) == (b"1.1 1 !ack 1 1\n1.1 2 !err 2 too_many_topics\n1.1 3 !ack 3 2\n")
+
+
+def test_shapes_of_some_topics_match_what_the_shape_of_any_does():
+    shape = record.Shape(rb"(?:a|ab\.c)(?=[.|])")
+    good = b"a|0|1|x\nab.c|0|1|x\na.k|0|1|x|y\n"
+    assert shape.prefix(good) == len(good)
+    assert shape.prefix(b"a|0|1|x\nab|0|1|x\n") == len(b"a|0|1|x\n")
+    assert shape.prefix(b"a|0|1|\0\n") == 0
