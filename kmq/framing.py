@@ -25,7 +25,11 @@ from kmq.settings import PIPE_BUF
 
 # A long line from ingress is at most this much over max_line: it may be a dead.malformed with its header.
 _OVER = record.MALFORMED_OVERHEAD
+_SHORT_PIECES = 64  # of a long line, besides those as long as a write: or their marks alone could fill the staging area
 MAX_GROUP = 128  # messages in a group: with their numbers, names and replies they fit a block of the smallest ring
+# Messages, or other lines, that are looked at one by one in a turn: half a second's work of the slowest machine, so that
+# the framer gives a sign of life whatever strangers send.
+TURN = 8192
 _GROUP = b"!c "
 _HEADER = re.compile(
     rb"!c (\d{1,20}\.\d{1,20}) (\d{1,18}) (\d{1,3})(?: l=(\d{1,4}))?(?: ([pw])=([A-Za-z0-9_.:-]{1,64}))?\n"
@@ -40,15 +44,17 @@ class Batch:
     cuts      (lines, bytes of the text) up to which the batch may be cut, in order; None where it may be cut after each line
               and each took its own length and a newline.
     answers   (bytes of the text, lines before it, connection, first n, last n, reply or b"" for an ack), in order.
+    more      whether what follows the used bytes can be framed as it is: a turn has its limit.
     """
 
-    __slots__ = ("answers", "cuts", "key", "lines", "used")
+    __slots__ = ("answers", "cuts", "key", "lines", "more", "used")
 
     def __init__(self, lines: list[bytes], cuts: list[tuple[int, int]] | None, used: int, key: bytes) -> None:
         self.lines, self.cuts = lines, cuts
         self.used = used  # bytes of the text that are done when all lines are framed
         self.key = key  # the routing key that all lines share, or b""
         self.answers: list[Answer] = []
+        self.more = False
 
 
 Answer = tuple[int, int, bytes, int, int, bytes]
@@ -98,7 +104,7 @@ class Parser:
         self.duplicates = 0
 
     def parse(self, text: bytes, next_seq: int, seconds: int) -> Batch:
-        """`next_seq` is what the first line will get; `seconds` since the epoch is now.
+        """`next_seq` is what the first line will get; `seconds` since the epoch is now. About TURN lines at a time.
 
         The table of producers is taken to hold what is returned: the caller frames all of it, or the process ends.
         """
@@ -108,8 +114,10 @@ class Parser:
         self._answers: list[Answer] = []
         self._pieces: list[bytes] = []
         self._held = 0  # bytes in `_pieces`
+        self._looked = 0  # at so many lines
         at = used = 0
-        while at < len(text):
+        while at < len(text) and not (self._looked >= TURN and used == at):
+            self._looked += 1
             if text.startswith(_GROUP, at):
                 end = self._groups(at)
                 if not end:
@@ -122,6 +130,7 @@ class Parser:
                 at, used = self._unasked(at, end, used)
         batch = Batch(self._lines, self._cuts, used, record.common_key(self._lines) if self._lines else b"")
         batch.answers = self._answers
+        batch.more = 0 < used == at < len(text)
         return batch
 
     # --- lines nobody asked to acknowledge ---------------------------------------------------------------------------
@@ -138,14 +147,18 @@ class Parser:
                     range(len(lines) + 1, len(lines) + len(batch.lines) + 1), islice(ends, 1, None), strict=True
                 )
                 lines += batch.lines
+                self._looked += len(batch.lines)
                 return end, end
         for raw in text.split(b"\n")[:-1]:
+            if self._looked >= TURN and not self._pieces:
+                break
+            self._looked += 1
             at += len(raw) + 1
             mark = raw[:1]
             if mark == b"+":
                 self._pieces.append(raw[1:])
                 self._held += len(raw) - 1
-                if self._held <= self.max_line + _OVER:
+                if self._held <= self.max_line + _OVER and len(self._pieces) <= self.max_line // 1024 + _SHORT_PIECES:
                     continue
                 # ingress never lets a line grow so long: whoever writes this gets it in parts
                 line = record.malformed("too_long", self._joined(), self._held, self.max_line)
@@ -194,8 +207,11 @@ class Parser:
                 first, whose = n, here
             at = done = end
             count += k
+            self._looked += k
             bodies.append(self._text[start:end])
             ends.append((count, end))
+            if self._looked >= TURN:
+                break
         if ends:
             self._take(whose, first, b"".join(bodies), ends)
         return done

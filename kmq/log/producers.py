@@ -20,8 +20,8 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 
 from kmq.errors import RetryError
 from kmq.log.disk import FULL, replace_file
@@ -34,6 +34,7 @@ _RUNS = 1024  # runs remembered per producer
 # Names that a client made up for one run of a program (`kmq produce --acks` in a loop) do not come again. So long after its
 # last message such a program has most likely ended; only where the table is full it is not waited for any longer.
 MADE_UP, _MADE_UP_S = b"auto-", 600
+_ROWS_A_BEAT = 1024  # rows of the file that are loaded between two heartbeats
 _MIN_RUNS = 8  # also when all producers together have too many
 MAX_WINDOW_ID = 256  # bytes of an arbitrary id: bounds the memory of a window
 MAX_ID = 18  # digits of an increasing id: it fits a signed 64-bit number
@@ -46,10 +47,10 @@ _OWNED = re.compile(rb"(?m)^(\d+)\|(\d+)\.\d+\|[^|\n]*\|[^|\n]*\|([^|;\n]*);([pw
 class Producer:
     """The increasing ids of one name: runs of ids that follow one another, stored under seqs that do."""
 
-    __slots__ = ("counts", "ids", "last_id", "seconds", "seqs", "trimmed")
+    __slots__ = ("counts", "ids", "last_id", "name", "seconds", "seqs", "trimmed")
 
-    def __init__(self, last_id: int = -1, seconds: int = 0) -> None:
-        self.last_id, self.seconds = last_id, seconds
+    def __init__(self, name: bytes = b"", last_id: int = -1, seconds: int = 0) -> None:
+        self.name, self.last_id, self.seconds = name, last_id, seconds
         self.ids: list[int] = []  # first id of each run, rising
         self.seqs: list[int] = []
         self.counts: list[int] = []
@@ -95,7 +96,10 @@ class Producers:
         """At most `producers` names, forgotten after `producer_ttl` s; `dedupe_count` ids in windows, for `dedupe_age` s."""
         self._max_names, self._ttl = producers, producer_ttl
         self._max_ids, self._age = dedupe_count, dedupe_age
-        self.names: dict[bytes, Producer] = {}
+        self.names: OrderedDict[bytes, Producer] = OrderedDict()  # in the order of their last messages
+        self._made_up: OrderedDict[bytes, Producer] = (
+            OrderedDict()
+        )  # those of them that were made up, in the same order
         self._runs = 0
         # scope|id → seq << 34 | seconds, in order of age: one integer costs a third of a tuple
         self.window: dict[bytes, int] = {}
@@ -114,12 +118,22 @@ class Producers:
                 self.forget_idle(seconds)
             if len(self.names) >= self._max_names:
                 return None
-            found = self.names[name] = Producer(seconds=seconds)
+            found = self._add(Producer(name, seconds=seconds))
         return found
+
+    def _add(self, producer: Producer) -> Producer:
+        self.names[producer.name] = producer
+        if producer.name.startswith(MADE_UP):
+            self._made_up[producer.name] = producer
+        return producer
 
     def stored(self, producer: Producer, first_id: int, seq: int, count: int, seconds: int) -> None:
         """Messages first_id… of `producer` got the seqs seq…."""
+        name = producer.name
         producer.seconds = seconds
+        self.names.move_to_end(name)
+        if name in self._made_up:
+            self._made_up.move_to_end(name)
         self._runs += producer.add(first_id, seq, count)
         if len(producer.ids) > _RUNS:
             self._runs -= producer.trim(_RUNS // 2)
@@ -127,12 +141,22 @@ class Producers:
             self._runs -= producer.trim(_MIN_RUNS)
 
     def forget_idle(self, now: int) -> None:
-        """Forget producers that have stored nothing for the time to live; of a full table, names that were made up sooner."""
-        is_full = len(self.names) >= self._max_names
-        for name, producer in list(self.names.items()):
-            made_up = is_full and name.startswith(MADE_UP)
-            if now - producer.seconds > (min(self._ttl, _MADE_UP_S) if made_up else self._ttl):
-                self._runs -= len(self.names.pop(name).ids)
+        """Forget producers that have stored nothing for the time to live; of a full table, names that were made up sooner.
+
+        Looks at none but those that go: a stranger can ask for this with every line.
+        """
+        self._forget(self.names, now - self._ttl)
+        if len(self.names) >= self._max_names:
+            self._forget(self._made_up, now - min(self._ttl, _MADE_UP_S))
+
+    def _forget(self, order: OrderedDict[bytes, Producer], before: float) -> None:
+        while order:
+            name, producer = next(iter(order.items()))
+            if producer.seconds >= before:
+                return
+            del self.names[name]
+            self._made_up.pop(name, None)
+            self._runs -= len(producer.ids)
 
     # --- arbitrary ids ----------------------------------------------------------------------------------------------
 
@@ -158,13 +182,16 @@ class Producers:
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
-    def absorb(self, lines: bytes) -> None:
-        """Take in stored lines, in order of seq, each once."""
+    def absorb(self, lines: bytes, now: int) -> None:
+        """Take in stored lines, in order of seq, each once.
+
+        `now`: no record is younger, whatever its recv_ts says. A clock that was ahead for a while would else make all ids old.
+        """
         if b";p=" not in lines and b";w=" not in lines:
             return
         run: tuple[bytes, int, int, int, int] | None = None  # name, first id, first seq, count, seconds
         for seq_text, seconds_text, id, kind, name in _OWNED.findall(lines):
-            seq, seconds = int(seq_text), int(seconds_text)
+            seq, seconds = int(seq_text), min(int(seconds_text), now)
             if kind == b"w":
                 self.remember(name, id, seq, seconds)
                 continue
@@ -184,7 +211,7 @@ class Producers:
         name, first_id, seq, count, seconds = run
         producer = self.producer(name, seconds)
         if producer is None:  # the limit was lowered: who is stored stays known, or a retry would be stored twice
-            producer = self.names[name] = Producer(seconds=seconds)
+            producer = self._add(Producer(name, seconds=seconds))
         self.stored(producer, first_id, seq, count, seconds)
 
     # --- the file ----------------------------------------------------------------------------------------------------
@@ -193,8 +220,11 @@ class Producers:
         """The table as it is now; costs a few copies of lists. Its rows are made later, beside the framing."""
         return Snapshot(self)
 
-    def load(self, data: str, last_seq: int) -> tuple[int, str]:
-        """Take in producers.ckpt. Returns (seq up to which it speaks, why it does not where that is 0)."""
+    def load(self, data: str, last_seq: int, beat: Callable[[], None] = lambda: None) -> tuple[int, str]:
+        """Take in producers.ckpt. Returns (seq up to which it speaks, why it does not where that is 0).
+
+        `beat` is called now and then: how long it takes depends on the limits.
+        """
         try:
             with open(path(data), "rb") as file:
                 head, _, body = file.read().partition(b"\n")
@@ -206,15 +236,25 @@ class Producers:
                 raise ValueError("its crc does not match")
             if seq > last_seq:
                 raise ValueError(f"it speaks of seq {seq}, the WAL ends at {last_seq}")
-            for row in body.splitlines():
+            for number, row in enumerate(body.splitlines()):
                 self._load_row(row)
+                if number % _ROWS_A_BEAT == 0:
+                    beat()
         except ValueError as err:
-            self.names.clear()
-            self.window.clear()
-            self._order.clear()
-            self._runs = 0
+            self._clear()
             return 0, str(err)
+        for producer in sorted(self.names.values(), key=lambda producer: producer.seconds):  # older files: by first use
+            self.names.move_to_end(producer.name)
+            if producer.name in self._made_up:
+                self._made_up.move_to_end(producer.name)
         return seq, ""
+
+    def _clear(self) -> None:
+        self.names.clear()
+        self._made_up.clear()
+        self.window.clear()
+        self._order.clear()
+        self._runs = 0
 
     def _load_row(self, row: bytes) -> None:
         kind, name, *fields = row.split(b"|")
@@ -225,7 +265,7 @@ class Producers:
             self._order.append(key)
             return
         last_id, seconds, trimmed, runs = fields
-        producer = self.names[name] = Producer(int(last_id), int(seconds))
+        producer = self._add(Producer(name, int(last_id), int(seconds)))
         producer.trimmed = trimmed == b"1"
         for run in runs.split(b",") if runs else ():
             first_id, first_seq, count = map(int, run.split(b":"))
@@ -289,20 +329,20 @@ class Checkpointer:
         self._error: Exception | None = None
         self._bytes, self._taken_at = 0, time.monotonic()  # framed since the last snapshot, and when that was
 
-    def framed(self, nbytes: int, next_seq: int, synced: int | None) -> None:
-        """After each turn, also an idle one: `nbytes` more were framed, durability has `synced` on disk."""
+    def framed(self, nbytes: int, next_seq: int, synced: int | None, now: int) -> None:
+        """After each turn, also an idle one: `nbytes` more were framed, durability has `synced` on disk, it is `now`."""
         self._bytes += nbytes
         if self._snapshot is not None:
             self._write_if(synced)
             return
         much = self._bytes >= CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES)
         if (much or (self._bytes and time.monotonic() - self._taken_at > CHECKPOINT_S)) and not self.busy:
-            self.take(next_seq - 1)
+            self.take(next_seq - 1, now)
 
-    def take(self, seq: int) -> None:
+    def take(self, seq: int, now: int) -> None:
         """Snapshot the table as of `seq`."""
         self._bytes, self._taken_at = 0, time.monotonic()
-        self._table.forget_idle(int(time.time()))
+        self._table.forget_idle(now)
         self._snapshot = seq, self._table.snapshot()
 
     @property

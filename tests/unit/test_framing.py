@@ -131,6 +131,12 @@ def test_pieces_without_end_are_kept_in_parts_as_too_long():
     assert used == 3 * len(piece)  # the fourth and fifth wait for what follows
 
 
+def test_pieces_that_hold_nothing_do_not_fill_the_staging_area_for_ever():
+    for line in (b"+\n", b"+x\n"):
+        assert 0 < frame(line * 1000)[3] <= len(line) * 1000
+        assert frame(line * 1000)[0][0].startswith(b"dead.malformed||;reason=too_long;")
+
+
 def random_text(rng):
     """Whole lines and long ones in pieces, with lines of other writers and restarts of ingress between."""
     out = []
@@ -389,6 +395,31 @@ class Steps:
     def committed(self):
         """After each block; whether the framer was killed there."""
         return False
+
+
+@pytest.mark.parametrize(
+    ("unit", "lines"),
+    [
+        (b"u|||\n", 1),
+        (b"\n", 1),
+        (b"!b 1\n", 1),
+        (group([b"", b""], 1, P), 2),
+        (group(mine(3, 2, 1), 1, P), 3),
+        (group(mine(1), 1, P) + b"u|\n", 2),
+        (b"!c no header\nu|||\n", 2),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_turn_looks_at_so_many_lines_and_leaves_the_rest_for_the_next(unit, lines):
+    """Whatever is sent, the framer gives a sign of life after some thousand lines."""
+    text = unit * (3 * framing.TURN // lines)
+    known, done, turns = table(), 0, 0
+    while done < len(text):
+        batch = framing.Parser(MAX, known).parse(text[done:], 1, 0)
+        assert batch.used and batch.more == (done + batch.used < len(text))
+        assert text.count(b"\n", done, done + batch.used) <= 2 * (framing.TURN + framing.MAX_GROUP) or unit == b"u|||\n"
+        done, turns = done + batch.used, turns + 1
+    assert turns == 1 if unit == b"u|||\n" else turns >= 3  # lines that are well formed cost next to nothing
 
 
 LONG_GROUP = group([LONG], 5, P)
