@@ -121,6 +121,14 @@ def restart(pod: Pod, *victims: str) -> None:
     pod.wait_ready()
 
 
+def last_id(pod: Pod, name: str) -> int:
+    """What a program that starts anew under this name is told."""
+    with Client(pod, f"producer={name} last=?") as client:
+        word, id = client.replies.readline().split()
+        assert word == b"!last"
+        return int(id)
+
+
 def restarts(pod: Pod) -> Iterator[str]:
     """Every kind of them, one after the other."""
     for way in ("framer killed", "all killed", "rings gone", "framer stopped", "all stopped"):
@@ -146,9 +154,8 @@ def test_a_duplicate_is_told_its_first_seq_after_every_kind_of_restart(pod: Pod,
         with Client(pod, hello) as client:
             assert client.send(*lines) == [f"dup {seq}" for seq in seqs], way
             assert client.send(*others) == ["err id_reused"] * len(others), way
-            assert client.send(lines[0]) == [f"dup {seqs[0]}"], (
-                way
-            )  # both are final for the message, not the connection
+            assert client.send(lines[0]) == [f"dup {seqs[0]}"], way  # the connection goes on
+        assert last_id(pod, "me") == (9 if hello == "producer=me" else 0), way
     assert len(read_wal(pod.data)) == len(lines)
 
 

@@ -223,7 +223,7 @@ class Pod:
         """Nothing lies where it does not belong."""
         assert self.names_outside() == self.outside
         legal = re.compile(
-            r"id|format|(router|producers)\.ckpt|append|append/(\d{20}\.(log|idx)|\.owner)|topics|topics/\.owner"
+            r"id|format|lineage|(router|producers)\.ckpt|append|append/(\d{20}\.(log|idx)|\.owner)|topics|topics/\.owner"
             r"|topics/[A-Za-z0-9_][\w.-]*(/(topic\.toml|\d+(/\d{20}\.(log|idx))?))?|[A-Za-z0-9_][\w.-]*\.log",
             re.ASCII,
         )
@@ -232,7 +232,14 @@ class Pod:
         for link in self.data.glob("*.log"):
             assert link.resolve().is_relative_to(self.data)
         pipes = {path.name for path in self.pipes.iterdir()}
-        assert pipes == {"raw", "acks", "ingress.port", "ack.port", "ingress.owner", "raw.owner"}
+        assert pipes - {"framed.owner", "durable.owner"} == {
+            "raw",
+            "acks",
+            "ingress.port",
+            "ack.port",
+            "ingress.owner",
+            "raw.owner",
+        }
 
     def check_queues(self):
         """Each WAL record is in the log of its topic, once and in order."""
