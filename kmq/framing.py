@@ -13,26 +13,35 @@ What ingress must refuse itself is in its place, as `!e <reason>`. Replies are m
 durability writes to FIFO `acks` once the block is on disk:
 
     <connection> <n of the first message it answers> !ack <n> <seq>      or !dup <n> <seq>, !err <n> <reason>
+
+`!l <connection> p=<producer>` asks, for ingress, for the last id of a name: `<connection> 0 !last <id>`.
 """
 
 import re
 from itertools import accumulate, islice
 from operator import lt
+from zlib import crc32
 
 from kmq import record
 from kmq.log.catalog import AnyTopic
-from kmq.log.producers import MAX_ID, MAX_WINDOW_ID, NEW, OUT_OF_ORDER, Producers
+from kmq.log.ids import NEW, TOO_OLD
+from kmq.log.producers import MAX_ID, MAX_WINDOW_ID, Producers
 from kmq.settings import PIPE_BUF
 
 # A long line from ingress is at most this much over max_line: it may be a dead.malformed with its header.
 _OVER = record.MALFORMED_OVERHEAD
+_SHORT_PIECES = 64  # of a long line, besides those as long as a write: or their marks alone could fill the staging area
 MAX_GROUP = 128  # messages in a group: with their numbers, names and replies they fit a block of the smallest ring
+# Messages, or other lines, that are looked at one by one in a turn: half a second's work of the slowest machine, so that
+# the framer gives a sign of life whatever strangers send.
+TURN = 8192
 _GROUP = b"!c "
 _HEADER = re.compile(
     rb"!c (\d{1,20}\.\d{1,20}) (\d{1,18}) (\d{1,3})(?: l=(\d{1,4}))?(?: ([pw])=([A-Za-z0-9_.:-]{1,64}))?\n"
 )
 _NEWLINE = 10
 _REFUSED = b"!e "
+_LAST = re.compile(rb"!l (\d{1,20}\.\d{1,20}) p=([A-Za-z0-9_.:-]{1,64})")
 
 
 class Batch:
@@ -41,15 +50,17 @@ class Batch:
     cuts      (lines, bytes of the text) up to which the batch may be cut, in order; None where it may be cut after each line
               and each took its own length and a newline.
     answers   (bytes of the text, lines before it, connection, first n, last n, reply or b"" for an ack), in order.
+    more      whether what follows the used bytes can be framed as it is: a turn has its limit.
     """
 
-    __slots__ = ("answers", "cuts", "key", "lines", "used")
+    __slots__ = ("answers", "cuts", "key", "lines", "more", "used")
 
     def __init__(self, lines: list[bytes], cuts: list[tuple[int, int]] | None, used: int, key: bytes) -> None:
         self.lines, self.cuts = lines, cuts
         self.used = used  # bytes of the text that are done when all lines are framed
         self.key = key  # the routing key that all lines share, or b""
         self.answers: list[Answer] = []
+        self.more = False
 
 
 Answer = tuple[int, int, bytes, int, int, bytes]
@@ -103,9 +114,10 @@ class Parser:
     def __init__(self, max_line: int, producers: Producers, topics: AnyTopic = _ANY_TOPIC) -> None:
         self.max_line, self.producers, self.topics = max_line, producers, topics
         self.duplicates = 0
+        self._start_of = record.Starts().__getitem__
 
     def parse(self, text: bytes, next_seq: int, seconds: int) -> Batch:
-        """`next_seq` is what the first line will get; `seconds` since the epoch is now.
+        """`next_seq` is what the first line will get; `seconds` since the epoch is now. About TURN lines at a time.
 
         The table of producers is taken to hold what is returned: the caller frames all of it, or the process ends.
         """
@@ -115,8 +127,10 @@ class Parser:
         self._answers: list[Answer] = []
         self._pieces: list[bytes] = []
         self._held = 0  # bytes in `_pieces`
+        self._looked = 0  # at so many lines
         at = used = 0
-        while at < len(text):
+        while at < len(text) and not (self._looked >= TURN and used == at):
+            self._looked += 1
             if text.startswith(_GROUP, at):
                 end = self._groups(at)
                 if not end:
@@ -129,6 +143,7 @@ class Parser:
                 at, used = self._unasked(at, end, used)
         batch = Batch(self._lines, self._cuts, used, record.common_key(self._lines) if self._lines else b"")
         batch.answers = self._answers
+        batch.more = 0 < used == at < len(text)
         return batch
 
     # --- lines nobody asked to acknowledge ---------------------------------------------------------------------------
@@ -145,14 +160,18 @@ class Parser:
                     range(len(lines) + 1, len(lines) + len(batch.lines) + 1), islice(ends, 1, None), strict=True
                 )
                 lines += batch.lines
+                self._looked += len(batch.lines)
                 return end, end
         for raw in text.split(b"\n")[:-1]:
+            if self._looked >= TURN and not self._pieces:
+                break
+            self._looked += 1
             at += len(raw) + 1
             mark = raw[:1]
             if mark == b"+":
                 self._pieces.append(raw[1:])
                 self._held += len(raw) - 1
-                if self._held <= self.max_line + _OVER:
+                if self._held <= self.max_line + _OVER and len(self._pieces) <= self.max_line // 1024 + _SHORT_PIECES:
                     continue
                 # ingress never lets a line grow so long: whoever writes this gets it in parts
                 line = record.malformed("too_long", self._joined(), self._held, self.max_line)
@@ -162,6 +181,10 @@ class Parser:
                 self._forget_pieces()  # ingress started anew: an unfinished long line will not be finished
                 used = at
                 continue
+            elif asked := _LAST.fullmatch(raw):
+                self._say_last(at, *asked.groups())
+                used = at
+                continue
             else:
                 line = self._admit(raw)
             self._forget_pieces()
@@ -169,6 +192,11 @@ class Parser:
             lines.append(line)
             cuts.append((len(lines), at))
         return at, used
+
+    def _say_last(self, at: int, conn: bytes, name: bytes) -> None:
+        count = len(self._lines)
+        self._answers.append((at, count, conn, 0, 0, b"!last %d" % self.producers.last_id(name)))
+        self._cuts.append((count, at))
 
     def _seq(self) -> int:
         """What the next line will get."""
@@ -210,8 +238,11 @@ class Parser:
                 first, whose = n, here
             at = done = end
             count += k
+            self._looked += k
             bodies.append(self._text[start:end])
             ends.append((count, end))
+            if self._looked >= TURN:
+                break
         if ends:
             self._take(whose, first, b"".join(bodies), ends)
         return done
@@ -285,15 +316,17 @@ class Parser:
         if producer is None or first <= producer.last_id:
             return None
         seq = self._seq()
+        start_of = self._start_of
+        prints = [crc32(field[3], start_of(field[0])) for field in fields]
         if numbers == list(range(first, first + count)):
-            self.producers.stored(producer, first, seq, count, self._seconds)
+            self.producers.stored(producer, first, seq, count, self._seconds, prints)
         elif all(map(lt, numbers, numbers[1:])):
             for ahead, number in enumerate(numbers):
-                self.producers.stored(producer, number, seq + ahead, 1, self._seconds)
+                self.producers.stored(producer, number, seq + ahead, 1, self._seconds, prints[ahead : ahead + 1])
         else:
             return None
-        shape = b"%%b|%%b|%%b;p=%b|%%b" % name
-        return [shape % tuple(field) for field in fields]
+        mark = b";p=" + name
+        return [b"|".join((routing_key, stamp, id + mark, payload)) for routing_key, stamp, id, payload in fields]
 
     def _one(self, raw: bytes, n: int, kind: bytes, name: bytes) -> bytes:
         """Message n: the reply where it is refused or a duplicate, b"" where it is new and has become the next line."""
@@ -314,9 +347,9 @@ class Parser:
         if kind and record.claims(b"||%b|" % rest):
             return b"!err %d bad_id the headers p= and w= are KMQ's own" % n
         if kind == b"p":
-            reply = self._one_increasing(id, n, name, seq)
+            reply = self._one_increasing(id, n, name, seq, record.fingerprint(routing_key, rest, payload))
         elif kind == b"w":
-            reply = self._one_arbitrary(id, n, name, seq)
+            reply = self._one_arbitrary(id, n, name, seq, record.fingerprint(routing_key, rest, payload))
         else:
             self._lines.append(record.disclaim(record.padded(raw)))
             return b""
@@ -324,30 +357,36 @@ class Parser:
             self._lines.append(b"%b|%b|%b;%b=%b%b|%b" % (routing_key, ts, id, kind, name, rest, payload))
         return reply
 
-    def _one_increasing(self, id: bytes, n: int, name: bytes, seq: int) -> bytes:
+    def _one_increasing(self, id: bytes, n: int, name: bytes, seq: int, print: int) -> bytes:
         if not id.isdigit() or len(id) > MAX_ID:
             return b"!err %d bad_id a producer's ids are decimal numbers of at most %d digits" % (n, MAX_ID)
         producer = self.producers.producer(name, self._seconds)
         if producer is None:
             return b"!err %d producers_full KMQ_PRODUCERS names are remembered already" % n
-        found = producer.find(int(id))
+        number = int(id)
+        found = producer.find(number)
         if found == NEW:
-            self.producers.stored(producer, int(id), seq, 1, self._seconds)
+            self.producers.stored(producer, number, seq, 1, self._seconds, (print,))
             return b""
-        if found == OUT_OF_ORDER:
-            return b"!err %d out_of_order id %b comes after %d and was never stored" % (n, id, producer.last_id)
-        self.duplicates += 1
-        return b"!dup %d %d" % (n, found)
+        if found == TOO_OLD:
+            return b"!err %d id_too_old" % n
+        return self._known(n, found, print, producer.print_of(number))
 
-    def _one_arbitrary(self, id: bytes, n: int, scope: bytes, seq: int) -> bytes:
+    def _one_arbitrary(self, id: bytes, n: int, scope: bytes, seq: int, print: int) -> bytes:
         if not 0 < len(id) <= MAX_WINDOW_ID:
             return b"!err %d bad_id a message in a window needs an id of 1 to %d bytes" % (n, MAX_WINDOW_ID)
         found = self.producers.seen(scope, id, self._seconds)
         if found == NEW:
-            self.producers.remember(scope, id, seq, self._seconds)
+            self.producers.remember(scope, id, seq, self._seconds, print)
             return b""
+        return self._known(n, found, print, self.producers.print_of(scope, id))
+
+    def _known(self, n: int, seq: int, print: int, print_then: int) -> bytes:
+        """The reply to an id that is stored as `seq`, with the content of that `print_then`; 0: that is forgotten."""
+        if print_then not in (0, print):
+            return b"!err %d id_reused %d" % (n, seq)
         self.duplicates += 1
-        return b"!dup %d %d" % (n, found)
+        return b"!dup %d %d" % (n, seq)
 
 
 def whole(text: bytes) -> int:

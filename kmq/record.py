@@ -10,6 +10,7 @@ line that is not.
 
 import re
 from binascii import b2a_base64
+from zlib import crc32
 
 MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
 RESERVED = (b"append", b"dropped")  # their symlinks <topic>.log would be the broker's own files
@@ -141,6 +142,41 @@ def disclaim(line: bytes) -> bytes:
     if len(fields) > 2:
         fields[2] = _OWN.sub(b"%3B", fields[2])
     return b"|".join(fields)
+
+
+_MARK = re.compile(rb"\.@\d*(?=\.|$)")
+_OWN_HEADER = re.compile(rb";(?:[^;=]|enc|reason|len)(?:=[^;]*)?(?=;|$)")
+
+
+def fingerprint_start(routing_key: bytes, headers: bytes = b"") -> int:
+    """The fingerprint of a message so far: crc32(payload, this) is that of all of it. `headers`: `;name=value…` behind its id."""
+    if b".@" in routing_key:
+        routing_key = _MARK.sub(b"", routing_key, count=1)
+    if headers:
+        headers = _OWN_HEADER.sub(b"", headers)
+    return crc32(b"%b|%b|" % (routing_key, headers))
+
+
+def fingerprint(routing_key: bytes, headers: bytes, payload: bytes) -> int:
+    """32 bits of what a message says: topic, key, the user's headers, payload.
+
+    Not when it was sent, which partition it asked for, nor what KMQ itself put behind its id: a retry may differ in those.
+    """
+    return crc32(payload, fingerprint_start(routing_key, headers))
+
+
+class Starts(dict[bytes, int]):
+    """Routing key → fingerprint_start, bounded, so that a message without headers costs one call."""
+
+    _SHORT, _COUNT = 128, 4096
+
+    def __missing__(self, routing_key: bytes) -> int:
+        start = fingerprint_start(routing_key)
+        if len(routing_key) <= self._SHORT:
+            if len(self) >= self._COUNT:
+                self.clear()
+            self[routing_key] = start
+        return start
 
 
 def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:

@@ -25,6 +25,7 @@ from functools import partial
 from operator import itemgetter
 
 from kmq import framing, record
+from kmq.clock import AgeClock
 from kmq.errors import CorruptError, RetryError
 from kmq.links import fifo
 from kmq.links.fifo import waiting_bytes
@@ -44,6 +45,7 @@ _DRAIN_POLL_S = 0.01  # while draining: how often we look whether ingress is gon
 _STAMP_BYTES = 40  # most that a seq and a time add to a line
 _REPLY_BYTES = 120  # most that a reply takes beside its reason
 _UNROUTED = 1 << 20  # records looked through for topics that are still to come; more wait only without router.ckpt
+_TICK_S = 0.25  # how often the clock is asked that ids are forgotten by
 _LAST_CHECKPOINT_S = 1.0  # how long a stop may wait for durability, so that the next start has nothing to read again
 
 
@@ -111,20 +113,20 @@ def read_wal(stage: Stage, low: int, high: int) -> Iterator[bytes]:
     yield from wal.read(data, low, high)
 
 
-def remember(stage: Stage, ring: RingWriter) -> Producers:
+def remember(stage: Stage, ring: RingWriter, now: int) -> Producers:
     """What has been stored already, up to the next seq: from the checkpoint, the WAL, and the blocks that still wait."""
     settings = stage.settings
     table = Producers(settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age)
     blocks = [block for block in ring.waiting() if block.count]  # before the WAL is read: durability moves them there
     in_wal = (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
-    seq, reason = table.load(settings.data, ring.last.next_seq - 1)
+    seq, reason = table.load(settings.data, ring.last.next_seq - 1, stage.beat)
     if reason:
         path = producers.path(settings.data)
         stage.log.warn("producers_unreadable", file=path, reason=reason, effect="it is removed and the WAL read")
         os.unlink(path)  # the seqs it speaks of may yet come, as other messages
     read = max(seq, wal.first_seq(settings.data) - 1)  # retention may have taken what no checkpoint speaks of any more
     for lines in read_wal(stage, read + 1, in_wal):
-        table.absorb(lines)
+        table.absorb(lines, now)
         read = record.seq_of(last_line(lines))
         stage.beat()
     missing = dropped.without(read + 1, in_wal, dropped.accounted(settings.data))
@@ -132,7 +134,7 @@ def remember(stage: Stage, ring: RingWriter) -> Producers:
         raise RetryError(f"the WAL reads up to seq {read} only, but has been written up to {in_wal}")
     for block in blocks:
         if block.first_seq > seq:
-            table.absorb(bytes(block.data))
+            table.absorb(bytes(block.data), now)
     return table
 
 
@@ -153,7 +155,7 @@ def known_topics(stage: Stage, ring: RingWriter) -> Catalog:
     blocks = [block for block in ring.waiting() if block.count]  # before the WAL is read: durability moves them there
     in_wal = (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
     first = max(routed_seq() + 1, wal.first_seq(settings.data), in_wal - _UNROUTED)
-    for lines in wal.read(settings.data, first, in_wal):
+    for lines in read_wal(stage, first, in_wal):
         catalog.absorb(lines)
         stage.beat()
     for block in blocks:
@@ -164,28 +166,34 @@ def known_topics(stage: Stage, ring: RingWriter) -> Catalog:
 class Framer:
     """The job: from the staging area to the ring."""
 
-    def __init__(self, stage: Stage, ring: RingWriter, staging: Staging, table: Producers) -> None:
-        self.stage, self.ring, self.staging, self.table = stage, ring, staging, table
+    def __init__(self, stage: Stage, ring: RingWriter, staging: Staging, clock: AgeClock) -> None:
+        self.stage, self.ring, self.staging, self.clock = stage, ring, staging, clock
+        self.now, self._tick = int(clock.now_s()), time.monotonic()  # by the trusted clock, and when it was last asked
+        self.table = table = remember(stage, ring, self.now)
         self.topics = known_topics(stage, ring)
         self.parser = framing.Parser(stage.settings.max_line, table, self.topics)
         self.checkpointer = producers.Checkpointer(stage.settings.data, table)
 
     def turn(self) -> bool:
-        """Frame all whole lines that are staged; whether there were any."""
+        """Frame the whole lines that are staged, as many as one turn may; whether there were any."""
         staging = self.staging
+        if time.monotonic() - self._tick > _TICK_S:
+            self.now, self._tick = int(self.clock.now_s()), time.monotonic()
         text = staging.lines()
         if not text:
-            return staging.filled == staging.size and self._endless()
+            return not self._makes_room() and staging.filled == staging.size and self._endless()
         batch = framing.plain(text, self.topics, self.ring.last.next_seq)
         if batch is None:
             ordered = framing.untangle(text)
             if ordered is not text:
                 self._carry(staging.consumed + len(text), ordered)
                 return True
-            batch = self.parser.parse(text, self.ring.last.next_seq, int(time.time()))
+            batch = self.parser.parse(text, self.ring.last.next_seq, self.now)
         if batch.used:
             self._frame(batch)
-        return batch.used > 0
+            return True
+        self._makes_room()
+        return False
 
     def _frame(self, batch: framing.Batch) -> None:
         """Number the lines of `batch` and append them, block by block; the last commit also swaps the areas."""
@@ -206,7 +214,7 @@ class Framer:
             self._wait_room(len(block) + len(replies), len(lines))
             consumed = base + end if batch.cuts else consumed + len(block) - added
             area, offset = staging.active, consumed
-            if number == len(stops):
+            if number == len(stops) and not batch.more:
                 area, offset = staging.carried(base + batch.used)
             ring.append(block, last.next_seq, len(lines), len(batch.key), recv_ts, area, offset, replies)
             staging.follow(ring.last)
@@ -214,14 +222,15 @@ class Framer:
             row.bytes += len(block)
             row.seq = ring.last.next_seq - 1
             start = stop
+            self.stage.beat()
         if not stops:
             self._carry(base + batch.used, b"")
-        self.checkpointer.framed(batch.used, ring.last.next_seq, ring.synced_seq)
+        self.checkpointer.framed(batch.used, ring.last.next_seq, ring.synced_seq, self.now)
         self._count()
 
     def close(self) -> None:
         """Leave a checkpoint of the table, unless durability is gone or takes too long to store what it speaks of."""
-        self.checkpointer.take(self.ring.last.next_seq - 1)
+        self.checkpointer.take(self.ring.last.next_seq - 1, self.now)
         until = time.monotonic() + _LAST_CHECKPOINT_S
         while not self.checkpointer.finish(self.ring.synced_seq) and time.monotonic() < until:
             if self.checkpointer.pending and self.ring.reader_is_gone():
@@ -230,7 +239,7 @@ class Framer:
 
     def rest(self) -> None:
         """Nothing to frame: what the checkpoint waits for may have come."""
-        self.checkpointer.framed(0, self.ring.last.next_seq, self.ring.synced_seq)
+        self.checkpointer.framed(0, self.ring.last.next_seq, self.ring.synced_seq, self.now)
 
     def _count(self) -> None:
         row, table = self.stage.row, self.table
@@ -277,6 +286,13 @@ class Framer:
         self.ring.commit(Commit(last.head, last.messages, last.next_seq, last.last_ts, area, offset))
         self.staging.follow(self.ring.last)
 
+    def _makes_room(self) -> bool:
+        """Move what is unfinished to the start of an area, where its rest fits; whether it was not there already."""
+        if not self.staging.consumed:
+            return False
+        self._carry(self.staging.consumed, b"")
+        return True
+
     def _endless(self) -> bool:
         """The area is full of bytes without a newline: nobody who writes whole lines does that. Keep them, refused."""
         staging = self.staging
@@ -297,7 +313,7 @@ def run(stage: Stage) -> None:
     staging = Staging(ring, area_bytes(settings.max_line))
     know_pipe(stage, ring, staging)
     stage.state("recovering")
-    framer = Framer(stage, ring, staging, remember(stage, ring))
+    framer = Framer(stage, ring, staging, AgeClock(stage.row, ring.last.last_ts, stage.log))
     stage.row.seq = ring.last.next_seq - 1
     stage.ready()
 

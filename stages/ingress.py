@@ -342,7 +342,7 @@ class Ingress:
         if not (hello.acks or hello.tag):
             return  # goes on as if it had not said hello: what is refused becomes dead.malformed, for nobody would be told
         self.greeted += 1
-        connection.acks, connection.producer = hello.acks, hello.producer
+        connection.acks, connection.producer, connection.asks_last = hello.acks, hello.producer, hello.asks_last
         connection.sender = Sender(b"%d.%d" % (self.boot, self.greeted), hello.tag)
         self.acknowledged[connection.sender.name] = connection
         if hello.producer:
@@ -426,7 +426,7 @@ class Ingress:
             self.turn(_GRACE_S / 4)
             self.stage.check()
         until = time.monotonic() + _ANSWER_S
-        while any(c.answered < c.taken for c in self.acknowledged.values()) and time.monotonic() < until:
+        while any(c.answered < c.taken or c.asks_last for c in self.acknowledged.values()) and time.monotonic() < until:
             self.turn(_GRACE_S / 4)
             self.stage.check()
         while self.fifo.clogged:  # before we let them go: an orderly end says that all of it is in the FIFO

@@ -30,6 +30,7 @@ class AsyncProducer(asyncio.Protocol):
         self._core = Core(self.options)
         self._transport: asyncio.Transport | None = None
         self._greeting: asyncio.Future[bytes] | None = None  # while the reply to hello is awaited
+        self._said_so_far = b""  # of that reply
         self._order = asyncio.Lock()  # who waits for room is served in order
         self._changed = asyncio.Event()  # set, and replaced, whenever there may be room or an end
         self._over = asyncio.Event()  # the connection is gone
@@ -250,8 +251,9 @@ class AsyncProducer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._greeting is not None:
-            if not self._greeting.done():
-                self._greeting.set_result(data)
+            self._said_so_far += data
+            if not self._greeting.done() and self._core.is_greeting(self._said_so_far):
+                self._greeting.set_result(self._said_so_far)
             return
         if not self._core.connected:
             return  # given up on
@@ -301,7 +303,7 @@ class AsyncProducer(asyncio.Protocol):
     async def _connect(self) -> bool:
         loop, options = asyncio.get_running_loop(), self.options
         self._over.clear()
-        self._greeting = loop.create_future()
+        self._greeting, self._said_so_far = loop.create_future(), b""
         where = "the broker"
         try:
             host, port, token = self._address()

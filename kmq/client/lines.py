@@ -148,6 +148,16 @@ def _numbered(head: bytes, payloads: Sequence[bytes], first_id: int) -> bytes:
     return b"".join(parts)
 
 
+def renumber(lines: bytes, ahead: int) -> bytes:
+    """`lines` with `ahead` added to the number that each has for an id."""
+    out: list[bytes] = []
+    for line in lines.split(b"\n")[:-1]:
+        routing_key, ts, id, payload = line.split(b"|", 3)
+        number, semicolon, headers = id.partition(b";")
+        out.append(b"%b|%b|%d%b%b|%b\n" % (routing_key, ts, int(number) + ahead, semicolon, headers, payload))
+    return b"".join(out)
+
+
 class LineSender:
     """One connection of a fire-and-forget producer."""
 
@@ -233,4 +243,5 @@ __all__ = [
     "make_routing_key",
     "percent_encode",
     "read_port",
+    "renumber",
 ]

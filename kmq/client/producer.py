@@ -498,7 +498,7 @@ class Producer:
                 sock = options.tls.wrap_socket(sock, server_hostname=options.server_hostname or host)
             sock.sendall(self._core.hello(token))
             greeting = b""
-            while not greeting.endswith(b"\n"):
+            while not self._core.is_greeting(greeting):
                 data = sock.recv(4 * KIB)
                 if not data:
                     raise ConnectionResetError("closed without a word")

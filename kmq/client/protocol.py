@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 
-from kmq.client.lines import format_many, format_text, make_id, make_routing_key
+from kmq.client.lines import format_many, format_text, make_id, make_routing_key, renumber
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
 from kmq.settings import KIB, MIB
 
@@ -41,6 +41,23 @@ class Refused(KmqError):
         super().__init__(f"refused by the broker: {reason}{message}")
 
 
+_ADVICE = {
+    "id_reused": "id {id} was stored before, as seq {rest}, with other content, so this is no retry;"
+    " give this message an id above the last one",
+    "id_too_old": "id {id} is below the last one stored, and not known as stored itself, because a producer's ids must rise;"
+    " give this message an id above the last one, unless it is a late retry",
+}
+
+
+def _refused(reason: str, line: bytes) -> Refused:
+    """The error for a message: of what concerns its id, with the id and what to do."""
+    code, _, rest = reason.partition(" ")
+    if code in _ADVICE:
+        id = line.split(b"|", 3)[2].partition(b";")[0].decode(errors="replace") if line.count(b"|") > 1 else ""
+        reason = f"{code} {_ADVICE[code].format(id=id, rest=rest)}"
+    return Refused(reason, line)
+
+
 class Fenced(Refused):
     """A newer producer of the same name has said hello: this one has ended."""
 
@@ -58,10 +75,12 @@ class Options:
         producer=       a name of your own, whose ids the broker remembers over restarts of your program. Then
                           - give each message its number, send(…, id=n), from something that you can come back to (a line
                             number, a key of your database): what you repeat after a crash is stored once. Or
-                          - let ids be made: from `first_id` on, or without it from the clock (0.1 µs since 1970), which is beyond
-                            all ids of an earlier run. A made id that turns out to be stored already (the clock went back) is an
-                            error (code reused_id), never taken for a success.
-                        Two programs with one name: the later one fences the earlier one.
+                          - let ids be made: they go on from the last one that the broker knows of this name, which the first
+                            connection asks for, or from `first_id`. A made id that turns out to be stored already is an
+                            error (code id_reused), never taken for a success.
+                        An id that comes again with other content fails (id_reused), so does one below the last that the broker
+                        does not know as stored (id_too_old): neither is stored.
+        Two programs with one name: the later one fences the earlier one.
         window=         ids are any text, known to be stored while the broker's KMQ_DEDUPE_COUNT and _AGE let it remember.
         dedupe=False    no memory at all: what had no reply when a connection broke is stored again.
     """
@@ -112,6 +131,7 @@ class Delivery:
         "data",
         "done",
         "error",
+        "is_provisional",
         "may_be_stored",
         "refused",
         "runs",
@@ -130,6 +150,7 @@ class Delivery:
         self.callback = callback
         self.answered = 0
         self.done = self.seen = False
+        self.is_provisional = False  # its ids count from 1, until the last one is known
         self.may_be_stored = False  # it has been on a connection that broke, or brings an id that may have been
         self.seq = -1
         self.error: KmqError | None = None
@@ -201,13 +222,17 @@ class Core:
         self._untold: list[Delivery] = []  # failed, and perhaps nobody has been told
         self._keys: dict[str, bytes] = {}
         self._window_prefix, self._next_id, self._ids_are_made = "", 0, False
+        # A name of the user's own, whose ids we make: they go on from its last one. What is queued before that is known has
+        # provisional ids, from 1 on, unless one of the user's own came before.
+        self._asks_last = self._is_provisional = bool(options.producer) and options.first_id is None
+        self._made = 0  # provisional ids
         self.name = options.producer
         if options.window:
             self._window_prefix = token_hex(8)
         elif options.dedupe:
             self._ids_are_made = options.first_id is None
             if self.name:
-                self._next_id = time.time_ns() // 100 if options.first_id is None else options.first_id
+                self._next_id = 1 if options.first_id is None else options.first_id
             else:
                 self.name, self._next_id = f"auto-{token_hex(12)}", 1  # the broker forgets such names first
 
@@ -248,6 +273,8 @@ class Core:
         else:
             id_field = self._id_field(delivery, id, headers)
         line = format_text(routing_key, payload, id_field, time.time() if ts is None else ts)
+        if self._is_provisional:
+            delivery.is_provisional, self._made = True, self._next_id - 1
         self._enqueue(delivery, line, 1)
 
     def _make_id(self) -> int:
@@ -266,7 +293,7 @@ class Core:
                     raise ValueError(
                         f"id {id!r}: those of a producer are numbers of at most 18 digits, each above the last"
                     )
-                self._next_id = max(self._next_id, int(id) + 1)
+                self._next_id, self._is_provisional = max(self._next_id, int(id) + 1), False
         return make_id(str(id), headers)
 
     def _routing_key(self, topic: str) -> bytes:
@@ -288,6 +315,8 @@ class Core:
         else:
             data = format_many(routing_key, payloads, ts, self._next_id if self.name else None)
             self._next_id += len(payloads)
+            if self._is_provisional:
+                delivery.is_provisional, self._made = True, self._next_id - 1
         self.add_lines(delivery, data, len(payloads))
 
     def add_lines(self, delivery: Delivery, lines: bytes, count: int) -> None:
@@ -327,13 +356,21 @@ class Core:
         words = ["!hello acks=1"]
         words += [f"producer={self.name}"] if self.name else []
         words += [f"window={self.options.window}"] if self.options.window else []
+        words += ["last=?"] if self._asks_last else []
         words += [f"token={token}"] if token else []
         return " ".join(words).encode() + b"\n"
 
-    def greeted(self, line: bytes) -> None:
+    def is_greeting(self, data: bytes) -> bool:
+        """Whether `data` is all that comes in reply to hello."""
+        return data.endswith(b"\n") and (not self._asks_last or not data.startswith(b"!ok") or data.count(b"\n") > 1)
+
+    def greeted(self, greeting: bytes) -> None:
         """The reply to hello. Raises Refused where the connection is of no use; `failed` says whether any other is."""
+        line, _, more = greeting.partition(b"\n")
         verb, _, rest = line.decode(errors="replace").strip().partition(" ")
         if verb == "!ok":
+            if self._asks_last:
+                self._go_on_from(more)
             self.connected, self._flown, self._refusing, self._rest = True, 0, "", b""
             self.connections += 1
             name, _, value = rest.partition("=")
@@ -349,6 +386,21 @@ class Core:
         elif error.code not in self.options.retry:
             self._fail_all(error)
         raise error
+
+    def _go_on_from(self, line: bytes) -> None:
+        """`!last <id>`: what is queued with provisional ids gets those behind it."""
+        verb, _, id = line.strip().partition(b" ")
+        if verb != b"!last" or not id.isdigit():
+            raise Refused(f"protocol the broker says {line[:100]!r} where the last id of {self.name} was asked for")
+        last = int(id)
+        for delivery in self._queue:
+            if delivery.is_provisional and not delivery.done:
+                data = renumber(delivery.data, last)
+                self.bytes += len(data) - delivery.size
+                self._queued_bytes += len(data) - delivery.size
+                delivery.data, delivery.size = data, len(data)
+        self._next_id = max(self._next_id, last + self._made + 1)
+        self._asks_last = self._is_provisional = False
 
     def lost(self, reason: str) -> None:
         """The connection is gone, or could not be made: what has no reply waits for the next one, in order."""
@@ -463,7 +515,7 @@ class Core:
         else:
             line = delivery.line(delivery.answered)
             self._refuse(
-                Refused(f"reused_id seq {seq} has this id already: it was used before this producer began", line)
+                Refused(f"id_reused seq {seq} has this id already: it was used before this producer began", line)
             )
 
     def _refused(self, reason: str) -> None:
@@ -476,7 +528,7 @@ class Core:
         if code in RETRYABLE:
             self._refusing = reason
         delivery = self._flying[0]
-        self._refuse(Refused(reason, delivery.line(delivery.answered)))
+        self._refuse(_refused(reason, delivery.line(delivery.answered)))
 
     def _refuse(self, error: Refused) -> None:
         delivery = self._flying[0]

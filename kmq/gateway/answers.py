@@ -31,6 +31,8 @@ STATUS = {
     "unauthorized": Status(grpc.StatusCode.UNAUTHENTICATED, 401),
     "too_long": _LONG,
     "bad_id": _BAD,
+    "id_reused": Status(grpc.StatusCode.ALREADY_EXISTS, 409),  # with other content: it is no retry
+    "id_too_old": Status(grpc.StatusCode.FAILED_PRECONDITION, 409),
     "producers_full": _MANY,
     "too_many_topics": _MANY,
     "unknown_topic": _UNKNOWN,

@@ -73,6 +73,10 @@ class Sender:
     def header(self, count: int, nbytes: int) -> bytes:
         return b"!c %b %d %d l=%d%b\n" % (self.name, self.sent + 1, count, nbytes, self.tag)
 
+    def question(self) -> bytes:
+        """What asks the framer for the last id of this producer."""
+        return b"!l %b%b\n" % (self.name, self.tag)
+
     @property
     def header_room(self) -> int:
         """Bytes that the longest header takes."""

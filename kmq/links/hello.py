@@ -1,17 +1,22 @@
 """The first line of a connection that speaks the acknowledged protocol.
 
-    !hello acks=0|1|all [producer=<name> | window=<scope>] [token=<token>]
+    !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [token=<token>]
 
 `producer`: ids are decimal and increasing over all connections of that name. `window` (ours, beyond the design): ids are
-arbitrary and remembered for a while; what the gateway uses for gRPC's message_id. Neither: acknowledged, stored as often as sent.
+text of 1 to 256 bytes and remembered for a while; what the gateway uses for gRPC's message_id. Neither: acknowledged, stored
+as often as sent. `last=?`, with acks and a producer: a line `!last <id>` says the last id stored of this name (0: unknown
+name) before the first reply, so that a program that starts anew can go on from there.
+
+An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that take any text for an id
+percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.
 """
 
 import re
 
 MAX_BYTES = 4096  # of the line
 _NAME = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
-_FIELDS = (b"acks", b"producer", b"window", b"token")
-_USAGE = "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [token=<token>]"
+_FIELDS = (b"acks", b"producer", b"window", b"last", b"token")
+_USAGE = "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [token=<token>]"
 
 
 class Refused(Exception):
@@ -21,10 +26,10 @@ class Refused(Exception):
 class Hello:
     """What a producer asked for."""
 
-    __slots__ = ("acks", "producer", "tag", "token")
+    __slots__ = ("acks", "asks_last", "producer", "tag", "token")
 
-    def __init__(self, acks: bool, producer: bytes, window: bytes, token: bytes) -> None:
-        self.acks, self.producer, self.token = acks, producer, token
+    def __init__(self, acks: bool, producer: bytes, window: bytes, token: bytes, asks_last: bool = False) -> None:
+        self.acks, self.producer, self.token, self.asks_last = acks, producer, token, asks_last
         self.tag = b"p=" + producer if producer else b"w=" + window if window else b""
 
 
@@ -47,4 +52,12 @@ def parse(line: bytes) -> Hello:
             raise Refused(f"bad_hello {name.decode()}= must be 1 to 64 of A-Z a-z 0-9 _ . : -")
     if b"producer" in fields and b"window" in fields:
         raise Refused("bad_hello producer= and window= exclude each other")
-    return Hello(acks != b"0", fields.get(b"producer", b""), fields.get(b"window", b""), fields.get(b"token", b""))
+    if b"last" in fields and (fields[b"last"] != b"?" or acks == b"0" or b"producer" not in fields):
+        raise Refused("bad_hello last= must be ? and needs acks=1 and producer=")
+    return Hello(
+        acks=acks != b"0",
+        producer=fields.get(b"producer", b""),
+        window=fields.get(b"window", b""),
+        token=fields.get(b"token", b""),
+        asks_last=b"last" in fields,
+    )

@@ -37,6 +37,7 @@ PARTIAL_BYTES = 64 * MIB  # all unfinished lines together
 MAX_UNANSWERED = 1 << 17  # messages of one connection on the way: far more than the links hold
 MAX_UNSAID = MIB  # bytes of replies that a producer may leave unread
 _CONTROL = (b"!", b"+", b"-")
+LAST = b"!last "  # begins the reply to a hello with last=?, as that to message 0
 
 
 def _refusal(line: bytes) -> str:
@@ -52,6 +53,7 @@ class Connection:
     __slots__ = (
         "acks",
         "answered",
+        "asks_last",
         "awaited",
         "ended",
         "fresh",
@@ -80,6 +82,7 @@ class Connection:
         self.sender: Sender | None = None  # only with the acknowledged protocol:
         self.producer = b""
         self.acks = False  # wants replies
+        self.asks_last = False  # and has not been told yet which id of its name is the last
         self.taken = self.passed = 0  # messages received; of them passed on: all but those refused at the end
         self.answered = 0  # messages that have had their reply
         self.refusing = b""  # code and reason: nothing more is taken from it
@@ -103,10 +106,16 @@ class Connection:
     @property
     def is_done(self) -> bool:
         """Whether it has sent all and been told all."""
-        return self.ended and self.answered >= self.taken and not self.unsaid
+        return self.ended and self.answered >= self.taken and not (self.unsaid or self.asks_last)
 
     def reply(self, first: int, text: bytes) -> bool:
-        """The reply to the messages from `first` on; False where one before it is missing."""
+        """The reply to the messages from `first` on, or the last id to who asks for it; False where one before it is missing."""
+        if self.asks_last:
+            if not text.startswith(LAST):
+                return False
+            self.asks_last = False
+            self.unsaid += text + b"\n"
+            return True
         if first <= self.answered:
             return True  # said again by a durability that was killed in between
         if first != self.answered + 1:
@@ -123,7 +132,7 @@ class Connection:
 
     def say_refused(self) -> None:
         """Once all that was passed on has been answered: the rest is refused."""
-        if self.refusing and self.answered >= self.passed:
+        if self.refusing and self.answered >= self.passed and not self.asks_last:
             for n in range(self.answered + 1, self.taken + 1):
                 if self.acks:
                     self.unsaid += b"!err %d %b\n" % (n, self.refusing)
@@ -205,6 +214,9 @@ class Intake:
         connection.unsaid += b"!ok max_line=%d\n" % self.max_line
         if not connection.say():
             return False
+        if connection.asks_last and connection.sender is not None:
+            question = connection.sender.question()
+            self.fifo.put(question, 0, len(question))
         if end + 1 < count:
             rest = count - end - 1
             self._buffer[:rest] = self._buffer[end + 1 : count]

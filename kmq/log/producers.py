@@ -16,15 +16,18 @@ Memory      Bounded: at most `producers` names, each with its last id and some r
 
 import os
 import re
+import sys
 import threading
 import time
-import zlib
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Iterator
+from binascii import a2b_base64, b2a_base64
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from zlib import crc32
 
 from kmq.errors import RetryError
 from kmq.log.disk import FULL, replace_file
+from kmq.log.ids import NEW, PRINTS, Producer
+from kmq.record import Starts, fingerprint
 from kmq.settings import MIB
 
 CHECKPOINT_BYTES = 32 * MIB  # of framed lines: bounds what a start has to read again to a third of a second;
@@ -34,58 +37,14 @@ _RUNS = 1024  # runs remembered per producer
 # Names that a client made up for one run of a program (`kmq produce --acks` in a loop) do not come again. So long after its
 # last message such a program has most likely ended; only where the table is full it is not waited for any longer.
 MADE_UP, _MADE_UP_S = b"auto-", 600
+_VERSION = 2  # of the file; the first one is read too
+MAX_PRINTS = 1 << 19  # fingerprints of all producers together: 2 MiB
+_ROWS_A_BEAT = 1024  # rows of the file that are loaded between two heartbeats
 _MIN_RUNS = 8  # also when all producers together have too many
 MAX_WINDOW_ID = 256  # bytes of an arbitrary id: bounds the memory of a window
 MAX_ID = 18  # digits of an increasing id: it fits a signed 64-bit number
 
-NEW, OUT_OF_ORDER = -1, -2  # answers of `find` besides the seq
-
-_OWNED = re.compile(rb"(?m)^(\d+)\|(\d+)\.\d+\|[^|\n]*\|[^|\n]*\|([^|;\n]*);([pw])=([^|;\n]*)")
-
-
-class Producer:
-    """The increasing ids of one name: runs of ids that follow one another, stored under seqs that do."""
-
-    __slots__ = ("counts", "ids", "last_id", "seconds", "seqs", "trimmed")
-
-    def __init__(self, last_id: int = -1, seconds: int = 0) -> None:
-        self.last_id, self.seconds = last_id, seconds
-        self.ids: list[int] = []  # first id of each run, rising
-        self.seqs: list[int] = []
-        self.counts: list[int] = []
-        self.trimmed = False  # older runs have been forgotten
-
-    def find(self, number: int) -> int:
-        """The seq `number` was stored as, 0 where that is forgotten, NEW, or OUT_OF_ORDER: passed over and never stored."""
-        if number > self.last_id:
-            return NEW
-        at = bisect_right(self.ids, number) - 1
-        if at < 0:
-            return 0 if self.trimmed or not self.ids else OUT_OF_ORDER
-        ahead = number - self.ids[at]
-        return self.seqs[at] + ahead if ahead < self.counts[at] else OUT_OF_ORDER
-
-    def add(self, first_id: int, seq: int, count: int) -> int:
-        """Ids first_id… were stored as seq…; returns how many runs that added."""
-        self.last_id = first_id + count - 1
-        if self.ids:
-            length = self.counts[-1]
-            if self.ids[-1] + length == first_id and self.seqs[-1] + length == seq:
-                self.counts[-1] += count
-                return 0
-        self.ids.append(first_id)
-        self.seqs.append(seq)
-        self.counts.append(count)
-        return 1
-
-    def trim(self, keep: int) -> int:
-        """Forget all but the newest `keep` runs; returns how many went."""
-        gone = len(self.ids) - keep
-        if gone <= 0:
-            return 0
-        del self.ids[:gone], self.seqs[:gone], self.counts[:gone]
-        self.trimmed = True
-        return gone
+_OWNED = re.compile(rb"(?m)^(\d+)\|(\d+)\.\d+\|([^|\n]*)\|[^|\n]*\|([^|;\n]*);([pw])=([^|;\n]*)([^|\n]*)\|(.*)")
 
 
 class Producers:
@@ -95,9 +54,12 @@ class Producers:
         """At most `producers` names, forgotten after `producer_ttl` s; `dedupe_count` ids in windows, for `dedupe_age` s."""
         self._max_names, self._ttl = producers, producer_ttl
         self._max_ids, self._age = dedupe_count, dedupe_age
-        self.names: dict[bytes, Producer] = {}
-        self._runs = 0
-        # scope|id → seq << 34 | seconds, in order of age: one integer costs a third of a tuple
+        self.names: OrderedDict[bytes, Producer] = OrderedDict()  # in the order of their last messages
+        self._made_up: OrderedDict[bytes, Producer] = (
+            OrderedDict()
+        )  # those of them that were made up, in the same order
+        self._runs = self._prints = 0
+        # scope|id → seq, seconds and fingerprint in one integer (_packed), in order of age: that costs a third of a tuple
         self.window: dict[bytes, int] = {}
         self._order: deque[bytes] = deque()  # its keys: a dict finds its first one by passing over all that have gone
 
@@ -114,78 +76,125 @@ class Producers:
                 self.forget_idle(seconds)
             if len(self.names) >= self._max_names:
                 return None
-            found = self.names[name] = Producer(seconds=seconds)
+            found = self._add(Producer(name, seconds=seconds))
         return found
 
-    def stored(self, producer: Producer, first_id: int, seq: int, count: int, seconds: int) -> None:
-        """Messages first_id… of `producer` got the seqs seq…."""
+    def _add(self, producer: Producer) -> Producer:
+        self.names[producer.name] = producer
+        if producer.name.startswith(MADE_UP):
+            self._made_up[producer.name] = producer
+        return producer
+
+    def stored(
+        self, producer: Producer, first_id: int, seq: int, count: int, seconds: int, prints: Sequence[int] = ()
+    ) -> None:
+        """Messages first_id… of `producer` got the seqs seq…; `prints`: their fingerprints."""
+        name, before = producer.name, len(producer.prints)
         producer.seconds = seconds
-        self._runs += producer.add(first_id, seq, count)
+        self.names.move_to_end(name)
+        if name in self._made_up:
+            self._made_up.move_to_end(name)
+        self._runs += producer.add(first_id, seq, count, prints)
+        self._prints += len(producer.prints) - before
+        if self._prints > MAX_PRINTS:
+            self._shed_prints()
         if len(producer.ids) > _RUNS:
             self._runs -= producer.trim(_RUNS // 2)
         elif self._runs > self._max_ids:
             self._runs -= producer.trim(_MIN_RUNS)
 
+    def _shed_prints(self) -> None:
+        """Too many fingerprints: those of the names that are idle longest go, a quarter of all at once."""
+        for producer in self.names.values():
+            if self._prints <= MAX_PRINTS * 3 // 4:
+                return
+            self._prints -= producer.forget_prints()
+
+    def last_id(self, name: bytes) -> int:
+        """The last id that is stored of a name; 0 where it is not known."""
+        producer = self.names.get(name)
+        return producer.last_id if producer is not None else 0
+
     def forget_idle(self, now: int) -> None:
-        """Forget producers that have stored nothing for the time to live; of a full table, names that were made up sooner."""
-        is_full = len(self.names) >= self._max_names
-        for name, producer in list(self.names.items()):
-            made_up = is_full and name.startswith(MADE_UP)
-            if now - producer.seconds > (min(self._ttl, _MADE_UP_S) if made_up else self._ttl):
-                self._runs -= len(self.names.pop(name).ids)
+        """Forget producers that have stored nothing for the time to live; of a full table, names that were made up sooner.
+
+        Looks at none but those that go: a stranger can ask for this with every line.
+        """
+        self._forget(self.names, now - self._ttl)
+        if len(self.names) >= self._max_names:
+            self._forget(self._made_up, now - min(self._ttl, _MADE_UP_S))
+
+    def _forget(self, order: OrderedDict[bytes, Producer], before: float) -> None:
+        while order:
+            name, producer = next(iter(order.items()))
+            if producer.seconds >= before:
+                return
+            del self.names[name]
+            self._made_up.pop(name, None)
+            self._runs -= len(producer.ids)
+            self._prints -= len(producer.prints)
 
     # --- arbitrary ids ----------------------------------------------------------------------------------------------
 
     def seen(self, scope: bytes, id: bytes, now: int) -> int:
         """The seq that `id` was stored as within the window, or NEW."""
         value = self.window.get(b"%b|%b" % (scope, id))
-        if value is None or now - (value & (1 << 34) - 1) > self._age:
+        if value is None or now - _seconds(value) > self._age:
             return NEW
-        return value >> 34
+        return value >> _SEQ_SHIFT
 
-    def remember(self, scope: bytes, id: bytes, seq: int, seconds: int) -> None:
+    def print_of(self, scope: bytes, id: bytes) -> int:
+        """The fingerprint of what was stored as `id`, which `seen` has seen; 0 where it is not known."""
+        return self.window[b"%b|%b" % (scope, id)] & _PRINT
+
+    def remember(self, scope: bytes, id: bytes, seq: int, seconds: int, print: int = 0) -> None:
         """`id` was stored as `seq`."""
         window, order, key = self.window, self._order, b"%b|%b" % (scope, id)
         if window.pop(key, None) is not None:
             order.remove(key)  # an aged one that came again is the youngest now; it is among the first
-        window[key] = seq << 34 | seconds
+        window[key] = _packed(seq, seconds, print)
         order.append(key)
         while order:
             oldest = order[0]
-            if len(window) <= self._max_ids and seconds - (window[oldest] & (1 << 34) - 1) <= self._age:
+            if len(window) <= self._max_ids and seconds - _seconds(window[oldest]) <= self._age:
                 break
             del window[order.popleft()]
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
-    def absorb(self, lines: bytes) -> None:
-        """Take in stored lines, in order of seq, each once."""
+    def absorb(self, lines: bytes, now: int) -> None:
+        """Take in stored lines, in order of seq, each once.
+
+        `now`: no record is younger, whatever its recv_ts says. A clock that was ahead for a while would else make all ids old.
+        """
         if b";p=" not in lines and b";w=" not in lines:
             return
-        run: tuple[bytes, int, int, int, int] | None = None  # name, first id, first seq, count, seconds
-        for seq_text, seconds_text, id, kind, name in _OWNED.findall(lines):
-            seq, seconds = int(seq_text), int(seconds_text)
+        name, first_id, first_seq, last_seconds, starts = b"", 0, 0, 0, Starts()
+        prints: list[int] = []  # of a run of one producer's ids, to be taken in together
+        for match in _OWNED.finditer(lines):
+            seq_text, seconds_text, routing_key, id, kind, whose, headers, payload = match.groups()
+            seq, seconds = int(seq_text), min(int(seconds_text), now)
+            print = fingerprint(routing_key, headers, payload) if headers else crc32(payload, starts[routing_key])
             if kind == b"w":
-                self.remember(name, id, seq, seconds)
+                self.remember(whose, id, seq, seconds, print)
                 continue
             if not id.isdigit():
                 continue  # stored before there were producers: it claims what nobody asked the framer for
-            number = int(id)
-            if run and run[0] == name and run[1] + run[3] == number and run[2] + run[3] == seq:
-                run = name, run[1], run[2], run[3] + 1, seconds
-                continue
-            self._absorb_run(run)
-            run = name, number, seq, 1, seconds
-        self._absorb_run(run)
+            number, count = int(id), len(prints)
+            if not (whose == name and first_id + count == number and first_seq + count == seq):
+                self._absorb_run(name, first_id, first_seq, prints, last_seconds)
+                name, first_id, first_seq, prints = whose, number, seq, []
+            prints.append(print)
+            last_seconds = seconds
+        self._absorb_run(name, first_id, first_seq, prints, last_seconds)
 
-    def _absorb_run(self, run: tuple[bytes, int, int, int, int] | None) -> None:
-        if run is None:
+    def _absorb_run(self, name: bytes, first_id: int, seq: int, prints: list[int], seconds: int) -> None:
+        if not prints:
             return
-        name, first_id, seq, count, seconds = run
         producer = self.producer(name, seconds)
         if producer is None:  # the limit was lowered: who is stored stays known, or a retry would be stored twice
-            producer = self.names[name] = Producer(seconds=seconds)
-        self.stored(producer, first_id, seq, count, seconds)
+            producer = self._add(Producer(name, seconds=seconds))
+        self.stored(producer, first_id, seq, len(prints), seconds, prints)
 
     # --- the file ----------------------------------------------------------------------------------------------------
 
@@ -193,46 +202,80 @@ class Producers:
         """The table as it is now; costs a few copies of lists. Its rows are made later, beside the framing."""
         return Snapshot(self)
 
-    def load(self, data: str, last_seq: int) -> tuple[int, str]:
-        """Take in producers.ckpt. Returns (seq up to which it speaks, why it does not where that is 0)."""
+    def load(self, data: str, last_seq: int, beat: Callable[[], None] = lambda: None) -> tuple[int, str]:
+        """Take in producers.ckpt. Returns (seq up to which it speaks, why it does not where that is 0).
+
+        `beat` is called now and then: how long it takes depends on the limits.
+        """
         try:
             with open(path(data), "rb") as file:
                 head, _, body = file.read().partition(b"\n")
         except FileNotFoundError:
             return 0, ""
         try:
-            seq, crc = (int(field) for field in head.split(b"|"))
+            seq, crc, version = (int(field) for field in (head + b"|1" * (head.count(b"|") == 1)).split(b"|"))
             if _crc(seq, body) != crc:
                 raise ValueError("its crc does not match")
+            if version not in (1, _VERSION):
+                raise ValueError(f"format {version} is not known here")
             if seq > last_seq:
                 raise ValueError(f"it speaks of seq {seq}, the WAL ends at {last_seq}")
-            for row in body.splitlines():
+            for number, row in enumerate(body.splitlines()):
                 self._load_row(row)
+                if number % _ROWS_A_BEAT == 0:
+                    beat()
         except ValueError as err:
-            self.names.clear()
-            self.window.clear()
-            self._order.clear()
-            self._runs = 0
+            self._clear()
             return 0, str(err)
+        for producer in sorted(self.names.values(), key=lambda producer: producer.seconds):  # older files: by first use
+            self.names.move_to_end(producer.name)
+            if producer.name in self._made_up:
+                self._made_up.move_to_end(producer.name)
         return seq, ""
 
+    def _clear(self) -> None:
+        self.names.clear()
+        self._made_up.clear()
+        self.window.clear()
+        self._order.clear()
+        self._runs = self._prints = 0
+
     def _load_row(self, row: bytes) -> None:
+        """A row of this version, or of the first one, which knew no fingerprints and ranges."""
         kind, name, *fields = row.split(b"|")
         if kind == b"w":
-            id, seq, seconds = fields
+            id, seq, seconds, print = fields if len(fields) == 4 else (*fields, b"0")
             key = b"%b|%b" % (name, id)
-            self.window[key] = int(seq) << 34 | int(seconds)
+            self.window[key] = _packed(int(seq), int(seconds), int(print))
             self._order.append(key)
             return
-        last_id, seconds, trimmed, runs = fields
-        producer = self.names[name] = Producer(int(last_id), int(seconds))
-        producer.trimmed = trimmed == b"1"
+        last_id, seconds, ranges, runs, prints = fields if len(fields) == 5 else (*fields[:2], b"", fields[3], b"")
+        producer = self._add(Producer(name, int(last_id), int(seconds)))
+        for span in ranges.split(b",") if ranges else ():
+            first, last = map(int, span.split(b":"))
+            producer.firsts.append(first)
+            producer.lasts.append(last)
         for run in runs.split(b",") if runs else ():
             first_id, first_seq, count = map(int, run.split(b":"))
             producer.ids.append(first_id)
             producer.seqs.append(first_seq)
             producer.counts.append(count)
+        producer.prints.frombytes(a2b_base64(prints))
+        if sys.byteorder == "big":
+            producer.prints.byteswap()
         self._runs += len(producer.ids)
+        self._prints += len(producer.prints)
+
+
+_PRINT, _SECONDS_SHIFT, _SEQ_SHIFT = (1 << 32) - 1, 32, 66
+
+
+def _packed(seq: int, seconds: int, print: int) -> int:
+    return seq << _SEQ_SHIFT | seconds << _SECONDS_SHIFT | print
+
+
+def _seconds(value: int) -> int:
+    return value >> _SECONDS_SHIFT & (1 << 34) - 1
 
 
 class Snapshot:
@@ -240,17 +283,35 @@ class Snapshot:
 
     def __init__(self, table: Producers) -> None:
         self._names = [
-            (name, p.last_id, p.seconds, p.trimmed, p.ids[:], p.seqs[:], p.counts[:]) for name, p in table.names.items()
+            (
+                p.name,
+                p.last_id,
+                p.seconds,
+                p.firsts[:],
+                p.lasts[:],
+                p.ids[:],
+                p.seqs[:],
+                p.counts[:],
+                p.prints[-PRINTS:],
+            )
+            for p in table.names.values()
         ]
         self._window = list(table.window.items())
 
     def rows(self) -> Iterator[bytes]:
-        """`p|name|last_id|seconds|trimmed|id:seq:count,…` and `w|scope|id|seq|seconds`."""
-        for name, last_id, seconds, trimmed, *runs in self._names:
-            listed = b",".join(b"%d:%d:%d" % run for run in zip(*runs, strict=True))
-            yield b"p|%b|%d|%d|%d|%b\n" % (name, last_id, seconds, trimmed, listed)
+        """`p|name|last_id|seconds|first:last,…|id:seq:count,…|fingerprints` and `w|scope|id|seq|seconds|fingerprint`.
+
+        The fingerprints of a name are base64 of 32-bit words, the lower byte first.
+        """
+        for name, last_id, seconds, firsts, lasts, ids, seqs, counts, prints in self._names:
+            ranges = b",".join(b"%d:%d" % span for span in zip(firsts, lasts, strict=True))
+            runs = b",".join(b"%d:%d:%d" % run for run in zip(ids, seqs, counts, strict=True))
+            if sys.byteorder == "big":
+                prints.byteswap()
+            known = b2a_base64(prints, newline=False)
+            yield b"p|%b|%d|%d|%b|%b|%b\n" % (name, last_id, seconds, ranges, runs, known)
         for key, value in self._window:
-            yield b"w|%b|%d|%d\n" % (key, value >> 34, value & (1 << 34) - 1)
+            yield b"w|%b|%d|%d|%d\n" % (key, value >> _SEQ_SHIFT, _seconds(value), value & _PRINT)
 
 
 def path(data: str) -> str:
@@ -267,13 +328,13 @@ def checkpoint_seq(data: str) -> int:
 
 
 def text(seq: int, snapshot: Snapshot) -> bytes:
-    """The file: `<seq>|<crc32 of the seq and the rest>`, then the rows of the snapshot."""
+    """The file: `<seq>|<crc32 of the seq and the rest>|<version>`, then the rows of the snapshot."""
     body = b"".join(snapshot.rows())
-    return b"%d|%d\n%b" % (seq, _crc(seq, body), body)
+    return b"%d|%d|%d\n%b" % (seq, _crc(seq, body), _VERSION, body)
 
 
 def _crc(seq: int, body: bytes) -> int:
-    return zlib.crc32(body, zlib.crc32(b"%d" % seq))
+    return crc32(body, crc32(b"%d" % seq))
 
 
 class Checkpointer:
@@ -289,20 +350,20 @@ class Checkpointer:
         self._error: Exception | None = None
         self._bytes, self._taken_at = 0, time.monotonic()  # framed since the last snapshot, and when that was
 
-    def framed(self, nbytes: int, next_seq: int, synced: int | None) -> None:
-        """After each turn, also an idle one: `nbytes` more were framed, durability has `synced` on disk."""
+    def framed(self, nbytes: int, next_seq: int, synced: int | None, now: int) -> None:
+        """After each turn, also an idle one: `nbytes` more were framed, durability has `synced` on disk, it is `now`."""
         self._bytes += nbytes
         if self._snapshot is not None:
             self._write_if(synced)
             return
         much = self._bytes >= CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES)
         if (much or (self._bytes and time.monotonic() - self._taken_at > CHECKPOINT_S)) and not self.busy:
-            self.take(next_seq - 1)
+            self.take(next_seq - 1, now)
 
-    def take(self, seq: int) -> None:
+    def take(self, seq: int, now: int) -> None:
         """Snapshot the table as of `seq`."""
         self._bytes, self._taken_at = 0, time.monotonic()
-        self._table.forget_idle(int(time.time()))
+        self._table.forget_idle(now)
         self._snapshot = seq, self._table.snapshot()
 
     @property

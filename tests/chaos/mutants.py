@@ -50,6 +50,7 @@ UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
 FRAMING, PRODUCERS, INGRESS = "kmq/framing.py", "kmq/log/producers.py", "stages/ingress.py"
+IDS = "kmq/log/ids.py"
 
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
 FLOOR_STORE = (
@@ -115,7 +116,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: an id that was passed over is answered as if it had been stored",
-        [(PRODUCERS, " if ahead < self.counts[at] else OUT_OF_ORDER", "")],
+        [(IDS, " if ahead < self.counts[at] else TOO_OLD", "")],
         [UNIT_PRODUCERS],
     ),
     Mutant(

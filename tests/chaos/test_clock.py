@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from chaos import test_fsync
+from chaos.by_hand import Client, message
 from chaos.pod import Pod
 
 strace = test_fsync.strace
@@ -83,6 +84,26 @@ def test_a_clock_that_is_ahead_for_some_seconds_deletes_nothing(make_pod: Make, 
     done = kmq(pod, wall, "clock", "--trust")
     assert done.returncode == 0, done.stderr
     pod.wait(lambda: len(segments_of(pod)) < len(before) / 2, "an operator who says that it is right is believed")
+
+
+@pytest.mark.parametrize("rings_too", [False, True], ids=["the pod restarts", "the machine does"])
+def test_a_clock_that_is_a_month_ahead_at_a_start_forgets_no_id(
+    make_pod: Make, wall: WallClock, rings_too: bool
+) -> None:
+    """The second start meets what the first one forgot when it was stopped."""
+    pod = make_pod()
+    for ahead_s in (0, 31 * 86_400, 31 * 86_400):
+        wall.set(ahead_s)
+        if rings_too:
+            for file in Path("/dev/shm").glob(f"{pod.instance}.*"):
+                file.unlink()
+        pod.start(under=wall.under)
+        pod.wait_ready()
+        word = "dup" if ahead_s else "ack"
+        for seq, hello in ((1, "producer=me"), (2, "window=me")):
+            with Client(pod, hello) as client:
+                assert client.send(message(7)) == [f"{word} {seq}"], (hello, ahead_s)
+        pod.stop()
 
 
 def segments_of(pod: Pod) -> list[Path]:

@@ -199,10 +199,32 @@ def test_what_a_program_repeats_after_a_crash_is_stored_once(up, connect):
 
 
 def test_a_named_producer_goes_on_after_a_restart_with_ids_of_its_own_making(up, connect):
-    for _ in range(3):
+    """From the last one that the broker knows, also where the program queued messages before there was a broker."""
+    for _ in range(2):
         with connect(producer="meter") as producer:
             producer.send_many("t", [b"x"] * 100)
-    assert len(set(ids(up, "meter"))) == 300
+    up.down()
+    producer = connect(producer="meter")
+    for _ in range(100):
+        producer.send("t", b"x")
+    up.up()
+    producer.close()
+    assert ids(up, "meter") == list(range(1, 301))
+
+
+def test_an_id_that_comes_again_with_other_content_is_an_error_that_says_so(up, connect):
+    """A counter that began anew at 1: `!dup`, as for a retry, lost what it sent without a word."""
+    with connect(producer="counter") as first:
+        first.send("t", b"old", id=1).result()
+        first.send("t", b"old", id=5).result()
+    with connect(producer="counter") as second:
+        with pytest.raises(kmq.Refused, match="id 1 was stored before, as seq 1, with other content") as reused:
+            second.send("t", b"new", id=1).result()
+        with pytest.raises(kmq.Refused, match="id 2 is below the last one stored") as too_old:
+            second.send("t", b"new", id=2).result()
+        assert (reused.value.code, too_old.value.code) == ("id_reused", "id_too_old")
+        assert second.send("t", b"new").result() == 3
+    assert ids(up, "counter") == [1, 5, 6]
 
 
 def test_ids_of_a_window_are_stored_once(up, connect):
@@ -379,6 +401,16 @@ def test_async_messages_are_stored_in_the_order_of_the_calls(up, connect):
 
     asyncio.run(main())
     assert [payload for _, _, payload in stored(up).values()][1003:] == [b"%d" % n for n in range(1000)]
+
+
+def test_async_a_named_producer_goes_on_from_its_last_id(up, connect):
+    async def run():
+        for _ in range(2):
+            async with connect(kmq.AsyncProducer, producer="meter") as producer:
+                await producer.send_many("t", [b"x"] * 10)
+
+    asyncio.run(run())
+    assert ids(up, "meter") == list(range(1, 21))
 
 
 def test_async_killed_stages_lose_and_double_nothing(up, connect):

@@ -131,6 +131,12 @@ def test_pieces_without_end_are_kept_in_parts_as_too_long():
     assert used == 3 * len(piece)  # the fourth and fifth wait for what follows
 
 
+def test_pieces_that_hold_nothing_do_not_fill_the_staging_area_for_ever():
+    for line in (b"+\n", b"+x\n"):
+        assert 0 < frame(line * 1000)[3] <= len(line) * 1000
+        assert frame(line * 1000)[0][0].startswith(b"dead.malformed||;reason=too_long;")
+
+
 def random_text(rng):
     """Whole lines and long ones in pieces, with lines of other writers and restarts of ingress between."""
     out = []
@@ -164,6 +170,16 @@ def test_committing_any_prefix_and_framing_the_rest_gives_the_same_lines():
             assert end <= used
             rest = frame(ordered[end:])[0] if end < len(ordered) else []
             assert lines[:done] + rest == lines
+
+
+def test_a_name_that_is_asked_for_is_answered_in_its_place_with_its_last_id():
+    """`!l` is what ingress asks for a hello with last=?; the line is none of anybody's."""
+    ask = b"!l 17.1 p=me\n"
+    text = ask + group(mine(5, 6), 1, P) + ask + b"u|||\n" + ask + group(mine(9), 3, P) + b"!l 17.2 p=you\n!l 17.1\n"
+    lines, replies = framed(text)
+    wrapped = b"dead.malformed||;reason=control_byte;len=7|!l 17.1"
+    assert lines == [*mine(5, 6, tag=b";p=me"), b"u|||", *mine(9, tag=b";p=me"), wrapped]
+    assert replies == [b"0 !last 0", b"1 !ack 2 102", b"0 !last 6", b"0 !last 6", b"3 !ack 3 104", b"17.2 0 !last 0"]
 
 
 def test_it_does_not_matter_how_the_text_arrives():
@@ -251,13 +267,13 @@ OWN_HEADER = b"bad_id the headers p= and w= are KMQ's own"
             mine(5, 9, 7, 10),
             P,
             mine(5, 9, 10, tag=b";p=me"),
-            [b"1 !ack 2 102", b"3 !err 3 out_of_order id 7 comes after 9 and was never stored", b"4 !ack 4 103"],
+            [b"1 !ack 2 102", b"3 !err 3 id_too_old", b"4 !ack 4 103"],
         ),
         (
             mine(5, 4),
             P,
             mine(5, tag=b";p=me"),
-            [b"1 !ack 1 101", b"2 !err 2 out_of_order id 4 comes after 5 and was never stored"],
+            [b"1 !ack 1 101", b"2 !err 2 id_too_old"],
         ),
         (mine(b"1;a=b;c=d"), P, mine(b"1;p=me;a=b;c=d"), [b"1 !ack 1 101"]),
         (mine(b"1;p=me", b"2;a=b;p=me"), P, mine(b"1;p=me", b"2;p=me;a=b"), [b"1 !ack 2 102"]),
@@ -269,7 +285,20 @@ OWN_HEADER = b"bad_id the headers p= and w= are KMQ's own"
         # a window
         (mine(b"b", b"a"), W, mine(b"b", b"a", tag=b";w=me"), [b"1 !ack 2 102"]),
         (mine(b"a", b"b", b"a"), W, mine(b"a", b"b", tag=b";w=me"), [b"1 !ack 2 102", b"3 !dup 3 101"]),
-        (mine(b"a;c=d", b"a;e=f"), W, mine(b"a;w=me;c=d"), [b"1 !ack 1 101", b"2 !dup 2 101"]),
+        (mine(b"a;c=d", b"a;e=f"), W, mine(b"a;w=me;c=d"), [b"1 !ack 1 101", b"2 !dup 2 101"]),  # one letter: KMQ's
+        (mine(b"a;c=d", b"a;x=1;c=d;enc=b64;w=me"), W, mine(b"a;w=me;c=d"), [b"1 !ack 1 101", b"2 !dup 2 101"]),
+        # known, and the same but for what a retry may change
+        ([b"t.k|1|1|x", b"t.k|2|1|x", b"t.@3.k||1;p=me|x", b"t.@.k|9|01;n=5|x"], P, [b"t.k|1|1;p=me|x"],
+         [b"1 !ack 1 101", b"2 !dup 2 101", b"3 !dup 3 101", b"4 !dup 4 101"]),
+        ([b"t.@1|1|1|x", b"t|2|1|x", b"t.@|3|1|x", b"t.@.|3|1|x"], P, [b"t.@1|1|1;p=me|x"],
+         [b"1 !ack 1 101", b"2 !dup 2 101", b"3 !dup 3 101", b"4 !err 4 id_reused 101"]),
+        # known, and other content: topic, key, the user's headers, payload
+        *[([b"t.k|1|1;aa=b|x", *mine(2), other], tag, [b"t.k|1|1;" + tag + b";aa=b|x", *mine(2, tag=b";" + tag)],
+           [b"1 !ack 2 102", b"3 !err 3 id_reused 101"]) for tag in (P, W) for other in
+          (b"u.k|1|1;aa=b|x", b"t.l|1|1;aa=b|x", b"t|1|1;aa=b|x", b"t.k|1|1|x", b"t.k|1|1;aa=c|x", b"t.k|1|1;aa=b;bb=|x",
+           b"t.k|1|1;aa=b|y", b"t.k|1|1;aa=b|", b"t.k|1|1;aa=b|" + b"x" * 99, b"t.@alice.k|1|1;aa=b|x")],
+        ([*mine(7, 8), b"t.k|1|7|y", *mine(9, 7)], P, mine(7, 8, 9, tag=b";p=me"),
+         [b"1 !ack 2 102", b"3 !err 3 id_reused 101", b"4 !ack 4 103", b"5 !dup 5 101"]),
         (mine(b"a;w=me"), W, mine(b"a;w=me"), [b"1 !ack 1 101"]),
         (mine(b"a" * 256), W, mine(b"a" * 256, tag=b";w=me"), [b"1 !ack 1 101"]),
         *[(mine(id), W, [], [b"1 !err 1 bad_id a message in a window needs an id of 1 to 256 bytes"]) for id in
@@ -305,7 +334,7 @@ def test_a_group_among_other_lines_is_answered_and_they_are_not(change):
     assert batch.lines == [b"u|||a", *mine(5, 6, tag=b";p=me"), b"v|||b", wrapped]
     assert told(framing.replies(batch.answers, 0, 100)) == [
         b"1 !ack 1 101",
-        b"2 !err 2 out_of_order id 4 comes after 5 and was never stored",
+        b"2 !err 2 id_too_old",
         b"3 !ack 3 102",
     ]
     assert text[batch.used :] == b"+t|||unfinished\n"
@@ -389,6 +418,31 @@ class Steps:
     def committed(self):
         """After each block; whether the framer was killed there."""
         return False
+
+
+@pytest.mark.parametrize(
+    ("unit", "lines"),
+    [
+        (b"u|||\n", 1),
+        (b"\n", 1),
+        (b"!b 1\n", 1),
+        (group([b"", b""], 1, P), 2),
+        (group(mine(3, 2, 1), 1, P), 3),
+        (group(mine(1), 1, P) + b"u|\n", 2),
+        (b"!c no header\nu|||\n", 2),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_turn_looks_at_so_many_lines_and_leaves_the_rest_for_the_next(unit, lines):
+    """Whatever is sent, the framer gives a sign of life after some thousand lines."""
+    text = unit * (3 * framing.TURN // lines)
+    known, done, turns = table(), 0, 0
+    while done < len(text):
+        batch = framing.Parser(MAX, known).parse(text[done:], 1, 0)
+        assert batch.used and batch.more == (done + batch.used < len(text))
+        assert text.count(b"\n", done, done + batch.used) <= 2 * (framing.TURN + framing.MAX_GROUP) or unit == b"u|||\n"
+        done, turns = done + batch.used, turns + 1
+    assert turns == 1 if unit == b"u|||\n" else turns >= 3  # lines that are well formed cost next to nothing
 
 
 LONG_GROUP = group([LONG], 5, P)
@@ -485,17 +539,19 @@ class Model:
     def _store(self, line, tag):
         key, ts, id, payload = record.padded(line).split(b"|", 3)
         id = id.partition(b";")[0]
+        content = key, payload
         if tag[:1] == b"p" and not id.isdigit():
             return b"err bad_id"
         known = tag, int(id) if tag[:1] == b"p" else id
         if tag and known in self.stored:
-            return b"dup %d" % self.stored[known]
+            seq, before = self.stored[known]
+            return b"dup %d" % seq if content == before else b"err id_reused"
         if tag[:1] == b"p":
             if known[1] < self.last.get(tag, -1):
-                return b"err out_of_order"
+                return b"err id_too_old"
             self.last[tag] = known[1]
         self.lines.append(b"|".join([key, ts, id + b";" + tag if tag else id, payload]))
-        self.stored[known] = len(self.lines)
+        self.stored[known] = len(self.lines), content
         return b"ack %d" % len(self.lines)
 
     def nobody(self, line):
@@ -568,7 +624,7 @@ def test_however_traffic_is_read_and_cut_each_message_is_stored_once_and_told_it
     assert kinds == {
         b"ack",
         b"dup",
-        *(b"err " + k for k in (b"empty_line", b"no_separator", b"bad_id", b"out_of_order")),
+        *(b"err " + k for k in (b"empty_line", b"no_separator", b"bad_id", b"id_too_old", b"id_reused")),
     }
 
 

@@ -27,7 +27,20 @@ def test_what_a_producer_asks_for(line, acks, producer, tag, token):
     assert (said.acks, said.producer, said.tag, said.token) == (acks, producer, tag, token)
 
 
+@pytest.mark.parametrize(
+    ("line", "asks"),
+    [
+        (b"!hello acks=1 producer=me last=?", True),
+        (b"!hello last=? acks=all producer=me token=x", True),
+        (b"!hello acks=1 producer=me", False),
+    ],
+)
+def test_a_producer_may_ask_for_its_last_id(line, asks):
+    assert hello.parse(line).asks_last is asks
+
+
 NAMES = "must be 1 to 64 of A-Z a-z 0-9 _ . : -"
+LAST = "last= must be ? and needs acks=1 and producer="
 
 
 @pytest.mark.parametrize(
@@ -58,6 +71,11 @@ NAMES = "must be 1 to 64 of A-Z a-z 0-9 _ . : -"
         (b"!hello acks=1 window=", "window= " + NAMES),
         (b"!hello acks=1 window=a\x00", "window= " + NAMES),
         (b"!hello acks=1 producer=a window=b", "exclude each other"),
+        (b"!hello acks=1 producer=a last=", LAST),
+        (b"!hello acks=1 producer=a last=7", LAST),
+        (b"!hello acks=0 producer=a last=?", LAST),
+        (b"!hello acks=1 window=a last=?", LAST),
+        (b"!hello acks=1 last=?", LAST),
     ],
 )
 def test_what_is_no_hello_is_refused_with_a_code_and_a_reason_in_one_line(line, reason):

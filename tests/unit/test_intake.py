@@ -32,6 +32,7 @@ class Wire:
         said = hello.parse(line)
         self.greeted += 1
         connection.acks, connection.producer = said.acks, said.producer
+        connection.asks_last = said.asks_last
         connection.sender = Sender(b"1.%d" % self.greeted, said.tag)
 
     def connect(self):
@@ -368,6 +369,24 @@ def test_a_hole_in_the_replies_is_seen(wire):
     assert not connection.reply(3, b"!ack 4 103")
     connection.say()
     assert read(near) == b"!ack 1 101\n" and connection.answered == 1
+    wire.finish(near, connection)
+
+
+def test_who_asks_for_its_last_id_is_told_that_first_and_once(wire):
+    """The question goes to the framer in its place: behind what older connections of this name have sent."""
+    near, connection = greeted(wire, HELLO.replace(b"\n", b" last=?\n") + b"t|1|5|x\n")
+    assert wire.text.startswith(b"!l %b p=me\n!c %b 1 1 " % (connection.sender.name, connection.sender.name))
+    assert connection.asks_last and not connection.reply(1, b"!ack 1 101")  # it was lost on the way
+    connection.refusing = b"fenced a newer one"
+    wire.send(near, connection, b"t|1|6|x\n")
+    assert read(near) == b"" and not connection.is_done
+    assert connection.reply(0, b"!last 4") and connection.reply(0, b"!last 4") and connection.reply(1, b"!ack 1 101")
+    connection.say_refused()
+    assert connection.say() and read(near) == b"!last 4\n!ack 1 101\n!err 2 fenced a newer one\n"
+    near.close()
+    assert not wire.receive(connection)
+    connection.ended = True
+    assert connection.is_done
     wire.finish(near, connection)
 
 

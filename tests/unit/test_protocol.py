@@ -16,7 +16,7 @@ from kmq.links import hello
 def make(**options):
     """A core that has been greeted, writing whatever it is given."""
     core = Core(Options(**{"linger_ms": 0, **options}))
-    core.greeted(b"!ok max_line=1048576\n")
+    core.greeted(b"!ok max_line=1048576\n" + (b"!last 0\n" if b" last=?" in core.hello() else b""))
     return core
 
 
@@ -53,7 +53,8 @@ def again(core, reason="it broke"):
 
 
 def test_hello_says_who_is_sending():
-    assert Core(Options(producer="a:1")).hello() == b"!hello acks=1 producer=a:1\n"
+    assert Core(Options(producer="a:1", first_id=1)).hello() == b"!hello acks=1 producer=a:1\n"
+    assert Core(Options(producer="a:1")).hello("t0") == b"!hello acks=1 producer=a:1 last=? token=t0\n"
     assert Core(Options(window="podbus", token="t0")).hello() == b"!hello acks=1 window=podbus token=t0\n"
     assert Core(Options(dedupe=False)).hello() == b"!hello acks=1\n"
 
@@ -260,21 +261,78 @@ def test_a_reply_that_comes_after_the_time_was_up_changes_nothing():
 # --- ids -------------------------------------------------------------------------------------------------------------
 
 
-def test_made_ids_of_a_named_producer_begin_beyond_those_of_an_earlier_run():
-    first = make(producer="a")
-    add_many(first, 1000)
-    second = make(producer="a")
-    add(second)
-    assert int(ids(take(first))[-1]) < int(ids(take(second))[0])
+def test_made_ids_of_a_name_go_on_from_the_last_one_that_the_broker_knows():
+    """What was queued before that is known, too: whole lists, with headers, as base64."""
+    core = Core(Options(producer="a"))
+    first = add(core, headers={"trace": "7"})
+    add_many(core, 2)
+    add(core, payload=b"\0")
+    assert not take(core)
+    core.greeted(b"!ok max_line=1048576\n!last 41\n")
+    add(core)
+    size = core.bytes
+    assert ids(written := take(core)) == [b"42;trace=7", b"43", b"44", b"45;enc=b64", b"46"]
+    assert size == sum(len(line) + 1 for line in written)
+    core.receive(b"!ack 1 9\n")
+    assert first.seq == 9 and core.bytes == size - len(written[0]) - 1
+    core.lost("it broke")
+    assert core.hello() == b"!hello acks=1 producer=a\n"  # now we know better than the broker
+    core.greeted(b"!ok max_line=1048576\n")
+    add(core)
+    assert ids(take(core)) == [b"43", b"44", b"45;enc=b64", b"46", b"47"]
+    core.receive(b"!ack 5 20\n")
+    assert core.bytes == core.unanswered == 0
+
+
+def test_a_name_that_the_broker_does_not_know_begins_at_1():
+    core = make(producer="a")
+    add(core)
+    assert ids(take(core)) == [b"1"]
+
+
+def test_ids_of_the_users_own_stay_as_they_are_wherever_the_last_one_is():
+    core = Core(Options(producer="a"))
+    for id in (None, None, 100, None):
+        add(core, id=id)
+    core.add_lines(Delivery(), b"t|1|7|x\n", 1)
+    core.greeted(b"!ok max_line=1048576\n!last 50\n")
+    add(core)
+    assert ids(take(core)) == [b"51", b"52", b"100", b"101", b"7", b"102"]
+
+
+def test_a_greeting_with_a_last_id_is_whole_when_both_lines_are():
+    core, greeting = Core(Options(producer="a")), b"!ok max_line=1048576\n!last 41\n"
+    assert [at for at in range(len(greeting) + 1) if core.is_greeting(greeting[:at])] == [len(greeting)]
+    assert core.is_greeting(b"!err 0 unauthorized\n")
+    with pytest.raises(Refused, match="protocol"):
+        core.greeted(b"!ok max_line=1048576\n!ack 1 2\n")
+    assert not core.connected and core.failed is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        (b"!err 1 id_reused 77\n", "id_reused id 7 was stored before, as seq 77, with other content"),
+        (b"!err 1 id_too_old\n", "id_too_old id 7 is below the last one stored"),
+    ],
+)
+def test_an_id_that_is_refused_is_named_with_what_to_do(reply, text):
+    """It is final for this message; those behind it go on."""
+    core = make(producer="a", first_id=1)
+    delivery, other = add(core, id=7, headers={"trace": "x"}), add(core, id=8)
+    take(core)
+    core.receive(reply + b"!ack 2 78\n")
+    assert text in str(delivery.error) and "give this message an id above the last one" in str(delivery.error)
+    assert delivery.error.code == reply.split()[2].decode() and other.seq == 78 and core.connected
 
 
 def test_a_made_id_that_was_stored_before_is_an_error_and_no_success():
-    """The clock went back over a restart: taking `!dup` for delivered would lose the message silently."""
+    """Another program of this name: taking `!dup` for delivered would lose the message silently."""
     core = make(producer="a")
     delivery = add(core)
     take(core)
     core.receive(b"!dup 1 77\n")
-    assert delivery.error.code == "reused_id"
+    assert delivery.error.code == "id_reused"
 
 
 @pytest.mark.parametrize("options", [{"producer": "a", "first_id": 5}, {"producer": "a"}, {"window": "w"}])
