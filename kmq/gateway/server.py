@@ -21,30 +21,37 @@ from kmq.gateway.listeners import Patience, grpc_server, http_guard, listen_grpc
 from kmq.gateway.metrics import Requests
 from kmq.gateway.podbus import SERVICE, PodBus, handler
 from kmq.gateway.web import application
+from kmq.incidents import Incidents
 from kmq.logfmt import Log
 from kmq.settings import DRAIN_S, Settings
 from kmq.stats import STATES, StatsPage
 from kmq.tokens import open_tokens
 
 _LOOK_S = 0.25  # between looks at the broker; also our heartbeat
+_SAY_S = 1.0  # between log lines of one event
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class _Logfmt(logging.Handler):
-    """What libraries say, in our form."""
+    """What libraries say, in our form: one line a sweep and library."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, incidents: Incidents) -> None:
         super().__init__(logging.WARNING)
-        self.log = log
+        self.incidents = incidents
 
     def emit(self, record: logging.LogRecord) -> None:
-        reason = f"{record.getMessage()} {record.exc_info[1]!r}" if record.exc_info else record.getMessage()
-        self.log.warn("library", name=record.name, reason=reason)
+        reason = record.getMessage()
+        if (
+            record.exc_info and record.exc_info[0]
+        ):  # what an exception says may be what a client has sent: a token, 28 KB
+            reason = f"{record.exc_info[0].__name__}: {reason.splitlines()[0] if reason else ''}"
+        self.incidents.note("library", record.name, reason)
 
 
 class Gateway:
     def __init__(self, settings: Settings, page: StatsPage, log: Log) -> None:
         self.settings, self.log = settings, log
+        self.incidents = Incidents(log.warn)
         self.page, self.row = page, page.rows["gateway"]
         self.broker = Broker(settings, page)
         self.requests = Requests()
@@ -56,7 +63,7 @@ class Gateway:
 
     async def run(self) -> None:
         """Serve until a signal comes."""
-        logging.basicConfig(handlers=[_Logfmt(self.log)])
+        logging.basicConfig(handlers=[_Logfmt(self.incidents)])
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -82,14 +89,18 @@ class Gateway:
             await self.health.enter_graceful_shutdown()
             await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup())
             await self.bus.close()
+            self.incidents.say()
 
     async def _watch(self, runner: web.AppRunner) -> None:
         """Heartbeat and health, until we are told to stop."""
-        said = None
+        said, say_at = None, 0.0
         while not self.stopping.is_set():
             self._state("ready")
             self.page.keep_in_place("gateway")
             self.patience.sweep(runner)
+            if time.monotonic() >= say_at:
+                say_at = time.monotonic() + _SAY_S
+                self.incidents.say()
             reason = self.broker.why_not_ready()
             if said is None or bool(reason) != bool(said):
                 self.log.info("broker", ready=not reason, reason=reason)

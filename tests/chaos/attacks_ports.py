@@ -5,9 +5,11 @@ be called in any order, again and again, on the same target. The sizes by defaul
 """
 
 import contextlib
+import re
 import socket
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,9 @@ import psutil
 MIB = 1 << 20
 PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
 SWEEPS_PER_S = 2  # a log line an event and sweep; twice as many for sweeps that come early
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS = 0, 1, 3, 4  # frames of HTTP/2
+_END_STREAM, _END_HEADERS = 1, 4
+_FRAME_BYTES = 1 << 14
 EVENTS = 6  # kinds of events that one attack may cause
 
 
@@ -86,6 +91,68 @@ def short_log(target: Target, longest: int = 1024) -> Iterator[None]:
     assert all(len(line) <= longest for line in said), max(said, key=len)
 
 
+class Http2:
+    """A peer of the gRPC ports that sends what it likes and reads only when asked to."""
+
+    def __init__(self, host: str, port: int, settings: bytes = b"") -> None:
+        self.sock = socket.create_connection((host, port), timeout=PATIENCE_S)
+        self.sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        self.frame(_SETTINGS, 0, 0, settings)
+        self.last = -1
+
+    def __enter__(self) -> "Http2":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.sock.close()
+
+    def frame(self, kind: int, flags: int, stream: int, body: bytes) -> None:
+        self.sock.sendall(struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body)
+
+    def call(
+        self, path: str, headers: Iterable[tuple[bytes, bytes]] = (), request: bytes = b"", end: bool = False
+    ) -> int:
+        """Begin a call: its stream. `request`: what is sent of its messages, framed as gRPC does."""
+        self.last += 2
+        fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b":authority", b"kmq")]
+        fields += [(b"content-type", b"application/grpc"), (b"te", b"trailers"), *headers]
+        block = b"".join(b"\0" + b"".join(bytes([len(text)]) + text for text in pair) for pair in fields)
+        self.frame(_HEADERS, _END_HEADERS, self.last, block)
+        for at in range(0, len(request), _FRAME_BYTES):
+            self.frame(_DATA, 0, self.last, request[at : at + _FRAME_BYTES])
+        if end:
+            self.frame(_DATA, _END_STREAM, self.last, b"")
+        return self.last
+
+    def read(self) -> tuple[int, int, int, bytes]:
+        """The next frame: kind, flags, stream, body."""
+        head = self._exactly(9)
+        kind, flags, stream = struct.unpack(">BBI", head[3:])
+        return kind, flags, stream, self._exactly(int.from_bytes(head[:3], "big"))
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = self.sock.recv(count - len(data))
+            if not more:
+                raise ConnectionError("the connection is over")
+            data += more
+        return data
+
+    def status(self, stream: int) -> int:
+        """With which gRPC status a call ends; -1: its stream is reset."""
+        while True:
+            kind, flags, of, body = self.read()
+            if kind == _SETTINGS and not flags & 1:
+                self.frame(_SETTINGS, 1, 0, b"")
+            if of == stream and kind == _RST_STREAM:
+                return -1
+            if of == stream and kind == _HEADERS and flags & _END_STREAM:
+                found = re.search(rb"grpc-status.(\d+)", body)
+                assert found, body
+                return int(found[1])
+
+
 def silent_askers(target: Target, count: int = 1000) -> None:
     """Connections on the ack port that ask nothing: neither producers nor those who ask are shut out."""
     with ExitStack() as opened, short_log(target):
@@ -116,6 +183,36 @@ def unread_refusals(target: Target, count: int = 29, most: int = 64 * MIB) -> No
             peak = max(peak, memory(target, "ingress"))
         assert peak - begin < most, f"{begin / MIB:.0f} -> {peak / MIB:.0f} MiB"
         print(f"event=unread_refusals begin_mib={begin / MIB:.0f} peak_mib={peak / MIB:.0f}")
+
+
+def malformed_requests(target: Target, count: int = 151) -> None:
+    """What is no HTTP, 28 KB each, on every port of the gateway."""
+    shapes = (
+        b"GET / HTTP/1.1\r\nAuthorization: Bearer secret\r\nx" + b"\xff\0" * 4000,
+        b"\xff" * 28_000,
+        b"GET " + b"/" * 28_000,
+    )
+    with short_log(target):
+        for port in gateway_ports(target):
+            for n in range(count):
+                with connect(target, port) as sock, contextlib.suppress(OSError):
+                    sock.sendall(shapes[n % 3] + b"\r\n\r\n")
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(4096):
+                        pass
+        assert healthy(target)
+    assert "secret" not in target.log()
+
+
+def gateway_ports(target: Target) -> list[str]:
+    return [port for port in ("http", "https", "grpc", "grpcs") if (target.pipes / f"{port}.port").exists()]
+
+
+def healthy(target: Target) -> bool:
+    """Whether somebody who comes now is told how the broker is."""
+    with connect(target, "http") as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: kmq\r\nConnection: close\r\n\r\n")
+        return line_of(sock).startswith(b"HTTP/1.1 200 ")
 
 
 def malformed_lines(target: Target, count: int = 151) -> None:

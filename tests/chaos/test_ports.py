@@ -3,12 +3,14 @@
 from collections.abc import Callable
 
 import pytest
+from brokers import Broker
 
 from chaos import attacks_ports as attacks
 from chaos.pod import STAGES, Pod
 from kmq import tokens
 
 Make = Callable[..., Pod]
+Up = Callable[..., Broker]
 
 
 def started(pod: Pod, descriptors: int = 1024) -> Pod:
@@ -57,6 +59,29 @@ def test_replies_that_nobody_reads_take_little_memory(make_pod: Make) -> None:
 
 def test_malformed_requests_leave_one_short_log_line_a_sweep(make_pod: Make) -> None:
     attacks.malformed_lines(started(make_pod()), 30)
+
+
+# --- the gateway -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateway(new_broker: Up) -> Up:
+    """A broker with its gateway; gateway(KMQ_LINE_DEADLINE="2s")."""
+
+    def up(**settings: object) -> Broker:
+        broker: Broker = new_broker()
+        broker.env |= {name: str(value) for name, value in settings.items()}
+        broker.up()
+        return broker
+
+    return up
+
+
+def test_malformed_requests_to_the_gateway_leave_one_short_log_line_a_sweep(gateway: Up) -> None:
+    attacks.malformed_requests(gateway(), 30)
+
+
+# --- full size -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.soak
