@@ -5,6 +5,10 @@ Bound       An event is a name of ours, so there are few; a peer and a reason ar
 
 from collections.abc import Callable
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from kmq.stats import Row
+
 _LONGEST = 200
 
 
@@ -25,3 +29,25 @@ class Incidents:
         for event, (count, peer, reason) in self._noted.items():
             self._warn(event, count=count, peer=peer, reason=reason)
         self._noted.clear()
+
+
+class Strangers:
+    """What a listener does with whom it does not serve: counted in its row of the stats page, and noted for the log."""
+
+    def __init__(self, row: "Row", incidents: Incidents) -> None:
+        self._row, self.note = row, incidents.note
+
+    def turn_away(self, peer: str, reason: str) -> None:
+        """Too many are here."""
+        self._row.turned_away += 1
+        self.note("turned_away", peer, reason)
+
+    def cut_off(self, peer: str, reason: str) -> None:
+        """It has kept us waiting too long, or does not read what it has asked for."""
+        self._row.cut_off += 1
+        self.note("cut_off", peer, reason)
+
+    def refuse(self, peer: str, reason: str) -> None:
+        """It has no valid token."""
+        self._row.unauthorized += 1
+        self.note("unauthorized", peer, reason)

@@ -7,6 +7,7 @@ be called in any order, again and again, on the same target. The sizes by defaul
 import contextlib
 import re
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -204,13 +205,55 @@ def malformed_requests(target: Target, count: int = 151) -> None:
     assert "secret" not in target.log()
 
 
+def silent_handshakes(target: Target, count: int = 2000, most: int = 256 * MIB) -> None:
+    """Connections to the HTTPS port that never say hello: `most` bytes in the gateway, and others are served over TLS."""
+    with ExitStack() as opened, short_log(target):
+        for _ in range(count):
+            opened.enter_context(connect(target, "https"))
+        assert healthy(target, "https") and healthy(target)
+        assert_small(target, most)
+
+
+def idle_requests(target: Target, count: int = 2000, most: int = 256 * MIB) -> None:
+    """Connections to the HTTP ports, with TLS where there is TLS, that never finish their request."""
+    with ExitStack() as opened, short_log(target):
+        for port in ("http", "https"):
+            if port not in gateway_ports(target):
+                continue
+            for _ in range(count // 2):
+                with contextlib.suppress(OSError):  # turned away while it shook hands
+                    sock = opened.enter_context(
+                        secured(connect(target, port)) if port == "https" else connect(target, port)
+                    )
+                    sock.sendall(b"GET / HTTP/1.1\r\n")
+            assert healthy(target, port)
+        assert_small(target, most)
+
+
+def assert_small(target: Target, most: int, process: str = "gateway") -> None:
+    now = memory(target, process)
+    print(f"event=attacked process={process} rss_mib={now / MIB:.0f}")
+    assert now < most, f"{process} takes {now / MIB:.0f} MiB, at most {most / MIB:.0f}"
+
+
+def secured(sock: socket.socket) -> socket.socket:
+    """TLS over a connection, whoever answers."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        return context.wrap_socket(sock)
+    except OSError:
+        sock.close()
+        raise
+
+
 def gateway_ports(target: Target) -> list[str]:
     return [port for port in ("http", "https", "grpc", "grpcs") if (target.pipes / f"{port}.port").exists()]
 
 
-def healthy(target: Target) -> bool:
+def healthy(target: Target, port: str = "http") -> bool:
     """Whether somebody who comes now is told how the broker is."""
-    with connect(target, "http") as sock:
+    with connect(target, port) if port == "http" else secured(connect(target, port)) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: kmq\r\nConnection: close\r\n\r\n")
         return line_of(sock).startswith(b"HTTP/1.1 200 ")
 

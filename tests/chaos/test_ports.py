@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 from brokers import Broker
+from certificates import Authority
 
 from chaos import attacks_ports as attacks
 from chaos.pod import STAGES, Pod
-from kmq import tokens
+from kmq import stats, tokens
 
 Make = Callable[..., Pod]
 Up = Callable[..., Broker]
@@ -72,9 +73,45 @@ def gateway(new_broker: Up) -> Up:
         broker: Broker = new_broker()
         broker.env |= {name: str(value) for name, value in settings.items()}
         broker.up()
+        broker.wait(lambda: "event=broker ready=True" in broker.log(), "a gateway that is ready")
         return broker
 
     return up
+
+
+@pytest.fixture
+def tls(authority: Authority) -> dict[str, object]:
+    """Settings for TLS on ports of the gateway's choice."""
+    cert, key = authority.issue("server")
+    ports = dict.fromkeys(("KMQ_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT"), 0)
+    return {"KMQ_TLS_HOST": "127.0.0.1", "KMQ_TLS_CERT": cert, "KMQ_TLS_KEY": key} | ports
+
+
+def row(broker: Broker) -> stats.Row:
+    page = stats.peek(broker.instance)
+    assert page is not None
+    return page.rows["gateway"]
+
+
+def test_handshakes_that_are_never_made_shut_out_nobody(gateway: Up, tls: dict[str, object]) -> None:
+    broker = gateway(**tls)
+    begin = attacks.memory(broker, "gateway")
+    attacks.silent_handshakes(broker, 300, begin + 60 * attacks.MIB)
+    assert row(broker).turned_away > 0
+
+
+def test_handshakes_that_are_never_made_end_at_the_line_deadline(gateway: Up, tls: dict[str, object]) -> None:
+    broker = gateway(KMQ_LINE_DEADLINE="1s", **tls)
+    with attacks.connect(broker, "https") as silent:
+        assert silent.recv(1) == b""
+    broker.wait(lambda: row(broker).cut_off == 1, "it is counted")
+
+
+def test_requests_that_are_never_finished_shut_out_nobody(gateway: Up, tls: dict[str, object]) -> None:
+    broker = gateway(KMQ_CONNECTIONS=20, **tls)
+    begin = attacks.memory(broker, "gateway")
+    attacks.idle_requests(broker, 200, begin + 40 * attacks.MIB)
+    assert row(broker).turned_away >= 150
 
 
 def test_malformed_requests_to_the_gateway_leave_one_short_log_line_a_sweep(gateway: Up) -> None:
@@ -91,3 +128,12 @@ def test_soak_strangers_at_the_ports_of_ingress(make_pod: Make) -> None:
     attacks.unread_refusals(pod)
     attacks.malformed_lines(pod)
     attacks.silent_askers(pod)
+
+
+@pytest.mark.soak
+def test_soak_strangers_at_the_http_ports(gateway: Up, tls: dict[str, object]) -> None:
+    broker = gateway(**tls)
+    attacks.silent_handshakes(broker)
+    attacks.idle_requests(broker)
+    attacks.malformed_requests(broker)
+    attacks.silent_handshakes(broker)
