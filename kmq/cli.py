@@ -34,6 +34,7 @@ _UP_S = 60.0  # longest wait for a pod to be ready: recovery of a long WAL inclu
 _DOWN_S = GRACE_S + 5.0
 _ADOPT_S = 5.0  # how long the router may take to adopt a declaration
 _POLL_S = 0.02
+_LOG_MODE = 0o640
 _T = TypeVar("_T")
 
 
@@ -122,7 +123,7 @@ def up(
     log_path = Path(settings.pipes) / "kmq.log"
     begin = log_path.stat().st_size if log_path.exists() else 0
     launched = time.monotonic_ns()
-    with log_path.open("ab") as log:
+    with _open_log(log_path) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "kmq.supervisor", *([] if with_gateway else ["--no-gateway"])],
             stdin=subprocess.DEVNULL,
@@ -141,10 +142,19 @@ def up(
                 _say_gateway(settings, status.gateway, log_path, begin)
             return
         if process.poll() is not None:
+            if process.returncode in (EXIT_OK, -signal.SIGTERM):
+                raise RetryError("was told to stop (kmq down) before it was ready: nothing runs; start it with: kmq up")
             _say_errors(log_path, begin)
-            raise typer.Exit(process.returncode)
+            raise typer.Exit(process.returncode if process.returncode > 0 else EXIT_FAILED)
         time.sleep(_POLL_S)
     raise KmqError(f"not ready after {_UP_S:.0f} s; it goes on starting. See: kmq status, {log_path}")
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """For the user and the group of the broker only, like its FIFOs; also one that an older release has made."""
+    log = open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _LOG_MODE), "ab")
+    os.fchmod(log.fileno(), _LOG_MODE)
+    return log
 
 
 def _say_gateway(settings: Settings, process: statuses.StageStatus, log_path: Path, begin: int) -> None:

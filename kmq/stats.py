@@ -47,6 +47,10 @@ _FIELDS = (
     "clock_offset",  # trusted time of day less CLOCK_MONOTONIC, ns, plus 2^62 (clock.py); it outlives the process
     "clock_suspect",  # CLOCK_MONOTONIC, ns, since when the present time of day is not trusted; 0: it is
     "clock_trust",  # CLOCK_MONOTONIC, ns, when `kmq clock --trust` was last said
+    "askers",  # ingress: connections open on the ack port
+    "turned_away",  # ingress, gateway: connections and calls refused or ended because too many were open
+    "cut_off",  # ingress, gateway: connections and calls ended by a deadline
+    "unauthorized",  # ingress, gateway: connections and requests without a valid token
 )
 _LASTING = ("restarts", "clock_offset", "clock_suspect", "clock_trust")
 

@@ -59,10 +59,10 @@ class Supervisor:
         os.makedirs(settings.pipes, exist_ok=True)
         data_id = open_data(settings.data)
         owner = FileLock(f"{settings.pipes}/supervisor.owner")
-        owner.acquire("this broker", describe("supervisor", settings.data))
         # Blocked here and taken by sigtimedwait, so that none can fall between a look and a wait; the children
-        # get an empty mask.
+        # get an empty mask. First: whoever finds us by the lock may tell us to stop at once.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        owner.acquire("this broker", describe("supervisor", settings.data))
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
             row.restarts = 0

@@ -130,7 +130,8 @@ class Tokens:
         """The same for the value of an `authorization: Bearer <token>` header."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return ""
-        return self.check(authorization[len(_SCHEME) :].strip().encode())
+        # Bytes that are not UTF-8 arrive as lone surrogates: of a token that nobody has, not an error of ours.
+        return self.check(authorization[len(_SCHEME) :].strip().encode(errors="surrogatepass"))
 
     def _reload(self) -> None:
         try:

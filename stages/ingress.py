@@ -19,16 +19,19 @@ import struct
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 
 from kmq import descriptors
 from kmq.errors import ConfigError
 from kmq.framing import MAX_GROUP
+from kmq.incidents import Incidents
 from kmq.links.acks import AckReader
-from kmq.links.deadlines import Deadlines
+from kmq.links.askers import Askers, most_askers
+from kmq.links.deadlines import SWEEP_S, UNREAD, Deadlines
 from kmq.links.fifo import FifoWriter, Sender
 from kmq.links.hello import Refused
 from kmq.links.hello import parse as parse_hello
-from kmq.links.intake import Connection, Intake
+from kmq.links.intake import Connection, Intake, Unread
 from kmq.log.disk import replace_file
 from kmq.log.room import Room
 from kmq.stage import Stage, main
@@ -41,12 +44,10 @@ if TYPE_CHECKING:
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
 _BACKLOG = 1024
-_MAX_QUESTION = 64  # bytes of a GET_ACK line
 # SO_LINGER: a producer's connection ends with a reset unless we close it in order. When we are killed the kernel closes it, and
 # an end that looks like ours would tell a producer that waits for it that lines which we had not passed on are safe.
 _BREAK, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
-# Not for producers: our own, who asks on the ack port, and those to say no with.
-_OWN_DESCRIPTORS = descriptors.OWN + 16
+_OWN_DESCRIPTORS = descriptors.OWN + 8  # not for connections: our own, and those to say no with
 _TURNED_AWAY = 16  # connections that stay for a moment, so that they hear why they are not taken
 _GRACE_S = 0.2  # when told to stop: how long connected producers may still hand over what they have sent
 _ANSWER_S = 2.0  # and how long we wait for the replies to what was taken
@@ -95,21 +96,24 @@ class Ingress:
         self.deadlines = Deadlines(settings.idle, settings.line_deadline)
         self.turned_away: list[socket.socket] = []  # since the last sweep
         self.told: list[socket.socket] = []  # before it, and closed by the next one
-        self.incidents: dict[
-            str, tuple[int, str, str]
-        ] = {}  # event → how often since the last sweep; last peer and reason
+        self.incidents = Incidents(stage.log.warn)
+        self.say_incidents = 0.0  # when they are said next
+        self.unread = Unread()
         self.replies = AckReader(stage.acks)
         self.boot = time.time_ns()
         self.producers: dict[int, Connection] = {}
         self.acknowledged: dict[bytes, Connection] = {}  # by the name of their sender
         self.by_name: dict[bytes, Connection] = {}  # by producer=
-        self.askers: dict[int, tuple[socket.socket, bytearray]] = {}
         self.greeted = 0
         durability = stage.page.rows["durability"]
         self.room = Room(settings, lambda: durability.bytes)
         self.refusing = b""  # why nothing more is taken: code and reason
-        self.most = min(settings.connections, max(1, stage.most_files - _OWN_DESCRIPTORS))
         self.poll = select.epoll()
+        self.askers = Askers(
+            self.poll, most_askers(stage.most_files), settings.line_deadline, stage.row, durability, self.incidents
+        )
+        self.askers.tokens = self.tokens
+        self.most = min(settings.connections, max(1, stage.most_files - _OWN_DESCRIPTORS - self.askers.most))
         self.producer_poll = select.epoll()
         self.poll.register(stage.signalled, select.EPOLLIN)
         self.poll.register(self.questions, select.EPOLLIN)
@@ -149,6 +153,8 @@ class Ingress:
         self._follow_fifo()
         if self.reading and not self.ready and time.monotonic() >= self.deadlines.due:
             self._sweep()
+        if time.monotonic() >= self.say_incidents:
+            self._sweep_askers()
         events = self.poll.poll(_ROOM_S if self.refusing else timeout_s)
         for fd, _ in events:
             if fd == self.producer_poll.fileno():
@@ -160,7 +166,11 @@ class Ingress:
             elif fd == self.questions.fileno():
                 self._accept_asker()
             elif fd in self.askers:
-                self._answer(fd)
+                self.askers.serve(fd)
+        for connection in self.unread.over_budget(self.producers.values()):
+            self.stage.row.cut_off += 1
+            self.incidents.note("replies_unread", connection.peer, f"{connection.counted} bytes")
+            self._break(connection)
         row = self.stage.row
         row.bytes, row.refused, row.connections = self.intake.bytes, self.intake.refused, len(self.producers)
         return bool(events)
@@ -226,7 +236,7 @@ class Ingress:
             elif fd in self.doors:
                 self._accept_producers(*self.doors[fd])
             for connection in self.intake.over_budget(self.producers.values()):
-                self.stage.log.warn("unfinished_line_cut", peer=connection.peer, bytes=connection.length)
+                self.incidents.note("unfinished_line_cut", connection.peer, f"of {connection.length} bytes")
                 self._drop_producer(connection)
 
     def _serve(self, connection: Connection, event: int) -> None:
@@ -244,12 +254,16 @@ class Ingress:
             not self.intake.receive(connection) or (tls is not None and tls.over)
         ):
             if tls is not None and tls.failure:
-                self._note("tls_failed", connection.peer, tls.failure)
+                self.incidents.note("tls_failed", connection.peer, tls.failure)
             if connection.refusing and connection.sender is None:
-                self._note("unauthorized", connection.peer, "lines without a hello")
+                self._note_stranger(connection, "lines without a hello")
             self._end(connection)
         else:
             self._tell(connection)
+
+    def _note_stranger(self, connection: Connection, what: str) -> None:
+        self.stage.row.unauthorized += 1
+        self.incidents.note("unauthorized", connection.peer, what)
 
     def _end(self, connection: Connection) -> None:
         """Nothing more will be received from it; it may still have replies to come."""
@@ -258,11 +272,12 @@ class Ingress:
         self._tell(connection)
 
     def _sweep(self) -> None:
-        """Cut off those who keep us waiting too long, and say what has happened since the last sweep."""
+        """Cut off those who keep us waiting too long."""
         self.stage.row.unanswered = sum(c.taken - c.answered for c in self.acknowledged.values())
         for connection, why in self.deadlines.late(self.producers.values()).items():
-            self._note("cut_off", connection.peer, why)
-            if connection.ended:
+            self.stage.row.cut_off += 1
+            self.incidents.note("cut_off", connection.peer, why)
+            if connection.ended or why == UNREAD:
                 self._break(connection)  # does not take its replies
                 continue
             if connection.fresh and connection.length:
@@ -271,28 +286,38 @@ class Ingress:
         for sock in self.told:
             sock.close()
         self.told, self.turned_away = self.turned_away, []
-        for event, (count, peer, reason) in self.incidents.items():
-            self.stage.log.warn(event, count=count, peer=peer, reason=reason)
-        self.incidents.clear()
-
-    def _note(self, event: str, peer: str, reason: str) -> None:
-        """For the log, at the next sweep: strangers must not fill it with a line for each thing they do."""
-        self.incidents[event] = (self.incidents.get(event, (0,))[0] + 1, peer, reason)
 
     def _tell(self, connection: Connection) -> None:
         """Hand over replies; end a connection that has sent all and been told all."""
         if not connection.say() or connection.is_done:
             self._drop_producer(connection)
-        else:
-            self._listen_to(connection)
+            return
+        self.unread.follow(connection)
+        self._listen_to(connection)
+
+    def _accept(self, door: socket.socket) -> Iterator[tuple[socket.socket, str]]:
+        """Connections that wait, one after the other: each is taken or turned away before the next one costs a descriptor."""
+        for _ in range(_BACKLOG):
+            try:
+                sock, address = door.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # gone again before we looked
+            except OSError as err:  # out of descriptors: those we have go on
+                self.incidents.note("accept_failed", "", err.strerror or str(err))
+                self.stage.pause(0.05)
+                return
+            sock.setblocking(False)
+            yield sock, f"{address[0]}:{address[1]}"
 
     def _accept_producers(self, door: socket.socket, context: "SSLContext | None") -> None:
-        for sock, address in _accept(door, self.stage):
-            peer = f"{address[0]}:{address[1]}"
+        for sock, peer in self._accept(door):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _BREAK)
             if len(self.producers) >= self.most:
                 reason = f"{self.most} are open already (KMQ_CONNECTIONS, ulimit -n)"
-                self._note("connection_refused", peer, reason)
+                self.stage.row.turned_away += 1
+                self.incidents.note("connection_refused", peer, reason)
                 if context is None:  # over TLS that would take the handshake that the limit is to spare us
                     self._turn_away(sock, f"!err 0 connections {reason}\n".encode())
                 else:
@@ -328,7 +353,7 @@ class Ingress:
         """The hello of a connection: it gets a name for its replies. Raises Refused."""
         hello = parse_hello(line)
         if self.tokens is not None and not self.tokens.check(hello.token):
-            self._note("unauthorized", connection.peer, "no valid token")
+            self._note_stranger(connection, "no valid token")
             raise Refused(_UNAUTHORIZED)
         if (self.stage.settings.policy_framed or self.stage.settings.policy) == "drop_oldest":
             raise Refused("drop_oldest the ring framed may drop messages, so none can be acknowledged")
@@ -336,7 +361,7 @@ class Ingress:
             raise Refused(self.refusing.decode())
         older = self.by_name.pop(hello.producer, None)
         if older is not None:
-            self.stage.log.info("fenced", producer=hello.producer.decode(), peer=older.peer, by=connection.peer)
+            self.incidents.note("fenced", older.peer, f"producer={hello.producer.decode()} by={connection.peer}")
             older.refusing = b"fenced a newer connection of this producer has said hello"
             older.producer = b""
         if not (hello.acks or hello.tag):
@@ -360,7 +385,7 @@ class Ingress:
             if connection.reply(int(first), text):
                 told[name] = connection
             else:
-                self.stage.log.warn("replies_lost", peer=connection.peer, effect="the producer sends again")
+                self.incidents.note("replies_lost", connection.peer, "the producer sends again")
                 self._break(connection)
                 told.pop(name, None)
         for connection in told.values():
@@ -381,6 +406,7 @@ class Ingress:
 
     def _forget(self, connection: Connection) -> None:
         self.intake.finish(connection)
+        self.unread.forget(connection)
         fd = connection.sock.fileno()
         del self.producers[fd]
         self.producer_poll.unregister(fd)
@@ -390,25 +416,14 @@ class Ingress:
                 del self.by_name[connection.producer]
 
     def _accept_asker(self) -> None:
-        for sock, _ in _accept(self.questions, self.stage):
-            self.askers[sock.fileno()] = (sock, bytearray())
-            self.poll.register(sock, select.EPOLLIN)
+        for sock, peer in self._accept(self.questions):
+            self.askers.take(sock, peer)
 
-    def _answer(self, fd: int) -> None:
-        """`GET_ACK <seq>` → ACK or PENDING, from durability's cursor in the stats page."""
-        sock, waiting = self.askers[fd]
-        with contextlib.suppress(OSError):  # gone, or reads no replies: nothing may follow half a reply
-            data = sock.recv(4096)
-            *questions, rest = bytes(waiting + data).split(b"\n")
-            waiting[:] = rest
-            if questions:
-                durable = self.stage.page.rows["durability"].seq
-                sock.sendall(b"".join(answer(question, durable) for question in questions))
-            if data and len(rest) <= _MAX_QUESTION:
-                return
-        self.poll.unregister(fd)
-        del self.askers[fd]
-        sock.close()
+    def _sweep_askers(self) -> None:
+        """Also while the FIFO is full: nobody on the ack port waits for it."""
+        self.say_incidents = time.monotonic() + SWEEP_S
+        self.askers.sweep()
+        self.incidents.say()
 
     def close(self) -> None:
         """Stop accepting, take what connected producers have already sent, then let them go.
@@ -432,6 +447,7 @@ class Ingress:
         while self.fifo.clogged:  # before we let them go: an orderly end says that all of it is in the FIFO
             self.turn(_IDLE_S)
             self.stage.check()
+        self.incidents.say()
         for connection in self.producers.values():
             if connection.length:
                 connection.sock.close()
@@ -455,32 +471,6 @@ def _close_in_order(connection: Connection) -> None:
         connection.tls.say_end()
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
     connection.sock.close()
-
-
-def answer(question: bytes, durable_seq: int) -> bytes:
-    """The reply to one line on the ack port."""
-    verb, _, number = question.strip().partition(b" ")
-    if verb != b"GET_ACK" or not number.isdigit():
-        return b"ERR expected: GET_ACK <seq>\n"
-    return b"ACK\n" if 0 < int(number) <= durable_seq else b"PENDING\n"
-
-
-def _accept(server: socket.socket, stage: Stage) -> list[tuple[socket.socket, tuple[str, int]]]:
-    """All connections that wait."""
-    accepted: list[tuple[socket.socket, tuple[str, int]]] = []
-    while True:
-        try:
-            sock, peer = server.accept()
-        except BlockingIOError:
-            return accepted
-        except ConnectionError:
-            continue  # gone again before we looked
-        except OSError as err:
-            stage.log.warn("accept_failed", reason=err.strerror)  # out of descriptors: those we have go on
-            stage.pause(0.05)
-            return accepted
-        sock.setblocking(False)
-        accepted.append((sock, peer))
 
 
 def run(stage: Stage) -> None:

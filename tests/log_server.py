@@ -12,6 +12,7 @@ from aiohttp.test_utils import unused_port
 from kmq.gateway import listeners, logs, metrics
 from kmq.gateway import web as pages
 from kmq.gateway.broker import Broker
+from kmq.incidents import Incidents, Strangers
 from kmq.links.ownership import FileLock
 from kmq.log import identity
 from kmq.settings import STAGES, load
@@ -51,6 +52,10 @@ class Up:
         return len(self._serving.logs._sending)
 
 
+def _strangers(up):
+    return Strangers(up.page.rows["gateway"], Incidents(lambda *_, **__: None))
+
+
 class _Thread:
     def __init__(self, up):
         self._loop = asyncio.new_event_loop()
@@ -72,7 +77,7 @@ class _Thread:
             logs.Logs = original
         self.logs = made[0]
         tokens = open_tokens(up.settings, lambda *_, **__: None)
-        app.middlewares.extend([listeners.http_guard(tokens)] if tokens else [])
+        app.middlewares.extend([listeners.http_guard(tokens, _strangers(up))] if tokens else [])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", up.port).start()

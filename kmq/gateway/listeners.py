@@ -6,7 +6,6 @@ With certificates (tls.py) HTTP and gRPC are there twice, plaintext and TLS. Wit
 
 import os
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import Any
@@ -16,6 +15,8 @@ from aiohttp import web
 
 from kmq.errors import ConfigError
 from kmq.gateway.answers import STATUS
+from kmq.gateway.doors import Doors, listening
+from kmq.incidents import Strangers
 from kmq.links import tls
 from kmq.log.disk import replace_file
 from kmq.logfmt import Log
@@ -26,7 +27,7 @@ _ENVELOPE = 64 * KIB  # of a gRPC message around the record: the id, and gRPC's 
 _RPCS = 4096  # requests at a time, streams included
 _RPCS_PER_CONNECTION = 1024
 _KEEPALIVE_MS, _KEEPALIVE_ANSWER_MS = 30_000, 10_000  # a peer that is gone must not keep its stream for ever
-_LONGEST_HANDSHAKE_S = 60.0  # also of HTTPS, by asyncio's default
+_LONGEST_HANDSHAKE_S = 60.0
 _MIN_PING_MS = 10_000  # clients may ping so often, also while nothing is going on
 
 
@@ -38,8 +39,8 @@ _UNAUTHORIZED = "authorization: Bearer <token> is asked for, with a token that `
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Lets in who shows a token."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: Tokens, strangers: Strangers) -> None:
+        self._tokens, self._strangers = tokens, strangers
         # Of this kind whatever the method is: it is answered before any request has come.
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
@@ -47,6 +48,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         shown = dict(details.invocation_metadata).get("authorization", "")
         if details.method.startswith(_OPEN_METHODS) or self._tokens.check_header(shown):
             return await continuation(details)
+        self._strangers.refuse("", "gRPC without a valid token")
         return self._refusal
 
     @staticmethod
@@ -54,13 +56,14 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         await context.abort(STATUS["unauthorized"].grpc, f"unauthorized: {_UNAUTHORIZED}")
 
 
-def http_guard(tokens: Tokens) -> Any:
+def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
     """The same as a middleware."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
         if request.path in _OPEN_PAGES or tokens.check_header(request.headers.get("Authorization", "")):
             return await handler(request)
+        strangers.refuse(request.remote or "", "HTTP without a valid token")
         return web.json_response(
             {"code": "unauthorized", "error": _UNAUTHORIZED},
             status=STATUS["unauthorized"].http,
@@ -70,43 +73,12 @@ def http_guard(tokens: Tokens) -> Any:
     return guard
 
 
-class Patience:
-    """KMQ_LINE_DEADLINE for HTTP: a connection whose next request, or whose reading of a response, takes longer is ended."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._served: set[Any] = set()  # connections whose request is being worked on: they wait for us
-        self._waiting: dict[Any, float] = {}  # the others, and since when we have seen them so
-
-    @property
-    def middleware(self) -> Any:
-        @web.middleware
-        async def served(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-            self._served.add(request.protocol)
-            try:
-                return await handler(request)
-            finally:
-                self._served.discard(request.protocol)
-                self._waiting.pop(request.protocol, None)
-
-        return served
-
-    def sweep(self, runner: web.AppRunner) -> None:
-        """Call some times a second."""
-        now = time.monotonic()
-        connections = runner.server.connections if runner.server else []
-        self._waiting = {it: self._waiting.get(it, now) for it in connections if it not in self._served}
-        for connection, since in self._waiting.items():
-            if now - since >= self._seconds:
-                connection.force_close()
-
-
-def grpc_server(settings: Settings, tokens: Tokens | None) -> Any:
+def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers) -> Any:
     """A server without a port, to add services to."""
     longest = settings.max_line + _ENVELOPE
     handshake_ms = int(min(settings.line_deadline, _LONGEST_HANDSHAKE_S) * 1000)
     return grpc.aio.server(
-        interceptors=(_Guard(tokens),) if tokens else (),
+        interceptors=(_Guard(tokens, strangers),) if tokens else (),
         maximum_concurrent_rpcs=_RPCS,
         options=(
             ("grpc.so_reuseport", 0),  # or a second gateway would share the port, and half of the clients, in silence
@@ -163,25 +135,25 @@ def _credentials(settings: Settings, certificates: tls.Certificates) -> Any:
     return grpc.dynamic_ssl_server_credentials(configuration(), fetch, bool(settings.tls_client_ca))
 
 
-async def listen_http(runner: web.AppRunner, settings: Settings, log: Log) -> dict[str, int]:
-    """Open its ports; name → which one."""
-    ports = {"http": await _start(runner, "KMQ_HTTP_PORT", settings.host, settings.http_port)}
+def listen_http(server: Any, doors: Doors, settings: Settings, log: Log) -> dict[str, int]:
+    """Open the ports of aiohttp's `server`; name → which one. Call inside the event loop."""
+    ports = {"http": _open(server, doors, "KMQ_HTTP_PORT", settings.host, settings.http_port)}
     context = tls.server_context(settings, log)
     if context is not None:
-        ports["https"] = await _start(runner, "KMQ_HTTPS_PORT", settings.tls_host, settings.https_port, context)
+        ports["https"] = _open(server, doors, "KMQ_HTTPS_PORT", settings.tls_host, settings.https_port, context)
     return _write_ports(settings, ports)
 
 
-async def _start(runner: web.AppRunner, setting: str, host: str, port: int, context: SSLContext | None = None) -> int:
-    before = len(runner.addresses)  # a name may stand for several
-    site = web.TCPSite(runner, host, port, reuse_port=False, ssl_context=context)
+def _open(server: Any, doors: Doors, setting: str, host: str, port: int, context: SSLContext | None = None) -> int:
     try:
-        await site.start()
+        opened = listening(host, port)  # a name may stand for several addresses
     except OSError as err:
-        reason = os.strerror(err.errno) if err.errno else str(err)
+        reason = os.strerror(err.errno) if err.errno and err.errno > 0 else str(err)
         raise _refused(setting, host, port, reason) from err
-    opened: int = runner.addresses[before][1]
-    return opened
+    for door in opened:
+        doors.serve(door, server, context)
+    number: int = opened[0].getsockname()[1]
+    return number
 
 
 def _why_not(host: str, port: int) -> str:

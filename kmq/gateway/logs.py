@@ -123,6 +123,8 @@ class Logs:
 
     async def logs(self, request: web.Request) -> web.Response:
         asked = request.query.getall("topic", [])
+        if "" in asked:
+            raise Answer("bad_request", "topic=: must be the name of a topic, or be left out")
 
         def look() -> list[dict[str, Any]]:
             found = []

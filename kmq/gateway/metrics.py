@@ -85,6 +85,7 @@ def _end_offsets(broker: Broker) -> Samples:
 
 
 _STAGE = ("stage",)
+_DOORS = ("ingress", "gateway")  # who listens
 
 SCRAPED = (
     Metric("kmq_messages_total", "Messages a stage has moved.", _STAGE, _rows(lambda r: r.messages, STAGES[1:])),
@@ -130,6 +131,25 @@ SCRAPED = (
     Metric("kmq_producers", "Producer names that are remembered.", (), _one("framer", lambda r: r.producers)),
     Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", (), _one("framer", lambda r: r.remembered)),
     Metric("kmq_connections", "Connections of producers.", (), _one("ingress", lambda r: r.connections)),
+    Metric("kmq_askers", "Connections on the ack port.", (), _one("ingress", lambda r: r.askers)),
+    Metric(
+        "kmq_turned_away_total",
+        "Connections and calls that were refused, or gave way to others, because too many were open.",
+        _STAGE,
+        _rows(lambda r: r.turned_away, _DOORS),
+    ),
+    Metric(
+        "kmq_cut_off_total",
+        "Connections and calls that a deadline, or the limit of what nobody reads, has ended.",
+        _STAGE,
+        _rows(lambda r: r.cut_off, _DOORS),
+    ),
+    Metric(
+        "kmq_unauthorized_total",
+        "Connections and requests that brought no valid token.",
+        _STAGE,
+        _rows(lambda r: r.unauthorized, _DOORS),
+    ),
     Metric(
         "kmq_unanswered",
         "Acknowledged messages that ingress has taken and not answered yet.",

@@ -16,80 +16,97 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kmq.gateway.broker import Broker
+from kmq.gateway.doors import Doors
 from kmq.gateway.feed import Watermark
-from kmq.gateway.listeners import Patience, grpc_server, http_guard, listen_grpc, listen_http
+from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http
 from kmq.gateway.metrics import Requests
 from kmq.gateway.podbus import SERVICE, PodBus, handler
 from kmq.gateway.web import application
+from kmq.incidents import Incidents, Strangers
 from kmq.logfmt import Log
 from kmq.settings import DRAIN_S, Settings
 from kmq.stats import STATES, StatsPage
 from kmq.tokens import open_tokens
 
 _LOOK_S = 0.25  # between looks at the broker; also our heartbeat
+_SAY_S = 1.0  # between log lines of one event
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class _Logfmt(logging.Handler):
-    """What libraries say, in our form."""
+    """What libraries say, in our form: one line a sweep and library."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, incidents: Incidents) -> None:
         super().__init__(logging.WARNING)
-        self.log = log
+        self.incidents = incidents
 
     def emit(self, record: logging.LogRecord) -> None:
-        reason = f"{record.getMessage()} {record.exc_info[1]!r}" if record.exc_info else record.getMessage()
-        self.log.warn("library", name=record.name, reason=reason)
+        reason = record.getMessage()
+        if (
+            record.exc_info and record.exc_info[0]
+        ):  # what an exception says may be what a client has sent: a token, 28 KB
+            reason = f"{record.exc_info[0].__name__}: {reason.splitlines()[0] if reason else ''}"
+        self.incidents.note("library", record.name, reason)
 
 
 class Gateway:
     def __init__(self, settings: Settings, page: StatsPage, log: Log) -> None:
         self.settings, self.log = settings, log
+        self.incidents = Incidents(log.warn)
         self.page, self.row = page, page.rows["gateway"]
         self.broker = Broker(settings, page)
         self.requests = Requests()
         self.tokens = open_tokens(settings, log.warn)
         self.bus = PodBus(settings, Watermark(page), log)
         self.health = health.aio.HealthServicer()
-        self.patience = Patience(settings.line_deadline)
+        self.strangers = Strangers(self.row, self.incidents)
+        self.doors = Doors(settings, self.strangers)
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
         """Serve until a signal comes."""
-        logging.basicConfig(handlers=[_Logfmt(self.log)])
+        logging.basicConfig(handlers=[_Logfmt(self.incidents)])
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = grpc_server(self.settings, self.tokens)
+        server = grpc_server(self.settings, self.tokens, self.strangers)
         server.add_generic_rpc_handlers((handler(self.bus, self.requests, self.log),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         app = application(self.broker, self.requests)
-        app.middlewares.extend([self.patience.middleware, *([http_guard(self.tokens)] if self.tokens else [])])
+        app.middlewares.append(self.doors.middleware)
+        if self.tokens:
+            app.middlewares.append(http_guard(self.tokens, self.strangers))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
         await runner.setup()
         try:
             ports = listen_grpc(server, self.settings, self.log)
-            ports |= await listen_http(runner, self.settings, self.log)
+            ports |= listen_http(runner.server, self.doors, self.settings, self.log)
             await server.start()
             self.row.port = ports["http"]
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}
             self.log.info("ready", pid=os.getpid(), host=self.settings.host, **opened)
-            await self._watch(runner)
+            await self._watch()
         finally:
             self._state("draining")
+            self.doors.close()
             self.bus.stop()
             await self.health.enter_graceful_shutdown()
             await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup())
             await self.bus.close()
+            self.incidents.say()
 
-    async def _watch(self, runner: web.AppRunner) -> None:
+    async def _watch(self) -> None:
         """Heartbeat and health, until we are told to stop."""
-        said = None
+        said, say_at = None, 0.0
         while not self.stopping.is_set():
             self._state("ready")
             self.page.keep_in_place("gateway")
-            self.patience.sweep(runner)
+            self.doors.sweep()
+            self.row.connections = self.doors.connections
+            if time.monotonic() >= say_at:
+                say_at = time.monotonic() + _SAY_S
+                self.incidents.say()
             reason = self.broker.why_not_ready()
             if said is None or bool(reason) != bool(said):
                 self.log.info("broker", ready=not reason, reason=reason)

@@ -1,4 +1,4 @@
-"""Connections that keep us waiting: those that send nothing, and those that do not finish what they have begun.
+"""Connections that keep us waiting: those that send nothing, do not finish what they have begun, or read no replies.
 
 Clock       Counts only time in which producers could be heard: ingress sweeps when all that was ready has had its turn and the
             FIFO takes everything. So neither backpressure nor a stopped ingress makes a producer late.
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from kmq.links.intake import Connection
 
 SWEEP_S = 1.0
+UNREAD = "reads no replies"
 _ANYTHING = select.EPOLLIN | select.EPOLLOUT
 
 
@@ -31,10 +32,13 @@ class Deadlines:
         found: dict[Connection, str] = {}
         for connection in connections:
             awaited = connection.awaited
-            if connection.heard or connection.answered < connection.taken or not awaited & _ANYTHING:
+            if connection.heard or connection.answered < connection.passed or not awaited & _ANYTHING:
                 connection.heard, connection.quiet_since = False, now
             elif now - connection.quiet_since >= idle:
                 found[connection] = "idle"
+                continue
+            elif connection.unsaid and now - connection.quiet_since >= line:
+                found[connection] = UNREAD
                 continue
             if not connection.is_unfinished:
                 connection.unfinished_since = 0.0

@@ -15,7 +15,9 @@ newline at the end was never sent.
 
 Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes; all of them together PARTIAL_BYTES. Over that the connection
             with the longest one is closed, and what it sent so far becomes dead.malformed: nothing is lost unsaid.
-            Of a producer that reads no replies, or has MAX_UNANSWERED messages on the way, nothing more is read.
+            Of a producer that reads no replies, or has MAX_UNANSWERED messages on the way, nothing more is read. Replies that
+            nobody reads are bounded too: of refused messages REFUSALS_BYTES are written out at a time, and all replies of
+            all connections together take UNREAD_BYTES; over that the connection with the most of them is broken.
 """
 
 import select
@@ -36,6 +38,8 @@ _LEAST_BYTES = 16 * KIB  # a TLS record fits (tls.py)
 PARTIAL_BYTES = 64 * MIB  # all unfinished lines together
 MAX_UNANSWERED = 1 << 17  # messages of one connection on the way: far more than the links hold
 MAX_UNSAID = MIB  # bytes of replies that a producer may leave unread
+UNREAD_BYTES = 32 * MIB  # of replies that all of them together may leave unread
+REFUSALS_BYTES = 16 * KIB  # of `!err` replies that are made before the producer reads those before them
 _CONTROL = (b"!", b"+", b"-")
 LAST = b"!last "  # begins the reply to a hello with last=?, as that to message 0
 
@@ -55,6 +59,7 @@ class Connection:
         "answered",
         "asks_last",
         "awaited",
+        "counted",
         "ended",
         "fresh",
         "heard",
@@ -87,6 +92,7 @@ class Connection:
         self.answered = 0  # messages that have had their reply
         self.refusing = b""  # code and reason: nothing more is taken from it
         self.unsaid = bytearray()  # replies the socket has not taken yet
+        self.counted = 0  # bytes of them that Unread knows of
         self.ended = False  # has sent all
         self.awaited = select.EPOLLIN  # what ingress waits for
         self.heard = True  # has sent something, or taken a reply, since deadlines.py last looked, whose clock the next two are of
@@ -131,16 +137,21 @@ class Connection:
         self.say_refused()
 
     def say_refused(self) -> None:
-        """Once all that was passed on has been answered: the rest is refused."""
-        if self.refusing and self.answered >= self.passed and not self.asks_last:
-            for n in range(self.answered + 1, self.taken + 1):
-                if self.acks:
-                    self.unsaid += b"!err %d %b\n" % (n, self.refusing)
+        """Once all that was passed on has been answered: the rest is refused, as fast as the producer reads it."""
+        if not self.refusing or self.answered < self.passed or self.asks_last:
+            return
+        if not self.acks:
             self.answered = self.taken
+        while self.answered < self.taken and len(self.unsaid) < REFUSALS_BYTES:
+            self.answered += 1
+            self.unsaid += b"!err %d %b\n" % (self.answered, self.refusing)
 
     def say(self) -> bool:
         """Hand replies to the kernel; False when the connection is over."""
-        while self.unsaid:
+        while True:
+            self.say_refused()
+            if not self.unsaid:
+                return True
             try:
                 del self.unsaid[: self.sock.send(self.unsaid)]
                 self.heard = True
@@ -148,7 +159,39 @@ class Connection:
                 return True
             except OSError:
                 return False
-        return True
+
+
+class Unread:
+    """Replies that are kept for producers, of all connections together."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def follow(self, connection: Connection) -> None:
+        """Call when its replies have become more, or fewer."""
+        self.bytes += len(connection.unsaid) - connection.counted
+        connection.counted = len(connection.unsaid)
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is over."""
+        self.bytes -= connection.counted
+        connection.counted = 0
+
+    def over_budget(self, connections: Iterable[Connection]) -> list[Connection]:
+        """Connections to break because unread replies take too much memory, the one with the most first."""
+        return _largest(connections, self.bytes - UNREAD_BYTES, lambda connection: connection.counted)
+
+
+def _largest(connections: Iterable[Connection], over: int, size: Callable[[Connection], int]) -> list[Connection]:
+    """As few as possible that together have `over` bytes, the largest first."""
+    chosen: list[Connection] = []
+    if over > 0:
+        for connection in sorted(connections, key=size, reverse=True):
+            chosen.append(connection)
+            over -= size(connection)
+            if over <= 0:
+                break
+    return chosen
 
 
 class Intake:
@@ -313,11 +356,4 @@ class Intake:
 
     def over_budget(self, connections: Iterable[Connection]) -> list[Connection]:
         """Connections to close because unfinished lines take too much memory, longest line first."""
-        over, chosen = self._partial_bytes - PARTIAL_BYTES, []
-        if over > 0:
-            for connection in sorted(connections, key=lambda connection: len(connection.partial), reverse=True):
-                chosen.append(connection)
-                over -= len(connection.partial)
-                if over <= 0:
-                    break
-        return chosen
+        return _largest(connections, self._partial_bytes - PARTIAL_BYTES, lambda connection: len(connection.partial))

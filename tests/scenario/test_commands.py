@@ -54,6 +54,25 @@ def test_up_twice_names_the_one_that_is_up(broker):
     assert broker.pids() == before
 
 
+def test_up_that_down_overtakes_says_so_and_fails(broker):
+    up = subprocess.Popen(["kmq", "up"], env=broker.env, cwd=broker.root, stderr=subprocess.PIPE, text=True)
+    owner = broker.pipes / "supervisor.owner"
+    broker.wait(lambda: owner.exists() and owner.read_text().startswith("pid="), "the supervisor")
+    os.kill(int(owner.read_text().split()[0][len("pid=") :]), signal.SIGTERM)  # as `kmq down` does
+    _, said = up.communicate(timeout=60)
+    assert up.returncode == RETRY
+    assert "kmq: was told to stop (kmq down) before it was ready" in said and "could not start" not in said
+    assert broker.processes() == []
+
+
+def test_the_log_is_for_the_group_of_the_broker_only(broker):
+    broker.pipes.mkdir()
+    log = broker.pipes / "kmq.log"
+    log.touch(0o644)  # as an older release made it
+    broker.up()
+    assert log.stat().st_mode & 0o777 == 0o640
+
+
 def test_down_twice_is_no_error(broker):
     assert (broker.kmq("down").returncode, broker.kmq("down").stdout) == (0, "kmq: not up\n")
 

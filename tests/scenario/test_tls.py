@@ -15,6 +15,7 @@ import time
 import grpc
 import pytest
 from certificates import Authority
+from chaos import attacks_ports
 
 PATIENCE_S = 30.0
 
@@ -578,6 +579,20 @@ def test_the_gateway_asks_for_tokens_but_not_for_questions_about_health(secured,
             assert get(broker, path, name)[0] == get(broker, path, name, bearer=good + "x")[0] == 401, path
         assert get(broker, "/metrics", name, bearer=good)[0] == 200
     assert len(broker.wal()) == 1
+
+
+def test_a_credential_that_is_no_text_is_refused_and_never_logged(secured, tmp_path):
+    broker = secured(gateway=True, **token_file(tmp_path))
+    wait_gateway(broker)
+    shown = b"Bearer " + token(tmp_path).encode() + b"\xff"
+    with socket.create_connection(("127.0.0.1", port_of(broker, "http")), timeout=PATIENCE_S) as sock:
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: kmq\r\nAuthorization: " + shown + b"\r\n\r\n")
+        assert reply(sock).startswith(b"HTTP/1.1 401 ")
+    with attacks_ports.Http2("127.0.0.1", port_of(broker, "grpc")) as peer:
+        peer.call(PRODUCE, [(b"authorization", shown)], end=True)
+        assert peer.status(1) == 16  # UNAUTHENTICATED
+    assert get(broker, "/metrics", "http", bearer=token(tmp_path))[0] == 200
+    assert token(tmp_path).partition(".")[2] not in broker.log()
 
 
 def is_over(sock):

@@ -91,11 +91,22 @@ def test_a_handshake_is_late_until_it_is_done(connection):
     assert sweep(deadlines, far, 2) is None
 
 
+def test_a_producer_that_reads_no_replies_is_late(intake, connection):
+    deadlines = Deadlines(idle=inf, line=2)
+    _, far = connection
+    far.fresh = False
+    far.unsaid += b"!err 1 fenced\n"
+    assert sweep(deadlines, far, 3) == "reads no replies"
+    far.heard = True  # has taken some of them
+    assert sweep(deadlines, far, 2) is None
+    assert sweep(deadlines, far, 2) == "reads no replies"
+
+
 def test_who_waits_for_us_is_not_late(intake, connection):
     deadlines = Deadlines(idle=2, line=2)
     _, far = connection
     far.sender, far.fresh = Sender(b"1.1"), False
-    far.taken = 5  # messages that have had no replies
+    far.taken = far.passed = 5  # messages that have had no replies
     assert sweep(deadlines, far, 9) is None
     far.answered = 5
     assert sweep(deadlines, far, 2) == "idle"

@@ -22,7 +22,9 @@ from kmq.errors import ConfigError
 from kmq.gateway import answers, feed, listeners, metrics, podbus, web
 from kmq.gateway.answers import Answer
 from kmq.gateway.broker import Broker
+from kmq.gateway.doors import Doors
 from kmq.gateway.feed import Feed, Watermark
+from kmq.incidents import Incidents, Strangers
 from kmq.log.identity import open_data
 from kmq.log.reader import DamageError
 from kmq.routing import Topic
@@ -345,14 +347,18 @@ def test_a_code_that_nobody_knows_is_an_internal_error():
 def test_a_port_that_is_taken_is_named_with_its_setting(tmp_path, kind):
     from aiohttp import web as http
 
+    strangers = Strangers(SimpleNamespace(), Incidents(print))
+
     async def listen(settings):
         if kind == "grpc":
-            return listeners.listen_grpc(listeners.grpc_server(settings, None), settings, Silent())
+            return listeners.listen_grpc(listeners.grpc_server(settings, None, strangers), settings, Silent())
         runner = http.AppRunner(http.Application())
         await runner.setup()
+        doors = Doors(settings, strangers)
         try:
-            return await listeners.listen_http(runner, settings, Silent())
+            return listeners.listen_http(runner.server, doors, settings, Silent())
         finally:
+            doors.close()
             await runner.cleanup()
 
     setting = f"KMQ_{kind.upper()}_PORT"

@@ -172,6 +172,8 @@ def test_the_wal_is_served_up_to_what_is_durable(data):
         (f"{ALL}?end=99999999999999999999", "end='9999"),
         (f"{ALL}?max_bytes=", "max_bytes=''"),
         (f"{ALL}?start=%D9%A3", "start="),
+        ("/v1/logs?topic=", "topic="),
+        ("/v1/logs?topic=t&topic=", "topic="),
         ("/v1/logs/t/one/records", "partition='one'"),
         ("/v1/logs/t/0/cuts", "bytes=''"),
         ("/v1/logs/t/0/cuts?bytes=0", "bytes='0'"),

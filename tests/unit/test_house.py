@@ -13,8 +13,8 @@ from kmq import errors, record, redrive, settings
 from kmq.client import lines
 from kmq.errors import ConfigError
 from kmq.links import fifo, intake, layout
+from kmq.links.askers import answer
 from kmq.settings import STAGES
-from stages.ingress import answer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Everything here would cost a stage start-up time or memory that no message needs.

@@ -1,5 +1,6 @@
 """From the bytes of a connection to whole lines in the FIFO, however they are cut on the way."""
 
+import contextlib
 import os
 import random
 import socket
@@ -421,6 +422,44 @@ def test_what_is_refused_is_told_behind_what_was_taken_and_stores_nothing(wire):
     assert read(near) == b"!err 7 disk_full no room\n" and wire.text == taken
     assert connection.answered == connection.taken == 7 and connection.passed == 2
     wire.finish(near, connection)
+
+
+def test_refusals_are_made_as_fast_as_they_are_read_and_all_of_them(wire):
+    near, connection = greeted(wire)
+    connection.refusing = b"fenced by another"
+    wire.send(near, connection, b"\n" * 100_000)
+    while connection.taken < 100_000:
+        assert wire.receive(connection)
+    told, most = b"", 0
+    while connection.answered < connection.taken or connection.unsaid:
+        assert connection.say()
+        most = max(most, len(connection.unsaid))
+        told += near.recv(1 << 16)
+    near.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while data := near.recv(1 << 16):
+            told += data
+    assert told == b"".join(b"!err %d fenced by another\n" % n for n in range(1, 100_001))
+    assert most < intake_module.REFUSALS_BYTES + 100
+    wire.finish(near, connection)
+
+
+def test_the_connection_with_the_most_unread_replies_is_broken_when_all_take_too_much(wire, monkeypatch):
+    monkeypatch.setattr(intake_module, "UNREAD_BYTES", 1000)
+    unread, wires = intake_module.Unread(), [wire.connect() for _ in range(3)]
+    connections = [connection for _, connection in wires]
+    for connection, size in zip(connections, (300, 500, 200), strict=True):
+        connection.unsaid += b"x" * size
+        unread.follow(connection)
+    assert unread.over_budget(connections) == []
+    connections[2].unsaid += b"x"
+    unread.follow(connections[2])
+    assert unread.over_budget(connections) == [connections[1]]
+    unread.forget(connections[1])
+    assert unread.bytes == 501 and unread.over_budget(connections) == []
+    for near, connection in wires:
+        connection.sock.close()
+        near.close()
 
 
 def test_a_producer_that_has_too_much_on_the_way_or_reads_no_replies_is_choked(wire, monkeypatch):

@@ -176,3 +176,13 @@ def test_a_watch_looks_once_a_second_at_most(tmp_path, monkeypatch):
     assert not watch.changed()
     now[0] += 0.2
     assert watch.changed()
+
+
+@pytest.mark.parametrize(
+    "shown", ["Bearer \udcff", "Bearer orders.\udcff\udc80", "Bearer \ud800", "Bearer é", "bearer"]
+)
+def test_a_header_that_is_no_text_is_a_token_of_nobody(settings, shown):
+    """aiohttp hands over the bytes of a header that are not UTF-8 as lone surrogates."""
+    tokens.new(settings.tokens, "orders")
+    checked, _ = opened(settings)
+    assert checked.check_header(shown) == ""

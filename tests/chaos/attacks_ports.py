@@ -1,0 +1,270 @@
+"""Strangers at the ports: each attack asserts that others are served meanwhile and that memory and log stay bounded.
+
+Each is a function of a target, a running `Pod` or `Broker`, and of its size; what it opened is closed when it returns. They may
+be called in any order, again and again, on the same target. The sizes by default are those that brought a broker down.
+"""
+
+import contextlib
+import re
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+MIB = 1 << 20
+PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
+SWEEPS_PER_S = 2  # a log line an event and sweep; twice as many for sweeps that come early
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS = 0, 1, 3, 4  # frames of HTTP/2
+_END_STREAM, _END_HEADERS = 1, 4
+_FRAME_BYTES = 1 << 14
+EVENTS = 6  # kinds of events that one attack may cause
+
+
+class Target(Protocol):
+    """What an attack needs to know."""
+
+    pipes: Path
+
+    def log(self) -> str: ...
+
+
+def pid_of(target: Any, process: str) -> int:
+    return target.processes[process].pid if isinstance(target.processes, dict) else target.pids()[process]
+
+
+def memory(target: Target, process: str) -> int:
+    """Resident bytes of one of its processes."""
+    return psutil.Process(pid_of(target, process)).memory_info().rss
+
+
+def connect(target: Target, port: str) -> socket.socket:
+    number = int((target.pipes / f"{port}.port").read_text())
+    return socket.create_connection(("127.0.0.1", number), timeout=PATIENCE_S)
+
+
+def wait(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.02)
+
+
+def line_of(sock: socket.socket) -> bytes:
+    """One line, or what came before the end."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := sock.recv(1)):
+        line += byte
+    return line
+
+
+def ask(target: Target, question: bytes) -> bytes:
+    """The reply on the ack port, over a connection of its own."""
+    with connect(target, "ack") as sock:
+        sock.sendall(question + b"\n")
+        return line_of(sock)
+
+
+def produce(target: Target, token: str = "") -> int:
+    """The seq of an acknowledged message of a producer that comes now."""
+    with connect(target, "ingress") as sock:
+        shown = f" token={token}" if token else ""
+        sock.sendall(f"!hello acks=1{shown}\ntest.attacked|1|1|x\n".encode())
+        assert line_of(sock).startswith(b"!ok")
+        reply = line_of(sock)
+        assert reply.startswith(b"!ack 1 "), reply
+        return int(reply.split()[2])
+
+
+@contextlib.contextmanager
+def short_log(target: Target, longest: int = 1024) -> Iterator[None]:
+    """However often strangers do a thing, the log has one short line of it a sweep."""
+    before, begin = len(target.log()), time.monotonic()
+    yield
+    said = target.log()[before:].splitlines()
+    most = EVENTS * (SWEEPS_PER_S * (time.monotonic() - begin) + 2)
+    assert len(said) <= most, f"{len(said)} lines, at most {most:.0f}\n" + "\n".join(said[-20:])
+    assert all(len(line) <= longest for line in said), max(said, key=len)
+
+
+class Http2:
+    """A peer of the gRPC ports that sends what it likes and reads only when asked to."""
+
+    def __init__(self, host: str, port: int, settings: bytes = b"") -> None:
+        self.sock = socket.create_connection((host, port), timeout=PATIENCE_S)
+        self.sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        self.frame(_SETTINGS, 0, 0, settings)
+        self.last = -1
+
+    def __enter__(self) -> "Http2":
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.sock.close()
+
+    def frame(self, kind: int, flags: int, stream: int, body: bytes) -> None:
+        self.sock.sendall(struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body)
+
+    def call(
+        self, path: str, headers: Iterable[tuple[bytes, bytes]] = (), request: bytes = b"", end: bool = False
+    ) -> int:
+        """Begin a call: its stream. `request`: what is sent of its messages, framed as gRPC does."""
+        self.last += 2
+        fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b":authority", b"kmq")]
+        fields += [(b"content-type", b"application/grpc"), (b"te", b"trailers"), *headers]
+        block = b"".join(b"\0" + b"".join(bytes([len(text)]) + text for text in pair) for pair in fields)
+        self.frame(_HEADERS, _END_HEADERS, self.last, block)
+        for at in range(0, len(request), _FRAME_BYTES):
+            self.frame(_DATA, 0, self.last, request[at : at + _FRAME_BYTES])
+        if end:
+            self.frame(_DATA, _END_STREAM, self.last, b"")
+        return self.last
+
+    def read(self) -> tuple[int, int, int, bytes]:
+        """The next frame: kind, flags, stream, body."""
+        head = self._exactly(9)
+        kind, flags, stream = struct.unpack(">BBI", head[3:])
+        return kind, flags, stream, self._exactly(int.from_bytes(head[:3], "big"))
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = self.sock.recv(count - len(data))
+            if not more:
+                raise ConnectionError("the connection is over")
+            data += more
+        return data
+
+    def status(self, stream: int) -> int:
+        """With which gRPC status a call ends; -1: its stream is reset."""
+        while True:
+            kind, flags, of, body = self.read()
+            if kind == _SETTINGS and not flags & 1:
+                self.frame(_SETTINGS, 1, 0, b"")
+            if of == stream and kind == _RST_STREAM:
+                return -1
+            if of == stream and kind == _HEADERS and flags & _END_STREAM:
+                found = re.search(rb"grpc-status.(\d+)", body)
+                assert found, body
+                return int(found[1])
+
+
+def silent_askers(target: Target, count: int = 1000) -> None:
+    """Connections on the ack port that ask nothing: neither producers nor those who ask are shut out."""
+    with ExitStack() as opened, short_log(target):
+        for _ in range(count):
+            opened.enter_context(connect(target, "ack"))
+        seq = produce(target)
+        assert ask(target, b"GET_ACK %d" % seq) == b"ACK\n"
+
+
+def unread_refusals(target: Target, count: int = 29, most: int = 64 * MIB) -> None:
+    """Fenced connections that send newlines and never read what becomes of them: `most` bytes in ingress."""
+    begin = memory(target, "ingress")
+    with ExitStack() as opened, short_log(target):
+        greedy = []
+        for _ in range(count):  # each fences the one before it
+            sock = opened.enter_context(connect(target, "ingress"))
+            sock.sendall(b"!hello acks=1 producer=greedy\n")
+            assert line_of(sock).startswith(b"!ok")
+            sock.setblocking(False)
+            greedy.append(sock)
+        peak, sent = begin, 1
+        while sent:
+            sent = 0
+            for sock in greedy:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    sent += sock.send(b"\n" * MIB)
+            produce(target)
+            peak = max(peak, memory(target, "ingress"))
+        assert peak - begin < most, f"{begin / MIB:.0f} -> {peak / MIB:.0f} MiB"
+        print(f"event=unread_refusals begin_mib={begin / MIB:.0f} peak_mib={peak / MIB:.0f}")
+
+
+def malformed_requests(target: Target, count: int = 151) -> None:
+    """What is no HTTP, 28 KB each, on every port of the gateway."""
+    shapes = (
+        b"GET / HTTP/1.1\r\nAuthorization: Bearer secret\r\nx" + b"\xff\0" * 4000,
+        b"\xff" * 28_000,
+        b"GET " + b"/" * 28_000,
+    )
+    with short_log(target):
+        for port in gateway_ports(target):
+            for n in range(count):
+                with connect(target, port) as sock, contextlib.suppress(OSError):
+                    sock.sendall(shapes[n % 3] + b"\r\n\r\n")
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(4096):
+                        pass
+        assert healthy(target)
+    assert "secret" not in target.log()
+
+
+def silent_handshakes(target: Target, count: int = 2000, most: int = 256 * MIB) -> None:
+    """Connections to the HTTPS port that never say hello: `most` bytes in the gateway, and others are served over TLS."""
+    with ExitStack() as opened, short_log(target):
+        for _ in range(count):
+            opened.enter_context(connect(target, "https"))
+        assert healthy(target, "https") and healthy(target)
+        assert_small(target, most)
+
+
+def idle_requests(target: Target, count: int = 2000, most: int = 256 * MIB) -> None:
+    """Connections to the HTTP ports, with TLS where there is TLS, that never finish their request."""
+    with ExitStack() as opened, short_log(target):
+        for port in ("http", "https"):
+            if port not in gateway_ports(target):
+                continue
+            for _ in range(count // 2):
+                with contextlib.suppress(OSError):  # turned away while it shook hands
+                    sock = opened.enter_context(
+                        secured(connect(target, port)) if port == "https" else connect(target, port)
+                    )
+                    sock.sendall(b"GET / HTTP/1.1\r\n")
+            assert healthy(target, port)
+        assert_small(target, most)
+
+
+def assert_small(target: Target, most: int, process: str = "gateway") -> None:
+    now = memory(target, process)
+    print(f"event=attacked process={process} rss_mib={now / MIB:.0f}")
+    assert now < most, f"{process} takes {now / MIB:.0f} MiB, at most {most / MIB:.0f}"
+
+
+def secured(sock: socket.socket) -> socket.socket:
+    """TLS over a connection, whoever answers."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        return context.wrap_socket(sock)
+    except OSError:
+        sock.close()
+        raise
+
+
+def gateway_ports(target: Target) -> list[str]:
+    return [port for port in ("http", "https", "grpc", "grpcs") if (target.pipes / f"{port}.port").exists()]
+
+
+def healthy(target: Target, port: str = "http") -> bool:
+    """Whether somebody who comes now is told how the broker is."""
+    with connect(target, port) if port == "http" else secured(connect(target, port)) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: kmq\r\nConnection: close\r\n\r\n")
+        return line_of(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def malformed_lines(target: Target, count: int = 151) -> None:
+    """What is no request, 28 KB each, on the ports of ingress."""
+    junk = b"\xff\x16\x03" * 9500 + b"\n"
+    with short_log(target):
+        for port in ("ack", "ingress"):
+            for start in (b"", b"!hello ", b"GET_ACK "):
+                for _ in range(count // 6 + 1):
+                    with connect(target, port) as sock, contextlib.suppress(ConnectionError):
+                        sock.sendall(start + junk)
+        produce(target)

@@ -1,0 +1,139 @@
+"""Strangers at the ports of a pod (attacks_ports.py): small in every run, full size with `make soak`."""
+
+from collections.abc import Callable
+
+import pytest
+from brokers import Broker
+from certificates import Authority
+
+from chaos import attacks_ports as attacks
+from chaos.pod import STAGES, Pod
+from kmq import stats, tokens
+
+Make = Callable[..., Pod]
+Up = Callable[..., Broker]
+
+
+def started(pod: Pod, descriptors: int = 1024) -> Pod:
+    """All stages, ingress with so many descriptors."""
+    pod.start(*STAGES[1:])
+    pod.start("ingress", under=("prlimit", f"--nofile={descriptors}:{descriptors}"))
+    pod.wait_ready()
+    return pod
+
+
+def test_silent_askers_shut_out_nobody(make_pod: Make) -> None:
+    pod = started(make_pod(), descriptors=160)
+    attacks.silent_askers(pod, 200)
+    row = pod.row("ingress")
+    assert row is not None and row.turned_away >= 180
+    pod.wait(lambda: pod.events("asker_gave_way"), "a word in the log")
+
+
+def test_askers_that_ask_nothing_are_cut_off_at_the_line_deadline(make_pod: Make) -> None:
+    pod = started(make_pod(KMQ_LINE_DEADLINE="1s"))
+    with attacks.connect(pod, "ack") as silent, attacks.connect(pod, "ack") as unfinished:
+        unfinished.sendall(b"GET_A")
+        assert silent.recv(1) == unfinished.recv(1) == b""
+    row = pod.row("ingress")
+    assert row is not None and row.cut_off == 2
+    pod.wait(lambda: row.askers == 0, "both are gone")
+
+
+def test_the_ack_port_answers_only_who_shows_a_token(make_pod: Make) -> None:
+    pod = make_pod()
+    pod.settings["KMQ_TOKENS"] = pod.root / "tokens"
+    token = tokens.new(str(pod.root / "tokens"), "asker")
+    started(pod)
+    seq = attacks.produce(pod, token)
+    assert attacks.ask(pod, b"GET_ACK %d token=%b" % (seq, token.encode())) == b"ACK\n"
+    for question in (b"GET_ACK %d" % seq, b"GET_ACK %d token=asker.wrong" % seq):
+        assert attacks.ask(pod, question).startswith(b"ERR unauthorized")
+    row = pod.row("ingress")
+    assert row is not None and row.unauthorized == 2
+    assert token not in pod.log()
+
+
+def test_replies_that_nobody_reads_take_little_memory(make_pod: Make) -> None:
+    attacks.unread_refusals(started(make_pod()), 6, most=16 * attacks.MIB)
+
+
+def test_malformed_requests_leave_one_short_log_line_a_sweep(make_pod: Make) -> None:
+    attacks.malformed_lines(started(make_pod()), 30)
+
+
+# --- the gateway -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateway(new_broker: Up) -> Up:
+    """A broker with its gateway; gateway(KMQ_LINE_DEADLINE="2s")."""
+
+    def up(**settings: object) -> Broker:
+        broker: Broker = new_broker()
+        broker.env |= {name: str(value) for name, value in settings.items()}
+        broker.up()
+        broker.wait(lambda: "event=broker ready=True" in broker.log(), "a gateway that is ready")
+        return broker
+
+    return up
+
+
+@pytest.fixture
+def tls(authority: Authority) -> dict[str, object]:
+    """Settings for TLS on ports of the gateway's choice."""
+    cert, key = authority.issue("server")
+    ports = dict.fromkeys(("KMQ_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT"), 0)
+    return {"KMQ_TLS_HOST": "127.0.0.1", "KMQ_TLS_CERT": cert, "KMQ_TLS_KEY": key} | ports
+
+
+def row(broker: Broker) -> stats.Row:
+    page = stats.peek(broker.instance)
+    assert page is not None
+    return page.rows["gateway"]
+
+
+def test_handshakes_that_are_never_made_shut_out_nobody(gateway: Up, tls: dict[str, object]) -> None:
+    broker = gateway(**tls)
+    begin = attacks.memory(broker, "gateway")
+    attacks.silent_handshakes(broker, 300, begin + 60 * attacks.MIB)
+    assert row(broker).turned_away > 0
+
+
+def test_handshakes_that_are_never_made_end_at_the_line_deadline(gateway: Up, tls: dict[str, object]) -> None:
+    broker = gateway(KMQ_LINE_DEADLINE="1s", **tls)
+    with attacks.connect(broker, "https") as silent:
+        assert silent.recv(1) == b""
+    broker.wait(lambda: row(broker).cut_off == 1, "it is counted")
+
+
+def test_requests_that_are_never_finished_shut_out_nobody(gateway: Up, tls: dict[str, object]) -> None:
+    broker = gateway(KMQ_CONNECTIONS=20, **tls)
+    begin = attacks.memory(broker, "gateway")
+    attacks.idle_requests(broker, 200, begin + 40 * attacks.MIB)
+    assert row(broker).turned_away >= 150
+
+
+def test_malformed_requests_to_the_gateway_leave_one_short_log_line_a_sweep(gateway: Up) -> None:
+    attacks.malformed_requests(gateway(), 30)
+
+
+# --- full size -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_soak_strangers_at_the_ports_of_ingress(make_pod: Make) -> None:
+    pod = started(make_pod())
+    attacks.silent_askers(pod)
+    attacks.unread_refusals(pod)
+    attacks.malformed_lines(pod)
+    attacks.silent_askers(pod)
+
+
+@pytest.mark.soak
+def test_soak_strangers_at_the_http_ports(gateway: Up, tls: dict[str, object]) -> None:
+    broker = gateway(**tls)
+    attacks.silent_handshakes(broker)
+    attacks.idle_requests(broker)
+    attacks.malformed_requests(broker)
+    attacks.silent_handshakes(broker)
