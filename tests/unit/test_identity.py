@@ -85,7 +85,7 @@ def test_a_directory_of_version_1_is_raised_once_from_the_next_seq_on(tmp_path):
 def test_a_damaged_lineage_is_refused_with_its_remedy(tmp_path):
     open_data(str(tmp_path))
     (tmp_path / "lineage").write_text("nobody\n")
-    with pytest.raises(CorruptError, match="lineage: is no name of 32 hex digits; run kmq verify --repair"):
+    with pytest.raises(CorruptError, match="lineage: must be 32 hex digits; run kmq verify --repair"):
         open_data(str(tmp_path))
 
 
