@@ -8,7 +8,7 @@ import threading
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from chaos.checker import Stream
@@ -133,20 +133,23 @@ def read_wal(data: Path) -> list[bytes]:
     return lines
 
 
-def account(data: Path, *loads: AckedLoad, plain: Iterable[Stream] = ()) -> None:
+def account(data: Path, *loads: AckedLoad, plain: Sequence[Stream] = ()) -> None:
     """Every acknowledged message is in the WAL with its bytes under its seq, none of these producers' is there twice, and of
     the `plain` streams there is what their mode says, in order.
     """
     by_seq: dict[int, bytes] = {}
     times: Counter[bytes] = Counter()
     of_stream: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    producers = {load.producer for load in loads}
+    streams = {stream.name.encode() for stream in plain}
     for line in read_wal(data):
         seq, _, rest = line.split(b"|", 2)
         by_seq[int(seq)] = rest
         own = rest.split(b"|", 3)[2]
-        times[own] += 1
-        if b";p=" not in own:
-            of_stream[own.rpartition(b"-")[0]].append(rest)
+        _, mark, producer = own.partition(b";p=")
+        stream = b"" if mark else own.rpartition(b"-")[0]
+        times[own] += producer in producers or stream in streams
+        of_stream[stream].append(rest)
     twice = [own for own, count in times.items() if count > 1]
     assert not twice, f"stored twice: {len(twice)}, {twice[:5]}"
     for load in loads:

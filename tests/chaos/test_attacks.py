@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from chaos import attacks_ids, attacks_ports, attacks_topics
 from chaos.acked import AckedLoad, account
 from chaos.load import Load
 from chaos.pod import STAGES, Pod
@@ -19,7 +20,9 @@ from chaos.test_removed import remove_shared_memory
 from kmq.repair import rebuild
 
 Make = Callable[..., Pod]
-ATTACKS = 60
+COUNT = 60
+FEW_FILES = ["prlimit", "--nofile=200:200"]
+MAX_TOPICS = 300
 MORE = 1000  # messages that must be acknowledged after each attack
 
 
@@ -37,7 +40,7 @@ class Target:
                 if not self.pod.is_alive(name):
                     code = self.pod.processes[name].returncode if name in self.pod.processes else 0
                     assert code in (0, 75, -signal.SIGKILL), f"{name} ended with {code}\n{self.pod.tail()}"
-                    self.pod.start(name, under=self.clock.under)
+                    self.pod.start(name, under=self.clock.under + FEW_FILES if name == "router" else self.clock.under)
             return all(self.pod.state(name) == "ready" for name in STAGES)
 
         self.pod.wait(are_ready, "all four are ready")
@@ -104,13 +107,43 @@ def sets_the_clock(target: Target) -> None:
     target.clock.set(0)
 
 
-OURS = (
+def makes_too_many_topics(target: Target) -> None:
+    attacks_topics.flood_of_topics(target.pod, 10 * MAX_TOPICS, b"flood-%d" % target.rng.randrange(1 << 30))
+
+
+def names_more_topics_than_files_may_be_open(target: Target) -> None:
+    attacks_topics.a_topic_for_each_descriptor(target.pod, MAX_TOPICS)
+
+
+def asks_nothing(target: Target) -> None:
+    attacks_ports.silent_askers(target.pod)
+
+
+def reads_no_replies(target: Target) -> None:
+    attacks_ports.unread_refusals(target.pod)
+
+
+def sends_garbage(target: Target) -> None:
+    attacks_ports.malformed_lines(target.pod)
+
+
+def fills_the_table_of_names(target: Target) -> None:
+    attacks_ids.unknown_name(target.pod, lines=20_000)
+
+
+ATTACKS = (
     removes_shared_memory,
     removes_rings_under_a_stopped_durability,
     deletes_lock_files,
     loses_the_end_of_the_wal,
     misplaces_a_segment,
     sets_the_clock,
+    makes_too_many_topics,
+    names_more_topics_than_files_may_be_open,
+    asks_nothing,
+    reads_no_replies,
+    sends_garbage,
+    fills_the_table_of_names,
 )
 
 
@@ -118,15 +151,15 @@ OURS = (
 def test_soak_attacks_in_random_order(
     make_pod: Make, loads: Callable[[Load], Load], rng: random.Random, tmp_path: Path
 ) -> None:
-    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES, KMQ_RETENTION_AGE="1h")
+    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES, KMQ_RETENTION_AGE="1h", KMQ_MAX_TOPICS=MAX_TOPICS)
     load = AckedLoad(pod.pipes, "alice", seed=rng.randrange(1 << 30))
     loads(load)
     target = Target(pod, WallClock(tmp_path / "offset"), rng)
     target.run()
     pod.wait(lambda: load.has(40_000), "enough segments")
     started = time.monotonic()
-    for number in range(ATTACKS):
-        attack = rng.choice(OURS)
+    for number in range(COUNT):
+        attack = rng.choice(ATTACKS)
         print(f"{number} {time.monotonic() - started:.0f} s {attack.__name__}", flush=True)
         attack(target)
         target.run()
