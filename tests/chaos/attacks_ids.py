@@ -51,7 +51,7 @@ def unknown_name(pod: Pod, lines: int = 9_000, others: Iterable[str] = ("produce
     """
     fill_names(pod)
     with longest_silence(pod, "framer") as longest, Client(pod, "producer=stranger") as stranger:
-        stranger.sock.sendall(b"a||1|\n" * lines)
+        stranger.sock.sendall(b"test||1|\n" * lines)
         for hello in others:
             with Client(pod, hello) as other:
                 assert other.send(message(2))[0].split()[0] in ("ack", "dup")
