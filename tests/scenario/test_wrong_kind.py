@@ -139,5 +139,5 @@ def test_a_topic_that_says_an_impossible_number_of_partitions_has_those_that_are
     (used.data / "router.ckpt").unlink()  # nobody else knows
     done = used.kmq("up", "--no-gateway")
     assert done.returncode == EXIT_CORRUPT and f"topic.toml: cannot be read: partitions = {partitions}:" in done.stderr
-    assert used.kmq("verify", "--repair").returncode == 1
+    assert used.kmq("verify", "--repair").returncode == 0
     used.up()
