@@ -14,7 +14,7 @@ from chaos.acked import AckedLoad
 from chaos.attacks_topics import a_topic_for_each_descriptor, ask, flood_of_topics
 from chaos.load import Load
 from chaos.loopfs import few_inodes
-from chaos.pod import STAGES, Pod
+from chaos.pod import PATIENCE_S, STAGES, Pod
 from kmq.errors import EXIT_CONFIG
 from kmq.log import topics
 
@@ -43,6 +43,7 @@ def test_topics_over_the_limit_are_refused_and_the_others_go_on(make_pod: Make, 
     replies = ask(pod, b"orders.2|0|2|x", b"late|0|3|x", b"orders.3|0|4|x")
     assert [reply.split()[:2] for reply in replies] == [[b"!ack", b"1"], [b"!err", b"2"], [b"!ack", b"3"]]
     assert replies[1] == b"!err 2 too_many_topics"
+    pod.wait(lambda: len(names(pod)) == limit, "they are made", 5 * PATIENCE_S)
     pod.settle()
     assert len(names(pod)) == limit
     assert malformed(pod, "too_many_topics") == flood - (limit - 2)  # dead and orders are the other two
