@@ -67,6 +67,18 @@ def test_a_line_behind_a_flood_of_new_topics_is_routed_before_they_are_made(make
     pod.judge()
 
 
+def test_a_router_that_is_killed_while_topics_wait_to_be_made_loses_no_line(make_pod: Make) -> None:
+    pod = make_pod()
+    pod.start()
+    flood_of_topics(pod, 400, behind=b"known|0|1|x\n")
+    for count in (20, 100, 200):
+        pod.wait(lambda count=count: len(names(pod)) >= count, "some are made")
+        pod.kill("router")
+        pod.start("router")
+    pod.judge()
+    assert len(names(pod)) == 401
+
+
 def test_without_creation_only_declared_topics_are_taken(make_pod: Make) -> None:
     pod = make_pod(KMQ_AUTO_CREATE_TOPICS="off")
     pod.start()
