@@ -13,7 +13,6 @@ Crash       The logs are copies and the WAL is the truth. A start looks at every
 
 import sys
 import time
-from collections import deque
 from functools import partial
 
 from kmq import descriptors
@@ -52,39 +51,24 @@ def wait_for_quota(stage: Stage, room: Room) -> None:
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)")
 
 
-class Routing:
-    """The job: from the ring `durable` into the queues."""
-
-    def __init__(self, stage: Stage, ring: RingReader, queues: Queues) -> None:
-        self.stage, self.ring, self.queues = stage, ring, queues
-        self._unreleased: deque[Block] = deque()  # the ring keeps what waits for its topic to be made
-
-    def turn(self) -> bool:
-        """Route all blocks that wait; whether there was anything to do."""
-        queues, row = self.queues, self.stage.row
-        blocks = self.ring.take()
-        if blocks:
-            name_or_read_gap(self.stage, queues, blocks[0], self.ring.jumped)
-            new = [block for block in blocks if block.last_seq > queues.sorted_seq]
-            if new:
-                row.bytes += queues.route(new)
-                row.messages += sum(block.count for block in new)
-            self._unreleased += blocks
-        elif queues.has_newcomers:
-            row.bytes += queues.make_topics(AT_ONCE)
-        else:
-            return False
-        self._release()
-        row.seq = queues.routed_seq
-        self.stage.has_room()
-        return True
-
-    def _release(self) -> None:
-        done = None
-        while self._unreleased and self._unreleased[0].last_seq <= self.queues.routed_seq:
-            done = self._unreleased.popleft()
-        if done is not None:
-            self.ring.release(done)
+def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
+    """Route all blocks that wait, and make some of the topics they name; whether there was anything to do."""
+    row = stage.row
+    blocks = ring.take()
+    if blocks:
+        name_or_read_gap(stage, queues, blocks[0], ring.jumped)
+        new = [block for block in blocks if block.last_seq > queues.sorted_seq]
+        if new:
+            row.bytes += queues.route(new)
+            row.messages += sum(block.count for block in new)
+        ring.release(blocks[-1])
+    elif queues.has_newcomers:
+        row.bytes += queues.make_topics(AT_ONCE)
+    else:
+        return False
+    row.seq = queues.routed_seq
+    stage.has_room()
+    return True
 
 
 def run(stage: Stage) -> None:
@@ -110,10 +94,9 @@ def run(stage: Stage) -> None:
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=len(queues.topics))
 
-    job = Routing(stage, ring, queues)
     ticked = time.monotonic_ns()
     while True:
-        busy = job.turn()
+        busy = turn(stage, ring, queues)
         stage.beat()
         if time.monotonic_ns() - ticked > _TICK_NS:
             queues.tick()

@@ -4,8 +4,9 @@ To make a topic takes six inodes and some milliseconds: thousands of them would 
 first, and a few newcomers are made at a time.
 
 Invariant   A topic's lines are in its newcomer or in its log, never in both, in order. All records before `first_seq` of the
-            oldest newcomer are in their logs, so the ring keeps what a killed router still has to sort.
-Memory      The lines that wait: at most what the ring holds, or MOST_BYTES where drop_oldest lets it go on.
+            oldest newcomer are in their logs; no checkpoint says more.
+Crash       What waits is in memory only. It is in the WAL too, from which the next start reads all behind the checkpoint.
+Memory      The lines that wait: MOST_BYTES; with more, all topics are made before anything else is routed.
 """
 
 from kmq.settings import MIB

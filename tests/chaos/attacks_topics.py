@@ -37,9 +37,10 @@ def ask(pod: Pod, *lines: bytes) -> list[bytes]:
     return heard.splitlines()[1:]
 
 
-def flood_of_topics(pod: Pod, count: int = 20_000, name: bytes = b"flood") -> None:
-    """One plain producer, a line of its own for each of `count` topics."""
-    send_plain(pod, (b"%b-%d|0|0|x\n" % (name, number) for number in range(count)))
+def flood_of_topics(pod: Pod, count: int = 20_000, name: bytes = b"flood", behind: bytes = b"") -> None:
+    """One plain producer, a line of its own for each of `count` topics, and the line `behind` them, all at once."""
+    lines = [b"%b-%d|0|0|x\n" % (name, number) for number in range(count)]
+    send_plain(pod, [b"".join(lines) + behind])
 
 
 def a_topic_for_each_descriptor(pod: Pod, topics: int, rounds: int = 3) -> None:

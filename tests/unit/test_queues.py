@@ -114,6 +114,21 @@ def test_lines_of_known_topics_do_not_wait_for_new_ones(data):
     made.close()
 
 
+def test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint(data):
+    lines = [b"new-%d|||x" % number for number in range(100)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    made.route([block(lines, 1)])
+    assert made.has_newcomers
+    made._checkpoint([])
+    made._checkpointer.finish()
+    del made  # killed: nothing is closed, and the ring has been given back
+    again = open_queues(data, 100)
+    assert len(topics.names(data)) == again.routed_seq == 100
+    assert all(log_of(data, f"new-{n}") == stored([line], n + 1)[0] for n, line in enumerate(lines))
+    again.close()
+
+
 def test_a_topic_that_is_declared_while_its_lines_wait_gets_them_by_its_partitions(data):
     made = open_queues(data, 0)
     route(made, [*(b"new-%d|||x" % number for number in range(50)), b"late.a|||1", b"late.b|||2", b"late.c|||3"], 1)
