@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 from test_framing import P, Steps, W, group, mine, one_by_one, random_traffic, randomly, table
 
+import kmq.log.ids
 from kmq.errors import RetryError
 from kmq.log import producers
 from kmq.log.ids import NEW, PRINTS, TOO_OLD, Producer
@@ -95,13 +96,25 @@ def test_ids_that_follow_one_another_stay_known_however_many_runs_are_forgotten(
     for id in range(5000):
         producer.add(id, 3 * id + 1, 1)
         producer.trim(8)
-    assert (len(producer.ids), producer.firsts, producer.lasts) == (8, [0], [4991])
+    assert (len(producer.ids), list(producer.firsts), list(producer.lasts)) == (8, [0], [4991])
     assert [producer.find(id) for id in (0, 2500, 4991, 4992, 5000)] == [0, 0, 0, 3 * 4992 + 1, NEW]
+    monkeypatch.setattr(kmq.log.ids, "_RANGES", 1000)
     for id in range(5001, 15_000, 2):
         producer.add(id, 3 * id + 1, 1)
         producer.trim(8)
-    assert len(producer.firsts) == len(producer.lasts) == 1024
+    assert len(producer.firsts) == len(producer.lasts) == 1000
     assert [producer.find(id) for id in (2500, 14_000, 14_001, 13_999)] == [TOO_OLD, TOO_OLD, 0, 0]
+
+
+def test_ranges_are_bounded_in_all_and_idle_names_lose_theirs_first(monkeypatch):
+    monkeypatch.setattr(producers, "MAX_RANGES", 1000)
+    known = table(count=50, producers=200)
+    for n in range(200):
+        for id in range(0, 60, 2):
+            known.stored(known.producer(b"%d" % n, n), id, 100 * id + 1, 1, n)
+        assert known._ranges == sum(len(p.firsts) for p in known.names.values()) <= 1000
+    found = [known.names[b"%d" % n].find(0) for n in range(200)]
+    assert found[-1] == FORGOTTEN and TOO_OLD in found and found == sorted(found, key=lambda seq: seq == FORGOTTEN)
 
 
 def test_the_content_of_the_last_ids_is_remembered():
