@@ -31,8 +31,9 @@ Crash       of the driver, an executor, a Python worker: the rows come again wit
             takes its turn again, so that none stops the other for ever. What both send is stored once.
 Again       A batch run again under its name stores what is missing and nothing twice, if its rows are the same, in the same
             Spark partitions and order. Another batch needs another name. A row that comes under the number of another one, or
-            below numbers that were passed over, fails the task with id_reused or id_too_old. The broker compares topic, key, headers
-            and value of the last 4,096 rows of a partition; an older row counts as stored, and where all do a warning says it.
+            below numbers that were passed over, fails the task with id_reused or id_too_old. The broker compares topic, key,
+            headers and value of the last 4,096 rows of a partition; an older row counts as stored, and where all do a warning
+            says it.
 Order       So rows must come in the same order again: from files and from KMQ they do; behind a shuffle only after
             sortWithinPartitions by columns that tell all rows apart, or with producer and id of your own.
 Not covered There is no transaction: rows are readable as they are stored, also those of a batch that fails later. Of two writers
