@@ -259,10 +259,8 @@ class Parser:
     def _take(self, whose: Whose, n: int, body: bytes, ends: list[tuple[int, int]]) -> None:
         """Messages n… in `body`, which may be cut after each of `ends` (messages, bytes of the text)."""
         conn, kind, name = whose
-        lines = body.split(b"\n")
-        lines.pop()
         base = len(self._lines)
-        taken = self._all(body, lines, kind, name)
+        taken = self._all(body, kind, name)
         if taken is not None:
             self._lines += taken
             before = 0
@@ -271,7 +269,7 @@ class Parser:
                 self._cuts.append((base + count, end))
                 before = count
             return
-        at = 0
+        at, lines = 0, body.split(b"\n")
         for count, end in ends:
             for raw in lines[at:count]:
                 reply = self._one(raw, n, kind, name)
@@ -280,28 +278,22 @@ class Parser:
             at = count
             self._cuts.append((len(self._lines), end))
 
-    def _all(self, body: bytes, lines: list[bytes], kind: bytes, name: bytes) -> list[bytes] | None:
+    def _all(self, body: bytes, kind: bytes, name: bytes) -> list[bytes] | None:
         """These lines as they will be stored, where all of them are good and new; None where each must be looked at."""
-        if record.good_prefix(body) != len(body):
-            return None
         if not kind:
-            return None if record.claims(body) else lines
-        if kind != b"p":
+            is_good = record.good_prefix(body) == len(body) and not record.claims(body)
+            return body.split(b"\n")[:-1] if is_good else None
+        fields = record.numbered(body) if kind == b"p" else None
+        if fields is None:
             return None
-        fields = [line.split(b"|", 3) for line in lines]
-        ids = [field[2] for field in fields]
-        if not b"".join(ids).isdigit() or b"" in ids:
-            return None
-        numbers = list(map(int, ids))
+        numbers = [int(id) for _, _, id, _ in fields]
         first, count = numbers[0], len(numbers)
-        if numbers[-1] >= 10**MAX_ID:
-            return None
         producer = self.producers.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
         if producer is None or first <= producer.last_id:
             return None
         seq = self._next_seq + len(self._lines)
         start_of = self._start_of
-        prints = [crc32(field[3], start_of(field[0])) for field in fields]
+        prints = [crc32(payload, start_of(routing_key)) for routing_key, _, _, payload in fields]
         if numbers == list(range(first, first + count)):
             self.producers.stored(producer, first, seq, count, self._seconds, prints)
         elif all(map(lt, numbers, numbers[1:])):
@@ -389,7 +381,7 @@ def untangle(text: bytes) -> bytes:
     Whole lines keep their order. A long line stands where its last piece stood, before the group header of that one; one without
     a last piece goes to the end, so that the caller can carry it on.
     """
-    if b"\n+" not in text and text[:1] != b"+":
+    if b"+" not in text or (b"\n+" not in text and text[:1] != b"+"):  # looking for one byte is ten times faster
         return text
     tangled = False
     out: list[bytes] = []

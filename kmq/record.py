@@ -25,6 +25,7 @@ _LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
 # Possessive quantifiers: without them a bad line makes the engine back into every good line before it.
 _GOOD = re.compile(rb"(?:" + _LABEL + rb"(?:\.[^|\n]*+)?+\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
 _GOOD_NO_NUL = re.compile(rb"(?:" + _LABEL + rb"(?:\.[^|\n\0]*+)?+\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
+_NUMBERED = re.compile(rb"(?m)^(" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|([^|\n]*+)\|(\d{1,18})\|(.*+)\n")
 _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -39,6 +40,17 @@ def good_prefix(data: bytes) -> int:
     pattern = _GOOD_NO_NUL if 0 in data else _GOOD
     match = pattern.match(data)
     return match.end() if match else 0
+
+
+def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes]] | None:
+    """The fields of whole lines, where all of them are well formed and have a decimal id without headers; else None.
+
+    One search instead of a check and two kinds of split: it takes two thirds of their time.
+    """
+    if 0 in data:
+        return None
+    fields = _NUMBERED.findall(data)
+    return fields if len(fields) == data.count(b"\n") else None
 
 
 def has_control_line(data: bytes | bytearray, start: int, end: int) -> bool:

@@ -335,6 +335,7 @@ class Sender:
             host,
             port,
             producer=name,
+            first_id=0,  # the lines bring ids of their own: nobody need ask for the last one, and wait for it
             token=token,
             timeout_s=timeout_s,
             max_in_flight_bytes=_IN_FLIGHT_BYTES,
