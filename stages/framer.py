@@ -119,7 +119,7 @@ class Framer:
         self.now, self._tick = int(clock.now_s()), time.monotonic()  # by the trusted clock, and when it was last asked
         self.table = table = remember(stage, ring, self.now)
         self.parser = framing.Parser(stage.settings.max_line, table)
-        self.checkpointer = producers.Checkpointer(stage.settings.data, table)
+        self.checkpointer = producers.Checkpointer(stage.settings.data, table, stage.beat)
 
     def turn(self) -> bool:
         """Frame the whole lines that are staged, as many as one turn may; whether there were any."""

@@ -21,6 +21,7 @@ import re
 import sys
 import threading
 import time
+from array import array
 from binascii import a2b_base64, b2a_base64
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -216,9 +217,9 @@ class Producers:
 
     # --- the file ----------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> "Snapshot":
+    def snapshot(self, beat: Callable[[], None] = lambda: None) -> "Snapshot":
         """The table as it is now; costs a few copies of lists. Its rows are made later, beside the framing."""
-        return Snapshot(self)
+        return Snapshot(self, beat)
 
     def load(self, data: str, last_seq: int, beat: Callable[[], None] = lambda: None) -> tuple[int, str]:
         """Take in producers.ckpt. Returns (seq up to which it speaks, why it does not where that is 0).
@@ -297,24 +298,20 @@ def _seconds(value: int) -> int:
     return value >> _SECONDS_SHIFT & (1 << 34) - 1
 
 
+_Name = tuple[bytes, int, int, "array[int]", "array[int]", list[int], list[int], list[int], "array[int]"]
+
+
 class Snapshot:
     """A table at one moment."""
 
-    def __init__(self, table: Producers) -> None:
-        self._names = [
-            (
-                p.name,
-                p.last_id,
-                p.seconds,
-                p.firsts[:],
-                p.lasts[:],
-                p.ids[:],
-                p.seqs[:],
-                p.counts[:],
-                p.prints[-PRINTS:],
-            )
-            for p in table.names.values()
-        ]
+    def __init__(self, table: Producers, beat: Callable[[], None] = lambda: None) -> None:
+        """`beat` is called now and then: how long it takes depends on the limits."""
+        self._names: list[_Name] = []
+        for number, p in enumerate(table.names.values()):
+            lists = p.firsts[:], p.lasts[:], p.ids[:], p.seqs[:], p.counts[:], p.prints[-PRINTS:]
+            self._names.append((p.name, p.last_id, p.seconds, *lists))
+            if number % _ROWS_A_BEAT == 0:
+                beat()
         self._window = list(table.window.items())
 
     def rows(self) -> Iterator[bytes]:
@@ -362,8 +359,8 @@ class Checkpointer:
     Until durability has synced the snapshot's last seq it only waits; then a thread makes the text and replaces the file.
     """
 
-    def __init__(self, data: str, table: Producers) -> None:
-        self._path, self._table = path(data), table
+    def __init__(self, data: str, table: Producers, beat: Callable[[], None] = lambda: None) -> None:
+        self._path, self._table, self._beat = path(data), table, beat
         self._snapshot: tuple[int, Snapshot] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -383,7 +380,7 @@ class Checkpointer:
         """Snapshot the table as of `seq`."""
         self._bytes, self._taken_at = 0, time.monotonic()
         self._table.forget_idle(now)
-        self._snapshot = seq, self._table.snapshot()
+        self._snapshot = seq, self._table.snapshot(self._beat)
 
     @property
     def pending(self) -> bool:

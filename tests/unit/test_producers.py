@@ -522,6 +522,9 @@ def test_the_largest_table_is_read_about_as_fast_as_it_was_filled(data):
 
     assert min(measure(read) for _ in range(3)) < 10 * min(measure(largest_table) for _ in range(2))
     assert len(beats) >= 3 * 110_000 // 1024  # and nobody takes the stage for dead meanwhile
+    beats.clear()
+    Checkpointer(data, known, lambda: beats.append(1)).take(10**9, 5)
+    assert len(beats) >= 10_000 // 1024
     assert state(read()) == state(known)
 
 
