@@ -320,13 +320,14 @@ class Parser:
         rest = b"".join(b";" + header for header in headers if header != b"%b=%b" % (kind, name))
         if kind and record.claims(b"||%b|" % rest):
             return b"!err %d bad_id the headers p= and w= are KMQ's own" % n
-        if kind == b"p":
-            reply = self._one_increasing(id, n, name, seq, record.fingerprint(routing_key, rest, payload))
-        elif kind == b"w":
-            reply = self._one_arbitrary(id, n, name, seq, record.fingerprint(routing_key, rest, payload))
-        else:
+        if not kind:
             self._lines.append(record.disclaim(record.padded(raw)))
             return b""
+        print = crc32(payload, record.fingerprint_start(routing_key, rest) if rest else self._start_of(routing_key))
+        if kind == b"p":
+            reply = self._one_increasing(id, n, name, seq, print)
+        else:
+            reply = self._one_arbitrary(id, n, name, seq, print)
         if not reply:
             self._lines.append(b"%b|%b|%b;%b=%b%b|%b" % (routing_key, ts, id, kind, name, rest, payload))
         return reply
