@@ -523,7 +523,9 @@ def redrive(
 
         which = (name, template, key, str(from_seq))
         pairs = redriving.numbered(chosen(), settings.data, *which)
-        before = redriving.send(_with_progress(pairs, "redriving"), lambda who: Producer.local(producer=who), pace)
+        before = redriving.send(
+            _with_progress(pairs, "redriving"), lambda who: Producer.local(producer=who, first_id=0), pace
+        )
         print(f"redriven {total} {what}" + (f"; {before} of them were stored before" if before else ""))
         return
     lines = (redriving.as_sent(each.line, new) for each, new in chosen())

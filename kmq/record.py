@@ -22,6 +22,7 @@ CONTROL = b"!+-"  # first bytes of the FIFO's control lines (design 2.3); no top
 # The first label of a routing key. Every legal topic begins with one, so a key is legal exactly when this is:
 # the text before the first dot is a topic name, and a longer declared topic was checked when it was declared.
 _LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
+_NUMBERED = re.compile(rb"(?m)^(" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|([^|\n]*+)\|(\d{1,18})\|(.*+)\n")
 _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -47,6 +48,17 @@ class Shape:
 
 
 good_prefix = Shape().prefix
+
+
+def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes]] | None:
+    """The fields of whole lines, where all of them are well formed and have a decimal id without headers; else None.
+
+    One search instead of a check and two kinds of split: it takes two thirds of their time.
+    """
+    if 0 in data:
+        return None
+    fields = _NUMBERED.findall(data)
+    return fields if len(fields) == data.count(b"\n") else None
 
 
 def has_control_line(data: bytes | bytearray, start: int, end: int) -> bool:

@@ -172,7 +172,7 @@ class Framer:
         self.table = table = remember(stage, ring, self.now)
         self.topics = known_topics(stage, ring)
         self.parser = framing.Parser(stage.settings.max_line, table, self.topics)
-        self.checkpointer = producers.Checkpointer(stage.settings.data, table)
+        self.checkpointer = producers.Checkpointer(stage.settings.data, table, stage.beat)
 
     def turn(self) -> bool:
         """Frame the whole lines that are staged, as many as one turn may; whether there were any."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 NEW, TOO_OLD = -1, -2  # what `find` says besides the seq
 PRINTS = 4096  # ids of a name whose content is remembered
-_RANGES = 1024
+_RANGES = 1 << 16
 
 
 class Producer:
@@ -25,8 +25,8 @@ class Producer:
         self.ids: list[int] = []  # first id of each run, rising
         self.seqs: list[int] = []
         self.counts: list[int] = []
-        self.firsts: list[int] = []  # of each range of ids whose seqs are forgotten, below all runs
-        self.lasts: list[int] = []
+        self.firsts = array("q")  # of each range of ids whose seqs are forgotten, below all runs
+        self.lasts = array("q")
         self.prints = array("I")  # of the last ids stored, up to twice as many as PRINTS; 0: not known
 
     def find(self, number: int) -> int:
@@ -85,6 +85,12 @@ class Producer:
         del self.ids[:gone], self.seqs[:gone], self.counts[:gone]
         del self.firsts[:-_RANGES], self.lasts[:-_RANGES]
         return gone
+
+    def forget_ranges(self) -> int:
+        """Let go of all ranges; returns how many those were."""
+        count = len(self.firsts)
+        self.firsts, self.lasts = array("q"), array("q")
+        return count
 
     def forget_prints(self) -> int:
         """Let go of all fingerprints; returns how many those were."""

@@ -8,10 +8,12 @@ Crash       A start loads producers.ckpt, then reads what came after it from the
             ring `framed`: together exactly the records up to the next seq. The file never speaks of a record that is not on
             disk (`Checkpointer`): when all stages die with the rings, ids that went down with them must be taken again.
             A damaged file is passed over (its crc says so) and the whole WAL read instead.
-Memory      Bounded: at most `producers` names, each with its last id and some runs of (id, seq); at most `dedupe_count` runs
-            and as many ids in windows. Over the names those go first that a program made up for itself. What falls out
-            of the runs is still known to be stored, but not as which seq: `!dup n 0`. What falls out of a window, by
-            count or age, is forgotten: design 2.4 promises no more there.
+Memory      Bounded: at most `producers` names, each with its last id, some runs of (id, seq), ranges of older ids (ids.py), and
+            fingerprints of what its last ids brought; at most `dedupe_count` runs and as many ids in windows; MAX_RANGES and
+            MAX_PRINTS in all. Over the names those go first that a program made up for itself. What falls out of the runs is
+            still known to be stored, but not as which seq (`!dup n 0`), what falls out of the ranges is not (`id_too_old`).
+            What falls out of a window, by count or age, is forgotten: design 2.4 promises no more there.
+Time        A message costs no more however many names and ids there are: what is evicted stands in front of an order.
 """
 
 import os
@@ -19,6 +21,7 @@ import re
 import sys
 import threading
 import time
+from array import array
 from binascii import a2b_base64, b2a_base64
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +42,7 @@ _RUNS = 1024  # runs remembered per producer
 MADE_UP, _MADE_UP_S = b"auto-", 600
 _VERSION = 2  # of the file; the first one is read too
 MAX_PRINTS = 1 << 19  # fingerprints of all producers together: 2 MiB
+MAX_RANGES = 1 << 17  # ranges of all producers together: 2 MiB
 _ROWS_A_BEAT = 1024  # rows of the file that are loaded between two heartbeats
 _MIN_RUNS = 8  # also when all producers together have too many
 MAX_WINDOW_ID = 256  # bytes of an arbitrary id: bounds the memory of a window
@@ -58,7 +62,7 @@ class Producers:
         self._made_up: OrderedDict[bytes, Producer] = (
             OrderedDict()
         )  # those of them that were made up, in the same order
-        self._runs = self._prints = 0
+        self._runs = self._prints = self._ranges = 0
         # scope|id → seq, seconds and fingerprint in one integer (_packed), in order of age: that costs a third of a tuple
         self.window: dict[bytes, int] = {}
         self._order: deque[bytes] = deque()  # its keys: a dict finds its first one by passing over all that have gone
@@ -99,9 +103,23 @@ class Producers:
         if self._prints > MAX_PRINTS:
             self._shed_prints()
         if len(producer.ids) > _RUNS:
-            self._runs -= producer.trim(_RUNS // 2)
+            self._trim(producer, _RUNS // 2)
         elif self._runs > self._max_ids:
-            self._runs -= producer.trim(_MIN_RUNS)
+            self._trim(producer, _MIN_RUNS)
+
+    def _trim(self, producer: Producer, keep: int) -> None:
+        before = len(producer.firsts)
+        self._runs -= producer.trim(keep)
+        self._ranges += len(producer.firsts) - before
+        if self._ranges > MAX_RANGES:
+            self._shed_ranges()
+
+    def _shed_ranges(self) -> None:
+        """Too many ranges: those of the names that are idle longest go, a quarter of all at once."""
+        for producer in self.names.values():
+            if self._ranges <= MAX_RANGES * 3 // 4:
+                return
+            self._ranges -= producer.forget_ranges()
 
     def _shed_prints(self) -> None:
         """Too many fingerprints: those of the names that are idle longest go, a quarter of all at once."""
@@ -133,6 +151,7 @@ class Producers:
             self._made_up.pop(name, None)
             self._runs -= len(producer.ids)
             self._prints -= len(producer.prints)
+            self._ranges -= len(producer.firsts)
 
     # --- arbitrary ids ----------------------------------------------------------------------------------------------
 
@@ -198,9 +217,9 @@ class Producers:
 
     # --- the file ----------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> "Snapshot":
+    def snapshot(self, beat: Callable[[], None] = lambda: None) -> "Snapshot":
         """The table as it is now; costs a few copies of lists. Its rows are made later, beside the framing."""
-        return Snapshot(self)
+        return Snapshot(self, beat)
 
     def load(self, data: str, last_seq: int, beat: Callable[[], None] = lambda: None) -> tuple[int, str]:
         """Take in producers.ckpt. Returns (seq up to which it speaks, why it does not where that is 0).
@@ -238,7 +257,7 @@ class Producers:
         self._made_up.clear()
         self.window.clear()
         self._order.clear()
-        self._runs = self._prints = 0
+        self._runs = self._prints = self._ranges = 0
 
     def _load_row(self, row: bytes) -> None:
         """A row of this version, or of the first one, which knew no fingerprints and ranges."""
@@ -265,6 +284,7 @@ class Producers:
             producer.prints.byteswap()
         self._runs += len(producer.ids)
         self._prints += len(producer.prints)
+        self._ranges += len(producer.firsts)
 
 
 _PRINT, _SECONDS_SHIFT, _SEQ_SHIFT = (1 << 32) - 1, 32, 66
@@ -278,24 +298,20 @@ def _seconds(value: int) -> int:
     return value >> _SECONDS_SHIFT & (1 << 34) - 1
 
 
+_Name = tuple[bytes, int, int, "array[int]", "array[int]", list[int], list[int], list[int], "array[int]"]
+
+
 class Snapshot:
     """A table at one moment."""
 
-    def __init__(self, table: Producers) -> None:
-        self._names = [
-            (
-                p.name,
-                p.last_id,
-                p.seconds,
-                p.firsts[:],
-                p.lasts[:],
-                p.ids[:],
-                p.seqs[:],
-                p.counts[:],
-                p.prints[-PRINTS:],
-            )
-            for p in table.names.values()
-        ]
+    def __init__(self, table: Producers, beat: Callable[[], None] = lambda: None) -> None:
+        """`beat` is called now and then: how long it takes depends on the limits."""
+        self._names: list[_Name] = []
+        for number, p in enumerate(table.names.values()):
+            lists = p.firsts[:], p.lasts[:], p.ids[:], p.seqs[:], p.counts[:], p.prints[-PRINTS:]
+            self._names.append((p.name, p.last_id, p.seconds, *lists))
+            if number % _ROWS_A_BEAT == 0:
+                beat()
         self._window = list(table.window.items())
 
     def rows(self) -> Iterator[bytes]:
@@ -343,8 +359,8 @@ class Checkpointer:
     Until durability has synced the snapshot's last seq it only waits; then a thread makes the text and replaces the file.
     """
 
-    def __init__(self, data: str, table: Producers) -> None:
-        self._path, self._table = path(data), table
+    def __init__(self, data: str, table: Producers, beat: Callable[[], None] = lambda: None) -> None:
+        self._path, self._table, self._beat = path(data), table, beat
         self._snapshot: tuple[int, Snapshot] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -364,7 +380,7 @@ class Checkpointer:
         """Snapshot the table as of `seq`."""
         self._bytes, self._taken_at = 0, time.monotonic()
         self._table.forget_idle(now)
-        self._snapshot = seq, self._table.snapshot()
+        self._snapshot = seq, self._table.snapshot(self._beat)
 
     @property
     def pending(self) -> bool:

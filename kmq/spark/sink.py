@@ -30,12 +30,14 @@ Crash       of the driver, an executor, a Python worker: the rows come again wit
             Writers that a dead driver leaves behind, and speculative attempts: the later one fences the other, which waits and
             takes its turn again, so that none stops the other for ever. What both send is stored once.
 Again       A batch run again under its name stores what is missing and nothing twice, if its rows are the same, in the same
-            Spark partitions and order. Another batch needs another name, or its rows would count as stored (where that is so of
-            all, a warning says it).
+            Spark partitions and order. Another batch needs another name. A row that comes under the number of another one, or
+            below numbers that were passed over, fails the task with id_reused or id_too_old. The broker compares topic, key,
+            headers and value of the last 4,096 rows of a partition; an older row counts as stored, and where all do a warning
+            says it.
 Order       So rows must come in the same order again: from files and from KMQ they do; behind a shuffle only after
             sortWithinPartitions by columns that tell all rows apart, or with producer and id of your own.
-Not covered There is no transaction: rows are readable as they are stored, also those of a batch that fails later. Two writers
-            with one name and different rows at the same time lose some, as said above.
+Not covered There is no transaction: rows are readable as they are stored, also those of a batch that fails later. Of two writers
+            with one name and different rows at the same time one fails, or loses the rows that are older than said above.
 """
 
 import logging
@@ -333,6 +335,7 @@ class Sender:
             host,
             port,
             producer=name,
+            first_id=0,  # the lines bring ids of their own: nobody need ask for the last one, and wait for it
             token=token,
             timeout_s=timeout_s,
             max_in_flight_bytes=_IN_FLIGHT_BYTES,
@@ -412,7 +415,13 @@ class Sender:
 
     def _failed(self, err: KmqError) -> KmqError:
         kind = RetryError if isinstance(err, (NotAnswered, Fenced)) else KmqError
-        return kind(f"producer {self._name} at {self._address}: {err}")
+        text = f"producer {self._name} at {self._address}: {err}"
+        if isinstance(err, Refused) and err.code in ("id_reused", "id_too_old"):
+            text += (
+                "; rows that come again must be the same in the same order (sortWithinPartitions, or columns producer and id),"
+                " and another batch needs another kmq.producer"
+            )
+        return kind(text)
 
     def _say(self, text: str) -> None:
         _log().warning("producer %s at %s: %s", self._name, self._address, text)

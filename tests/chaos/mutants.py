@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: the table is not made from the WAL",
-        [(FRAMER, "        table.absorb(lines)\n", "")],
+        [(FRAMER, "        table.absorb(lines, now)\n", "")],
         [crash("durability", "acks"), DEDUPE],
     ),
     Mutant(
@@ -117,6 +117,36 @@ MUTANTS = [
     Mutant(
         "acks: an id that was passed over is answered as if it had been stored",
         [(IDS, " if ahead < self.counts[at] else TOO_OLD", "")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "ids: other content counts as a retry",
+        [(FRAMING, "        if print_then not in (0, print):\n", "        if False:\n")],
+        [UNIT_FRAMING],
+    ),
+    Mutant(
+        "ids: what was passed over counts as stored once its runs are forgotten",
+        [(IDS, "        return 0 if at >= 0 and number <= self.lasts[at] else TOO_OLD\n", "        return 0\n")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "ids: a reply overtakes the last id that was asked for",
+        [("kmq/links/intake.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
+        [UNIT_INTAKE],
+    ),
+    Mutant(
+        "ids: a turn of the framer has no limit",
+        [(FRAMING, "\nTURN = 8192\n", "\nTURN = 1 << 40\n")],
+        [UNIT_FRAMING],
+    ),
+    Mutant(
+        "ids: a record from a clock that was ahead makes the others old",
+        [(PRODUCERS, "min(int(seconds_text), now)", "int(seconds_text)")],
+        [UNIT_PRODUCERS],
+    ),
+    Mutant(
+        "ids: names are not kept in the order of their last messages",
+        [(PRODUCERS, "        self.names.move_to_end(name)\n", "")],
         [UNIT_PRODUCERS],
     ),
     Mutant(

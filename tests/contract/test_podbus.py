@@ -152,10 +152,19 @@ def test_an_answered_record_is_consumed_at_its_offset_at_once(bus):
 
 def test_a_retry_with_the_same_id_gets_the_same_offset_and_stores_nothing(bus):
     first = bus.stored("retry", b"the record")
-    assert [bus.stored("retry", b"another record") for _ in range(3)] == [first] * 3
+    assert [bus.stored("retry", b"the record") for _ in range(3)] == [first] * 3
     after = bus.stored("after the retries")
     assert after == first + 1
     assert bus.call("Consume", offset=first)["record"] == b"the record"
+
+
+def test_an_id_that_comes_again_with_another_record_is_refused(bus):
+    """It is no retry: answered with the offset of the first, it would be lost without a word."""
+    first = bus.stored("reused", b"the record")
+    assert bus.produce("reused", b"another record")["code"] == "ALREADY_EXISTS"
+    assert bus.stored("reused", b"the record") == first
+    assert bus.call("Consume", offset=first)["record"] == b"the record"
+    assert bus.stored("after the reused one") == first + 1
 
 
 RECORDS = {
@@ -186,7 +195,7 @@ def test_any_bytes_come_back_identical(bus, name):
 )
 def test_any_id_is_an_id_of_its_own(bus, message_id):
     offset = bus.stored(message_id, message_id.encode())
-    assert bus.stored(message_id) == offset
+    assert bus.stored(message_id, message_id.encode()) == offset
     assert bus.call("Consume", offset=offset)["record"] == message_id.encode()
 
 
@@ -303,7 +312,7 @@ def test_the_longest_record_is_stored_and_one_byte_more_is_refused(bus):
         answer = bus.produce(f"length {middle}", b"x" * middle)
         assert answer["code"] in ("OK", "RESOURCE_EXHAUSTED"), answer
         low, high = (middle, high) if answer["code"] == "OK" else (low, middle)
-    offset = bus.stored(f"length {low}")
+    offset = bus.stored(f"length {low}", b"x" * low)
     assert bus.call("Consume", offset=offset)["record"] == b"x" * low
 
 

@@ -171,6 +171,14 @@ def test_batches_written_by_foreachbatch_are_told_apart_by_query_and_batch(spark
         assert messages(up, topic) == list(zip(ids, (b"a", b"b", b"c", b"d", b"e"), strict=True))
 
 
+def test_a_batch_of_other_rows_under_a_name_that_was_used_is_an_error_and_not_a_loss(spark, up):
+    """Its rows have the numbers of those before them, and counted as stored."""
+    writer(spark.range(40, numPartitions=2).selectExpr("'a' || id value"), up, kmq_producer="one", topic="t").save()
+    with pytest.raises(PySparkException, match=r"id_reused id 0 was stored before, .*another kmq\.producer"):
+        writer(spark.range(40, numPartitions=2).selectExpr("'b' || id value"), up, kmq_producer="one", topic="t").save()
+    routed(up, 40)
+
+
 def test_producers_and_ids_of_ones_own_are_stored_once_each_however_rows_are_spread(spark, up):
     df = spark.range(3000).selectExpr("'m-' || id % 20 producer", "id + 1 id", "cast(id as string) value")
     for partitions in (2, 3):  # 20 producers: more than a task keeps connected

@@ -143,6 +143,70 @@ def test_good_prefix_ends_at_the_first_line_that_admit_would_change():
     assert ends == {True, False}
 
 
+def test_numbered_lines_are_taken_apart_exactly_where_all_are_well_formed_and_numbered():
+    """One search says what a check, a split into lines and a split into fields would say."""
+    rng, kinds = random.Random(3), set()
+    parts = (
+        b"t",
+        b"t.k",
+        b"append",
+        b"a-b.c",
+        b"__x",
+        b"",
+        b"t/",
+        b"1",
+        b"9" * 18,
+        b"9" * 19,
+        b"1;a=b",
+        b"x|y",
+        b"+",
+        b"\r",
+        b"\0",
+    )
+    for _ in range(20_000):
+        lines = [
+            b"%b|1|%b|%b" % (rng.choice(parts[:4] * 5 + parts), rng.choice(parts[7:9] * 9 + parts), rng.choice(parts))
+            for _ in range(rng.randrange(1, 4))
+        ]
+        text = b"".join(line + b"\n" for line in lines)
+        fields = [tuple(line.split(b"|", 3)) for line in lines]
+        is_plain = record.good_prefix(text) == len(text) and 0 not in text
+        is_numbered = is_plain and all(id.isdigit() and len(id) <= 18 for _, _, id, _ in fields)
+        assert record.numbered(text) == (fields if is_numbered else None), text
+        kinds.add(is_numbered)
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("routing_key", "headers", "payload", "is_same"),
+    [
+        (b"orders.eu", b";aa=b", b"x", True),
+        (b"orders.@7.eu", b";aa=b", b"x", True),
+        (b"orders.@.eu", b";p=me;aa=b;enc=b64;reason=r;len=9;z=", b"x", True),
+        (b"orders.@alice.eu", b";aa=b", b"x", False),
+        (b"orders.eu.@", b";aa=b", b"x", True),
+        (b"orders.us", b";aa=b", b"x", False),
+        (b"orders", b";aa=b", b"x", False),
+        (b"orders.eu", b"", b"x", False),
+        (b"orders.eu", b";aa=c", b"x", False),
+        (b"orders.eu", b";aa=b;pp=q", b"x", False),
+        (b"orders.eu", b";aa=b", b"y", False),
+        (b"orders.eu", b";aa=b", b"", False),
+    ],
+)
+def test_a_fingerprint_is_of_what_the_user_said(routing_key, headers, payload, is_same):
+    assert (
+        record.fingerprint(routing_key, headers, payload) == record.fingerprint(b"orders.eu", b";aa=b", b"x")
+    ) is is_same
+
+
+def test_remembered_starts_of_fingerprints_are_bounded_and_right():
+    starts = record.Starts()
+    for n in range(10_000):
+        assert starts[b"t.%d" % n] == record.fingerprint_start(b"t.%d" % n) and len(starts) <= 4096
+    assert starts[b"k" * 4000] == record.fingerprint_start(b"k" * 4000) and b"k" * 4000 not in starts
+
+
 def test_good_prefix_never_takes_a_line_without_its_newline():
     assert record.good_prefix(b"t|1|2|x\nt|1|2|x") == 8
     assert record.good_prefix(b"") == 0

@@ -153,7 +153,9 @@ def _send(
             for broker, log, number, offset, new, line in zip(*(each.to_pylist() for each in batch), strict=True):
                 yield name(broker, log, number), rules.as_sent(line, new, offset + 1)
 
-    before = rules.send(lines(), lambda who: Producer(host, port, producer=who, token=token), rules.Pace(rate))
+    before = rules.send(
+        lines(), lambda who: Producer(host, port, producer=who, first_id=0, token=token), rules.Pace(rate)
+    )
     yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
 
 
