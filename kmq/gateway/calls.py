@@ -184,6 +184,10 @@ class Calls:
             oldest.end("newer calls of its kind came")
         self._bystanders[call] = None
 
+    async def drain(self) -> None:
+        """Call when gRPC has stopped."""
+        await asyncio.gather(*(front.drain() for front in (self.front, self.tls_front) if front))
+
     def sweep(self) -> None:
         """End those that have kept us waiting for too long. Call some times a second."""
         for call in list(self._all):

@@ -9,12 +9,14 @@ Bound       A side that takes nothing stops the reading of the other one: a conn
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
 from typing import Any
 
 _HIGH_BYTES = 1 << 16
+_LINGER_S = 1.0  # for a client to take its last bytes and to go by itself
 _TRIES, _PAUSE_S = 50, 0.02  # while gRPC has as many connections to accept as the kernel keeps for it
 
 
@@ -46,9 +48,28 @@ class _End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         other, self.other = self.other, None
-        if other is not None and other.transport is not None:
+        if other is not None:
             other.other = None
-            other.transport.close()  # what has been received for it is still handed over
+            other.end()
+
+    def end(self) -> None:
+        """The other end is over: hand over what came from it."""
+        self.transport.close()
+
+
+class _Inner(_End):
+    """The end that gRPC knows."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self._sock = sock
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take what gRPC said last, where it was a write that found the connection over: a client waits for its status."""
+        with contextlib.suppress(OSError):
+            while exc is not None and (data := self._sock.recv(_HIGH_BYTES)):
+                self.data_received(data)
+        super().connection_lost(exc)
 
 
 class Relay(_End):
@@ -69,6 +90,14 @@ class Relay(_End):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._front.leave(self)
+
+    def end(self) -> None:
+        """gRPC is done with it. Not at once: that is a reset where the client has just sent something, and overtakes a status."""
+        if self.transport.is_closing():
+            return
+        self.transport.resume_reading()  # and nobody takes it
+        self.transport.write_eof()
+        asyncio.get_running_loop().call_later(_LINGER_S, self.force_close)
 
     @property
     def waits_since(self) -> float:
@@ -109,6 +138,12 @@ class Front:
     def leave(self, relay: Relay) -> None:
         self._relays.pop(relay.name, None)
 
+    async def drain(self) -> None:
+        """Call when gRPC has stopped: wait for the clients to take their last bytes, and no longer than they may."""
+        until = time.monotonic() + _LINGER_S
+        while self._relays and time.monotonic() < until:
+            await asyncio.sleep(_PAUSE_S)
+
     async def _connect(self, relay: Relay) -> None:
         loop = asyncio.get_running_loop()
         inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -120,7 +155,7 @@ class Front:
                 await asyncio.sleep(_PAUSE_S)
             if busy:
                 raise OSError(busy, os.strerror(busy))
-            _, end = await loop.create_unix_connection(_End, sock=inner)
+            _, end = await loop.create_unix_connection(lambda: _Inner(inner), sock=inner)
         except OSError:
             inner.close()
             relay.force_close()

@@ -95,6 +95,7 @@ class Gateway:
             self.bus.stop()
             self.health.stop()
             await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup())
+            await self.calls.drain()
             await self.bus.close()
             self.incidents.say()
 
