@@ -6,6 +6,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -31,6 +32,10 @@ def end_with(pid: int) -> None:
 
 def run(log: Log) -> None:
     settings = load()
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (descriptors, descriptors)
+    )  # one for each connection, two for those of gRPC
     data_id = open_data(settings.data)
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/gateway.owner")

@@ -342,6 +342,17 @@ def settle(peers: list[Http2]) -> None:
                 alive.remove(peer)
 
 
+def silent_connections(target: Target, count: int = 2000, most: int = 256 * MIB) -> None:
+    """Connections to the gRPC port that say nothing, or no more than that they speak HTTP/2."""
+    with ExitStack() as opened, short_log(target):
+        for _ in range(count // 2):
+            opened.enter_context(connect(target, "grpc"))
+            with contextlib.suppress(OSError):
+                opened.enter_context(http2(target))
+        assert_served(target)
+        assert_small(target, most)
+
+
 def bystanders(target: Target, path: str = WATCH, count: int = 5000, most: int = 256 * MIB) -> None:
     """Streams that never end, of a service that anyone finds: those who produce are served."""
     with ExitStack() as opened, short_log(target):

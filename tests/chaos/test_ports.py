@@ -127,6 +127,13 @@ def test_calls_of_bystanders_shut_out_nobody(gateway: Up) -> None:
     assert row(broker).turned_away >= 5
 
 
+def test_grpc_connections_without_a_call_shut_out_nobody(gateway: Up) -> None:
+    broker = gateway(KMQ_CONNECTIONS=40)
+    begin = attacks.memory(broker, "gateway")
+    attacks.silent_connections(broker, 200, begin + 40 * attacks.MIB)
+    assert row(broker).turned_away >= 150
+
+
 def test_with_tokens_only_a_health_check_needs_none(gateway: Up, tmp_path: Path) -> None:
     tokens.new(str(tmp_path / "tokens"), "x")
     broker = gateway(KMQ_TOKENS=tmp_path / "tokens")
@@ -183,6 +190,7 @@ def test_soak_strangers_at_the_http_ports(gateway: Up, tls: dict[str, object]) -
 @pytest.mark.soak
 def test_soak_strangers_at_the_grpc_port(gateway: Up) -> None:
     broker = gateway()
+    attacks.silent_connections(broker)
     attacks.bystanders(broker)
     attacks.bystanders(broker, attacks.REFLECT)
     attacks.unfinished_calls(broker)
