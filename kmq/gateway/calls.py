@@ -5,7 +5,7 @@ the connection ends. So every method is registered as a stream, which leaves it 
 
 Budgets     A call takes its share of a Budget before it makes gRPC hold something for it. Where a budget is used up, the call
             that has kept us waiting for longest gives way, and the newcomer waits until there is room.
-End         A call that has to give way, or is late, takes its connection with it (front.py): until then gRPC keeps its messages.
+End         A call that keeps us waiting and has to end takes its connection with it (front.py): gRPC would keep its messages.
 Deadline    KMQ_LINE_DEADLINE for a request of one message, and for each response to be read. A stream may be silent.
 Bystanders  Health/Watch and reflection: at most _BYSTANDERS at a time, the oldest gives way.
 """
@@ -13,7 +13,7 @@ Bystanders  Health/Watch and reflection: at most _BYSTANDERS at a time, the olde
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -46,26 +46,18 @@ class Call:
         self.since = 0.0  # when it began to wait for its client; 0: it does not
         self.is_patient = False  # no deadline: a client may take its time between the messages of a stream
         self.why_ended = ""
+        self.is_told = False  # why
         self._held: list[Budget] = []
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """It waits for its client in here."""
-        self.since = time.monotonic()
-        is_patient, self.is_patient = self.is_patient, False
-        yield  # a call that is cancelled in here stays as it is to its end
-        self.is_patient = is_patient
-        self.since = time.monotonic() if is_patient else 0.0
 
     def has_waited(self, seconds: float) -> bool:
         return self.since > 0 and time.monotonic() - self.since >= seconds
 
-    def end(self, why: str) -> None:
-        """Others, or the deadline, want it to be over."""
+    def end(self, why: str, politely: bool = False) -> None:
+        """Others, or the deadline, want it to be over. Politely: it gets a status, and its connection stays."""
         if not self.why_ended and self.task is not None:
-            self.why_ended = why
+            self.why_ended, self.is_told = why, politely
             self.task.cancel()
-            if self._relay is not None:
+            if self._relay is not None and not politely:
                 self._relay.force_close()
 
     def hold(self, budget: "Budget") -> None:
@@ -144,6 +136,16 @@ class Calls:
             yield call
         except Answer as answer:
             await context.abort(answer.status.grpc, f"{answer.code}: {answer}")
+        except asyncio.CancelledError:
+            if call.task is None or not call.is_told:
+                raise
+            why, call.why_ended, call.since = (
+                call.why_ended,
+                "",
+                time.monotonic(),
+            )  # the deadline is also one for the status
+            call.task.uncancel()
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"too_many: {why}")
         finally:
             if relay is not None:
                 relay.calls.discard(call)
@@ -155,8 +157,9 @@ class Calls:
     async def read(self, call: Call, context: Any) -> Any:
         """The only request of a call."""
         await self.receiving.take(call, self.longest)
-        with call.waiting():
-            request = await context.read()
+        call.since = time.monotonic()
+        request = await context.read()
+        call.since = 0.0
         self.receiving.settle(call, 0)
         if request is grpc.aio.EOF:
             raise Answer("bad_request", "a request is missing")
@@ -172,8 +175,10 @@ class Calls:
 
     async def write(self, call: Call, context: Any, response: Any) -> None:
         """One response, until the client has room for it."""
-        with call.waiting():
-            await context.write(response)
+        is_patient = call.is_patient
+        call.since, call.is_patient = time.monotonic(), False
+        await context.write(response)  # a call that is cancelled in here stays as it is to its end
+        call.since, call.is_patient = time.monotonic() if is_patient else 0.0, is_patient
 
     def stand_by(self, call: Call) -> None:
         """It is nobody's business how long it takes: it gives way to the next of its kind where there are many."""
@@ -181,7 +186,7 @@ class Calls:
             oldest = next(iter(self._bystanders))
             del self._bystanders[oldest]
             self._strangers.turn_away("", f"{_BYSTANDERS} calls of Health/Watch and reflection are open")
-            oldest.end("newer calls of its kind came")
+            oldest.end("newer calls of its kind came", politely=not oldest.since)
         self._bystanders[call] = None
 
     async def drain(self) -> None:

@@ -1,6 +1,7 @@
 """Which gRPC calls give way, and which do not."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -30,11 +31,9 @@ async def started(budget, nbytes, waits=True):
         call = Call()
         try:
             await budget.take(call, nbytes)
-            with call.waiting():
-                if not waits:
-                    call.since = 0.0
-                ready.set_result(call)
-                await asyncio.Event().wait()
+            call.since = time.monotonic() if waits else 0.0
+            ready.set_result(call)
+            await asyncio.Event().wait()
         finally:
             call.close()
 
