@@ -213,7 +213,7 @@ SETTINGS = (
         "line_deadline",
         "60s",
         _AGE,
-        "an unfinished line, TLS handshake or HTTP header must be whole by then",
+        "a line, TLS handshake, request or GET_ACK that was begun must be whole by then, and replies be read",
     ),
     Setting("KMQ_TLS_CERT", "tls_cert", "", _path, "certificate chain (PEM); with it the TLS listeners open"),
     Setting("KMQ_TLS_KEY", "tls_key", "", _path, "its private key (PEM)"),

@@ -33,7 +33,7 @@ def end_with(pid: int) -> None:
 
 def run(log: Log) -> None:
     settings = load()
-    descriptors.claim(_LEAST_FILES)
+    descriptors.claim(_LEAST_FILES)  # one for each connection, two for those of gRPC
     data_id = open_data(settings.data)
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/gateway.owner")

@@ -1,4 +1,4 @@
-"""The HTTP ports: each connection from accept to its end, how many there are, and which of them keep us waiting.
+"""The ports of the gateway: each connection from accept to its end, how many there are, and which of them keep us waiting.
 
 Limits      On each port _MOST connections, and _HANDSHAKES more whose TLS handshake is not over (each costs some 300 KiB).
             Over that the one that has kept us waiting for longest gives way to the newcomer: a handshake to a handshake, a
@@ -21,10 +21,13 @@ from typing import Any
 
 from aiohttp import web
 
+from kmq.gateway.front import Relay
 from kmq.incidents import Strangers
 from kmq.settings import MIB, Settings
 
-_MOST = 256
+_MOST = (
+    320  # more than there may be streams of gRPC that wait for us, so that a newcomer always finds one that does not
+)
 _HANDSHAKES = 96
 _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
@@ -68,7 +71,7 @@ class _Open:
 
 
 class Doors:
-    """The connections of all HTTP ports, for one server of aiohttp."""
+    """The connections of all ports: those of HTTP have aiohttp's handlers, those of gRPC are relayed (front.py)."""
 
     def __init__(self, settings: Settings, strangers: Strangers) -> None:
         self._strangers, self._deadline_s = strangers, settings.line_deadline
@@ -176,12 +179,18 @@ class Doors:
         here = [handler for handler, it in self._open.items() if it.door is door]
         if len(here) < self._most:
             return True
-        idle = [handler for handler in here if handler not in self._served]
-        if idle:
-            longest = min(idle, key=lambda handler: self._waiting.get(handler, time.monotonic()))
+        slow = [handler for handler in here if self._waits_since(handler)]
+        if slow:
+            longest = min(slow, key=self._waits_since)
             self._end(longest)
-            self._strangers.turn_away(self._open.pop(longest).peer, f"{self._most} are open, and it has asked nothing")
-        return bool(idle)
+            self._strangers.turn_away(self._open.pop(longest).peer, f"{self._most} are open, and it keeps us waiting")
+        return bool(slow)
+
+    def _waits_since(self, handler: Any) -> float:
+        """Since when a connection has kept us waiting; 0 where it waits for us."""
+        if isinstance(handler, Relay):
+            return handler.waits_since
+        return 0.0 if handler in self._served else self._waiting.get(handler, time.monotonic())
 
     def _end(self, handler: Any) -> None:
         handler.force_close()
@@ -191,7 +200,8 @@ class Doors:
         """Call some times a second."""
         now = time.monotonic()
         self._open = {handler: it for handler, it in self._open.items() if not it.transport.is_closing()}
-        self._waiting = {it: self._waiting.get(it, now) for it in self._open if it not in self._served}
+        asked = [handler for handler in self._open if not isinstance(handler, Relay)]  # gRPC has deadlines of its own
+        self._waiting = {it: self._waiting.get(it, now) for it in asked if it not in self._served}
         for handler, since in self._waiting.items():
             if now - since >= self._deadline_s:
                 if not self._open[handler].has_asked:

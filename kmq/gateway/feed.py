@@ -17,6 +17,7 @@ from kmq.log import reader, topics
 from kmq.routing import Topic
 from kmq.stats import StatsPage
 
+_OBJECT = 200  # bytes of memory that a record takes beside its payload
 CHUNK_BYTES = 1 << 16  # read at once from one partition; a longer record comes alone
 _FAST_S, _SLOW_S = 0.001, 0.05  # between looks at the watermark: when it has just moved, or will in a moment; when idle
 
@@ -53,6 +54,7 @@ class Feed:
         self.data, self.topic = data, topic
         self.next_seq = seq  # all before it has been in `ready`
         self.ready: deque[Record] = deque()
+        self.weight = 0  # bytes that it held in memory when it was last filled
         self._cursors: list[_Cursor] = []
         self._links: list[str] = []
         self._ended_at: list[tuple[int, int]] | None = None  # the active segments when there was nothing more in them
@@ -89,6 +91,8 @@ class Feed:
             fields = line.split(b"|", 5)
             self.ready.append(Record(seq, decode_payload(fields[4], fields[5])))
             self.next_seq = seq + 1
+        waiting = sum(len(line) + _OBJECT for cursor in self._cursors for _, line in cursor.read)
+        self.weight = waiting + sum(len(record.payload) + _OBJECT for record in self.ready)
 
     def _open(self) -> bool:
         """The partitions, once the topic exists."""

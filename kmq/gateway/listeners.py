@@ -5,8 +5,8 @@ With certificates (tls.py) HTTP and gRPC are there twice, plaintext and TLS. Wit
 """
 
 import os
-import socket
 from collections.abc import Awaitable, Callable
+from secrets import token_hex
 from ssl import SSLContext
 from typing import Any
 
@@ -15,7 +15,9 @@ from aiohttp import web
 
 from kmq.errors import ConfigError
 from kmq.gateway.answers import STATUS
+from kmq.gateway.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.doors import Doors, listening
+from kmq.gateway.front import Front
 from kmq.incidents import Strangers
 from kmq.links import tls
 from kmq.log.disk import replace_file
@@ -23,16 +25,16 @@ from kmq.logfmt import Log
 from kmq.settings import KIB, Settings
 from kmq.tokens import Tokens
 
-_ENVELOPE = 64 * KIB  # of a gRPC message around the record: the id, and gRPC's own framing
-_RPCS = 4096  # requests at a time, streams included
+_RPCS = 2048  # requests at a time, streams included
+_UNREAD_BYTES = 16 * KIB  # of each that gRPC takes before it is read
 _RPCS_PER_CONNECTION = 1024
 _KEEPALIVE_MS, _KEEPALIVE_ANSWER_MS = 30_000, 10_000  # a peer that is gone must not keep its stream for ever
 _LONGEST_HANDSHAKE_S = 60.0
+_LONGEST_IDLE_S = 3600.0  # of a connection without a call; its client connects again by itself
 _MIN_PING_MS = 10_000  # clients may ping so often, also while nothing is going on
 
 
 _OPEN_PAGES = ("/healthz", "/readyz")
-_OPEN_METHODS = "/grpc.health.v1.Health/"
 _UNAUTHORIZED = "authorization: Bearer <token> is asked for, with a token that `kmq token new` has made"
 
 
@@ -46,7 +48,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         shown = dict(details.invocation_metadata).get("authorization", "")
-        if details.method.startswith(_OPEN_METHODS) or self._tokens.check_header(shown):
+        if details.method == CHECK or self._tokens.check_header(shown):
             return await continuation(details)
         self._strangers.refuse("", "gRPC without a valid token")
         return self._refusal
@@ -73,16 +75,19 @@ def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
     return guard
 
 
-def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers) -> Any:
+def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers, calls: Calls, service: str) -> Any:
     """A server without a port, to add services to."""
-    longest = settings.max_line + _ENVELOPE
+    longest = longest_message(settings)
     handshake_ms = int(min(settings.line_deadline, _LONGEST_HANDSHAKE_S) * 1000)
     return grpc.aio.server(
-        interceptors=(_Guard(tokens, strangers),) if tokens else (),
+        interceptors=(*([_Guard(tokens, strangers)] if tokens else []), Bystanders(calls, service)),
         maximum_concurrent_rpcs=_RPCS,
         options=(
             ("grpc.so_reuseport", 0),  # or a second gateway would share the port, and half of the clients, in silence
             ("grpc.server_handshake_timeout_ms", handshake_ms),
+            ("grpc.max_connection_idle_ms", int(min(settings.line_deadline, _LONGEST_IDLE_S) * 1000)),
+            ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
+            ("grpc.http2.bdp_probe", 0),  # or it would take more and more
             ("grpc.max_receive_message_length", longest),
             ("grpc.max_send_message_length", longest),
             ("grpc.max_concurrent_streams", _RPCS_PER_CONNECTION),
@@ -94,26 +99,23 @@ def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers)
     )
 
 
-def listen_grpc(server: Any, settings: Settings, log: Log) -> dict[str, int]:
-    """Open its ports; name → which one."""
-    ports = {"grpc": _bind(server.add_insecure_port, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
+def listen_grpc(server: Any, calls: Calls, doors: Doors, settings: Settings, log: Log) -> dict[str, int]:
+    """Open its ports; name → which one. Call inside the event loop."""
+    calls.front = _front(server.add_insecure_port)
+    ports = {"grpc": _open(calls.front, doors, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
     certificates = tls.certificates(settings, log)
     if certificates is not None:
         credentials = _credentials(settings, certificates)
-        ports["grpcs"] = _bind(
-            lambda address: server.add_secure_port(address, credentials),
-            "KMQ_GRPCS_PORT",
-            settings.tls_host,
-            settings.grpcs_port,
-        )
+        calls.tls_front = _front(lambda address: server.add_secure_port(address, credentials))
+        ports["grpcs"] = _open(calls.tls_front, doors, "KMQ_GRPCS_PORT", settings.tls_host, settings.grpcs_port)
     return _write_ports(settings, ports)
 
 
-def _bind(add_port: Callable[[str], int], setting: str, host: str, port: int) -> int:
-    try:
-        return add_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    except RuntimeError:
-        raise _refused(setting, host, port, _why_not(host, port)) from None
+def _front(add_port: Callable[[str], int]) -> Front:
+    """What relays to gRPC, which listens on a socket with a name that nobody else knows."""
+    name = f"kmq-grpc-{token_hex(16)}"
+    add_port(f"unix-abstract:{name}")
+    return Front(name)
 
 
 def _credentials(settings: Settings, certificates: tls.Certificates) -> Any:
@@ -154,15 +156,6 @@ def _open(server: Any, doors: Doors, setting: str, host: str, port: int, context
         doors.serve(door, server, context)
     number: int = opened[0].getsockname()[1]
     return number
-
-
-def _why_not(host: str, port: int) -> str:
-    """Why gRPC, which does not say, could not listen there."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as err:
-        return err.strerror or str(err)
-    return "gRPC gives no reason"
 
 
 def _refused(setting: str, host: str, port: int, reason: str) -> ConfigError:

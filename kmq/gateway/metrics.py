@@ -131,6 +131,7 @@ SCRAPED = (
     Metric("kmq_producers", "Producer names that are remembered.", (), _one("framer", lambda r: r.producers)),
     Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", (), _one("framer", lambda r: r.remembered)),
     Metric("kmq_connections", "Connections of producers.", (), _one("ingress", lambda r: r.connections)),
+    Metric("kmq_gateway_connections", "Connections to the gateway.", (), _one("gateway", lambda r: r.connections)),
     Metric("kmq_askers", "Connections on the ack port.", (), _one("ingress", lambda r: r.askers)),
     Metric(
         "kmq_turned_away_total",

@@ -24,8 +24,10 @@ from kmq.client.aio import AsyncProducer
 from kmq.client.protocol import NotAnswered, Refused
 from kmq.errors import KmqError
 from kmq.gateway.answers import INTERNAL, Answer
+from kmq.gateway.calls import PATIENCE_S, Budget, Call, Calls, longest_message, longest_waiting
 from kmq.gateway.feed import Feed, Record, Watermark
 from kmq.gateway.metrics import Requests
+from kmq.incidents import Incidents, Strangers
 from kmq.log.reader import DamageError
 from kmq.logfmt import Log
 from kmq.settings import Settings
@@ -36,6 +38,9 @@ _STREAMS = 256  # at a time
 _WAITING_BYTES = 32 << 20  # of records that wait for room in the producer, which holds as many bytes without a reply
 _STREAM_IN_FLIGHT = 1024  # requests of one ProduceStream without a response
 _FEEDS = 64  # read-ahead chunks kept for consumers that come back
+_KEPT_BYTES = 16 << 20  # of them together
+_READING_BYTES = 64 << 20  # of records that have been read from files and not been taken by clients
+_COPIES = 4  # of a record on its way out: line, payload, message, and its bytes in gRPC
 _MEANING = {"too_long": "with its id, and as base64 unless it is printable text, the record is over KMQ_MAX_LINE bytes"}
 _REPLACE_S = 1.0  # a producer that ingress has turned away for good is made anew at most so often
 
@@ -43,9 +48,11 @@ _REPLACE_S = 1.0  # a producer that ingress has turned away for good is made ane
 class PodBus:
     """The four methods. They raise Answer, which `handler` makes a gRPC status."""
 
-    def __init__(self, settings: Settings, watermark: Watermark, log: Log) -> None:
+    def __init__(self, settings: Settings, watermark: Watermark, log: Log, strangers: Strangers | None = None) -> None:
         self.settings, self.watermark, self.log = settings, watermark, log
-        self.streams = 0
+        self._longest = longest_message(settings)
+        self._reading = Budget(max(_READING_BYTES, _COPIES * self._longest), PATIENCE_S, strangers)
+        self._streams: set[Call] = set()
         self._waiting_bytes = 0  # of records for which the producer has no room yet
         self._taking: set[asyncio.Task[None]] = set()  # one for each ProduceStream
         self._feeds: OrderedDict[int, Feed] = OrderedDict()  # by the offset that its next reader will ask for
@@ -61,6 +68,11 @@ class PodBus:
             on_stall=lambda text: self.log.warn("produce_stalled", waiting=text),
         )
 
+    @property
+    def streams(self) -> int:
+        """How many are open."""
+        return len(self._streams)
+
     def stop(self) -> None:
         """Streams end; what has been taken is still answered."""
         self.watermark.stop()
@@ -73,10 +85,10 @@ class PodBus:
 
     # --- produce -----------------------------------------------------------------------------------------------------
 
-    async def produce(self, request: Any, context: Any) -> Any:
+    async def produce(self, request: Any, call: Call | None) -> Any:
         return ProduceResponse(offset=await self._stored(await self._submit(request)))
 
-    async def produce_stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
+    async def produce_stream(self, requests: AsyncIterator[Any], call: Call | None) -> AsyncGenerator[Any, None]:
         replies: asyncio.Queue[asyncio.Future[int] | Answer | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_IN_FLIGHT)
 
@@ -93,7 +105,7 @@ class PodBus:
             finally:
                 replies.put_nowait(end)
 
-        with self._stream():
+        with self._stream(call or Call()):
             taking = asyncio.create_task(take())
             self._taking.add(taking)
             try:
@@ -135,23 +147,27 @@ class PodBus:
 
     # --- consume -----------------------------------------------------------------------------------------------------
 
-    async def consume(self, request: Any, context: Any) -> Any:
-        offset = request.offset
+    async def consume(self, request: Any, call: Call | None) -> Any:
+        offset, call = request.offset, call or Call()
         feed = self._feeds.pop(offset, None) or self._feed(offset)
-        record = await self._next(feed)
-        self._feeds[record.seq + 1 if record else offset] = feed
-        if len(self._feeds) > _FEEDS:
-            self._feeds.popitem(last=False)
+        record = await self._next(feed, call)
+        self._keep(record.seq + 1 if record else offset, feed)
         if record is None:
             raise Answer("not_found", f"nothing at offset {offset} or later; the last seq is {self.watermark.durable}")
         return ConsumeResponse(record=record.payload, next_offset=record.seq + 1)
 
-    async def consume_stream(self, request: Any, context: Any) -> AsyncGenerator[Any, None]:
-        feed = self._feed(request.offset)
-        with self._stream():
+    def _keep(self, offset: int, feed: Feed) -> None:
+        """For a consumer that comes back: what it has read ahead, as long as all of them together are small."""
+        self._feeds[offset] = feed
+        while len(self._feeds) > _FEEDS or sum(kept.weight for kept in self._feeds.values()) > _KEPT_BYTES:
+            self._feeds.popitem(last=False)
+
+    async def consume_stream(self, request: Any, call: Call | None) -> AsyncGenerator[Any, None]:
+        feed, call = self._feed(request.offset), call or Call()
+        with self._stream(call):
             while True:
                 routed = self.watermark.routed
-                record = await self._next(feed)
+                record = await self._next(feed, call)
                 if record is not None:
                     yield ConsumeResponse(record=record.payload, next_offset=record.seq + 1)
                 elif request.follow:
@@ -162,13 +178,20 @@ class PodBus:
     def _feed(self, offset: int) -> Feed:
         return Feed(self.settings.data, self.settings.podbus_topic, offset)
 
-    async def _next(self, feed: Feed) -> Record | None:
-        """The next record, waiting for what is durable already; None where nobody has stored one."""
+    async def _next(self, feed: Feed, call: Call) -> Record | None:
+        """The next record, waiting for what is durable already; None where nobody has stored one.
+
+        Reading takes as much as the longest record does, with its copies on the way out; then what it has come to.
+        """
         if not feed.ready:
             durable = self.watermark.durable
+            if feed.has_more():
+                await self._reading.take(call, _COPIES * self._longest)
             if await self._fill(feed) < durable and not feed.ready:
                 await self._pass(durable)
                 await self._fill(feed)
+            longest = max((len(record.payload) for record in feed.ready), default=0)
+            self._reading.settle(call, feed.weight + (_COPIES - 1) * longest)
         return feed.ready.popleft() if feed.ready else None
 
     async def _fill(self, feed: Feed) -> int:
@@ -192,14 +215,19 @@ class PodBus:
     # --- streams -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _stream(self) -> Iterator[None]:
+    def _stream(self, call: Call) -> Iterator[None]:
         if self.streams >= _STREAMS:
-            raise Answer("too_many", f"{_STREAMS} streams are open already")
-        self.streams += 1
+            slow = longest_waiting(self._streams, PATIENCE_S)
+            if slow is None:
+                raise Answer("too_many", f"{_STREAMS} streams are open already")
+            self._streams.discard(slow)
+            slow.end("others wanted to open a stream, and its client did not go on")
+        self._streams.add(call)
         try:
             yield
         finally:
-            self.streams -= 1
+            self._streams.discard(call)
+            call.close()
 
 
 def _forget(reply: "asyncio.Future[int] | Answer | None") -> None:
@@ -236,7 +264,7 @@ SERVICE: str = _SCHEMA["PodBus"].full_name
 ProduceResponse, ConsumeResponse = _SCHEMA["ProduceResponse"], _SCHEMA["ConsumeResponse"]
 
 
-def handler(bus: PodBus, requests: Requests, log: Log) -> Any:
+def handler(bus: PodBus, calls: Calls, requests: Requests, incidents: Incidents) -> Any:
     """The service for a server: what the methods raise becomes a status, and every request is counted."""
 
     @contextlib.asynccontextmanager
@@ -252,36 +280,39 @@ def handler(bus: PodBus, requests: Requests, log: Log) -> Any:
             raise
         except Exception as err:
             code = INTERNAL.grpc
-            log.error("request_failed", method=method, reason=repr(err))
+            incidents.note("request_failed", method, type(err).__name__)
             await context.abort(code, f"internal: {err}")
         finally:
             requests.count(method, code.name, time.perf_counter() - begin)
 
     def unary(name: str, method: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-        async def call(request: Any, context: Any) -> Any:
-            async with answered(name, context):
-                return await method(request, context)
+        async def serve(_: Any, context: Any) -> None:
+            async with calls.begin(context) as call, answered(name, context):
+                request = await calls.read(call, context)
+                await calls.write(call, context, await method(request, call))
 
-        return call
+        return serve
 
-    def streaming(name: str, method: Callable[[Any, Any], AsyncGenerator[Any, None]]) -> Any:
-        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with answered(name, context), contextlib.aclosing(method(request, context)) as responses:
-                async for response in responses:
-                    yield response
+    def streaming(name: str, method: Callable[[Any, Any], AsyncGenerator[Any, None]], is_stream: bool) -> Any:
+        async def serve(requests: Any, context: Any) -> None:
+            async with calls.begin(context) as call, answered(name, context):
+                asked = calls.stream(call, requests) if is_stream else await calls.read(call, context)
+                async with contextlib.aclosing(method(asked, call)) as responses:
+                    async for response in responses:
+                        await calls.write(call, context, response)
 
-        return call
+        return serve
 
-    calls = {
-        "Produce": (grpc.unary_unary_rpc_method_handler, unary("Produce", bus.produce)),
-        "Consume": (grpc.unary_unary_rpc_method_handler, unary("Consume", bus.consume)),
-        "ProduceStream": (grpc.stream_stream_rpc_method_handler, streaming("ProduceStream", bus.produce_stream)),
-        "ConsumeStream": (grpc.unary_stream_rpc_method_handler, streaming("ConsumeStream", bus.consume_stream)),
+    serving = {
+        "Produce": unary("Produce", bus.produce),
+        "Consume": unary("Consume", bus.consume),
+        "ProduceStream": streaming("ProduceStream", bus.produce_stream, is_stream=True),
+        "ConsumeStream": streaming("ConsumeStream", bus.consume_stream, is_stream=False),
     }
     methods = {}
-    for name, (kind, call) in calls.items():
+    for name, serve in serving.items():
         declared = _SCHEMA["PodBus"].methods_by_name[name]
         request = message_factory.GetMessageClass(declared.input_type)
         response = message_factory.GetMessageClass(declared.output_type)
-        methods[name] = kind(call, request.FromString, response.SerializeToString)
+        methods[name] = grpc.stream_stream_rpc_method_handler(serve, request.FromString, response.SerializeToString)
     return grpc.method_handlers_generic_handler(SERVICE, methods)

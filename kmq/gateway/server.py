@@ -12,12 +12,14 @@ import signal
 import time
 
 from aiohttp import web
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kmq.gateway.broker import Broker
+from kmq.gateway.calls import Calls
 from kmq.gateway.doors import Doors
 from kmq.gateway.feed import Watermark
+from kmq.gateway.health import HEALTH, Health
 from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http
 from kmq.gateway.metrics import Requests
 from kmq.gateway.podbus import SERVICE, PodBus, handler
@@ -30,7 +32,6 @@ from kmq.tokens import open_tokens
 
 _LOOK_S = 0.25  # between looks at the broker; also our heartbeat
 _SAY_S = 1.0  # between log lines of one event
-_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class _Logfmt(logging.Handler):
@@ -57,10 +58,11 @@ class Gateway:
         self.broker = Broker(settings, page)
         self.requests = Requests()
         self.tokens = open_tokens(settings, log.warn)
-        self.bus = PodBus(settings, Watermark(page), log)
-        self.health = health.aio.HealthServicer()
+        self.health = Health()
         self.strangers = Strangers(self.row, self.incidents)
         self.doors = Doors(settings, self.strangers)
+        self.calls = Calls(settings, self.strangers)
+        self.bus = PodBus(settings, Watermark(page), log, self.strangers)
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -69,10 +71,10 @@ class Gateway:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = grpc_server(self.settings, self.tokens, self.strangers)
-        server.add_generic_rpc_handlers((handler(self.bus, self.requests, self.log),))
+        server = grpc_server(self.settings, self.tokens, self.strangers, self.calls, SERVICE)
+        server.add_generic_rpc_handlers((handler(self.bus, self.calls, self.requests, self.incidents),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
         app = application(self.broker, self.requests)
         app.middlewares.append(self.doors.middleware)
         if self.tokens:
@@ -80,7 +82,7 @@ class Gateway:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
         await runner.setup()
         try:
-            ports = listen_grpc(server, self.settings, self.log)
+            ports = listen_grpc(server, self.calls, self.doors, self.settings, self.log)
             ports |= listen_http(runner.server, self.doors, self.settings, self.log)
             await server.start()
             self.row.port = ports["http"]
@@ -91,8 +93,9 @@ class Gateway:
             self._state("draining")
             self.doors.close()
             self.bus.stop()
-            await self.health.enter_graceful_shutdown()
+            self.health.stop()
             await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup())
+            await self.calls.drain()
             await self.bus.close()
             self.incidents.say()
 
@@ -103,6 +106,7 @@ class Gateway:
             self._state("ready")
             self.page.keep_in_place("gateway")
             self.doors.sweep()
+            self.calls.sweep()
             self.row.connections = self.doors.connections
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + _SAY_S
@@ -111,7 +115,7 @@ class Gateway:
             if said is None or bool(reason) != bool(said):
                 self.log.info("broker", ready=not reason, reason=reason)
                 for service in ("", SERVICE):
-                    await self.health.set(service, _NOT_SERVING if reason else _SERVING)
+                    self.health.set(service, not reason)
                 said = reason
             try:
                 async with asyncio.timeout(_LOOK_S):

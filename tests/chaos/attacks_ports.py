@@ -6,6 +6,8 @@ be called in any order, again and again, on the same target. The sizes by defaul
 
 import contextlib
 import re
+import resource
+import select
 import socket
 import ssl
 import struct
@@ -20,9 +22,14 @@ import psutil
 MIB = 1 << 20
 PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
 SWEEPS_PER_S = 2  # a log line an event and sweep; twice as many for sweeps that come early
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS = 0, 1, 3, 4  # frames of HTTP/2
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _WINDOW_UPDATE = 0, 1, 3, 4, 8  # frames of HTTP/2
 _END_STREAM, _END_HEADERS = 1, 4
-_FRAME_BYTES = 1 << 14
+_MAX_STREAMS, _INITIAL_WINDOW = 3, 4  # settings
+_BURST = 500  # calls that are begun at once: of more than a thousand gRPC forgets some
+_FRAME_BYTES, _WINDOW, WIDE = 1 << 14, (1 << 16) - 1, (1 << 31) - 1
+WATCH, CHECK = "/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/Check"
+PRODUCE, CONSUME_STREAM = "/podbus.v1.PodBus/Produce", "/podbus.v1.PodBus/ConsumeStream"
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 EVENTS = 6  # kinds of events that one attack may cause
 
 
@@ -95,11 +102,19 @@ def short_log(target: Target, longest: int = 1024) -> Iterator[None]:
 class Http2:
     """A peer of the gRPC ports that sends what it likes and reads only when asked to."""
 
-    def __init__(self, host: str, port: int, settings: bytes = b"") -> None:
+    def __init__(self, host: str, port: int, window: int = _WINDOW) -> None:
+        """`window`: how much of each stream it says it would take."""
         self.sock = socket.create_connection((host, port), timeout=PATIENCE_S)
         self.sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        self.frame(_SETTINGS, 0, 0, settings)
+        self.frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW, window))
+        if window > _WINDOW:
+            self.frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", window - _WINDOW))
         self.last = -1
+        self.room = {0: _WINDOW}  # what the server would take: of the connection (0), of each stream
+        self.first_room, self.most_streams = _WINDOW, 1 << 20
+        self.over: set[int] = set()  # streams that the server has ended
+        while self._read() != _SETTINGS:
+            pass
 
     def __enter__(self) -> "Http2":
         return self
@@ -119,11 +134,43 @@ class Http2:
         fields += [(b"content-type", b"application/grpc"), (b"te", b"trailers"), *headers]
         block = b"".join(b"\0" + b"".join(bytes([len(text)]) + text for text in pair) for pair in fields)
         self.frame(_HEADERS, _END_HEADERS, self.last, block)
-        for at in range(0, len(request), _FRAME_BYTES):
-            self.frame(_DATA, 0, self.last, request[at : at + _FRAME_BYTES])
+        self.room[self.last] = self.first_room
+        self.send(self.last, request)
         if end:
             self.frame(_DATA, _END_STREAM, self.last, b"")
         return self.last
+
+    def send(self, stream: int, data: bytes) -> bytes:
+        """As much of it as the server takes now; the rest."""
+        while data and stream not in self.over and (room := min(_FRAME_BYTES, self.room[0], self.room[stream])) > 0:
+            part, data = data[:room], data[room:]
+            self.frame(_DATA, 0, stream, part)
+            self.room[0] -= len(part)
+            self.room[stream] -= len(part)
+        return data
+
+    def look(self) -> None:
+        """Take what the server has said by now."""
+        while select.select([self.sock], [], [], 0)[0]:
+            self._read()
+
+    def _read(self) -> int:
+        """Take one frame; its kind."""
+        kind, flags, stream, body = self.read()
+        if kind == _SETTINGS and not flags & 1:
+            for name, value in struct.iter_unpack(">HI", body):
+                if name == _INITIAL_WINDOW:
+                    for known in self.room.keys() - {0}:
+                        self.room[known] += value - self.first_room
+                    self.first_room = value
+                elif name == _MAX_STREAMS:
+                    self.most_streams = value
+            self.frame(_SETTINGS, 1, 0, b"")
+        elif kind == _WINDOW_UPDATE:
+            self.room[stream] += struct.unpack(">I", body)[0]
+        elif kind == _RST_STREAM or (kind == _HEADERS and flags & _END_STREAM):
+            self.over.add(stream)
+        return kind
 
     def read(self) -> tuple[int, int, int, bytes]:
         """The next frame: kind, flags, stream, body."""
@@ -154,9 +201,21 @@ class Http2:
                 return int(found[1])
 
 
+@contextlib.contextmanager
+def attack(target: Target) -> Iterator[ExitStack]:
+    """With as many descriptors as there may be; what is opened on the stack is closed, and the log has stayed short."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with ExitStack() as opened, short_log(target):
+            yield opened
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def silent_askers(target: Target, count: int = 1000) -> None:
     """Connections on the ack port that ask nothing: neither producers nor those who ask are shut out."""
-    with ExitStack() as opened, short_log(target):
+    with attack(target) as opened:
         for _ in range(count):
             opened.enter_context(connect(target, "ack"))
         seq = produce(target)
@@ -166,7 +225,7 @@ def silent_askers(target: Target, count: int = 1000) -> None:
 def unread_refusals(target: Target, count: int = 29, most: int = 64 * MIB) -> None:
     """Fenced connections that send newlines and never read what becomes of them: `most` bytes in ingress."""
     begin = memory(target, "ingress")
-    with ExitStack() as opened, short_log(target):
+    with attack(target) as opened:
         greedy = []
         for _ in range(count):  # each fences the one before it
             sock = opened.enter_context(connect(target, "ingress"))
@@ -207,7 +266,7 @@ def malformed_requests(target: Target, count: int = 151) -> None:
 
 def silent_handshakes(target: Target, count: int = 2000, most: int = 256 * MIB) -> None:
     """Connections to the HTTPS port that never say hello: `most` bytes in the gateway, and others are served over TLS."""
-    with ExitStack() as opened, short_log(target):
+    with attack(target) as opened:
         for _ in range(count):
             opened.enter_context(connect(target, "https"))
         assert healthy(target, "https") and healthy(target)
@@ -216,7 +275,7 @@ def silent_handshakes(target: Target, count: int = 2000, most: int = 256 * MIB) 
 
 def idle_requests(target: Target, count: int = 2000, most: int = 256 * MIB) -> None:
     """Connections to the HTTP ports, with TLS where there is TLS, that never finish their request."""
-    with ExitStack() as opened, short_log(target):
+    with attack(target) as opened:
         for port in ("http", "https"):
             if port not in gateway_ports(target):
                 continue
@@ -228,6 +287,140 @@ def idle_requests(target: Target, count: int = 2000, most: int = 256 * MIB) -> N
                     sock.sendall(b"GET / HTTP/1.1\r\n")
             assert healthy(target, port)
         assert_small(target, most)
+
+
+def http2(target: Target, window: int = _WINDOW) -> Http2:
+    return Http2("127.0.0.1", int((target.pipes / "grpc.port").read_text()), window)
+
+
+def framed(message: bytes, announced: int | None = None) -> bytes:
+    """A message as gRPC sends it; `announced`: the length it says it has."""
+    return struct.pack(">BI", 0, len(message) if announced is None else announced) + message
+
+
+def record(name: str, size: int) -> bytes:
+    """A ProduceRequest: message_id (1) and record (2), with lengths as varints."""
+    payload = b"x" * size
+    return b"\x0a" + _varint(len(name)) + name.encode() + b"\x12" + _varint(size) + payload
+
+
+def _varint(number: int) -> bytes:
+    low = bytes([number & 0x7F | (0x80 if number > 0x7F else 0)])
+    return low if number <= 0x7F else low + _varint(number >> 7)
+
+
+def called(target: Target, path: str, request: bytes) -> int:
+    """The status of a call over a connection of its own, whose client reads all that comes."""
+    with http2(target, WIDE) as peer:
+        stream, rest = peer.call(path), framed(request)
+        while rest:
+            rest = peer.send(stream, rest)
+            if rest:
+                peer._read()
+        peer.frame(_DATA, _END_STREAM, stream, b"")
+        return peer.status(stream)
+
+
+def assert_served(target: Target) -> None:
+    """A call by somebody who comes now is answered, and health too."""
+    assert called(target, PRODUCE, record(f"served-{time.monotonic_ns()}", 10)) == 0
+    assert called(target, CHECK, b"") == 0
+
+
+def open_streams(
+    target: Target, opened: ExitStack, path: str, request: bytes, count: int, window: int = _WINDOW, each: int = 1 << 20
+) -> list[Http2]:
+    """So many calls, over as many connections as it takes where one has at most `each`."""
+    peers: list[Http2] = []
+    for _ in range(count):
+        if not peers or peers[-1].last // 2 + 1 >= min(each, peers[-1].most_streams):
+            with contextlib.suppress(OSError):
+                peers.append(opened.enter_context(http2(target, window)))
+        try:
+            peers[-1].call(path, request=framed(request))
+        except OSError:  # the server has had enough of it: another one
+            peers[-1].most_streams = 0
+    return peers
+
+
+def settle(peers: list[Http2], pause_s: float) -> None:
+    """Hear what the server says until it has said nothing for a while."""
+    alive, quiet, end = list(peers), time.monotonic(), time.monotonic() + PATIENCE_S
+    while time.monotonic() - quiet < pause_s and time.monotonic() < end:
+        ready = select.select([peer.sock for peer in alive], [], [], 0.1)[0]
+        for peer in [peer for peer in alive if peer.sock in ready]:
+            quiet = time.monotonic()
+            try:
+                peer.look()
+            except OSError:
+                alive.remove(peer)
+
+
+def silent_connections(target: Target, count: int = 2000, most: int = 256 * MIB) -> None:
+    """Connections to the gRPC port that say nothing, or no more than that they speak HTTP/2."""
+    with attack(target) as opened:
+        for _ in range(count // 2):
+            opened.enter_context(connect(target, "grpc"))
+            with contextlib.suppress(OSError):
+                opened.enter_context(http2(target))
+        assert_served(target)
+        assert_small(target, most)
+
+
+def bystanders(target: Target, path: str = WATCH, count: int = 5000, most: int = 256 * MIB) -> None:
+    """Streams that never end, of a service that anyone finds: those who produce are served."""
+    with attack(target) as opened:
+        for part in range(0, count, _BURST):
+            settle(open_streams(target, opened, path, b"", min(_BURST, count - part)), 0.5)
+        assert_served(target)
+        assert_small(target, most)
+
+
+def unread_streams(
+    target: Target, count: int = 300, size: int = MIB - 100_000, most: int = 256 * MIB, window: int = _WINDOW
+) -> None:
+    """ConsumeStreams that never read; the records are of `size` bytes."""
+    for n in range(8):
+        assert called(target, PRODUCE, record(f"unread-{size}-{n}", size * 3 // 4)) == 0
+    with attack(target) as opened:
+        open_streams(target, opened, CONSUME_STREAM, b"\x10\x01", count, window, each=1)
+        assert_served(target)
+        peak = 0
+        for _ in range(20):
+            assert_served(target)
+            peak = max(peak, memory(target, "gateway"))
+        print(f"event=unread_streams peak_mib={peak / MIB:.0f}")
+        assert peak < most, f"{peak / MIB:.0f} MiB"
+        assert called(target, CONSUME_STREAM, b"\x08\x01") == 0
+
+
+def unfinished_calls(target: Target, count: int = 600, size: int = MIB - 1000, most: int = 256 * MIB) -> None:
+    """Produce calls of which all but the last byte comes."""
+    body = framed(record("unfinished", size - 40))[:-1]
+    with attack(target) as opened:
+        peers: list[Http2] = []
+        left: dict[tuple[Http2, int], bytes] = {}
+        for _ in range(count):
+            if not peers or peers[-1].last // 2 + 1 >= min(8, peers[-1].most_streams):
+                peers.append(opened.enter_context(http2(target)))
+            left[peers[-1], peers[-1].call(PRODUCE)] = body
+        peak, quiet = 0, time.monotonic()
+        while left and time.monotonic() - quiet < 2.0:  # as long as more is taken
+            for (peer, stream), data in list(left.items()):
+                try:
+                    peer.look()
+                    rest = peer.send(stream, data)
+                except OSError:  # the server has had enough of this one
+                    rest = b""
+                if len(rest) < len(data):
+                    quiet = time.monotonic()
+                left[peer, stream] = rest
+                if stream in peer.over or not left[peer, stream]:
+                    del left[peer, stream]
+            peak = max(peak, memory(target, "gateway"))
+        print(f"event=unfinished_calls peak_mib={peak / MIB:.0f}")
+        assert_served(target)
+        assert peak < most, f"{peak / MIB:.0f} MiB"
 
 
 def assert_small(target: Target, most: int, process: str = "gateway") -> None:

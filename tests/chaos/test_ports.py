@@ -1,6 +1,7 @@
 """Strangers at the ports of a pod (attacks_ports.py): small in every run, full size with `make soak`."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from brokers import Broker
@@ -118,6 +119,53 @@ def test_malformed_requests_to_the_gateway_leave_one_short_log_line_a_sweep(gate
     attacks.malformed_requests(gateway(), 30)
 
 
+def test_calls_of_bystanders_shut_out_nobody(gateway: Up) -> None:
+    broker = gateway()
+    begin = attacks.memory(broker, "gateway")
+    for path in (attacks.WATCH, attacks.REFLECT):
+        attacks.bystanders(broker, path, 200, begin + 40 * attacks.MIB)
+    assert row(broker).turned_away >= 300
+
+
+def test_grpc_connections_without_a_call_shut_out_nobody(gateway: Up) -> None:
+    broker = gateway(KMQ_CONNECTIONS=40)
+    begin = attacks.memory(broker, "gateway")
+    attacks.silent_connections(broker, 200, begin + 40 * attacks.MIB)
+    assert row(broker).turned_away >= 150
+
+
+def test_with_tokens_only_a_health_check_needs_none(gateway: Up, tmp_path: Path) -> None:
+    tokens.new(str(tmp_path / "tokens"), "x")
+    broker = gateway(KMQ_TOKENS=tmp_path / "tokens")
+    assert attacks.called(broker, attacks.CHECK, b"") == 0
+    for path in (attacks.WATCH, attacks.REFLECT, attacks.PRODUCE):
+        assert attacks.called(broker, path, b"") == 16
+    assert row(broker).unauthorized == 3
+
+
+def test_streams_that_nobody_reads_give_way(gateway: Up) -> None:
+    broker = gateway()
+    begin = attacks.memory(broker, "gateway")
+    attacks.unread_streams(broker, 60, most=begin + 120 * attacks.MIB)
+    assert row(broker).turned_away > 0
+
+
+def test_calls_that_are_never_finished_give_way(gateway: Up) -> None:
+    broker = gateway()
+    begin = attacks.memory(broker, "gateway")
+    attacks.unfinished_calls(broker, 150, most=begin + 110 * attacks.MIB)
+    assert row(broker).turned_away > 0
+
+
+def test_calls_that_are_never_finished_end_at_the_line_deadline(gateway: Up) -> None:
+    broker = gateway(KMQ_LINE_DEADLINE="1s")
+    with attacks.http2(broker) as peer:
+        peer.call(attacks.PRODUCE, request=attacks.framed(b"x" * 10, announced=1000))
+        with pytest.raises(ConnectionError):
+            peer.status(1)
+    assert row(broker).cut_off == 1
+
+
 # --- full size -------------------------------------------------------------------------------------------------------
 
 
@@ -137,3 +185,15 @@ def test_soak_strangers_at_the_http_ports(gateway: Up, tls: dict[str, object]) -
     attacks.idle_requests(broker)
     attacks.malformed_requests(broker)
     attacks.silent_handshakes(broker)
+
+
+@pytest.mark.soak
+def test_soak_strangers_at_the_grpc_port(gateway: Up) -> None:
+    broker = gateway()
+    attacks.silent_connections(broker)
+    attacks.bystanders(broker)
+    attacks.bystanders(broker, attacks.REFLECT)
+    attacks.unfinished_calls(broker)
+    attacks.unread_streams(broker)
+    attacks.unread_streams(broker, window=attacks.WIDE)
+    attacks.malformed_requests(broker)

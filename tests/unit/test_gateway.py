@@ -22,6 +22,7 @@ from kmq.errors import ConfigError
 from kmq.gateway import answers, feed, listeners, metrics, podbus, web
 from kmq.gateway.answers import Answer
 from kmq.gateway.broker import Broker
+from kmq.gateway.calls import Calls
 from kmq.gateway.doors import Doors
 from kmq.gateway.feed import Feed, Watermark
 from kmq.incidents import Incidents, Strangers
@@ -350,16 +351,16 @@ def test_a_port_that_is_taken_is_named_with_its_setting(tmp_path, kind):
     strangers = Strangers(SimpleNamespace(), Incidents(print))
 
     async def listen(settings):
-        if kind == "grpc":
-            return listeners.listen_grpc(listeners.grpc_server(settings, None, strangers), settings, Silent())
-        runner = http.AppRunner(http.Application())
-        await runner.setup()
-        doors = Doors(settings, strangers)
+        doors, calls = Doors(settings, strangers), Calls(settings, strangers)
         try:
+            if kind == "grpc":
+                server = listeners.grpc_server(settings, None, strangers, calls, "x")
+                return listeners.listen_grpc(server, calls, doors, settings, Silent())
+            runner = http.AppRunner(http.Application())
+            await runner.setup()
             return listeners.listen_http(runner.server, doors, settings, Silent())
         finally:
             doors.close()
-            await runner.cleanup()
 
     setting = f"KMQ_{kind.upper()}_PORT"
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,0 +1,54 @@
+"""grpc.health.v1.Health: whether a write can be made durable now, for those who ask by gRPC.
+
+Not gRPC's own servicer: that one holds a lock while it writes to a watcher. A watcher that reads nothing would stop whoever tells
+it that health has changed, and with that the gateway's heartbeat.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+HEALTH: str = health.SERVICE_NAME
+_Response = health_pb2.HealthCheckResponse
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The service."""
+
+    def __init__(self) -> None:
+        self._status: dict[str, int] = {"": _Response.NOT_SERVING}
+        self._changed = asyncio.Event()
+        self._stopping = False
+
+    def set(self, service: str, serving: bool) -> None:
+        """From now on this is how it is."""
+        if not self._stopping:
+            self._status[service] = _Response.SERVING if serving else _Response.NOT_SERVING
+            self._wake()
+
+    def stop(self) -> None:
+        """Nothing is served any more."""
+        self._stopping = True
+        self._status = dict.fromkeys(self._status, _Response.NOT_SERVING)
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        if request.service not in self._status:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:100]!r}")
+        return _Response(status=self._status[request.service])
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        told = None
+        while True:
+            changed, status = self._changed, self._status.get(request.service, _Response.SERVICE_UNKNOWN)
+            if status != told:
+                await context.write(_Response(status=status))
+                told = status
+            else:
+                await changed.wait()

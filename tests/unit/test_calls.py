@@ -1,0 +1,113 @@
+"""Which gRPC calls give way, and which do not."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from kmq.gateway import calls
+from kmq.gateway.answers import Answer
+from kmq.gateway.calls import Budget, Call, Calls
+from kmq.incidents import Incidents, Strangers
+from kmq.settings import load
+
+PATIENCE_S = 30.0
+
+
+def within(coroutine):
+    async def run():
+        async with asyncio.timeout(PATIENCE_S):
+            await coroutine
+
+    asyncio.run(run())
+
+
+async def started(budget, nbytes, waits=True):
+    """(call, its task): it holds so many bytes, and waits for its client where it is said so."""
+    ready = asyncio.get_running_loop().create_future()
+
+    async def run():
+        call = Call()
+        try:
+            await budget.take(call, nbytes)
+            call.since = time.monotonic() if waits else 0.0
+            ready.set_result(call)
+            await asyncio.Event().wait()
+        finally:
+            call.close()
+
+    task = asyncio.create_task(run())
+    return await ready, task
+
+
+def test_the_call_that_has_waited_for_its_client_for_longest_gives_way():
+    async def run():
+        budget = Budget(100, 0.0)
+        (first, first_task), (second, second_task) = await started(budget, 60), await started(budget, 40)
+        third, third_task = await started(budget, 50)
+        await asyncio.wait([first_task])
+        assert first.why_ended and not second.why_ended and not third.why_ended
+        assert budget.used == 90
+        for task in (second_task, third_task):
+            task.cancel()
+        await asyncio.wait([second_task, third_task])
+        assert budget.used == 0
+
+    within(run())
+
+
+def test_a_call_that_waits_for_us_does_not_give_way(monkeypatch):
+    monkeypatch.setattr(calls, "_LONGEST_WAIT_S", 0.0)
+
+    async def run():
+        budget = Budget(100, 0.0)
+        first, task = await started(budget, 60, waits=False)
+        with pytest.raises(Answer) as refused:
+            await budget.take(Call(), 50)
+        assert refused.value.code == "too_many" and not first.why_ended
+        task.cancel()
+        await asyncio.wait([task])
+        await budget.take(Call(), 50)
+        assert budget.used == 50
+
+    within(run())
+
+
+def test_one_call_may_hold_more_than_there_is_where_it_is_alone():
+    async def run():
+        budget, call = Budget(100, 0.0), Call()
+        await budget.take(call, 500)
+        await budget.take(call, 300)
+        assert budget.used == 300
+
+    within(run())
+
+
+def test_a_call_that_is_late_ends_with_its_connection_and_a_patient_one_does_not():
+    async def run():
+        row = SimpleNamespace(cut_off=0, turned_away=0)
+        settings = load({"KMQ_LINE_DEADLINE": "1s"}, "/nonexistent.toml")
+        all_calls = Calls(settings, Strangers(row, Incidents(print)))
+        closed, relays = [], {}
+        for name in ("late", "patient"):
+            relay = SimpleNamespace(calls=set(), force_close=lambda name=name: closed.append(name), idle_since=0.0)
+            relays[name] = relay
+        all_calls.front = SimpleNamespace(find=relays.get)
+
+        async def serve(name):
+            async with all_calls.begin(SimpleNamespace(peer=lambda: name)) as call:
+                call.is_patient, call.since = name == "patient", 1e-9
+                await asyncio.Event().wait()
+
+        tasks = [asyncio.create_task(serve(name)) for name in relays]
+        while not all(relay.calls for relay in relays.values()):
+            await asyncio.sleep(0)
+        all_calls.sweep()
+        await asyncio.wait(tasks[:1])
+        assert closed == ["late"] and row.cut_off == 1 and not tasks[1].done()
+        assert not relays["late"].calls and relays["patient"].calls
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+
+    within(run())
