@@ -48,7 +48,7 @@ def open_data(path: str) -> str:
         raise ConfigError(f"KMQ_DATA={path!r}: format {found!r} is none that this version reads (1, {FORMAT})")
     for name in ("id", "lineage"):
         if not _NAME.fullmatch(read(path, name)):
-            raise CorruptError(f"{path}/{name}: is no name of 32 hex digits; run kmq verify --repair")
+            raise CorruptError(f"{path}/{name}: must be 32 hex digits; run kmq verify --repair")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"KMQ_DATA={path!r}: cannot be written")
     return read(path, "id")
