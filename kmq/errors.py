@@ -70,12 +70,12 @@ class Stopped(KmqError):
 
 
 # Something else lies where a file, a link or a directory of ours should be: no restart makes it go away.
-_WRONG_KIND = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP})
+WRONG_KIND = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP})
 
 
 def of_os_error(err: OSError) -> KmqError:
     """Return what a failed system call means for the process: whether starting again can help."""
-    if err.errno in _WRONG_KIND and err.filename is not None:
+    if err.errno in WRONG_KIND and err.filename is not None:
         path = err.filename if isinstance(err.filename, str) else repr(err.filename)
         return ConfigError(f"{path}: {err.strerror}, where KMQ keeps something else; move it away")
     return RetryError(str(err))

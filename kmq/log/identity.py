@@ -18,7 +18,7 @@ import os
 import re
 import zlib
 
-from kmq.errors import ConfigError, CorruptError, RetryError, of_os_error
+from kmq.errors import WRONG_KIND, ConfigError, CorruptError, RetryError
 from kmq.log.disk import FULL, replace_file, sync_directory
 
 FORMAT = 2
@@ -39,10 +39,9 @@ def open_data(path: str) -> str:
         _write_once(path, "lineage", read(path, "id"))
         _write_once(path, "format", format_text(1))
     except OSError as err:
-        if isinstance(wrong := of_os_error(err), ConfigError):
-            raise wrong from err
         kind = RetryError if err.errno in (errno.EIO, *FULL) else ConfigError
-        raise kind(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename})") from err
+        advice = "; move it away" if err.errno in WRONG_KIND else ""
+        raise kind(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename}){advice}") from err
     if version(path) is None:
         found = read(path, "format")
         raise ConfigError(f"KMQ_DATA={path!r}: format {found!r} is none that this version reads (1, {FORMAT})")
