@@ -4,7 +4,8 @@ Links       in: FIFO `raw` (sole reader)   out: ring `framed` (sole writer)
 Owns        the reading end of the FIFO, the sequence.
 
 Invariant   Every line that reached the FIFO gets exactly one seq; seqs are dense. A line that is no message gets one too,
-            as dead.malformed.
+            as dead.malformed. However much is staged, a turn looks at no more than framing.TURN lines one by one before the
+            next sign of life.
 Crash       All state is in the ring's shared memory, and one store commits a block, the next seq and the bytes of the
             FIFO that the block came from (ring.py, staging.py). Killed before that store the same lines are framed again, in
             the same place with the same seqs; killed after it, never again.
