@@ -48,21 +48,23 @@ def test_soak_stages_start_in_every_order(make_pod: Make, order: tuple[str, ...]
     starts_in_order(make_pod(), order)
 
 
-def with_backlog(pod: Pod, loads: Start) -> Load:
-    """Killed with messages in the ring `framed`."""
-    load = loads(FifoLoad(pod.pipes, "old", seed=1))
+def with_backlog(pod: Pod, count: int = 1000) -> Stream:
+    """Killed with so many messages in the ring `framed`."""
+    lines = Lines("old")
     pod.start("framer", "ingress")
-    pod.wait(lambda: pod.seq("framer") > 1000, "a backlog")
-    load.finish()
-    pod.wait(lambda: not pod.fifo_bytes(), "the FIFO is empty")
+    pod.wait_ready("framer", "ingress")
+    with (pod.pipes / "raw").open("wb", buffering=0) as raw:
+        for number in range(count):
+            raw.write(lines.line(number) + b"\n")
+    pod.wait(lambda: pod.seq("framer") == count, "a backlog")
     pod.kill("framer", "ingress")
-    return load
+    return Stream("old", lines.line, count)
 
 
-def test_a_ring_of_another_data_directory_is_recreated(make_pod: Make, loads: Start) -> None:
+def test_a_ring_of_another_data_directory_is_recreated(make_pod: Make) -> None:
     """Its messages are another broker's: they must not appear in ours."""
     pod = make_pod()
-    with_backlog(pod, loads)
+    with_backlog(pod)
     pod.data = pod.settings["KMQ_DATA"] = pod.root / "other"
     pod.start()
     pod.wait_ready()
@@ -79,10 +81,10 @@ def test_a_ring_of_another_data_directory_is_recreated(make_pod: Make, loads: St
     ids=lambda other: next(iter(other)),
 )
 def test_a_ring_of_other_settings_that_holds_messages_is_refused_and_kept(
-    make_pod: Make, loads: Start, other: dict[str, object]
+    make_pod: Make, other: dict[str, object]
 ) -> None:
     pod = make_pod()
-    load = with_backlog(pod, loads)
+    sent = with_backlog(pod)
     ours, before = dict(pod.settings), ring(pod).read_bytes()
     pod.settings |= other
     pod.start("framer")
@@ -91,7 +93,7 @@ def test_a_ring_of_other_settings_that_holds_messages_is_refused_and_kept(
     assert ring(pod).read_bytes()[8192:] == before[8192:], "what it holds has been touched"
     pod.settings = ours
     pod.start()
-    pod.judge(load.sent)
+    pod.judge([sent])
 
 
 def test_an_empty_ring_of_other_settings_is_recreated(make_pod: Make, loads: Start) -> None:
