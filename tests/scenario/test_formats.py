@@ -44,4 +44,4 @@ def test_a_data_directory_of_an_older_release_opens(broker, kept):
 
 
 def test_one_of_each_format_is_kept():
-    assert "1.tar.xz" in [path.name for path in KEPT]
+    assert [path.name for path in KEPT] == [f"{version}.tar.xz" for version in range(1, identity.FORMAT + 1)]
