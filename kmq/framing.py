@@ -23,9 +23,9 @@ from operator import lt
 from zlib import crc32
 
 from kmq import record
-from kmq.log.catalog import AnyTopic
 from kmq.log.ids import NEW, TOO_OLD
 from kmq.log.producers import MAX_ID, MAX_WINDOW_ID, Producers
+from kmq.routing import AnyTopic
 from kmq.settings import PIPE_BUF
 
 # A long line from ingress is at most this much over max_line: it may be a dead.malformed with its header.

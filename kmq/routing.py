@@ -12,6 +12,7 @@ A topic is in force from its `from_seq` on: the router gives it that number when
 
 import zlib
 
+from kmq import record
 from kmq.record import MAX_TOPIC
 
 
@@ -45,3 +46,15 @@ def resolve(topics: dict[bytes, Topic], routing_key: bytes, seq: int) -> tuple[b
             break
         name = name.rpartition(b".")[0]
     return name, routing_key[len(name) + 1 :]
+
+
+class AnyTopic:
+    """Every topic may be named."""
+
+    def takes(self, text: bytes, next_seq: int) -> bool:
+        """Return True if `text` is well-formed lines whose topics may all be named. Its first line will be `next_seq`."""
+        return record.good_prefix(text) == len(text)
+
+    def refusal(self, line: bytes, seq: int) -> str:
+        """Why this well-formed line, which would become record `seq`, may not name its topic, as one word; else ""."""
+        return ""

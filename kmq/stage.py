@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from glob import iglob
 
 from kmq import descriptors
 from kmq.errors import EXIT_OK, ConfigError, KmqError, RetryError, Stopped, of_os_error
@@ -29,6 +28,13 @@ if TYPE_CHECKING:  # ingress has no ring
 
 _ROOM_POLL_S = 0.25  # how often a full disk is tried again: well under the 2 s in which writing must resume
 _PEER_POLL_S = 0.02  # how often a missing peer is looked for
+
+
+def _is_any(pattern: str) -> bool:
+    """Return True if a file fits the pattern. Few starts ask, so what that takes is not loaded by all."""
+    from glob import iglob
+
+    return bool(pattern) and next(iglob(pattern), "") != ""
 
 
 class Stage:
@@ -75,7 +81,7 @@ class Stage:
         """
         owner = FileLock(path)
         owner.acquire(what, self.who)
-        if owner.is_new and traces and next(iglob(traces), ""):
+        if owner.is_new and _is_any(traces):
             self.log.warn(
                 "lock_file_missing", file=path, effect=f"waiting {NOTICE_S:g} s for a holder to notice that too"
             )

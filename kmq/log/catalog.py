@@ -22,7 +22,7 @@ from math import inf
 from kmq import record
 from kmq.log import topics
 from kmq.log.room import TOPIC_INODES
-from kmq.routing import Topic, resolve
+from kmq.routing import AnyTopic, Topic, resolve
 
 _DEAD = record.MALFORMED.partition(b".")[0]
 _LABELS = re.compile(rb"\n([A-Za-z0-9_-]+)")
@@ -30,18 +30,6 @@ _KEYS = re.compile(rb"\n([^|\n]+)")
 _STORED_LABELS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([A-Za-z0-9_-]+)")
 _FEW = 32  # names in the pattern: it tries them one by one
 _LISTING, _COMPILING = 10, 100  # at most such a part of the time
-
-
-class AnyTopic:
-    """Every topic may be named."""
-
-    def takes(self, text: bytes, next_seq: int) -> bool:
-        """Return True if `text` is well-formed lines whose topics may all be named. Its first line will be `next_seq`."""
-        return record.good_prefix(text) == len(text)
-
-    def refusal(self, line: bytes, seq: int) -> str:
-        """Why this well-formed line, which would become record `seq`, may not name its topic, as one word; else ""."""
-        return ""
 
 
 class _Sparing:

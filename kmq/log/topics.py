@@ -14,7 +14,6 @@ is the only way to a seq that is right by construction: nobody else knows what h
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 
 from kmq import record
@@ -170,5 +169,7 @@ def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None
         raise ConfigError(f"topic {name!r}: could not be declared: {err.strerror}") from err
     finally:
         with contextlib.suppress(FileNotFoundError):
+            import shutil  # here, because it takes half a MiB of each stage
+
             shutil.rmtree(making)
     sync_directory(f"{data}/topics")
