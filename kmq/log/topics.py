@@ -120,12 +120,22 @@ def names(data: str) -> list[str]:
     return sorted(name for name in _directories(data) if record.is_topic_name(name))
 
 
+def misnamed(data: str) -> list[str]:
+    """Directories among the topics that cannot be one. Each may be what is left of a topic."""
+    return sorted(name for name in _directories(data) if not record.is_topic_name(name) and name != "lost+found")
+
+
+def printable(name: str) -> str:
+    """The name of a directory, whatever bytes it is made of."""
+    return repr(os.fsencode(name))[2:-1]
+
+
 def check_names(data: str) -> None:
-    """Raise CorruptError where a directory among the topics cannot be one: it may be what is left of one."""
-    for name in _directories(data):
-        if not record.is_topic_name(name) and name != "lost+found":
-            shown = repr(os.fsencode(name))[2:-1]
-            raise CorruptError(f"{data}/topics/{shown}: is not a topic's name; move it away")
+    """Raise CorruptError where a directory among the topics is misnamed."""
+    for name in misnamed(data):
+        raise CorruptError(
+            f"{data}/topics/{printable(name)}: is not a topic's name; move it away, or run kmq verify --repair"
+        )
 
 
 def _directories(data: str) -> Iterator[str]:

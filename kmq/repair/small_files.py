@@ -9,6 +9,7 @@ from kmq import record
 from kmq.log import checkpoint, identity, reader, topics
 from kmq.log.disk import QUARANTINE, replace_file, sync_directory
 from kmq.log.segment import LIMITS
+from kmq.repair import places
 from kmq.repair.rewriting import Rewriter, text_of
 from kmq.repair.verify import Directory, dropped_faults, label_lineages, producers_fault
 
@@ -53,6 +54,8 @@ class SmallFiles:
             oldest = reader.first_seq(data)
             forgotten = f"; who stored something before seq {oldest} is forgotten" if oldest > 1 else ""
             self._set_aside("producers.ckpt", f"the next start reads the whole WAL instead{forgotten}")
+        for name in topics.misnamed(data):
+            self._move_away(name)
         since = self.directory.load_checkpoint()[2]
         for name in topics.names(data):
             if topics.fault(data, name, since.get(name)):
@@ -63,6 +66,14 @@ class SmallFiles:
         os.rename(f"{self.data}/{name}", f"{self.data}/{QUARANTINE}/{name}")
         sync_directory(self.data)
         self.rewriter.report(f"{self.data}/{name}", what)
+
+    def _move_away(self, name: str) -> None:
+        """What cannot be a topic; where it was one, the queue under the right name is made again from the WAL."""
+        os.makedirs(f"{self.data}/{QUARANTINE}", exist_ok=True)
+        target = places.free_name(f"{self.data}/{QUARANTINE}/{name}.misnamed")
+        os.rename(f"{self.data}/topics/{name}", target)
+        sync_directory(f"{self.data}/topics")
+        self.rewriter.report(f"{self.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
 
     def _topic(self, name: str, since: int | None) -> None:
         """A declaration from its partitions, the checkpoint, and what can still be read of it."""

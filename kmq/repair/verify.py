@@ -201,6 +201,8 @@ class Directory:
                 yield Finding(name, 0, 0, 0, f"holds {text[:40]!r}")
             elif name == "lineage" and labels and labels[0][0] not in ("", text.strip()):
                 yield Finding(name, 0, 0, 0, f"names {text.strip()}, but most indexes name {labels[0][0]}")
+        for name in topics.misnamed(self.data):
+            yield Finding(f"topics/{topics.printable(name)}", 0, 0, 0, "is not a topic's name")
         since = self.load_checkpoint()[2]
         for topic in topics.names(self.data):
             what = topics.fault(self.data, topic, since.get(topic))

@@ -52,7 +52,7 @@ class Pod:
             assert not self.is_alive(name), f"{name} runs already"
             with self.log_path.open("ab") as log:
                 self.processes[name] = subprocess.Popen(
-                    [*under, sys.executable, "-m", f"stages.{name}"],
+                    [*under, sys.executable, "-m", f"stages.{name}" if name in STAGES else f"kmq.{name}"],
                     env=env,
                     cwd=self.root,
                     stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ Make = Callable[..., Pod]
 COUNT = 60
 FEW_FILES = ["prlimit", "--nofile=200:200"]
 MAX_TOPICS = 300
+GATEWAY = {"KMQ_HTTP_PORT": 0, "KMQ_GRPC_PORT": 0}
 MORE = 1000  # messages that must be acknowledged after each attack
 
 
@@ -44,6 +45,9 @@ class Target:
             return all(self.pod.state(name) == "ready" for name in STAGES)
 
         self.pod.wait(are_ready, "all four are ready")
+        if not self.pod.is_alive("gateway"):
+            self.pod.start("gateway")
+        self.pod.wait(lambda: (row := self.pod.row("gateway")) and row.state_name == "ready", "the gateway is ready")
 
     def wait_end(self, *names: str) -> None:
         """Until these have noticed what was taken from them, and ended."""
@@ -127,6 +131,26 @@ def sends_garbage(target: Target) -> None:
     attacks_ports.malformed_lines(target.pod)
 
 
+def sends_requests_that_are_none(target: Target) -> None:
+    attacks_ports.malformed_requests(target.pod)
+
+
+def finishes_no_request(target: Target) -> None:
+    attacks_ports.idle_requests(target.pod)
+
+
+def says_nothing_to_grpc(target: Target) -> None:
+    attacks_ports.silent_connections(target.pod)
+
+
+def watches_for_ever(target: Target) -> None:
+    attacks_ports.bystanders(target.pod)
+
+
+def finishes_no_call(target: Target) -> None:
+    attacks_ports.unfinished_calls(target.pod)
+
+
 def fills_the_table_of_names(target: Target) -> None:
     attacks_ids.unknown_name(target.pod, lines=20_000)
 
@@ -143,6 +167,11 @@ ATTACKS = (
     asks_nothing,
     reads_no_replies,
     sends_garbage,
+    sends_requests_that_are_none,
+    finishes_no_request,
+    says_nothing_to_grpc,
+    watches_for_ever,
+    finishes_no_call,
     fills_the_table_of_names,
 )
 
@@ -151,7 +180,7 @@ ATTACKS = (
 def test_soak_attacks_in_random_order(
     make_pod: Make, loads: Callable[[Load], Load], rng: random.Random, tmp_path: Path
 ) -> None:
-    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES, KMQ_RETENTION_AGE="1h", KMQ_MAX_TOPICS=MAX_TOPICS)
+    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES, KMQ_RETENTION_AGE="1h", KMQ_MAX_TOPICS=MAX_TOPICS, **GATEWAY)
     load = AckedLoad(pod.pipes, "alice", seed=rng.randrange(1 << 30))
     loads(load)
     target = Target(pod, WallClock(tmp_path / "offset"), rng)

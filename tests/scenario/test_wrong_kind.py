@@ -141,3 +141,15 @@ def test_a_topic_that_says_an_impossible_number_of_partitions_has_those_that_are
     assert done.returncode == EXIT_CORRUPT and f"topic.toml: cannot be read: partitions = {partitions}:" in done.stderr
     assert used.kmq("verify", "--repair").returncode == 0
     used.up()
+
+
+@pytest.mark.parametrize("case", ["topic not UTF-8", "topic with a newline"])
+def test_a_repair_sets_aside_what_cannot_be_a_topic(used: Broker, case: str) -> None:
+    damage, path = REFUSED[case]
+    damage(used.data)
+    found = used.kmq("verify")
+    assert found.returncode != 0 and f"{path}: byte 0: is not a topic's name" in found.stdout
+    assert used.kmq("verify", "--repair").returncode == 0
+    assert len(list((used.data / "quarantine").iterdir())) == 1
+    used.up()
+    used.down()
