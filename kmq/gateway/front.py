@@ -79,13 +79,29 @@ class Relay(_End):
         super().__init__()
         self._front = front
         self.name = ""
+        self._early: list[bytes] | None = []  # received before gRPC knows of the connection
         self.calls: set[Any] = set()  # that are being served
         self.idle_since = time.monotonic()  # without a call
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.pause_reading()
         self._front.join(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Keep what comes too early, at most one receive. Python 3.11.2 reads once even if it was paused before that."""
+        if self._early is None:
+            super().data_received(data)
+        else:
+            self._early.append(data)
+            self.transport.pause_reading()
+
+    def meet(self, inner: _End) -> None:
+        """gRPC knows of the connection: from now on the two hand over what they receive."""
+        self.other, inner.other = inner, self
+        early, self._early = self._early or [], None
+        for data in early:
+            inner.transport.write(data)
+        self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -163,5 +179,4 @@ class Front:
         if relay.transport.is_closing():
             end.transport.abort()
             return
-        relay.other, end.other = end, relay
-        relay.transport.resume_reading()
+        relay.meet(end)
