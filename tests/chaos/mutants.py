@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-COPIED = ("kmq", "stages", "tests/chaos", "tests/unit", "pyproject.toml")
+COPIED = ("kmq", "stages", "tests/chaos", "tests/unit", "tests/brokers.py", "tests/certificates.py", "pyproject.toml")
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
