@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from kmq import descriptors
 from kmq.errors import ConfigError
 from kmq.framing import MAX_GROUP
-from kmq.incidents import Incidents
+from kmq.incidents import Incidents, Strangers
 from kmq.links.acks import AckReader
 from kmq.links.askers import Askers, most_askers
 from kmq.links.deadlines import SWEEP_S, UNREAD, Deadlines
@@ -97,6 +97,7 @@ class Ingress:
         self.turned_away: list[socket.socket] = []  # since the last sweep
         self.told: list[socket.socket] = []  # before it, and closed by the next one
         self.incidents = Incidents(stage.log.warn)
+        self.strangers = Strangers(stage.row, self.incidents)
         self.say_incidents = 0.0  # when they are said next
         self.unread = Unread()
         self.replies = AckReader(stage.acks)
@@ -110,7 +111,7 @@ class Ingress:
         self.refusing = b""  # why nothing more is taken: code and reason
         self.poll = select.epoll()
         self.askers = Askers(
-            self.poll, most_askers(stage.most_files), settings.line_deadline, stage.row, durability, self.incidents
+            self.poll, most_askers(stage.most_files), settings.line_deadline, stage.row, durability, self.strangers
         )
         self.askers.tokens = self.tokens
         self.most = min(settings.connections, max(1, stage.most_files - _OWN_DESCRIPTORS - self.askers.most))
@@ -256,14 +257,10 @@ class Ingress:
             if tls is not None and tls.failure:
                 self.incidents.note("tls_failed", connection.peer, tls.failure)
             if connection.refusing and connection.sender is None:
-                self._note_stranger(connection, "lines without a hello")
+                self.strangers.refuse(connection.peer, "lines without a hello")
             self._end(connection)
         else:
             self._tell(connection)
-
-    def _note_stranger(self, connection: Connection, what: str) -> None:
-        self.stage.row.unauthorized += 1
-        self.incidents.note("unauthorized", connection.peer, what)
 
     def _end(self, connection: Connection) -> None:
         """Nothing more will be received from it; it may still have replies to come."""
@@ -275,8 +272,7 @@ class Ingress:
         """Cut off those who keep us waiting too long."""
         self.stage.row.unanswered = sum(c.taken - c.answered for c in self.acknowledged.values())
         for connection, why in self.deadlines.late(self.producers.values()).items():
-            self.stage.row.cut_off += 1
-            self.incidents.note("cut_off", connection.peer, why)
+            self.strangers.cut_off(connection.peer, why)
             if connection.ended or why == UNREAD:
                 self._break(connection)  # does not take its replies
                 continue
@@ -353,7 +349,7 @@ class Ingress:
         """The hello of a connection: it gets a name for its replies. Raises Refused."""
         hello = parse_hello(line)
         if self.tokens is not None and not self.tokens.check(hello.token):
-            self._note_stranger(connection, "no valid token")
+            self.strangers.refuse(connection.peer, "no valid token")
             raise Refused(_UNAUTHORIZED)
         if (self.stage.settings.policy_framed or self.stage.settings.policy) == "drop_oldest":
             raise Refused("drop_oldest the ring framed may drop messages, so none can be acknowledged")

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kmq import descriptors
 from kmq.gateway.front import Relay
 from kmq.incidents import Strangers
 from kmq.settings import MIB, Settings
@@ -58,8 +58,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 def most_connections(settings: Settings) -> int:
     """How many connections one port of the gateway may have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(_MOST, settings.connections, hard // 8))
+    return max(1, min(_MOST, settings.connections, descriptors.claim() // 8))
 
 
 class _Open:

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from kmq.incidents import Incidents
+from kmq.incidents import Strangers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ class Askers:
     """The connections of the ack port."""
 
     def __init__(
-        self, poll: select.epoll, most: int, deadline_s: float, row: "Row", durability: "Row", incidents: Incidents
+        self, poll: select.epoll, most: int, deadline_s: float, row: "Row", durability: "Row", strangers: Strangers
     ) -> None:
         self.most = most
         self.tokens: Tokens | None = None
         self._poll, self._deadline_s = poll, deadline_s
-        self._row, self._durability, self._incidents = row, durability, incidents
+        self._row, self._durability, self._strangers = row, durability, strangers
         self._unfinished: dict[int, bytes] = {}
         # Without an answer since; the longest first.
         self._waiting: OrderedDict[int, tuple[socket.socket, str, float]] = OrderedDict()
@@ -68,7 +68,7 @@ class Askers:
         if len(self._waiting) >= self.most:
             oldest, (_, last, _) = next(iter(self._waiting.items()))
             self._row.turned_away += 1
-            self._incidents.note("asker_gave_way", last, f"{self.most} are open on the ack port")
+            self._strangers.note("asker_gave_way", last, f"{self.most} are open on the ack port")
             self._close(oldest)
         fd = sock.fileno()
         self._waiting[fd], self._unfinished[fd] = (sock, peer, time.monotonic()), b""
@@ -95,8 +95,7 @@ class Askers:
     def _answer(self, question: bytes, peer: str) -> bytes:
         reply = answer(question, self._durability.seq, self.tokens.check if self.tokens is not None else None)
         if reply is _UNAUTHORIZED:
-            self._row.unauthorized += 1
-            self._incidents.note("unauthorized", peer, "GET_ACK without a valid token")
+            self._strangers.refuse(peer, "GET_ACK without a valid token")
         return reply
 
     def sweep(self) -> None:
@@ -105,8 +104,7 @@ class Askers:
         for fd, (_, peer, since) in list(self._waiting.items()):
             if since > latest:
                 break
-            self._row.cut_off += 1
-            self._incidents.note("cut_off", peer, "no question on the ack port")
+            self._strangers.cut_off(peer, "no question on the ack port")
             self._close(fd)
 
     def _close(self, fd: int) -> None:

@@ -1,6 +1,7 @@
 """The clock by which things age: it follows the time of day, but not where that jumps."""
 
 import pytest
+from heard import Heard
 
 from kmq import clock
 from kmq.clock import GAP_S, JUMP_S, STEADY_S, AgeClock, off_by_s, steady_in_s, trust
@@ -8,16 +9,6 @@ from kmq.stats import _FIELDS, Row
 
 NOON = 1_800_000_000.0
 HOUR = 3600
-
-
-class Heard:
-    def __init__(self):
-        self.events = []
-
-    def info(self, event, **fields):
-        self.events.append(event)
-
-    warn = info
 
 
 class Times:

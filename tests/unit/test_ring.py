@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from heard import Heard
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import layout, ring
@@ -315,16 +316,6 @@ def test_a_ring_that_is_not_ours_is_never_read(rings, change):
 def reopen(writer, identity, log):
     writer.lock.release()
     return RingWriter(writer.instance, "framed", identity, "another", lambda: (100, 0), log)
-
-
-class Heard:
-    def __init__(self):
-        self.events = []
-
-    def info(self, event, **fields):
-        self.events.append(event)
-
-    warn = info
 
 
 def test_a_writer_refuses_to_throw_away_what_waits_under_other_settings(rings):
