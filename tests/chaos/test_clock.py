@@ -41,7 +41,8 @@ class WallClock:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.set(0)
-        self.under = ["env", f"PYTHONPATH={Path(__file__).with_name('wallclock')}", f"WALL_OFFSET={path}"]
+        paths = f"{Path(__file__).with_name('wallclock')}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+        self.under = ["env", f"PYTHONPATH={paths}", f"WALL_OFFSET={path}"]
 
     def set(self, ahead_s: int) -> None:
         making = self._path.with_suffix(".new")

@@ -130,6 +130,9 @@ for _place, _name in ((WAL, "the WAL"), (QUEUE, "a queue")):
         f"another broker's segment in {_name}": lambda r, p=_place: r.copy(
             sorted((r.foreign / p).glob("*.log"))[1], r.segment(p, 1)
         ),
+        f"another broker's first segment in {_name}": lambda r, p=_place: r.copy(
+            min((r.foreign / p).glob("*.log")), r.segment(p, 0)
+        ),
         f"another broker's active segment in {_name}": lambda r, p=_place: r.copy(
             sorted((r.foreign / p).glob("*.log"))[-1], r.segment(p, -1)
         ),
@@ -154,7 +157,11 @@ CASES |= {
     "an empty file under a later number of the WAL": lambda r: (r.data / WAL / f"{9_000_000:020d}.log").touch(),
 }
 EVERY = list(product(CASES, ("along", "behind", "lost")))
-SAMPLE = random.Random(7).sample(EVERY, 20)  # all of them: the soak
+# All of them: the soak. Only the index tells another broker's first segment from ours: it has the same place and numbers.
+SAMPLE = [
+    *random.Random(7).sample(EVERY, 20),
+    *((f"another broker's first segment in {name}", "along") for name in ("the WAL", "a queue")),
+]
 
 
 def misplaced(original: Original, data: Path, case: str, indexes: str) -> None:
