@@ -96,7 +96,7 @@ def _everything(
 )
 def up(
     foreground: Annotated[
-        bool, typer.Option("--foreground", "-f", help="Stay, log to stderr, end with Ctrl-C.")
+        bool, typer.Option("--foreground", "-f", help="Stay, log to stderr. Ctrl-C drains; again: ends at once.")
     ] = False,
     with_gateway: Annotated[
         bool, typer.Option("--gateway/--no-gateway", help="gRPC and HTTP, where the extra is installed.")

@@ -3,8 +3,10 @@
 Owner       pipes/supervisor.owner: one supervisor for one broker.
 Promise     A stage that ends is started again while the others go on, at once the first time, then with a growing
             pause if it keeps dying young. An exit code that says restarting cannot help (errors.py) stops the pod with
-            that code; only the gateway then stays down alone, for messages can come and go without it. SIGTERM is passed to
-            all at once; they drain from the front by themselves.
+            that code; only the gateway then stays down alone, for messages can come and go without it.
+Stop        SIGTERM, Ctrl-C and a terminal that is closed mean the same: every process gets one SIGTERM, and they drain from the
+            front by themselves. Each is in a session of its own: the signals of a terminal go to the supervisor only, because
+            a second one would end a stage at once. Only Ctrl-C while they drain does that, by SIGKILL.
 Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway ends.
 """
 
@@ -15,7 +17,7 @@ import sys
 import time
 
 from kmq import gateway, status
-from kmq.errors import EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
+from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
 from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
@@ -25,7 +27,7 @@ from kmq.stats import StatsPage
 
 _YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
 _PAUSE_S = (0.1, 5.0)  # first and longest wait
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class _Child:
@@ -61,7 +63,10 @@ class Supervisor:
         owner = FileLock(f"{settings.pipes}/supervisor.owner")
         # Blocked here and taken by sigtimedwait, so that none can fall between a look and a wait; the children
         # get an empty mask. First: whoever finds us by the lock may tell us to stop at once.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        # A signal that whoever started us has ignored (nohup) stays so.
+        stops = {number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
+        awaited = {signal.SIGCHLD, *stops}
+        signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
         owner.acquire("this broker", describe("supervisor", settings.data))
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
@@ -71,9 +76,9 @@ class Supervisor:
         self._remove_drained_rings()
         while not self._all_gone():
             self._start_due(page)
-            info = signal.sigtimedwait(_SIGNALS, self._next_wait())
-            if info is not None and info.si_signo in (signal.SIGTERM, signal.SIGINT):
-                self._stop(EXIT_OK)
+            info = signal.sigtimedwait(awaited, self._next_wait())
+            if info is not None and info.si_signo in stops:
+                self._on_stop(info.si_signo)
             self._reap()
             self._kill_overdue()
             self._keep_in_place(owner, page)
@@ -98,7 +103,7 @@ class Supervisor:
         for child in self.children:
             if not child.pid and not self.stopping_since and child.due <= now:
                 argv = [sys.executable, "-m", *child.command]
-                child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[])
+                child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[], setsid=True)
                 if child.started:
                     page.rows[child.name].restarts += 1
                 child.started = now
@@ -137,20 +142,34 @@ class Supervisor:
         child.due = time.monotonic() + child.pause
         self.log.warn("stage_ended", name=child.name, code=code, how=how, restart_in_s=child.pause)
 
-    def _stop(self, code: int) -> None:
+    def _on_stop(self, number: int) -> None:
         if not self.stopping_since:
-            self.stopping_since = time.monotonic()
-            self.exit_code = code
+            again = "the stages drain; Ctrl-C again ends them at once, and plain lines on their way may be lost"
+            self.log.info("stopping", signal=signal.Signals(number).name, effect=again)
+            self._stop(EXIT_OK)
+        elif number == signal.SIGINT:
+            self.exit_code = EXIT_FAILED
+            self._kill("Ctrl-C a second time")
+
+    def _stop(self, code: int) -> None:
+        """Tell every process once: to a stage a second signal means now."""
+        if self.stopping_since:
+            return
+        self.stopping_since = time.monotonic()
+        self.exit_code = code
         for child in self.children:
             if child.pid:
                 os.kill(child.pid, signal.SIGTERM)
 
     def _kill_overdue(self) -> None:
         if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:  # a stopped (SIGSTOP) one
-            for child in self.children:
-                if child.pid:
-                    self.log.warn("stage_killed", name=child.name, reason="did not drain in time")
-                    os.kill(child.pid, signal.SIGKILL)
+            self._kill("did not drain in time")
+
+    def _kill(self, reason: str) -> None:
+        for child in self.children:
+            if child.pid:
+                self.log.warn("stage_killed", name=child.name, reason=reason)
+                os.kill(child.pid, signal.SIGKILL)
 
     def _remove_drained_rings(self) -> None:
         """Rings that hold nothing are made anew from the WAL; only those with messages in them must outlive a pod.
