@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kmq import __version__, gateway
+from kmq import __version__, gateway, supervision
 from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
@@ -106,17 +106,14 @@ def up(
     settings = load()
     open_data(settings.data)  # a directory that cannot be written is said here, not in a log file
     os.close(open_fifo(settings.pipes, "raw"))
+    holder = FileLock(f"{settings.pipes}/supervisor.owner")
+    if not foreground and holder.is_held():  # else a supervisor that ends just now is waited for
+        raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
+    _refuse_to_share(supervision.settled(settings))
     if foreground:
         from kmq.supervisor import Supervisor
 
         raise typer.Exit(Supervisor(settings, with_gateway).run())
-    holder = FileLock(f"{settings.pipes}/supervisor.owner")
-    if holder.is_held():
-        raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
-    orphans = _living_stages(settings)
-    if orphans:
-        pids = ", ".join(map(str, orphans))
-        raise BusyError(f"stages are still running without their supervisor (pid {pids}); stop them with: kmq down")
     wal = FileLock(f"{settings.data}/append/.owner")
     if wal.is_held():  # said here, before a half-started pod takes messages it cannot store
         raise BusyError(f"KMQ_DATA={settings.data} is held by {wal.holder()}: one broker per directory")
@@ -176,21 +173,43 @@ def _say_errors(log_path: Path, begin: int, what: str = "kmq: could not start") 
     print(f"{what}; the whole log is in {log_path}", file=sys.stderr)
 
 
+def _refuse_to_share(found: supervision.Supervision) -> None:
+    if found.others:
+        raise BusyError(f"this broker is up already: {_not_ours(found)}; see: kmq status")
+    if found.orphans:
+        pids = ", ".join(str(stage.pid) for stage in found.orphans)
+        raise BusyError(f"stages are still running without their supervisor (pid {pids}); stop them with: kmq down")
+
+
+def _not_ours(found: supervision.Supervision) -> str:
+    return (
+        f"not started by kmq up: {', '.join(map(str, found.others))}; end them where they were started"
+        " (in Kubernetes: kubectl scale statefulset <name> --replicas=0)"
+    )
+
+
 @app.command(epilog=_examples("kmq down"))
 def down() -> None:
-    """Stop the broker: stages drain from the front, nothing is left in the links."""
+    """Stop the broker: stages drain from the front, nothing is left in the links.
+
+    Exit code 0 also where it is down already; 69 where something else than `kmq up` started its stages, which are left alone; 78
+    where KMQ_DATA is no data directory, or not the one that this instance is up with.
+    """
     settings = load()
-    lock = FileLock(f"{settings.pipes}/supervisor.owner")
-    if lock.is_held():
-        fields = dict(part.partition("=")[::2] for part in lock.holder().split())
-        pids = [int(fields["pid"])]
-    else:  # the supervisor was killed: its stages may live
-        pids = _living_stages(settings)
+    found = supervision.settled(settings)
+    if found.others:
+        raise BusyError(f"nothing was stopped: {_not_ours(found)}")
+    if found.holder and not found.supervisor:
+        raise BusyError(f"its supervisor ({found.holder}) cannot be seen from here; say kmq down where it runs")
+    pids = [found.supervisor] if found.supervisor else [stage.pid for stage in found.orphans]
     if not pids:
-        print("kmq: not up")
+        if reason := supervision.why_not_here(settings):
+            raise ConfigError(f"not up: {reason}")
+        print(f"kmq: not up (data in {os.path.abspath(settings.data)})")
         return
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)  # to one that Ctrl-Z has stopped
     deadline = time.monotonic() + _DOWN_S
     while time.monotonic() < deadline:
         if not any(_is_alive(pid) for pid in pids):
@@ -198,10 +217,6 @@ def down() -> None:
             return
         time.sleep(_POLL_S)
     raise KmqError(f"still running after {_DOWN_S:.0f} s: pid {', '.join(map(str, pids))}")
-
-
-def _living_stages(settings: Settings) -> list[int]:
-    return [s.pid for s in statuses.collect(settings).stages if statuses.is_stage(s.pid, s.name)]
 
 
 def _is_alive(pid: int) -> bool:
@@ -226,9 +241,11 @@ def status(
         found = statuses.collect(settings)
         if as_json:
             stages = [vars(stage) for stage in found.processes]
-            print(json.dumps({"stages": stages, "backlog": found.backlog, "clock": found.clock or "trusted"}))
+            shown = {"stages": stages, "backlog": found.backlog, "clock": found.clock or "trusted"}
+            print(json.dumps(shown | {"supervisor": supervision.Supervision(settings).word}))
         else:
             print(statuses.logfmt(found))
+            print(f"supervisor={supervision.Supervision(settings).word}")
     else:
         found = statuses.collect_with_rates(settings)
         _print_status(settings, found)
@@ -236,9 +253,19 @@ def status(
 
 
 def _print_status(settings: Settings, found: statuses.Status) -> None:
-    if not found.stages:
-        print(f"kmq: instance {settings.instance} is down (data {settings.data})")
-        return
+    if found.stages:
+        _print_stages(found)
+    supervised = supervision.Supervision(settings).word
+    if supervised == "killed":
+        out.print(supervision.KILLED, style="yellow", highlight=False, soft_wrap=True)
+    elif supervised == "down":
+        where = f"data in {os.path.abspath(settings.data)}, pipes in {os.path.abspath(settings.pipes)}"
+        print(f"kmq: instance {settings.instance} is down ({where})")
+        if reason := supervision.why_not_here(settings):
+            print(f"kmq: {reason}")
+
+
+def _print_stages(found: statuses.Status) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("stage", "pid", "state", "restarts", "msg/s", "messages", "last seq", "waits before it"):
         table.add_column(title, justify="left" if title in ("stage", "state", "waits before it") else "right")
@@ -401,20 +428,20 @@ def create(
             print(f"topic {name}: {partitions} partition(s), in force from seq {from_seq}")
             return
         time.sleep(_POLL_S)
-    print(f"topic {name}: {partitions} partition(s), in force when the router has taken it up")
+    where = os.path.abspath(settings.data)
+    print(f"topic {name}: {partitions} partition(s), declared in {where}, in force when the router has taken it up")
 
 
 @topics_app.command("list", epilog=_examples("kmq topics list", "kmq topics list --logfmt"))
 def list_topics(as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per partition.")] = False) -> None:
     """List topics with their partitions, messages and bytes."""
-    settings = load()
-    open_data(settings.data)
+    data = _data_to_read()
     table = Table("topic", box=None, pad_edge=False, header_style="bold")
     for title in ("partition", "messages", "bytes", "in force from seq"):
         table.add_column(title, justify="right")
-    for name, partitions, from_seq in declarations.listing(settings.data):
+    for name, partitions, from_seq in declarations.listing(data):
         for partition in range(partitions):
-            messages, size = end_offset(settings.data, name, partition)
+            messages, size = end_offset(data, name, partition)
             if as_logfmt:
                 print(f"topic={name} partition={partition} messages={messages} bytes={size} from_seq={from_seq or 0}")
             else:
@@ -500,7 +527,8 @@ def redrive(
         raise ConfigError("give the topic to read and --to, the new routing key; or --dropped")
     template = "{routing_key}" if to is None else to
     # As of now: what is sent may end in this very queue.
-    found = redriving.Dropped(_data_to_read(), topic) if dropped else redriving.Queue(settings.data, topic)
+    data = _data_to_read()
+    found = redriving.Dropped(data, topic) if dropped else redriving.Queue(data, topic)
     what = f"of what was dropped{f' of {topic}' if topic else ''}" if dropped else f"of {topic}"
 
     def chosen() -> Iterator[tuple[redriving.Record, bytes]]:
@@ -616,10 +644,10 @@ def stat_log(
 
 def _data_to_read() -> str:
     """The data directory, which a command that only reads does not make."""
-    data = load().data
-    if not os.path.isdir(f"{data}/append"):
-        raise ConfigError(f"KMQ_DATA={data}: no data directory")
-    return data
+    settings = load()
+    if not supervision.is_data(settings.data):
+        raise ConfigError(supervision.why_not_here(settings))
+    return settings.data
 
 
 # --- verify ------------------------------------------------------------------------------------------------------

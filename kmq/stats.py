@@ -1,7 +1,8 @@
 """The stats page: /dev/shm/<instance>.stats, where every stage says how it is.
 
 Layout      a line of text that names the data directory, then one row of 8-byte words per process.
-Owners      each word of a row is written by that process only (`restarts` by the supervisor, `clock_trust` by `kmq clock`).
+Owners      each word of a row is written by that process only (`clock_trust` by `kmq clock`; `starts`
+            is set back by `kmq up`).
             Readers are `kmq status` and ingress, for GET_ACK.
 Crash       Counters are hints for people, except durability's `seq`, which is a durable cursor: it only ever says
             what is on disk, and a page of another data directory is wiped before it is used.
@@ -34,7 +35,7 @@ _FIELDS = (
     "messages",  # moved since start
     "bytes",  # moved since start
     "seq",  # framer: last numbered; durability: last on disk; router: last routed
-    "restarts",  # by the supervisor
+    "starts",  # of this process since the page was made, or since `kmq up`
     "refused",  # lines that became dead.malformed here
     "connections",  # ingress: open now
     "dropped",  # messages named in dropped.log here
@@ -51,8 +52,9 @@ _FIELDS = (
     "turned_away",  # ingress, gateway: connections and calls refused or ended because too many were open
     "cut_off",  # ingress, gateway: connections and calls ended by a deadline
     "unauthorized",  # ingress, gateway: connections and requests without a valid token
+    "supervisor",  # pid of the supervisor that has started it; 0: something else has
 )
-_LASTING = ("restarts", "clock_offset", "clock_suspect", "clock_trust")
+_LASTING = ("starts", "clock_offset", "clock_suspect", "clock_trust")
 
 
 _AT = {name: at for at, name in enumerate(_FIELDS)}
@@ -91,6 +93,11 @@ class Row:
         return f"has given no sign of life for {age_s:.1f} s" if age_s > longest_s else ""
 
     @property
+    def restarts(self) -> int:
+        """How often it has been started again, by whatever starts it."""
+        return max(0, self.starts - 1)
+
+    @property
     def state_name(self) -> str:
         return STATES[self.state] if self.state < len(STATES) else "?"
 
@@ -102,6 +109,14 @@ class Row:
         """Say what another row has said."""
         for at, word in enumerate(words):
             self._words[at] = word
+
+    def begin(self, supervisor: int) -> None:
+        """This process has the row from now on: forget its predecessor, and count."""
+        self.wipe()
+        self.starts += 1
+        self.pid, self.supervisor = os.getpid(), supervisor
+        self.started = self.heartbeat = time.monotonic_ns()
+        self.state = STATES.index("starting")
 
     def wipe(self) -> None:
         """Forget what a predecessor has said, but for what is not only of its life."""

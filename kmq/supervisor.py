@@ -47,9 +47,10 @@ class Supervisor:
     def __init__(self, settings: Settings, with_gateway: bool = True) -> None:
         self.settings = settings
         self.log = Log("supervisor")
-        self.children = [_Child(name, f"stages.{name}") for name in STAGES]
+        modules = {name: f"stages.{name}" for name in STAGES}
         if with_gateway and gateway.is_installed():
-            self.children.append(_Child("gateway", "kmq.gateway", "--with", str(os.getpid())))
+            modules["gateway"] = "kmq.gateway"
+        self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
@@ -70,12 +71,12 @@ class Supervisor:
         owner.acquire("this broker", describe("supervisor", settings.data))
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
-            row.restarts = 0
+            row.starts = 0
         if not status.is_stage(page.rows["gateway"].pid, "gateway"):
             page.rows["gateway"].wipe()  # of one that was killed: this broker may have none
         self._remove_drained_rings()
         while not self._all_gone():
-            self._start_due(page)
+            self._start_due()
             info = signal.sigtimedwait(awaited, self._next_wait())
             if info is not None and info.si_signo in stops:
                 self._on_stop(info.si_signo)
@@ -98,14 +99,12 @@ class Supervisor:
     def _all_gone(self) -> bool:
         return bool(self.stopping_since) and not any(child.pid for child in self.children)
 
-    def _start_due(self, page: StatsPage) -> None:
+    def _start_due(self) -> None:
         now = time.monotonic()
         for child in self.children:
             if not child.pid and not self.stopping_since and child.due <= now:
                 argv = [sys.executable, "-m", *child.command]
                 child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[], setsid=True)
-                if child.started:
-                    page.rows[child.name].restarts += 1
                 child.started = now
 
     def _next_wait(self) -> float:

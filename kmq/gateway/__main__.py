@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 
 from kmq import descriptors
 from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
@@ -31,7 +30,7 @@ def end_with(pid: int) -> None:
         raise SystemExit(EXIT_OK)
 
 
-def run(log: Log) -> None:
+def run(log: Log, supervisor: int) -> None:
     settings = load()
     descriptors.claim(_LEAST_FILES)  # one for each connection, two for those of gRPC
     data_id = open_data(settings.data)
@@ -40,9 +39,7 @@ def run(log: Log) -> None:
     owner.acquire("the gateway of this broker", describe("gateway", settings.data))
     page = StatsPage(settings.instance, data_id, settings.data)
     row = page.rows["gateway"]
-    row.wipe()
-    row.pid, row.started = os.getpid(), time.monotonic_ns()
-    row.state, row.heartbeat = STATES.index("starting"), row.started
+    row.begin(supervisor)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it has to say, it says by exceptions too
     try:
         try:
@@ -65,10 +62,11 @@ def main() -> int:
     """Run the gateway to its end and return its exit code; every way out says why."""
     log = Log("gateway")
     try:
-        if sys.argv[1:2] == ["--with"]:
-            end_with(int(sys.argv[2]))
+        supervisor = int(sys.argv[2]) if sys.argv[1:2] == ["--with"] else 0
+        if supervisor:
+            end_with(supervisor)
         with contextlib.suppress(KeyboardInterrupt):
-            run(log)
+            run(log, supervisor)
         code, reason = EXIT_OK, "drained"
     except (KmqError, OSError) as err:
         error = of_os_error(err) if isinstance(err, OSError) else err

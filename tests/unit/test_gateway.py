@@ -477,7 +477,10 @@ def test_a_scrape_tells_what_the_stats_page_says(broker):
     text = metrics.page(broker, metrics.Requests()).decode()
     shown = {field for number, field in enumerate(stats._FIELDS) if f" {1000.0 + number}" in text}
     clocks = {"clock_offset", "clock_suspect", "clock_trust"}
-    assert set(stats._FIELDS) - shown == {"pid", "state", "heartbeat", "started", "port", "synced"} | clocks
+    processes = {"pid", "supervisor", "state", "heartbeat", "started", "starts", "port", "synced"}
+    assert set(stats._FIELDS) - shown == processes | clocks
+    starts = broker.page.rows["router"].starts
+    assert f'kmq_restarts_total{{stage="router"}} {starts - 1:.1f}' in text
     assert 'kmq_clock_trusted{stage="router"} 0.0' in text
 
 
