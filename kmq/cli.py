@@ -117,6 +117,9 @@ def up(
     wal = FileLock(f"{settings.data}/append/.owner")
     if wal.is_held():  # said here, before a half-started pod takes messages it cannot store
         raise BusyError(f"KMQ_DATA={settings.data} is held by {wal.holder()}: one broker per directory")
+    if settings.unused:
+        names = ", ".join(settings.unused)
+        print(f"kmq: {names}: does nothing yet, nobody listens there; leave it out", file=sys.stderr)
     log_path = Path(settings.pipes) / "kmq.log"
     begin = log_path.stat().st_size if log_path.exists() else 0
     launched = time.monotonic_ns()

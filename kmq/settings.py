@@ -131,9 +131,16 @@ class Setting:
     """One row of the table: `env` name, attribute of Settings, default as text, parser, one line of help."""
 
     def __init__(
-        self, env: str, attribute: str, default: str, parse: Callable[[str], int | float | str], help: str
+        self,
+        env: str,
+        attribute: str,
+        default: str,
+        parse: Callable[[str], int | float | str],
+        help: str,
+        is_used: bool = True,
     ) -> None:
         self.env, self.attribute, self.default, self.parse, self.help = env, attribute, default, parse, help
+        self.is_used = is_used  # else its name is kept for later: whoever sets it is told that it does nothing
 
 
 _PORT = _ranged(_parse_int, 0, 65535, "")
@@ -149,9 +156,16 @@ SETTINGS = (
     Setting("KMQ_INSTANCE", "instance", "kmq", _instance, "name of the shared memory in /dev/shm; one per broker"),
     Setting("KMQ_HOST", "host", "127.0.0.1", _text, "address the listeners bind to"),
     Setting("KMQ_PORT", "port", "5673", _PORT, "lines in, one message a line; 0: any free port"),
-    Setting("KMQ_EGRESS_PORT", "egress_port", "5674", _PORT, "lines out (gateway)"),
+    Setting("KMQ_EGRESS_PORT", "egress_port", "5674", _PORT, "lines out (gateway); nobody listens yet", is_used=False),
     Setting("KMQ_ACK_PORT", "ack_port", "5675", _PORT, "GET_ACK <seq>: is it durable? 0: any free port"),
-    Setting("KMQ_STATUS_PORT", "status_port", "5676", _PORT, "GET_STATUS <seq>: is it processed? (gateway)"),
+    Setting(
+        "KMQ_STATUS_PORT",
+        "status_port",
+        "5676",
+        _PORT,
+        "GET_STATUS <seq>: is it processed? (gateway); nobody listens yet",
+        is_used=False,
+    ),
     Setting("KMQ_HTTP_PORT", "http_port", "8082", _PORT, "HTTP API (gateway)"),
     Setting("KMQ_GRPC_PORT", "grpc_port", "8080", _PORT, "gRPC API (gateway)"),
     Setting("RB_OVERFLOW_POLICY", "policy", "block", _POLICY, "full ring: block the writer, or drop_oldest"),
@@ -271,6 +285,7 @@ class Settings:
     tokens: str
     podbus_topic: str
     texts: dict[str, str]  # each setting as it was given, by its environment name
+    unused: list[str]  # settings that somebody has set and that do nothing
     ignored: list[str]  # service links of Kubernetes that were passed over
 
     def __init__(self, values: dict[str, object]) -> None:
@@ -280,10 +295,12 @@ class Settings:
         """These values as environment variables, for a child process in any working directory."""
         values = dict(self.texts)
         for row in SETTINGS:
+            if row.env not in values:
+                continue
             value = getattr(self, row.attribute)
             if isinstance(value, int) and value:  # `4 MiB` as a number, which a shell can calculate with
                 values[row.env] = str(value)
-            if row.parse is _path and row.env in values:
+            if row.parse is _path:
                 values[row.env] = os.path.abspath(values[row.env])
         return values
 
@@ -329,13 +346,15 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         for name in sorted(set(names) - set(known)):
             raise ConfigError(f"{source}: unknown setting {name}{_suggest(name, known)}")
     texts: dict[str, str] = {}
-    values: dict[str, object] = {"ignored": links, "texts": texts}
+    unused = [row.env for row in SETTINGS if not row.is_used and (row.env in from_env or row.env in from_file)]
+    values: dict[str, object] = {"ignored": links, "texts": texts, "unused": unused}
     for row in SETTINGS:
         text = from_env.get(row.env, from_file.get(row.env, row.default))
         if text == "" and row.default == "":
             values[row.attribute] = ""
             continue
-        texts[row.env] = text
+        if row.is_used or row.env in unused:
+            texts[row.env] = text
         try:
             values[row.attribute] = row.parse(text)
         except ValueError as err:

@@ -474,6 +474,8 @@ def run(stage: Stage) -> None:
     settings = stage.settings
     os.makedirs(settings.pipes, exist_ok=True)
     owner = stage.own(f"{settings.pipes}/ingress.owner", f"FIFO {settings.pipes}/raw (ingress)")
+    if settings.unused:  # one stage says it, for all
+        stage.log.warn("setting_unused", names=",".join(settings.unused), effect="none: nobody listens there yet")
     ingress = Ingress(stage)
     ingress.announce()
     stage.ready(port=ingress.lines.getsockname()[1], ack_port=ingress.questions.getsockname()[1])
