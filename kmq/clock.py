@@ -14,9 +14,11 @@ Not covered A time of day that drifts by less than JUMP_S at once. Limits by siz
 import time
 
 from kmq.logfmt import Log
+from kmq.record import format_ts
 from kmq.stats import Row
 
 JUMP_S, GAP_S, STEADY_S = 60, 86_400, 600
+_BEHIND_S = 1.0  # what a clock that is slewed or corrected by a little is behind at most
 _NS = 1_000_000_000
 _ZERO = 1 << 62  # an offset in the page: it may be below 0 where the date has been lost, and 0 says that there is none
 ADVICE = "if the time of day is right now: kmq clock --trust"
@@ -58,6 +60,24 @@ class AgeClock:
         self._row.clock_suspect = mono
         effect = f"nothing is deleted or forgotten by age until it has been steady for {STEADY_S // 60} min; {ADVICE}"
         self._log.warn("clock_not_trusted", off_by_s=off_by_s(self._row), effect=effect)
+
+
+class HeldTimes:
+    """Says once that recv_ts, which never decreases, is held because the time of day is behind it, and once that it is over."""
+
+    def __init__(self, log: Log) -> None:
+        self._log, self._is_held = log, False
+
+    def look(self, last_us: int) -> None:
+        """`last_us`: recv_ts of the last record, in µs. Ask now and then, not for each record."""
+        behind_s = (last_us * 1000 - time.time_ns()) / _NS
+        if not self._is_held and behind_s > _BEHIND_S:
+            effect = f"recv_ts stays at {format_ts(last_us).decode()} until the clock has caught up"
+            self._log.warn("clock_behind", behind_s=round(behind_s), effect=effect)
+            self._is_held = True
+        elif self._is_held and behind_s <= 0:
+            self._log.info("clock_caught_up", effect="recv_ts is the time of day again")
+            self._is_held = False
 
 
 def off_by_s(row: Row) -> int:

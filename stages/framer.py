@@ -26,7 +26,7 @@ from functools import partial
 from operator import itemgetter
 
 from kmq import framing, record
-from kmq.clock import AgeClock
+from kmq.clock import AgeClock, HeldTimes
 from kmq.errors import CorruptError, RetryError
 from kmq.links import fifo
 from kmq.links.fifo import waiting_bytes
@@ -170,6 +170,7 @@ class Framer:
     def __init__(self, stage: Stage, ring: RingWriter, staging: Staging, clock: AgeClock) -> None:
         self.stage, self.ring, self.staging, self.clock = stage, ring, staging, clock
         self.now, self._tick = int(clock.now_s()), time.monotonic()  # by the trusted clock, and when it was last asked
+        self.held_times = HeldTimes(stage.log)
         self.table = table = remember(stage, ring, self.now)
         self.topics = known_topics(stage, ring)
         self.parser = framing.Parser(stage.settings.max_line, table, self.topics)
@@ -180,6 +181,7 @@ class Framer:
         staging = self.staging
         if time.monotonic() - self._tick > _TICK_S:
             self.now, self._tick = int(self.clock.now_s()), time.monotonic()
+            self.held_times.look(self.ring.last.last_ts)
         text = staging.lines()
         if not text:
             return not self._makes_room() and staging.filled == staging.size and self._endless()

@@ -107,6 +107,32 @@ def test_a_clock_that_is_a_month_ahead_at_a_start_forgets_no_id(
         pod.stop()
 
 
+def test_a_clock_that_is_set_back_is_said_once_while_times_are_held(make_pod: Make, wall: WallClock) -> None:
+    pod = make_pod()
+    pod.start(under=wall.under)
+    pod.wait_ready()
+
+    def send(seq: int) -> None:
+        (pod.pipes / "raw").write_bytes(b"test|0|%d|x\n" % seq)
+        pod.wait(lambda: pod.seq("router") == seq, f"seq {seq} is routed")
+
+    send(1)
+    wall.set(-7200)
+    pod.wait(lambda: pod.events("clock_behind"), "the framer notices")
+    for seq in (2, 3):
+        send(seq)
+    wall.set(0)
+    pod.wait(lambda: pod.events("clock_caught_up"), "and that it is over")
+    send(4)
+    pod.stop()
+    times = [line.split("|")[1] for line in (pod.data / "append.log").read_text().splitlines()]
+    assert times[0] == times[1] == times[2] < times[3]
+    (behind,), (caught_up,) = pod.events("clock_behind"), pod.events("clock_caught_up")
+    assert "level=warn stage=framer" in behind and f'effect="recv_ts stays at {times[0]} ' in behind
+    assert 7190 <= int(behind.partition(" behind_s=")[2].split()[0]) <= 7200
+    assert "stage=framer" in caught_up
+
+
 def segments_of(pod: Pod) -> list[Path]:
     return sorted((pod.data / "topics/test/0").glob("*.log"))  # the WAL's wait for a checkpoint, twice a minute
 
