@@ -28,12 +28,13 @@ from kmq.incidents import Incidents, Strangers
 from kmq.links.acks import AckReader
 from kmq.links.askers import Askers, most_askers
 from kmq.links.deadlines import SWEEP_S, UNREAD, Deadlines
-from kmq.links.fifo import FifoWriter, Sender
+from kmq.links.fifo import FifoWriter, Sender, waiting_bytes
 from kmq.links.hello import Refused
 from kmq.links.hello import parse as parse_hello
 from kmq.links.intake import Connection, Intake, Unread
 from kmq.log.disk import replace_file
 from kmq.log.room import Room
+from kmq.settings import DRAIN_S
 from kmq.stage import Stage, main
 
 TYPE_CHECKING = False
@@ -49,7 +50,10 @@ _BACKLOG = 1024
 _BREAK, _ORDERLY = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 _OWN_DESCRIPTORS = descriptors.OWN + 8  # not for connections: our own, and those to say no with
 _TURNED_AWAY = 16  # connections that stay for a moment, so that they hear why they are not taken
-_GRACE_S = 0.2  # when told to stop: how long connected producers may still hand over what they have sent
+_GRACE_S = 0.2  # when told to stop: how long connected producers may still send
+_HANDOVER_S = DRAIN_S / 2  # and how long we take at most what they had sent before; the others have to drain after us
+_FULL = 64 << 10  # bytes: where more than this waits in a socket, more may wait in the producer's kernel,
+_BEHIND = 8 << 20  # which holds at most this much (tcp_wmem)
 _ANSWER_S = 2.0  # and how long we wait for the replies to what was taken
 _ROOM_S = 0.1  # while producers are refused: how often we look whether there is room again
 _UNAUTHORIZED = "unauthorized say: !hello acks=0|1|all token=<token>, with one that `kmq token new` has made"
@@ -427,15 +431,13 @@ class Ingress:
         A line that is unfinished then is not one: its producer sees the connection break and sends it again.
         """
         self.poll.unregister(self.stage.signalled)  # it has been heard; left in, every wait would end at once
-        for door, _ in self.doors.values():
+        for door, context in self.doors.values():
+            self._accept_producers(door, context)  # who is connected and has waited for that since the FIFO was full
             self.producer_poll.unregister(door)
             door.close()
         self.doors.clear()
         self.questions.close()
-        until = time.monotonic() + _GRACE_S
-        while self.producers and time.monotonic() < until:
-            self.turn(_GRACE_S / 4)
-            self.stage.check()
+        self._take_over()
         until = time.monotonic() + _ANSWER_S
         while any(c.answered < c.taken or c.asks_last for c in self.acknowledged.values()) and time.monotonic() < until:
             self.turn(_GRACE_S / 4)
@@ -450,6 +452,22 @@ class Ingress:
             else:
                 _close_in_order(connection)
         self.producers.clear()
+
+    def _take_over(self) -> None:
+        """Take what producers had sent when we were told to stop: many of them have ended, and nobody would send it again.
+
+        Of those that go on sending, no more than that.
+        """
+        waiting = [waiting_bytes(fd) for fd in self.producers]
+        most = self.intake.bytes + sum(waiting) + sum(_BEHIND for nbytes in waiting if nbytes > _FULL)
+        quiet, latest = time.monotonic() + _GRACE_S, time.monotonic() + _HANDOVER_S
+
+        def is_sent_before() -> bool:
+            return not self.refusing and self.intake.bytes < most and any(map(waiting_bytes, self.producers))
+
+        while self.producers and (time.monotonic() < quiet or (is_sent_before() and time.monotonic() < latest)):
+            self.turn(_GRACE_S / 4)
+            self.stage.check()
 
 
 def _is_plain(connection: Connection) -> bool:

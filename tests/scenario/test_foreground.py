@@ -9,11 +9,12 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-LINES = 20_000
+LINES = 100_000  # more than the FIFO takes: the rest waits in the producer's socket
 
 
 class Terminal:
@@ -99,6 +100,8 @@ def test_what_waits_in_the_links_is_stored_before_the_end(broker, terminal, stop
         act(terminal)
         broker.wait(lambda: is_pending(signal.SIGTERM, framer), "the framer is told to stop")
         broker.wait(lambda: not is_pending(signal.SIGTERM, terminal.process.pid), "the supervisor has heard it")
+    broker.wait(lambda: broker.status()["ingress"]["state"] == "draining", "ingress draining")
+    time.sleep(0.5)  # longer than ingress waits for producers that may send more
     os.kill(framer, signal.SIGCONT)
     assert terminal.process.wait(60) == 0, broker.log()
     assert len(broker.wal()) == len(broker.lines("test")) == LINES
