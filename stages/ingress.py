@@ -35,11 +35,13 @@ from kmq.links.intake import Connection, Intake, Unread
 from kmq.log.disk import replace_file
 from kmq.log.room import Room
 from kmq.stage import Stage, main
+from kmq.stats import ADMISSIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from kmq.links.tls import Certificates
     from kmq.tokens import Tokens
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
@@ -86,6 +88,7 @@ class Ingress:
         self.lines = listen(stage, "ingress", "KMQ_PORT", settings.host, settings.port)
         self.questions = listen(stage, "ack", "KMQ_ACK_PORT", settings.host, settings.ack_port)
         self.doors: dict[int, tuple[socket.socket, SSLContext | None]] = {self.lines.fileno(): (self.lines, None)}
+        self.certificates: Certificates | None = None
         if settings.tls_cert or settings.tls_key or settings.tls_client_ca:
             self._open_tls()
         self.fifo = FifoWriter(stage.raw, max(1, min(MAX_GROUP, settings.ring_slots // 4)))
@@ -129,9 +132,10 @@ class Ingress:
         from kmq.links import tls  # only where it is used: ssl costs a stage memory and start-up time
 
         settings = self.stage.settings
-        context = tls.server_context(settings, self.stage.log)
+        self.certificates = tls.certificates(settings, self.stage.log, self.stage.row)
+        assert self.certificates is not None
         server = listen(self.stage, "tls", "KMQ_TLS_PORT", settings.tls_host, settings.tls_port)
-        self.doors[server.fileno()] = (server, context)
+        self.doors[server.fileno()] = (server, self.certificates.context())
         self.stage.log.info("tls_ready", port=server.getsockname()[1])
 
     def _ask_for_tokens(self) -> None:
@@ -195,13 +199,12 @@ class Ingress:
 
     def _follow_disk(self) -> None:
         """Refuse exactly while there is no room for more than what is on the way."""
-        reason = self.room.refusal()
-        if not reason and self.stage.page.rows["durability"].state_name == "disk_full":
-            reason = "disk_full"
+        reason = self.room.refusal() or self.stage.page.rows["durability"].admission_name
         refusing = f"{reason} {REFUSALS[reason]}".encode() if reason else b""
         if refusing == self.refusing:
             return
         before, self.refusing = self.refusing, refusing
+        self.stage.row.admission = ADMISSIONS.index(reason)
         self.intake.expect_clogging(bool(reason))
         if reason:
             self.stage.log.warn("refusing", reason=reason, effect="acknowledged producers are told, others wait")
@@ -420,6 +423,8 @@ class Ingress:
         self.say_incidents = time.monotonic() + SWEEP_S
         self.askers.sweep()
         self.incidents.say()
+        if self.certificates is not None:
+            self.certificates.look()
 
     def close(self) -> None:
         """Stop accepting, take what connected producers have already sent, then let them go.

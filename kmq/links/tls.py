@@ -1,21 +1,27 @@
 """TLS for the listeners: a context that follows its certificate files, and a socket that an event loop can use like a plain one.
 
-Reload      Certificates, key and client CA are read again when one of the files has changed, looked at on a handshake, at most
-            once a second. New connections get the new ones, those that are open keep theirs. Files that do not fit together
-            (one is written, the other is about to be) leave the old ones in force, and the log says so.
+Reload      Certificates, key and client CA are read again when one of the files has changed, looked at on a handshake and by
+            look(), at most once a second. New connections get the new ones, those that are open keep theirs. Files that do
+            not fit together (one is written, the other is about to be) leave the old ones in force, and the log says so.
+Expiry      How long what is in force is valid stands in the stats page, and the log warns from two weeks before the end on.
 Truncation  An orderly end is a close_notify. A broker that is killed sends none, and a reset besides (ingress.py).
 Not covered Revocation lists.
 """
 
 import contextlib
 import ssl
+import time
 from typing import Any
 
+from kmq import certificate
 from kmq.errors import ConfigError
 from kmq.logfmt import Log
+from kmq.readiness import certificate_reason, presented
 from kmq.settings import Settings
+from kmq.stats import Row
 from kmq.watch import Watch
 
+_WARN_AGAIN_S = 86_400.0
 RECORD_BYTES = 1 << 14  # the most that one TLS record carries
 
 
@@ -74,27 +80,66 @@ class TlsSocket(ssl.SSLSocket):
 class Certificates:
     """The files, and the context made of them last."""
 
-    def __init__(self, settings: Settings, log: Log) -> None:
-        self.settings, self.log = settings, log
+    def __init__(self, settings: Settings, log: Log, row: Row) -> None:
+        """`row`: of the stats page, where the process says how long they are valid."""
+        self.settings, self.log, self.row = settings, log, row
         files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self.watch = Watch(*filter(None, files))
         self.latest = make_context(settings)
+        self._publish()
 
-    def renewed(self) -> bool:
-        """Whether there are new ones, which are good. Call before a handshake."""
+    def context(self) -> ssl.SSLContext:
+        """The context of a listener, which follows the files."""
+        context = self.latest
+        context.sni_callback = self._choose
+        return context
+
+    def renew(self) -> None:
+        """Take up files that have changed and are good. Called before each handshake."""
         if not self.watch.changed():
-            return False
+            return
         try:
             self.latest = make_context(self.settings)
         except ConfigError as err:
             self.log.warn("certificates_kept", reason=err, effect="the old ones stay in force")
-            return False
+            return
         self.log.info("certificates_reloaded", file=self.settings.tls_cert)
-        return True
+        self._publish()
 
-    def choose(self, connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
+    def look(self) -> None:
+        """Call every second or so: also where nobody connects, new files are taken up, and old ones are warned of."""
+        self.renew()
+        self._warn()
+
+    def _publish(self) -> None:
+        """Say in the stats page how long the files that are in force now are valid."""
+        settings, row = self.settings, self.row
+        try:
+            chain = certificate.of_chain(settings.tls_cert)
+            row.certificate_from, row.certificate_until = max(0, chain.not_before), max(0, chain.not_after)
+            if settings.tls_client_ca:
+                authorities = certificate.of_authorities(settings.tls_client_ca, time.time())
+                row.client_ca_until = max(0, authorities.not_after)
+        except (OSError, ValueError) as err:  # OpenSSL has taken them: they serve
+            self.log.warn("certificates_not_understood", reason=err, effect="nobody is warned before they expire")
+            row.certificate_from = row.certificate_until = row.client_ca_until = 0
+        self._warned: dict[str, tuple[str, float]] = {}  # file → code and when it was said
+        self._warn()
+
+    def _warn(self) -> None:
+        """One log line a day and file, and one when it becomes worse."""
+        now = time.time()
+        for used in presented(self.log.stage, self.row, self.settings):
+            code = used.validity.warning(now)
+            said, said_at = self._warned.get(used.path, ("", 0.0))
+            if code and (code != said or time.monotonic() - said_at > _WARN_AGAIN_S):
+                self._warned[used.path] = code, time.monotonic()
+                reason = certificate_reason(code, used, now)
+                self.log.warn(code, file=used.path, effect=reason.why, advice=reason.advice)
+
+    def _choose(self, connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
         """Called by each handshake, also where the client names no server."""
-        self.renewed()
+        self.renew()
         if context is not self.latest:
             connection.context = self.latest
 
@@ -131,23 +176,13 @@ def _reason(err: OSError) -> str:
     return getattr(err, "reason", None) or err.strerror or str(err)
 
 
-def certificates(settings: Settings, log: Log) -> Certificates | None:
+def certificates(settings: Settings, log: Log, row: Row) -> Certificates | None:
     """What the settings name; None where TLS is off. Raises ConfigError."""
     if not (settings.tls_cert or settings.tls_key or settings.tls_client_ca):
         return None
     if not (settings.tls_cert and settings.tls_key):
         raise ConfigError("KMQ_TLS_CERT and KMQ_TLS_KEY belong together: set both, or none and no KMQ_TLS_CLIENT_CA")
-    return Certificates(settings, log)
-
-
-def server_context(settings: Settings, log: Log) -> ssl.SSLContext | None:
-    """The context of a TLS listener, which follows its files; None where TLS is off. Raises ConfigError."""
-    found = certificates(settings, log)
-    if found is None:
-        return None
-    context = found.latest
-    context.sni_callback = found.choose
-    return context
+    return Certificates(settings, log, row)
 
 
 def accept(context: ssl.SSLContext, sock: Any) -> TlsSocket | None:
