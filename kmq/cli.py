@@ -157,7 +157,9 @@ def up(
             _say_errors(log_path, begin)
             raise typer.Exit(process.returncode if process.returncode > 0 else EXIT_FAILED)
         time.sleep(_POLL_S)
-    raise KmqError(f"not ready after {_UP_S:.0f} s; it goes on starting. See: kmq status, {log_path}")
+    raise KmqError(
+        f"not ready after {_UP_S:.0f} s: {status.verdict.first}; it goes on starting. See: kmq status, {log_path}"
+    )
 
 
 def _say_warnings(status: statuses.Status) -> None:

@@ -18,15 +18,16 @@ from kmq.stats import FRESH_S, PROCESSES, Row, StatsPage
 
 ROOM = ("disk_full", "quota")
 LIFELESS = ("down", "stopped", "dead", "silent")  # the processes that these speak of do nothing at all
+_AGAIN = "it is started again within seconds; if not, its log says why: kmq down, then kmq up"
 _ADVICE = {  # the order is that of the reasons: the cause comes before what follows from it
-    "down": "start the broker with: kmq up",
-    "stopped": "start the broker with: kmq up",
-    "dead": "it is started again within seconds; if nobody does that: kmq down, then kmq up",
-    "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing, it is started again",
     "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE (kmq log stat"
     " shows it); the broker resumes by itself",
     "quota": "raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE (kmq log stat shows"
     " it); the broker resumes by itself",
+    "down": _AGAIN,
+    "stopped": _AGAIN,
+    "dead": _AGAIN,
+    "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing, it is started again",
     "draining": "wait until it has ended, then: kmq up",
     "recovering": "wait: its log says how far it is",
     "waiting": "wait: its log says for whom",
@@ -143,7 +144,7 @@ def is_process(pid: int, name: str) -> bool:
 
 def _down(settings: Settings) -> Reason:
     why = f"the broker of KMQ_DATA={settings.data} does not run (KMQ_INSTANCE={settings.instance})"
-    return Reason("down", "broker", why, _ADVICE["down"], PROCESSES)
+    return Reason("down", "broker", why, "start it with: kmq up", PROCESSES)
 
 
 def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Reason:
@@ -152,9 +153,8 @@ def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Reason:
 
 
 def _of_process(name: str, state: str, row: Row) -> Reason:
-    why = row.silence() if state in LIFELESS and row.pid else f"is {state}"
-    if state == "down":
-        why = "has not been started"
+    ended = {"down": "has not been started", "stopped": "has ended"}
+    why = ended.get(state) or row.silence() or f"is {state}"
     return Reason(state, name, f"{name} {why}", _ADVICE[state].format(pid=row.pid), (name,))
 
 

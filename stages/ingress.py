@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kmq import descriptors
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, Stopped
 from kmq.framing import MAX_GROUP
 from kmq.incidents import Incidents, Strangers
 from kmq.links.acks import AckReader
@@ -32,7 +32,7 @@ from kmq.links.fifo import FifoWriter, Sender
 from kmq.links.hello import Refused
 from kmq.links.hello import parse as parse_hello
 from kmq.links.intake import Connection, Intake, Unread
-from kmq.log.disk import replace_file
+from kmq.log.disk import replace_file, with_room
 from kmq.log.room import Room
 from kmq.stage import Stage, main
 from kmq.stats import ADMISSIONS
@@ -75,7 +75,14 @@ def listen(stage: Stage, name: str, setting: str, host: str, port: int) -> socke
         ) from err
     server.listen(_BACKLOG)
     server.setblocking(False)
-    replace_file(f"{stage.settings.pipes}/{name}.port", b"%d\n" % server.getsockname()[1])
+    path, text = f"{stage.settings.pipes}/{name}.port", b"%d\n" % server.getsockname()[1]
+
+    def wait_for_room(path: str) -> None:
+        if stage.stopping:
+            raise Stopped("stopped before there was room to begin")
+        stage.wait_for_room(path)
+
+    with_room(path, wait_for_room, lambda: replace_file(path, text))
     return server
 
 

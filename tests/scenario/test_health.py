@@ -8,6 +8,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import grpc
@@ -75,9 +76,15 @@ def probe(broker, kind, name):
     return broker.run("python", "-m", "kmq.probe", kind, name)
 
 
+def statuses(broker):
+    """`kmq status` in its three forms."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda options: broker.kmq("status", *options), ((), ("--logfmt",), ("--json",))))
+
+
 def faces(broker):
     """What each of those who can be asked says: the code of the first reason, or ""."""
-    text, logfmt, as_json = (broker.kmq("status", *options) for options in ((), ("--logfmt",), ("--json",)))
+    text, logfmt, as_json = statuses(broker)
     report = json.loads(as_json.stdout)
     status, body = get(broker, "/readyz")
     said = json.loads(body)
@@ -159,7 +166,7 @@ def test_a_reached_quota_is_said_by_all_who_are_asked_until_there_is_room(starte
 
 
 @pytest.mark.root
-def test_a_full_disk_is_said_by_all_who_are_asked_and_by_kmq_up(started, tmp_path, cleanup):
+def test_a_full_disk_is_said_by_all_who_are_asked_until_there_is_room(started, tmp_path, cleanup):
     disk = disk_of("ext4", 100 * MIB, tmp_path, cleanup)
     broker = started(disk.path / "data", **SMALL)
     wait_faces(broker, "")
@@ -167,19 +174,31 @@ def test_a_full_disk_is_said_by_all_who_are_asked_and_by_kmq_up(started, tmp_pat
     assert_refused_everywhere(broker, "disk_full")
     ballast.unlink()
     assert_ready_again(broker)
+
+
+@pytest.mark.root
+def test_kmq_up_on_a_full_disk_says_so_and_the_broker_is_ready_when_there_is_room(new_broker, tmp_path, cleanup):
+    """The FIFOs and the port files lie on that disk too, as on a machine where nobody has said where they are to lie."""
+    disk = disk_of("ext4", 100 * MIB, tmp_path, cleanup)
+    broker = new_broker(disk.path / "data")
+    broker.pipes = disk.path / "pipes"
+    broker.env |= {name: str(value) for name, value in SMALL.items()} | {"KMQ_PIPES": str(broker.pipes)}
+    broker.up()
     broker.down()
-    ballast = disk.fill(4 * MIB)
+    ballast = disk.fill(0)
     result = broker.kmq("up", patience_s=50)  # well before it gives up waiting for a broker that is not ready
     assert result.returncode == 1
     assert re.match(r"kmq: up, but not ready: disk_full: .+; make room on that disk", result.stderr), result.stderr
-    wait_faces(broker, "disk_full")
+    assert re.search(r"^not ready: disk_full: ", broker.kmq("status").stdout, re.MULTILINE)
     ballast.unlink()
-    wait_faces(broker, "")
+    broker.wait(lambda: broker.kmq("status", "--logfmt").returncode == 0, "ready")
+    broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the gateway, which has been started again")
+    assert get(broker, "/readyz")[0] == 200
 
 
 def warned(broker):
     """The warnings that each shows, by code; the broker is ready all the time."""
-    text, logfmt, as_json = (broker.kmq("status", *options) for options in ((), ("--logfmt",), ("--json",)))
+    text, logfmt, as_json = statuses(broker)
     status, body = get(broker, "/readyz")
     metrics = get(broker, "/metrics")[1]
     assert ({done.returncode for done in (text, logfmt, as_json)}, status, is_serving(broker)) == ({0}, 200, True)
