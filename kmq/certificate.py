@@ -31,35 +31,35 @@ class Validity:
         return "certificate_expires" if self.not_after and now > self.not_after - SOON_S else ""
 
 
-def of_chain(path: str) -> Validity:
-    """A chain holds while all of its certificates do. Raises ValueError where the file has none that can be read."""
-    found = _read(path)
-    return Validity(max(each.not_before for each in found), min(each.not_after for each in found))
-
-
-def of_authorities(path: str, now: float) -> Validity:
-    """Authorities stand side by side: the next one to expire, and where all have, the last. Raises ValueError.
-
-    One that has expired beside one that has not is what a rotation leaves behind, and no news.
-    """
-    found = _read(path)
-    return min(
-        (each for each in found if each.not_after >= now),
-        key=lambda each: each.not_after,
-        default=max(found, key=lambda each: each.not_after),
-    )
-
-
-def utc(seconds: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-def _read(path: str) -> list[Validity]:
+def read(path: str) -> list[Validity]:
+    """Of each certificate in the file. Raises ValueError where it has none, or one that cannot be read."""
     with open(path, encoding="latin-1") as file:
         found = [_validity(der) for der in _blocks(file.read())]
     if not found:
         raise ValueError(f"{path}: no certificate in it")
     return found
+
+
+def of_chain(certificates: list[Validity]) -> Validity:
+    """A chain holds while all of its certificates do."""
+    return Validity(max(each.not_before for each in certificates), min(each.not_after for each in certificates))
+
+
+def of_authorities(certificates: list[Validity], now: float) -> Validity:
+    """Authorities stand side by side: the next one to expire, and where all have, the last.
+
+    One that has expired beside one that has not is what a rotation leaves behind, and no news.
+    """
+    valid = [each for each in certificates if each.not_after >= now]
+    return min(valid, key=_end) if valid else max(certificates, key=_end)
+
+
+def _end(validity: Validity) -> int:
+    return validity.not_after
+
+
+def utc(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _blocks(pem: str) -> list[bytes]:

@@ -33,6 +33,7 @@ _ADVICE = {  # the order is that of the reasons: the cause comes before what fol
     "waiting": "wait: its log says for whom",
     "starting": "wait; if it lasts, its log says why",
 }
+_FINE = ("ready", *ROOM)  # lack of room is one reason for all processes together
 _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
@@ -116,9 +117,6 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
     return Verdict(sorted(reasons, key=lambda each: REASONS.index(each.code)), _warnings(certificates), certificates)
 
 
-_FINE = ("ready", *ROOM)  # what is said of a process by itself is not a reason: ROOM is one for all
-
-
 def state_of(name: str, row: Row) -> str:
     """The state of a process in one word: one of the codes, or ready."""
     if not row.pid:
@@ -170,7 +168,7 @@ def _warnings(certificates: list[Presented]) -> list[Reason]:
     """One for each file, however many processes use it."""
     now = time.time()
     found = [(each.validity.warning(now), each) for each in certificates]
-    first = {each.path: certificate_reason(code, each, now) for code, each in reversed(found) if code}
+    first = {each.setting: certificate_reason(code, each, now) for code, each in reversed(found) if code}
     return sorted(first.values(), key=lambda each: WARNINGS.index(each.code))
 
 

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from kmq import certificate
+from kmq.certificate import Validity
 from kmq.errors import ConfigError
 from kmq.logfmt import Log
 from kmq.readiness import certificate_reason, presented
@@ -85,8 +86,7 @@ class Certificates:
         self.settings, self.log, self.row = settings, log, row
         files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self.watch = Watch(*filter(None, files))
-        self.latest = make_context(settings)
-        self._publish()
+        self._take(make_context(settings))
 
     def context(self) -> ssl.SSLContext:
         """The context of a listener, which follows the files."""
@@ -99,41 +99,44 @@ class Certificates:
         if not self.watch.changed():
             return
         try:
-            self.latest = make_context(self.settings)
+            context = make_context(self.settings)
         except ConfigError as err:
             self.log.warn("certificates_kept", reason=err, effect="the old ones stay in force")
             return
         self.log.info("certificates_reloaded", file=self.settings.tls_cert)
-        self._publish()
+        self._take(context)
 
     def look(self) -> None:
         """Call every second or so: also where nobody connects, new files are taken up, and old ones are warned of."""
         self.renew()
-        self._warn()
+        self._publish()
 
-    def _publish(self) -> None:
-        """Say in the stats page how long the files that are in force now are valid."""
-        settings, row = self.settings, self.row
+    def _take(self, context: ssl.SSLContext) -> None:
+        """From now on this is in force, and the files are those that it was made of."""
+        self.latest = context
+        self._chain: list[Validity] = []
+        self._authorities: list[Validity] = []
+        self._warned: dict[str, tuple[str, float]] = {}  # setting → code, and when it was said
         try:
-            chain = certificate.of_chain(settings.tls_cert)
-            row.certificate_from, row.certificate_until = max(0, chain.not_before), max(0, chain.not_after)
-            if settings.tls_client_ca:
-                authorities = certificate.of_authorities(settings.tls_client_ca, time.time())
-                row.client_ca_until = max(0, authorities.not_after)
+            self._chain = certificate.read(self.settings.tls_cert)
+            if self.settings.tls_client_ca:
+                self._authorities = certificate.read(self.settings.tls_client_ca)
         except (OSError, ValueError) as err:  # OpenSSL has taken them: they serve
             self.log.warn("certificates_not_understood", reason=err, effect="nobody is warned before they expire")
-            row.certificate_from = row.certificate_until = row.client_ca_until = 0
-        self._warned: dict[str, tuple[str, float]] = {}  # file → code and when it was said
-        self._warn()
+        self._publish()
 
-    def _warn(self) -> None:
-        """One log line a day and file, and one when it becomes worse."""
-        now = time.time()
-        for used in presented(self.log.stage, self.row, self.settings):
+    def _publish(self) -> None:
+        """Say in the stats page how long they are valid; in the log once a day, and when it becomes worse."""
+        row, now, nothing = self.row, time.time(), Validity(0, 0)
+        chain = certificate.of_chain(self._chain) if self._chain else nothing
+        authorities = certificate.of_authorities(self._authorities, now) if self._authorities else nothing
+        row.certificate_from, row.certificate_until = max(0, chain.not_before), max(0, chain.not_after)
+        row.client_ca_until = max(0, authorities.not_after)
+        for used in presented(self.log.stage, row, self.settings):
             code = used.validity.warning(now)
-            said, said_at = self._warned.get(used.path, ("", 0.0))
+            said, said_at = self._warned.get(used.setting, ("", 0.0))
             if code and (code != said or time.monotonic() - said_at > _WARN_AGAIN_S):
-                self._warned[used.path] = code, time.monotonic()
+                self._warned[used.setting] = code, time.monotonic()
                 reason = certificate_reason(code, used, now)
                 self.log.warn(code, file=used.path, effect=reason.why, advice=reason.advice)
 

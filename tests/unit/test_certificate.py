@@ -32,7 +32,7 @@ def both(validity):
 def test_the_dates_of_a_certificate_are_those_it_was_made_with(authority, kind, until):
     key = rsa.generate_private_key(65537, 2048) if kind == "rsa" else ec.generate_private_key(ec.SECP384R1())
     cert, _ = authority.issue(f"{kind}{until}", until=until, key=key)
-    assert both(certificate.of_chain(str(cert))) == dates(cert)
+    assert both(certificate.of_chain(certificate.read(str(cert)))) == dates(cert)
 
 
 def test_a_chain_holds_while_all_of_its_certificates_do(authority, tmp_path):
@@ -42,7 +42,7 @@ def test_a_chain_holds_while_all_of_its_certificates_do(authority, tmp_path):
     chain = tmp_path / "chain.pem"
     chain.write_text(f"subject=é\n{leaf.read_text()}{key.read_text()}issuer\n{intermediate.path.read_text()}")
     ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chain, key)
-    assert both(certificate.of_chain(str(chain))) == (dates(leaf)[0], dates(intermediate.path)[1])
+    assert both(certificate.of_chain(certificate.read(str(chain)))) == (dates(leaf)[0], dates(intermediate.path)[1])
 
 
 def test_of_authorities_the_next_to_expire_counts_and_of_expired_ones_the_last(tmp_path):
@@ -50,7 +50,7 @@ def test_of_authorities_the_next_to_expire_counts_and_of_expired_ones_the_last(t
     bundle = tmp_path / "bundle.pem"
     for paths, counts in ((made, made[2]), (made[:2], made[1]), (made[3:], made[3])):
         bundle.write_text("".join(path.read_text() for path in paths))
-        assert certificate.of_authorities(str(bundle), time.time()).not_after == dates(counts)[1]
+        assert certificate.of_authorities(certificate.read(str(bundle)), time.time()).not_after == dates(counts)[1]
 
 
 @pytest.mark.parametrize("damage", [lambda der: der[:40], lambda der: b"\x31" + der[1:], lambda der: b""])
@@ -59,7 +59,7 @@ def test_what_is_no_certificate_is_an_error_and_no_date(authority, tmp_path, dam
     path = tmp_path / "bad.pem"
     path.write_text(ssl.DER_cert_to_PEM_cert(damage(der)) if damage(der) else "no certificate")
     with pytest.raises(ValueError, match="certificate"):
-        certificate.of_chain(str(path))
+        certificate.read(str(path))
 
 
 @pytest.mark.parametrize(

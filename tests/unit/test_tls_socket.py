@@ -5,8 +5,11 @@ import random
 import shutil
 import socket
 import ssl
+import time
+from types import SimpleNamespace
 
 import pytest
+from certificates import Authority
 from test_tokens import Warnings
 
 from kmq import stats
@@ -387,6 +390,39 @@ def test_client_certificates_are_asked_for_and_their_authority_can_change(connec
     assert admitted(*ours) and not admitted(*theirs) and not admitted()
     shutil.copy(other.path, trusted)
     assert admitted(*theirs) and not admitted(*ours)
+
+
+def test_a_certificate_is_warned_of_once_a_day_and_again_when_it_has_expired(authority, monkeypatch):
+    cert, key = authority.issue("short", until=3)
+    voice, row, ahead = Voice(), row_of_its_own(), [0.0]
+    monkeypatch.setattr(
+        "kmq.links.tls.time", SimpleNamespace(time=lambda: time.time() + ahead[0], monotonic=lambda: ahead[0])
+    )
+    used = tls.certificates(settings_of(cert=cert, key=key), voice, row)
+    said = []
+    for hours in range(0, 24 * 5):
+        ahead[0] = hours * 3600.0
+        used.look()
+        said += [(event, hours // 24) for event, _ in voice.warn]
+        voice.warn.clear()
+    assert said == [("certificate_expires", day) for day in (0, 1, 2)] + [
+        ("certificate_expired", day) for day in (3, 4)
+    ]
+
+
+def test_of_two_client_authorities_one_may_expire(files, tmp_path, monkeypatch):
+    """As in a rotation: the page then has the date of the other one, though no file has changed."""
+    short, long = (Authority(tmp_path, name, until) for name, until in (("short", 3), ("long", 60)))
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text(short.path.read_text() + long.path.read_text())
+    row, now = row_of_its_own(), time.time()
+    used = tls.certificates(settings_of(**files, client_ca=bundle), Voice(), row)
+    days = []
+    for days_later in (0, 2, 4, 61):
+        monkeypatch.setattr("kmq.links.tls.time.time", lambda later=days_later: now + later * 86_400)
+        used.look()
+        days.append(round((row.client_ca_until - now) / 86_400))
+    assert days == [3, 3, 60, 60]
 
 
 def test_nothing_older_than_tls_1_2_is_spoken(connect, files, authority):
