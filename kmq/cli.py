@@ -27,10 +27,12 @@ from kmq.log import topics as declarations
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
 from kmq.log.segment import LIMITS
+from kmq.readiness import ROOM
 from kmq.settings import GRACE_S, STAGES, Settings, load
 from kmq.spark import commands as spark_commands
 
 _UP_S = 60.0  # longest wait for a pod to be ready: recovery of a long WAL included
+_FULL_S = 1.0  # lack of room that lasts for so long is said: what is small may find room in a moment
 _DOWN_S = GRACE_S + 5.0
 _ADOPT_S = 5.0  # how long the router may take to adopt a declaration
 _POLL_S = 0.02
@@ -133,21 +135,36 @@ def up(
         )
     awaited = len(STAGES) + (with_gateway and gateway.is_installed())
     deadline = time.monotonic() + _UP_S
+    full_since = 0.0  # a start that finds no room waits for it as long as it takes
     while time.monotonic() < deadline:
         status = statuses.collect(settings)
-        if status.ready and sum(process.started > launched for process in status.processes) == awaited:
+        is_started = sum(process.started > launched for process in status.processes) == awaited
+        if status.ready and is_started:
             port = read_port(settings, "ingress", settings.port)
             print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {log_path}")
             if status.gateway:
                 _say_gateway(settings, status.gateway, log_path, begin)
+            _say_warnings(status)
             return
+        no_room = next((reason for reason in status.verdict.reasons if reason.code in ROOM), None)
+        if not (is_started and no_room):
+            full_since = 0.0
+        elif time.monotonic() - (full_since := full_since or time.monotonic()) > _FULL_S:
+            raise KmqError(f"up, but not ready: {no_room}; {no_room.advice}")
         if process.poll() is not None:
             if process.returncode in (EXIT_OK, -signal.SIGTERM):
                 raise RetryError("was told to stop (kmq down) before it was ready: nothing runs; start it with: kmq up")
             _say_errors(log_path, begin)
             raise typer.Exit(process.returncode if process.returncode > 0 else EXIT_FAILED)
         time.sleep(_POLL_S)
-    raise KmqError(f"not ready after {_UP_S:.0f} s; it goes on starting. See: kmq status, {log_path}")
+    raise KmqError(
+        f"not ready after {_UP_S:.0f} s: {status.verdict.first}; it goes on starting. See: kmq status, {log_path}"
+    )
+
+
+def _say_warnings(status: statuses.Status) -> None:
+    for warning in status.verdict.warnings:
+        print(f"kmq: {warning}; {warning.advice}", file=sys.stderr)
 
 
 def _open_log(path: Path) -> BinaryIO:
@@ -238,17 +255,14 @@ def status(
     as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per stage, for scripts; no rates.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs; no rates.")] = False,
 ) -> None:
-    """Show each stage (pid, state, restarts, rate) and what waits in each link. Exit code 1 unless all are ready."""
+    """Show each stage (pid, state, restarts, rate), what waits in each link, and what is wrong.
+
+    Exit code 1 unless the broker is ready: while messages are refused too. What it says is what /readyz says.
+    """
     settings = load()
     if as_logfmt or as_json:
         found = statuses.collect(settings)
-        if as_json:
-            stages = [vars(stage) for stage in found.processes]
-            shown = {"stages": stages, "backlog": found.backlog, "clock": found.clock or "trusted"}
-            print(json.dumps(shown | {"supervisor": supervision.Supervision(settings).word}))
-        else:
-            print(statuses.logfmt(found))
-            print(f"supervisor={supervision.Supervision(settings).word}")
+        print(json.dumps(statuses.as_json(found)) if as_json else statuses.logfmt(found))
     else:
         found = statuses.collect_with_rates(settings)
         _print_status(settings, found)
@@ -258,10 +272,9 @@ def status(
 def _print_status(settings: Settings, found: statuses.Status) -> None:
     if found.stages:
         _print_stages(found)
-    supervised = supervision.Supervision(settings).word
-    if supervised == "killed":
+    if found.supervisor == "killed":
         out.print(supervision.KILLED, style="yellow", highlight=False, soft_wrap=True)
-    elif supervised == "down":
+    elif found.supervisor == "down":
         where = f"data in {os.path.abspath(settings.data)}, pipes in {os.path.abspath(settings.pipes)}"
         print(f"kmq: instance {settings.instance} is down ({where})")
         if reason := supervision.why_not_here(settings):
@@ -290,6 +303,10 @@ def _print_stages(found: statuses.Status) -> None:
     refused, dropped = sum(s.refused for s in found.stages), sum(s.dropped for s in found.stages)
     if refused or dropped:
         out.print(f"refused at ingress: {refused:,}   dropped (see dropped.log): {dropped:,}", highlight=False)
+    for reason in found.verdict.reasons:
+        out.print(f"not ready: {reason}; {reason.advice}", style="red", highlight=False, markup=False, soft_wrap=True)
+    for warning in found.verdict.warnings:
+        out.print(f"{warning}; {warning.advice}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 # --- clock -------------------------------------------------------------------------------------------------------

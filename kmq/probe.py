@@ -1,8 +1,10 @@
 """`python -m kmq.probe live|ready <process>`: what the pod's exec probes ask. Exit code 0, or 1 and the reason on stdout.
 
 live        it has given a sign of life within LIVE_S: it runs, whatever it waits for or recovers. Stopped, hung or dead: no.
-ready       it is in its loop: not starting, recovering, without its peers, out of disk, or draining. Of the gateway: what /readyz
-            says, asked from inside, for where its ports are on loopback or want a certificate.
+ready       nothing speaks against this process (readiness.py): it is in its loop, not starting, recovering, without its peers,
+            refusing messages for lack of room, or draining. Of the gateway: what /readyz says of the whole broker, asked from
+            inside, for where its ports are on loopback or want a certificate. Lack of room so takes the pod out of its
+            Service, and never restarts anything.
 
 A kubelet runs this every few seconds for each container, so it imports little. Looks only.
 """
@@ -10,6 +12,7 @@ A kubelet runs this every few seconds for each container, so it imports little. 
 import sys
 
 from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, KmqError
+from kmq.readiness import judge
 from kmq.settings import Settings, load
 from kmq.stats import FRESH_S, PROCESSES, Row, peek
 
@@ -29,7 +32,10 @@ def why_broker_not_ready(settings: Settings, row: Row) -> str:
             sock.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
             status = answer.readline().split(b" ")[1]
             body = answer.read().partition(b"\r\n\r\n")[2]
-            return "" if status == b"200" else str(json.loads(body)["reason"])
+            if status == b"200":
+                return ""
+            report = json.loads(body)
+            return f"{report['reason']}; {report['advice']}"
     except (OSError, LookupError, TypeError, ValueError) as err:
         return f"gateway does not answer: {err}"
 
@@ -45,8 +51,9 @@ def reason(kind: str, name: str, settings: Settings) -> str:
         return f"{name} {silence}"
     if kind == "live":
         return ""
-    if row.state_name != "ready":
-        return f"{name} is {row.state_name.replace('_', ' ') or 'starting'}"
+    found = judge(page, settings).against(name)
+    if found:
+        return f"{found}; {found.advice}"
     return why_broker_not_ready(settings, row) if name == "gateway" else ""
 
 

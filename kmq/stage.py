@@ -21,7 +21,7 @@ from kmq.links.staging import area_bytes
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
 from kmq.settings import DRAIN_S, Settings, load
-from kmq.stats import STATES, StatsPage
+from kmq.stats import ADMISSIONS, STATES, StatsPage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # ingress has no ring
@@ -183,21 +183,24 @@ class Stage:
             result = attempt()
         return result
 
-    def wait_for_room(self, path: str) -> None:
-        """The disk is full: say so, wait a little, let the caller try again."""
+    def wait_for_room(self, path: str, lacks: str = "disk_full") -> None:
+        """There is no room: say so, wait a little, let the caller try again. `lacks`: one of ADMISSIONS."""
         if self.row.state != STATES.index("disk_full"):
-            self.log.warn("disk_full", file=path, effect="writing pauses, producers feel backpressure")
+            self.log.warn("disk_full", file=path, lacks=lacks, effect="writing pauses, producers feel backpressure")
             self.state("disk_full")
+        self.row.admission = ADMISSIONS.index(lacks)
         self.pause(_ROOM_POLL_S)
 
     def has_room(self) -> None:
         """Call after a write that may have waited for room."""
         if self.row.state == STATES.index("disk_full"):
             self.log.info("disk_has_room")
+            self.row.admission = 0
             self.state("draining" if self.stopping else "ready")
 
     def ready(self, **fields: object) -> None:
         self.log.info("ready", pid=os.getpid(), **fields)
+        self.row.admission = 0
         self.state("ready")
 
     def ring_identity(self, name: str) -> Identity:

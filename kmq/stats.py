@@ -6,6 +6,8 @@ Owners      each word of a row is written by that process only (`clock_trust` by
             Readers are `kmq status` and ingress, for GET_ACK.
 Crash       Counters are hints for people, except durability's `seq`, which is a durable cursor: it only ever says
             what is on disk, and a page of another data directory is wiped before it is used.
+Versions    Fields and states are only ever appended, and 0 always means that nothing has been said: a page of an older
+            release reads as one that says nothing there.
 """
 
 import fcntl
@@ -27,6 +29,7 @@ _POLL_S = 0.1
 FRESH_S = 2.0  # a process without a heartbeat for so long is stopped, hung or dead
 
 STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped")
+ADMISSIONS = ("", "disk_full", "quota")
 _FIELDS = (
     "pid",  # as its own container sees it
     "started",  # CLOCK_MONOTONIC, ns
@@ -53,6 +56,10 @@ _FIELDS = (
     "cut_off",  # ingress, gateway: connections and calls ended by a deadline
     "unauthorized",  # ingress, gateway: connections and requests without a valid token
     "supervisor",  # pid of the supervisor that has started it; 0: something else has
+    "admission",  # index into ADMISSIONS: why ingress refuses new messages, what durability and the router wait for
+    "certificate_from",  # ingress, gateway: unix seconds from which the chain that TLS clients are shown is valid
+    "certificate_until",  # and until when
+    "client_ca_until",  # ingress, gateway: until when client certificates can be valid
 )
 _LASTING = ("starts", "clock_offset", "clock_suspect", "clock_trust")
 
@@ -100,6 +107,10 @@ class Row:
     @property
     def state_name(self) -> str:
         return STATES[self.state] if self.state < len(STATES) else "?"
+
+    @property
+    def admission_name(self) -> str:
+        return ADMISSIONS[self.admission] if self.admission < len(ADMISSIONS) else ""
 
     def words(self) -> list[int]:
         """A copy of all."""

@@ -4,13 +4,15 @@ import os
 import time
 
 from kmq import clock
+from kmq.certificate import utc
 from kmq.links import fifo, layout
 from kmq.logfmt import pairs
+from kmq.readiness import Verdict, judge, state_of
 from kmq.settings import STAGES, Settings
 from kmq.stats import Row, StatsPage, peek
+from kmq.supervision import Supervision
 
-_BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
-_STALE_S = 2.0  # without a heartbeat for this long a stage is stopped, hung or dead
+__all__ = ["StageStatus", "Status", "as_json", "collect", "collect_with_rates", "logfmt", "trust_clock"]
 _SAMPLE_S = 0.5  # rates are measured over this long
 
 
@@ -28,26 +30,24 @@ class StageStatus:
         )
         self.started = row.started
         self.age_s = row.age_s
-        self.state = self._state(row)
+        self.state = state_of(name, row)
         self.rate = 0.0
-
-    def _state(self, row: Row) -> str:
-        if not row.pid:
-            return "down"
-        if row.state_name == "stopped":
-            return "stopped"
-        # Whether it is dead can only be told where its pid means something to us: not from another container.
-        if row.age_s > _BEAT_S and not is_stage(row.pid, self.name):
-            return "dead"
-        return row.state_name if row.age_s <= _STALE_S else "silent"
 
 
 class Status:
     """The whole broker at one moment."""
 
     def __init__(
-        self, stages: list[StageStatus], backlog: dict[str, int], gateway: StageStatus | None = None, clock: str = ""
+        self,
+        verdict: Verdict,
+        supervisor: str,
+        stages: list[StageStatus],
+        backlog: dict[str, int],
+        gateway: StageStatus | None = None,
+        clock: str = "",
     ) -> None:
+        self.verdict = verdict
+        self.supervisor = supervisor  # up, killed, other or down
         self.stages, self.backlog = stages, backlog
         self.gateway = gateway  # None: this broker has none
         self.clock = clock  # why the time of day is not trusted, and what to do; "": it is
@@ -58,26 +58,15 @@ class Status:
 
     @property
     def ready(self) -> bool:
-        """Whether all stages are, and the gateway, unless it has ended in order: messages come and go without it."""
-        stages = bool(self.stages) and all(stage.state == "ready" for stage in self.stages)
-        return stages and (self.gateway is None or self.gateway.state in ("ready", "stopped"))
-
-
-def is_stage(pid: int, name: str) -> bool:
-    """Whether the process `pid` is that stage, or the gateway: a pid may have been given to somebody else since."""
-    module = f"kmq.{name}" if name == "gateway" else f"stages.{name}"
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return module.encode() in file.read().split(b"\0")
-    except OSError:
-        return False
+        return self.verdict.ready
 
 
 def collect(settings: Settings) -> Status:
     """How it is now, without rates."""
     page = peek(settings.instance)
+    supervisor = Supervision(settings).word
     if page is None or not page.serves(settings.data):
-        return Status([], {})
+        return Status(judge(None, settings), supervisor, [], {})
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     row = page.rows["gateway"]
     gateway = StageStatus("gateway", row) if row.pid else None
@@ -89,7 +78,7 @@ def collect(settings: Settings) -> Status:
         os.close(fd)
     for name in ("framed", "durable"):
         waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
-    return Status(stages, waiting, gateway, _clock(page))
+    return Status(judge(page, settings), supervisor, stages, waiting, gateway, _clock(page))
 
 
 def _clock(page: StatsPage) -> str:
@@ -123,7 +112,7 @@ def collect_with_rates(settings: Settings) -> Status:
 
 
 def logfmt(status: Status) -> str:
-    """One line per process and one for the links: for scripts."""
+    """One line per process, one for the links, one for the verdict and each of its reasons: for scripts."""
     lines = [
         pairs(
             stage=s.name,
@@ -141,4 +130,27 @@ def logfmt(status: Status) -> str:
         )
         for s in status.processes
     ]
-    return "\n".join([*lines, pairs(links="backlog", **status.backlog)])
+    verdict = status.verdict
+    lines += [pairs(links="backlog", **status.backlog), pairs(broker="ready" if verdict.ready else "not_ready")]
+    lines.append(pairs(supervisor=status.supervisor))
+    lines += [pairs(reason=r.code, about=r.about, why=r.why, advice=r.advice) for r in verdict.reasons]
+    lines += [pairs(warning=w.code, about=w.about, why=w.why, advice=w.advice) for w in verdict.warnings]
+    return "\n".join(lines)
+
+
+def as_json(status: Status) -> dict[str, object]:
+    """The same for programs."""
+    verdict = status.verdict
+    return {
+        "ready": verdict.ready,
+        "reasons": [reason.fields() for reason in verdict.reasons],
+        "warnings": [warning.fields() for warning in verdict.warnings],
+        "certificates": [
+            {"process": c.process, "file": c.path, "setting": c.setting, "not_after": utc(c.validity.not_after)}
+            for c in verdict.certificates
+        ],
+        "stages": [vars(stage) for stage in status.processes],
+        "backlog": status.backlog,
+        "clock": status.clock or "trusted",
+        "supervisor": status.supervisor,
+    }

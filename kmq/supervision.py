@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from kmq.links.layout import field
 from kmq.links.ownership import FileLock
+from kmq.readiness import is_process
 from kmq.settings import STAGES, Settings
 from kmq.stats import StatsPage, peek
-from kmq.status import is_stage
 
 _BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
 KILLED = (
@@ -71,7 +71,7 @@ def _living(page: StatsPage) -> list[Process]:
     found = []
     for name in STAGES:
         row = page.rows[name]
-        is_visible = is_stage(row.pid, name)
+        is_visible = is_process(row.pid, name)
         beats = row.pid and row.state_name != "stopped" and row.age_s <= _BEAT_S
         if is_visible or beats:
             found.append(Process(name, row.pid, row.supervisor, is_visible))

@@ -16,12 +16,13 @@ import signal
 import sys
 import time
 
-from kmq import gateway, status
+from kmq import gateway
 from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
 from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
+from kmq.readiness import is_process
 from kmq.settings import GRACE_S, STAGES, Settings, load
 from kmq.stats import StatsPage
 
@@ -72,7 +73,7 @@ class Supervisor:
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
             row.starts = 0
-        if not status.is_stage(page.rows["gateway"].pid, "gateway"):
+        if not is_process(page.rows["gateway"].pid, "gateway"):
             page.rows["gateway"].wipe()  # of one that was killed: this broker may have none
         self._remove_drained_rings()
         while not self._all_gone():

@@ -130,7 +130,7 @@ class Durability:
         nbytes = sum(len(data) for data, *_ in new)
         while self.room.must_wait(nbytes):
             self._retain()  # may be what makes the room
-            self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)")
+            self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
         self._commit(new)
         self.stage.has_room()
         row.seq = self.wal.last_seq

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kmq import descriptors
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, Stopped
 from kmq.framing import MAX_GROUP
 from kmq.incidents import Incidents, Strangers
 from kmq.links.acks import AckReader
@@ -32,15 +32,17 @@ from kmq.links.fifo import FifoWriter, Sender, waiting_bytes
 from kmq.links.hello import Refused
 from kmq.links.hello import parse as parse_hello
 from kmq.links.intake import Connection, Intake, Unread
-from kmq.log.disk import replace_file
+from kmq.log.disk import replace_file, with_room
 from kmq.log.room import Room
 from kmq.settings import DRAIN_S
 from kmq.stage import Stage, main
+from kmq.stats import ADMISSIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ssl import SSLContext
 
+    from kmq.links.tls import Certificates
     from kmq.tokens import Tokens
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
@@ -77,7 +79,14 @@ def listen(stage: Stage, name: str, setting: str, host: str, port: int) -> socke
         ) from err
     server.listen(_BACKLOG)
     server.setblocking(False)
-    replace_file(f"{stage.settings.pipes}/{name}.port", b"%d\n" % server.getsockname()[1])
+    path, text = f"{stage.settings.pipes}/{name}.port", b"%d\n" % server.getsockname()[1]
+
+    def wait_for_room(path: str) -> None:
+        if stage.stopping:
+            raise Stopped("stopped before there was room to begin")
+        stage.wait_for_room(path)
+
+    with_room(path, wait_for_room, lambda: replace_file(path, text))
     return server
 
 
@@ -90,6 +99,7 @@ class Ingress:
         self.lines = listen(stage, "ingress", "KMQ_PORT", settings.host, settings.port)
         self.questions = listen(stage, "ack", "KMQ_ACK_PORT", settings.host, settings.ack_port)
         self.doors: dict[int, tuple[socket.socket, SSLContext | None]] = {self.lines.fileno(): (self.lines, None)}
+        self.certificates: Certificates | None = None
         if settings.tls_cert or settings.tls_key or settings.tls_client_ca:
             self._open_tls()
         self.fifo = FifoWriter(stage.raw, max(1, min(MAX_GROUP, settings.ring_slots // 4)))
@@ -133,9 +143,10 @@ class Ingress:
         from kmq.links import tls  # only where it is used: ssl costs a stage memory and start-up time
 
         settings = self.stage.settings
-        context = tls.server_context(settings, self.stage.log)
+        self.certificates = tls.certificates(settings, self.stage.log, self.stage.row)
+        assert self.certificates is not None
         server = listen(self.stage, "tls", "KMQ_TLS_PORT", settings.tls_host, settings.tls_port)
-        self.doors[server.fileno()] = (server, context)
+        self.doors[server.fileno()] = (server, self.certificates.context())
         self.stage.log.info("tls_ready", port=server.getsockname()[1])
 
     def _ask_for_tokens(self) -> None:
@@ -199,13 +210,12 @@ class Ingress:
 
     def _follow_disk(self) -> None:
         """Refuse exactly while there is no room for more than what is on the way."""
-        reason = self.room.refusal()
-        if not reason and self.stage.page.rows["durability"].state_name == "disk_full":
-            reason = "disk_full"
+        reason = self.room.refusal() or self.stage.page.rows["durability"].admission_name
         refusing = f"{reason} {REFUSALS[reason]}".encode() if reason else b""
         if refusing == self.refusing:
             return
         before, self.refusing = self.refusing, refusing
+        self.stage.row.admission = ADMISSIONS.index(reason)
         self.intake.expect_clogging(bool(reason))
         if reason:
             self.stage.log.warn("refusing", reason=reason, effect="acknowledged producers are told, others wait")
@@ -424,6 +434,8 @@ class Ingress:
         self.say_incidents = time.monotonic() + SWEEP_S
         self.askers.sweep()
         self.incidents.say()
+        if self.certificates is not None:
+            self.certificates.look()
 
     def close(self) -> None:
         """Stop accepting, take what connected producers have already sent, then let them go.

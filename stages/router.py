@@ -48,7 +48,7 @@ def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: boo
 def wait_for_quota(stage: Stage, room: Room) -> None:
     """A topic takes blocks of its own, far more than its first message: thousands of them may be on their way."""
     while room.must_wait(NEW_TOPIC):
-        stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)")
+        stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
 
 
 def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:

@@ -76,7 +76,8 @@ class Broker:
     def status(self) -> dict[str, dict[str, str]]:
         """Stage → fields of `kmq status --logfmt`, without the half second for its rates; the links are under `backlog`."""
         found = {}
-        for line in status.logfmt(status.collect(load(self.env, toml=""))).splitlines():
+        shown = status.logfmt(status.collect(load(self.env, toml="")))
+        for line in [line for line in shown.splitlines() if line.startswith(("stage=", "links="))]:
             fields = dict(part.split("=", 1) for part in line.split())
             found[fields.pop("stage", None) or fields.pop("links")] = fields
         return found

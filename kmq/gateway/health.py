@@ -24,8 +24,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def set(self, service: str, serving: bool) -> None:
         """From now on this is how it is."""
-        if not self._stopping:
-            self._status[service] = _Response.SERVING if serving else _Response.NOT_SERVING
+        status = _Response.SERVING if serving else _Response.NOT_SERVING
+        if not self._stopping and status != self._status.get(service):
+            self._status[service] = status
             self._wake()
 
     def stop(self) -> None:

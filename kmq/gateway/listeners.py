@@ -19,9 +19,8 @@ from kmq.gateway.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.doors import Doors, listening
 from kmq.gateway.front import Front
 from kmq.incidents import Strangers
-from kmq.links import tls
+from kmq.links.tls import Certificates
 from kmq.log.disk import replace_file
-from kmq.logfmt import Log
 from kmq.settings import KIB, Settings
 from kmq.tokens import Tokens
 
@@ -99,11 +98,12 @@ def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers,
     )
 
 
-def listen_grpc(server: Any, calls: Calls, doors: Doors, settings: Settings, log: Log) -> dict[str, int]:
+def listen_grpc(
+    server: Any, calls: Calls, doors: Doors, settings: Settings, certificates: Certificates | None
+) -> dict[str, int]:
     """Open its ports; name → which one. Call inside the event loop."""
     calls.front = _front(server.add_insecure_port)
     ports = {"grpc": _open(calls.front, doors, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
-    certificates = tls.certificates(settings, log)
     if certificates is not None:
         credentials = _credentials(settings, certificates)
         calls.tls_front = _front(lambda address: server.add_secure_port(address, credentials))
@@ -118,7 +118,7 @@ def _front(add_port: Callable[[str], int]) -> Front:
     return Front(name)
 
 
-def _credentials(settings: Settings, certificates: tls.Certificates) -> Any:
+def _credentials(settings: Settings, certificates: Certificates) -> Any:
     """gRPC has a TLS of its own. It asks for the files before each handshake."""
 
     def read(path: str) -> bytes | None:
@@ -131,17 +131,24 @@ def _credentials(settings: Settings, certificates: tls.Certificates) -> Any:
         pair = (read(settings.tls_key), read(settings.tls_cert))
         return grpc.ssl_server_certificate_configuration([pair], read(settings.tls_client_ca))
 
+    used = certificates.latest
+
     def fetch() -> Any:
-        return configuration() if certificates.renewed() else None
+        nonlocal used
+        certificates.renew()
+        if certificates.latest is used:
+            return None
+        used = certificates.latest  # whoever has noticed that there are new ones
+        return configuration()
 
     return grpc.dynamic_ssl_server_credentials(configuration(), fetch, bool(settings.tls_client_ca))
 
 
-def listen_http(server: Any, doors: Doors, settings: Settings, log: Log) -> dict[str, int]:
+def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Certificates | None) -> dict[str, int]:
     """Open the ports of aiohttp's `server`; name → which one. Call inside the event loop."""
     ports = {"http": _open(server, doors, "KMQ_HTTP_PORT", settings.host, settings.http_port)}
-    context = tls.server_context(settings, log)
-    if context is not None:
+    if certificates is not None:
+        context = certificates.context()
         ports["https"] = _open(server, doors, "KMQ_HTTPS_PORT", settings.tls_host, settings.https_port, context)
     return _write_ports(settings, ports)
 

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from kmq.gateway.broker import Broker
 from kmq.links import fifo, layout
 from kmq.log import reader, segment, topics
+from kmq.readiness import REASONS, WARNINGS
 from kmq.settings import STAGES
 from kmq.stats import PROCESSES, STATES, Row
 
@@ -73,6 +74,24 @@ def _synced_age(broker: Broker) -> Samples:
     return [((), time.time() - synced / 1e9)] if synced else []
 
 
+def _ready(broker: Broker) -> Samples:
+    return [((), broker.verdict().ready)]
+
+
+def _not_ready(broker: Broker) -> Samples:
+    found = {reason.code for reason in broker.verdict().reasons}
+    return [((code,), code in found) for code in REASONS]
+
+
+def _warnings(broker: Broker) -> Samples:
+    found = {warning.code for warning in broker.verdict().warnings}
+    return [((code,), code in found) for code in WARNINGS]
+
+
+def _certificates(broker: Broker) -> Samples:
+    return [((each.process, each.path), each.validity.not_after) for each in broker.verdict().certificates]
+
+
 def _topics(broker: Broker) -> Samples:
     return [((), len(topics.names(broker.settings.data)))]
 
@@ -88,6 +107,17 @@ _STAGE = ("stage",)
 _DOORS = ("ingress", "gateway")  # who listens
 
 SCRAPED = (
+    Metric("kmq_ready", "1: a message sent now would be made durable, as /readyz says; 0: it would not.", (), _ready),
+    Metric(
+        "kmq_not_ready", "1: this reason keeps the broker from being ready; 0: it does not.", ("reason",), _not_ready
+    ),
+    Metric("kmq_warning", "1: somebody must see to this, though the broker is ready; 0: no.", ("reason",), _warnings),
+    Metric(
+        "kmq_certificate_expires_seconds",
+        "Unix time at which a certificate file that a process uses is not valid any more.",
+        ("stage", "file"),
+        _certificates,
+    ),
     Metric("kmq_messages_total", "Messages a stage has moved.", _STAGE, _rows(lambda r: r.messages, STAGES[1:])),
     Metric("kmq_bytes_total", "Bytes of messages a stage has moved.", _STAGE, _rows(lambda r: r.bytes, STAGES)),
     Metric(

@@ -25,13 +25,16 @@ from kmq.gateway.metrics import Requests
 from kmq.gateway.podbus import SERVICE, PodBus, handler
 from kmq.gateway.web import application
 from kmq.incidents import Incidents, Strangers
+from kmq.links.tls import certificates
 from kmq.logfmt import Log
+from kmq.readiness import Verdict
 from kmq.settings import DRAIN_S, Settings
 from kmq.stats import STATES, StatsPage
 from kmq.tokens import open_tokens
 
 _LOOK_S = 0.25  # between looks at the broker; also our heartbeat
 _SAY_S = 1.0  # between log lines of one event
+SETTLED_S = 1.0  # readiness that holds for so long is no flapping
 
 
 class _Logfmt(logging.Handler):
@@ -50,12 +53,43 @@ class _Logfmt(logging.Handler):
         self.incidents.note("library", record.name, reason)
 
 
+class Changes:
+    """One log line for each change of readiness.
+
+    A broker that was ready is `not_ready` at once. Everything else must last SETTLED_S: it is `ready_again` when that holds,
+    and a start is not worth a line.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self._said: str | None = None  # code of the first reason, "" for ready; None: nothing yet
+        self._seen, self._since = "", 0.0
+
+    def follow(self, verdict: Verdict, now: float) -> None:
+        """Call at each look."""
+        reason = verdict.first
+        code = reason.code if reason else ""
+        if code != self._seen:
+            self._seen, self._since = code, now
+        is_settled = now - self._since >= SETTLED_S or self._said == ""
+        if code == self._said or not is_settled:
+            return
+        before, self._said = self._said, code
+        if reason:
+            effect = "/readyz and gRPC health say no: a Service sends nothing here"
+            self.log.warn("not_ready", reason=code, why=reason.why, effect=effect, advice=reason.advice)
+        elif before:
+            self.log.info("ready_again")
+
+
 class Gateway:
     def __init__(self, settings: Settings, page: StatsPage, log: Log) -> None:
         self.settings, self.log = settings, log
         self.incidents = Incidents(log.warn)
         self.page, self.row = page, page.rows["gateway"]
         self.broker = Broker(settings, page)
+        self.changes = Changes(log)
+        self.certificates = certificates(settings, log, self.row)
         self.requests = Requests()
         self.tokens = open_tokens(settings, log.warn)
         self.health = Health()
@@ -82,8 +116,8 @@ class Gateway:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
         await runner.setup()
         try:
-            ports = listen_grpc(server, self.calls, self.doors, self.settings, self.log)
-            ports |= listen_http(runner.server, self.doors, self.settings, self.log)
+            ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
+            ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)
             await server.start()
             self.row.port = ports["http"]
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}
@@ -101,22 +135,22 @@ class Gateway:
 
     async def _watch(self) -> None:
         """Heartbeat and health, until we are told to stop."""
-        said, say_at = None, 0.0
+        look_at = 0.0
         while not self.stopping.is_set():
             self._state("ready")
             self.page.keep_in_place("gateway")
             self.doors.sweep()
             self.calls.sweep()
             self.row.connections = self.doors.connections
-            if time.monotonic() >= say_at:
-                say_at = time.monotonic() + _SAY_S
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + _SAY_S
                 self.incidents.say()
-            reason = self.broker.why_not_ready()
-            if said is None or bool(reason) != bool(said):
-                self.log.info("broker", ready=not reason, reason=reason)
-                for service in ("", SERVICE):
-                    self.health.set(service, not reason)
-                said = reason
+                if self.certificates is not None:
+                    self.certificates.look()
+            verdict = self.broker.verdict()
+            for service in ("", SERVICE):
+                self.health.set(service, verdict.ready)
+            self.changes.follow(verdict, time.monotonic())
             try:
                 async with asyncio.timeout(_LOOK_S):
                     await self.stopping.wait()

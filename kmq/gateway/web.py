@@ -9,12 +9,13 @@ from aiohttp import web
 from kmq.gateway import logs, metrics
 from kmq.gateway.broker import Broker
 from kmq.gateway.metrics import Requests
+from kmq.readiness import Reason, Verdict
 
 _MAX_BODY = 1 << 16  # nobody has to send one yet
 
 PAGES = {
     "/healthz": "200 while every stage gives signs of life, else 503 and the reason; with the last durable write",
-    "/readyz": "200 while a message sent now would be made durable, else 503 and the reason; with the last durable write",
+    "/readyz": "200 while a message sent now would be made durable, else 503, the reasons and what to do; and warnings",
     "/metrics": "metrics for Prometheus",
     **logs.PAGES,
 }
@@ -24,10 +25,12 @@ def application(broker: Broker, requests: Requests) -> web.Application:
     """The pages, to be served."""
 
     async def healthz(request: web.Request) -> web.Response:
-        return _report(broker, broker.why_not_alive())
+        verdict = broker.verdict()
+        return _report(broker, verdict, verdict.lifeless)
 
     async def readyz(request: web.Request) -> web.Response:
-        return _report(broker, broker.why_not_ready())
+        verdict = broker.verdict()
+        return _report(broker, verdict, verdict.first)
 
     async def scrape(request: web.Request) -> web.Response:
         page = await asyncio.to_thread(metrics.page, broker, requests)
@@ -48,13 +51,13 @@ def application(broker: Broker, requests: Requests) -> web.Application:
     return app
 
 
-def _report(broker: Broker, reason: str) -> web.Response:
-    return web.json_response(broker.report(reason), status=503 if reason else 200)
+def _report(broker: Broker, verdict: Verdict, reason: Reason | None) -> web.Response:
+    return web.json_response(broker.report(verdict, reason), status=503 if reason else 200)
 
 
 def _index(broker: Broker) -> str:
     rows = "".join(f'<dt><a href="{path}">{path}</a></dt><dd>{escape(what)}</dd>' for path, what in PAGES.items())
-    state = escape(broker.why_not_ready() or "ready")
+    state = escape(str(broker.verdict().first or "ready"))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>KMQ</title><h1>KMQ</h1>'
         f"<p>Instance {escape(broker.settings.instance)}: {state}.</p><dl>{rows}</dl>"

@@ -1,21 +1,28 @@
 """TLS for the listeners: a context that follows its certificate files, and a socket that an event loop can use like a plain one.
 
-Reload      Certificates, key and client CA are read again when one of the files has changed, looked at on a handshake, at most
-            once a second. New connections get the new ones, those that are open keep theirs. Files that do not fit together
-            (one is written, the other is about to be) leave the old ones in force, and the log says so.
+Reload      Certificates, key and client CA are read again when one of the files has changed, looked at on a handshake and by
+            look(), at most once a second. New connections get the new ones, those that are open keep theirs. Files that do
+            not fit together (one is written, the other is about to be) leave the old ones in force, and the log says so.
+Expiry      How long what is in force is valid stands in the stats page, and the log warns from two weeks before the end on.
 Truncation  An orderly end is a close_notify. A broker that is killed sends none, and a reset besides (ingress.py).
 Not covered Revocation lists.
 """
 
 import contextlib
 import ssl
+import time
 from typing import Any
 
+from kmq import certificate
+from kmq.certificate import Validity
 from kmq.errors import ConfigError
 from kmq.logfmt import Log
+from kmq.readiness import certificate_reason, presented
 from kmq.settings import Settings
+from kmq.stats import Row
 from kmq.watch import Watch
 
+_WARN_AGAIN_S = 86_400.0
 RECORD_BYTES = 1 << 14  # the most that one TLS record carries
 
 
@@ -74,27 +81,68 @@ class TlsSocket(ssl.SSLSocket):
 class Certificates:
     """The files, and the context made of them last."""
 
-    def __init__(self, settings: Settings, log: Log) -> None:
-        self.settings, self.log = settings, log
+    def __init__(self, settings: Settings, log: Log, row: Row) -> None:
+        """`row`: of the stats page, where the process says how long they are valid."""
+        self.settings, self.log, self.row = settings, log, row
         files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self.watch = Watch(*filter(None, files))
-        self.latest = make_context(settings)
+        self._take(make_context(settings))
 
-    def renewed(self) -> bool:
-        """Whether there are new ones, which are good. Call before a handshake."""
+    def context(self) -> ssl.SSLContext:
+        """The context of a listener, which follows the files."""
+        context = self.latest
+        context.sni_callback = self._choose
+        return context
+
+    def renew(self) -> None:
+        """Take up files that have changed and are good. Called before each handshake."""
         if not self.watch.changed():
-            return False
+            return
         try:
-            self.latest = make_context(self.settings)
+            context = make_context(self.settings)
         except ConfigError as err:
             self.log.warn("certificates_kept", reason=err, effect="the old ones stay in force")
-            return False
+            return
         self.log.info("certificates_reloaded", file=self.settings.tls_cert)
-        return True
+        self._take(context)
 
-    def choose(self, connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
+    def look(self) -> None:
+        """Call every second or so: also where nobody connects, new files are taken up, and old ones are warned of."""
+        self.renew()
+        self._publish()
+
+    def _take(self, context: ssl.SSLContext) -> None:
+        """From now on this is in force, and the files are those that it was made of."""
+        self.latest = context
+        self._chain: list[Validity] = []
+        self._authorities: list[Validity] = []
+        self._warned: dict[str, tuple[str, float]] = {}  # setting → code, and when it was said
+        try:
+            self._chain = certificate.read(self.settings.tls_cert)
+            if self.settings.tls_client_ca:
+                self._authorities = certificate.read(self.settings.tls_client_ca)
+        except (OSError, ValueError) as err:  # OpenSSL has taken them: they serve
+            self.log.warn("certificates_not_understood", reason=err, effect="nobody is warned before they expire")
+        self._publish()
+
+    def _publish(self) -> None:
+        """Say in the stats page how long they are valid; in the log once a day, and when it becomes worse."""
+        row, now, nothing = self.row, time.time(), Validity(0, 0)
+        chain = certificate.of_chain(self._chain) if self._chain else nothing
+        authorities = certificate.of_authorities(self._authorities, now) if self._authorities else nothing
+        row.certificate_from, row.certificate_until = max(0, chain.not_before), max(0, chain.not_after)
+        row.client_ca_until = max(0, authorities.not_after)
+        for used in presented(self.log.stage, row, self.settings):
+            code = used.validity.warning(now)
+            said, said_at = self._warned.get(used.setting, ("", 0.0))
+            if code and (code != said or time.monotonic() - said_at > _WARN_AGAIN_S):
+                self._warned[used.setting] = code, time.monotonic()
+                reason = certificate_reason(code, used, now)
+                self.log.warn(code, file=used.path, effect=reason.why, advice=reason.advice)
+
+    def _choose(self, connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
         """Called by each handshake, also where the client names no server."""
-        self.renewed()
+        self.renew()
         if context is not self.latest:
             connection.context = self.latest
 
@@ -131,23 +179,13 @@ def _reason(err: OSError) -> str:
     return getattr(err, "reason", None) or err.strerror or str(err)
 
 
-def certificates(settings: Settings, log: Log) -> Certificates | None:
+def certificates(settings: Settings, log: Log, row: Row) -> Certificates | None:
     """What the settings name; None where TLS is off. Raises ConfigError."""
     if not (settings.tls_cert or settings.tls_key or settings.tls_client_ca):
         return None
     if not (settings.tls_cert and settings.tls_key):
         raise ConfigError("KMQ_TLS_CERT and KMQ_TLS_KEY belong together: set both, or none and no KMQ_TLS_CLIENT_CA")
-    return Certificates(settings, log)
-
-
-def server_context(settings: Settings, log: Log) -> ssl.SSLContext | None:
-    """The context of a TLS listener, which follows its files; None where TLS is off. Raises ConfigError."""
-    found = certificates(settings, log)
-    if found is None:
-        return None
-    context = found.latest
-    context.sni_callback = found.choose
-    return context
+    return Certificates(settings, log, row)
 
 
 def accept(context: ssl.SSLContext, sock: Any) -> TlsSocket | None:

@@ -25,12 +25,13 @@ from kmq.gateway.broker import Broker
 from kmq.gateway.calls import Calls
 from kmq.gateway.doors import Doors
 from kmq.gateway.feed import Feed, Watermark
+from kmq.gateway.server import Changes
 from kmq.incidents import Incidents, Strangers
 from kmq.log.identity import open_data
 from kmq.log.reader import DamageError
 from kmq.routing import Topic
 from kmq.settings import STAGES, load
-from kmq.stats import STATES, StatsPage
+from kmq.stats import ADMISSIONS, STATES, StatsPage
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0
@@ -355,10 +356,10 @@ def test_a_port_that_is_taken_is_named_with_its_setting(tmp_path, kind):
         try:
             if kind == "grpc":
                 server = listeners.grpc_server(settings, None, strangers, calls, "x")
-                return listeners.listen_grpc(server, calls, doors, settings, Silent())
+                return listeners.listen_grpc(server, calls, doors, settings, None)
             runner = http.AppRunner(http.Application())
             await runner.setup()
-            return listeners.listen_http(runner.server, doors, settings, Silent())
+            return listeners.listen_http(runner.server, doors, settings, None)
         finally:
             doors.close()
 
@@ -391,30 +392,48 @@ def broker(data, tmp_path):
 
 
 def test_a_broker_whose_stages_are_ready_is_ready(broker):
-    assert (broker.why_not_alive(), broker.why_not_ready()) == ("", "")
+    verdict = broker.verdict()
+    assert (verdict.ready, verdict.lifeless, verdict.first) == (True, None, None)
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_silent_stage_is_neither_alive_nor_ready(broker, name):
     broker.page.rows[name].heartbeat = time.monotonic_ns() - 3_000_000_000
-    for reason in (broker.why_not_alive(), broker.why_not_ready()):
-        assert re.fullmatch(rf"{name} has given no sign of life for 3\.\d s", reason)
+    verdict = broker.verdict()
+    for reason in (verdict.lifeless, verdict.first):
+        assert re.fullmatch(rf"dead: {name} has given no sign of life for 3\.\d s", str(reason))
     broker.page.rows[name].wipe()
-    assert broker.why_not_alive() == f"{name} has not been started"
+    assert str(broker.verdict().lifeless) == f"down: {name} has not been started"
 
 
-@pytest.mark.parametrize("state", sorted(set(STATES) - {"ready"}))
+@pytest.mark.parametrize("state", sorted(set(STATES) - {"ready", "stopped"}))
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_that_is_alive_but_not_ready_is_named(broker, name, state):
     broker.page.rows[name].state = STATES.index(state)
-    assert broker.why_not_alive() == ""
-    assert broker.why_not_ready() == f"{name} is {state.replace('_', ' ') or 'starting'}"
+    verdict = broker.verdict()
+    assert verdict.lifeless is None
+    assert verdict.first.code == (state or "starting") and verdict.first.processes == (name,)
 
 
-def test_a_broker_without_room_is_alive_but_not_ready(broker, monkeypatch):
-    monkeypatch.setattr(broker._room, "refusal", lambda: "quota")
-    assert broker.why_not_alive() == ""
-    assert broker.why_not_ready() == "quota: KMQ_DATA_QUOTA is reached"
+def test_a_change_of_readiness_is_one_log_line_however_it_flaps(broker):
+    said, ingress, now = [], broker.page.rows["ingress"], 0.0
+    log = SimpleNamespace(info=lambda event: said.append(event), warn=lambda event, **f: said.append(f["reason"]))
+    changes = Changes(log)
+
+    def follow(seconds, *admissions):
+        """Look every quarter of a second; ingress says one thing after the other, again and again."""
+        nonlocal now
+        for number in range(int(seconds * 4)):
+            ingress.admission = ADMISSIONS.index(admissions[number % len(admissions)])
+            now += 0.25
+            changes.follow(broker.verdict(), now)
+        return [said.pop(0) for _ in range(len(said))]
+
+    assert follow(5, "") == [], "a broker that starts"
+    assert follow(0.25, "quota") == ["quota"], "at once"
+    assert follow(10, "", "quota") == [], "it is no more than that"
+    assert follow(5, "disk_full") == ["disk_full"]
+    assert follow(5, "") == ["ready_again"]
 
 
 def get(broker, path):
@@ -435,7 +454,7 @@ def test_health_reports_the_last_durable_write_and_the_reason(broker, path):
     assert '"last_durable_seq": 4711, "last_durable_write": "2023-11-14T22:13:20.123Z"' in text
     row.heartbeat = 1
     status, text, _ = get(broker, path)
-    assert (status, '"ok": false, "reason": "durability has given no sign of life' in text) == (503, True)
+    assert (status, '"ok": false, "reason": "dead: durability has given no sign of life' in text) == (503, True)
 
 
 def test_the_index_leads_to_every_page(broker):
@@ -458,6 +477,7 @@ def test_every_metric_has_a_name_and_a_description_of_its_own():
 
 def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     broker.page.rows["durability"].synced = time.time_ns()
+    broker.page.rows["ingress"].certificate_until = 1
     os.makedirs(f"{broker.settings.data}/topics/t/0")
     requests = metrics.Requests()
     requests.count("Produce", "OK", 0.003)
@@ -476,9 +496,9 @@ def test_a_scrape_tells_what_the_stats_page_says(broker):
                 setattr(broker.page.rows[name], field, 1000 + number)
     text = metrics.page(broker, metrics.Requests()).decode()
     shown = {field for number, field in enumerate(stats._FIELDS) if f" {1000.0 + number}" in text}
-    clocks = {"clock_offset", "clock_suspect", "clock_trust"}
+    others = {"clock_offset", "clock_suspect", "clock_trust", "admission", "certificate_from"}
     processes = {"pid", "supervisor", "state", "heartbeat", "started", "starts", "port", "synced"}
-    assert set(stats._FIELDS) - shown == processes | clocks
+    assert set(stats._FIELDS) - shown == processes | others
     starts = broker.page.rows["router"].starts
     assert f'kmq_restarts_total{{stage="router"}} {starts - 1:.1f}' in text
     assert 'kmq_clock_trusted{stage="router"} 0.0' in text

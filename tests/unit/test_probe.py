@@ -1,6 +1,7 @@
 """The probes: what a container's kubelet is told, and what it costs to ask."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from kmq import probe
 from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
 from kmq.log.identity import open_data
 from kmq.settings import load
-from kmq.stats import FRESH_S, PROCESSES, STATES, StatsPage
+from kmq.stats import ADMISSIONS, FRESH_S, PROCESSES, STATES, StatsPage
 
 ROOT = Path(__file__).resolve().parents[2]
 # Beside what a stage must not import (test_house.py): what a look at one page of shared memory has no need of.
@@ -73,7 +74,8 @@ def test_each_process_answers_for_itself_alone(settings, page, readyz, name):
     for other in PROCESSES:
         if other != name:
             page.rows[other].wipe()
-    assert [probe.reason(kind, name, settings) for kind in ("live", "ready")] == ["", ""]
+    assert probe.reason("live", name, settings) == ""
+    assert probe.reason("ready", name, settings)[:6] == ("down: " if name == "gateway" else "")  # it is asked for all
     page.rows[name].wipe()
     assert probe.reason("live", name, settings) == f"{name} has not been started"
 
@@ -82,7 +84,15 @@ def test_each_process_answers_for_itself_alone(settings, page, readyz, name):
 def test_what_starts_recovers_waits_or_drains_is_alive_and_not_ready(settings, page, state):
     page.rows["router"].state = STATES.index(state)
     assert probe.reason("live", "router", settings) == ""
-    assert probe.reason("ready", "router", settings) == f"router is {state.replace('_', ' ') or 'starting'}"
+    assert probe.reason("ready", "router", settings).startswith(f"{state or 'starting'}: ")
+
+
+@pytest.mark.parametrize("lacks", ["disk_full", "quota"])
+def test_who_refuses_for_lack_of_room_is_alive_and_not_ready_and_says_what_to_do(settings, page, lacks):
+    page.rows["ingress"].admission = ADMISSIONS.index(lacks)
+    assert probe.reason("live", "ingress", settings) == ""
+    assert re.fullmatch(rf"{lacks}: .+; .+ resumes by itself", probe.reason("ready", "ingress", settings))
+    assert probe.reason("ready", "framer", settings) == "", "it does its job"
 
 
 @pytest.mark.parametrize(("kind", "longest_s"), [("live", probe.LIVE_S), ("ready", FRESH_S)])
@@ -90,7 +100,7 @@ def test_silence_counts_from_its_limit_on(settings, page, kind, longest_s):
     silent_for(page.rows["framer"], longest_s - 1)
     assert probe.reason(kind, "framer", settings) == ""
     silent_for(page.rows["framer"], longest_s + 0.01)
-    assert probe.reason(kind, "framer", settings).startswith(f"framer has given no sign of life for {longest_s:.0f}.")
+    assert f"framer has given no sign of life for {longest_s:.0f}." in probe.reason(kind, "framer", settings)
 
 
 def test_the_page_of_another_data_directory_or_none_says_nothing_about_us(settings, page, environ, tmp_path):
@@ -102,8 +112,8 @@ def test_the_page_of_another_data_directory_or_none_says_nothing_about_us(settin
 
 def test_the_gateway_is_ready_when_the_broker_is(settings, page, readyz):
     assert probe.reason("ready", "gateway", settings) == ""
-    readyz.status, readyz.body = 503, b'{"ok": false, "reason": "router is recovering"}'
-    assert probe.reason("ready", "gateway", settings) == "router is recovering"
+    readyz.status, readyz.body = 503, b'{"ok": false, "reason": "router is recovering", "advice": "wait"}'
+    assert probe.reason("ready", "gateway", settings) == "router is recovering; wait"
     assert probe.reason("live", "gateway", settings) == ""
 
 
@@ -129,7 +139,7 @@ def test_the_exit_code_is_the_answer_and_the_reason_is_printed(environ, page):
     assert (done.returncode, done.stdout, done.stderr) == (EXIT_OK, "", "")
     page.rows["durability"].state = STATES.index("disk_full")
     done = ask(environ, "ready", "durability")
-    assert (done.returncode, done.stdout, done.stderr) == (EXIT_FAILED, "durability is disk full\n", "")
+    assert (done.returncode, done.stdout[:11], done.stderr) == (EXIT_FAILED, "disk_full: ", "")
 
 
 @pytest.mark.parametrize("argv", [(), ("live",), ("alive", "router"), ("live", "broker"), ("live", "router", "x")])

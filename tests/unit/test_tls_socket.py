@@ -5,10 +5,14 @@ import random
 import shutil
 import socket
 import ssl
+import time
+from types import SimpleNamespace
 
 import pytest
+from certificates import Authority
 from test_tokens import Warnings
 
+from kmq import stats
 from kmq.errors import ConfigError
 from kmq.links import tls
 from kmq.links.fifo import FifoWriter, open_fifo
@@ -20,6 +24,8 @@ MAX_LINE = 4096  # the smallest there is: a TLS record is four times as long
 
 class Voice:
     """What would be in the log."""
+
+    stage = "ingress"
 
     def __init__(self):
         self.warn, self.info = Warnings(), Warnings()
@@ -86,8 +92,21 @@ def shake(client, server):
     raise AssertionError("no end of the handshake")
 
 
+def row_of_its_own():
+    """A row of a stats page that nobody reads."""
+    row = stats.Row()
+    row.lie_in(memoryview(bytearray(8 * stats._ROW)).cast("Q"))
+    return row
+
+
+def context_of(settings, voice=None):
+    """A listener's context, as the stages make it; None without TLS."""
+    found = tls.certificates(settings, voice or Voice(), row_of_its_own())
+    return found and found.context()
+
+
 def open_pair(connect, files, **options):
-    client, server = connect(tls.server_context(settings_of(**files), Voice()), **options)
+    client, server = connect(context_of(settings_of(**files)), **options)
     shake(client, server)
     return client, server
 
@@ -104,7 +123,7 @@ def push(client, data):
 
 
 def test_the_first_reads_do_the_handshake(connect, files):
-    client, server = connect(tls.server_context(settings_of(**files), Voice()))
+    client, server = connect(context_of(settings_of(**files)))
     assert server.is_shaking
     shake(client, server)
     assert receive(server) is None and not server.is_shaking
@@ -175,7 +194,7 @@ def test_a_server_that_breaks_off_is_seen_as_truncation(connect, files):
 def test_what_is_no_tls_ends_in_an_error_with_a_reason_or_waits_for_more(connect, files, garbage):
     far, near = socket.socketpair()
     far.setblocking(False)
-    server = tls.accept(tls.server_context(settings_of(**files), Voice()), far)
+    server = tls.accept(context_of(settings_of(**files)), far)
     near.sendall(garbage)
     near.close()
     try:
@@ -209,7 +228,7 @@ def test_a_server_flight_longer_than_the_socket_takes_asks_for_room(connect, fil
     """A chain of many certificates."""
     certificate = files["cert"].read_bytes()
     files["cert"].write_bytes(certificate * 60)
-    client, server = connect(tls.server_context(settings_of(**files), Voice()), send_buffer=1)
+    client, server = connect(context_of(settings_of(**files)), send_buffer=1)
     with pytest.raises(ssl.SSLWantReadError):
         client.do_handshake()
     assert receive(server) is None and server.wants_write
@@ -227,7 +246,7 @@ def test_a_client_that_never_reads_has_nothing_unread(connect, files):
 
 
 def test_a_connection_that_is_gone_before_it_began_is_no_error(files):
-    context = tls.server_context(settings_of(**files), Voice())
+    context = context_of(settings_of(**files))
     server = socket.create_server(("127.0.0.1", 0))
     for words in (b"", b"words"):
         client = socket.create_connection(server.getsockname())
@@ -319,7 +338,7 @@ def replace(files, pair):
 @pytest.mark.parametrize("server_hostname", ["localhost", None])
 def test_new_certificates_are_for_new_connections(connect, files, authority, server_hostname):
     voice = Voice()
-    context = tls.server_context(settings_of(**files), voice)
+    context = context_of(settings_of(**files), voice)
     anyone = ssl.create_default_context(cafile=authority.path)
     anyone.check_hostname = False
     before, server = connect(context)
@@ -334,7 +353,7 @@ def test_new_certificates_are_for_new_connections(connect, files, authority, ser
 
 def test_files_that_do_not_fit_together_keep_the_old_ones_until_they_do(connect, files, authority):
     voice = Voice()
-    context = tls.server_context(settings_of(**files), voice)
+    context = context_of(settings_of(**files), voice)
     cert, key = authority.issue("renewed")
     shutil.copy(cert, files["cert"])
     assert served(connect, context) == served(connect, context) == "server"
@@ -352,7 +371,7 @@ def test_client_certificates_are_asked_for_and_their_authority_can_change(connec
     other = Authority(tmp_path / "other", "other")
     trusted = tmp_path / "trusted.pem"
     shutil.copy(authority.path, trusted)
-    context = tls.server_context(settings_of(**files, client_ca=trusted), Voice())
+    context = context_of(settings_of(**files, client_ca=trusted))
 
     def admitted(*pair):
         offer = ssl.create_default_context(cafile=authority.path)
@@ -373,12 +392,45 @@ def test_client_certificates_are_asked_for_and_their_authority_can_change(connec
     assert admitted(*theirs) and not admitted(*ours)
 
 
+def test_a_certificate_is_warned_of_once_a_day_and_again_when_it_has_expired(authority, monkeypatch):
+    cert, key = authority.issue("short", until=3)
+    voice, row, ahead = Voice(), row_of_its_own(), [0.0]
+    monkeypatch.setattr(
+        "kmq.links.tls.time", SimpleNamespace(time=lambda: time.time() + ahead[0], monotonic=lambda: ahead[0])
+    )
+    used = tls.certificates(settings_of(cert=cert, key=key), voice, row)
+    said = []
+    for hours in range(0, 24 * 5):
+        ahead[0] = hours * 3600.0
+        used.look()
+        said += [(event, hours // 24) for event, _ in voice.warn]
+        voice.warn.clear()
+    assert said == [("certificate_expires", day) for day in (0, 1, 2)] + [
+        ("certificate_expired", day) for day in (3, 4)
+    ]
+
+
+def test_of_two_client_authorities_one_may_expire(files, tmp_path, monkeypatch):
+    """As in a rotation: the page then has the date of the other one, though no file has changed."""
+    short, long = (Authority(tmp_path, name, until) for name, until in (("short", 3), ("long", 60)))
+    bundle = tmp_path / "bundle.pem"
+    bundle.write_text(short.path.read_text() + long.path.read_text())
+    row, now = row_of_its_own(), time.time()
+    used = tls.certificates(settings_of(**files, client_ca=bundle), Voice(), row)
+    days = []
+    for days_later in (0, 2, 4, 61):
+        monkeypatch.setattr("kmq.links.tls.time.time", lambda later=days_later: now + later * 86_400)
+        used.look()
+        days.append(round((row.client_ca_until - now) / 86_400))
+    assert days == [3, 3, 60, 60]
+
+
 def test_nothing_older_than_tls_1_2_is_spoken(connect, files, authority):
     offer = ssl.create_default_context(cafile=authority.path)
     offer.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.warns(DeprecationWarning):
         offer.minimum_version = offer.maximum_version = ssl.TLSVersion.TLSv1_1
-    client, server = connect(tls.server_context(settings_of(**files), Voice()), offer)
+    client, server = connect(context_of(settings_of(**files)), offer)
     with pytest.raises(ssl.SSLError):
         shake(client, server)
     assert server.failure == "UNSUPPORTED_PROTOCOL"
@@ -387,11 +439,11 @@ def test_nothing_older_than_tls_1_2_is_spoken(connect, files, authority):
 @pytest.mark.parametrize("given", [["cert"], ["key"], ["client_ca"], ["cert", "client_ca"]])
 def test_half_of_what_tls_needs_is_an_error_that_names_both(given):
     with pytest.raises(ConfigError, match="KMQ_TLS_CERT and KMQ_TLS_KEY"):
-        tls.server_context(settings_of(**dict.fromkeys(given, "/some/file")), Voice())
+        context_of(settings_of(**dict.fromkeys(given, "/some/file")))
 
 
 def test_without_certificates_there_is_no_tls():
-    assert tls.server_context(settings_of(), Voice()) is None
+    assert context_of(settings_of()) is None
 
 
 def test_files_that_cannot_be_used_are_named(files, authority, tmp_path):
@@ -404,10 +456,10 @@ def test_files_that_cannot_be_used_are_named(files, authority, tmp_path):
         ({"client_ca": tmp_path / "empty"}, "KMQ_TLS_CLIENT_CA"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            tls.server_context(settings_of(**(files | change)), Voice())
+            context_of(settings_of(**(files | change)))
 
 
 def test_a_locked_key_is_refused_instead_of_asking_the_terminal(files, authority):
     cert, key = authority.issue("locked", password=b"secret")
     with pytest.raises(ConfigError, match="KMQ_TLS_KEY must not be encrypted"):
-        tls.server_context(settings_of(cert=cert, key=key), Voice())
+        context_of(settings_of(cert=cert, key=key))

@@ -1,0 +1,240 @@
+"""One judgement of a broker: `kmq status`, /readyz, gRPC health, the metrics and the probes say the same, and why."""
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import grpc
+import pytest
+from certificates import Authority
+from chaos.loopfs import disk_of
+
+MIB = 1 << 20
+HEALTH, SERVING = "/grpc.health.v1.Health/Check", b"\x08\x01"
+SMALL = {"RB_SLOTS": 1024, "RB_BYTES": 256 << 10, "KMQ_MAX_LINE": 64 << 10}  # little is on the way, and kept room for
+
+
+@pytest.fixture
+def cleanup():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def files(authority, tmp_path):
+    """A function that puts a certificate for `until` days in place: the files of a server, and settings that name them."""
+    made = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def put(until, since=-1):
+        for path, source in zip(
+            reversed(made), reversed(authority.issue("server", until=until, since=since)), strict=True
+        ):
+            shutil.copy(source, path)
+        ports = dict.fromkeys(("KMQ_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT"), 0)
+        return {"KMQ_TLS_HOST": "127.0.0.1", "KMQ_TLS_CERT": made[0], "KMQ_TLS_KEY": made[1]} | ports
+
+    return put
+
+
+@pytest.fixture
+def started(new_broker):
+    """A function that brings a broker with its gateway up."""
+
+    def up(data=None, **settings):
+        broker = new_broker(data)
+        broker.env |= {name: str(value) for name, value in settings.items()}
+        broker.up()
+        return broker
+
+    return up
+
+
+def get(broker, path):
+    """(status, body) of an HTTP request."""
+    port = int((broker.pipes / "http.port").read_text())
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def is_serving(broker):
+    with grpc.insecure_channel(f"127.0.0.1:{(broker.pipes / 'grpc.port').read_text().strip()}") as channel:
+        return channel.unary_unary(HEALTH)(b"", wait_for_ready=True, timeout=30) == SERVING
+
+
+def probe(broker, kind, name):
+    return broker.run("python", "-m", "kmq.probe", kind, name)
+
+
+def statuses(broker):
+    """`kmq status` in its three forms."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda options: broker.kmq("status", *options), ((), ("--logfmt",), ("--json",))))
+
+
+def faces(broker):
+    """What each of those who can be asked says: the code of the first reason, or ""."""
+    text, logfmt, as_json = statuses(broker)
+    report = json.loads(as_json.stdout)
+    status, body = get(broker, "/readyz")
+    said = json.loads(body)
+    metrics = get(broker, "/metrics")[1].splitlines()
+    gateway = probe(broker, "ready", "gateway")
+
+    def first(pattern, text):
+        return next(iter(re.findall(pattern, text, re.MULTILINE)), "")
+
+    found = {
+        "status": first(r"^not ready: (\w+): .+; .+", text.stdout),
+        "--logfmt": first(r"^reason=(\w+) about=\S+ why=.+ advice=.+", logfmt.stdout),
+        "--json": next((reason["code"] for reason in report["reasons"] if reason["why"] and reason["advice"]), ""),
+        "readyz": said["code"] if said["advice"] or not said["code"] else "no advice",
+        "metrics": first(r'^kmq_not_ready{reason="(\w+)"} 1.0', "\n".join(metrics)),
+        "probe": gateway.stdout.partition(":")[0],
+    }
+    is_ready = {code.returncode == 0 for code in (text, logfmt, as_json, gateway)}
+    is_ready |= {status == 200, said["ok"], report["ready"], "kmq_ready 1.0" in metrics, is_serving(broker)}
+    return set(found.values()), is_ready
+
+
+def wait_faces(broker, code):
+    """Until all say this code, or that the broker is ready. It is one moment only where nothing changes meanwhile."""
+    seen = []
+
+    def agree():
+        seen[:] = faces(broker)
+        return seen == [{code}, {not code}]
+
+    with contextlib.suppress(AssertionError):
+        broker.wait(agree, f"{code or 'ready'} everywhere")
+    assert seen == [{code}, {not code}], broker.log()[-2000:]
+
+
+def fill_until_refused(broker, code):
+    """Acknowledged messages, one by one, until one is refused with this code."""
+    port = int((broker.pipes / "ingress.port").read_text())
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock, sock.makefile("rb") as replies:
+        sock.sendall(b"!hello acks=1\n")
+        reply = replies.readline()
+        while not reply.startswith(b"!err "):
+            assert reply.startswith((b"!ok ", b"!ack ")), reply
+            sock.sendall(b"test.fill|0||" + b"x" * 30_000 + b"\n")
+            reply = replies.readline()
+    assert reply.split()[2] == code.encode()
+
+
+def events(broker, event):
+    return [line for line in broker.log().splitlines() if f"stage=gateway event={event}" in line]
+
+
+def assert_refused_everywhere(broker, code):
+    """And yet everything is alive."""
+    wait_faces(broker, code)
+    assert probe(broker, "ready", "ingress").stdout.startswith(f"{code}: ")
+    assert [probe(broker, "live", name).returncode for name in ("ingress", "durability", "gateway")] == [0, 0, 0]
+    assert get(broker, "/healthz")[0] == 200
+    broker.wait(lambda: events(broker, "not_ready"), "a log line")
+    assert f"level=warn stage=gateway event=not_ready reason={code} " in events(broker, "not_ready")[-1]
+
+
+def assert_ready_again(broker):
+    wait_faces(broker, "")
+    assert probe(broker, "ready", "ingress").returncode == 0
+    broker.wait(lambda: events(broker, "ready_again"), "a log line")
+    assert len(events(broker, "not_ready")) == len(events(broker, "ready_again")) == 1
+
+
+def test_a_reached_quota_is_said_by_all_who_are_asked_until_there_is_room(started):
+    broker = started(KMQ_DATA_QUOTA=20 * MIB, **SMALL)
+    wait_faces(broker, "")
+    ballast = broker.data / "ballast"
+    ballast.write_bytes(b"x" * (8 * MIB))
+    fill_until_refused(broker, "quota")
+    assert_refused_everywhere(broker, "quota")
+    ballast.unlink()
+    assert_ready_again(broker)
+
+
+@pytest.mark.root
+def test_a_full_disk_is_said_by_all_who_are_asked_until_there_is_room(started, tmp_path, cleanup):
+    disk = disk_of("ext4", 100 * MIB, tmp_path, cleanup)
+    broker = started(disk.path / "data", **SMALL)
+    wait_faces(broker, "")
+    ballast = disk.fill(4 * MIB)
+    assert_refused_everywhere(broker, "disk_full")
+    ballast.unlink()
+    assert_ready_again(broker)
+
+
+@pytest.mark.root
+def test_kmq_up_on_a_full_disk_says_so_and_the_broker_is_ready_when_there_is_room(new_broker, tmp_path, cleanup):
+    """The FIFOs and the port files lie on that disk too, as on a machine where nobody has said where they are to lie."""
+    disk = disk_of("ext4", 100 * MIB, tmp_path, cleanup)
+    broker = new_broker(disk.path / "data")
+    broker.pipes = disk.path / "pipes"
+    broker.env |= {name: str(value) for name, value in SMALL.items()} | {"KMQ_PIPES": str(broker.pipes)}
+    broker.up()
+    broker.down()
+    ballast = disk.fill(0)
+    result = broker.kmq("up", patience_s=50)  # well before it gives up waiting for a broker that is not ready
+    assert result.returncode == 1
+    assert re.match(r"kmq: up, but not ready: disk_full: .+; make room on that disk", result.stderr), result.stderr
+    assert re.search(r"^not ready: disk_full: ", broker.kmq("status").stdout, re.MULTILINE)
+    ballast.unlink()
+    broker.wait(lambda: broker.kmq("status", "--logfmt").returncode == 0, "ready")
+    broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the gateway, which has been started again")
+    assert get(broker, "/readyz")[0] == 200
+
+
+def warned(broker):
+    """The warnings that each shows, by code; the broker is ready all the time."""
+    text, logfmt, as_json = statuses(broker)
+    status, body = get(broker, "/readyz")
+    metrics = get(broker, "/metrics")[1]
+    assert ({done.returncode for done in (text, logfmt, as_json)}, status, is_serving(broker)) == ({0}, 200, True)
+    return [
+        set(re.findall(r"^(certificate_\w+): .+; replace the file", text.stdout, re.MULTILINE)),
+        set(re.findall(r"^warning=(\w+) about=\S+ why=.+ advice=", logfmt.stdout, re.MULTILINE)),
+        {warning["code"] for warning in json.loads(as_json.stdout)["warnings"]},
+        {warning["code"] for warning in json.loads(body)["warnings"]},
+        set(re.findall(r'^kmq_warning{reason="(\w+)"} 1.0', metrics, re.MULTILINE)),
+    ]
+
+
+def days_left(broker):
+    """Process → days until its certificate expires, as the metrics have it."""
+    found = re.findall(
+        r'^kmq_certificate_expires_seconds{file="\S+cert.pem",stage="(\w+)"} (\S+)$', get(broker, "/metrics")[1], re.M
+    )
+    return {stage: round((float(value) - time.time()) / 86_400, 1) for stage, value in found}
+
+
+def test_certificates_are_warned_of_before_they_expire_and_named_when_they_have(started, files):
+    """Replaced at run time, with nobody connecting: so is an expired one found by those who look."""
+    broker = started(**files(until=3))
+    logged = []
+    for until, code in ((3, "certificate_expires"), (-0.5, "certificate_expired"), (60, "")):
+        files(until)
+        broker.wait(lambda code=code: warned(broker) == [{code} - {""}] * 5, f"{code or 'no warning'} everywhere")
+        broker.wait(lambda until=until: days_left(broker) == {"ingress": until, "gateway": until}, "both have it")
+        logged += [code] if code else []
+        for stage in ("ingress", "gateway"):
+            said = re.findall(rf"level=warn stage={stage} event=(certificate_\w+) file=\S+cert.pem", broker.log())
+            assert list(dict.fromkeys(said)) == logged and len(said) <= 3  # the first file is put there twice
+
+
+def test_a_certificate_of_tomorrow_and_a_client_authority_that_expires_are_warned_of(started, files, tmp_path):
+    trusted = Authority(tmp_path, "trusted", until=2).path
+    broker = started(**files(until=60, since=1), KMQ_TLS_CLIENT_CA=trusted)
+    broker.wait(lambda: warned(broker) == [{"certificate_not_yet_valid", "certificate_expires"}] * 5, "both warnings")
+    assert f"certificate_expires: KMQ_TLS_CLIENT_CA={trusted} expires in 2.0 days" in broker.kmq("status").stdout
