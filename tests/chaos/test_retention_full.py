@@ -1,0 +1,93 @@
+"""G7, G3: on a full disk retention makes the room by itself, also where nothing comes: what is over its limits is sealed."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from chaos.acked import AckedLoad, read_wal
+from chaos.load import Load
+from chaos.loopfs import LoopFs, disk_of
+from chaos.pod import Pod
+
+pytestmark = pytest.mark.root
+MIB = 1 << 20
+SMALL = {"RB_SLOTS": 1024, "RB_BYTES": 256 << 10, "KMQ_MAX_LINE": 64 << 10}
+LIMITS = {"KMQ_RETENTION_BYTES": 4 * MIB, "KMQ_SEGMENT_BYTES": 2 * MIB}
+FIRST = {"append": f"{1:020d}.log", "topics/wide/0": f"{0:020d}.log"}
+RESUME_S = 30.0  # two or three seconds where the machine has nothing else to do
+CHECK_GAP = Path(__file__).resolve().parents[2] / "scripts/check-gap"
+
+Make = Callable[..., Pod]
+Start = Callable[[Load], Load]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, cleanup: ExitStack) -> LoopFs:
+    return disk_of("ext4", 64 * MIB, tmp_path, cleanup)
+
+
+def pod_on(disk: LoopFs, make_pod: Make, **settings: object) -> Pod:
+    pod = make_pod(KMQ_DATA=disk.path / "data", **SMALL, **settings)
+    pod.data = disk.path / "data"
+    return pod
+
+
+def filled(pod: Pod, loads: Start) -> AckedLoad:
+    """A producer that is refused for lack of room, and goes on trying; nobody sends a plain line."""
+    load = AckedLoad(pod.pipes, "acked", seed=1, longest=4000)
+    pod.start()
+    pod.wait_ready()
+    loads(load)
+    pod.wait(lambda: load.has(0) and load.codes["disk_full"] + load.codes["quota"], "it is refused")
+    return load
+
+
+def restarted_with_limits(pod: Pod, load: AckedLoad, **limits: object) -> None:
+    """It is accepted again, soon and by itself."""
+    pod.settings |= limits
+    had = len(load.seqs)
+    pod.start()
+    pod.wait(lambda: load.has(had + 1000), "retention has made room", RESUME_S)
+    for log in ("append", "topics/wide/0"):  # more than the limit
+        pod.wait(
+            lambda log=log: not (pod.data / log / FIRST[log]).exists(), f"the first segment of {log} has gone", RESUME_S
+        )
+
+
+def judge(pod: Pod, load: AckedLoad) -> None:
+    """What is still there has no gap, is what was acknowledged, and is there once; verify finds nothing."""
+    load.finish()
+    pod.settle()
+    last = pod.seq("durability")
+    pod.stop()
+    wal = {int(line.split(b"|", 1)[0]): line for line in read_wal(pod.data)}
+    assert sorted(wal) == list(range(min(wal), last + 1)) and min(wal) > 1
+    told = {seq: number for number, seq in enumerate(load.seqs, start=1)}
+    assert len(told) == len(load.seqs) and all(wal[seq].endswith(load.stored(told[seq])) for seq in wal)
+    queued = Counter(line for path in pod.data.glob("topics/*/*/*.log") for line in path.read_bytes().splitlines())
+    assert set(queued.values()) == {1}
+    assert all(wal[seq] in queued for seq in range(last - 20, last + 1))
+    paths = sorted((pod.data / "append").glob("*.log"))
+    subprocess.run([CHECK_GAP, *paths], check=True)
+    env = {name: str(value) for name, value in pod.settings.items()}
+    verify = [sys.executable, "-m", "kmq.cli", "verify"]
+    result = subprocess.run(verify, env=os.environ | env, cwd=pod.root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not pod.events("unrecoverable") and not pod.events("failed")
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+def test_a_full_disk_frees_itself_when_it_is_started_with_smaller_limits(
+    make_pod: Make, loads: Start, disk: LoopFs, is_killed: bool
+) -> None:
+    pod = pod_on(disk, make_pod)
+    load = filled(pod, loads)
+    pod.kill() if is_killed else pod.stop()
+    restarted_with_limits(pod, load, **LIMITS)
+    judge(pod, load)
