@@ -27,7 +27,7 @@ from kmq.links import layout
 from kmq.links.acks import AckWriter
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import checkpoint, dropped, identity, numbered, wal
+from kmq.log import checkpoint, dropped, identity, numbered, spare, wal
 from kmq.log.disk import Buffer
 from kmq.log.room import Room
 from kmq.log.segment import Limits
@@ -92,6 +92,7 @@ class Durability:
         self._postponed = False
         wal.while_full = self._retain
         self.roll_if_over()
+        spare.claim(stage.settings.data)
 
     def turn(self) -> bool:
         """One group commit of all blocks that wait; whether there were any."""
@@ -111,6 +112,7 @@ class Durability:
             self.roll_if_over()
             self._retain()
             self.stage.has_room()
+            spare.claim(self.stage.settings.data)
             self._noted = time.monotonic_ns()
         return bool(blocks)
 

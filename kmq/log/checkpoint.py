@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kmq.errors import RetryError
-from kmq.log import producers, remnant, segment
+from kmq.log import producers, remnant, segment, spare
 from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log.partition import EMPTY, State
 from kmq.log.segment import Segment
@@ -121,6 +121,10 @@ class Checkpointer:
             self._thread.join()
         _ = self.busy
 
+    def _wait(self, path: str) -> None:
+        if not spare.release(self._data):
+            self._wait_for_room(path)
+
     def _run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment]) -> None:
         try:
             for path in dirty:
@@ -135,7 +139,7 @@ class Checkpointer:
             if dirty:
                 sync_directory(f"{self._data}/topics")
             path = f"{self._data}/router.ckpt"
-            with_room(path, self._wait_for_room, lambda: replace_file(path, content))
+            with_room(path, self._wait, lambda: replace_file(path, content))
             for _, group in groupby(retired, lambda each: os.path.dirname(each.path)):
                 segment.remove(gone := list(group))
                 for each in gone:

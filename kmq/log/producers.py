@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from zlib import crc32
 
 from kmq.errors import RetryError
+from kmq.log import spare
 from kmq.log.disk import FULL, replace_file
 from kmq.log.ids import NEW, PRINTS, Producer
 from kmq.record import Starts, fingerprint
@@ -419,6 +420,7 @@ class Checkpointer:
             if err.errno in FULL:  # the old file stays right; but until there is a new one, retention waits
                 self._remove_half()
                 self._failed = True
+                spare.release(os.path.dirname(self._path))  # for the next time
             else:
                 self._error = err
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import checkpoint, compaction, dropped, reader, remnant, segment, topics, wal
+from kmq.log import checkpoint, compaction, dropped, reader, remnant, segment, spare, topics, wal
 from kmq.log.disk import FULL, Buffer, WaitForRoom, find_tail, give_up, replace_file, with_room
 from kmq.log.index import IndexWriter, read_entries
 from kmq.log.newcomers import AT_ONCE, Newcomer, Newcomers
@@ -581,7 +581,8 @@ class Queues:
         for (name, partition), state in self._states.items():
             path = f"{directory_of(self.data, name, partition)}/{segment.name(state.base)}"
             limits = self._topic_limits.get(name, self._limits)
-            if limits.is_over(state.active_bytes, partial(_written_at, path), now_s):
+            has_more = state.end_offset - state.base > 1  # of one record alone nothing could go
+            if has_more and limits.is_over(state.active_bytes, partial(_written_at, path), now_s):
                 self._check()
                 postponed += not self._has_rolled(self._log_of(self.topics[name.encode()], partition))
         if postponed and not self._postponed:
@@ -600,7 +601,7 @@ class Queues:
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            return False
+            return spare.release(self.data) and self._has_rolled(log)
         return True
 
     def retire(self) -> bool:
@@ -624,7 +625,7 @@ class Queues:
     def _retire_all(self, state: State) -> list[Segment]:
         """As `retire`, where nothing would be left: the last record stays, because it says where we are."""
         last, first = state.sealed[-1], state.end_offset - 1
-        kept = remnant.lay_out(last, first, by_seq=False) if last.first < first else None
+        kept = remnant.lay_out(self.data, last, first, by_seq=False) if last.first < first else None
         gone = state.retire(len(state.sealed) - (kept is None))
         if kept is not None:
             state.keep(kept)
@@ -643,6 +644,8 @@ class Queues:
             unsynced = set(self._unsynced)
             self.retire()
             self._unsynced |= unsynced  # what waits for the room has not been written yet
+        else:
+            spare.release(self.data)  # only by a start that ends does retention begin
 
     def _install_compacted(self) -> bool:
         """Take in the segments that compaction has laid out for us; whether a checkpoint has to follow."""

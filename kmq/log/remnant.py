@@ -15,7 +15,7 @@ import os
 import zlib
 
 from kmq import record
-from kmq.log import index, reader, segment
+from kmq.log import index, reader, segment, spare
 from kmq.log.disk import FULL, find_tail, sync_directory
 from kmq.log.reader import DamageError
 from kmq.log.segment import Segment
@@ -23,7 +23,7 @@ from kmq.log.segment import Segment
 _SUFFIX = ".kept"
 
 
-def lay_out(last: Segment, first: int, by_seq: bool) -> Segment | None:
+def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | None:
     """Copy the last record of a log's last sealed segment; it becomes a segment, `first`, by `settle`. Not synced yet.
 
     None where there is no room for it, or where the record is damaged: then `last` has to stay.
@@ -48,6 +48,7 @@ def lay_out(last: Segment, first: int, by_seq: bool) -> Segment | None:
         _remove(path)
         if err.errno not in FULL:
             raise
+        spare.release(data)  # for the next time
         return None
     return Segment(first, path, len(line))
 

@@ -26,10 +26,11 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
-from kmq.log import dropped, reader, remnant, segment
+from kmq.log import dropped, reader, remnant, segment, spare
 from kmq.log.disk import (
     FULL,
     AppendFile,
@@ -112,7 +113,8 @@ class Wal:
         self.data = data
         self.directory = f"{data}/append"
         self._wait_outside = wait_for_room
-        self.while_full: Callable[[], object] = lambda: None  # called while there is no room, also within an append
+        # Called while there is no room, also within an append; at first what a start needs.
+        self.while_full: Callable[[], object] = partial(spare.release, data)
         self._limits = limits or Limits()
         self._fsync = fsync
         self._synced_at = time.monotonic()
@@ -250,14 +252,14 @@ class Wal:
 
         True where there was no room for that: then it goes on as it is.
         """
-        if not self._limits.is_over(self._file.size, lambda: self.last_ts, now_s):
-            return False
+        if self.last_seq <= self._first or not self._limits.is_over(self._file.size, lambda: self.last_ts, now_s):
+            return False  # of one record alone nothing could go
         try:
             self.roll(give_up)
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            return True
+            return not spare.release(self.data) or self.roll_if_over(now_s)
         return False
 
     def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:
@@ -284,7 +286,7 @@ class Wal:
 
     def _keep_record_of(self, last: Segment) -> bool:
         """Put its last record in place of the only segment that has any; False where that cannot be now."""
-        kept = remnant.lay_out(last, self.last_seq, by_seq=True)
+        kept = remnant.lay_out(self.data, last, self.last_seq, by_seq=True)
         if kept is None:
             return False
         for path in remnant.files(kept):

@@ -12,7 +12,7 @@ import pytest
 
 from chaos.acked import AckedLoad, read_wal
 from chaos.load import Load
-from chaos.loopfs import LoopFs, disk_of
+from chaos.loopfs import FewInodes, LoopFs, disk_of, few_inodes
 from chaos.pod import Pod
 
 pytestmark = pytest.mark.root
@@ -32,7 +32,7 @@ def disk(tmp_path: Path, cleanup: ExitStack) -> LoopFs:
     return disk_of("ext4", 64 * MIB, tmp_path, cleanup)
 
 
-def pod_on(disk: LoopFs, make_pod: Make, **settings: object) -> Pod:
+def pod_on(disk: LoopFs | FewInodes, make_pod: Make, **settings: object) -> Pod:
     pod = make_pod(KMQ_DATA=disk.path / "data", **SMALL, **settings)
     pod.data = disk.path / "data"
     return pod
@@ -90,4 +90,34 @@ def test_a_full_disk_frees_itself_when_it_is_started_with_smaller_limits(
     load = filled(pod, loads)
     pod.kill() if is_killed else pod.stop()
     restarted_with_limits(pod, load, **LIMITS)
+    judge(pod, load)
+
+
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["sealed", "active"])
+def test_a_disk_without_a_byte_left_frees_itself_too(
+    make_pod: Make, loads: Start, disk: LoopFs, is_sealed: bool
+) -> None:
+    """Others have taken even the reserve: neither a checkpoint of one block can be written nor a segment begun."""
+    pod = pod_on(disk, make_pod, **{"KMQ_SEGMENT_BYTES": 2 * MIB} if is_sealed else {})
+    load = filled(pod, loads)
+    pod.kill()  # checkpoints are old
+    disk.fill(0)
+    assert disk.free() == 0
+    restarted_with_limits(pod, load, **LIMITS)
+    judge(pod, load)
+
+
+def test_a_disk_without_an_inode_left_frees_itself_by_what_is_sealed(
+    make_pod: Make, loads: Start, tmp_path: Path, cleanup: ExitStack
+) -> None:
+    disk = few_inodes(600, tmp_path, cleanup)
+    pod = pod_on(disk, make_pod, KMQ_SEGMENT_BYTES=MIB)
+    load = AckedLoad(pod.pipes, "acked", seed=1, longest=4000)
+    pod.start()
+    loads(load)
+    pod.wait(lambda: load.has(12_000), "there is much to delete")
+    pod.kill()  # checkpoints are old
+    disk.fill(0)
+    assert disk.free() == 0
+    restarted_with_limits(pod, load, KMQ_SEGMENT_BYTES=MIB, KMQ_RETENTION_BYTES=2 * MIB)
     judge(pod, load)
