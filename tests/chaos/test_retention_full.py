@@ -93,6 +93,48 @@ def test_a_full_disk_frees_itself_when_it_is_started_with_smaller_limits(
     judge(pod, load)
 
 
+def test_a_reached_quota_frees_itself_when_it_is_started_with_smaller_limits(make_pod: Make, loads: Start) -> None:
+    pod = make_pod(KMQ_DATA_QUOTA=48 * MIB, **SMALL)
+    load = filled(pod, loads)
+    pod.stop()
+    restarted_with_limits(pod, load, **LIMITS)
+    judge(pod, load)
+
+
+def test_records_that_are_too_old_go_though_nothing_comes_but_the_last_of_each_log(make_pod: Make) -> None:
+    pod = make_pod(KMQ_RETENTION_AGE="2s", **SMALL)
+    lines = [b"old.k%d|0|%d|x" % (n % 9, n) for n in range(101)]
+    pod.start()
+    pod.wait_ready()
+    write(pod, lines[:100])
+    pod.wait(lambda: pod.seq("router") == 100, "they are routed")
+    pod.stop()  # what the framer remembers of them is on disk: the WAL is free
+    pod.start()
+    logs = {"append": 100, "topics/old/0": 99}
+    for log, last in logs.items():
+        pod.wait(lambda log=log, last=last: held(pod.data / log) == [last], f"{log} has its last record", RESUME_S)
+    pod.kill()
+    pod.start()
+    pod.wait_ready()
+    write(pod, lines[100:])
+    pod.settle()
+    pod.stop()
+    for log, last in logs.items():
+        assert set(held(pod.data / log)) <= {last, last + 1} and last + 1 in held(pod.data / log)
+
+
+def write(pod: Pod, lines: list[bytes]) -> None:
+    """As a shell does: less than PIPE_BUF at once."""
+    with (pod.pipes / "raw").open("wb", buffering=0) as raw:
+        raw.write(b"".join([line + b"\n" for line in lines]))
+
+
+def held(log: Path) -> list[int]:
+    """The records of a log, by the names of its segments and their lines."""
+    paths = sorted(log.glob("*.log"))
+    return [int(path.stem) + number for path in paths for number in range(path.read_bytes().count(b"\n"))]
+
+
 @pytest.mark.parametrize("is_sealed", [True, False], ids=["sealed", "active"])
 def test_a_disk_without_a_byte_left_frees_itself_too(
     make_pod: Make, loads: Start, disk: LoopFs, is_sealed: bool
