@@ -239,7 +239,7 @@ class Framer:
         self.checkpointer.take(self.ring.last.next_seq - 1, self.now)
         until = time.monotonic() + _LAST_CHECKPOINT_S
         while not self.checkpointer.finish(self.ring.synced_seq) and time.monotonic() < until:
-            if self.checkpointer.pending and self.ring.reader_is_gone():
+            if self.checkpointer.pending and not self.checkpointer.busy and self.ring.reader_is_gone():
                 break
             self.stage.pause(_DRAIN_POLL_S)
 

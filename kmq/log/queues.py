@@ -579,16 +579,23 @@ class Queues:
         """Seal what is over its limits now, also where nothing comes. A log that has no room for that goes on as it is."""
         now_s, postponed = self.now_s(), 0
         for (name, partition), state in self._states.items():
-            path = f"{directory_of(self.data, name, partition)}/{segment.name(state.base)}"
+            if state.end_offset - state.base < 2:  # of one record alone nothing could go
+                continue
             limits = self._topic_limits.get(name, self._limits)
-            has_more = state.end_offset - state.base > 1  # of one record alone nothing could go
-            if has_more and limits.is_over(state.active_bytes, partial(_written_at, path), now_s):
+            if limits.is_over(state.active_bytes, partial(self._written_at, name, partition, state), now_s):
                 self._check()
                 postponed += not self._has_rolled(self._log_of(self.topics[name.encode()], partition))
         if postponed and not self._postponed:
             self.log.warn("roll_postponed", queues=postponed, reason="no room", effect="retention waits; tried again")
         self._postponed = postponed
         self._rolled_at = time.monotonic_ns() - ROLL_NS * bool(postponed)
+
+    def _written_at(self, topic: str, partition: int, state: State) -> int:
+        """When the active segment was written last, in µs: no record in it is younger. Cheaper than to read the last one."""
+        path = f"{directory_of(self.data, topic, partition)}/{segment.name(state.base)}"
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(path).st_mtime_ns // 1000
+        return _NEVER
 
     def _has_rolled(self, log: PartitionLog) -> bool:
         """Seal the active segment of a log; False where there is no room for that now."""
@@ -614,7 +621,7 @@ class Queues:
         gone: list[Segment] = []
         now_s = self.now_s()
         for (name, _), state in self._states.items():
-            if state.sealed:
+            if state.sealed and state.end_offset - state.start > 1:
                 count = self._topic_limits.get(name, self._limits).expired(state.sealed, state.active_bytes, now_s)
                 is_all = count == len(state.sealed) and not state.active_bytes
                 gone += self._retire_all(state) if is_all else state.retire(count)
@@ -707,13 +714,6 @@ def _leads_to(link: str, target: str) -> bool:
         return os.readlink(link) == target
     except OSError:
         return False
-
-
-def _written_at(path: str) -> int:
-    """When a file was written last, in µs: no record in it is younger. Cheaper than to read its last record."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.stat(path).st_mtime_ns // 1000
-    return _NEVER
 
 
 def _is_empty(path: str) -> bool:
