@@ -233,6 +233,39 @@ def test_a_log_that_has_no_room_to_be_sealed_goes_on_as_it_is_and_is_sealed_late
     made.close()
 
 
+@pytest.mark.parametrize("names", [(b"t", b"u"), (b"u", b"t"), (b"new",)], ids=b"+".join)
+def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(data, names, monkeypatch, tmp_path):
+    lines = LINES[:300] + [b"%b|||%d" % (name, n) for n in range(40) for name in names]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0, NEVER)
+    route(made, lines[:300], 1)
+    made.close()
+    made = open_queues(data, 300, KEEP)
+    assert segments_of(data)[0].first == 0
+    image, real, refusals = str(tmp_path / "image"), disk.AppendFile._write, iter([False, True])
+
+    def full_once(file, buffers):
+        if "/topics/" in file.path and file.path.endswith(".log") and next(refusals, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, buffers)
+
+    def waited(path):
+        made._checkpointer.finish()
+        assert segments_of(data)[0].first > 0, "retention has made room"
+        shutil.copytree(data, image, symlinks=True)
+
+    made._wait_outside = waited
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.AppendFile, "_write", full_once)
+        route(made, lines[300:], 301)
+    made.close()
+    made = open_queues(image, len(lines), KEEP)
+    made.close()
+    for name in map(bytes.decode, names):
+        assert content(image, name) == content(data, name) and content(data, name).endswith(b"|39\n")
+    assert not damage_of_queues(image) and not damage_of_queues(data)
+
+
 def test_each_topic_has_its_own_limits(data):
     lines = [b"%b|||%d" % (name, n) for n in range(300) for name in (b"a", b"b")]
     write_wal(data, lines).close()
