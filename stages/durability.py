@@ -17,7 +17,8 @@ Not covered A disk that lies about fdatasync.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from kmq.clock import AgeClock
@@ -26,7 +27,7 @@ from kmq.links import layout
 from kmq.links.acks import AckWriter
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import checkpoint, dropped, identity, numbered, wal
+from kmq.log import checkpoint, dropped, identity, numbered, spare, wal
 from kmq.log.disk import Buffer
 from kmq.log.room import Room
 from kmq.log.segment import Limits
@@ -88,6 +89,10 @@ class Durability:
         self.named = max([0, *(gone.last for gone in dropped.accounted(stage.settings.data))])
         self.clock = AgeClock(stage.row, wal.last_ts, stage.log)
         self._noted = time.monotonic_ns()
+        self._postponed = False
+        wal.while_full = self._retain
+        self.roll_if_over()
+        spare.claim(stage.settings.data)
 
     def turn(self) -> bool:
         """One group commit of all blocks that wait; whether there were any."""
@@ -104,7 +109,10 @@ class Durability:
                 self.acks.flush()
         if time.monotonic_ns() - self._noted > _NOTE_NS:
             self.wal.note_open_block()
+            self.roll_if_over()
             self._retain()
+            self.stage.has_room()
+            spare.claim(self.stage.settings.data)
             self._noted = time.monotonic_ns()
         return bool(blocks)
 
@@ -129,7 +137,8 @@ class Durability:
             return
         nbytes = sum(len(data) for data, *_ in new)
         while self.room.must_wait(nbytes):
-            self._retain()  # may be what makes the room
+            self.roll_if_over()  # may be what makes the room
+            self._retain()
             self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
         self._commit(new)
         self.stage.has_room()
@@ -160,22 +169,38 @@ class Durability:
     def _commit(self, new: Sequence[tuple[Buffer, int, int, int]] = ()) -> None:
         """Append `new`, and sync what is due under KMQ_FSYNC, also when nothing came."""
         wal = self.wal
-        before = wal.synced_seq
-        try:
+        with self._syncing():
             if new:
                 wal.append(new)  # may seal a segment, which syncs
             wal.commit()
+
+    @contextmanager
+    def _syncing(self) -> Iterator[None]:
+        """What may sync: the ring remembers how far, and whether that has failed."""
+        before = self.wal.synced_seq
+        try:
+            yield
         except (RetryError, OSError):
             self.framed.sync_failed = True
             raise
-        self.framed.set_synced(wal.synced_seq)
-        if wal.synced_seq > before:
+        self.framed.set_synced(self.wal.synced_seq)
+        if self.wal.synced_seq > before:
             self.stage.row.synced = time.time_ns()
 
+    def roll_if_over(self) -> None:
+        """Seal the active segment where it is over its limits, also if nothing comes: only then can it be deleted."""
+        with self._syncing():
+            postponed = self.wal.roll_if_over(self.clock.now_s())
+        if postponed and not self._postponed:
+            self.stage.log.warn(
+                "roll_postponed", file=self.wal.path, reason="no room", effect="retention waits; tried again"
+            )
+        self._postponed = postponed
+
     def _retain(self) -> None:
-        """Delete old segments, unless the router may be reading them to mend a queue."""
+        """Delete old segments, unless the router may be about to read them to mend a queue."""
         stage = self.stage
-        if stage.page.rows["router"].state_name == "recovering":
+        if stage.page.rows["router"].state_name in ("starting", "waiting", "recovering"):
             return
         for gone in self.wal.retain(lambda: checkpoint.wal_is_free_up_to(stage.settings.data), self.clock.now_s()):
             stage.log.info("segment_deleted", file=gone.path, first_seq=gone.first, bytes=gone.size)

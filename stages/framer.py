@@ -114,8 +114,11 @@ def read_wal(stage: Stage, low: int, high: int) -> Iterator[bytes]:
     yield from wal.read(data, low, high)
 
 
-def remember(stage: Stage, ring: RingWriter, now: int) -> Producers:
-    """What has been stored already, up to the next seq: from the checkpoint, the WAL, and the blocks that still wait."""
+def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[Producers, bool]:
+    """What has been stored already, up to the next seq: from the checkpoint, the WAL, and the blocks that still wait.
+
+    True beside it where the checkpoint did not say all of it.
+    """
     settings = stage.settings
     table = Producers(settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age)
     blocks = [block for block in ring.waiting() if block.count]  # before the WAL is read: durability moves them there
@@ -136,7 +139,7 @@ def remember(stage: Stage, ring: RingWriter, now: int) -> Producers:
     for block in blocks:
         if block.first_seq > seq:
             table.absorb(bytes(block.data), now)
-    return table
+    return table, seq < ring.last.next_seq - 1
 
 
 def known_topics(stage: Stage, ring: RingWriter) -> Catalog:
@@ -171,10 +174,12 @@ class Framer:
         self.stage, self.ring, self.staging, self.clock = stage, ring, staging, clock
         self.now, self._tick = int(clock.now_s()), time.monotonic()  # by the trusted clock, and when it was last asked
         self.held_times = HeldTimes(stage.log)
-        self.table = table = remember(stage, ring, self.now)
+        self.table, is_behind = remember(stage, ring, self.now)
         self.topics = known_topics(stage, ring)
-        self.parser = framing.Parser(stage.settings.max_line, table, self.topics)
-        self.checkpointer = producers.Checkpointer(stage.settings.data, table, stage.beat)
+        self.parser = framing.Parser(stage.settings.max_line, self.table, self.topics)
+        self.checkpointer = producers.Checkpointer(stage.settings.data, self.table, stage.beat)
+        if is_behind:  # else what it does not speak of stays in the WAL until somebody writes (retention)
+            self.checkpointer.take(ring.last.next_seq - 1, self.now)
 
     def turn(self) -> bool:
         """Frame the whole lines that are staged, as many as one turn may; whether there were any."""
@@ -236,7 +241,7 @@ class Framer:
         self.checkpointer.take(self.ring.last.next_seq - 1, self.now)
         until = time.monotonic() + _LAST_CHECKPOINT_S
         while not self.checkpointer.finish(self.ring.synced_seq) and time.monotonic() < until:
-            if self.checkpointer.pending and self.ring.reader_is_gone():
+            if self.checkpointer.pending and not self.checkpointer.busy and self.ring.reader_is_gone():
                 break
             self.stage.pause(_DRAIN_POLL_S)
 

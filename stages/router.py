@@ -45,9 +45,10 @@ def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: boo
         stage.log.warn("dropped", ring="durable", first_seq=low, last_seq=high)
 
 
-def wait_for_quota(stage: Stage, room: Room) -> None:
+def wait_for_quota(stage: Stage, queues: Queues, room: Room) -> None:
     """A topic takes blocks of its own, far more than its first message: thousands of them may be on their way."""
     while room.must_wait(NEW_TOPIC):
+        queues.make_room()
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
 
 
@@ -90,17 +91,20 @@ def run(stage: Stage) -> None:
     )
     queues.recover(ring.committed().next_seq - 1, stage.check)
     queues.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
-    queues.before_topic = partial(wait_for_quota, stage, Room(settings, lambda: stage.page.rows["durability"].bytes))
+    room = Room(settings, lambda: stage.page.rows["durability"].bytes)
+    queues.before_topic = partial(wait_for_quota, stage, queues, room)
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=len(queues.topics))
 
-    ticked = time.monotonic_ns()
+    ticked = 0
     while True:
-        busy = turn(stage, ring, queues)
-        stage.beat()
         if time.monotonic_ns() - ticked > _TICK_NS:
             queues.tick()
+            if not queues.is_checkpointing:
+                stage.has_room()
             ticked = time.monotonic_ns()
+        busy = turn(stage, ring, queues)
+        stage.beat()
         if stage.stopping:
             stage.state("draining")
             if not busy and ring.writer_is_gone():

@@ -21,11 +21,11 @@ Mechanism   The fsyncs run in a thread beside the routing (they give up the inte
 import os
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kmq.errors import RetryError
-from kmq.log import producers, segment
+from kmq.log import producers, remnant, segment, spare
 from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log.partition import EMPTY, State
 from kmq.log.segment import Segment
@@ -107,9 +107,12 @@ class Checkpointer:
             raise RetryError(f"checkpoint failed: {self._error}") from self._error
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, content: bytes, dirty: list[str], retired: list[Segment]) -> None:
-        """Sync the files `dirty`, write `content`, then delete the segments `retired`, beside the caller."""
-        self._thread = threading.Thread(target=self._run, args=(content, dirty, retired), daemon=True)
+    def start(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment] = ()) -> None:
+        """Sync the files `dirty`, write `content`, then delete the segments `retired`, beside the caller.
+
+        `kept`: in whose place last records get their names (remnant.py).
+        """
+        self._thread = threading.Thread(target=self._run, args=(content, dirty, retired, kept), daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -118,7 +121,11 @@ class Checkpointer:
             self._thread.join()
         _ = self.busy
 
-    def _run(self, content: bytes, dirty: list[str], retired: list[Segment]) -> None:
+    def _wait(self, path: str) -> None:
+        if not spare.release(self._data):
+            self._wait_for_room(path)
+
+    def _run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment]) -> None:
         try:
             for path in dirty:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -132,10 +139,12 @@ class Checkpointer:
             if dirty:
                 sync_directory(f"{self._data}/topics")
             path = f"{self._data}/router.ckpt"
-            with_room(path, self._wait_for_room, lambda: replace_file(path, content))
+            with_room(path, self._wait, lambda: replace_file(path, content))
             for _, group in groupby(retired, lambda each: os.path.dirname(each.path)):
                 segment.remove(gone := list(group))
                 for each in gone:
                     self._log.info("segment_deleted", file=each.path, first_offset=each.first, bytes=each.size)
+            for each in kept:
+                remnant.settle(os.path.dirname(each.path), each.first)
         except Exception as err:
             self._error = err

@@ -31,6 +31,11 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
+def give_up(path: str) -> None:
+    """In place of waiting for room: raise, as the disk did."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
 def with_room(path: str, wait_for_room: WaitForRoom, action: Callable[[], object]) -> object:
     """Do `action`, which may be repeated, and again whenever the disk has no room for it."""
     while True:

@@ -346,20 +346,20 @@ class IndexWriter:
     def has_open_news(self) -> bool:
         return self._open is not None and self._length > self._noted
 
-    def seal(self) -> None:
+    def seal(self, wait_for_room: WaitForRoom | None = None) -> None:
         """The log is complete: so is the index now, each block with its final line."""
         self.note_open()
-        self.flush()
+        self.flush(wait_for_room)
 
-    def flush(self) -> None:
-        """Write the lines that have come together."""
+    def flush(self, wait_for_room: WaitForRoom | None = None) -> None:
+        """Write the lines that have come together; later, where `wait_for_room` gives up."""
         if self._pending:
             text = b"".join(self._pending)
-            self._pending = []
-            file = AppendFile(self.path, self._wait_for_room)
+            file = AppendFile(self.path, wait_for_room or self._wait_for_room)
             try:
                 if not file.size:
                     text = label(self._label_of) + text
                 file.append([text], len(text))
+                self._pending = []
             finally:
                 file.close()

@@ -63,6 +63,10 @@ class State:
         self.start = self.sealed[0].first if self.sealed else self.base
         return gone
 
+    def keep(self, last: Segment) -> None:
+        """Of what was retired, count this as sealed again: a segment with the last record alone (remnant.py)."""
+        self.sealed, self.size, self.start = [last], last.size, last.first
+
 
 EMPTY = State()
 
@@ -299,7 +303,7 @@ class PartitionLog:
         if self._file.size != expected:  # while it was closed; to append now would hide the hole for ever
             raise RetryError(f"{path}: changed by somebody else (expected {expected} bytes)")
         self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
-        with_room(path, self._wait_for_room, self._point_link)
+        with_room(path, self._wait_for_room, lambda: self._point_link(path))
         if self._index is None:
             try:  # to go on behind what is damaged would give the damage a crc of its own
                 if expected and not was_cut:
@@ -310,11 +314,11 @@ class PartitionLog:
             self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
             self._index.resume(self._file.fd, self._file.size, self.state.base, check)
 
-    def _point_link(self) -> None:
-        """Let the symlink lead to the active segment, unless it is somebody else's."""
+    def _point_link(self, path: str) -> None:
+        """Let the symlink lead to this segment, unless it is somebody else's."""
         if not self.link:
             return
-        link, target = f"{self._data}/{self.link}", os.path.relpath(self.path, self._data)
+        link, target = f"{self._data}/{self.link}", os.path.relpath(path, self._data)
         if os.path.islink(link) and os.path.dirname(os.readlink(link)) != os.path.dirname(target):
             self._warn("symlink_taken", symlink=self.link, topic=self.topic, file=target)
         elif kept := point_symlink(link, target):
@@ -337,7 +341,7 @@ class PartitionLog:
         next_ts = segment.stamp(data)[1]
         while True:
             if self._limits.is_full(self._file.size, self._first_ts, next_ts):
-                self._roll()
+                self.roll()
             room = self._limits.segment_bytes - self._file.size
             if len(data) <= room:
                 break
@@ -365,19 +369,19 @@ class PartitionLog:
         state.end_offset += count
         state.size += len(data)
 
-    def _roll(self) -> None:
-        """Seal the active segment and go on in a new one."""
-        state, file = self.state, self._file
-        assert file is not None
+    def roll(self, wait_for_room: WaitForRoom | None = None) -> None:
+        """Seal the active segment and go on in a new one. Until that is whole, all stays as it was: a wait may give up."""
+        state, file, wait = self.state, self._file, wait_for_room or self._wait_for_room
+        assert file is not None and self._index is not None
+        self._index.seal(wait)
+        path = f"{self._directory}/{segment.name(state.end_offset)}"
+        segment.begin(path, wait, lambda: with_room(path, wait, lambda: self._point_link(path)))
         self.seal()
         file.close()
         state.sealed = [*state.sealed, Segment(state.base, file.path, file.size)]
         state.base = state.end_offset
-        path = self.path
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
-        self._index.begin()
-        with_room(path, self._wait_for_room, self._point_link)
 
     def seal(self) -> None:
         """The active segment is complete."""

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from zlib import crc32
 
 from kmq.errors import RetryError
+from kmq.log import spare
 from kmq.log.disk import FULL, replace_file
 from kmq.log.ids import NEW, PRINTS, Producer
 from kmq.record import Starts, fingerprint
@@ -36,6 +37,7 @@ from kmq.settings import MIB
 CHECKPOINT_BYTES = 32 * MIB  # of framed lines: bounds what a start has to read again to a third of a second;
 CHECKPOINT_S = 30.0  # and at least so often, for what the file does not speak of must stay in the WAL (retention);
 _EMPTY_TIMES = 4  # and so many times that while there is nobody to remember: looking for nobody is that much faster
+_RETRY_S = 2.0  # after one that found no room
 _RUNS = 1024  # runs remembered per producer
 # Names that a client made up for one run of a program (`kmq produce --acks` in a loop) do not come again. So long after its
 # last message such a program has most likely ended; only where the table is full it is not waited for any longer.
@@ -365,6 +367,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._bytes, self._taken_at = 0, time.monotonic()  # framed since the last snapshot, and when that was
+        self._failed = False  # the last one found no room
 
     def framed(self, nbytes: int, next_seq: int, synced: int | None, now: int) -> None:
         """After each turn, also an idle one: `nbytes` more were framed, durability has `synced` on disk, it is `now`."""
@@ -373,12 +376,14 @@ class Checkpointer:
             self._write_if(synced)
             return
         much = self._bytes >= CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES)
-        if (much or (self._bytes and time.monotonic() - self._taken_at > CHECKPOINT_S)) and not self.busy:
+        age_s = time.monotonic() - self._taken_at
+        is_due = much or (self._bytes and age_s > CHECKPOINT_S) or (self._failed and age_s > _RETRY_S)
+        if is_due and not self.busy:
             self.take(next_seq - 1, now)
 
     def take(self, seq: int, now: int) -> None:
         """Snapshot the table as of `seq`."""
-        self._bytes, self._taken_at = 0, time.monotonic()
+        self._bytes, self._taken_at, self._failed = 0, time.monotonic(), False
         self._table.forget_idle(now)
         self._snapshot = seq, self._table.snapshot(self._beat)
 
@@ -412,8 +417,10 @@ class Checkpointer:
         try:
             replace_file(self._path, text(seq, snapshot))
         except OSError as err:
-            if err.errno in FULL:  # the old file stays right: a start only has more to read
+            if err.errno in FULL:  # the old file stays right; but until there is a new one, retention waits
                 self._remove_half()
+                self._failed = True
+                spare.release(os.path.dirname(self._path))  # for the next time
             else:
                 self._error = err
 

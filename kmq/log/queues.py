@@ -7,17 +7,19 @@ Crash       See recover(): the logs are looked at, then the WAL is replayed from
 Memory      State of a cold partition: one small object. Descriptors: at most `most_open`, the longest unused one closes.
 """
 
+import contextlib
 import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import checkpoint, compaction, dropped, reader, segment, topics, wal
-from kmq.log.disk import Buffer, WaitForRoom, find_tail, replace_file, with_room
+from kmq.log import checkpoint, compaction, dropped, reader, remnant, segment, spare, topics, wal
+from kmq.log.disk import FULL, Buffer, WaitForRoom, find_tail, give_up, replace_file, with_room
 from kmq.log.index import IndexWriter, read_entries
 from kmq.log.newcomers import AT_ONCE, Newcomer, Newcomers
 from kmq.log.partition import EMPTY, Gap, PartitionLog, State, directory_of, fits, recover
@@ -29,6 +31,7 @@ from kmq.settings import MIB
 
 MAX_OPEN = 1024  # logs that are kept open, where the process may have so many files
 CHECKPOINT_NS = 30_000_000_000
+ROLL_NS = 10_000_000_000  # between two looks whether a log to which nothing comes is over its limits
 CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay: ready in a second also after a kill
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory,
@@ -59,13 +62,15 @@ class Queues:
         self.data, self.log = data, log
         self._limits, self._wal_is_synced = limits or Limits(), wal_is_synced
         self._topic_limits: dict[str, Limits] = {}  # of those topics that have their own
-        self._wait_for_room = wait_for_room
+        self._wait_outside = wait_for_room
+        self._may_retire = False  # not before all logs are known
         self._check: Callable[[], None] = lambda: None  # what recover() was given
         self.now_s: Callable[[], float] = time.time  # for retention by age: a clock that is trusted (clock.py)
         self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
         self.topics: dict[bytes, Topic] = {}
         self.sorted_seq = 0  # up to here every record is in its log, or waits for its topic to be made
         self._newcomers = Newcomers()
+        self._making: Newcomer | None = None  # whose lines are on the way to their log
         self._states: dict[tuple[str, int], State] = {}
         self._logs: dict[tuple[str, int], PartitionLog] = {}
         self._open: dict[PartitionLog, None] = {}  # in order of last use
@@ -73,15 +78,18 @@ class Queues:
         self._unsynced: set[PartitionLog] = set()  # since the last checkpoint
         self._unnoted: set[PartitionLog] = set()  # since the last tick
         self._dirty: list[str] = []  # files mended since the last checkpoint
+        self._kept: list[Segment] = []  # last records that outlive their segments with the next checkpoint
         self._checkpointer = checkpoint.Checkpointer(data, wait_for_room, log)
         self._checkpoint_at = time.monotonic_ns()
         self._bytes_since = 0
+        self._rolled_at = -ROLL_NS  # when `roll_over` looked last
+        self._postponed = 0  # logs that it had no room to seal then
         self._topics_seen = 0  # mtime of topics/ when it was last read
 
     @property
     def routed_seq(self) -> int:
         """Up to here every record is in its log."""
-        oldest = self._newcomers.oldest
+        oldest = self._making or self._newcomers.oldest
         return oldest.first_seq - 1 if oldest else self.sorted_seq
 
     # --- routing -------------------------------------------------------------------------------------------------
@@ -118,7 +126,9 @@ class Queues:
             topic = self._create_topic(newcomer.name, newcomer.first_seq)
             self._routes.clear()  # what newer lines have found may not have been in force for these, and the other way round
             self.topics[newcomer.name] = topic
+            self._making = newcomer
             written += self._route_lines([self._newcomers.remove(newcomer)])
+            self._making = None
             self._routes.clear()
             made += 1
         self._bytes_since += written
@@ -290,6 +300,7 @@ class Queues:
         self.sorted_seq = replay_from - 1
         self.replay(replay_from, high, check)
         self.adopt_declarations()
+        self._may_retire = True
 
     def _load_checkpoint(self) -> tuple[int, checkpoint.Rows, dict[str, int]]:
         try:
@@ -356,6 +367,8 @@ class Queues:
         if retired:  # a kill came between the checkpoint and their removal
             segment.remove(retired)
             segments = segments[len(retired) :]
+        if segments and known.start == segments[0].first - 1 and remnant.settle(directory, known.start):
+            segments = segment.survey(directory)  # the kill came behind their removal
         state, needs = State(*known.values()), _NEVER
         was_there, changed = bool(segments), not fits(segments, known)
         if changed:
@@ -549,24 +562,97 @@ class Queues:
             if log.is_unlinked():
                 raise RetryError(f"{log.path}: removed by somebody else; a restart rebuilds it from the WAL")
         self.adopt_declarations()
+        if time.monotonic_ns() - self._rolled_at > ROLL_NS:
+            self.roll_over()
         if not self._checkpointer.busy:
-            retired = self._retire()
             compacted = self._install_compacted()
             is_due = time.monotonic_ns() - self._checkpoint_at > CHECKPOINT_NS or self._bytes_since > CHECKPOINT_BYTES
-            if retired or compacted or (is_due and self._unsynced):
-                self._checkpoint(retired)
+            if not self.retire() and (compacted or (is_due and self._unsynced)):
+                self._checkpoint([])
 
-    def _retire(self) -> list[Segment]:
-        """Take the segments that are too old or too many out of the books; they are deleted when the checkpoint is written."""
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether a checkpoint is being written, or waits for room."""
+        return self._checkpointer.busy
+
+    def roll_over(self) -> None:
+        """Seal what is over its limits now, also where nothing comes. A log that has no room for that goes on as it is."""
+        now_s, postponed = self.now_s(), 0
+        for (name, partition), state in self._states.items():
+            if state.end_offset - state.base < 2:  # of one record alone nothing could go
+                continue
+            limits = self._topic_limits.get(name, self._limits)
+            if limits.is_over(state.active_bytes, partial(self._written_at, name, partition, state), now_s):
+                self._check()
+                postponed += not self._has_rolled(self._log_of(self.topics[name.encode()], partition))
+        if postponed and not self._postponed:
+            self.log.warn("roll_postponed", queues=postponed, reason="no room", effect="retention waits; tried again")
+        self._postponed = postponed
+        self._rolled_at = time.monotonic_ns() - ROLL_NS * bool(postponed)
+
+    def _written_at(self, topic: str, partition: int, state: State) -> int:
+        """When the active segment was written last, in µs: no record in it is younger. Cheaper than to read the last one."""
+        path = f"{directory_of(self.data, topic, partition)}/{segment.name(state.base)}"
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(path).st_mtime_ns // 1000
+        return _NEVER
+
+    def _has_rolled(self, log: PartitionLog) -> bool:
+        """Seal the active segment of a log; False where there is no room for that now."""
+        try:
+            self._use(log)
+            self._unsynced.add(log)
+            log.roll(give_up)
+        except DamageError as err:  # it stays until it has been repaired, or somebody writes to it
+            self.log.error("damaged", file=log.path, reason=err)
+        except OSError as err:
+            if err.errno not in FULL:
+                raise
+            return spare.release(self.data) and self._has_rolled(log)
+        return True
+
+    def retire(self) -> bool:
+        """Take the segments that are too old or too many out of the books; they are deleted when the checkpoint is written.
+
+        True where that is on its way.
+        """
+        if self._checkpointer.busy:
+            return False
         gone: list[Segment] = []
         now_s = self.now_s()
         for (name, _), state in self._states.items():
-            if state.sealed:
+            if state.sealed and state.end_offset - state.start > 1:
                 count = self._topic_limits.get(name, self._limits).expired(state.sealed, state.active_bytes, now_s)
-                if count == len(state.sealed) and not state.active_bytes:
-                    count -= 1  # the last record stays: it says where we are
-                gone += state.retire(count)
+                is_all = count == len(state.sealed) and not state.active_bytes
+                gone += self._retire_all(state) if is_all else state.retire(count)
+        if gone:
+            self._checkpoint(gone)
+        return bool(gone)
+
+    def _retire_all(self, state: State) -> list[Segment]:
+        """As `retire`, where nothing would be left: the last record stays, because it says where we are."""
+        last, first = state.sealed[-1], state.end_offset - 1
+        kept = remnant.lay_out(self.data, last, first, by_seq=False) if last.first < first else None
+        gone = state.retire(len(state.sealed) - (kept is None))
+        if kept is not None:
+            state.keep(kept)
+            self._kept.append(kept)
+            self._dirty += remnant.files(kept)
         return gone
+
+    def _wait_for_room(self, path: str) -> None:
+        """The disk is full, perhaps in the middle of an append: retention may make the room."""
+        self.make_room()
+        self._wait_outside(path)
+
+    def make_room(self) -> None:
+        """`retire`, in the middle of anything."""
+        if self._may_retire:
+            unsynced = set(self._unsynced)
+            self.retire()
+            self._unsynced |= unsynced  # what waits for the room has not been written yet
+        else:
+            spare.release(self.data)  # only by a start that ends does retention begin
 
     def _install_compacted(self) -> bool:
         """Take in the segments that compaction has laid out for us; whether a checkpoint has to follow."""
@@ -606,9 +692,9 @@ class Queues:
         if not self._wal_is_synced:
             dirty.append(os.path.realpath(f"{self.data}/append.log"))
         content = checkpoint.text(self.routed_seq, self._states, self.topics.values())
-        self._checkpointer.start(content, dirty, retired)
+        self._checkpointer.start(content, dirty, retired, self._kept)
         self._unsynced.clear()
-        self._dirty = []
+        self._dirty, self._kept = [], []
         self._checkpoint_at, self._bytes_since = time.monotonic_ns(), 0
 
     def close(self) -> None:

@@ -2,17 +2,19 @@
 
 The last one is active: it grows. The others are sealed: they never change again, and each has a whole index. A log goes on in
 a new segment when the active one has reached `segment_bytes`, or when its first record is `segment_age` older than what
-comes next; so the active one always has a record but right after a roll. Retention takes whole sealed segments, oldest first,
-never the active one: while nothing comes, what came last stays.
+comes next. Where nothing comes, its owner seals it as well once it has its size or all of it is due by age (`is_over`): what
+nobody writes to any more must not fill a disk for ever. Retention takes whole sealed segments, oldest first, but never the last
+record of a log (remnant.py).
 """
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kmq import record
 from kmq.errors import ConfigError
-from kmq.log.disk import find_tail, sync_directory
+from kmq.log.disk import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
+from kmq.log.index import IndexWriter
 from kmq.settings import GIB, SETTINGS, Settings
 
 _STAMP_BYTES = 64  # a seq and a time are shorter
@@ -141,6 +143,12 @@ class Limits:
         """Whether a segment of `size` bytes whose first record came at `first_ts` µs is not for what came at `next_ts`."""
         return size >= self.segment_bytes or (size > 0 and next_ts - first_ts >= self.segment_age * 1e6)
 
+    def is_over(self, size: int, newest_ts: Callable[[], int], now_s: float) -> bool:
+        """Whether a segment of `size` bytes has to be sealed even if nothing comes. `newest_ts`: of its last record, in µs."""
+        if size >= self.segment_bytes:
+            return True
+        return size > 0 and self.retention_age != float("inf") and newest_ts() <= (now_s - self.retention_age) * 1e6
+
     def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float) -> int:
         """How many of the oldest sealed segments have to go. `now_s`: by a clock that is trusted (clock.py)."""
         total = active_bytes + sum(each.size for each in sealed) if self.retention_bytes else 0
@@ -151,6 +159,18 @@ class Limits:
                 return count
             total -= each.size
         return len(sealed)
+
+
+def begin(path: str, wait_for_room: WaitForRoom, also: Callable[[], object] = lambda: None) -> None:
+    """Make an empty segment, with an index that says whose it is, and do `also`; all of it or, where that raises, nothing."""
+    try:
+        AppendFile(path, wait_for_room).close()
+        IndexWriter(index_path(path), wait_for_room).begin()
+        also()
+    except OSError as err:
+        if err.errno in FULL:
+            remove([Segment(0, path, 0)])
+        raise
 
 
 def remove(segments: Sequence[Segment]) -> None:

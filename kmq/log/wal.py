@@ -9,7 +9,8 @@ Invariant   A record is acknowledged and shown to the router only after `commit`
 Crash       inside a line    the torn end is cut at open; nothing that is cut had been acknowledged;
             power cut        the unsynced end may be torn or NUL (ext4): cut back to the last whole, good line;
             inside a roll    the new segment is empty, or is not there; append.log may still lead to the old one;
-            inside a removal an index without a log, which nobody reads; the log goes first, and oldest first;
+            inside a removal an index without a log, which nobody reads; the log goes first, and oldest first. Of the
+                             last record see remnant.py;
             failed fsync     the process ends; what it had not synced is cut and appended again from the ring, into a new
                              segment and through a new descriptor. The old file is not trusted with another byte;
             ring gone too    (the pod restarted on the same kernel) the page cache may show a tail that a failed fsync has
@@ -25,11 +26,23 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
-from kmq.log import dropped, reader, segment
-from kmq.log.disk import AppendFile, Buffer, WaitForRoom, find_nul, find_tail, point_symlink, sync_directory, with_room
+from kmq.log import dropped, reader, remnant, segment, spare
+from kmq.log.disk import (
+    FULL,
+    AppendFile,
+    Buffer,
+    WaitForRoom,
+    find_nul,
+    find_tail,
+    give_up,
+    point_symlink,
+    sync_directory,
+    with_room,
+)
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
 
@@ -99,15 +112,21 @@ class Wal:
         """
         self.data = data
         self.directory = f"{data}/append"
-        self._wait_for_room = wait_for_room
+        self._wait_outside = wait_for_room
+        # Called while there is no room, also within an append; at first what a start needs.
+        self.while_full: Callable[[], object] = partial(spare.release, data)
         self._limits = limits or Limits()
         self._fsync = fsync
         self._synced_at = time.monotonic()
+        _settle(self.directory)
         *self._sealed, active = segment.survey(self.directory) or [Segment(1, f"{self.directory}/{segment.name(1)}", 0)]
         self.cut_bytes = 0
         if active.size:
             reader.check_place(active.path, active.first, by_seq=True)
         self._open_segment(active.first, active.path)
+        if not self._file.size:
+            self._index.begin()
+        self._point_link(active.path, self._wait_for_room)
         self._cut_tail(unindexed_bytes)
         self.last_seq, self.last_ts = last_stored(data)
         self.synced_seq = 0  # nobody knows yet
@@ -117,14 +136,18 @@ class Wal:
     def _open_segment(self, first: int, path: str) -> None:
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room, by_seq=True)
-        if not self._file.size:
-            self._index.begin()
         self._first, self._first_ts = first, 0
+
+    def _wait_for_room(self, path: str) -> None:
+        self.while_full()
+        self._wait_outside(path)
+
+    def _point_link(self, path: str, wait_for_room: WaitForRoom) -> None:
         # Also for a file that was there: who made it may have ended before this, or by its failure. And before the link, which
         # must not lead to what a power cut takes away.
         sync_directory(self.directory)
         link, target = f"{self.data}/append.log", os.path.relpath(path, self.data)
-        self.set_aside = with_room(link, self._wait_for_room, lambda: point_symlink(link, target))
+        self.set_aside = with_room(link, wait_for_room, lambda: point_symlink(link, target))
         sync_directory(self.data)
 
     def _cut_tail(self, unindexed_bytes: int) -> None:
@@ -208,36 +231,71 @@ class Wal:
             end = at + len(line) + 1
         return end
 
-    def roll(self) -> None:
-        """Seal the active segment and go on in a new one."""
+    def roll(self, wait_for_room: WaitForRoom | None = None) -> None:
+        """Seal the active segment and go on in a new one. Until that is whole, all stays as it was: a wait may give up."""
+        wait = wait_for_room or self._wait_for_room
         self.sync()  # also for what was cut off: it must not come back after a power cut
-        self._index.seal()
-        path, size = self._file.path, self._file.size
-        self._file.close()
-        if size:
+        self._index.seal(wait)
+        old = Segment(self._first, self._file.path, self._file.size)
+        path = f"{self.directory}/{segment.name(self.last_seq + 1)}"
+        if old.size:
             _sync_path(self._index.path)
-            self._sealed.append(Segment(self._first, path, size))
         else:  # the new one has the same name; a file that failed is not trusted, not even an empty one
-            segment.remove([Segment(self._first, path, size)])
-        self._open_segment(self.last_seq + 1, f"{self.directory}/{segment.name(self.last_seq + 1)}")
+            segment.remove([old])
+        segment.begin(path, wait, lambda: self._point_link(path, wait))
+        self._file.close()
+        self._sealed += [old] if old.size else []
+        self._open_segment(self.last_seq + 1, path)
+
+    def roll_if_over(self, now_s: float) -> bool:
+        """Roll where the active segment is over its limits, also if nothing comes; call now and then, not within `append`.
+
+        True where there was no room for that: then it goes on as it is.
+        """
+        if self.last_seq <= self._first or not self._limits.is_over(self._file.size, lambda: self.last_ts, now_s):
+            return False  # of one record alone nothing could go
+        try:
+            self.roll(give_up)
+        except OSError as err:
+            if err.errno not in FULL:
+                raise
+            return not spare.release(self.data) or self.roll_if_over(now_s)
+        return False
 
     def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:
-        """Delete the sealed segments that are too old or too many; call about once a second. Returns those deleted.
+        """Delete the sealed segments that are too old or too many; call about once a second, and while waiting for room.
+
+        Returns those deleted. Of the last one, where nothing follows, the last record stays.
 
         `needed_after` says up to which seq nobody needs the WAL any more; it is asked only where something is due.
         """
         sealed = self._sealed
         due = self._limits.expired(sealed, self._file.size, now_s)
-        if due == len(sealed) and not self._file.size:
-            due -= 1  # the last record stays: the next seq and time follow from it
+        is_all = due == len(sealed) and not self._file.size
+        if is_all and sealed and sealed[-1].first == self.last_seq:
+            due -= 1  # it has the last record alone: the next seq and time follow from it
         if due <= 0:
             return []
         ends = [*(each.first for each in sealed[1:]), self._first]  # each ends before the next one's first record
         free = needed_after()
         gone = [each for each, end in zip(sealed[:due], ends, strict=False) if end <= free + 1]
+        last = gone.pop() if is_all and len(gone) == len(sealed) else None
         segment.remove(gone)
         del sealed[: len(gone)]
-        return gone
+        return [*gone, last] if last and self._keep_record_of(last) else gone
+
+    def _keep_record_of(self, last: Segment) -> bool:
+        """Put its last record in place of the only segment that has any; False where that cannot be now."""
+        kept = remnant.lay_out(self.data, last, self.last_seq, by_seq=True)
+        if kept is None:
+            return False
+        for path in remnant.files(kept):
+            _sync_path(path)
+        sync_directory(self.directory)
+        segment.remove([last])
+        remnant.settle(self.directory, kept.first)
+        self._sealed = [kept]
+        return True
 
     def rewrite_after(self, seq: int) -> None:
         """`rewrite_tail` for all records after `seq`."""
@@ -263,6 +321,12 @@ class Wal:
             self.sync()
         self.note_open_block()
         self._file.close()
+
+
+def _settle(directory: str) -> None:
+    """Where a kill came between the old segments and the copy of their last record: see remnant.py."""
+    there = segment.listing(directory)
+    remnant.settle(directory, there[0][0] - 1 if there else 0)
 
 
 def _sync_path(path: str) -> None:

@@ -1,6 +1,7 @@
 """A file system of our own in a file, small enough to fill and able to lose its power. Needs root and loop mounts."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -64,10 +65,15 @@ class LoopFs:
 
     def fill(self, left: int) -> Path:
         """Take all room but `left` bytes; returns the file to remove."""
-        ballast = self.path / f"ballast-{time.monotonic_ns()}"
+        ballast, step = self.path / f"ballast-{time.monotonic_ns()}", 1 << 20
         with ballast.open("wb") as file:
             while (spare := self.free() - left) > 0:
-                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), min(spare, 1 << 20))
+                try:
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), min(spare, step))
+                except OSError as err:  # what is left lies scattered, or the file needs some of it for itself
+                    if err.errno != errno.ENOSPC or step < 4096:
+                        break
+                    step //= 2
         return ballast
 
     def close(self) -> None:

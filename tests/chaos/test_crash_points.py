@@ -36,7 +36,12 @@ from kmq.links import layout, staging
 from kmq.links.doorbell import Doorbell
 from kmq.links.fifo import Sender, pieces
 from kmq.links.ring import RingReader
-from kmq.log.disk import AppendFile
+from kmq.log import remnant, segment
+from kmq.log.checkpoint import Checkpointer
+from kmq.log.disk import AppendFile, point_symlink, replace_file
+from kmq.log.partition import PartitionLog
+from kmq.log.queues import Queues
+from kmq.log.wal import Wal
 from kmq.settings import Settings, load
 from kmq.stage import Stage
 from stages import durability, framer, router
@@ -481,6 +486,114 @@ def test_a_kill_inside_any_write_leaves_nothing_torn(policy: str, processors: Pr
     count = processors.submit(appends, policy).result()
     torn = itertools.product(range(count), (0.1, 0.5, 0.97))
     list(processors.map(partial(survives_torn_write, policy), torn))
+
+
+class IdleBench(Bench):
+    """A generation under wide limits, then under narrow ones, to which nothing comes: all it does is to seal and to retain."""
+
+    def prepare(self) -> None:
+        self.send(BATCHES[0])
+        assert self.child(self.generation) == 0, self.log()
+        self.settings.segment_bytes, self.settings.retention_bytes = 600, 500
+
+    def generation(self, watch: Callable[[str], object] = lambda name: None) -> None:
+        durability._NOTE_NS = router._TICK_NS = 0  # seal and retain at every turn
+        framer._LAST_CHECKPOINT_S = CHILD_S  # the WAL is not free before the table is on disk
+        Checkpointer.start = Checkpointer._run  # type: ignore[method-assign]  # where the trace sees it
+        super().generation(watch)
+
+    def held(self) -> dict[str, dict[int, bytes]]:
+        """Each log's records without their time, by offset (of the WAL: by seq); what is there has no gap and is there once."""
+        found: dict[str, dict[int, bytes]] = {}
+        for path in sorted(self.root.glob("data/append/*.log")) + sorted(self.root.glob("data/topics/*/*/*.log")):
+            log = found.setdefault(str(path.parent.relative_to(self.root)), {})
+            for number, line in enumerate(path.read_bytes().splitlines(), start=int(path.stem)):
+                assert number not in log and (not log or number - 1 in log), f"{path}: record {number}"
+                seq, _, rest = line.split(b"|", 2)
+                log[number] = seq + b"|" + rest
+        return found
+
+
+def whole(narrow: bool, end: Callable[[Bench], Callable[[], object]] | None = None) -> dict[str, dict[int, bytes]]:
+    """What is there after a generation that ends as `end` says, one to which nothing comes, and one with messages."""
+    bench = IdleBench("block")
+    with ExitStack() as stack:
+        stack.callback(bench.close)
+        wide = bench.settings.segment_bytes, bench.settings.retention_bytes
+        bench.prepare()
+        if not narrow:
+            bench.settings.segment_bytes, bench.settings.retention_bytes = wide
+        if end is not None:
+            assert bench.child(end(bench)) == -signal.SIGKILL, f"was not reached\n{bench.log()}"
+        for count in (0, 12):
+            bench.send(count)
+            assert bench.child(bench.generation) == 0, bench.log()
+            assert max(bench.held()["data/append"]) == BATCHES[0] + count, "the last record is not there"
+        for word in ("unrecoverable", "queue_short", "failed"):
+            assert f" event={word} " not in (bench.root / "log").read_text(), bench.log()
+        return bench.held()
+
+
+def idle_points(victim: str) -> list[Point]:
+    """Each line that seals a segment to which nothing comes, or retains a log as a whole."""
+    bench, found = IdleBench("block"), list[Point]()
+
+    def record() -> None:
+        bench.generation(traced(victim, found.append))
+        (bench.root / "points").write_text(json.dumps(found))
+
+    try:
+        bench.prepare()
+        assert bench.child(record) == 0, bench.log()
+        reached = few([Point(*each) for each in json.loads((bench.root / "points").read_text())])
+    finally:
+        bench.close()
+    return [point for point in reached if point.line in LINES_OF.get(point.file, ())]
+
+
+def lines_of(*functions: Callable[..., object]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for function in functions:
+        code = function.__code__  # type: ignore[attr-defined]
+        name = next(code.co_filename[code.co_filename.rindex(part) :] for part in TRACED if part in code.co_filename)
+        found.setdefault(name, set()).update(line for *_, line in code.co_lines() if line)
+    return found
+
+
+LINES_OF = lines_of(
+    *(Wal.roll, Wal.retain, Wal._keep_record_of, Wal._point_link, PartitionLog.roll, Queues._has_rolled),
+    *(Queues.retire, Queues._retire_all, Checkpointer._run, segment.begin, segment.remove, point_symlink),
+    *(remnant.lay_out, remnant.settle, replace_file),
+)
+
+
+def survives_idle(victim: str, expected: dict[str, dict[int, bytes]], point: Point) -> None:
+    found = whole(narrow=True, end=kill_at(victim, point))
+    for name, records in expected.items():
+        assert found[name].items() <= records.items(), f"killed at {point}: {name} has other records"
+        assert max(found[name]) == max(records), f"killed at {point}: {name} has lost its end"
+    assert min(found["data/append"]) > 1, f"killed at {point}: nothing was retained"
+
+
+@pytest.mark.parametrize("victim", ["durability", "router"])
+def test_a_kill_while_idle_logs_are_sealed_and_retained_costs_nothing(
+    victim: str, rng: random.Random, processors: ProcessPoolExecutor
+) -> None:
+    expected = processors.submit(whole, narrow=False).result()
+    found = processors.submit(idle_points, victim).result()
+    assert {"/kmq/log/remnant.py", "/kmq/log/segment.py"} <= {point.file for point in found}
+    tried = rng.sample(found, len(found) // 4)
+    list(processors.map(partial(survives_idle, victim, expected), tried))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["durability", "router"])
+def test_soak_a_kill_at_any_line_while_idle_logs_are_sealed_and_retained(
+    victim: str, processors: ProcessPoolExecutor
+) -> None:
+    expected = processors.submit(whole, narrow=False).result()
+    found = processors.submit(idle_points, victim).result()
+    list(processors.map(partial(survives_idle, victim, expected), found))
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,9 @@
 import errno
 import os
 import shutil
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from chaos.checker import check
 from chaos.load import FifoLoad, Load, TcpLoad
-from chaos.pod import STAGES, Pod
+from chaos.pod import PATIENCE_S, STAGES, Pod
 
 pytestmark = pytest.mark.root
 DISK = 256 << 20
@@ -129,3 +132,49 @@ def test_stages_killed_on_a_full_disk_start_again_and_lose_nothing(
     pod.wait_ready()
     load.finish()
     pod.judge(load.sent)
+
+
+def test_a_line_longer_than_the_room_left_waits_whole_and_a_look_writes_nothing(pod: Pod, disk: Path) -> None:
+    """It was accepted while there was room; others took the room before it was written."""
+    pod.start()
+    pod.wait_ready()
+    lines = [b"test.long|0|%d|%b" % (n, b"%d" % n * ((1 << 20) - 100)) for n in (1, 2)]
+    sock = socket.create_connection(("127.0.0.1", int((pod.pipes / "ingress.port").read_text())), timeout=PATIENCE_S)
+    with sock, sock.makefile("rb") as replies:
+        sock.sendall(b"!hello acks=1 producer=long\n" + lines[0] + b"\n")
+        assert [replies.readline().split()[0] for _ in range(2)] == [b"!ok", b"!ack"]
+        pod.settle()
+        pod.pause("durability")
+        sock.sendall(lines[1] + b"\n")
+        pod.wait(lambda: pod.seq("framer") == 2, "it is on its way")
+        ballast = fill(disk, 700 << 10)
+        pod.resume("durability")
+        pod.wait(lambda: pod.state("durability") == "disk_full", "it waits")
+        looked_at = [look(pod, *command) for command in LOOKS]
+        assert [code for code, _ in looked_at] == [0, 0, 0] and looked_at[1][1].count(b"\n") == 1, "half a line"
+        sock.sendall(b"test.probe|0|3|x\n")  # whoever is refused is told, whoever waits is not torn
+        ballast.unlink()
+        assert replies.readline() == b"!ack 2 2\n"
+    pod.wait_ready()
+    ballast = fill(disk)
+    pod.stop()
+    before = seen(pod.data)
+    assert all(look(pod, *command)[0] == 0 for command in LOOKS) and seen(pod.data) == before
+    ballast.unlink()
+    report = check(pod.data)
+    assert not report.counts, report
+    stored = [line.split(b"|", 2)[2] for line in (pod.data / f"append/{1:020d}.log").read_bytes().splitlines()]
+    assert stored[:2] == [line.replace(b"|%d|" % n, b"|%d;p=long|" % n, 1) for n, line in enumerate(lines, start=1)]
+
+
+LOOKS = (("log", "stat"), ("log", "cat", "append", "--from-seq", "1"), ("verify",))
+
+
+def look(pod: Pod, *command: str) -> tuple[int, bytes]:
+    env = os.environ | {name: str(value) for name, value in pod.settings.items()}
+    result = subprocess.run([sys.executable, "-m", "kmq.cli", *command], env=env, cwd=pod.root, capture_output=True)
+    return result.returncode, result.stdout
+
+
+def seen(data: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in [data, *data.rglob("*")]}

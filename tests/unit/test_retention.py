@@ -1,18 +1,21 @@
 """What retention takes is gone for good, what anybody needs stays, and what is lost beyond that is told, not invented."""
 
+import errno
 import os
 import pathlib
 import shutil
+import time
 
 import pytest
 from made_up import Silent, no_room, stored, write_wal
 
 from kmq import record
 from kmq.links.layout import Block
-from kmq.log import checkpoint, dropped, index, partition, producers, segment, topics
+from kmq.log import checkpoint, disk, dropped, index, partition, producers, remnant, segment, topics
 from kmq.log.queues import Queues
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from kmq.repair import verify
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 60)) for n in range(1, 401)]
 KEEP = Limits(segment_bytes=1000, retention_bytes=4500)
@@ -124,13 +127,143 @@ def test_nothing_happens_where_nothing_is_due(data):
     made.close()
 
 
-def test_the_active_segment_stays_however_old_it_is(data):
+def test_the_active_segment_stays_while_it_is_within_its_limits(data):
     write_wal(data, LINES[:5]).close()
-    made = open_queues(data, 0, Limits(segment_bytes=1 << 20, retention_bytes=1, retention_age=1))
+    made = open_queues(data, 0, Limits(segment_bytes=1 << 20, retention_bytes=1, retention_age=60))
     route(made, LINES[:5], 1)
     settle(made)
     made.close()
     assert content(data) == b"".join(stored(LINES[:5]))
+
+
+def damage_of_queues(data):
+    found = verify.verify(verify.Directory(data, is_live=False), [])
+    return [each for each in found if each.is_damage and each.path.startswith("topics/")]
+
+
+IDLE = {"its size": (Limits(300, retention_bytes=1), 0.0), "its age": (Limits(1 << 20, retention_age=60), 3600.0)}
+
+
+def idle(data, why, log=None):
+    """40 messages of one topic under wide limits; the next start has narrow ones, and nothing comes."""
+    write_wal(data, LINES[:40]).close()
+    wide = open_queues(data, 0, Limits())
+    route(wide, LINES[:40], 1)
+    wide.close()
+    limits, later_s = IDLE[why]
+    made = open_queues(data, 40, limits, log)
+    made.now_s = lambda: time.time() + later_s
+    return made
+
+
+@pytest.mark.parametrize("why", IDLE)
+def test_of_a_log_over_its_limits_only_the_last_record_stays_though_nothing_comes(data, why):
+    heard = Heard()
+    made = idle(data, why, heard)
+    settle(made)
+    assert [(each.first, each.size > 0) for each in segments_of(data)] == [(39, True), (40, False)]
+    assert content(data) == stored(LINES)[39]
+    assert [each["bytes"] for each in heard.of("segment_deleted")] == [sum(map(len, stored(LINES[:40])))]
+    assert not damage_of_queues(data)
+    before = os.stat(f"{data}/router.ckpt").st_mtime_ns
+    made._rolled_at = made._checkpoint_at = -(1 << 62)
+    settle(made)
+    assert os.stat(f"{data}/router.ckpt").st_mtime_ns == before, "what is as small as it can be is left alone"
+    made.close()
+    heard = Heard()
+    made = open_queues(data, 40, Limits(), heard)
+    route(made, LINES[40:50], 41)
+    made.close()
+    assert content(data) == b"".join(stored(LINES)[39:50]) and not heard.events
+    assert partition.end_offset(data, "t", 0)[0] == 50
+    assert len(os.listdir(partition.directory_of(data, "t", 0))) == 4, "a log and an index, twice"
+
+
+@pytest.mark.parametrize("step", ["laid out", "checkpoint", "removed", "named"])
+@pytest.mark.parametrize("why", IDLE)
+def test_a_kill_while_the_last_record_is_kept_leaves_every_record_at_its_offset_once(data, why, step, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_, **__):
+        raise Killed
+
+    made = idle(data, why)
+    monkeypatch.setattr(made._checkpointer, "start", made._checkpointer._run)  # here, not in a thread
+    where = {
+        "laid out": (made._checkpointer, "start"),
+        "checkpoint": (segment, "remove"),
+        "removed": (remnant, "settle"),
+        "named": (remnant, "sync_directory"),
+    }
+    monkeypatch.setattr(*where[step], kill)
+    with pytest.raises(Killed):
+        made.tick()
+    monkeypatch.undo()
+    heard = Heard()
+    again = open_queues(data, 40, Limits(), heard)
+    assert not heard.of("unrecoverable") and not heard.of("queue_short")
+    route(again, LINES[40:50], 41)
+    again.close()
+    first = segments_of(data)[0].first
+    assert content(data) == b"".join(stored(LINES)[first:50]) and first in (0, 39)
+    assert partition.end_offset(data, "t", 0)[0] == 50
+    assert not damage_of_queues(data)
+
+
+def test_a_log_that_has_no_room_to_be_sealed_goes_on_as_it_is_and_is_sealed_later(data, monkeypatch):
+    heard = Heard()
+    made = idle(data, "its size", heard)
+
+    def full(path, *args):
+        if args == ("rb",):
+            return open(path, *args)
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    for module, name in ((segment, "AppendFile"), (index, "AppendFile"), (disk.os, "symlink"), (remnant, "open")):
+        before = made._states["t", 0].values()
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, full, raising=False)
+            settle(made)
+            assert made._states["t", 0].values() == before and content(data) == b"".join(stored(LINES[:40])), name
+    told = heard.of("roll_postponed")
+    assert [each["queues"] for each in told] == [1], "once"
+    settle(made)
+    assert content(data) == stored(LINES)[39]
+    made.close()
+
+
+@pytest.mark.parametrize("names", [(b"t", b"u"), (b"u", b"t"), (b"new",)], ids=b"+".join)
+def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(data, names, monkeypatch, tmp_path):
+    lines = LINES[:300] + [b"%b|||%d" % (name, n) for n in range(40) for name in names]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0, NEVER)
+    route(made, lines[:300], 1)
+    made.close()
+    made = open_queues(data, 300, KEEP)
+    assert segments_of(data)[0].first == 0
+    image, real, refusals = str(tmp_path / "image"), disk.AppendFile._write, iter([False, True])
+
+    def full_once(file, buffers):
+        if "/topics/" in file.path and file.path.endswith(".log") and next(refusals, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, buffers)
+
+    def waited(path):
+        made._checkpointer.finish()
+        assert segments_of(data)[0].first > 0, "retention has made room"
+        shutil.copytree(data, image, symlinks=True)
+
+    made._wait_outside = waited
+    with monkeypatch.context() as patched:
+        patched.setattr(disk.AppendFile, "_write", full_once)
+        route(made, lines[300:], 301)
+    made.close()
+    made = open_queues(image, len(lines), KEEP)
+    made.close()
+    for name in map(bytes.decode, names):
+        assert content(image, name) == content(data, name) and content(data, name).endswith(b"|39\n")
+    assert not damage_of_queues(image) and not damage_of_queues(data)
 
 
 def test_each_topic_has_its_own_limits(data):

@@ -1,5 +1,6 @@
 """The WAL: what is whole stays, what is torn goes, any range can be read back."""
 
+import errno
 import os
 import pathlib
 import random
@@ -10,7 +11,7 @@ import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
 from kmq.errors import CorruptError
-from kmq.log import index, reader, segment, wal
+from kmq.log import disk, index, reader, remnant, segment, wal
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 
@@ -278,13 +279,14 @@ def test_an_empty_segment_whose_sync_failed_is_not_used_again(data):
     ("limits", "free", "left"),
     [
         (Limits(100), 1000, [1, 101, 201, 301]),
-        (Limits(100, retention_bytes=1), 1000, [201, 301]),  # the last record stays
+        (Limits(100, retention_bytes=1), 1000, [300, 301]),  # the last record stays
+        (Limits(100, retention_bytes=1), 299, [201, 301]),
         (Limits(100, retention_bytes=1), 200, [201, 301]),
         (Limits(100, retention_bytes=1), 199, [101, 201, 301]),
         (Limits(100, retention_bytes=1), 100, [101, 201, 301]),
         (Limits(100, retention_bytes=1), 99, [1, 101, 201, 301]),
         (Limits(100, retention_bytes=1), 0, [1, 101, 201, 301]),
-        (Limits(100, retention_age=1), 1000, [201, 301]),
+        (Limits(100, retention_age=1), 1000, [300, 301]),
         (Limits(100, retention_age=1e10), 1000, [1, 101, 201, 301]),
     ],
 )
@@ -306,6 +308,78 @@ def test_old_segments_go_but_not_what_somebody_needs(data, limits, free, left):
     assert firsts(data) == (left if nothing_is_due else [301])
     log.close()
     assert {int(name[:20]) for name in os.listdir(f"{data}/append")} == set(firsts(data))
+
+
+@pytest.mark.parametrize("step", ["remove", "settle", "sync_directory"])
+def test_a_kill_while_the_last_record_is_kept_leaves_it_with_its_time_and_once(data, step, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    append(reopen(data), 1, 100)
+    log = reopen(data, Limits(100, retention_bytes=1))
+    assert not log.roll_if_over(time.time()) and firsts(data) == [1, 101]
+    monkeypatch.setattr(segment if step == "remove" else remnant, step, kill)
+    with pytest.raises(Killed):
+        log.retain(lambda: 100, time.time())
+    monkeypatch.undo()
+    log = reopen(data)
+    first = firsts(data)[0]
+    assert (log.last_seq, log.last_ts) == (100, FIRST_TS + 100) and first == (1 if step == "remove" else 100)
+    append(log, 101, 110)
+    log.close()
+    assert everything(data) == b"".join(stored(LINES)[first - 1 : 110])
+    assert {int(name[:20]) for name in os.listdir(f"{data}/append")} == set(firsts(data))
+    assert all(index.is_whole(path) for _, path in segment.listing(f"{data}/append"))
+
+
+def test_an_active_segment_is_sealed_when_all_of_it_is_due_though_nothing_comes(data):
+    log = reopen(data, Limits(retention_age=60))
+    append(log, 1, 100)
+    last_s = (FIRST_TS + 100) / 1e6
+    assert not log.roll_if_over(last_s + 59.9) and firsts(data) == [1]
+    assert not log.roll_if_over(last_s + 60.1) and firsts(data) == [1, 101]
+    assert [each.first for each in log.retain(lambda: 100, last_s + 60.1)] == [1]
+    assert everything(data) == stored(LINES)[99]
+    log.close()
+
+
+def test_a_segment_that_has_no_room_to_be_sealed_goes_on_as_it_is(data, monkeypatch):
+    append(reopen(data), 1, 100)
+    log = reopen(data, Limits(100))
+
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    for where, name in ((segment, "AppendFile"), (index, "AppendFile"), (wal, "point_symlink")):
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, full)
+            assert log.roll_if_over(time.time()), name
+        assert firsts(data) == [1] and os.path.realpath(f"{data}/append.log") == log.path == path_of(data)
+    append(log, 101, 110)  # rolls: there is room again
+    log.close()
+    assert firsts(data) == [1, 101] and everything(data) == b"".join(stored(LINES)[:110])
+
+
+def test_what_waits_for_room_lets_retention_make_it(data, monkeypatch):
+    roll_every(data, 100).close()
+    log = reopen(data, Limits(retention_bytes=1))
+    waited = []
+    log._wait_outside = waited.append
+    log.while_full = lambda: log.retain(lambda: 1000, time.time())
+    real, refusals = disk.AppendFile._write, iter([True])
+
+    def full_once(file, buffers):
+        if next(refusals, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, buffers)
+
+    monkeypatch.setattr(disk.AppendFile, "_write", full_once)
+    log.append([(b"".join(stored(LINES[:9], 301)), 301, 9, FIRST_TS + 310)])
+    log.close()
+    assert waited == [path_of(data, 301)] and firsts(data) == [300, 301]
 
 
 def test_nobody_is_asked_while_nothing_is_due(data):
