@@ -11,6 +11,7 @@ from kmq import settings
 from kmq.errors import ConfigError
 from kmq.links import layout
 from kmq.links.staging import area_bytes
+from kmq.log.producers import CHECKPOINT_BYTES
 from kmq.probe import LIVE_S
 from kmq.settings import DRAIN_S, GRACE_S, MIB, SETTINGS, SHM, STAGES, Settings
 
@@ -31,6 +32,10 @@ PORTS = {
 _PAGE = 4096
 _SMALL_FILES = 16 * _PAGE  # the stats page and the semaphores
 _PROCESS_BYTES = 48 * MIB  # a stage with all its tables, well counted
+_QUOTA_SHARE = 0.85  # of a claim; ext4 leaves 88 % of 1 GiB, 92 % of 20 GiB to whoever is not root
+_BUSY_PARTITIONS = 12  # at their limit at once, as base/settings.env promises
+_ON_THE_WAY = 64 * MIB  # refusing begins so long before the quota, well counted (kmq/log/room.py)
+_UNCHECKED_WAL = 4 * CHECKPOINT_BYTES  # the WAL keeps what no checkpoint speaks of, whatever retention says
 
 
 # --- finding one's way -----------------------------------------------------------------------------------------------
@@ -167,11 +172,12 @@ def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
 
 def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
     """Clients to every port, monitoring to HTTP alone, nobody else; and the broker calls nobody."""
-    clients, monitoring = {"kmq-client": "true"}, {"kubernetes.io/metadata.name": "monitoring"}
+    clients = {"matchExpressions": [{"key": "kmq-client", "operator": "In", "values": ["true"]}]}
+    monitoring = {"kubernetes.io/metadata.name": "monitoring"}
     for pod, _ in brokers(documents):
         ports = set(ports_of(pod))
         wanted = [
-            (ports, [{"podSelector": {"matchLabels": clients}}]),
+            (ports, [{"podSelector": clients}]),
             ({"https" if "https" in ports else "http"}, [{"namespaceSelector": {"matchLabels": monitoring}}]),
         ]
         for policy in of_kind(documents, "NetworkPolicy"):
@@ -236,6 +242,30 @@ def memory_holds_the_rings(documents: list[Document]) -> Iterator[str]:
         for name in STAGES:
             if bytes_of(named(pod, name)["resources"]["limits"]["memory"]) < needed + _PROCESS_BYTES:
                 yield f"{name}: its limit of memory does not hold the rings and the process"
+
+
+def claims(documents: list[Document]) -> dict[str, int]:
+    """Bytes of each volume claim, by the name of the template or of the claim."""
+    templates = [t for w in workloads(documents) for t in w["spec"].get("volumeClaimTemplates", [])]
+    return {
+        claim["metadata"]["name"]: bytes_of(claim["spec"]["resources"]["requests"]["storage"])
+        for claim in [*templates, *of_kind(documents, "PersistentVolumeClaim")]
+    }
+
+
+def the_disk_is_never_full(documents: list[Document]) -> Iterator[str]:
+    """Producers are refused before the claim is full, and retention keeps so many busy partitions away from that."""
+    for pod, _ in brokers(documents):
+        found, size = settings_of(documents, named(pod, "durability")), claims(documents).get("data", 0)
+        if not 0 < found.data_quota <= _QUOTA_SHARE * size:
+            yield f"KMQ_DATA_QUOTA={found.data_quota} is not below {_QUOTA_SHARE} of the claim of {size} bytes"
+        if not 0 < 4 * found.segment_bytes <= found.retention_bytes:
+            yield f"KMQ_SEGMENT_BYTES={found.segment_bytes} is more than a quarter of KMQ_RETENTION_BYTES"
+        wal = max(found.retention_bytes, _UNCHECKED_WAL) + found.segment_bytes
+        if wal + _BUSY_PARTITIONS * found.retention_bytes + _ON_THE_WAY > found.data_quota:
+            yield f"KMQ_RETENTION_BYTES={found.retention_bytes}: {_BUSY_PARTITIONS} partitions pass the quota"
+        if found.retention_age == float("inf") or found.segment_age > found.retention_age:
+            yield "what is old stays for ever"
 
 
 def resources_are_said(documents: list[Document]) -> Iterator[str]:
@@ -354,6 +384,7 @@ CHECKS: tuple[Check, ...] = (
     monitor_finds_one_target_a_broker,
     volumes_are_where_the_settings_say,
     memory_holds_the_rings,
+    the_disk_is_never_full,
     resources_are_said,
     containers_are_the_processes,
     probes_ask_their_own_process,

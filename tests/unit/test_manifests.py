@@ -231,6 +231,10 @@ def volume(name, change):
     return pod(lambda spec: [change(each) for each in spec["volumes"] if each["name"] == name])
 
 
+def claim_of(spec, storage):
+    spec["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"] = storage
+
+
 ALL = "base+monitoring+tls+client-ca+tokens"
 SIDECAR = "overlays/sidecar"
 BREAKS = {
@@ -335,6 +339,18 @@ BREAKS = {
         ("base", of("ConfigMap", lambda data: data.update(RB_BYTES="32 MiB")), "shm: the rings need"),
         ("base", of("ConfigMap", lambda data: data.update(RB_BYTES="128 MiB")), "framer: its limit of memory"),
         ("base", volume("shm", lambda each: each["emptyDir"].update(sizeLimit="8Mi")), "shm: the rings need"),
+    ],
+    agreement.the_disk_is_never_full: [
+        ("base", of("ConfigMap", lambda data: data.pop("KMQ_DATA_QUOTA")), "KMQ_DATA_QUOTA=0 is not below"),
+        ("overlays/dev", of("ConfigMap", lambda data: data.update(KMQ_DATA_QUOTA="17 GiB")), "is not below 0.85"),
+        ("base", of("StatefulSet", lambda spec: claim_of(spec, "10Gi")), "of the claim of 10737418240 bytes"),
+        ("base", of("ConfigMap", lambda data: data.pop("KMQ_RETENTION_BYTES")), "KMQ_SEGMENT_BYTES=268435456 is more"),
+        (
+            "base",
+            of("ConfigMap", lambda data: data.update(KMQ_RETENTION_BYTES="2 GiB")),
+            "12 partitions pass the quota",
+        ),
+        ("base", of("ConfigMap", lambda data: data.pop("KMQ_RETENTION_AGE")), "for ever"),
     ],
     agreement.resources_are_said: [
         ("base", container("router", lambda c: c["resources"].pop("limits")), "router may take all"),
@@ -441,6 +457,66 @@ def test_other_settings_are_another_revision_of_the_pod(render):
     base, dev = (of_kind(render(name), "ConfigMap")[0] for name in ("base", "overlays/dev"))
     assert base["data"] != dev["data"] and base["metadata"]["name"] != dev["metadata"]["name"]
     assert base["metadata"]["name"].startswith("kmq-settings-")
+
+
+# --- two brokers in one namespace --------------------------------------------------------------------------------------
+
+
+def selects(selector, labels):
+    """As the API server reads a selector."""
+    one_of = {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(key) in values for key, values in one_of.items()
+    )
+
+
+def selections(documents):
+    """(who, selector, whether it is one of Services) for everything that selects."""
+    for document in documents:
+        who, spec = f"{document['kind']} {document['metadata']['name']}", document.get("spec", {})
+        if document["kind"] == "Service":
+            yield who, {"matchLabels": spec["selector"]}, False
+        elif document["kind"] == "NetworkPolicy":
+            yield who, spec["podSelector"], False
+        elif "selector" in spec:
+            yield who, spec["selector"], document["kind"] == "ServiceMonitor"
+
+
+@pytest.fixture(scope="session")
+def neighbours(tmp_path_factory):
+    """The broker as it is, and one as the README makes a second: a namePrefix and an instance of its own."""
+    second = {"pairs": {"app.kubernetes.io/instance": "b"}, "includeSelectors": True}
+    more = ({}, {"namePrefix": "b-", "labels": [second]})
+    return [kustomize(overlay(tmp_path_factory.mktemp("broker"), COMPONENTS, **each)) for each in more]
+
+
+def test_two_brokers_in_one_namespace_select_their_own_pods_only(neighbours):
+    for ours, theirs in itertools.permutations(neighbours):
+        for who, selector, is_of_services in selections(ours):
+            own, other = (of_kind(each, "Service") if is_of_services else pods(each) for each in (ours, theirs))
+            assert any(selects(selector, each["metadata"]["labels"]) for each in own), who
+            assert not [each["metadata"] for each in other if selects(selector, each["metadata"]["labels"])], who
+    kinds = {who.split()[0] for who, *_ in selections(neighbours[0])}
+    assert kinds == {"StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor"}
+
+
+def test_names_follow_the_prefix_of_a_second_broker(neighbours):
+    first, second = neighbours
+    assert not {(d["kind"], d["metadata"]["name"]) for d in first} & {
+        (d["kind"], d["metadata"]["name"]) for d in second
+    }
+    for documents, prefix in ((first, ""), (second, "b-")):
+        (workload,) = of_kind(documents, "StatefulSet")
+        assert workload["spec"]["serviceName"] == f"{prefix}kmq-pods"
+        assert workload["spec"]["template"]["spec"]["serviceAccountName"] == f"{prefix}kmq"
+        (monitor,) = of_kind(documents, "ServiceMonitor")
+        assert monitor["spec"]["endpoints"][0]["tlsConfig"]["serverName"] == f"{prefix}kmq"
+        assert [*agreement.settings_are_good(documents)] == []  # each container finds its ConfigMap
+
+
+def test_clients_of_a_second_broker_need_no_label_of_its_own(neighbours):
+    (policy,) = of_kind(neighbours[1], "NetworkPolicy")
+    assert selects(policy["spec"]["ingress"][0]["from"][0]["podSelector"], {"kmq-client": "true"})
 
 
 # --- what a Service named kmq injects --------------------------------------------------------------------------------
