@@ -36,9 +36,11 @@ COMBINATIONS = [
     for combination in itertools.combinations(COMPONENTS, count)
     if "client-ca" not in combination or "tls" in combination
 ]
-RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *("+".join(("base", *each)) for each in COMBINATIONS)]
+# A broker beside an application; what that is lies in WORKLOADS.
+BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in ("", "+sidecar-monitoring")]
+RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *("+".join(("base", *each)) for each in COMBINATIONS), *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
-SINCE = dict.fromkeys(("overlays/sidecar", "overlays/spark", "overlays/spark-nightly"), (1, 29))
+SINCE = dict.fromkeys(("overlays/sidecar", "overlays/spark", "overlays/spark-nightly", *BESIDE), (1, 29))
 # From the oldest that knows every field of the base (unhealthyPodEvictionPolicy) to the newest that kubernetes-validate has.
 NEWEST = (1, int(kubernetes_validate.latest_version().split(".")[1]))
 VERSIONS = [*((1, minor) for minor in range(27, NEWEST[1], 2)), NEWEST]
@@ -76,6 +78,8 @@ SERVICE_MONITOR = {
                                 "properties": {
                                     "serverName": {"type": "string"},
                                     "ca": {"type": "object", "required": ["secret"]},
+                                    "cert": {"type": "object", "required": ["secret"]},
+                                    "keySecret": {"type": "object", "required": ["name", "key"]},
                                 },
                             },
                             "authorization": {
@@ -94,6 +98,35 @@ SERVICE_MONITOR = {
     },
 }
 
+POD_MONITOR = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "PodMonitor"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["selector", "podMetricsEndpoints"],
+            "properties": {
+                "selector": {"type": "object", "properties": {"matchLabels": {"type": "object"}}},
+                "podMetricsEndpoints": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "properties": {name: {"type": "string"} for name in ("port", "path", "interval")},
+                    },
+                },
+            },
+        },
+    },
+}
+MONITORS = {"ServiceMonitor": SERVICE_MONITOR, "PodMonitor": POD_MONITOR}
+
 
 def kustomize(path):
     done = subprocess.run(["kubectl", "kustomize", path], capture_output=True, text=True, timeout=60)
@@ -102,17 +135,49 @@ def kustomize(path):
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-def overlay(path, components=(), **more):
-    """`path`, made an overlay of the base, as a user would write one."""
+def overlay(path, components=(), of="base", **more):
+    """`path`, made an overlay of the base, as a user would write one; or of a file beside it."""
     there = os.path.relpath(K8S, path.resolve())
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": [f"{there}/base"],
+        "resources": [f"{there}/base" if of == "base" else of],
         "components": [f"{there}/components/{component}" for component in components],
     }
     (path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization | more))
     return path
+
+
+def application(kind):
+    """Somebody's workload with its own ids, init container and port, and what the component asks for."""
+    labels = {"app": "shop"}
+    own = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    resources = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
+    common = {"image": "shop:7", "securityContext": own, "resources": resources}
+    ids = {"runAsUser": 2000, "runAsGroup": 2000, "fsGroup": 2000}
+    pod = {
+        "terminationGracePeriodSeconds": 60,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}} | ids,
+        "initContainers": [{"name": "migrate"} | common],
+        "containers": [{"name": "shop", "ports": [{"name": "http", "containerPort": 8080}]} | common],
+        "volumes": [],
+    }
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}}
+    spec = {"replicas": 1, "selector": {"matchLabels": labels}}
+    more = []
+    if kind == "StatefulSet":
+        spec |= {"serviceName": "shop", "volumeClaimTemplates": [{"metadata": {"name": "kmq-data"}, "spec": claim}]}
+        service = {"clusterIP": "None", "selector": labels}
+        more = [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "shop"}, "spec": service}]
+    else:
+        pod["volumes"] = [{"name": "kmq-data", "persistentVolumeClaim": {"claimName": "shop"}}]
+        more = [{"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "shop"}, "spec": claim}]
+    spec["template"] = {"metadata": {"labels": labels}, "spec": pod}
+    metadata = {"name": "shop", "labels": labels | {"kmq-sidecar": "true"}}
+    with_broker = {"apiVersion": "apps/v1", "kind": kind, "metadata": metadata, "spec": spec}
+    return [with_broker, *more]
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +193,12 @@ def render(tmp_path_factory):
         return copy.deepcopy(kept[name])
 
     def combined(name):
-        return kustomize(overlay(tmp_path_factory.mktemp("overlay"), name.split("+")[1:]))
+        path = tmp_path_factory.mktemp("overlay")
+        first, *components = name.split("+")
+        if first == "base":
+            return kustomize(overlay(path, components))
+        (path / "workload.yaml").write_text(yaml.safe_dump_all(application(first)))
+        return kustomize(overlay(path, components, of="workload.yaml"))
 
     return documents
 
@@ -146,8 +216,8 @@ INVALID = (kubernetes_validate.ValidationError, jsonschema.ValidationError)
 
 def is_known(document, version):
     """Raises what is wrong with it."""
-    if document["kind"] == "ServiceMonitor":
-        jsonschema.validate(document, SERVICE_MONITOR)
+    if document["kind"] in MONITORS:
+        jsonschema.validate(document, MONITORS[document["kind"]])
     else:
         kubernetes_validate.validate(document, f"{version[0]}.{version[1]}", strict=True)
 
@@ -236,7 +306,7 @@ def claim_of(spec, storage):
 
 
 ALL = "base+monitoring+tls+client-ca+tokens"
-SIDECAR = "overlays/sidecar"
+SIDECAR, BOTH = "overlays/sidecar", "StatefulSet+sidecar+sidecar-monitoring"
 BREAKS = {
     agreement.settings_are_good: [
         ("base", of("ConfigMap", lambda data: data.update(KMQ_DTAA="/data")), "KMQ_DTAA"),
@@ -322,6 +392,20 @@ BREAKS = {
         (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0].pop("scheme")), "does not speak TLS"),
         (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0].pop("authorization")), "shows no token"),
     ],
+    agreement.a_tls_secret_is_enough: [
+        (
+            ALL,
+            of("ServiceMonitor", lambda spec: spec["endpoints"][0]["tlsConfig"]["ca"]["secret"].update(key="ca.crt")),
+            "the monitor trusts",
+        ),
+        (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0]["tlsConfig"].pop("cert")), "no certificate"),
+        (ALL, of("ConfigMap", lambda data: data.update(KMQ_TLS_CERT="/tls/cert.pem")), "not in the Secret"),
+    ],
+    agreement.sidecars_are_monitored: [
+        (BOTH, of("PodMonitor", lambda spec: spec["podMetricsEndpoints"][0].update(port="http")), "asks on {'http'}"),
+        (BOTH, of("PodMonitor", lambda spec: spec["selector"]["matchLabels"].update(app="x")), "does not select"),
+        (BOTH, of("ConfigMap", lambda data: data.update(KMQ_HOST="0.0.0.0")), "can be read from outside"),
+    ],
     agreement.volumes_are_where_the_settings_say: [
         ("base", container("durability", lambda c: c["volumeMounts"][0].update(mountPath="/date")), "durability: "),
         ("base", of("ConfigMap", lambda data: data.update(KMQ_PIPES="/run/pipes")), "ingress: "),
@@ -363,7 +447,7 @@ BREAKS = {
     agreement.containers_are_the_processes: [
         ("base", pod(lambda spec: spec["containers"].reverse()), "containers are ['gateway', 'router'"),
         (SIDECAR, pod(lambda spec: spec["initContainers"].reverse()), "sidecars start as ['ingress'"),
-        (SIDECAR, container("consumer", lambda c: c.pop("restartPolicy")), "no sidecar"),
+        (SIDECAR, container("router", lambda c: c.pop("restartPolicy")), "no sidecar"),
         ("base", container("framer", lambda c: c.update(command=["python", "-m", "stages.router"])), "framer runs"),
     ],
     agreement.probes_ask_their_own_process: [
@@ -396,6 +480,8 @@ BREAKS = {
     ],
     agreement.pods_are_restricted: [
         ("base", pod(lambda spec: spec["securityContext"].pop("runAsNonRoot")), "the pod"),
+        ("base", pod(lambda spec: spec["securityContext"].update(runAsUser=0)), "router runs as"),
+        (BOTH, container("router", lambda c: c["securityContext"].pop("runAsUser")), "router runs as"),
         (
             "base",
             container("router", lambda c: c["securityContext"].update(seccompProfile={"type": "Unconfined"})),
@@ -442,6 +528,26 @@ def test_the_base_runs_the_version_of_this_checkout(render):
     assert {container["image"] for container in workload["spec"]["template"]["spec"]["containers"]} == {
         f"kmq:{version}"
     }
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_the_sidecar_component_leaves_what_is_yours_alone(tmp_path, kind):
+    before = application(kind)
+    other = {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": "other"}, "spec": before[0]["spec"]}
+    (tmp_path / "workload.yaml").write_text(yaml.safe_dump_all([*before, other]))
+    after = {
+        d["metadata"]["name"]: d
+        for d in kustomize(overlay(tmp_path, ["sidecar"], of="workload.yaml"))
+        if d["kind"] == kind
+    }
+    assert after["other"] == other
+    (old, new) = (each["spec"]["template"]["spec"] for each in (before[0], after["shop"]))
+    assert new["containers"] == old["containers"]
+    assert new["initContainers"][-1:] == old["initContainers"]
+    changed = {key for key in new if new[key] != old.get(key)}
+    assert changed == {"initContainers", "volumes", "shareProcessNamespace"}
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {c["image"] for c in new["initContainers"][:-1]} == {f"kmq:{version}"}
 
 
 def test_an_upgrade_is_another_image_and_nothing_else(render, tmp_path):
