@@ -530,6 +530,22 @@ def test_the_base_runs_the_version_of_this_checkout(render):
     }
 
 
+def test_the_maintenance_jobs_work_on_the_claims_of_the_base(render):
+    """The restored claim is the one that the StatefulSet makes, and takes."""
+    (workload,) = of_kind(render("base"), "StatefulSet")
+    (template,) = workload["spec"]["volumeClaimTemplates"]
+    data = f"{template['metadata']['name']}-{workload['metadata']['name']}-0"
+    made = {name: yaml.safe_load((K8S / f"overlays/{name}/claim.yaml").read_text()) for name in ("backup", "restore")}
+    assert made["restore"]["spec"] == template["spec"] and made["restore"]["metadata"]["name"] == data
+    for claim in made.values():
+        kubernetes_validate.validate(claim, ".".join(map(str, NEWEST)), strict=True)
+    for name, claims in (("repair", {data}), ("backup", {data, "kmq-backup"}), ("restore", {data, "kmq-backup"})):
+        (job,) = of_kind(render(f"overlays/{name}"), "Job")
+        volumes = job["spec"]["template"]["spec"]["volumes"]
+        assert {volume["persistentVolumeClaim"]["claimName"] for volume in volumes} == claims
+    assert made["backup"]["metadata"]["name"] == "kmq-backup"
+
+
 @pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
 def test_the_sidecar_component_leaves_what_is_yours_alone(tmp_path, kind):
     before = application(kind)
