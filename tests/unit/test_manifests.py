@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from agreement import named, of_kind, pods
+from agreement import containers, named, of_kind, pods
 
 from kmq import probe, settings
 from kmq.links import layout
@@ -610,6 +611,27 @@ def neighbours(tmp_path_factory):
     second = {"pairs": {"app.kubernetes.io/instance": "b"}, "includeSelectors": True}
     more = ({}, {"namePrefix": "b-", "labels": [second]})
     return [kustomize(overlay(tmp_path_factory.mktemp("broker"), COMPONENTS, **each)) for each in more]
+
+
+def test_both_brokers_of_the_readme_render_and_are_two(render, tmp_path):
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    mine = [block for block in blocks if "k8s/base" in block]
+    found = []
+    for number, block in enumerate(mine):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "kustomization.yaml").write_text(
+            block.replace("../kmq/k8s", os.path.relpath(K8S, directory.resolve()))
+        )
+        found.append(kustomize(directory))
+    first, second = found
+    for documents, instance in ((first, "kmq"), (second, "b")):
+        (workload,) = of_kind(documents, "StatefulSet")
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == instance
+        assert {c["image"] for c in containers(pods(documents)[0])} == {"registry.example.com/kmq:0.1.0"}
+    assert of_kind(first, "ServiceMonitor")
+    assert not {d["metadata"]["name"] for d in first} & {d["metadata"]["name"] for d in second}
 
 
 def test_two_brokers_in_one_namespace_select_their_own_pods_only(neighbours):
