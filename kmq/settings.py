@@ -168,6 +168,10 @@ SETTINGS = (
     ),
     Setting("KMQ_HTTP_PORT", "http_port", "8082", _PORT, "HTTP API (gateway)"),
     Setting("KMQ_GRPC_PORT", "grpc_port", "8080", _PORT, "gRPC API (gateway)"),
+    Setting(
+        "KMQ_METRICS_HOST", "metrics_host", "", _text, "address of a port for metrics and health alone; none without it"
+    ),
+    Setting("KMQ_METRICS_PORT", "metrics_port", "8083", _PORT, "that port: /metrics, /healthz, /readyz (gateway)"),
     Setting("RB_OVERFLOW_POLICY", "policy", "block", _POLICY, "full ring: block the writer, or drop_oldest"),
     Setting("RB_OVERFLOW_POLICY_FRAMED", "policy_framed", "", _POLICY, "the same for the ring `framed` only"),
     Setting("RB_OVERFLOW_POLICY_DURABLE", "policy_durable", "", _POLICY, "the same for the ring `durable` only"),
@@ -254,6 +258,8 @@ class Settings:
     status_port: int
     http_port: int
     grpc_port: int
+    metrics_host: str  # "": no such port
+    metrics_port: int
     policy: str
     policy_framed: str
     policy_durable: str

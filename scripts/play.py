@@ -128,8 +128,13 @@ class Pod:
     """One pod, as a context manager: `with Pod(documents) as pod`."""
 
     def __init__(
-        self, documents: list[Document], settings: dict[str, str] | None = None, restart_policy: str = "Always"
+        self,
+        documents: list[Document],
+        settings: dict[str, str] | None = None,
+        restart_policy: str = "Always",
+        volumes: dict[str, Path] | None = None,
     ) -> None:
+        """`volumes`: those of another pod that this one has too, by their names here, as two that name one claim."""
         self.name, self.restart_policy = f"kmq-{os.getpid()}-{next(_numbers)}", restart_policy
         self.home = HOME / self.name
         self.source = with_settings(documents, settings or {})
@@ -137,9 +142,9 @@ class Pod:
         self.specs = {c["name"]: c for c in containers_of(self.manifest)}
         self.containers = list(self.specs)
         self.ip = ""
-        self._volumes: dict[str, Path] = {}
+        self._volumes: dict[str, Path] = dict(volumes or {})
         self._mounted: list[Path] = []
-        self._persistent: set[str] = set()  # volumes that outlive the pod
+        self._persistent = set(self._volumes)  # those that outlive the pod
         self.grace_s = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
     def __enter__(self) -> "Pod":
@@ -184,6 +189,10 @@ class Pod:
     def restart(self) -> None:
         """As when the node has restarted: everything dies at once, what was in memory is gone, the claims are kept."""
         podman("pod", "kill", self.name)
+        self.start()
+
+    def start(self) -> None:
+        """A pod that has ended, again: with what was on its claims."""
         for name, path in self._volumes.items():
             if name not in self._persistent:
                 _empty(path)
@@ -207,6 +216,11 @@ class Pod:
             while any(map(_is_there, left)) and time.monotonic() < deadline:
                 time.sleep(0.02)
         return dict(zip(self.containers, map(int, podman("wait", *names).split()), strict=True))
+
+    def finish(self) -> tuple[int, str]:
+        """Of a Job's pod: its exit code when it has ended, and what it said."""
+        (container,) = self.containers
+        return int(podman("wait", f"{self.name}-{container}")), self.logs(container)
 
     # --- looking and acting ----------------------------------------------------------------------------------------------
 
@@ -455,9 +469,15 @@ class _Watch:
         self.failures = 0
 
 
-def play(overlay: str | Path, *more: Document, restart_policy: str = "Always", **settings: str) -> Pod:
+def play(
+    overlay: str | Path,
+    *more: Document,
+    restart_policy: str = "Always",
+    volumes: dict[str, Path] | None = None,
+    **settings: str,
+) -> Pod:
     """A pod from an overlay and further documents (Secrets, say), with other settings; not up yet."""
-    return Pod([*render(overlay), *more], settings, restart_policy)
+    return Pod([*render(overlay), *more], settings, restart_policy, volumes)
 
 
 def _lines(pod: Pod) -> Iterator[str]:

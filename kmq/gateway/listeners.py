@@ -153,6 +153,14 @@ def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Cer
     return _write_ports(settings, ports)
 
 
+def listen_metrics(server: Any, doors: Doors, settings: Settings) -> dict[str, int]:
+    """Open the port for metrics where one is wanted; as listen_http."""
+    if not settings.metrics_host:
+        return {}
+    number = _open(server, doors, "KMQ_METRICS_PORT", settings.metrics_host, settings.metrics_port)
+    return _write_ports(settings, {"metrics": number})
+
+
 def _open(server: Any, doors: Doors, setting: str, host: str, port: int, context: SSLContext | None = None) -> int:
     try:
         opened = listening(host, port)  # a name may stand for several addresses

@@ -1,6 +1,7 @@
 """The gateway process: opens, serves, watches the broker, and ends.
 
-Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port, with TLS https.port and grpcs.port.
+Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port, with TLS https.port and grpcs.port,
+            with KMQ_METRICS_HOST metrics.port.
 End         SIGTERM: no new requests; what has been taken is answered, streams end with UNAVAILABLE and are gone on with
             elsewhere or later; then exit 0. A second signal means now.
 """
@@ -20,10 +21,10 @@ from kmq.gateway.calls import Calls
 from kmq.gateway.doors import Doors
 from kmq.gateway.feed import Watermark
 from kmq.gateway.health import HEALTH, Health
-from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http
+from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http, listen_metrics
 from kmq.gateway.metrics import Requests
 from kmq.gateway.podbus import SERVICE, PodBus, handler
-from kmq.gateway.web import application
+from kmq.gateway.web import application, monitoring
 from kmq.incidents import Incidents, Strangers
 from kmq.links.tls import certificates
 from kmq.logfmt import Log
@@ -109,15 +110,12 @@ class Gateway:
         server.add_generic_rpc_handlers((handler(self.bus, self.calls, self.requests, self.incidents),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
-        app = application(self.broker, self.requests)
-        app.middlewares.append(self.doors.middleware)
-        if self.tokens:
-            app.middlewares.append(http_guard(self.tokens, self.strangers))
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
-        await runner.setup()
+        runner = await self._runner(application(self.broker, self.requests))
+        metrics = await self._runner(monitoring(self.broker, self.requests))
         try:
             ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
             ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)
+            ports |= listen_metrics(metrics.server, self.doors, self.settings)
             await server.start()
             self.row.port = ports["http"]
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}
@@ -128,10 +126,19 @@ class Gateway:
             self.doors.close()
             self.bus.stop()
             self.health.stop()
-            await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup())
+            await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup(), metrics.cleanup())
             await self.calls.drain()
             await self.bus.close()
             self.incidents.say()
+
+    async def _runner(self, app: web.Application) -> web.AppRunner:
+        """What serves the pages of `app` to whoever may see them."""
+        app.middlewares.append(self.doors.middleware)
+        if self.tokens:
+            app.middlewares.append(http_guard(self.tokens, self.strangers))
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
+        await runner.setup()
+        return runner
 
     async def _watch(self) -> None:
         """Heartbeat and health, until we are told to stop."""

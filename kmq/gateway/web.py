@@ -22,7 +22,19 @@ PAGES = {
 
 
 def application(broker: Broker, requests: Requests) -> web.Application:
-    """The pages, to be served."""
+    """All pages, to be served."""
+
+    async def index(request: web.Request) -> web.Response:
+        return web.Response(text=_index(broker), content_type="text/html")
+
+    app = monitoring(broker, requests)
+    app.add_routes([web.get("/", index)])
+    logs.Logs(broker).add_to(app)
+    return app
+
+
+def monitoring(broker: Broker, requests: Requests) -> web.Application:
+    """The pages that say how the broker is, and nothing of what it holds."""
 
     async def healthz(request: web.Request) -> web.Response:
         verdict = broker.verdict()
@@ -36,18 +48,13 @@ def application(broker: Broker, requests: Requests) -> web.Application:
         page = await asyncio.to_thread(metrics.page, broker, requests)
         return web.Response(body=page, headers={"Content-Type": metrics.CONTENT_TYPE})
 
-    async def index(request: web.Request) -> web.Response:
-        return web.Response(text=_index(broker), content_type="text/html")
-
     handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
-        "/": index,
         "/healthz": healthz,
         "/readyz": readyz,
         "/metrics": scrape,
     }
     app = web.Application(client_max_size=_MAX_BODY)
     app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
-    logs.Logs(broker).add_to(app)
     return app
 
 

@@ -111,7 +111,7 @@ def _sizes(top: str) -> Iterator[int]:
     while waiting:
         try:
             entries = os.scandir(waiting.pop())
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # gone, or not ours: root's lost+found on a volume of its own
             continue
         with entries:
             for entry in entries:

@@ -3,6 +3,8 @@
 import json
 import os
 import subprocess
+import tomllib
+from datetime import datetime
 
 import play as player
 import pytest
@@ -30,6 +32,34 @@ def test_the_image_runs_as_nobody_in_particular_and_is_small(image):
     )
     assert "grpc" in listed.split() and not {"pip", "setuptools", "pyspark"} & set(listed.split())
     assert "/pip" not in listed and "/gcc" not in listed
+
+
+def test_labels_say_which_version_of_what_it_is(image):
+    found = {
+        name.removeprefix("org.opencontainers.image."): text
+        for name, text in inspect(image)["Config"]["Labels"].items()
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (found["version"], found["licenses"]) == (project["version"], project["license"]["text"])
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert found["revision"] == revision.strip() and datetime.fromisoformat(found["created"])
+    assert found.get("source", "https://").startswith(("https://", "http://")) and "@" not in found.get("source", "")
+
+
+def test_the_sbom_beside_the_image_names_all_that_is_in_it(image):
+    sbom = json.loads((ROOT / "build/kmq.cdx.json").read_text())
+    listed = {(each["purl"].partition("/")[0], each["name"], each["version"]) for each in sbom["components"]}
+    script = r"""
+import importlib.metadata, platform, subprocess
+for each in importlib.metadata.distributions(path=["/opt/kmq/app", "/opt/kmq/deps"]):
+    print("pkg:pypi", each.metadata["Name"], each.version)
+print("pkg:generic", "cpython", platform.python_version())
+print(subprocess.check_output(["dpkg-query", "-W", "-f", "pkg:deb ${Package} ${Version}\n"], text=True))
+"""
+    installed = player.podman("run", "--rm", "--network=none", image, "python", "-c", script)
+    assert listed == {tuple(line.split()) for line in installed.splitlines() if line}
+    wheels = {path.name.partition("-")[0].lower() for path in ROOT.glob("build/image/*/*.whl")}
+    assert wheels == {name.replace("-", "_").lower() for kind, name, _ in listed if kind == "pkg:pypi"}
 
 
 def test_one_container_is_a_whole_broker_with_a_read_only_root(image):

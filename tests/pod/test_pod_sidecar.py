@@ -6,24 +6,40 @@ The application is the loop of the manifest, which writes `{"order": n}` into /p
 import json
 import os
 import signal
+import socket
 import time
+import urllib.error
+import urllib.request
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from threading import Event, Thread
 
 import pytest
 from load import connect, judge_files, wait
-from play import Pod, podman
+from play import ROOT, Pod, podman
 
 from kmq.settings import STAGES
 
 SIDECAR = "k8s/overlays/sidecar"
+OURS = [f"kmq-{name}" for name in STAGES]
 
 
 @pytest.fixture(scope="module")
-def pod(play_once: Callable[..., Pod]) -> Pod:
-    """What ends stays so: podman would start again also what is told to end (kill() does as the kubelet)."""
-    return play_once(SIDECAR, restart_policy="Never")
+def pod(play_once: Callable[..., Pod], tmp_path_factory: pytest.TempPathFactory) -> Pod:
+    """The example with the monitoring component, and an application that is not of our uid.
+
+    What ends stays so: podman would start again also what is told to end (kill() does as the kubelet).
+    """
+    directory = tmp_path_factory.mktemp("sidecar")
+    there = os.path.relpath(ROOT / "k8s", directory)
+    other = {"op": "add", "path": "/spec/template/spec/containers/0/securityContext/runAsUser", "value": 20001}
+    kustomization = {
+        "resources": [f"{there}/overlays/sidecar"],
+        "components": [f"{there}/components/sidecar-monitoring"],
+        "patches": [{"target": {"kind": "StatefulSet"}, "patch": json.dumps([other])}],
+    }
+    (directory / "kustomization.yaml").write_text(json.dumps(kustomization))
+    return play_once(directory, restart_policy="Never")
 
 
 def offset(pod: Pod) -> int:
@@ -40,7 +56,7 @@ def consumed(pod: Pod) -> list[tuple[int, bytes]]:
 
 def queued(pod: Pod) -> list[tuple[int, bytes]]:
     """(seq, payload) of topic orders: a PodBus offset is a seq."""
-    lines = (pod.volume("data") / "orders.log").read_bytes().split(b"\n")[:-1]
+    lines = (pod.volume("kmq-data") / "orders.log").read_bytes().split(b"\n")[:-1]
     return [(int(fields[0]), fields[5]) for fields in (line.split(b"|", 5) for line in lines)]
 
 
@@ -75,6 +91,17 @@ def test_the_application_may_also_ask_for_acknowledgements(pod: Pod) -> None:
         connect(pod)
 
 
+def test_metrics_can_be_scraped_from_outside_and_nothing_else_be_reached(pod: Pod) -> None:
+    address = f"http://{pod.ip}:{pod.port('kmq-metrics')}"
+    with urllib.request.urlopen(f"{address}/metrics", timeout=10) as response:
+        assert 'kmq_end_offset{partition="0",topic="orders"}' in response.read().decode()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{address}/v1/logs", timeout=10)
+    for port in (5673, 5675, 8080, 8082):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((pod.ip, port), 5)
+
+
 @pytest.fixture
 def offsets(pod: Pod) -> Iterator[list[int]]:
     """Every value that the offset file is seen to have."""
@@ -103,11 +130,11 @@ def kill(pod: Pod, *names: str) -> None:
 
 def test_consumer_and_broker_go_on_where_they_were_when_killed(pod: Pod, offsets: list[int]) -> None:
     kill(pod, "consumer")
-    kill(pod, "router")
-    kill(pod, "router", "consumer")
+    kill(pod, "kmq-router")
+    kill(pod, "kmq-router", "consumer")
     written = orders(pod)
     assert written == list(range(1, len(written) + 1)), "lost or doubled though the FIFO lived"
-    kill(pod, "consumer", "gateway", *STAGES)
+    kill(pod, "consumer", "kmq-gateway", *OURS)
     assert offsets == sorted(offsets), "the offset went back"
     judge(pod, kills=3)
     written = orders(pod)
@@ -130,9 +157,9 @@ def test_the_end_comes_in_the_order_in_which_messages_pass(pod: Pod) -> None:
     began = time.monotonic()
     codes = end_as_the_kubelet_does(pod)
     assert time.monotonic() - began < pod.grace_s
-    assert list(codes) == ["application", *STAGES, "consumer", "gateway"]
+    assert list(codes) == ["application", *OURS, "consumer", "kmq-gateway"]
     assert codes == dict.fromkeys(codes, 0)
-    judge_files(pod.volume("data"))
+    judge_files(pod.volume("kmq-data"))
     since = orders(pod)[len(written) :]
     assert since == list(range(since[0], since[0] + len(since))), "something was lost on its way"
     judge(pod, kills)

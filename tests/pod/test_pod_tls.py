@@ -33,8 +33,8 @@ def secret(name: str, **files: Path) -> dict[str, object]:
 class Secured:
     """The pod, and what a client of it has."""
 
-    def __init__(self, pod: Pod, trust: ssl.SSLContext, token: str) -> None:
-        self.pod, self.trust, self.token = pod, trust, token
+    def __init__(self, pod: Pod, trust: ssl.SSLContext, token: str, certificate: Path) -> None:
+        self.pod, self.trust, self.token, self.certificate = pod, trust, token, certificate
 
     def producer(self, **options: object) -> kmq.Producer:
         mine = {"tls": self.trust, "server_hostname": "localhost", "token": self.token} | options
@@ -65,7 +65,8 @@ def secured(play_once: Callable[..., Pod], authority: Authority, tmp_path_factor
     token = tokens.new(str(directory / "tokens"), "orders")
     certificate, key = authority.issue("server")
     secrets = [secret("kmq-tls", tls_crt=certificate, tls_key=key), secret("kmq-tokens", tokens=directory / "tokens")]
-    return Secured(play_once(directory, *secrets), ssl.create_default_context(cafile=str(authority.path)), token)
+    trust = ssl.create_default_context(cafile=str(authority.path))
+    return Secured(play_once(directory, *secrets), trust, token, certificate)
 
 
 def test_lines_over_tls_with_a_token_are_stored(secured: Secured) -> None:
@@ -98,6 +99,14 @@ def test_https_and_grpc_answer_with_the_certificate(secured: Secured, authority:
     with grpc.secure_channel(f"{secured.pod.ip}:{GRPCS}", credentials, named) as channel:
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_monitor_that_trusts_the_tls_crt_of_the_secret_needs_no_ca(secured: Secured) -> None:
+    """As the ServiceMonitor of `monitoring` and `tls`: `kubectl create secret tls` makes no ca.crt."""
+    pinned = ssl.create_default_context(cafile=str(secured.certificate))
+    pinned.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # what Go's verifier does always: one in the pool is trusted
+    monitor = Secured(secured.pod, pinned, secured.token, secured.certificate)
+    assert monitor.get("/metrics", secured.token) == 200
 
 
 @pytest.mark.parametrize("port", PLAIN)

@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kmq import tokens
 from kmq.gateway import podbus
 from kmq.readiness import is_process
 
@@ -57,9 +58,9 @@ def fixed_ports(broker):
     }
 
 
-def get(broker, path):
+def get(broker, path, port="http"):
     """(status, body) of an HTTP request."""
-    port = int((broker.pipes / "http.port").read_text())
+    port = int((broker.pipes / f"{port}.port").read_text())
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
             return response.status, response.read().decode()
@@ -105,6 +106,26 @@ def test_metrics_count_what_has_been_produced(broker, bus):
         'kmq_state{stage="gateway"} 4.0',
     ):
         assert line in text.splitlines()
+
+
+def test_the_port_for_metrics_says_how_the_broker_is_and_nothing_of_what_it_holds(new_broker):
+    broker = new_broker()
+    broker.up(KMQ_METRICS_HOST="127.0.0.1", KMQ_METRICS_PORT=0)
+    answers = {
+        path: get(broker, path, "metrics")[0]
+        for path in ("/metrics", "/healthz", "/readyz", "/", "/v1/topics", "/v1/logs")
+    }
+    assert answers == {"/metrics": 200, "/healthz": 200, "/readyz": 200, "/": 404, "/v1/topics": 404, "/v1/logs": 404}
+    assert get(broker, "/v1/topics")[0] == 200
+    assert "kmq_seq" in get(broker, "/metrics", "metrics")[1]
+    broker.down()
+
+
+def test_the_port_for_metrics_wants_a_token_where_the_others_do(new_broker):
+    broker = new_broker()
+    tokens.new(str(broker.root / "tokens"), "prometheus")
+    broker.up(KMQ_METRICS_HOST="127.0.0.1", KMQ_METRICS_PORT=0, KMQ_TOKENS=broker.root / "tokens")
+    assert [get(broker, path, "metrics")[0] for path in ("/metrics", "/healthz")] == [401, 200]
 
 
 # --- it comes and goes -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from kmq import settings
 from kmq.errors import ConfigError
 from kmq.links import layout
 from kmq.links.staging import area_bytes
+from kmq.log.producers import CHECKPOINT_BYTES
 from kmq.probe import LIVE_S
 from kmq.settings import DRAIN_S, GRACE_S, MIB, SETTINGS, SHM, STAGES, Settings
 
@@ -27,10 +28,16 @@ PORTS = {
     "lines-tls": ("ingress", "tls_port", "tls_host"),
     "https": ("gateway", "https_port", "tls_host"),
     "grpcs": ("gateway", "grpcs_port", "tls_host"),
+    "kmq-metrics": ("gateway", "metrics_port", "metrics_host"),
 }
+SIDECAR = "kmq-"  # what containers, volumes and ports of ours begin with in a pod that is not ours
 _PAGE = 4096
 _SMALL_FILES = 16 * _PAGE  # the stats page and the semaphores
 _PROCESS_BYTES = 48 * MIB  # a stage with all its tables, well counted
+_QUOTA_SHARE = 0.85  # of a claim; ext4 leaves 88 % of 1 GiB, 92 % of 20 GiB to whoever is not root
+_BUSY_PARTITIONS = 12  # at their limit at once, as base/settings.env promises
+_ON_THE_WAY = 64 * MIB  # refusing begins so long before the quota, well counted (kmq/log/room.py)
+_UNCHECKED_WAL = 4 * CHECKPOINT_BYTES  # the WAL keeps what no checkpoint speaks of, whatever retention says
 
 
 # --- finding one's way -----------------------------------------------------------------------------------------------
@@ -56,15 +63,25 @@ def containers(pod: Document) -> list[Document]:
 
 
 def brokers(documents: list[Document]) -> Iterator[tuple[Document, Document]]:
-    """Pods that run stages, with the StatefulSet they are of."""
+    """Pods that run stages, with the workload they are of."""
     for workload in workloads(documents):
         pod = workload["spec"]["template"]
-        if any(container["name"] in STAGES for container in containers(pod)):
+        if any(role(container) in STAGES for container in containers(pod)):
             yield pod, workload
 
 
+def role(container: Document) -> str:
+    """Which process it is: its name, beside an application without the prefix."""
+    return str(container["name"]).removeprefix(SIDECAR)
+
+
+def is_beside(pod: Document) -> bool:
+    """Whether the broker is beside an application, in a pod that is not ours."""
+    return any(container["name"].startswith(SIDECAR) for container in containers(pod))
+
+
 def named(pod: Document, name: str) -> Document:
-    return next(container for container in containers(pod) if container["name"] == name)
+    return next(container for container in containers(pod) if role(container) == name)
 
 
 def environment(documents: list[Document], container: Document) -> dict[str, str]:
@@ -81,11 +98,12 @@ def settings_of(documents: list[Document], container: Document) -> Settings:
 
 
 def ports_of(pod: Document) -> dict[str, tuple[str, int]]:
-    """Port name → container, number."""
+    """Port name → container, number; of ours."""
     return {
-        port["name"]: (container["name"], port["containerPort"])
+        port["name"]: (role(container), port["containerPort"])
         for container in containers(pod)
         for port in container.get("ports", [])
+        if role(container) in PROCESSES
     }
 
 
@@ -143,9 +161,10 @@ def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
         labels, ports = pod["metadata"]["labels"], ports_of(pod)
         if not workload["spec"]["selector"]["matchLabels"].items() <= labels.items():
             yield "the workload does not select its own pods"
+        ports.pop("kmq-metrics", None)  # a PodMonitor finds it without a Service
         selecting = [s for s in of_kind(documents, "Service") if s["spec"]["selector"].items() <= labels.items()]
-        governing = [s for s in selecting if s["metadata"]["name"] == workload["spec"]["serviceName"]]
-        if not governing or governing[0]["spec"].get("clusterIP") != "None":
+        governing = [s for s in selecting if s["metadata"]["name"] == workload["spec"].get("serviceName")]
+        if workload["kind"] == "StatefulSet" and not any(s["spec"].get("clusterIP") == "None" for s in governing):
             yield "no headless Service gives the pods their names"
         for service in of_kind(documents, "Service"):
             if service not in selecting:
@@ -161,17 +180,18 @@ def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
                 yield f"{policy['kind']} {policy['metadata']['name']} selects nothing"
         for container in containers(pod):
             for kind, probe in probes(container).items():
-                if "httpGet" in probe and ports.get(probe["httpGet"]["port"], ("",))[0] != container["name"]:
+                if "httpGet" in probe and ports.get(probe["httpGet"]["port"], ("",))[0] != role(container):
                     yield f"{kind} of {container['name']}: no port {probe['httpGet']['port']}"
 
 
 def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
     """Clients to every port, monitoring to HTTP alone, nobody else; and the broker calls nobody."""
-    clients, monitoring = {"kmq-client": "true"}, {"kubernetes.io/metadata.name": "monitoring"}
+    clients = {"matchExpressions": [{"key": "kmq-client", "operator": "In", "values": ["true"]}]}
+    monitoring = {"kubernetes.io/metadata.name": "monitoring"}
     for pod, _ in brokers(documents):
         ports = set(ports_of(pod))
         wanted = [
-            (ports, [{"podSelector": {"matchLabels": clients}}]),
+            (ports, [{"podSelector": clients}]),
             ({"https" if "https" in ports else "http"}, [{"namespaceSelector": {"matchLabels": monitoring}}]),
         ]
         for policy in of_kind(documents, "NetworkPolicy"):
@@ -201,23 +221,58 @@ def monitor_finds_one_target_a_broker(documents: list[Document]) -> Iterator[str
                     yield "the monitor shows no token"
 
 
+def a_tls_secret_is_enough(documents: list[Document]) -> Iterator[str]:
+    """`kubectl create secret tls` gives a certificate and its key. The CA of clients is asked for by whoever wants those."""
+    for monitor in of_kind(documents, "ServiceMonitor"):
+        for endpoint in monitor["spec"]["endpoints"]:
+            tls = endpoint.get("tlsConfig", {})
+            if tls and tls.get("ca") != {"secret": {"name": "kmq-tls", "key": "tls.crt"}}:
+                yield f"the monitor trusts {tls.get('ca')}"
+            for pod, _ in brokers(documents):
+                if settings_of(documents, named(pod, "gateway")).tls_client_ca and not {"cert", "keySecret"} <= set(
+                    tls
+                ):
+                    yield "the monitor shows no certificate"
+    for pod, _ in brokers(documents):
+        found = settings_of(documents, named(pod, "gateway"))
+        if {found.tls_cert, found.tls_key} - {"", "/tls/tls.crt", "/tls/tls.key"}:
+            yield f"{found.tls_cert} and {found.tls_key} are not in the Secret"
+
+
+def sidecars_are_monitored(documents: list[Document]) -> Iterator[str]:
+    """A PodMonitor finds every broker beside an application, on its only port that is open; messages stay inside."""
+    for pod, _ in brokers(documents):
+        for monitor in of_kind(documents, "PodMonitor"):
+            wanted = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+            if not monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items():
+                yield "the monitor does not select the pod"
+            if wanted != set(ports_of(pod)):
+                yield f"the monitor asks on {wanted}, the pod has {set(ports_of(pod))}"
+        if is_beside(pod) and not settings_of(documents, named(pod, "gateway")).host.startswith("127."):
+            yield "messages can be read from outside"
+
+
 def volumes_are_where_the_settings_say(documents: list[Document]) -> Iterator[str]:
     """/data, /pipes and /dev/shm in every process of ours, the same ones; files of Secrets where they are read."""
     for pod, workload in brokers(documents):
         volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-        claims = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+        claimed = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
+        claimed |= {name for name, volume in volumes.items() if "persistentVolumeClaim" in volume}
+        ours = SIDECAR if is_beside(pod) else ""
         for name in PROCESSES:
             container, found = named(pod, name), settings_of(documents, named(pod, name))
             mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-            if (mounts.get(found.data), mounts.get(found.pipes), mounts.get(SHM)) != ("data", "pipes", "shm"):
+            places = (mounts.get(found.data), mounts.get(found.pipes), mounts.get(SHM))
+            if places != tuple(ours + volume for volume in ("data", "pipes", "shm")):
                 yield f"{name}: {mounts} are not KMQ_DATA, KMQ_PIPES and {SHM}"
             for path in (found.tls_cert, found.tls_key, found.tls_client_ca, found.tokens):
                 mounted = volumes.get(mounts.get(path.rpartition("/")[0], ""), {})
                 if path and name in ("ingress", "gateway") and "secret" not in mounted:
                     yield f"{name}: nobody brings {path}"
-        if "data" not in claims:
+        if f"{ours}data" not in claimed:
             yield "data does not outlive the pod"
-        if "emptyDir" not in volumes["pipes"] or volumes["shm"].get("emptyDir", {}).get("medium") != "Memory":
+        shm = volumes[f"{ours}shm"].get("emptyDir", {})
+        if "emptyDir" not in volumes[f"{ours}pipes"] or shm.get("medium") != "Memory":
             yield "pipes and shm are not the pod's own, or shm is not in memory"
 
 
@@ -230,12 +285,39 @@ def memory_holds_the_rings(documents: list[Document]) -> Iterator[str]:
             for extra in (2 * area_bytes(found.max_line), 0)
         ]
         needed = sum(-(-size // _PAGE) * _PAGE for size in rings) + _SMALL_FILES
-        shm = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm")
+        shm = next(volume for volume in pod["spec"]["volumes"] if role(volume) == "shm")
         if bytes_of(shm["emptyDir"].get("sizeLimit", "0")) < needed:
             yield f"shm: the rings need {needed} bytes"
         for name in STAGES:
             if bytes_of(named(pod, name)["resources"]["limits"]["memory"]) < needed + _PROCESS_BYTES:
                 yield f"{name}: its limit of memory does not hold the rings and the process"
+
+
+def claimed_bytes(documents: list[Document], workload: Document) -> int:
+    """Of the claim that KMQ_DATA lies on."""
+    claims = {claim["metadata"]["name"]: claim for claim in of_kind(documents, "PersistentVolumeClaim")}
+    volumes = {
+        role(volume): claims.get(volume.get("persistentVolumeClaim", {}).get("claimName"))
+        for volume in workload["spec"]["template"]["spec"]["volumes"]
+    }
+    volumes |= {role(claim["metadata"]): claim for claim in workload["spec"].get("volumeClaimTemplates", [])}
+    claim = volumes.get("data")
+    return bytes_of(claim["spec"]["resources"]["requests"]["storage"]) if claim else 0
+
+
+def the_disk_is_never_full(documents: list[Document]) -> Iterator[str]:
+    """Producers are refused before the claim is full, and retention keeps so many busy partitions away from that."""
+    for pod, workload in brokers(documents):
+        found, size = settings_of(documents, named(pod, "durability")), claimed_bytes(documents, workload)
+        if not 0 < found.data_quota <= _QUOTA_SHARE * size:
+            yield f"KMQ_DATA_QUOTA={found.data_quota} is not below {_QUOTA_SHARE} of the claim of {size} bytes"
+        if not 0 < 4 * found.segment_bytes <= found.retention_bytes:
+            yield f"KMQ_SEGMENT_BYTES={found.segment_bytes} is more than a quarter of KMQ_RETENTION_BYTES"
+        wal = max(found.retention_bytes, _UNCHECKED_WAL) + found.segment_bytes
+        if wal + _BUSY_PARTITIONS * found.retention_bytes + _ON_THE_WAY > found.data_quota:
+            yield f"KMQ_RETENTION_BYTES={found.retention_bytes}: {_BUSY_PARTITIONS} partitions pass the quota"
+        if found.retention_age == float("inf") or found.segment_age > found.retention_age:
+            yield "what is old stays for ever"
 
 
 def resources_are_said(documents: list[Document]) -> Iterator[str]:
@@ -252,12 +334,12 @@ def resources_are_said(documents: list[Document]) -> Iterator[str]:
 def containers_are_the_processes(documents: list[Document]) -> Iterator[str]:
     """Each runs what its name says. Native sidecars start from the back, so that they end from the front."""
     for pod, _ in brokers(documents):
-        sidecars = [c["name"] for c in pod["spec"].get("initContainers", [])]
+        sidecars = [c for c in pod["spec"].get("initContainers", []) if role(c) in PROCESSES]
         names = [c["name"] for c in pod["spec"]["containers"]]
         if sidecars:
-            if sidecars != ["gateway", "consumer", *reversed(STAGES)]:
-                yield f"sidecars start as {sidecars}"
-            if any(c.get("restartPolicy") != "Always" for c in pod["spec"]["initContainers"]):
+            if [*map(role, sidecars)] != ["gateway", *reversed(STAGES)]:
+                yield f"sidecars start as {[*map(role, sidecars)]}"
+            if any(c.get("restartPolicy") != "Always" for c in sidecars):
                 yield "an init container is no sidecar"
         elif names != [*PROCESSES]:
             yield f"containers are {names}"
@@ -305,14 +387,18 @@ def pods_are_restricted(documents: list[Document]) -> Iterator[str]:
     """The Pod Security Standard `restricted`, one uid for everybody, and a root that cannot be written."""
     for_all = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     for_each = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-    ids = {"runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 10001}
+    ids = {"runAsUser": 10001, "runAsGroup": 10001}
     for pod in pods(documents):
         spec = pod["spec"]
-        if not (for_all | ids).items() <= spec.get("securityContext", {}).items():
-            yield f"the pod: {spec.get('securityContext')}"
+        of_pod = spec.get("securityContext", {})
+        if not for_all.items() <= of_pod.items() or "fsGroup" not in of_pod:
+            yield f"the pod: {of_pod}"
         for container in containers(pod):
-            if for_all | container.get("securityContext", {}) != for_all | for_each:
-                yield f"{container['name']}: {container.get('securityContext')}"
+            own = container.get("securityContext", {})
+            if {key: value for key, value in (for_all | own).items() if key not in ids} != for_all | for_each:
+                yield f"{container['name']}: {own}"
+            if role(container) in PROCESSES and not ids.items() <= (of_pod | own).items():
+                yield f"{container['name']} runs as {of_pod | own}"
             if any("hostPort" in port for port in container.get("ports", [])):
                 yield f"{container['name']} takes a port of the node"
         for name in ("hostNetwork", "hostPID", "hostIPC"):
@@ -341,7 +427,7 @@ def addresses_in_arguments_are_ports(documents: list[Document]) -> Iterator[str]
     for pod, _ in brokers(documents):
         found = settings_of(documents, named(pod, "gateway"))
         for container in containers(pod):
-            for number in re.findall(r"127\.0\.0\.1:(\d+)", " ".join(container["command"])):
+            for number in re.findall(r"127\.0\.0\.1:(\d+)", " ".join(container.get("command", []))):
                 if int(number) not in (found.port, found.grpc_port, found.http_port):
                     yield f"{container['name']}: nobody listens on {number}"
 
@@ -352,8 +438,11 @@ CHECKS: tuple[Check, ...] = (
     services_lead_to_the_ports,
     policy_lets_in_whom_it_should,
     monitor_finds_one_target_a_broker,
+    a_tls_secret_is_enough,
+    sidecars_are_monitored,
     volumes_are_where_the_settings_say,
     memory_holds_the_rings,
+    the_disk_is_never_full,
     resources_are_said,
     containers_are_the_processes,
     probes_ask_their_own_process,

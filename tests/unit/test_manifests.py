@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from agreement import named, of_kind, pods
+from agreement import containers, named, of_kind, pods
 
 from kmq import probe, settings
 from kmq.links import layout
@@ -36,9 +37,11 @@ COMBINATIONS = [
     for combination in itertools.combinations(COMPONENTS, count)
     if "client-ca" not in combination or "tls" in combination
 ]
-RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *("+".join(("base", *each)) for each in COMBINATIONS)]
+# A broker beside an application; what that is lies in WORKLOADS.
+BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in ("", "+sidecar-monitoring")]
+RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *("+".join(("base", *each)) for each in COMBINATIONS), *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
-SINCE = dict.fromkeys(("overlays/sidecar", "overlays/spark", "overlays/spark-nightly"), (1, 29))
+SINCE = dict.fromkeys(("overlays/sidecar", "overlays/spark", "overlays/spark-nightly", *BESIDE), (1, 29))
 # From the oldest that knows every field of the base (unhealthyPodEvictionPolicy) to the newest that kubernetes-validate has.
 NEWEST = (1, int(kubernetes_validate.latest_version().split(".")[1]))
 VERSIONS = [*((1, minor) for minor in range(27, NEWEST[1], 2)), NEWEST]
@@ -76,6 +79,8 @@ SERVICE_MONITOR = {
                                 "properties": {
                                     "serverName": {"type": "string"},
                                     "ca": {"type": "object", "required": ["secret"]},
+                                    "cert": {"type": "object", "required": ["secret"]},
+                                    "keySecret": {"type": "object", "required": ["name", "key"]},
                                 },
                             },
                             "authorization": {
@@ -94,6 +99,35 @@ SERVICE_MONITOR = {
     },
 }
 
+POD_MONITOR = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "PodMonitor"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["selector", "podMetricsEndpoints"],
+            "properties": {
+                "selector": {"type": "object", "properties": {"matchLabels": {"type": "object"}}},
+                "podMetricsEndpoints": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "properties": {name: {"type": "string"} for name in ("port", "path", "interval")},
+                    },
+                },
+            },
+        },
+    },
+}
+MONITORS = {"ServiceMonitor": SERVICE_MONITOR, "PodMonitor": POD_MONITOR}
+
 
 def kustomize(path):
     done = subprocess.run(["kubectl", "kustomize", path], capture_output=True, text=True, timeout=60)
@@ -102,17 +136,49 @@ def kustomize(path):
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
-def overlay(path, components=(), **more):
-    """`path`, made an overlay of the base, as a user would write one."""
+def overlay(path, components=(), of="base", **more):
+    """`path`, made an overlay of the base, as a user would write one; or of a file beside it."""
     there = os.path.relpath(K8S, path.resolve())
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": [f"{there}/base"],
+        "resources": [f"{there}/base" if of == "base" else of],
         "components": [f"{there}/components/{component}" for component in components],
     }
     (path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization | more))
     return path
+
+
+def application(kind):
+    """Somebody's workload with its own ids, init container and port, and what the component asks for."""
+    labels = {"app": "shop"}
+    own = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    resources = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
+    common = {"image": "shop:7", "securityContext": own, "resources": resources}
+    ids = {"runAsUser": 2000, "runAsGroup": 2000, "fsGroup": 2000}
+    pod = {
+        "terminationGracePeriodSeconds": 60,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}} | ids,
+        "initContainers": [{"name": "migrate"} | common],
+        "containers": [{"name": "shop", "ports": [{"name": "http", "containerPort": 8080}]} | common],
+        "volumes": [],
+    }
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}}
+    spec = {"replicas": 1, "selector": {"matchLabels": labels}}
+    more = []
+    if kind == "StatefulSet":
+        spec |= {"serviceName": "shop", "volumeClaimTemplates": [{"metadata": {"name": "kmq-data"}, "spec": claim}]}
+        service = {"clusterIP": "None", "selector": labels}
+        more = [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "shop"}, "spec": service}]
+    else:
+        pod["volumes"] = [{"name": "kmq-data", "persistentVolumeClaim": {"claimName": "shop"}}]
+        more = [{"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "shop"}, "spec": claim}]
+    spec["template"] = {"metadata": {"labels": labels}, "spec": pod}
+    metadata = {"name": "shop", "labels": labels | {"kmq-sidecar": "true"}}
+    with_broker = {"apiVersion": "apps/v1", "kind": kind, "metadata": metadata, "spec": spec}
+    return [with_broker, *more]
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +194,12 @@ def render(tmp_path_factory):
         return copy.deepcopy(kept[name])
 
     def combined(name):
-        return kustomize(overlay(tmp_path_factory.mktemp("overlay"), name.split("+")[1:]))
+        path = tmp_path_factory.mktemp("overlay")
+        first, *components = name.split("+")
+        if first == "base":
+            return kustomize(overlay(path, components))
+        (path / "workload.yaml").write_text(yaml.safe_dump_all(application(first)))
+        return kustomize(overlay(path, components, of="workload.yaml"))
 
     return documents
 
@@ -146,8 +217,8 @@ INVALID = (kubernetes_validate.ValidationError, jsonschema.ValidationError)
 
 def is_known(document, version):
     """Raises what is wrong with it."""
-    if document["kind"] == "ServiceMonitor":
-        jsonschema.validate(document, SERVICE_MONITOR)
+    if document["kind"] in MONITORS:
+        jsonschema.validate(document, MONITORS[document["kind"]])
     else:
         kubernetes_validate.validate(document, f"{version[0]}.{version[1]}", strict=True)
 
@@ -231,8 +302,12 @@ def volume(name, change):
     return pod(lambda spec: [change(each) for each in spec["volumes"] if each["name"] == name])
 
 
+def claim_of(spec, storage):
+    spec["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"] = storage
+
+
 ALL = "base+monitoring+tls+client-ca+tokens"
-SIDECAR = "overlays/sidecar"
+SIDECAR, BOTH = "overlays/sidecar", "StatefulSet+sidecar+sidecar-monitoring"
 BREAKS = {
     agreement.settings_are_good: [
         ("base", of("ConfigMap", lambda data: data.update(KMQ_DTAA="/data")), "KMQ_DTAA"),
@@ -318,6 +393,20 @@ BREAKS = {
         (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0].pop("scheme")), "does not speak TLS"),
         (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0].pop("authorization")), "shows no token"),
     ],
+    agreement.a_tls_secret_is_enough: [
+        (
+            ALL,
+            of("ServiceMonitor", lambda spec: spec["endpoints"][0]["tlsConfig"]["ca"]["secret"].update(key="ca.crt")),
+            "the monitor trusts",
+        ),
+        (ALL, of("ServiceMonitor", lambda spec: spec["endpoints"][0]["tlsConfig"].pop("cert")), "no certificate"),
+        (ALL, of("ConfigMap", lambda data: data.update(KMQ_TLS_CERT="/tls/cert.pem")), "not in the Secret"),
+    ],
+    agreement.sidecars_are_monitored: [
+        (BOTH, of("PodMonitor", lambda spec: spec["podMetricsEndpoints"][0].update(port="http")), "asks on {'http'}"),
+        (BOTH, of("PodMonitor", lambda spec: spec["selector"]["matchLabels"].update(app="x")), "does not select"),
+        (BOTH, of("ConfigMap", lambda data: data.update(KMQ_HOST="0.0.0.0")), "can be read from outside"),
+    ],
     agreement.volumes_are_where_the_settings_say: [
         ("base", container("durability", lambda c: c["volumeMounts"][0].update(mountPath="/date")), "durability: "),
         ("base", of("ConfigMap", lambda data: data.update(KMQ_PIPES="/run/pipes")), "ingress: "),
@@ -336,6 +425,18 @@ BREAKS = {
         ("base", of("ConfigMap", lambda data: data.update(RB_BYTES="128 MiB")), "framer: its limit of memory"),
         ("base", volume("shm", lambda each: each["emptyDir"].update(sizeLimit="8Mi")), "shm: the rings need"),
     ],
+    agreement.the_disk_is_never_full: [
+        ("base", of("ConfigMap", lambda data: data.pop("KMQ_DATA_QUOTA")), "KMQ_DATA_QUOTA=0 is not below"),
+        ("overlays/dev", of("ConfigMap", lambda data: data.update(KMQ_DATA_QUOTA="17 GiB")), "is not below 0.85"),
+        ("base", of("StatefulSet", lambda spec: claim_of(spec, "10Gi")), "of the claim of 10737418240 bytes"),
+        ("base", of("ConfigMap", lambda data: data.pop("KMQ_RETENTION_BYTES")), "KMQ_SEGMENT_BYTES=268435456 is more"),
+        (
+            "base",
+            of("ConfigMap", lambda data: data.update(KMQ_RETENTION_BYTES="2 GiB")),
+            "12 partitions pass the quota",
+        ),
+        ("base", of("ConfigMap", lambda data: data.pop("KMQ_RETENTION_AGE")), "for ever"),
+    ],
     agreement.resources_are_said: [
         ("base", container("router", lambda c: c["resources"].pop("limits")), "router may take all"),
         (
@@ -347,7 +448,7 @@ BREAKS = {
     agreement.containers_are_the_processes: [
         ("base", pod(lambda spec: spec["containers"].reverse()), "containers are ['gateway', 'router'"),
         (SIDECAR, pod(lambda spec: spec["initContainers"].reverse()), "sidecars start as ['ingress'"),
-        (SIDECAR, container("consumer", lambda c: c.pop("restartPolicy")), "no sidecar"),
+        (SIDECAR, container("router", lambda c: c.pop("restartPolicy")), "no sidecar"),
         ("base", container("framer", lambda c: c.update(command=["python", "-m", "stages.router"])), "framer runs"),
     ],
     agreement.probes_ask_their_own_process: [
@@ -380,6 +481,8 @@ BREAKS = {
     ],
     agreement.pods_are_restricted: [
         ("base", pod(lambda spec: spec["securityContext"].pop("runAsNonRoot")), "the pod"),
+        ("base", pod(lambda spec: spec["securityContext"].update(runAsUser=0)), "router runs as"),
+        (BOTH, container("router", lambda c: c["securityContext"].pop("runAsUser")), "router runs as"),
         (
             "base",
             container("router", lambda c: c["securityContext"].update(seccompProfile={"type": "Unconfined"})),
@@ -428,6 +531,42 @@ def test_the_base_runs_the_version_of_this_checkout(render):
     }
 
 
+def test_the_maintenance_jobs_work_on_the_claims_of_the_base(render):
+    """The restored claim is the one that the StatefulSet makes, and takes."""
+    (workload,) = of_kind(render("base"), "StatefulSet")
+    (template,) = workload["spec"]["volumeClaimTemplates"]
+    data = f"{template['metadata']['name']}-{workload['metadata']['name']}-0"
+    made = {name: yaml.safe_load((K8S / f"overlays/{name}/claim.yaml").read_text()) for name in ("backup", "restore")}
+    assert made["restore"]["spec"] == template["spec"] and made["restore"]["metadata"]["name"] == data
+    for claim in made.values():
+        kubernetes_validate.validate(claim, ".".join(map(str, NEWEST)), strict=True)
+    for name, claims in (("repair", {data}), ("backup", {data, "kmq-backup"}), ("restore", {data, "kmq-backup"})):
+        (job,) = of_kind(render(f"overlays/{name}"), "Job")
+        volumes = job["spec"]["template"]["spec"]["volumes"]
+        assert {volume["persistentVolumeClaim"]["claimName"] for volume in volumes} == claims
+    assert made["backup"]["metadata"]["name"] == "kmq-backup"
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_the_sidecar_component_leaves_what_is_yours_alone(tmp_path, kind):
+    before = application(kind)
+    other = {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": "other"}, "spec": before[0]["spec"]}
+    (tmp_path / "workload.yaml").write_text(yaml.safe_dump_all([*before, other]))
+    after = {
+        d["metadata"]["name"]: d
+        for d in kustomize(overlay(tmp_path, ["sidecar"], of="workload.yaml"))
+        if d["kind"] == kind
+    }
+    assert after["other"] == other
+    (old, new) = (each["spec"]["template"]["spec"] for each in (before[0], after["shop"]))
+    assert new["containers"] == old["containers"]
+    assert new["initContainers"][-1:] == old["initContainers"]
+    changed = {key for key in new if new[key] != old.get(key)}
+    assert changed == {"initContainers", "volumes", "shareProcessNamespace"}
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {c["image"] for c in new["initContainers"][:-1]} == {f"kmq:{version}"}
+
+
 def test_an_upgrade_is_another_image_and_nothing_else(render, tmp_path):
     """So that nothing stands in its way that cannot be changed, as labels of a volumeClaimTemplate."""
     after = kustomize(overlay(tmp_path, images=[{"name": "kmq", "newTag": "9.9.9"}]))
@@ -441,6 +580,87 @@ def test_other_settings_are_another_revision_of_the_pod(render):
     base, dev = (of_kind(render(name), "ConfigMap")[0] for name in ("base", "overlays/dev"))
     assert base["data"] != dev["data"] and base["metadata"]["name"] != dev["metadata"]["name"]
     assert base["metadata"]["name"].startswith("kmq-settings-")
+
+
+# --- two brokers in one namespace --------------------------------------------------------------------------------------
+
+
+def selects(selector, labels):
+    """As the API server reads a selector."""
+    one_of = {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(key) in values for key, values in one_of.items()
+    )
+
+
+def selections(documents):
+    """(who, selector, whether it is one of Services) for everything that selects."""
+    for document in documents:
+        who, spec = f"{document['kind']} {document['metadata']['name']}", document.get("spec", {})
+        if document["kind"] == "Service":
+            yield who, {"matchLabels": spec["selector"]}, False
+        elif document["kind"] == "NetworkPolicy":
+            yield who, spec["podSelector"], False
+        elif "selector" in spec:
+            yield who, spec["selector"], document["kind"] == "ServiceMonitor"
+
+
+@pytest.fixture(scope="session")
+def neighbours(tmp_path_factory):
+    """The broker as it is, and one as the README makes a second: a namePrefix and an instance of its own."""
+    second = {"pairs": {"app.kubernetes.io/instance": "b"}, "includeSelectors": True}
+    more = ({}, {"namePrefix": "b-", "labels": [second]})
+    return [kustomize(overlay(tmp_path_factory.mktemp("broker"), COMPONENTS, **each)) for each in more]
+
+
+def test_both_brokers_of_the_readme_render_and_are_two(render, tmp_path):
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    mine = [block for block in blocks if "k8s/base" in block]
+    found = []
+    for number, block in enumerate(mine):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "kustomization.yaml").write_text(
+            block.replace("../kmq/k8s", os.path.relpath(K8S, directory.resolve()))
+        )
+        found.append(kustomize(directory))
+    first, second = found
+    for documents, instance in ((first, "kmq"), (second, "b")):
+        (workload,) = of_kind(documents, "StatefulSet")
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == instance
+        assert {c["image"] for c in containers(pods(documents)[0])} == {"registry.example.com/kmq:0.1.0"}
+    assert of_kind(first, "ServiceMonitor")
+    assert not {d["metadata"]["name"] for d in first} & {d["metadata"]["name"] for d in second}
+
+
+def test_two_brokers_in_one_namespace_select_their_own_pods_only(neighbours):
+    for ours, theirs in itertools.permutations(neighbours):
+        for who, selector, is_of_services in selections(ours):
+            own, other = (of_kind(each, "Service") if is_of_services else pods(each) for each in (ours, theirs))
+            assert any(selects(selector, each["metadata"]["labels"]) for each in own), who
+            assert not [each["metadata"] for each in other if selects(selector, each["metadata"]["labels"])], who
+    kinds = {who.split()[0] for who, *_ in selections(neighbours[0])}
+    assert kinds == {"StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "ServiceMonitor"}
+
+
+def test_names_follow_the_prefix_of_a_second_broker(neighbours):
+    first, second = neighbours
+    assert not {(d["kind"], d["metadata"]["name"]) for d in first} & {
+        (d["kind"], d["metadata"]["name"]) for d in second
+    }
+    for documents, prefix in ((first, ""), (second, "b-")):
+        (workload,) = of_kind(documents, "StatefulSet")
+        assert workload["spec"]["serviceName"] == f"{prefix}kmq-pods"
+        assert workload["spec"]["template"]["spec"]["serviceAccountName"] == f"{prefix}kmq"
+        (monitor,) = of_kind(documents, "ServiceMonitor")
+        assert monitor["spec"]["endpoints"][0]["tlsConfig"]["serverName"] == f"{prefix}kmq"
+        assert [*agreement.settings_are_good(documents)] == []  # each container finds its ConfigMap
+
+
+def test_clients_of_a_second_broker_need_no_label_of_its_own(neighbours):
+    (policy,) = of_kind(neighbours[1], "NetworkPolicy")
+    assert selects(policy["spec"]["ingress"][0]["from"][0]["podSelector"], {"kmq-client": "true"})
 
 
 # --- what a Service named kmq injects --------------------------------------------------------------------------------
