@@ -84,6 +84,7 @@ def printed_commands(stdout):
     return [line.strip() for line in stdout.partition("look further:\n")[2].splitlines()]
 
 
+@pytest.mark.java
 def test_the_default_input_comes_out_as_it_went_in_and_is_audited_and_archived(env, tmp_path):
     """The last check must be able to fail: in the same session it is asked about one message more than was shipped."""
     lie = """
