@@ -17,6 +17,7 @@ from itertools import cycle
 from pathlib import Path
 
 import demo
+import demo_input
 import typer
 from rich.table import Table
 
@@ -88,7 +89,7 @@ class Pod:
             time.sleep(demo.POLL_S)
 
 
-def ship(pods: list[Pod], sources: list[demo.Source]) -> None:
+def ship(pods: list[Pod], sources: list[demo_input.Source]) -> None:
     """The lines of the sources to the pods, in turn."""
     with ExitStack() as stack:
         senders = [stack.enter_context(LineSender("127.0.0.1", pod.port("ingress"))) for pod in pods]
@@ -141,10 +142,11 @@ def analyse(pods: list[Pod], to: Path) -> bool:
 def run(inputs: list[str]) -> int:
     require_spark()
     find_java()
-    sources = demo.named_files(inputs) if inputs else demo.machine_logs()[0]
-    if sum(source.count for source in sources) < demo.ENOUGH and not inputs:
-        sources.append(demo.process_events(demo.ENOUGH))
-    demo.name_topics(sources)
+    sources, skipped = demo_input.named_files(inputs) if inputs else demo_input.machine_logs()
+    if sum(source.count for source in sources) < demo_input.ENOUGH and not inputs:
+        sources.append(demo_input.process_events(demo_input.ENOUGH))
+    demo_input.name_topics(sources)
+    demo.say_input(sources, skipped)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kmq-cluster-") as root, ExitStack() as stack:
         pods = [Pod(number, Path(root)) for number in range(1, PODS + 1)]

@@ -2,184 +2,50 @@
 
     scripts/demo [--no-spark] [file or directory …]      default: this machine's own logs under /var/log
 
-Each source becomes a topic, each of its lines a message `<topic>.<class>|time|<run>-<line number>|<line>`. The check reads
-files only: every record that the WAL got meanwhile must lie in the queues, byte for byte and once, and the payloads of
-each source must hash to what was sent. A broker that is up is used and left up; else one is started and stopped again. Then
-Spark audits the directory and archives what was shipped (demo_spark.py).
+Each source becomes a topic, each of its lines a message `<topic>.<class>|time|<run>-<line number>|<line>` (demo_input.py).
+The check reads files only: every record that the WAL got meanwhile must lie in the queues, byte for byte and once, and the
+payloads of each source must hash to what was read. A broker that is up is used and left up; else one is started and stopped
+again. Then Spark audits the directory and archives what was shipped (demo_spark.py); without Java that half is skipped.
+
+Exit code 0: every line that was read is stored whole. 1: some are not, for one because they are longer than KMQ_MAX_LINE and
+only their beginning is kept, in the topic `dead`; the output names each source with such lines.
 """
 
 import heapq
 import os
-import re
 import shlex
 import subprocess
 import sys
 import time
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
 import demo_spark
-import psutil
 import typer
+from demo_input import ENOUGH, Source, machine_logs, name_topics, named_files, process_events
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kmq import record, status
-from kmq.client.lines import LineSender, format_message, percent_encode, read_port
+from kmq.client.lines import LineSender, format_message, read_port
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, BusyError, ConfigError, KmqError, RetryError
 from kmq.links.ownership import FileLock, describe
 from kmq.log import dropped, wal
-from kmq.settings import Settings, load
+from kmq.settings import KIB, MIB, Settings, load
 
-LOGS = Path("/var/log")
-ENOUGH = 5000  # lines; with fewer, live process events are shipped as well
-MOST_BYTES = 256 << 20  # of logs shipped without being asked: they take twice that on the disk
 STALLED_S = 10.0  # nothing moves for this long: say so and stop waiting
 READY_S = 60.0  # longest wait for a broker that is up but still recovering
 POLL_S = 0.01
+NAMED = 10  # files left out are named up to here, and counted beyond
+UNITS = (("MiB", MIB), ("KiB", KIB))
 SAY_S = 2.0  # between two lines about the progress, where there is no terminal
-_HEAD = 8192  # bytes that decide whether a file is text
-_COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
-
-# The class of a line is its message key: what happened (dpkg), who spoke (syslog), or how bad it is.
-_CLASSES = (
-    re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*[\s\[-]+([A-Za-z][\w-]{0,31})"),
-    re.compile(rb"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ ([A-Za-z][\w-]{0,31})"),
-    re.compile(rb"\b(?i:(emerg|alert|crit|critical|fatal|error|warn|warning|notice|info|debug|trace))\b"),
-)
 
 out = Console(highlight=False, soft_wrap=True)
-
-
-class Source:
-    """One input: a file as long as it is now, or lines that are in memory."""
-
-    def __init__(self, name: str, path: Path | None = None, collected: list[bytes] | None = None) -> None:
-        self.name, self.path, self._collected = name, path, collected or []
-        self.topic = ""
-        self.bytes = path.stat().st_size if path else 0
-        self.count = sum(1 for _ in self.lines())  # only the progress bar needs it
-        self.sent = self.too_long = 0
-        self.digest = sha256()  # of the payloads sent, each with a newline
-
-    def lines(self) -> Iterator[bytes]:
-        """Its lines without their newline; what is appended to the file meanwhile is left for the next run."""
-        if self.path is None:
-            yield from self._collected
-            return
-        left = self.bytes
-        with self.path.open("rb") as file:
-            for line in file:
-                line, left = line[:left], left - len(line)
-                if line:
-                    yield line.removesuffix(b"\n")
-                if left <= 0:
-                    return
-
-    def routing_key(self, line: bytes) -> bytes:
-        if self.path is None:
-            return b"%b.%b" % (self.topic.encode(), line.partition(b" ")[0].removeprefix(b"name="))
-        return b"%b.%b" % (self.topic.encode(), line_class(line))
-
-
-def line_class(line: bytes) -> bytes:
-    """One word that says what kind of log line this is."""
-    for pattern in _CLASSES[:2]:
-        if match := pattern.match(line):
-            return match[1].lower()
-    match = _CLASSES[2].search(line, 0, 200)
-    return match[1].lower() if match else b"line"
-
-
-# --- input -------------------------------------------------------------------------------------------------------
-
-
-def files_under(directory: Path) -> Iterator[Path]:
-    """Regular files, not symlinks: those lead to logs found elsewhere, or to a terminal."""
-    for parent, _, names in os.walk(directory):
-        yield from (path for name in sorted(names) if (path := Path(parent, name)).is_file() and not path.is_symlink())
-
-
-def why_not(path: Path) -> str:
-    """Why a file is no readable text, as one word; "" when it is."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-    except OSError:
-        return "unreadable"
-    if not head:
-        return "empty"
-    if head.startswith(_COMPRESSED):
-        return "compressed"
-    return "binary" if 0 in head else ""
-
-
-def machine_logs() -> tuple[list[Source], Counter[str]]:
-    """The text files under /var/log and, by reason, how many files were passed over."""
-    chosen: list[Path] = []
-    skipped: Counter[str] = Counter()
-    room = MOST_BYTES
-    for nbytes, path in sorted((path.stat().st_size, path) for path in files_under(LOGS)):
-        reason = why_not(path) or ("too large" if nbytes > room else "")
-        if reason:
-            skipped[reason] += 1
-        else:
-            chosen.append(path)
-            room -= nbytes
-    return [Source(str(path), path) for path in sorted(chosen)], skipped
-
-
-def named_files(names: list[str]) -> list[Source]:
-    """What the user named, whatever is in it; of a directory all files."""
-    paths: list[Path] = []
-    for name in names:
-        path = Path(name)
-        if path.is_dir():
-            paths += files_under(path)
-        elif path.is_file() and os.access(path, os.R_OK):
-            paths.append(path)
-        else:
-            raise ConfigError(f"INPUT {name!r}: not a readable file or directory")
-    return [Source(str(path), path) for path in paths]
-
-
-def process_events(wanted: int) -> Source:
-    """What the processes of this machine do, snapshot after snapshot, until there are `wanted` lines."""
-    lines: list[bytes] = []
-    fields = ("pid", "ppid", "name", "status", "cpu_times", "memory_info", "num_threads")
-    while len(lines) < wanted:
-        for process in psutil.process_iter(fields):
-            info = process.info
-            cpu, memory = info["cpu_times"], info["memory_info"]
-            cpu_s, rss = (cpu.user + cpu.system if cpu else 0.0), (memory.rss if memory else 0)
-            name = percent_encode(info["name"] or "unknown").replace(".", "-")
-            lines.append(
-                f"name={name} pid={info['pid']} ppid={info['ppid']} status={info['status']}"
-                f" cpu_s={cpu_s:.2f} rss={rss} threads={info['num_threads']} at={time.time():.6f}".encode()
-            )
-    return Source("process events", collected=lines[:wanted])
-
-
-def name_topics(sources: list[Source]) -> None:
-    """Give each source a topic of its own: the file's base name, with its directories where two are alike."""
-    taken = {"dead"}  # where the broker puts what is no message
-    for source in sources:
-        parts = source.path.absolute().parts if source.path else ("process",)
-        spellings = (topic_name("-".join(parts[-depth:])) for depth in range(1, len(parts) + 1))
-        numbered = (f"{topic_name(parts[-1])}-{n}" for n in range(2, len(sources) + 3))
-        source.topic = next(name for name in (*spellings, *numbered) if name not in taken)
-        taken.add(source.topic)
-
-
-def topic_name(text: str) -> str:
-    """`text` as a legal topic: one label, so that no longer topic can catch its messages."""
-    name = re.sub(r"[^A-Za-z0-9_-]+", "-", text.removesuffix(".log")).strip("-")[-150:]
-    return name if record.is_topic(name) else f"log-{name.strip('-_')}".rstrip("-")
 
 
 # --- the broker --------------------------------------------------------------------------------------------------
@@ -261,6 +127,7 @@ class Run:
         self.first_seq = wal.last_stored(settings.data)[0] + 1
         self.last_seq = self.first_seq - 1  # of ours in the WAL, as far as it has been read
         self.stored = 0  # of ours in the WAL
+        self.cut: list[bytes] = []  # what must be kept of each line that is too long
         self.seconds = 0.0
 
     def ship(self) -> None:
@@ -286,6 +153,7 @@ class Run:
             line = format_message(source.routing_key(payload), payload, b"%b-%d" % (self.id, number))
             if len(line) > self.settings.max_line + 1:
                 source.too_long += 1
+                self.cut.append(sha256(line[: self.settings.max_line]).digest())
             else:
                 source.sent += 1
                 source.digest.update(payload + b"\n")
@@ -338,7 +206,8 @@ class Findings:
     """WAL against queues, and the queues of this run."""
 
     def __init__(self) -> None:
-        self.records = self.gaps = self.duplicates = self.dropped = self.refused = 0
+        self.records = self.gaps = self.duplicates = self.dropped = 0
+        self.cut: list[bytes] = []  # what is kept of each line of ours that was too long
         self.queues: dict[str, Queue] = {}
 
 
@@ -397,7 +266,7 @@ def note(found: Findings, run: Run, line: bytes) -> None:
     """Take a record that is where it belongs into the figures, if it is of this run."""
     seq, _, routing_key, _, id, payload = line[:-1].split(b"|", 5)
     if routing_key == record.MALFORMED and b"|%b-" % run.id in payload[:1024]:
-        found.refused += 1
+        found.cut.append(sha256(payload).digest())
     elif not id.startswith(run.id + b"-"):
         return
     topic = routing_key.partition(b".")[0].decode()
@@ -407,7 +276,7 @@ def note(found: Findings, run: Run, line: bytes) -> None:
 
 
 def is_intact(source: Source, queue: Queue) -> bool:
-    """Whether the payloads of a source came out as they went in: all, each once, in order, byte for byte."""
+    """Whether the lines that were sent whole came out as they went in: all, each once, in order, byte for byte."""
     return queue.messages == source.sent and queue.digest.digest() == source.digest.digest()
 
 
@@ -422,12 +291,25 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} GB"
 
 
-def say_input(sources: list[Source], skipped: Counter[str]) -> None:
+def limit(nbytes: int) -> str:
+    """A setting in bytes as a person writes it."""
+    return next((f"{nbytes // unit} {name}" for name, unit in UNITS if nbytes % unit == 0), f"{nbytes} B")
+
+
+def say_input(sources: list[Source], skipped: Mapping[Path, str]) -> None:
     lines, total = sum(source.count for source in sources), sum(source.bytes for source in sources)
-    left_out = f"; skipped {', '.join(f'{n} {why}' for why, n in skipped.items())}" if skipped else ""
-    out.print(f"input      {lines:,} lines, {size(total)} of files, {len(sources)} source(s){left_out}")
+    reasons = Counter(reason.partition(",")[0] for reason in skipped.values())
+    left_out = f"; skipped {', '.join(f'{n} {why}' for why, n in reasons.items())}" if skipped else ""
+    out.print(f"input      {lines:,} lines, {size(total)} of files, {len(sources)} source(s){left_out}", markup=False)
     for source in sources:
-        out.print(f"           {source.topic} <- {source.name} ({source.count:,})", markup=False)
+        marks = [f"{source.count:,}"]
+        if source.packing:
+            marks.append(f"unpacked from {source.packing}")
+        if source.nuls:
+            marks.append(f"binary: {source.nuls:,} with a NUL, stored as base64")
+        out.print(f"           {source.topic} <- {source.name} ({', '.join(marks)})", markup=False)
+    for path, reason in [*skipped.items()][:NAMED]:
+        out.print(f"           skipped {path}: {reason}", markup=False)
 
 
 def report(run: Run, found: Findings) -> bool:
@@ -439,7 +321,6 @@ def report(run: Run, found: Findings) -> bool:
     for topic, queue in sorted(found.queues.items()):
         table.add_row(topic, *(f"{n:,}" for n in (queue.messages, queue.bytes, queue.first_seq, queue.last_seq)))
     out.print(table)
-    too_long = sum(source.too_long for source in run.sources)
     damaged = [s.topic for s in run.sources if not is_intact(s, found.queues.get(s.topic, Queue()))]
     out.print(
         f"WAL        seq {run.first_seq:,} to {run.last_seq:,}, {found.records:,} records;"
@@ -447,20 +328,33 @@ def report(run: Run, found: Findings) -> bool:
     )
     if found.dropped:
         out.print(f"dropped    {found.dropped:,} records by drop_oldest, each named in dropped.log")
-    if too_long:
-        out.print(
-            f"refused    {too_long:,} line(s) over KMQ_MAX_LINE, kept as dead.malformed ({found.refused:,} found)"
-        )
+    say_cut(run, found)
+    whole = [s for s in run.sources if s.topic not in damaged and not s.too_long]
     if damaged:
         out.print(f"payloads   NOT as sent: {', '.join(damaged)}")
-    else:
-        out.print(f"payloads   as sent, byte for byte: {len(run.sources)} of {len(run.sources)} source(s) by SHA-256")
+    out.print(f"payloads   as sent, byte for byte: {len(whole)} of {len(run.sources)} source(s) by SHA-256")
     sent, nbytes = sum(q.messages for q in found.queues.values()), sum(q.bytes for q in found.queues.values())
     out.print(
         f"speed      {sent:,} messages in {run.seconds:.2f} s: {sent / run.seconds:,.0f} messages/s,"
         f" {size(nbytes / run.seconds)}/s (this sender included)"
     )
-    return not (damaged or found.gaps or found.duplicates or found.refused != too_long)
+    return len(whole) == len(run.sources) and not (found.gaps or found.duplicates or found.cut)
+
+
+def say_cut(run: Run, found: Findings) -> None:
+    """Name the lines that could not be shipped whole, and what is wrong with what is kept of them."""
+    for source in run.sources:
+        if source.too_long:
+            are = "is" if source.too_long == 1 else "are"
+            out.print(
+                f"cut        {source.topic}: {source.too_long:,} of {source.count:,} lines {are} longer than KMQ_MAX_LINE"
+                f" ({limit(run.settings.max_line)}): kept in dead.log, cut",
+                markup=False,
+            )
+    if run.cut:
+        out.print("           to ship them whole: raise KMQ_MAX_LINE, and RB_BYTES to three times that")
+    if found.cut != run.cut:
+        out.print(f"           dead.log does NOT hold the beginning of each: {len(found.cut):,} of {len(run.cut):,}")
 
 
 def look_further(data: str, found: Findings) -> None:
@@ -479,14 +373,14 @@ def look_further(data: str, found: Findings) -> None:
 
 def demo(inputs: list[str], with_spark: bool) -> int:
     settings = load()
-    if with_spark:
-        demo_spark.check_installed()
+    without_spark = demo_spark.missing() if with_spark else ""
+    if without_spark:
+        out.print(f"spark      skipped, the audit and the archive with it: {without_spark}", markup=False)
     os.makedirs(settings.pipes, exist_ok=True)
     lock = FileLock(f"{settings.pipes}/demo.owner")  # two at once would stop each other's broker
     lock.acquire("the demo on this broker", describe("demo", settings.data))
-    skipped: Counter[str] = Counter()
     if inputs:
-        sources = named_files(inputs)
+        sources, skipped = named_files(inputs)
     else:
         sources, skipped = machine_logs()
         lines = sum(source.count for source in sources)
@@ -505,7 +399,9 @@ def demo(inputs: list[str], with_spark: bool) -> int:
     good = report(run, found)
     if found.queues:
         look_further(settings.data, found)
-        if with_spark:
+        if without_spark:
+            out.print(f"\nspark      was skipped: {without_spark}", markup=False)
+        elif with_spark:
             sent = {source.topic: source.sent for source in sources if source.sent}
             good = demo_spark.analyse(settings.data, run.id.decode(), run.began, sent, out) and good
     return EXIT_OK if good else EXIT_FAILED

@@ -12,15 +12,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kmq.errors import EXIT_OK
+from kmq.errors import EXIT_OK, ConfigError
 from kmq.spark.commands import Job, running
 from kmq.spark.sessions import find_java, require_spark
 
 
-def check_installed() -> None:
-    """Said before anything is shipped: a demo that ends in the middle for want of a package shows nothing."""
-    require_spark()
-    find_java()
+def missing() -> str:
+    """What Spark lacks here and how to get it; "" where it can run."""
+    try:
+        require_spark()
+        find_java()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def analyse(data: str, run_id: str, since: float, sent: dict[str, int], out: Console) -> bool:
@@ -36,7 +40,8 @@ def analyse(data: str, run_id: str, since: float, sent: dict[str, int], out: Con
         begin = time.monotonic()
         is_good = audit.run(job.spark, {"path": data}, str(report), progress=job.progress) == EXIT_OK
         out.print(f"audit      {'good' if is_good else 'NOT good'}, in {time.monotonic() - begin:.1f} s")
-        is_good = _archive(job, data, archived, run_id, since, sent, out) and is_good
+        if sent:
+            is_good = _archive(job, data, archived, run_id, since, sent, out) and is_good
     return is_good
 
 

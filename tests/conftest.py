@@ -1,9 +1,30 @@
 """For every kind of test. What is beside this file can be imported by all of them."""
 
+import os
+from functools import cache
 from pathlib import Path
 
 import pytest
 from brokers import Broker
+
+from kmq.errors import ConfigError
+from kmq.spark.sessions import find_java
+
+
+@cache
+def _java_missing() -> str:
+    """What Spark wants, where there is no Java for it."""
+    try:
+        find_java()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def pytest_runtest_setup(item):
+    """Skip what needs Java where there is none, and say so; in CI that is a failure."""
+    if item.get_closest_marker("java") and _java_missing():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(_java_missing())
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,8 @@
 """`scripts/demo` as a person runs it: a broker of its own on free ports, real input, and what it prints."""
 
+import bz2
+import gzip
+import lzma
 import os
 import re
 import shlex
@@ -81,6 +84,7 @@ def printed_commands(stdout):
     return [line.strip() for line in stdout.partition("look further:\n")[2].splitlines()]
 
 
+@pytest.mark.java
 def test_the_default_input_comes_out_as_it_went_in_and_is_audited_and_archived(env, tmp_path):
     """The last check must be able to fail: in the same session it is asked about one message more than was shipped."""
     lie = """
@@ -147,13 +151,62 @@ def test_the_three_printed_commands_work_when_pasted(env, tmp_path):
     assert cat.stdout == log.read_bytes()
 
 
-def test_lines_over_the_limit_are_counted_and_kept_as_dead_letters(env, tmp_path):
+def test_a_line_that_is_cut_is_counted_and_never_called_as_sent(env, tmp_path):
+    (tmp_path / "big.log").write_bytes(b"z" * 3_000_000 + b"\n")
+    done = run(env, tmp_path / "big.log")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "big: 1 of 1 lines is longer than KMQ_MAX_LINE (1 MiB): kept in dead.log, cut" in done.stdout
+    assert "as sent, byte for byte: 0 of 1 source(s)" in done.stdout
+    assert "does NOT hold" not in done.stdout, "what is kept is the beginning of the line"
+    done = run({**env, "KMQ_MAX_LINE": "3 MiB", "RB_BYTES": "9 MiB"}, tmp_path / "big.log")
+    assert done.returncode == 0, "the limit was raised as the output said: " + done.stdout + done.stderr
+    assert "as sent, byte for byte: 1 of 1 source(s)" in done.stdout
+
+
+def test_the_other_lines_of_a_source_with_a_long_one_are_checked_and_shipped(env, tmp_path):
     log = tmp_path / "big.log"
     log.write_bytes(b"short\n" + b"z" * 9000 + b"\n" + b"short too\n")
-    done = run({**env, "KMQ_MAX_LINE": "8 KiB"}, log)
+    (tmp_path / "small.log").write_bytes(b"small\n")
+    done = run({**env, "KMQ_MAX_LINE": "8 KiB"}, log, tmp_path / "small.log")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "big: 1 of 3 lines is longer than KMQ_MAX_LINE (8 KiB): kept in dead.log, cut" in done.stdout
+    assert "as sent, byte for byte: 1 of 2 source(s)" in done.stdout
+    assert "NOT as sent" not in done.stdout
+    assert {name: row[0] for name, row in table(done.stdout).items()} == {"big": 2, "small": 1, "dead": 1}
+
+
+def test_a_lost_dead_letter_is_found(env, tmp_path):
+    (tmp_path / "big.log").write_bytes(b"z" * 9000 + b"\n")
+    lie = "honest = demo.note; demo.note = lambda found, run, line: honest(found, run, line[:-2] + b'y\\n')"
+    done = run_changed({**env, "KMQ_MAX_LINE": "8 KiB"}, lie, tmp_path / "big.log")
+    assert done.returncode == 1
+    assert "dead.log does NOT hold the beginning of each" in done.stdout
+
+
+def test_packed_files_are_shipped_unpacked_and_what_cannot_be_read_is_named(env, tmp_path):
+    lines = b"one\ntwo\n" * 500
+    packed = {"a.log.gz": gzip.compress(lines), "b.xz": lzma.compress(lines), "c.bz2": bz2.compress(lines)}
+    left_out = {
+        "cut.gz": (gzip.compress(os.urandom(4000))[:2000], "damaged gzip"),
+        "d.zst": (b"\x28\xb5\x2f\xfd and more", "packed with zstd, which the demo does not unpack"),
+        "e.zip": (b"PK\x03\x04 and more", "packed with zip, which the demo does not unpack"),
+    }
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    for name, content in (packed | {name: content for name, (content, _) in left_out.items()}).items():
+        (inputs / name).write_bytes(content)
+    (inputs / "f.bin").write_bytes(b"\0\1\2\nplain\n")
+    done = run(env, inputs)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 line(s) over KMQ_MAX_LINE, kept as dead.malformed (1 found)" in done.stdout
-    assert {name: row[0] for name, row in table(done.stdout).items()} == {"big": 2, "dead": 1}
+    for name, packing in (("a.log.gz", "gzip"), ("b.xz", "xz"), ("c.bz2", "bzip2")):
+        assert f"{inputs / name} (1,000, unpacked from {packing})" in done.stdout
+    assert payloads(tmp_path / "data", "a-log-gz") == lines.splitlines()
+    assert f"{inputs / 'f.bin'} (2, binary: 1 with a NUL, stored as base64)" in done.stdout
+    for name, (_, reason) in left_out.items():
+        assert f"skipped {inputs / name}: {reason}" in done.stdout
+        alone = run(env, inputs / name)
+        assert alone.returncode == 78
+        assert reason in alone.stderr and "Traceback" not in alone.stderr
 
 
 def test_sources_of_the_same_name_get_topics_of_their_own(env, tmp_path):
@@ -186,7 +239,7 @@ def test_a_machine_with_few_logs_ships_live_process_events_too(env, tmp_path):
     (tmp_path / "logs" / "small.log").write_bytes(b"one\ntwo\n")
     (tmp_path / "logs" / "old.log.gz").write_bytes(b"\x1f\x8b\x08")
     (tmp_path / "logs" / "link.log").symlink_to("small.log")
-    done = run_changed(env, f"demo.LOGS = Path({str(tmp_path / 'logs')!r})")
+    done = run_changed(env, f"demo.machine_logs.__globals__['LOGS'] = Path({str(tmp_path / 'logs')!r})")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 compressed" in done.stdout
     assert {name: row[0] for name, row in table(done.stdout).items()} == {"small": 2, "process": 4998}
@@ -207,13 +260,16 @@ demo.queued_lines = lambda path, start: (line.replace(b"needle", b"noodle") for 
     assert "NOT as sent: app" in done.stdout
 
 
-def test_a_missing_java_is_named_before_anything_is_shipped(env, tmp_path):
+def test_without_java_the_brokers_half_runs_and_the_other_is_named(env, tmp_path):
     (tmp_path / "app.log").write_bytes(b"hello\n")
     lie = "from kmq.spark import sessions; sessions.JAVA = 1000"
     done = run_changed(env, lie, tmp_path / "app.log", spark=True)
-    assert done.returncode == 78
-    assert "apt-get install openjdk-17-jre-headless" in done.stderr
-    assert "shipping" not in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "as sent, byte for byte: 1 of 1 source(s)" in done.stdout
+    first, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
+    for line in (first, last):
+        assert line.startswith("spark ") and "skipped" in line
+        assert "apt-get install openjdk-17-jre-headless" in line
 
 
 def test_a_broker_that_is_up_is_used_and_left_up(env, tmp_path):

@@ -4,8 +4,16 @@ Data directories without a broker: made_data.py. A broker that is up: the fixtur
 """
 
 import warnings
+from pathlib import Path
 
 import pytest
+
+
+def pytest_collection_modifyitems(items):
+    """All of this folder needs Java."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker("java")
 
 
 @pytest.fixture(scope="session")
