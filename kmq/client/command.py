@@ -54,7 +54,8 @@ class Stored:
         self._patience = patience
 
     def add(self, delivery: Delivery) -> None:
-        self._patience.moved()
+        if delivery.answered:
+            self._patience.moved()
         self.error = self.error or delivery.error
         self.refused += len(delivery.refused)
         self.count += delivery.answered - len(delivery.refused)

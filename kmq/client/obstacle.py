@@ -15,6 +15,7 @@ _STATES = {
     "dead": "{name} was killed",
     "down": "{name} is not running",
 }
+_GONE = ("down", "stopped", "dead")
 
 
 def obstacle(settings: Settings) -> str:
@@ -33,9 +34,12 @@ def _is_here(host: str) -> bool:
 
 def _of_stages(settings: Settings) -> str:
     try:
-        stuck = [stage for stage in status.collect(settings).stages if stage.state != "ready"]
+        stages = status.collect(settings).stages
     except (OSError, KmqError):  # of another user
         return ""
+    stuck = [stage for stage in stages if stage.state != "ready"]
+    if stages and all(stage.state in _GONE for stage in stages):
+        return "it is down; start it with: kmq up"
     return "; ".join(_STATES.get(stage.state, f"{{name}} is {stage.state}").format(name=stage.name) for stage in stuck)
 
 
