@@ -1,12 +1,14 @@
 """`kmq …`: what a person types. Parses, calls one function, maps the result to text and an exit code."""
 
+import itertools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO, NoReturn, TypeVar
 
@@ -15,11 +17,13 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kmq import __version__, gateway, supervision
+from kmq import __version__, gateway, supervision, terminal
 from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
-from kmq.errors import EXIT_FAILED, EXIT_OK, BusyError, ConfigError, KmqError, RetryError, of_os_error
+from kmq.client.obstacle import obstacle
+from kmq.client.waiting import Patience
+from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_SIGINT, BusyError, ConfigError, KmqError, RetryError, of_os_error
 from kmq.helptext import examples as _examples
 from kmq.links.fifo import open_fifo
 from kmq.links.ownership import FileLock
@@ -27,6 +31,7 @@ from kmq.log import topics as declarations
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
 from kmq.log.segment import LIMITS
+from kmq.logfmt import pairs
 from kmq.readiness import ROOM
 from kmq.settings import GRACE_S, STAGES, Settings, load
 from kmq.spark import commands as spark_commands
@@ -42,7 +47,7 @@ _T = TypeVar("_T")
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of all commands below, too
     rich_markup_mode="rich",
     help="KMQ: a message broker inside one pod, whose every message is a line in a text file.",
     epilog="Settings come from the environment (KMQ_DATA, KMQ_PORT, …), then ./kmq.toml, then defaults.\n\n"
@@ -67,7 +72,7 @@ log_app = typer.Typer(
 )
 app.add_typer(log_app, name="log")
 app.add_typer(spark_commands.pipeline_app, name="pipeline")
-out = Console()
+out = terminal.console()
 err = Console(stderr=True)
 
 
@@ -318,8 +323,9 @@ def show_clock(
 ) -> None:
     """Show whether the time of day is trusted. Exit code 1 where it is not.
 
-    After a jump of more than a minute, or at a start more than a day after the last record, nothing is deleted or
-    forgotten by age until the time of day has been steady for ten minutes.
+    After a jump of more than a minute, or at a start more than a day after
+    the last record, nothing is deleted or forgotten by age until the time of
+    day has been steady for ten minutes.
     """
     found = statuses.collect(load())
     if not found.stages:
@@ -356,65 +362,79 @@ def produce(
     routing_key: Annotated[str, typer.Argument(help="<topic> or <topic>.<key>; not with --raw.")] = "",
     message: Annotated[list[str] | None, typer.Option("--message", "-m", help="A payload; may be given again.")] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="stdin is whole lines: routing_key|producer_ts|id|payload")
+        bool, typer.Option("--raw", help="Each line of stdin is a whole message: routing_key|producer_ts|id|payload")
     ] = False,
     acks: Annotated[
-        bool, typer.Option("--acks", help="Wait until everything is on disk; retry over restarts.")
+        bool, typer.Option("--acks", help="Wait until every message is on disk; send again after a broken connection.")
     ] = False,
     producer: Annotated[
         str,
         typer.Option(
-            help="With acks, as this producer: the same lines given again are not stored again. --raw: ids are decimal."
+            help="A name for --acks: the same lines sent again under it are stored once. With --raw the ids must be numbers."
         ),
     ] = "",
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            help="Give up when the broker has taken nothing for so long. \\[default: never; 60 with --acks]",
+        ),
+    ] = None,
 ) -> None:
-    """Send messages: one per -m, else one per line of stdin. Without --acks fire and forget: nobody says that it is stored."""
+    """Send messages: one for each -m, or one for each line of stdin.
+
+    Without --acks nothing confirms that a message was stored. While the
+    broker takes nothing, because its disk is full or a stage is stopped, the
+    command waits and says why.
+    """
     settings = load()
     if raw == bool(routing_key):
         raise ConfigError("give a routing key, or --raw for lines that bring their own")
     if "|" in routing_key or "\n" in routing_key:
         raise ConfigError(f"routing key {routing_key!r}: must not hold | or a newline")
-    if message:
-        payloads: Iterable[bytes] = (os.fsencode(text) for text in message)
+    from kmq.client import command
+
+    payloads = [[os.fsencode(text) for text in message]] if message else command.read_blocks(sys.stdin.fileno())
+    acks = acks or bool(producer)
+    ids = map(b"%d".__mod__, itertools.count(1)) if acks else itertools.repeat(b"")
+    blocks = _as_lines(payloads, os.fsencode(routing_key), ids)
+    shown = _with_progress(blocks, "sending", len) if message or not sys.stdin.isatty() else blocks
+    patience = Patience(lambda: obstacle(settings), math.inf if acks or timeout is None else timeout)
+    if acks:
+        print(command.produce(shown, producer, bool(producer) or not raw, patience, timeout))
     else:
-        payloads = _lines(sys.stdin.buffer)
-    key = os.fsencode(routing_key)
-    if acks or producer:
-        from kmq.client import command
-
-        numbered = (format_message(key, p, b"%d" % n) for n, p in enumerate(payloads, 1))
-        lines = (payload + b"\n" for payload in payloads) if raw else numbered
-        print(command.produce(_with_progress(lines, "sending"), producer, dedupe=bool(producer) or not raw))
-        return
-    lines = (payload + b"\n" for payload in payloads) if raw else (format_message(key, p) for p in payloads)
-    with _line_sender(settings) as sender:
-        for line in _with_progress(lines, "sending"):
-            sender.send(line)
-    print(f"sent {sender.sent}")
+        print(command.send(shown, _line_sender(settings, patience)))
 
 
-def _line_sender(settings: Settings) -> LineSender:
+def _as_lines(payloads: Iterable[list[bytes]], key: bytes, ids: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """Whole lines: the payloads under `key`, or as they are where that is empty."""
+    for block in payloads:
+        if key:
+            yield [format_message(key, payload, next(ids)) for payload in block]
+        else:
+            yield [payload + b"\n" for payload in block]
+
+
+def _line_sender(settings: Settings, patience: Patience) -> LineSender:
     token = ""
     if settings.tokens:
         from kmq import tokens
 
         token = tokens.local(settings)
-    return LineSender(settings.host, read_port(settings, "ingress", settings.port), token)
+    return LineSender(settings.host, read_port(settings, "ingress", settings.port), token, patience)
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    for line in stream:
-        yield line.removesuffix(b"\n")
-
-
-def _with_progress(items: Iterable[_T], what: str) -> Iterator[_T]:
+def _with_progress(items: Iterable[_T], what: str, count: Callable[[_T], int] | None = None) -> Iterator[_T]:
     """`items`, with a count on the terminal while they go by."""
     columns = (SpinnerColumn(), TextColumn(what + " {task.completed:,.0f}"), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(what, total=None)
         for number, item in enumerate(items, 1):
             yield item
-            if number % 1024 == 0:
+            if count:
+                progress.advance(task, count(item))
+            elif number % 1024 == 0:
                 progress.update(task, completed=number)
 
 
@@ -452,22 +472,36 @@ def create(
     print(f"topic {name}: {partitions} partition(s), declared in {where}, in force when the router has taken it up")
 
 
-@topics_app.command("list", epilog=_examples("kmq topics list", "kmq topics list --logfmt"))
-def list_topics(as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per partition.")] = False) -> None:
-    """List topics with their partitions, messages and bytes."""
+@topics_app.command("list", epilog=_examples("kmq topics list", "kmq topics list --logfmt", "kmq topics list --json"))
+def list_topics(
+    as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per partition.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
+) -> None:
+    """List topics with their partitions, messages and bytes.
+
+    --json: {"topics": [{"topic", "partition", "messages", "bytes",
+    "from_seq"}, …]}, one object per partition. from_seq is null until the
+    router has taken up the declaration.
+    """
     data = _data_to_read()
-    table = Table("topic", box=None, pad_edge=False, header_style="bold")
-    for title in ("partition", "messages", "bytes", "in force from seq"):
-        table.add_column(title, justify="right")
-    for name, partitions, from_seq in declarations.listing(data):
-        for partition in range(partitions):
-            messages, size = end_offset(data, name, partition)
-            if as_logfmt:
-                print(f"topic={name} partition={partition} messages={messages} bytes={size} from_seq={from_seq or 0}")
-            else:
-                since = "pending" if from_seq is None else str(from_seq)
-                table.add_row(name, str(partition), f"{messages:,}", f"{size:,}", since)
-    if not as_logfmt:
+    rows = [
+        {"topic": name, "partition": partition, "messages": messages, "bytes": size, "from_seq": from_seq}
+        for name, partitions, from_seq in declarations.listing(data)
+        for partition in range(partitions)
+        for messages, size in [end_offset(data, name, partition)]
+    ]
+    if as_json:
+        print(json.dumps({"topics": rows}))
+    elif as_logfmt:
+        for row in rows:
+            print(pairs(**row | {"from_seq": row["from_seq"] or 0}))
+    else:
+        table = Table("topic", box=None, pad_edge=False, header_style="bold")
+        for title in ("partition", "messages", "bytes", "in force from seq"):
+            table.add_column(title, justify="right")
+        for row in rows:
+            since = "pending" if row["from_seq"] is None else str(row["from_seq"])
+            table.add_row(str(row["topic"]), str(row["partition"]), f"{row['messages']:,}", f"{row['bytes']:,}", since)
         out.print(table)
 
 
@@ -492,12 +526,18 @@ def new_token(
 
 
 @token_app.command("list", epilog=_examples("KMQ_TOKENS=tokens kmq token list"))
-def list_tokens() -> None:
+def list_tokens(
+    as_json: Annotated[bool, typer.Option("--json", help='{"tokens": [{"name", "tokens"}, …]}')] = False,
+) -> None:
     """List the names that have tokens, and how many. To take one away, delete its line in the file."""
     from kmq import tokens
 
-    for name, hashes in tokens.read(_token_file()).items():
-        print(f"name={name} tokens={len(hashes)}")
+    rows = [{"name": name, "tokens": len(hashes)} for name, hashes in tokens.read(_token_file()).items()]
+    if as_json:
+        print(json.dumps({"tokens": rows}))
+    else:
+        for row in rows:
+            print(pairs(**row))
 
 
 # --- redrive -----------------------------------------------------------------------------------------------------
@@ -577,7 +617,7 @@ def redrive(
         print(f"redriven {total} {what}" + (f"; {before} of them were stored before" if before else ""))
         return
     lines = (redriving.as_sent(each.line, new) for each, new in chosen())
-    with _line_sender(settings) as sender:
+    with _line_sender(settings, Patience(lambda: obstacle(settings))) as sender:
         for block in redriving.blocks(_with_progress(lines, "redriving"), pace):
             sender.send(block)
             if rate:
@@ -613,7 +653,8 @@ def cat_log(
 
     from kmq.log import show
 
-    for line in islice(show.cat(_data_to_read(), log, from_seq, offset, since, until), count or None):
+    lines = islice(show.cat(_data_to_read(), log, from_seq, offset, since, until), count or None)
+    for line in terminal.while_read(lines):
         sys.stdout.buffer.write(line + b"\n")
     sys.stdout.buffer.flush()
 
@@ -638,27 +679,43 @@ def find_log(
     raise typer.Exit(EXIT_OK if places else EXIT_FAILED)
 
 
-@log_app.command("stat", epilog=_examples("kmq log stat", "kmq log stat append --logfmt"))
+@log_app.command("stat", epilog=_examples("kmq log stat", "kmq log stat append --logfmt", "kmq log stat --json"))
 def stat_log(
     log: Annotated[str, typer.Argument(help="append, <topic> or <topic>/<partition>; all without one.")] = "",
     as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per log.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
 ) -> None:
-    """Show what there is of each log: segments, first and last record, bytes, blocks, ages in seconds."""
+    """Show what there is of each log: segments, first and last record, bytes, blocks, ages in seconds.
+
+    --json: {"logs": [{"log", "segments", "first", "last", "bytes", "blocks",
+    "oldest_s", "newest_s"}, …]}. first and last are seqs of the WAL, offsets
+    of a partition. A log without records has last = first - 1 and ages of -1.
+    """
     from kmq.log import show
 
-    table = Table("log", box=None, pad_edge=False, header_style="bold")
-    for title in ("segments", "first", "last", "bytes", "blocks", "oldest s", "newest s"):
-        table.add_column(title, justify="right")
-    for s in show.stat(_data_to_read(), log):
-        if as_logfmt:
-            print(
-                f"log={s.name} segments={s.segments} first={s.first} last={s.end - 1} bytes={s.bytes}"
-                f" blocks={s.blocks} oldest_s={s.oldest_s:.1f} newest_s={s.newest_s:.1f}"
-            )
-        else:
-            numbers = (s.segments, s.first, s.end - 1, s.bytes, s.blocks)
-            table.add_row(s.name, *(f"{n:,}" for n in numbers), f"{s.oldest_s:,.1f}", f"{s.newest_s:,.1f}")
-    if not as_logfmt:
+    rows = [
+        {
+            "log": s.name,
+            "segments": s.segments,
+            "first": s.first,
+            "last": s.end - 1,
+            "bytes": s.bytes,
+            "blocks": s.blocks,
+        }
+        | {"oldest_s": round(s.oldest_s, 1), "newest_s": round(s.newest_s, 1)}
+        for s in show.stat(_data_to_read(), log)
+    ]
+    if as_json:
+        print(json.dumps({"logs": rows}))
+    elif as_logfmt:
+        for row in rows:
+            print(pairs(**row))
+    else:
+        table = Table("log", box=None, pad_edge=False, header_style="bold")
+        for title in ("segments", "first", "last", "bytes", "blocks", "oldest s", "newest s"):
+            table.add_column(title, justify="right")
+        for name, *numbers in map(dict.values, rows):
+            table.add_row(str(name), *(f"{number:,}" for number in numbers))
         out.print(table)
 
 
@@ -681,8 +738,9 @@ def verify(
 ) -> None:
     """Check every byte on disk, also of a running broker. Exit code 0: all good; 1: damage; 65: damage that cannot be healed.
 
-    --repair rebuilds the WAL from the queues, queues from the WAL, indexes from the data, byte by byte the same. What no copy
-    has any more goes to the directory quarantine and is named there by seq.
+    --repair rebuilds the WAL from the queues, queues from the WAL, indexes
+    from the data, byte by byte the same. What no copy has any more goes to
+    the directory quarantine and is named there by seq.
     """
     from kmq.repair import check
 
@@ -709,14 +767,19 @@ app.command("audit", epilog=_examples("kmq audit", "kmq audit --path data --repo
 
 
 def main() -> None:
-    """Entry point: KmqError, and a path that is of the wrong kind, become one line on stderr and an exit code."""
+    """Run a command. KmqError, and a path that is of the wrong kind, become one line on stderr and an exit code."""
+    terminal.open_streams()
     try:
-        app()
+        try:
+            app()
+        except SystemExit as end:
+            if end.code == EXIT_SIGINT:
+                terminal.drop()
+            raise
+        finally:
+            sys.stdout.flush()  # here, where it can still be said that it failed
     except KmqError as error:
         _fail(error)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(RetryError.exit_code) from None
     except OSError as err:
         wrong = of_os_error(err)
         if not isinstance(wrong, ConfigError):

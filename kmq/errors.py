@@ -3,10 +3,12 @@
     code  name          restart helps?  meaning
     0     EXIT_OK       -               stopped as asked, drained
     1     EXIT_FAILED   no              a command did what it could and the answer is no
+    2     (Typer's)     no              a command line is wrong
     65    EXIT_CORRUPT  no              what is on disk or in shared memory contradicts itself
     69    EXIT_BUSY     no              another process owns what this one needs
     75    EXIT_RETRY    yes             input or output failed; nothing unsynced was acknowledged
     78    EXIT_CONFIG   no              a setting, a path or a name is wrong
+    130   EXIT_SIGINT   -               a command was interrupted with Ctrl-C
 
 The numbers are those of sysexits.h where it has one, so that a supervisor that knows
 them (ours does, see supervisor.py) restarts on 75 and on a signal, and stops on the others.
@@ -20,6 +22,7 @@ EXIT_CORRUPT = 65
 EXIT_BUSY = 69
 EXIT_RETRY = 75
 EXIT_CONFIG = 78
+EXIT_SIGINT = 130
 
 NO_RESTART = frozenset({EXIT_OK, EXIT_CORRUPT, EXIT_BUSY, EXIT_CONFIG})
 
@@ -30,6 +33,7 @@ EXIT_NAMES = {
     EXIT_BUSY: "busy",
     EXIT_RETRY: "retry",
     EXIT_CONFIG: "config",
+    EXIT_SIGINT: "interrupted",
 }
 
 

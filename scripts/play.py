@@ -1,13 +1,14 @@
 """Plays what k8s/ holds as a real pod on this machine, with podman, and does for it what the kubelet would do.
 
-    scripts/play.py k8s/overlays/dev          a pod to play with; Ctrl-C ends it
+    scripts/play.py k8s/overlays/dev          a pod to play with; Ctrl-C, SIGTERM or SIGHUP ends it
 
 No API server and no registry: the overlay is rendered, the StatefulSet's or Deployment's one pod is taken out of it, and what
 podman's `kube play` does not know is put in terms it knows (`ADAPTATIONS`; each is made in a function that says so). What it
 has is used as the manifest says: containers, commands, settings, ids, read-only roots, capabilities, seccomp, limits, one IPC,
 network and process namespace. Probes run by `Pod.probe` and `Kubelet`.
 
-Needs root (`scripts/pod-setup`); everything of a pod is removed with it.
+Needs root (`scripts/pod-setup`); everything of a pod is removed with it. What a player that was killed has left is removed by the
+next one.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 HOME = Path("/var/tmp/kmq-pods")  # one directory per pod, for its volumes
 PATIENCE_S = 60.0
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 ADAPTATIONS = {
     "StatefulSet, Deployment": "their pod template becomes one Pod: podman has no controllers",
@@ -74,7 +77,38 @@ def _podman(*arguments: str, input: str | None, patience_s: float) -> subprocess
         text=True,
         errors="replace",
         timeout=patience_s,
+        start_new_session=True,  # Ctrl-C in a terminal is for us: we remove what podman makes
     )
+
+
+def _podman_to_the_end(*arguments: str, input: str) -> None:
+    """As podman(), also if we are told to stop meanwhile: a podman killed half-way forgets what it has started."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(podman, *arguments, input=input).result()
+
+
+def remove(name: str) -> None:
+    """Remove a pod and all that is its own, whoever has played it."""
+    for _ in range(3):  # a container that podman is just starting again is not taken away
+        with contextlib.suppress(PlayError):
+            podman("pod", "rm", "-f", "-t", "0", name)
+        if not podman("pod", "ps", "-q", "--filter", f"name=^{name}$").strip():
+            break
+    else:
+        raise PlayError(f"podman does not remove the pod {name}")
+    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    for path in mounts:
+        if path.startswith(f"{HOME / name}/"):
+            subprocess.run(["umount", "-l", path], check=False)
+    shutil.rmtree(HOME / name, ignore_errors=True)
+
+
+def remove_leftovers() -> None:
+    """Remove the pods of players that were killed. A pod's name has the pid of its player."""
+    for home in HOME.glob("kmq-*-*"):
+        if not _is_there(int(home.name.split("-")[1])):
+            print(f"play: removing {home.name}, whose player was killed", file=sys.stderr)
+            remove(home.name)
 
 
 def render(overlay: str | Path) -> list[Document]:
@@ -143,7 +177,6 @@ class Pod:
         self.containers = list(self.specs)
         self.ip = ""
         self._volumes: dict[str, Path] = dict(volumes or {})
-        self._mounted: list[Path] = []
         self._persistent = set(self._volumes)  # those that outlive the pod
         self.grace_s = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
@@ -164,7 +197,7 @@ class Pod:
         """Play it; returns when the containers have been started."""
         self.home.mkdir(parents=True, exist_ok=True)
         documents = [self._adapted(), *(d for d in self.source if d["kind"] == "ConfigMap")]
-        podman("kube", "play", "-", input=yaml.safe_dump_all(documents))
+        _podman_to_the_end("kube", "play", "-", input=yaml.safe_dump_all(documents))
         self._find_ip()
 
     def _find_ip(self) -> None:
@@ -174,17 +207,7 @@ class Pod:
 
     def down(self) -> None:
         """Nothing of it is left."""
-        for _ in range(3):  # a container that podman is just starting again is not taken away
-            with contextlib.suppress(PlayError):
-                podman("pod", "rm", "-f", "-t", "0", self.name)
-            if not podman("pod", "ps", "-q", "--filter", f"name=^{self.name}$").strip():
-                break
-        else:
-            raise PlayError(f"podman does not remove the pod {self.name}")
-        for path in self._mounted:
-            subprocess.run(["umount", "-l", str(path)], check=False)
-        self._mounted.clear()
-        shutil.rmtree(self.home, ignore_errors=True)
+        remove(self.name)
 
     def restart(self) -> None:
         """As when the node has restarted: everything dies at once, what was in memory is gone, the claims are kept."""
@@ -358,7 +381,6 @@ class Pod:
             subprocess.run(
                 ["mount", "-t", "tmpfs", "-o", f"size={size}", f"kmq-{volume['name']}", str(path)], check=True
             )
-            self._mounted.append(path)
         if "persistentVolumeClaim" in volume:
             self._persistent.add(volume["name"])
         for kind, field in (("Secret", "secretName"), ("ConfigMap", "name")):
@@ -487,7 +509,20 @@ def _lines(pod: Pod) -> Iterator[str]:
     yield f"  export CONTAINERS_CONF={ROOT}/build/containers.conf"
     yield f"  podman exec -it {pod.name}-{pod.containers[-1]} kmq status"
     yield f"  podman logs {pod.name}-framer"
-    yield "Ctrl-C removes it and its volumes."
+    yield "Ctrl-C (SIGTERM, SIGHUP) removes it and its volumes."
+
+
+def _stop_by_signals() -> None:
+    """Let each of these end the program in order, once: what comes while the pod is removed must not stop that."""
+    numbers = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+
+    def stop(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, lambda number, frame: None)
+        raise SystemExit(0 if number == signal.SIGINT else 128 + number)
+
+    for number in numbers:
+        signal.signal(number, stop)
 
 
 def main() -> int:
@@ -501,7 +536,9 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", help="NAME=VALUE, for the ConfigMap")
     arguments = parser.parse_args()
     settings = dict(text.split("=", 1) for text in arguments.settings)
+    _stop_by_signals()
     try:
+        remove_leftovers()
         with play(arguments.overlay, **settings) as pod, Kubelet(pod) as kubelet:
             pod.wait_ready()
             print(*_lines(pod), sep="\n", flush=True)
@@ -511,8 +548,6 @@ def main() -> int:
                 for event in kubelet.events[said:]:
                     print(event, flush=True)
                     said += 1
-    except KeyboardInterrupt:
-        return 0
     except PlayError as err:
         print(f"play: {err}", file=sys.stderr)
         return 1

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from kmq.client.lines import no_connection
 from kmq.client.producer import CONNECT_S, Address, _log, backoff, keep_alive, local_address
 from kmq.client.protocol import Core, Delivery, NotAnswered, Options, Refused
 from kmq.errors import KmqError
@@ -323,8 +324,7 @@ class AsyncProducer(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
                 self._transport = None
-            reason = getattr(err, "strerror", None) or str(err) or "no answer to hello"
-            self._core.lost(reason if isinstance(err, KmqError) else f"{where}: {reason}")
+            self._core.lost(str(err) if isinstance(err, KmqError) else no_connection(where, err))
             return False
         finally:
             if self._greeting.done() and not self._greeting.cancelled():

@@ -16,12 +16,15 @@ import re
 import socket
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 from urllib.parse import quote, unquote
 
+from kmq.client.waiting import Patience
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.settings import MIB, Settings
 
+_T = TypeVar("_T")
 _BLOCK = MIB // 4  # bytes gathered before a send
 _CONNECT_S = 5.0
 _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
@@ -158,25 +161,35 @@ def renumber(lines: bytes, ahead: int) -> bytes:
     return b"".join(out)
 
 
+def no_connection(where: str, err: Exception) -> str:
+    """Return why there is no connection to `where`; the broker's own refusal of one is protocol.Refused."""
+    if isinstance(err, ConnectionRefusedError):
+        return f"nothing listens on {where}; is the broker up?"
+    return f"cannot connect to {where}: {getattr(err, 'strerror', None) or err or 'it does not answer'}"
+
+
 class LineSender:
     """One connection of a fire-and-forget producer."""
 
-    def __init__(self, host: str, port: int, token: str = "") -> None:
+    def __init__(self, host: str, port: int, token: str = "", patience: Patience | None = None) -> None:
+        """`patience` says what is waited for while the broker pushes back; without it nobody is told."""
         try:
             self._sock = socket.create_connection((host, port), timeout=_CONNECT_S)
         except OSError as err:
-            raise RetryError(f"cannot connect to {host}:{port}: {err.strerror or err}; is the broker up?") from err
+            raise RetryError(no_connection(f"{host}:{port}", err)) from err
         self._waiting: list[bytes] = []
         self._bytes = 0
+        self._unsent = memoryview(b"")  # of what was flushed
         self.sent = 0
+        self._until_done = patience.until_done if patience else _once
+        self._sock.settimeout(patience.tick_s if patience else None)
         if token:
             self._greet(token)
-        self._sock.settimeout(None)
 
     def _greet(self, token: str) -> None:
         try:
             self._sock.sendall(f"!hello acks=0 token={token}\n".encode())
-            reply = self._sock.recv(4096)
+            reply = self._until_done(lambda: self._sock.recv(4096))
         except OSError as err:
             raise self._broken(err) from err
         if not reply.startswith(b"!ok"):
@@ -193,11 +206,18 @@ class LineSender:
 
     def flush(self) -> None:
         """Hand everything queued to the kernel."""
-        data, self._waiting, self._bytes = b"".join(self._waiting), [], 0
+        self._unsent = memoryview(b"".join(self._waiting))
+        self._waiting, self._bytes = [], 0
         try:
-            self._sock.sendall(data)
+            while self._unsent:
+                self._unsent = self._unsent[self._until_done(lambda: self._sock.send(self._unsent)) :]
         except OSError as err:
             raise self._broken(err) from err
+
+    def outcome(self) -> str:
+        """What has become of the messages, for whoever does not want to wait for the rest."""
+        left = bytes(self._unsent).count(b"\n") + len(self._waiting)
+        return f"{self.sent - left} handed over, which nothing confirms; {left} not sent"
 
     def close(self) -> None:
         """Send what is queued and wait until ingress has taken it all."""
@@ -205,7 +225,7 @@ class LineSender:
         said = b""
         try:
             self._sock.shutdown(socket.SHUT_WR)
-            while data := self._sock.recv(4096):
+            while data := self._until_done(lambda: self._sock.recv(4096)):
                 said = data
         except OSError as err:
             raise self._broken(err, said) from err
@@ -230,6 +250,10 @@ class LineSender:
             self._sock.close()
 
 
+def _once(attempt: Callable[[], _T]) -> _T:
+    return attempt()
+
+
 __all__ = [
     "KmqError",
     "LineSender",
@@ -241,6 +265,7 @@ __all__ = [
     "is_text",
     "make_id",
     "make_routing_key",
+    "no_connection",
     "percent_encode",
     "read_port",
     "renumber",

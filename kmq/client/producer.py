@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kmq.client.lines import read_port
+from kmq.client.lines import no_connection, read_port
 from kmq.client.protocol import Core, Fenced, NotAnswered, Options, Refused
 from kmq.client.protocol import Delivery as CoreDelivery
 from kmq.errors import KmqError
@@ -507,7 +507,7 @@ class Producer:
         except (OSError, KmqError) as err:
             if sock is not None:
                 sock.close()
-            return None, b"", f"{where}: {getattr(err, 'strerror', None) or err}"
+            return None, b"", no_connection(where, err)
 
     def _help(self) -> None:
         """Attend to the socket while no caller does. The lock is held, and let go meanwhile."""

@@ -211,7 +211,7 @@ class Core:
             False  # the window was full: the next group goes when it is full again, or somebody is in a hurry
         )
         self.last_error = "not connected yet"
-        self.unreachable_since = time.monotonic()
+        self.disconnected_since = time.monotonic()
         self.max_line = MIB
         self._queue: deque[Delivery] = deque()
         self._queued_bytes = 0
@@ -405,7 +405,7 @@ class Core:
     def lost(self, reason: str) -> None:
         """The connection is gone, or could not be made: what has no reply waits for the next one, in order."""
         if self.connected:
-            self.unreachable_since = time.monotonic()
+            self.disconnected_since = time.monotonic()
         self.connected, self.last_error = False, reason
         again: list[Delivery] = []
         for delivery in self._flying:
@@ -617,7 +617,7 @@ class Core:
         if oldest is not None:
             text += f", the oldest for {now - oldest:.1f} s"
         if not self.connected:
-            return f"{text}; broker unreachable for {now - self.unreachable_since:.1f} s: {self.last_error}"
+            return f"{text}; not connected for {now - self.disconnected_since:.1f} s: {self.last_error}"
         return f"{text}; the broker is connected and does not answer: it waits for its disk, or a stage of it is down"
 
 

@@ -251,7 +251,8 @@ def sql(
 ) -> None:
     """Ask topics in SQL: each is a table under its name, as it is now. Also `append` (the WAL) and `all_topics`.
 
-    Columns: broker, topic, partition, offset, seq, recv_ts, key, routing_key, producer_ts, id, headers, value, value_text.
+    Columns: broker, topic, partition, offset, seq, recv_ts, key, routing_key,
+    producer_ts, id, headers, value, value_text.
     """
     where = origin.options()
     with running("sql", on) as job:
@@ -305,7 +306,7 @@ def archive(
     ] = "topic,date,hour",
     rest: Annotated[
         bool | None,
-        typer.Option("--rest/--no-rest", help="Column of fields the schema lacks. [default: where it is inferred]"),
+        typer.Option("--rest/--no-rest", help="Column of fields the schema lacks. \\[default: where it is inferred]"),
     ] = None,
     once: Once = True,
     every: Every = "10 seconds",
@@ -437,9 +438,9 @@ def metrics(
         else:
             table = metrics.as_table(metrics.summary(job.spark, where, window))
             job.progress.stop()
-            from rich.console import Console
+            from kmq.terminal import console
 
-            Console().print(table)
+            console().print(table)
 
 
 # --- mirror --------------------------------------------------------------------------------------------------------

@@ -97,7 +97,10 @@ def show(result: "Result", limit: int) -> None:
     from rich.markup import escape as escape_markup
     from rich.table import Table
 
-    out = Console(highlight=False, width=_WIDTH)  # a table that a terminal breaks is better than one with "…" for a seq
+    from kmq.terminal import console
+
+    # A table that a terminal breaks is better than one with "…" for a seq.
+    out = Console(highlight=False, width=max(_WIDTH, console().width))
     many = len(result.sources) > 1
     if result.found:
         found = Table("finding", "where", "seq", box=None, pad_edge=False, header_style="bold")

@@ -23,6 +23,7 @@ from kmq.errors import EXIT_OK, ConfigError
 from kmq.log.reader import WAL
 from kmq.spark import failures
 from kmq.spark.progress import Progress
+from kmq.terminal import while_read
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -150,7 +151,7 @@ def as_csv(frame: "DataFrame", progress: Progress) -> None:
     progress.stop()
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(frame.columns)
-    writer.writerows(rows)
+    writer.writerows(while_read(rows))
 
 
 def as_json(frame: "DataFrame", progress: Progress) -> None:
@@ -160,7 +161,7 @@ def as_json(frame: "DataFrame", progress: Progress) -> None:
     lines = frame.select(to_json(struct("*"), {"ignoreNullFields": "false", "timestampFormat": _ISO}))
     rows = lines.toLocalIterator(prefetchPartitions=True)
     progress.stop()
-    for (line,) in rows:
+    for (line,) in while_read(rows):
         print(line)
 
 

@@ -251,13 +251,13 @@ def test_nobody_listens_and_every_call_that_waits_says_so(broker, connect):
     said = []
     producer = kmq.Producer(port=port, max_in_flight=1, timeout_s=0.3, stall_s=0.1, on_stall=said.append)
     delivery = producer.send("t", b"x")
-    words = rf"unanswered, the oldest for .*unreachable for .*127\.0\.0\.1:{port}: Connection refused"
+    words = rf"unanswered, the oldest for .*not connected for .*nothing listens on 127\.0\.0\.1:{port}"
     for call in (delivery.result, producer.flush, lambda: producer.send("t", b"y"), producer.close):
         began = time.monotonic()
         with pytest.raises(kmq.NotAnswered, match=words):
             call()
         assert 0.2 < time.monotonic() - began < 5
-    assert said and all("Connection refused" in text for text in said)
+    assert said and all("nothing listens on" in text for text in said)
     with pytest.raises(kmq.NotAnswered, match="closed before"):
         delivery.result()
 
@@ -381,7 +381,7 @@ def test_a_token_that_is_wrong_ends_the_producer_and_local_programs_have_one(bro
 
 def test_a_certificate_nobody_vouches_for_is_said_and_not_trusted(broker, secured):
     producer = kmq.Producer(**secured | {"tls": ssl.create_default_context()})
-    with pytest.raises(kmq.NotAnswered, match=r"unreachable for .*certificate verify failed"):
+    with pytest.raises(kmq.NotAnswered, match=r"not connected for .*certificate verify failed"):
         producer.send("t", b"x").result(timeout=0.5)
     producer.abort()
 

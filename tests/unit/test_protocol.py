@@ -434,10 +434,10 @@ def test_who_waited_for_room_goes_on_when_half_the_window_is_free_and_fills_it_b
 def test_a_stall_is_described_with_what_is_known():
     core = Core(Options())
     add(core)
-    core.lost("127.0.0.1:1: Connection refused")
+    core.lost("nothing listens on 127.0.0.1:1")
     text = core.describe(time.monotonic() + 7)
     assert "1 messages unanswered, the oldest for 7.0 s" in text
-    assert "unreachable for 7.0 s: 127.0.0.1:1: Connection refused" in text
+    assert "; not connected for 7.0 s: nothing listens on 127.0.0.1:1" in text
     assert "does not answer" in make().describe(0)
 
 

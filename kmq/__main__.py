@@ -1,0 +1,17 @@
+"""`kmq`, before anything is imported: Ctrl-C in that moment, too, ends with 130 and without a traceback."""
+
+
+def main() -> None:
+    """Entry point."""
+    from kmq.errors import EXIT_SIGINT
+
+    try:
+        from kmq import cli
+
+        cli.main()
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_SIGINT) from None
+
+
+if __name__ == "__main__":
+    main()

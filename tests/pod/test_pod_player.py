@@ -1,0 +1,110 @@
+"""`make pod` leaves nothing behind: no container, no pod, no tmpfs, however and whenever it is told to stop."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import play as player
+import pytest
+from play import HOME, ROOT, podman
+
+PATIENCE_S = 120.0
+
+
+def wait(condition, what):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.02)
+
+
+def left_of(name):
+    """Everything there is of a pod."""
+    found = podman("pod", "ps", "-q", "--filter", f"name=^{name}$").split()
+    found += podman("ps", "-a", "--filter", f"name=^{name}", "--format", "{{.Names}}").split()
+    found += [line for line in Path("/proc/self/mounts").read_text().splitlines() if f"/{name}/" in line]
+    return found + [str(path) for path in HOME.glob(name)]
+
+
+@pytest.fixture
+def start(image):
+    """A function that starts a command of this checkout in a process group of its own, as a terminal does."""
+    with ExitStack() as stack:
+
+        def run(*command):
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield run
+
+
+@pytest.fixture
+def play_alone(start):
+    """A function that starts a player without make; (process, name of its pod)."""
+    names = []
+
+    def run():
+        process = start(sys.executable, "scripts/play.py")
+        names.append(f"kmq-{process.pid}-0")
+        return process, names[-1]
+
+    yield run
+    for name in filter(left_of, names):
+        player.remove(name)
+
+
+def name_of(process):
+    """Of the pod that a player says is ready."""
+    name = re.search(r"pod (\S+) is ready", process.stdout.readline())
+    while name is None:
+        line = process.stdout.readline()
+        assert line, "it has ended"
+        name = re.search(r"pod (\S+) is ready", line)
+    return name[1]
+
+
+def test_sigterm_to_make_removes_the_pod(start):
+    make = start("make", "pod")
+    name = name_of(make)
+    try:
+        assert len(left_of(name)) > 6
+        make.terminate()
+        make.wait(PATIENCE_S)
+        assert left_of(name) == []
+    finally:
+        if left_of(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(name.split("-")[1]), signal.SIGKILL)
+            player.remove(name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_to_the_group_while_the_pod_starts_removes_what_there_is(play_alone, number):
+    process, name = play_alone()
+    wait(lambda: any("tmpfs" in line for line in left_of(name)), "the tmpfs of its volumes")
+    os.killpg(process.pid, number)
+    assert process.wait(PATIENCE_S) == 128 + number
+    assert left_of(name) == []
+
+
+def test_what_a_killed_player_has_left_is_removed_by_the_next_one(play_alone):
+    killed, orphan = play_alone()
+    assert name_of(killed) == orphan
+    killed.kill()
+    killed.wait()
+    assert len(left_of(orphan)) > 6
+    process, name = play_alone()
+    wait(lambda: left_of(name), "the next pod")
+    assert left_of(orphan) == []
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # impatient
+    assert process.wait(PATIENCE_S) == 0
+    assert left_of(name) == []

@@ -1,0 +1,206 @@
+"""`kmq produce` while the broker takes nothing, on a terminal, and when it is interrupted: what the user is told."""
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import threading
+
+import pytest
+
+RETRY, INTERRUPTED = 75, 130
+MANY = b"x" * 1000 + b"\n"
+ENOUGH = 20_000  # more than sockets, FIFO and rings hold
+
+
+class Produce:
+    """A `kmq produce` that runs; what it says is in `said`, as soon as it says it."""
+
+    def __init__(self, broker, *arguments, stdin=b"", **settings):
+        env = broker.env | {name: str(value) for name, value in settings.items()}
+        self.broker, self.said = broker, ""
+        self.process = subprocess.Popen(
+            ["kmq", "produce", *arguments],
+            **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+            env=env,
+            cwd=broker.root,
+        )
+        self._threads = [threading.Thread(target=self._feed, args=[stdin]), threading.Thread(target=self._read)]
+        for thread in self._threads:
+            thread.start()
+
+    def _feed(self, data):
+        try:
+            with self.process.stdin as pipe:
+                pipe.write(data)
+        except BrokenPipeError:
+            pass
+
+    def _read(self):
+        for line in self.process.stderr:
+            self.said += line.decode()
+
+    def wait_said(self, words):
+        self.broker.wait(lambda: words in self.said or self.process.poll() is not None, f"{words}, but: {self.said}")
+        assert words in self.said, self.said
+
+    def end(self):
+        """Wait for it; its exit code."""
+        printed = self.process.stdout.read().decode()
+        for thread in self._threads:
+            thread.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+        self.printed = printed
+        return self.process.wait(60)
+
+
+@pytest.fixture
+def produce(broker):
+    """A function that starts a `kmq produce` at this broker, which is up."""
+    broker.up()
+    running = []
+
+    def start(*arguments, **options):
+        running.append(Produce(broker, *arguments, **options))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.process.kill()
+        each.process.wait()
+
+
+@contextlib.contextmanager
+def stopped(broker, stage):
+    pid = broker.pids()[stage]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def interrupt(*running):
+    """Ctrl-C, now that each waits and has said so."""
+    for sent in running:
+        sent.wait_said("waiting: ")
+        sent.process.send_signal(signal.SIGINT)
+    assert [sent.end() for sent in running] == [INTERRUPTED] * len(running)
+    assert not [sent.said for sent in running if "Traceback" in sent.said or "again" in sent.said]
+
+
+@pytest.mark.parametrize(
+    ("stage", "arguments", "count"), [("ingress", [], 1), ("router", ["--acks"], ENOUGH)], ids=["plain", "acks"]
+)
+def test_produce_says_what_it_waits_for_and_when_it_goes_on(broker, produce, stage, arguments, count):
+    with stopped(broker, stage):
+        broker.wait(lambda: broker.status()[stage]["state"] == "silent", f"{stage} silent")
+        sent = produce("test.a", *arguments, stdin=MANY * count)
+        sent.wait_said(f"kmq: waiting: the broker takes nothing: silent: {stage} has given no sign of life for ")
+    assert sent.end() == 0, sent.said
+    assert str(count) in sent.printed and sent.said.count("waiting:") == 1
+    assert re.search(r"kmq: the broker takes messages again, after \d+ s\n$", sent.said)
+    broker.wait_routed(count)
+
+
+def test_produce_says_why_the_broker_refuses_messages(broker, produce):
+    broker.down()
+    broker.up(KMQ_DATA_QUOTA=1 << 20)  # too small for any message
+    running = [produce("test.a", *how, "-m", "x") for how in ([], ["--acks"])]
+    interrupt(*running)
+    for sent in running:
+        assert "takes nothing: quota: KMQ_DATA_QUOTA is reached" in sent.said
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "kmq-test", path], capture_output=True).returncode:
+        pytest.skip("no mount here (needs root)")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.mark.root
+def test_produce_names_the_full_disk(small_disk, new_broker):
+    broker = new_broker(small_disk / "data")
+    broker.gateway = False
+    broker.up()
+    with (small_disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+        while ballast.write(bytes(1 << 16)):
+            pass
+    sent = Produce(broker, "test.a", "-m", "x")
+    interrupt(sent)
+    assert "takes nothing: disk_full: the disk has no room" in sent.said
+
+
+def test_produce_to_a_broker_elsewhere_says_that_it_does_not_answer(broker):
+    """Without a stats page: all that is seen is a listener that takes nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        sent = Produce(broker, "test.a", "-m", "x", KMQ_PORT=port)
+        interrupt(sent)
+    assert (
+        f"waiting: the broker takes nothing: 127.0.0.1:{port} does not answer:"
+        " the disk there may be full, or a stage stopped; see kmq status there\n"
+    ) in sent.said
+
+
+def test_produce_gives_up_after_its_timeout_and_says_what_was_handed_over(broker, produce):
+    with stopped(broker, "ingress"):
+        plain, acked = (produce("test.a", *how, "--timeout", "1", stdin=MANY * ENOUGH) for how in ([], ["--acks"]))
+        assert (plain.end(), acked.end()) == (RETRY, RETRY)
+    assert re.search(r"^kmq: the broker took nothing for \d+ s: .* handed over, .*; \d+ not sent$", plain.said, re.M)
+    words = r"^kmq: timed out waiting for .*: not connected .*; stored 0, last seq 0; \d+ without a reply"
+    assert re.search(words, acked.said, re.M)
+    assert "Traceback" not in plain.said + acked.said and "again" not in plain.said + acked.said
+
+
+def test_ctrl_c_ends_a_waiting_produce_with_130_and_a_count(broker, produce):
+    with stopped(broker, "ingress"):
+        plain, acked = (produce("test.a", *how, stdin=MANY * ENOUGH) for how in ([], ["--acks"]))
+        interrupt(plain, acked)
+    assert re.search(r"kmq: interrupted: \d+ handed over, which nothing confirms; \d+ not sent\n$", plain.said)
+    assert re.search(
+        r"kmq: interrupted: stored 0, last seq 0; \d+ without a reply, which may or may not be stored\n$", acked.said
+    )
+
+
+def test_produce_sends_what_comes_slowly_at_once(broker):
+    """`tail -F … | kmq produce …`: a line is not kept back until many have come."""
+    broker.up()
+    reader, writer = os.pipe()
+    with subprocess.Popen(["kmq", "produce", "test.a"], stdin=reader, env=broker.env, cwd=broker.root) as process:
+        os.close(reader)
+        for n in (1, 2):
+            os.write(writer, b"slow\n")
+            broker.wait_routed(n)
+        os.close(writer)
+        assert process.wait(60) == 0
+
+
+def test_produce_on_a_terminal_says_that_it_reads_from_it(broker):
+    broker.up()
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        ["kmq", "produce", "test.a"], stdin=terminal, stdout=terminal, stderr=terminal, env=broker.env, cwd=broker.root
+    )
+    os.close(terminal)
+    shown = ""
+    while "Ctrl-D\r\n" not in shown:
+        shown += os.read(controller, 4096).decode()
+    os.write(controller, b"typed\n")
+    broker.wait_routed(1)
+    os.write(controller, b"\x04")
+    while "sent 1" not in shown:
+        shown += os.read(controller, 4096).decode()
+    assert process.wait(60) == 0
+    os.close(controller)
+    assert shown.startswith("kmq: reading messages from the terminal, one per line; end with Ctrl-D\r\n")
+    assert "sending" not in shown
+    assert broker.lines("test")[0].endswith(b"|typed")
