@@ -27,6 +27,8 @@ from kmq.settings import MIB, Settings
 _T = TypeVar("_T")
 _BLOCK = MIB // 4  # bytes gathered before a send
 _CONNECT_S = 5.0
+# Refusals that pass. The rest of the connection is refused with the same code: reconnect later, and send again.
+RETRYABLE = frozenset(("disk_full", "quota", "stopping", "busy", "connections"))
 _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
 
 
@@ -173,28 +175,44 @@ class LineSender:
 
     def __init__(self, host: str, port: int, token: str = "", patience: Patience | None = None) -> None:
         """`patience` says what is waited for while the broker pushes back; without it nobody is told."""
-        try:
-            self._sock = socket.create_connection((host, port), timeout=_CONNECT_S)
-        except OSError as err:
-            raise RetryError(no_connection(f"{host}:{port}", err)) from err
+        self._host, self._port, self._token = host, port, token
         self._waiting: list[bytes] = []
         self._bytes = 0
         self._unsent = memoryview(b"")  # of what was flushed
         self.sent = 0
+        self._tick_s = patience.tick_s if patience else None
         self._until_done = patience.until_done if patience else _once
-        self._sock.settimeout(patience.tick_s if patience else None)
-        if token:
-            self._greet(token)
+        self._sock = self._until_done(self._connect)
 
-    def _greet(self, token: str) -> None:
+    def _connect(self) -> socket.socket:
+        """A connection that has been greeted where there is a token. Raises TimeoutError where it is worth another attempt."""
+        where = (self._host, self._port)
         try:
-            self._sock.sendall(f"!hello acks=0 token={token}\n".encode())
-            reply = self._until_done(lambda: self._sock.recv(4096))
+            sock = socket.create_connection(where, timeout=_CONNECT_S)
         except OSError as err:
-            raise self._broken(err) from err
-        if not reply.startswith(b"!ok"):
-            self._sock.close()
-            raise KmqError(f"the broker refused the connection: {reply.decode(errors='replace').strip()}")
+            raise RetryError(no_connection(f"{self._host}:{self._port}", err)) from err
+        sock.settimeout(self._tick_s)
+        if not self._token:
+            return sock
+        try:
+            sock.sendall(f"!hello acks=0 token={self._token}\n".encode())
+            reply = sock.recv(4096).decode(errors="replace").strip()
+        except TimeoutError:
+            sock.close()
+            raise
+        except OSError as err:
+            sock.close()
+            raise RetryError(f"the broker closed the connection: {err.strerror or err}") from err
+        if reply.startswith("!ok"):
+            return sock
+        sock.close()
+        refusal = reply.removeprefix("!err 0 ")
+        if refusal.partition(" ")[0] not in RETRYABLE:
+            raise KmqError(f"the broker refused the connection: {refusal}")
+        if self._tick_s is None:
+            raise RetryError(f"the broker refused the connection: {refusal}")
+        time.sleep(self._tick_s)
+        raise TimeoutError(refusal)
 
     def send(self, line: bytes) -> None:
         """Queue one line (with newline); blocks while the broker pushes back."""
@@ -255,6 +273,7 @@ def _once(attempt: Callable[[], _T]) -> _T:
 
 
 __all__ = [
+    "RETRYABLE",
     "KmqError",
     "LineSender",
     "decode",

@@ -19,12 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 
-from kmq.client.lines import format_many, format_text, make_id, make_routing_key, renumber
+from kmq.client.lines import RETRYABLE, format_many, format_text, make_id, make_routing_key, renumber
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
 from kmq.settings import KIB, MIB
 
-# The rest of the connection is refused with the same code: reconnect later, and send again.
-RETRYABLE = frozenset(("disk_full", "quota", "stopping", "busy", "connections"))
 CHUNK_BYTES = 256 * KIB  # of one write: what ingress receives at once
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _MAX_TOPICS = 10_000  # routing keys remembered as bytes

@@ -107,8 +107,12 @@ def test_produce_says_what_it_waits_for_and_when_it_goes_on(broker, produce, sta
     broker.wait_routed(count)
 
 
-def test_produce_says_why_the_broker_refuses_messages(broker, produce):
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_produce_says_why_the_broker_refuses_messages(broker, produce, with_tokens):
     broker.down()
+    if with_tokens:
+        broker.env["KMQ_TOKENS"] = str(broker.root / "tokens")
+        broker.kmq("token", "new", "orders")
     assert broker.kmq("up", "--no-gateway", KMQ_DATA_QUOTA=1 << 20).returncode == 1  # too small for any message
     running = [produce("test.a", *how, "-m", "x") for how in ([], ["--acks"])]
     interrupt(*running)
