@@ -27,6 +27,7 @@ from kmq.settings import STAGES
 
 PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 PORT = 5673  # lines in
+KEEP_ALL = {"KMQ_RETENTION_BYTES": "none"}  # settings of a pod whose whole WAL is judged
 _number = itertools.count(1)
 
 

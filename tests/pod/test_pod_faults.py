@@ -22,7 +22,7 @@ import play as player
 import pytest
 from chaos.checker import Stream
 from chaos.load import PIPE_BUF, Lines
-from load import Traffic, connect, instance, judge_files, rows, settle, states, traffic_to, wait
+from load import KEEP_ALL, Traffic, connect, instance, judge_files, rows, settle, states, traffic_to, wait
 from play import Kubelet, Pod
 
 import kmq
@@ -55,13 +55,13 @@ def rng() -> random.Random:
 
 @pytest.fixture(scope="module")
 def pod(play_once: Play) -> Pod:
-    return play_once(**SERVICE_LINKS)
+    return play_once(**SERVICE_LINKS, **KEEP_ALL)
 
 
 @pytest.fixture(scope="module")
 def small(image: str) -> Iterator[Pod]:
     """Its data lies on a file system that holds DISK_BYTES. What ends in it stays so."""
-    pod = player.play(DEV, restart_policy="Never")
+    pod = player.play(DEV, restart_policy="Never", **KEEP_ALL)
     try:
         with tmpfs(pod.home / "data", DISK_BYTES), pod:
             pod.wait_ready()
@@ -427,7 +427,7 @@ def test_a_second_pod_on_the_same_volume_refuses_and_takes_over_when_the_first_i
     pod: Pod, rng: random.Random
 ) -> None:
     """As when a pod is replaced while its node does not answer. The last test of this pod."""
-    second = player.play(DEV)
+    second = player.play(DEV, **KEEP_ALL)
     second.home.mkdir(parents=True)
     (second.home / "data").symlink_to(pod.volume("data"))
     host = pod.exec("durability", "hostname").stdout.strip()

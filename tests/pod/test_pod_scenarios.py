@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from load import KEEP_ALL
 from play import ROOT, Pod
 
 STAGES = ("ingress", "framer", "durability", "router")
@@ -13,13 +14,13 @@ PATIENCE_S = 280.0  # of a whole scenario; reached only by a bug, or by a start 
 
 @pytest.fixture(scope="module")
 def pod(play_once: Callable[..., Pod]) -> Pod:
-    """One pod, with the settings of the manifest, for all scenarios that can do with them."""
-    return play_once()
+    """One pod, with the settings of the manifest but for retention, for all scenarios that can do with them."""
+    return play_once(**KEEP_ALL)
 
 
 @pytest.fixture(scope="module")
 def dropping(play_once: Callable[..., Pod]) -> Pod:
-    return play_once(RB_OVERFLOW_POLICY_DURABLE="drop_oldest")
+    return play_once(RB_OVERFLOW_POLICY_DURABLE="drop_oldest", **KEEP_ALL)
 
 
 def start(pod: Pod, number: str, **address: str) -> subprocess.CompletedProcess[str]:
