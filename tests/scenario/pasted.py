@@ -37,7 +37,7 @@ from kmq.settings import load
 PATIENCE_S = 300.0  # for one command; reached only by a bug
 _BLOCK = re.compile(r"(?:<!-- not pasted: ([^\n]*) -->\n+)?```(console|python|yaml|toml|sh|bash)\n(.*?)```", re.S)
 # Not of the README: progress, which on a terminal is a bar that goes away, and the option that makes short JVMs quick.
-_ASIDE = re.compile(r"ts=\S+ level=info stage=\S+ event=(?:step|progress) |Picked up JAVA_TOOL_OPTIONS")
+_ASIDE = re.compile(r"ts=\S+ level=info stage=\S+ event=(?:step|progress|batch) |Picked up JAVA_TOOL_OPTIONS")
 _FOLLOWS = re.compile(r"\btail -[fF]\b|--follow\b")
 _DONE = "--done--"
 OUT_OF_STEP = -1  # a command that does not end: what is said from then on belongs to no command
@@ -237,7 +237,10 @@ def paste_all(readme: str) -> list[str]:
         for step in steps(block):
             begin = time.monotonic()
             code, said = (shell if block.language == "console" else python).paste(step)
-            print(f"README.md:{step.line}: {time.monotonic() - begin:.1f} s: {step.code.splitlines()[0]}", flush=True)
+            print(
+                f"README.md:{step.line}: {time.monotonic() - begin:.1f} s: {step.code.strip().splitlines()[0]}",
+                flush=True,
+            )
             if code or (step.printed and not is_like(step.printed, said)):
                 parts = [f"README.md:{step.line}: exit code {code}", step.code, "--- README", *step.printed]
                 wrong.append("\n".join([*parts, "--- printed here", *said]))
