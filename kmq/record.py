@@ -45,13 +45,14 @@ _LOW = [b"%03d|" % i for i in range(1000)]
 
 
 class Shape:
-    """How well-formed lines look, of any topic or of some."""
+    """How well-formed lines look, whose routing keys begin in some way."""
 
-    def __init__(self, label: bytes = _LABEL) -> None:
-        """`label`: a pattern of what the routing key begins with, up to a dot or its end."""
+    def __init__(self, *heads: tuple[bytes, bytes]) -> None:
+        """`heads`: patterns of what a routing key begins with, up to a dot or its end, and bytes that do not follow then."""
         # Possessive quantifiers: without them a bad line makes the engine back into every good line before it.
-        self._good = re.compile(rb"(?:" + label + rb"(?:\.[^|\n]*+)?+\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
-        self._no_nul = re.compile(rb"(?:" + label + rb"(?:\.[^|\n\0]*+)?+\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
+        keys = [b"|".join(b"%b(?:\\.[^|\n%b%b]*+)?+" % (head, no, nul) for head, no in heads) for nul in (b"", b"\\0")]
+        self._good = re.compile(rb"(?:(?:" + keys[0] + rb")\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
+        self._no_nul = re.compile(rb"(?:(?:" + keys[1] + rb")\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
 
     def prefix(self, data: bytes) -> int:
         """How many bytes from the start of `data` are whole, well-formed lines as sent."""
@@ -59,7 +60,7 @@ class Shape:
         return match.end() if match else 0
 
 
-good_prefix = Shape().prefix
+good_prefix = Shape((_LABEL, b"")).prefix
 
 
 def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes]] | None:
@@ -119,7 +120,7 @@ def partition_number(digits: bytes) -> int:
 
 def marks(text: bytes) -> set[tuple[bytes, bytes]] | None:
     """(topic, digits) of the marks in the routing keys of whole lines; None where one stands behind what is no topic's name."""
-    if b".@" not in text:
+    if b"@" not in text or b".@" not in text:  # looking for one byte is ten times faster
         return set()
     found = set(_MARKED_LINES.findall(b"\n" + text[:-1]))
     return None if any(odd for *_, odd in found) else {(topic, digits) for topic, digits, _ in found}

@@ -134,21 +134,16 @@ def format_many(routing_key: bytes, payloads: Sequence[bytes | None], ts: float,
     if not payloads:
         return b""
     head = b"%b|%.6f|" % (routing_key, ts)
-    texts = cast("Sequence[bytes]", payloads)
-    try:
+    data = b""
+    if all(payloads):  # none is None, and none is empty
+        texts = cast("Sequence[bytes]", payloads)
         if first_id is None:
             separator = b"\n" + head + b"|"
             data = b"".join((head, b"|", separator.join(texts), b"\n"))
         else:
             data = _numbered(head, texts, first_id)
-    except TypeError:
-        data = b"|\n"  # one of them is None
-    may_be_empty = b"|\n" in data
-    if (
-        not may_be_empty
-        and len(data.translate(None, _CONTROL_FREE)) == len(payloads)
-        and (data.isascii() or _is_utf8(data))
-    ):
+    has_lines = data and len(data.translate(None, _CONTROL_FREE)) == len(payloads)
+    if has_lines and (data.isascii() or _is_utf8(data)):
         return data  # no control character but our newlines
     ids: Iterable[bytes] = (b"" for _ in payloads)
     if first_id is not None:

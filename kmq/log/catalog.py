@@ -36,6 +36,14 @@ _FEW = 32  # names in the pattern: it tries them one by one
 _LISTING, _COMPILING = 10, 100  # at most such a part of the time
 
 
+Head = tuple[bytes, bytes | None]  # a topic, and the digits of a mark where there is one
+
+
+def _pattern(heads: list[bytes]) -> bytes:
+    """Of any of these, the longer one of two that begin alike first."""
+    return b"(?:" + b"|".join(map(re.escape, sorted(heads, reverse=True))) + b")(?=[.|])"
+
+
 class _Sparing:
     """Work that takes at most a part of the time, however often there is a reason for it."""
 
@@ -73,18 +81,18 @@ class Catalog(AnyTopic):
         self._dotted = Table()  # in force, or from the message on that has named it
         self._partitions: dict[bytes, int] = {}  # of topics that marks have named
         self._listing, self._compiling = _Sparing(_LISTING), _Sparing(_COMPILING)
-        self._few: frozenset[bytes] = frozenset()
+        self._few: frozenset[Head] = frozenset()
         self._shape = record.Shape()
         self._list()
 
     def takes(self, text: bytes, next_seq: int) -> bool:
-        are_few = bool(self._few) and self._shape.prefix(text) == len(text)
-        if not are_few and record.good_prefix(text) != len(text):
-            return False
-        if b".@" in text and not self._takes_marks(text):
-            return False
-        if are_few:
+        if self._few and self._shape.prefix(text) == len(text):
             return True
+        if record.good_prefix(text) != len(text):
+            return False
+        marks = record.marks(text)
+        if marks is None or not all(map(self._takes_mark, marks)):
+            return False
         lines = b"\n" + text[:-1]
         named = set(_LABELS.findall(lines))
         if self._dotted and not named <= self.known:
@@ -94,7 +102,7 @@ class Catalog(AnyTopic):
             if not self._may_take_new(len(unknown)):
                 return False
             self._let_through(unknown, next_seq + text.count(b"\n"))
-        self._expect(named)
+        self._expect(named, marks)
         return True
 
     def refusal(self, line: bytes, seq: int) -> str:
@@ -113,17 +121,15 @@ class Catalog(AnyTopic):
             self._let_through([name], seq)
         return ""
 
-    def _takes_marks(self, text: bytes) -> bool:
-        """Whether all topics and partitions that marks in these lines name are known."""
-        found = record.marks(text)
-        if found is None:
-            return False
-        named = (Marked(topic, record.partition_number(digits) if digits else None, None) for topic, digits in found)
-        return all(self._is_named(mark.topic) and self._has_partition(mark) for mark in named)
-
-    def _is_named(self, topic: bytes) -> bool:
-        """Whether a mark may name this topic, without a look at the disk for names with a dot."""
-        return topic in self._dotted or (b"." not in topic and (topic in self.known or self._is_on_disk(topic)))
+    def _takes_mark(self, mark: tuple[bytes, bytes]) -> bool:
+        """Whether topic and partition are known that a mark names. Names with a dot are not looked for on disk."""
+        topic, digits = mark
+        if b"." in topic:
+            is_known = topic in self._dotted
+        else:
+            is_known = topic in self.known or self._is_on_disk(topic)
+        number = record.partition_number(digits) if digits else None
+        return is_known and self._has_partition(Marked(topic, number, None))
 
     def _has_partition(self, mark: Marked) -> bool:
         """Whether the partition is there that the mark names. A topic that nobody has declared will have one."""
@@ -181,15 +187,18 @@ class Catalog(AnyTopic):
             if b"." in name and name not in self._dotted:
                 self._dotted[name] = Topic(name.decode(), 1, seq)
 
-    def _expect(self, named: set[bytes]) -> None:
-        """Let the pattern look for the names of this block too; for these alone where they are too many together."""
-        if named <= self._few or len(named) > _FEW or not self._compiling.is_due:
+    def _expect(self, named: set[bytes], marks: set[tuple[bytes, bytes]]) -> None:
+        """Let the pattern look for the names and marks of this block too; for these alone where they are too many together."""
+        heads = {(name, None) for name in named} | marks
+        if heads <= self._few or len(heads) > _FEW or not self._compiling.is_due:
             return
-        together = self._few | named
-        self._few = frozenset(together if len(together) <= _FEW else named)
+        together = self._few | heads
+        self._few = frozenset(together if len(together) <= _FEW else heads)
         with self._compiling.measured():
-            names = map(re.escape, sorted(self._few, reverse=True))  # the longer one of two that begin alike first
-            self._shape = record.Shape(b"(?:" + b"|".join(names) + b")(?=[.|])")
+            # Behind a name alone there may be a mark that nobody has looked at, hence no @ there.
+            names = _pattern([topic for topic, digits in self._few if digits is None]), b"@"
+            asked = [b"%b.@%b" % (topic, digits) for topic, digits in self._few if digits is not None]
+            self._shape = record.Shape(*([(_pattern(asked), b"")] if asked else []), names)
 
     def _list(self) -> None:
         """Read which topics there are: for names with a dot, and to forget those that never came."""
@@ -205,7 +214,7 @@ class Catalog(AnyTopic):
             self._dotted |= {name: coming[name] for name in self._coming if b"." in name}
             pending = {name for name in there if b"." in name and name not in self._dotted}
             self.known = (there - pending) | self._coming.keys() | {_DEAD}
-        if not self._few <= self.known:
+        if not {topic for topic, _ in self._few} <= self.known:
             self._few, self._shape = frozenset(), record.Shape()
 
     def _declared(self, names: list[str]) -> Iterator[tuple[str, int, int | None]]:

@@ -49,7 +49,7 @@ def records(data, partition=0, topic="users"):
 
 
 def key_of(line):
-    return key_behind(b"users", line.split(b"|")[2]) or b""
+    return key_behind(b"users", line.split(b"|")[2])
 
 
 def expected(before, data, partition=0):
@@ -60,7 +60,7 @@ def expected(before, data, partition=0):
     return {
         offset: line
         for offset, line in before.items()
-        if offset >= active or offset in edges or not key_of(line) or last[key_of(line)] == offset
+        if offset >= active or offset in edges or key_of(line) is None or last[key_of(line)] == offset
     }
 
 

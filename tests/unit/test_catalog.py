@@ -113,7 +113,7 @@ def test_an_acknowledged_message_of_a_topic_too_many_is_refused_and_the_rest_is_
 
 
 def test_shapes_of_some_topics_match_what_the_shape_of_any_does():
-    shape = record.Shape(rb"(?:a|ab\.c)(?=[.|])")
+    shape = record.Shape((rb"(?:a|ab\.c)(?=[.|])", b""))
     good = b"a|0|1|x\nab.c|0|1|x\na.k|0|1|x|y\n"
     assert shape.prefix(good) == len(good)
     assert shape.prefix(b"a|0|1|x\nab|0|1|x\n") == len(b"a|0|1|x\n")
@@ -170,3 +170,18 @@ def test_a_mark_behind_what_is_no_topic_is_refused_and_no_line_beside_it(world, 
 @pytest.mark.parametrize("key", [b"append.@.k", b"dropped.x.@", b"__t.@1"])
 def test_a_mark_names_nothing_that_is_reserved(key):
     assert record.refusal(key + b"|0|1|x") == "reserved_topic"
+
+
+def test_the_quick_way_through_a_block_takes_nothing_that_the_slow_one_refuses(world):
+    topics.declare(world.data, "wide", 4)
+    world.make("a.b")
+    keys = b"wide.@3 wide.@.k wide.k wide wide.@0. a.b.@ a.b.@.k a.b.k t.@.a@b t.@.k.@9 t.@0".split()
+    odd = b"wide.@4 wide.@4.k wide.@33 a.b.@1 t.@1.k wide.k.@1 t.x.@ wide.\xff.@ wide.@x.@".split()
+    catalog, fresh = world.catalog(most=9), world.catalog(most=9)
+    assert catalog.refusal(b"t|0|1|x", 1) == fresh.refusal(b"t|0|1|x", 1) == ""
+    assert all(takes(catalog, key) for key in keys * 200), "until all of them are in the pattern"
+    assert catalog._shape.prefix(TEXT % keys[0]) > 0
+    for key in odd:
+        assert not catalog.takes(b"".join(TEXT % each for each in (*keys, key)), 1), key
+    for key in (b"t.a@b", b"t.@x", b"t.b.c@.d"):  # no mark
+        assert takes(catalog, *keys, key) and takes(fresh, key)
