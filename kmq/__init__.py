@@ -15,6 +15,7 @@ _EXPORTS = {
     "NotAnswered": "kmq.client.protocol",
     "Producer": "kmq.client.producer",
     "Refused": "kmq.client.protocol",
+    "decode_bytes": "kmq.client.lines",
     "decode_payload": "kmq.client.lines",
 }
 

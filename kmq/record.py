@@ -3,6 +3,10 @@
     sent     routing_key|producer_ts|id|payload
     stored   seq|recv_ts|routing_key|producer_ts|id|payload
 
+A routing key is `<topic>[.<key>]`, whose topic only the table of topics tells, or says it all by itself, with a mark:
+`<topic>.@[<partition>][.<key>]`. The mark is `.@` with digits or nothing, then the end or a dot. The first one counts, and the
+topic is what stands before it. Without a second dot there is no key; a dot at the end is an empty one.
+
 Everything here is a pure function of bytes. The hot path asks one question of a whole block
 (`good_prefix`: how far is every line well formed?) and touches single lines only from the first
 line that is not.
@@ -10,6 +14,7 @@ line that is not.
 
 import re
 from binascii import b2a_base64
+from collections import namedtuple
 from zlib import crc32
 
 MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
@@ -28,18 +33,26 @@ _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _CONTROL_LINE = re.compile(rb"\n[!+\-]")
 
+_NAME = rb"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"
+_MARK = re.compile(rb"\.@\d*+(?=\.|\Z)")
+_MARKED = re.compile(rb"(?s)(" + _NAME + rb")\.@(\d*+)(?:\.(.*+))?+")
+# Of each line: topic and partition where it has a mark behind a topic's name; where behind something else, what follows it.
+_MARKED_LINES = re.compile(rb"\n(?:(" + _NAME + rb")\.@(\d*+)[.|]|[^|\n]*?\.@\d*+([.|]))")
+NO_PARTITION = 10**9  # stands for any number that large: Python reads no number of thousands of digits
+
 # Last three digits of a sequence number: numbering a line costs two list slots instead of a format call.
 _LOW = [b"%03d|" % i for i in range(1000)]
 
 
 class Shape:
-    """How well-formed lines look, of any topic or of some."""
+    """How well-formed lines look, whose routing keys begin in some way."""
 
-    def __init__(self, label: bytes = _LABEL) -> None:
-        """`label`: a pattern of what the routing key begins with, up to a dot or its end."""
+    def __init__(self, *heads: tuple[bytes, bytes]) -> None:
+        """`heads`: patterns of what a routing key begins with, up to a dot or its end, and bytes that do not follow then."""
         # Possessive quantifiers: without them a bad line makes the engine back into every good line before it.
-        self._good = re.compile(rb"(?:" + label + rb"(?:\.[^|\n]*+)?+\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
-        self._no_nul = re.compile(rb"(?:" + label + rb"(?:\.[^|\n\0]*+)?+\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
+        keys = [b"|".join(b"%b(?:\\.[^|\n%b%b]*+)?+" % (head, no, nul) for head, no in heads) for nul in (b"", b"\\0")]
+        self._good = re.compile(rb"(?:(?:" + keys[0] + rb")\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
+        self._no_nul = re.compile(rb"(?:(?:" + keys[1] + rb")\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
 
     def prefix(self, data: bytes) -> int:
         """How many bytes from the start of `data` are whole, well-formed lines as sent."""
@@ -47,7 +60,7 @@ class Shape:
         return match.end() if match else 0
 
 
-good_prefix = Shape().prefix
+good_prefix = Shape((_LABEL, b"")).prefix
 
 
 def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes]] | None:
@@ -80,6 +93,39 @@ def common_key(lines: list[bytes]) -> bytes:
     return b""
 
 
+class Marked(namedtuple("Marked", ("topic", "partition", "key"))):
+    """What a mark says: the topic, the partition or None, the key or None."""
+
+    __slots__ = ()
+
+
+def has_mark(routing_key: bytes) -> bool:
+    """Whether there is a mark in a routing key, behind whatever."""
+    return _MARK.search(routing_key) is not None
+
+
+def marked(routing_key: bytes) -> Marked | None:
+    """What a routing key says by its mark; None where it has none, or none behind a topic's name."""
+    match = _MARKED.fullmatch(routing_key)
+    if match is None:
+        return None
+    topic, digits, key = match.groups()
+    return Marked(topic, partition_number(digits) if digits else None, key)
+
+
+def partition_number(digits: bytes) -> int:
+    """The partition that a mark names."""
+    return min(int(digits), NO_PARTITION) if len(digits) <= 18 else NO_PARTITION
+
+
+def marks(text: bytes) -> set[tuple[bytes, bytes]] | None:
+    """(topic, digits) of the marks in the routing keys of whole lines; None where one stands behind what is no topic's name."""
+    if b"@" not in text or b".@" not in text:  # looking for one byte is ten times faster
+        return set()
+    found = set(_MARKED_LINES.findall(b"\n" + text[:-1]))
+    return None if any(odd for *_, odd in found) else {(topic, digits) for topic, digits, _ in found}
+
+
 def is_topic_name(name: str) -> bool:
     """Whether a topic may have this name, KMQ's own among them."""
     return _TOPIC.fullmatch(name) is not None
@@ -106,6 +152,10 @@ def refusal(line: bytes) -> str:
         return "reserved_topic"
     if not _LABEL_ONLY.match(line):
         return "bad_topic"
+    if b".@" in line:
+        routing_key = line[: line.index(b"|")]
+        if has_mark(routing_key) and marked(routing_key) is None:
+            return "bad_topic"
     return ""
 
 
@@ -156,7 +206,6 @@ def disclaim(line: bytes) -> bytes:
     return b"|".join(fields)
 
 
-_MARK = re.compile(rb"\.@\d*(?=\.|$)")
 _OWN_HEADER = re.compile(rb";(?:[^;=]|enc|reason|len)(?:=[^;]*)?(?=;|$)")
 
 

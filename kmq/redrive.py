@@ -3,7 +3,8 @@
 Used by `kmq redrive` and, for many brokers and with SQL, by kmq.spark.pipelines.redrive.
 
 Which       the records of a queue; or those that dropped.log names for the ring `durable`: they are in the WAL and in no queue.
-New key     a template: `{routing_key}`, `{topic}` and `{key}` (what follows the topic) stand for the old one's parts. `to_sql`
+New key     a template: `{routing_key}`, `{topic}` and `{key}` (without a mark) stand for the old one's parts; `{topic}.{key}` is
+            the very same topic and key, whatever has been declared since. `to_sql`
             makes a SQL expression of it, in whose place Spark takes any other. `not_a_key` judges what either gives, before
             anything is sent.
 Line        time, id, headers and payload as they are stored, byte by byte, less who sent it first (headers p and w).
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kmq import record
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, reader, topics
-from kmq.routing import resolve
+from kmq.routing import exact, key_behind, resolve
 from kmq.settings import KIB
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _OWN = re.compile(rb";[pw]=[^;]*")  # who sent it first; it is a new message now
 _FIELDS = ("routing_key", "topic", "key")
+SAME = "{topic}.{key}"  # the template of what goes where it was
 _ANY_BYTES = "surrogateescape"  # a key is UTF-8 by convention only; this way every byte comes out as it went in
 _BLOCK_BYTES = 64 * KIB
 _BLOCKS_PER_S = 10  # under a rate: short enough to be even, long enough to be slept through
@@ -60,7 +62,9 @@ def parts(template: str) -> list[tuple[str, str]]:
 
 
 def to_sql(template: str) -> str:
-    """The template as a SQL expression over columns of the same names as its fields."""
+    """The template as a SQL expression over columns of the same names as its fields, and `exact`."""
+    if template == SAME:
+        return "exact"
     found = []
     for text, field in parts(template):
         found += ["'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"] if text else []
@@ -81,9 +85,18 @@ def checked(to: str, new: bytes) -> bytes:
     return new
 
 
-def rewrite(template: str, topic: str, routing_key: bytes) -> bytes:
-    """The new routing key. Raises ConfigError where the template or what it gives is not one."""
-    old = {"routing_key": routing_key, "topic": topic.encode(), "key": routing_key[len(topic) + 1 :], "": b""}
+def rewrite(template: str, topic: str, routing_key: bytes, has_marks: bool = True) -> bytes:
+    """The new routing key. Raises ConfigError where the template or what it gives is not one.
+
+    `has_marks`: the record was stored since marks count; what looks like one before is a part of its key.
+    """
+    name = topic.encode()
+    key = key_behind(name, routing_key, has_marks)
+    if not has_marks and record.has_mark(routing_key):
+        routing_key = exact(name, key)
+    if template == SAME:
+        return checked(template, exact(name, key))
+    old = {"routing_key": routing_key, "topic": name, "key": key or b"", "": b""}
     new = b"".join(text.encode(errors=_ANY_BYTES) + old[field] for text, field in parts(template))
     return checked(template, new)
 
@@ -115,13 +128,14 @@ def producer_name(topic: str, partition: int, *redrive: str) -> str:
 
 
 class Record(NamedTuple):
-    """A stored line, where it lies, and the topic of its routing key."""
+    """A stored line, where it lies, the topic of its routing key, and whether that may have a mark."""
 
     log: str  # its topic, or __append: the WAL
     partition: int
     offset: int
     topic: str
     line: bytes
+    has_marks: bool = True
 
 
 class Queue:
@@ -130,7 +144,7 @@ class Queue:
     def __init__(self, data: str, topic: str) -> None:
         if not os.path.isdir(f"{data}/topics/{topic}"):
             raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows those that do")
-        self.topic = topic
+        self.topic, self._marks_from = topic, identity.marks_from(data)
         logs = [reader.partition(data, topic, number) for number in range(topics.load(data, topic)[0])]
         self._held = [(log, log.end_offset()) for log in logs]
 
@@ -144,7 +158,8 @@ class Queue:
                     break
                 for line in text.split(b"\n")[:-1]:
                     if line and offset < end:
-                        yield Record(self.topic, partition, offset, self.topic, line)
+                        has_marks = record.seq_of(line) >= self._marks_from
+                        yield Record(self.topic, partition, offset, self.topic, line, has_marks)
                     offset += 1
 
 
@@ -164,18 +179,18 @@ class Dropped:
             for text in reader.read(self._data, low, high):
                 for line in text.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
-                    topic = resolve(self._table, line.split(b"|", 3)[2], seq)[0].decode()
+                    topic = resolve(self._table, line.split(b"|", 3)[2], seq).topic.decode()
                     if self.topic in ("", topic):
-                        yield Record(reader.WAL, 0, seq, topic, line)
+                        yield Record(reader.WAL, 0, seq, topic, line, seq >= self._table.marks_from)
 
 
 def select(records: Iterable[Record], template: str, key_glob: str, from_seq: int) -> Iterator[tuple[Record, bytes]]:
     """(record, new routing key) of those to redrive, in order. ConfigError at the first that cannot have one."""
     for each in records:
         routing_key = each.line.split(b"|", 3)[2]
-        key = routing_key[len(each.topic) + 1 :].decode(errors=_ANY_BYTES)
+        key = (key_behind(each.topic.encode(), routing_key, each.has_marks) or b"").decode(errors=_ANY_BYTES)
         if record.seq_of(each.line) >= from_seq and fnmatchcase(key, key_glob):
-            yield each, rewrite(template, each.topic, routing_key)
+            yield each, rewrite(template, each.topic, routing_key, each.has_marks)
 
 
 def numbered(chosen: Iterable[tuple[Record, bytes]], data: str, *redrive: str) -> Iterator[tuple[str, bytes]]:

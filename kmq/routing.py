@@ -3,17 +3,35 @@
 Routing is a pure function of the stored line and of the table in force at its seq, so that rebuilding a queue from the
 WAL gives the same file again:
 
-    topic       the longest declared topic that is a dot-prefix of the routing key, else the text before the first dot
-    key         what is left of the routing key
-    partition   crc32(key) mod partitions; without a key: seq mod partitions
+    topic       what stands before the mark (record.py); without a mark the longest declared topic that is a dot-prefix of the
+                routing key, else the text before the first dot
+    key         what is left of the routing key; of a line without a mark, an empty rest is none
+    partition   the one that the mark names; else crc32(key) mod partitions; without a key: seq mod partitions
 
-A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration.
+A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. Marks count from the
+table's `marks_from` on: what was stored before stays where it is (identity.py).
+
+The framer refuses a partition that the topic does not have. Where such a line is stored all the same, it goes to the number mod
+partitions: a line that is in the WAL has a place.
 """
 
 import zlib
+from collections import namedtuple
+from collections.abc import Iterable, Mapping
 
 from kmq import record
 from kmq.record import MAX_TOPIC
+
+
+class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
+    """What a routing key says under some table: the topic, the key or None, the partition that its mark asks for or None."""
+
+    __slots__ = ()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the seq decides on the partition."""
+        return self.key is None and self.asked is None
 
 
 class Topic:
@@ -24,9 +42,12 @@ class Topic:
     def __init__(self, name: str, partitions: int, from_seq: int) -> None:
         self.name, self.partitions, self.from_seq = name, partitions, from_seq
 
-    def partition_of(self, key: bytes, seq: int) -> int:
-        """Partition of a message with this key and seq."""
-        return (zlib.crc32(key) if key else seq) % self.partitions
+    def partition_of(self, route: Route, seq: int) -> int:
+        """Partition of a message with this route and seq."""
+        number: int | None = route.asked
+        if number is None:
+            number = seq if route.key is None else zlib.crc32(route.key)
+        return number % self.partitions
 
     def log_names(self) -> list[str]:
         """Names of the symlinks to its partitions, in order."""
@@ -35,8 +56,18 @@ class Topic:
         return [f"{self.name}-{number}.log" for number in range(self.partitions)]
 
 
-def resolve(topics: dict[bytes, Topic], routing_key: bytes, seq: int) -> tuple[bytes, bytes]:
-    """(topic name, key) of a routing key, under the topics in force at `seq`."""
+class Table(dict[bytes, Topic]):
+    """Topics by name, and the seq from which on a mark counts."""
+
+    def __init__(self, topics: Mapping[bytes, Topic] | Iterable[tuple[bytes, Topic]] = (), marks_from: int = 0) -> None:
+        super().__init__(topics)
+        self.marks_from = marks_from
+
+
+def resolve(topics: Table, routing_key: bytes, seq: int) -> Route:
+    """The route of a routing key, under the topics in force at `seq`."""
+    if b".@" in routing_key and seq >= topics.marks_from and (mark := record.marked(routing_key)) is not None:
+        return Route(mark.topic, mark.key, mark.partition)
     name = routing_key
     if len(name) > MAX_TOPIC:  # no longer prefix is a topic; a key of a million dots must not be tried dot by dot
         name = name[: MAX_TOPIC + 1].rpartition(b".")[0]
@@ -45,7 +76,22 @@ def resolve(topics: dict[bytes, Topic], routing_key: bytes, seq: int) -> tuple[b
         if topic is not None and topic.from_seq <= seq:
             break
         name = name.rpartition(b".")[0]
-    return name, routing_key[len(name) + 1 :]
+    return Route(name, routing_key[len(name) + 1 :] or None)
+
+
+def exact(topic: bytes, key: bytes | None) -> bytes:
+    """The routing key that leads to `topic` with this key, whatever is declared."""
+    if key is None:
+        return topic + b".@" if b"." in topic else topic
+    return b"%b.@.%b" % (topic, key)
+
+
+def key_behind(topic: bytes, routing_key: bytes, has_marks: bool = True) -> bytes | None:
+    """The key of a routing key that leads to `topic`. `has_marks`: its record was stored since marks count."""
+    key: bytes | None = routing_key[len(topic) + 1 :] or None
+    if has_marks and b".@" in routing_key and (mark := record.marked(routing_key)) is not None:
+        key = mark.key
+    return key
 
 
 class AnyTopic:
@@ -53,7 +99,7 @@ class AnyTopic:
 
     def takes(self, text: bytes, next_seq: int) -> bool:
         """Return True if `text` is well-formed lines whose topics may all be named. Its first line will be `next_seq`."""
-        return record.good_prefix(text) == len(text)
+        return record.good_prefix(text) == len(text) and record.marks(text) is not None
 
     def refusal(self, line: bytes, seq: int) -> str:
         """Why this well-formed line, which would become record `seq`, may not name its topic, as one word; else ""."""

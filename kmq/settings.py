@@ -112,8 +112,8 @@ def _instance(text: str) -> str:
 
 
 def _topic(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}", text) or text.startswith(("__", "append", "dropped")):
-        raise ValueError("must be a topic name without a dot")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}", text) or text.startswith(("__", "append", "dropped")):
+        raise ValueError("must be a topic name")
     return text
 
 

@@ -85,24 +85,28 @@ class AsyncProducer(asyncio.Protocol):
     async def send(
         self,
         topic: str,
-        payload: bytes | str,
-        key: str | None = None,
+        payload: bytes | str | None,
+        key: str | bytes | None = None,
         *,
+        partition: int | None = None,
         id: str | int | None = None,
         headers: Mapping[str, str] | None = None,
         ts: float | None = None,
         timeout: float | None = None,
     ) -> int:
         """Send one message; its seq, once it is on disk."""
-        reply = await self.submit(topic, payload, key, id=id, headers=headers, ts=ts, timeout=timeout)
+        reply = await self.submit(
+            topic, payload, key, partition=partition, id=id, headers=headers, ts=ts, timeout=timeout
+        )
         return await self._within(reply, timeout, "the reply to this message")
 
     async def submit(
         self,
         topic: str,
-        payload: bytes | str,
-        key: str | None = None,
+        payload: bytes | str | None,
+        key: str | bytes | None = None,
         *,
+        partition: int | None = None,
         id: str | int | None = None,
         headers: Mapping[str, str] | None = None,
         ts: float | None = None,
@@ -111,16 +115,17 @@ class AsyncProducer(asyncio.Protocol):
         """Queue one message, waiting only while the window is full; the future is its seq."""
         await self._room(timeout)
         delivery, reply = self._delivery()
-        self._core.add(delivery, topic, payload, key, id, headers, ts)
+        self._core.add(delivery, topic, payload, key, id, headers, ts, partition)
         self._queued()
         return reply
 
     async def send_many(
         self,
         topic: str,
-        payloads: Sequence[bytes],
-        key: str | None = None,
+        payloads: Sequence[bytes | None],
+        key: str | bytes | None = None,
         *,
+        partition: int | None = None,
         ts: float | None = None,
         timeout: float | None = None,
     ) -> list[int]:
@@ -131,7 +136,7 @@ class AsyncProducer(asyncio.Protocol):
             return []
         await self._room(timeout)
         delivery, reply = self._delivery()
-        self._core.add_many(delivery, topic, payloads, key, ts)
+        self._core.add_many(delivery, topic, payloads, key, ts, partition)
         self._queued()
         await self._within(reply, timeout, "the replies to this list")
         return delivery.seqs

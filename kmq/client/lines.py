@@ -4,8 +4,11 @@ Payloads    Tools that pass on lines of text (`kmq produce`, the demo) leave byt
             hold: NUL and newline. The Python clients encode whatever is not printable text (design 2.1): text is UTF-8 without
             control characters other than tab and carriage return, so that `tail -F` of a queue can drive no terminal. Either way
             it is base64 with the header `enc=b64`, and `decode_payload` gives back the very bytes.
-Keys        Every dot in a key given to a Python client is percent-encoded: whichever topics are declared, now or later, none
-            longer than the one that was named can be a prefix of it that ends at such a dot. `decode` gives the text back.
+Null        No value (None) is an empty payload: under `cleanup=compact` a tombstone. An empty value is an empty payload with
+            `enc=b64`, the base64 of nothing.
+Keys        Text or bytes, percent-encoded, behind a mark (kmq/record.py): whichever topics are declared, now or later, the
+            message goes to the one that was named. Dots are encoded too, as they were before there were marks: so a key keeps
+            its text, and with it its partition. `decode` gives the text back, `decode_bytes` the bytes.
 
 Promise     close() returns only after ingress has taken every byte and closed its side, so an error on the way is seen. What
             ingress took is durable a moment later, but nobody says so: that is the acknowledged protocol's job.
@@ -17,8 +20,8 @@ import socket
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
-from urllib.parse import quote, unquote
+from typing import TypeVar, cast
+from urllib.parse import quote, unquote, unquote_to_bytes
 
 from kmq.client.waiting import Patience
 from kmq.errors import ConfigError, KmqError, RetryError
@@ -44,7 +47,7 @@ def read_port(settings: Settings, name: str, fixed: int) -> int:
         raise ConfigError(f"{path}: no port there; is the broker up? (kmq status)") from None
 
 
-def percent_encode(text: str) -> str:
+def percent_encode(text: str | bytes) -> str:
     """A key or id in the form that fits between the bars: no `|`, `;`, `%`, space or control byte."""
     return quote(text, safe=_KEY_SAFE)
 
@@ -77,9 +80,14 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def decode_payload(id: bytes, payload: bytes) -> bytes:
-    """The payload that was sent, of a record with this id field."""
-    return b64decode(payload) if b"enc=b64" in id.split(b";")[1:] else payload
+def decode_payload(id: bytes, payload: bytes) -> bytes | None:
+    """The payload that was sent, of a record with this id field; None where none was."""
+    return b64decode(payload) if b"enc=b64" in id.split(b";")[1:] else payload or None
+
+
+def decode_bytes(field: bytes | str) -> bytes:
+    """A key as it was before `percent_encode`, also where it is no UTF-8."""
+    return unquote_to_bytes(field)
 
 
 def decode(field: bytes | str) -> str:
@@ -87,15 +95,23 @@ def decode(field: bytes | str) -> str:
     return unquote(field)
 
 
-def make_routing_key(topic: str, key: str | None = None) -> bytes:
-    """`<topic>` or `<topic>.<key>`. Raises ValueError where `topic` cannot be one."""
+def make_routing_key(topic: str, key: str | bytes | None = None, partition: int | None = None) -> bytes:
+    """`<topic>.@[<partition>][.<key>]`, or `<topic>` where that says it all. Raises ValueError for what cannot be one."""
     if not _TOPIC.fullmatch(topic):
         raise ValueError(f"topic {topic!r}: must be letters, digits, _ . - and begin with none of the last two")
-    if key is None:
+    if partition is not None and partition < 0:
+        raise ValueError(f"partition {partition}: must be 0 or more")
+    if key is None and partition is None and "." not in topic:
         return topic.encode()
-    if not _PLAIN_KEY.fullmatch(key):
-        key = percent_encode(key).replace(".", "%2E")
-    return f"{topic}.{key}".encode()
+    head = f"{topic}.@{'' if partition is None else int(partition)}"
+    return (head if key is None else f"{head}.{key_text(key)}").encode()
+
+
+def key_text(key: str | bytes) -> str:
+    """A key as it stands in a routing key."""
+    if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
+        return key
+    return percent_encode(key).replace(".", "%2E")
 
 
 def make_id(id: str, headers: Mapping[str, str] | None = None) -> bytes:
@@ -108,24 +124,30 @@ def make_id(id: str, headers: Mapping[str, str] | None = None) -> bytes:
     return field.encode()
 
 
-def format_text(routing_key: bytes, payload: bytes, id: bytes, ts: float) -> bytes:
+def format_text(routing_key: bytes, payload: bytes | None, id: bytes, ts: float) -> bytes:
     """One line as a Python client sends it."""
-    if not is_text(payload):
+    if payload is None:
+        payload = b""
+    elif not payload or not is_text(payload):
         payload, id = b64encode(payload), id + b";enc=b64"
     return b"%b|%.6f|%b|%b\n" % (routing_key, ts, id, payload)
 
 
-def format_many(routing_key: bytes, payloads: Sequence[bytes], ts: float, first_id: int | None = None) -> bytes:
+def format_many(routing_key: bytes, payloads: Sequence[bytes | None], ts: float, first_id: int | None = None) -> bytes:
     """The same for many, numbered from `first_id` on where there is one: some 70 ns a message where all are text."""
     if not payloads:
         return b""
     head = b"%b|%.6f|" % (routing_key, ts)
-    if first_id is None:
-        separator = b"\n" + head + b"|"
-        data = b"".join((head, b"|", separator.join(payloads), b"\n"))
-    else:
-        data = _numbered(head, payloads, first_id)
-    if len(data.translate(None, _CONTROL_FREE)) == len(payloads) and (data.isascii() or _is_utf8(data)):
+    data = b""
+    if all(payloads):  # none is None, and none is empty
+        texts = cast("Sequence[bytes]", payloads)
+        if first_id is None:
+            separator = b"\n" + head + b"|"
+            data = b"".join((head, b"|", separator.join(texts), b"\n"))
+        else:
+            data = _numbered(head, texts, first_id)
+    has_lines = data and len(data.translate(None, _CONTROL_FREE)) == len(payloads)
+    if has_lines and (data.isascii() or _is_utf8(data)):
         return data  # no control character but our newlines
     ids: Iterable[bytes] = (b"" for _ in payloads)
     if first_id is not None:
@@ -277,11 +299,13 @@ __all__ = [
     "KmqError",
     "LineSender",
     "decode",
+    "decode_bytes",
     "decode_payload",
     "format_many",
     "format_message",
     "format_text",
     "is_text",
+    "key_text",
     "make_id",
     "make_routing_key",
     "no_connection",

@@ -165,23 +165,27 @@ class Producer:
     def send(
         self,
         topic: str,
-        payload: bytes | str,
-        key: str | None = None,
+        payload: bytes | str | None,
+        key: str | bytes | None = None,
         *,
+        partition: int | None = None,
         id: str | int | None = None,
         headers: Mapping[str, str] | None = None,
         ts: float | None = None,
         callback: Callable[[CoreDelivery], object] | None = None,
         timeout: float | None = None,
     ) -> Delivery:
-        """Queue one message; waits only while the window is full. `callback` is called with the delivery."""
+        """Queue one message; waits only while the window is full. `callback` is called with the delivery.
+
+        A payload of None is a tombstone. Without `partition` the key decides; without either, partitions take turns.
+        """
         delivery = Delivery(callback)
         delivery._producer = self
         core = self._core
         with self._lock:
             if core.is_full or core.failed or self._closed:
                 self._wait_for_room(timeout)
-            core.add(delivery, topic, payload, key, id, headers, ts)
+            core.add(delivery, topic, payload, key, id, headers, ts, partition)
             if self._resting or not core.waits_for_reply:
                 self._queued()
         return delivery
@@ -189,9 +193,10 @@ class Producer:
     def send_many(
         self,
         topic: str,
-        payloads: Sequence[bytes],
-        key: str | None = None,
+        payloads: Sequence[bytes | None],
+        key: str | bytes | None = None,
         *,
+        partition: int | None = None,
         ts: float | None = None,
         callback: Callable[[CoreDelivery], object] | None = None,
         timeout: float | None = None,
@@ -201,7 +206,7 @@ class Producer:
         delivery._producer = self
         with self._lock:
             self._wait_for_room(timeout, len(payloads))
-            self._core.add_many(delivery, topic, payloads, key, ts)
+            self._core.add_many(delivery, topic, payloads, key, ts, partition)
             self._queued()
         return delivery
 

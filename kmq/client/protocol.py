@@ -253,18 +253,19 @@ class Core:
         self,
         delivery: Delivery,
         topic: str,
-        payload: bytes | str,
-        key: str | None = None,
+        payload: bytes | str | None,
+        key: str | bytes | None = None,
         id: str | int | None = None,
         headers: Mapping[str, str] | None = None,
         ts: float | None = None,
+        partition: int | None = None,
     ) -> None:
         """Queue one message."""
-        if key is None:
+        if key is None and partition is None:
             routing_key = self._keys.get(topic) or self._routing_key(topic)
         else:
-            routing_key = make_routing_key(topic, key)
-        if payload.__class__ is not bytes:
+            routing_key = make_routing_key(topic, key, partition)
+        if payload.__class__ is not bytes and payload is not None:
             payload = payload.encode() if isinstance(payload, str) else bytes(payload)
         if id is None and not headers and not self._window_prefix:
             id_field = b"%d" % self._make_id() if self.name else b""
@@ -301,10 +302,16 @@ class Core:
         return key
 
     def add_many(
-        self, delivery: Delivery, topic: str, payloads: Sequence[bytes], key: str | None = None, ts: float | None = None
+        self,
+        delivery: Delivery,
+        topic: str,
+        payloads: Sequence[bytes | None],
+        key: str | bytes | None = None,
+        ts: float | None = None,
+        partition: int | None = None,
     ) -> None:
         """Queue a list."""
-        routing_key = make_routing_key(topic, key)
+        routing_key = make_routing_key(topic, key, partition)
         ts = time.time() if ts is None else ts
         if self._window_prefix:
             data = b"".join(

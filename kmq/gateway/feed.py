@@ -89,7 +89,7 @@ class Feed:
                 found.append(cursor.read.popleft())
         for seq, line in sorted(found):
             fields = line.split(b"|", 5)
-            self.ready.append(Record(seq, decode_payload(fields[4], fields[5])))
+            self.ready.append(Record(seq, decode_payload(fields[4], fields[5]) or b""))
             self.next_seq = seq + 1
         waiting = sum(len(line) + _OBJECT for cursor in self._cursors for _, line in cursor.read)
         self.weight = waiting + sum(len(record.payload) + _OBJECT for record in self.ready)

@@ -1,6 +1,6 @@
 """The logs over HTTP, read-only: what kmq.spark.remote, or anyone with curl, needs to read a broker's files from afar.
 
-    GET /v1/broker                       {"data_id", "format", "instance"}
+    GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}
     GET /v1/topics[?after=&limit=]       [{"name", "partitions", "from_seq", "first_offsets": […], "end_offsets": […]}]
     GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}, for an audit
     GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}], without topics that do not exist
@@ -95,12 +95,13 @@ class Logs:
     # --- what there is -----------------------------------------------------------------------------------------------
 
     async def broker(self, request: web.Request) -> web.Response:
-        def look() -> dict[str, str]:
+        def look() -> dict[str, str | int]:
             form, _ = identity.version(self._data) or (0, 0)
             return {
                 "data_id": identity.read(self._data, "id"),
                 "format": str(form),
                 "instance": self._settings.instance,
+                "marks_from": identity.marks_from(self._data),
             }
 
         return web.json_response(await self._run(look))

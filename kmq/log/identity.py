@@ -5,11 +5,13 @@
     lineage    names the records: what the directory was called where they began. Equal to `id` unless it is a copy of
                another one that goes its own way. Every index carries it, so that a segment of other records is never
                taken for one of these.
-    format     `<version> from_seq=<n> crc32=<of what stands before it>`: the version of all formats, in force for records
-               from seq n on.
+    format     `<version> from_seq=<n> marks_from=<m> crc32=<of what stands before it>`: the version of all formats, in force
+               for records from seq n on; and from which seq on routing keys have marks.
 
 Version 2 (from version 1: lines look alike): an index begins with a line that says whose it is (index.py). What lies before
-`from_seq` may be without. A directory of version 1 is raised to 2 by durability, which knows where its WAL ends.
+`from_seq` may be without. In a routing key `.@` is a mark (record.py): what lies before `marks_from` was routed without, and
+keeps its place. A directory of version 1 is raised to 2 by durability, which knows where its WAL ends; so is one of an early
+version 2, which does not say `marks_from`.
 """
 
 import contextlib
@@ -22,9 +24,10 @@ from kmq.errors import WRONG_KIND, ConfigError, CorruptError, RetryError
 from kmq.log.disk import FULL, replace_file, sync_directory
 
 FORMAT = 2
-_NEVER = 1 << 62
+NEVER = 1 << 62  # a seq that no record has
+_LONGEST = 128  # bytes of `format`
 _NAME = re.compile(r"[0-9a-f]{32}")
-_FORMAT = re.compile(r"(\d{1,9}) from_seq=(\d{1,18}) crc32=\d{1,10}")
+_FORMAT = re.compile(r"(\d{1,9}) from_seq=(\d{1,18})(?: marks_from=(\d{1,18}))? crc32=\d{1,10}")
 
 
 def open_data(path: str) -> str:
@@ -37,7 +40,7 @@ def open_data(path: str) -> str:
         os.makedirs(f"{path}/topics", exist_ok=True)
         _write_once(path, "id", os.urandom(16).hex())
         _write_once(path, "lineage", read(path, "id"))
-        _write_once(path, "format", format_text(1))
+        _write_once(path, "format", format_text(1, 1))
     except OSError as err:
         kind = RetryError if err.errno in (errno.EIO, *FULL) else ConfigError
         advice = "; move it away" if err.errno in WRONG_KIND else ""
@@ -67,16 +70,46 @@ def version(path: str) -> tuple[int, int] | None:
         return None
     if text == "1":
         return 1, 0
+    said = _parse(text)
+    return (FORMAT, said[1]) if said and said[0] == FORMAT else None
+
+
+def _parse(text: str) -> tuple[int, int, int | None] | None:
+    """(version, from_seq, marks_from) of a well made format, of whatever version."""
     match = _FORMAT.fullmatch(text)
-    is_ours = match is not None and int(match[1]) == FORMAT and text == format_text(int(match[2]))
-    return (FORMAT, int(match[2])) if match and is_ours else None
+    if match is None:
+        return None
+    number, from_seq, marks_from = (int(group) if group else None for group in match.groups())
+    assert number is not None and from_seq is not None
+    return (number, from_seq, marks_from) if text == format_text(from_seq, marks_from, number) else None
+
+
+def marks_from(path: str) -> int:
+    """The first seq whose routing key may have a mark; beyond all seqs where the directory has not been raised to it."""
+    try:
+        said = _parse(read(path, "format"))
+    except FileNotFoundError:
+        return NEVER
+    return NEVER if said is None or said[2] is None else said[2]
 
 
 def is_of_another_version(path: str) -> bool:
     """Whether `format` is as another version may have written it: damaged, it would not be so well made."""
     text = read(path, "format")
-    match = _FORMAT.fullmatch(text)
-    return text.isdigit() or (match is not None and text == format_text(int(match[2]), int(match[1])))
+    return text.isdigit() or _parse(text) is not None
+
+
+def mended(path: str) -> str:
+    """The text of a `format` with one flipped bit, which its crc tells; "" where that is not what happened."""
+    with contextlib.suppress(FileNotFoundError), open(f"{path}/format", "rb") as file:
+        damaged = file.read(_LONGEST).rstrip(b"\n")
+        for bit in range(8 * len(damaged)):
+            text = bytearray(damaged)
+            text[bit // 8] ^= 1 << bit % 8
+            said = _parse(text.decode("latin-1").strip())
+            if said is not None and said[0] == FORMAT:
+                return text.decode("latin-1").strip()
+    return ""
 
 
 def labelled_from(log_path: str) -> int:
@@ -85,27 +118,28 @@ def labelled_from(log_path: str) -> int:
     for root in (parent, os.path.dirname(os.path.dirname(parent))):
         found = version(root)
         if found is not None:
-            return found[1] if found[0] == FORMAT else _NEVER
-    return _NEVER
+            return found[1] if found[0] == FORMAT else NEVER
+    return NEVER
 
 
 def is_newest(path: str) -> bool:
     """Whether everything that is written from now on is of the newest version."""
-    found = version(path)
-    return found is not None and found[0] == FORMAT
+    return version(path) is not None and marks_from(path) < NEVER
 
 
 def raise_version(path: str, next_seq: int) -> bool:
     """From `next_seq` on everything is written by the newest version; whether it was not before."""
-    if version(path) is None or is_newest(path):
+    found = version(path)
+    if found is None or is_newest(path):
         return False
-    replace_file(f"{path}/format", f"{format_text(next_seq)}\n".encode())
+    from_seq = found[1] if found[0] == FORMAT else next_seq
+    replace_file(f"{path}/format", f"{format_text(from_seq, next_seq)}\n".encode())
     return True
 
 
-def format_text(from_seq: int, number: int = FORMAT) -> str:
-    """What `format` holds."""
-    text = f"{number} from_seq={from_seq}"
+def format_text(from_seq: int, marks_from: int | None = None, number: int = FORMAT) -> str:
+    """What `format` holds; without `marks_from` as an early version 2 wrote it."""
+    text = f"{number} from_seq={from_seq}" + ("" if marks_from is None else f" marks_from={marks_from}")
     return f"{text} crc32={zlib.crc32(text.encode())}"
 
 

@@ -18,7 +18,7 @@ from itertools import pairwise
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import checkpoint, compaction, dropped, reader, remnant, segment, spare, topics, wal
+from kmq.log import checkpoint, compaction, dropped, identity, reader, remnant, segment, spare, topics, wal
 from kmq.log.disk import FULL, Buffer, WaitForRoom, find_tail, give_up, replace_file, with_room
 from kmq.log.index import IndexWriter, read_entries
 from kmq.log.newcomers import AT_ONCE, Newcomer, Newcomers
@@ -26,7 +26,7 @@ from kmq.log.partition import EMPTY, Gap, PartitionLog, State, directory_of, fit
 from kmq.log.reader import DamageError, MisplacedError, is_stored
 from kmq.log.segment import COMPACT, Limits, Segment
 from kmq.logfmt import Log
-from kmq.routing import Topic, resolve
+from kmq.routing import Table, Topic, resolve
 from kmq.settings import MIB
 
 MAX_OPEN = 1024  # logs that are kept open, where the process may have so many files
@@ -38,7 +38,7 @@ _MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys mu
 _MAX_ROUTE = 256  # nor one with long keys: bytes of a routing key that is remembered
 _NEVER = 1 << 62  # a seq that no record has
 
-# Where a routing key leads. A Topic: its partition depends on the seq (no key). A Newcomer: it has to be made first.
+# Where a routing key leads. A Topic: its partition depends on the seq. A Newcomer: it has to be made first.
 Target = PartitionLog | Topic | Newcomer
 
 
@@ -67,7 +67,7 @@ class Queues:
         self._check: Callable[[], None] = lambda: None  # what recover() was given
         self.now_s: Callable[[], float] = time.time  # for retention by age: a clock that is trusted (clock.py)
         self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
-        self.topics: dict[bytes, Topic] = {}
+        self.topics = Table()
         self.sorted_seq = 0  # up to here every record is in its log, or waits for its topic to be made
         self._newcomers = Newcomers()
         self._making: Newcomer | None = None  # whose lines are on the way to their log
@@ -177,19 +177,26 @@ class Queues:
         target = self._routes.get(routing_key)
         if target is not None:
             return target
-        name, key = resolve(self.topics, routing_key, seq)
-        topic = self.topics.get(name)
-        if topic is None:
-            return self._newcomers.named(name, seq)
-        if topic.partitions > 1 and not key:
+        route = resolve(self.topics, routing_key, seq)
+        topic = self.topics.get(route.topic)
+        if topic is None or route.topic in self._newcomers:
+            return self._newcomer(route.topic, seq)
+        if topic.partitions > 1 and route.is_spread:
             target = topic
         else:
-            target = self._log_of(topic, topic.partition_of(key, seq))
+            target = self._log_of(topic, topic.partition_of(route, seq))
         if len(self._routes) >= _MAX_ROUTES:
             self._routes.clear()
         if len(routing_key) <= _MAX_ROUTE:
             self._routes[routing_key] = target
         return target
+
+    def _newcomer(self, name: bytes, seq: int) -> Newcomer:
+        """The topic to be made that a message names. With a dot in its name it is in force for all messages from this one on."""
+        if b"." in name and name not in self.topics:
+            self.topics[name] = Topic(name.decode(), 1, seq)
+            self._routes.clear()
+        return self._newcomers.named(name, seq)
 
     def _create_topic(self, name: bytes, seq: int) -> Topic:
         """A topic that a message brings into being: one partition, in force from its first message on.
@@ -204,6 +211,9 @@ class Queues:
         self.before_topic()
 
         def write() -> None:
+            if b"." in name:  # others depend on its from_seq, which nobody could guess after a power cut
+                topics.make(self.data, topic.name, topics.Declaration(1, seq))
+                return
             os.makedirs(f"{self.data}/topics/{topic.name}/0", exist_ok=True)
             with open(path, "wb") as file:
                 file.write(topics.Declaration(1, seq).text())
@@ -343,7 +353,8 @@ class Queues:
             if _is_empty(topics.toml_path(self.data, topic.name)):  # a kill or a power cut came before its text
                 os.makedirs(f"{self.data}/topics/{topic.name}", exist_ok=True)
                 self._write_toml(topic, topics.Declaration(topic.partitions, topic.from_seq))
-        self.topics = {topic.name.encode(): topic for topic in found.values()}
+        in_force = ((topic.name.encode(), topic) for topic in found.values())
+        self.topics = Table(in_force, identity.marks_from(self.data))
         return list(found.values())
 
     def _limit(self, name: str, declared: topics.Declaration) -> None:
@@ -491,8 +502,8 @@ class Queues:
                 mine = []
                 for line in block.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
-                    found, key = resolve(self.topics, line.split(b"|", 3)[2], seq)
-                    if found == name and topic.partition_of(key, seq) == partition:
+                    route = resolve(self.topics, line.split(b"|", 3)[2], seq)
+                    if route.topic == name and topic.partition_of(route, seq) == partition:
                         mine.append(line + b"\n")
                 if mine:
                     yield b"".join(mine)
@@ -509,8 +520,9 @@ class Queues:
         self._routes.clear()
 
     def _wanted(self, low: int, high: int) -> list[tuple[int, int]]:
-        """low…high without the dropped ranges, cut where a topic came into force."""
-        cuts = sorted({t.from_seq for t in self.topics.values() if t.partitions > 1 or "." in t.name})
+        """low…high without the dropped ranges, cut where a topic came into force, or marks began to count."""
+        changes = {t.from_seq for t in self.topics.values() if t.partitions > 1 or "." in t.name}
+        cuts = sorted({*changes, self.topics.marks_from})
         wanted = []
         for first, last in dropped.without(low, high, dropped.read(self.data, "durable")):
             starts = [first, *(seq for seq in cuts if first < seq <= last), last + 1]
@@ -691,7 +703,8 @@ class Queues:
             log.unsynced.clear()
         if not self._wal_is_synced:
             dirty.append(os.path.realpath(f"{self.data}/append.log"))
-        content = checkpoint.text(self.routed_seq, self._states, self.topics.values())
+        made = (topic for name, topic in self.topics.items() if name not in self._newcomers)
+        content = checkpoint.text(self.routed_seq, self._states, made)
         self._checkpointer.start(content, dirty, retired, self._kept)
         self._unsynced.clear()
         self._dirty, self._kept = [], []
@@ -733,7 +746,8 @@ def _spread(
     for topic, lines in groups.items():
         if isinstance(topic, Topic):
             for line in lines:
-                log = log_of(topic, topic.partition_of(b"", record.seq_of(line)))
+                seq = record.seq_of(line)
+                log = log_of(topic, seq % topic.partitions)
                 logs.setdefault(log, []).append(line)
                 touched.add(log)
     for log in touched:

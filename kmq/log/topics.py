@@ -12,15 +12,15 @@ A declaration without `from_seq` is pending: `declare` makes it, the router adop
 is the only way to a seq that is right by construction: nobody else knows what has been routed.
 """
 
-import contextlib
 import os
 from collections.abc import Iterator
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError
+from kmq.log import identity
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.segment import LIMITS, Limits
-from kmq.routing import Topic
+from kmq.routing import Table, Topic
 
 MAX_PARTITIONS = 1024
 
@@ -147,13 +147,10 @@ def listing(data: str) -> list[tuple[str, int, int | None]]:
     return [(name, *load(data, name)) for name in names(data)]
 
 
-def table(data: str) -> dict[bytes, Topic]:
+def table(data: str) -> Table:
     """The topics in force, as `kmq.routing.resolve` takes them."""
-    return {
-        name.encode(): Topic(name, partitions, from_seq)
-        for name, partitions, from_seq in listing(data)
-        if from_seq is not None
-    }
+    in_force = (Topic(name, count, from_seq) for name, count, from_seq in listing(data) if from_seq is not None)
+    return Table(((topic.name.encode(), topic) for topic in in_force), identity.marks_from(data))
 
 
 def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None) -> None:
@@ -170,16 +167,25 @@ def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None
     for link in Topic(name, partitions, 1).log_names():
         if os.path.lexists(f"{data}/{link}"):
             raise ConfigError(f"topic {name!r}: its symlink {link} exists already and leads to another queue")
-    making = f"{data}/topics/.new-{name}-{os.getpid()}"
-    os.mkdir(making)
     try:
-        replace_file(f"{making}/topic.toml", Declaration(partitions, None, limits).text())
-        os.rename(making, f"{data}/topics/{name}")
+        make(data, name, Declaration(partitions, None, limits))
     except OSError as err:
         raise ConfigError(f"topic {name!r}: could not be declared: {err.strerror}") from err
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            import shutil  # here, because it takes half a MiB of each stage
 
-            shutil.rmtree(making)
+
+def make(data: str, name: str, declaration: Declaration) -> None:
+    """A new topic, on disk with its declaration or not at all."""
+    directory, making = f"{data}/topics/{name}", f"{data}/topics/.new-{name}-{os.urandom(4).hex()}"
+    if os.path.isdir(directory):
+        replace_file(f"{directory}/topic.toml", declaration.text())
+        return
+    os.mkdir(making)
+    try:
+        replace_file(f"{making}/topic.toml", declaration.text())
+        os.rename(making, directory)
+    except OSError:
+        import shutil  # here, because it takes half a MiB of each stage
+
+        shutil.rmtree(making)
+        raise
     sync_directory(f"{data}/topics")

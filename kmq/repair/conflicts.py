@@ -81,11 +81,11 @@ class Conflicts:
 
     def _stands_in_its_queue(self, line: bytes) -> bool:
         table, seq = topics.table(self.data), record.seq_of(line)
-        name, key = routing.resolve(table, line.split(b"|", 3)[2], seq)
-        topic = table.get(name)
+        route = routing.resolve(table, line.split(b"|", 3)[2], seq)
+        topic = table.get(route.topic)
         if topic is None:
             return False
-        log = reader.partition(self.data, topic.name, topic.partition_of(key, seq))
+        log = reader.partition(self.data, topic.name, topic.partition_of(route, seq))
         return log.find(seq, 0)[3] == line
 
     def _edit(self, path: str, changes: list[tuple[int, int, bytes, bytes]]) -> None:

@@ -72,7 +72,7 @@ class Copies:
         """Up to seq `upto`. `gone`, in order: seqs that a queue need not have, dropped by name or lost and named by a repair."""
         self.data, self._upto, self._is_live, self._progress = data, upto, is_live, progress
         self._table = topics.table(data)
-        self._cuts = sorted(topic.from_seq for topic in self._table.values())
+        self._cuts = sorted([self._table.marks_from, *(topic.from_seq for topic in self._table.values())])
         self._cursors = {at: _Cursor(data, at) for at in _queues(data)}
         self._numbers = {at: number for number, at in enumerate(self._cursors)}
         self._targets: dict[bytes, int | Topic] = {}
@@ -118,7 +118,9 @@ class Copies:
             yield base, crcs, where
 
     def _number_of(self, key: bytes, seq: int) -> int:
-        while self._cuts and seq >= self._cuts[0]:  # a topic came into force: it may take keys from a shorter one
+        while (
+            self._cuts and seq >= self._cuts[0]
+        ):  # a topic came into force: it may take keys from a shorter one; or marks
             del self._cuts[0]
             self._targets.clear()
         target = self._targets.get(key)
@@ -127,17 +129,17 @@ class Copies:
             if len(self._targets) > 1 << 16:
                 self._targets.clear()
         if isinstance(target, Topic):
-            return self._numbers.get((target.name, target.partition_of(b"", seq)), _NOWHERE)
+            return self._numbers.get((target.name, seq % target.partitions), _NOWHERE)
         return target
 
     def _target(self, key: bytes, seq: int) -> int | Topic:
-        name, rest = routing.resolve(self._table, key, seq)
-        topic = self._table.get(name)
+        route = routing.resolve(self._table, key, seq)
+        topic = self._table.get(route.topic)
         if topic is None:
             return _NOWHERE
-        if topic.partitions > 1 and not rest:
+        if topic.partitions > 1 and route.is_spread:
             return topic
-        return self._numbers.get((topic.name, topic.partition_of(rest, seq)), _NOWHERE)
+        return self._numbers.get((topic.name, topic.partition_of(route, seq)), _NOWHERE)
 
     # --- a queue -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ second one's table and names, hold for these ends: how far it has routed only gr
 import contextlib
 from typing import Any
 
-from kmq.log import checkpoint, dropped, topics
+from kmq.log import checkpoint, dropped, identity, topics
 
 Span = tuple[int, int]
 
@@ -16,6 +16,7 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
     """The ledger of a data directory, ready for JSON. `routed_seq`: what the router says where it is up.
 
     routed_seq  up to here every record is in its queue, but for those in `dropped`
+    marks_from  the first seq whose routing key may have a mark
     topics      with partitions, from which seq they are in force (null: not yet) and cleanup
     dropped     seqs, first and last, by ring; with those of the WAL that a repair has named as lost
     """
@@ -25,7 +26,12 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
         found = topics.read(data, name)
         cleanup = found.limits.get("cleanup", "delete")
         table.append({"name": name, "partitions": found.partitions, "from_seq": found.from_seq, "cleanup": cleanup})
-    return {"routed_seq": routed_seq, "topics": table, "dropped": _dropped(data)}
+    return {
+        "routed_seq": routed_seq,
+        "marks_from": identity.marks_from(data),
+        "topics": table,
+        "dropped": _dropped(data),
+    }
 
 
 def _dropped(data: str) -> dict[str, list[Span]]:

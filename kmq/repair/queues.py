@@ -143,8 +143,8 @@ class QueueHealer:
             for block in reader.read(self.data, first, last):
                 for line in block.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
-                    name, key = routing.resolve(self.table, line.split(b"|", 3)[2], seq)
-                    if name == self.topic.name.encode() and self.topic.partition_of(key, seq) == self.number:
+                    route = routing.resolve(self.table, line.split(b"|", 3)[2], seq)
+                    if route.topic == self.topic.name.encode() and self.topic.partition_of(route, seq) == self.number:
                         records[seq] = line + b"\n"
         return records
 

@@ -139,9 +139,9 @@ def _route(data: str, held: Segment) -> str:
     """To which partition the first record of a segment goes, as <topic>/<partition>."""
     seq, key = held.first_record()
     table = topics.table(data)
-    name, rest = routing.resolve(table, key, seq)
-    topic = table.get(name)
-    return f"{name.decode(errors='replace')}/{topic.partition_of(rest, seq) if topic else 0}"
+    route = routing.resolve(table, key, seq)
+    topic = table.get(route.topic)
+    return f"{route.topic.decode(errors='replace')}/{topic.partition_of(route, seq) if topic else 0}"
 
 
 def _follows(before: Entry, entry: Entry) -> bool:

@@ -40,7 +40,8 @@ class SmallFiles:
             os.path.exists(f"{data}/format") and identity.is_of_another_version(data)
         ):
             from_seq = reader.wal(data).end_offset() if labels[""] else 1
-            replace_file(f"{data}/format", f"{identity.format_text(from_seq)}\n".encode())
+            text = identity.mended(data) or identity.format_text(from_seq, from_seq)
+            replace_file(f"{data}/format", f"{text}\n".encode())
             self.rewriter.report(f"{data}/format", "written again")
 
     def heal(self) -> None:

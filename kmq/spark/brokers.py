@@ -30,6 +30,10 @@ class Broker(Protocol):
         """Which data directory this is: another one at the same place has another identity."""
         ...
 
+    def marks_from(self) -> int:
+        """The first seq whose routing key may have a mark (kmq/log/identity.py)."""
+        ...
+
     def topics(self) -> dict[str, int]:
         """Topics and how many partitions each has; without the WAL."""
         ...
@@ -74,6 +78,9 @@ class Directory:
             return identity.read(self.path, "id")
         except OSError as err:
             raise ConfigError(f"path={self.name!r}: no data directory: {err.strerror} ({err.filename})") from None
+
+    def marks_from(self) -> int:
+        return identity.marks_from(self.path)
 
     def topics(self) -> dict[str, int]:
         self.identity()  # says so where this is no data directory

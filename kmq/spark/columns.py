@@ -29,15 +29,17 @@ COLUMNS = {
     "offset": "bigint",  # in the WAL: the seq
     "seq": "bigint",
     "recv_ts": "timestamp",
-    "key": "string",  # the routing key behind the topic, percent-decoded; null in the WAL, which knows no topics
+    "key": "string",  # of the routing key, percent-decoded; null without one, and in the WAL, which knows no topics
     "routing_key": "string",
     "producer_ts": "string",
     "id": "string",  # without headers, percent-decoded
     "headers": "map<string,string>",
-    "value": "binary",  # the payload as it was meant: base64 is decoded where enc=b64
+    "value": "binary",  # the payload as it was meant: base64 is decoded where enc=b64; null where it is empty (a tombstone)
     "value_text": "string",  # the same; what is not UTF-8 is U+FFFD
 }
 LINE = "line"  # binary, on request: the whole stored line
+KEY_BYTES = "key_bytes"  # binary, on request: the key percent-decoded, also where it is no UTF-8
+ON_REQUEST = (LINE, KEY_BYTES)
 TEXT = ("key", "routing_key", "producer_ts", "id", "value_text")
 _BAR, _NEWLINE = ord("|"), ord("\n")
 _FIELDS = 6
@@ -55,20 +57,26 @@ def count_lines(lines: bytes) -> int:
 
 def check(name: str, kind: str) -> None:
     """Raises ConfigError where no column `name` of Spark's type `kind` can be had."""
-    kinds = ["binary"] if name == LINE else [COLUMNS[name]] if name in COLUMNS else []
+    kinds = ["binary"] if name in ON_REQUEST else [COLUMNS[name]] if name in COLUMNS else []
     if name in TEXT:
         kinds.append("binary")
     if not kinds:
-        raise ConfigError(f"schema: there is no column {name!r}; there are {', '.join(COLUMNS)} and {LINE}")
+        raise ConfigError(
+            f"schema: there is no column {name!r}; there are {', '.join(COLUMNS)} and {', '.join(ON_REQUEST)}"
+        )
     if kind not in kinds:
         raise ConfigError(f"schema: column {name} is {' or '.join(kinds)}, not {kind}")
 
 
 class Block:
-    """Whole stored lines, cut into fields. `offset` is that of the first line; of WAL lines the seq says it."""
+    """Whole stored lines, cut into fields. `offset` is that of the first line; of WAL lines the seq says it.
 
-    def __init__(self, lines: bytes, offset: int, topic: str, by_seq: bool) -> None:
+    `marks_from`: the first seq whose routing key may have a mark.
+    """
+
+    def __init__(self, lines: bytes, offset: int, topic: str, by_seq: bool, marks_from: int = 0) -> None:
         self.lines, self.offset, self.topic, self.by_seq = lines, offset, topic, by_seq
+        self.marks_from = marks_from
         self._buffer = pa.py_buffer(lines)
         self.bytes: Numbers = np.frombuffer(lines, np.uint8)
         ends = np.flatnonzero(self.bytes == _NEWLINE)
@@ -143,7 +151,27 @@ class Block:
         if self.by_seq:
             return pa.nulls(self.count, pa.binary())
         ends = self.ends[2]
-        return self.span(np.minimum(self.starts[2] + len(self.topic.encode()) + 1, ends), ends)
+        behind = self.starts[2] + len(self.topic.encode())
+        begins = np.minimum(behind + 1, ends)
+        has_key = begins < ends
+        if self.lines.find(b".@") >= 0:
+            mark_ends = self._mark_ends(behind)
+            has_key = np.where(mark_ends, mark_ends < ends, has_key)
+            begins = np.where(mark_ends, np.minimum(mark_ends + 1, ends), begins)
+        keys = self.span(begins, ends)
+        return keys if has_key.all() else pc.if_else(pa.array(has_key), keys, pa.scalar(None, pa.binary()))
+
+    def _mark_ends(self, begins: Numbers) -> Numbers:
+        """Where the mark of each routing key ends that has one behind its topic, at `begins`; 0: it has none."""
+        data, ends = self.bytes, self.ends[2]
+        dots, ats = data[np.minimum(begins, ends)], data[np.minimum(begins + 1, ends)]
+        is_mark = (dots == ord(".")) & (ats == ord("@"))
+        if self.marks_from:
+            is_mark &= self.seq().to_numpy() >= self.marks_from
+        at = np.where(is_mark, begins + 2, ends)
+        while (digits := (at < ends) & (data[at] >= ord("0")) & (data[at] <= ord("9"))).any():
+            at = at + digits
+        return np.where(is_mark & ((at == ends) | (data[at] == ord("."))), at, 0)
 
     @cached_property
     def id(self) -> tuple[pa.Array, pa.Array]:
@@ -164,8 +192,11 @@ class Block:
 
     @cached_property
     def value(self) -> pa.Array:
-        """Payloads as they were meant."""
+        """Payloads as they were meant; null where there is none."""
         payloads = self.field(5)
+        is_empty = self.starts[5] == self.ends[5]
+        if is_empty.any():
+            payloads = pc.if_else(pa.array(is_empty), pa.scalar(None, pa.binary()), payloads)
         if self.lines.find(b";") < 0 or self.lines.find(b";enc=b64") < 0:
             return payloads
         ids = self.field(4)
@@ -183,11 +214,11 @@ class Block:
         return pa.array(decoded, pa.binary())
 
 
-def _base64(text: bytes) -> bytes:
+def _base64(text: bytes | None) -> bytes:
     try:
-        return b64decode(text)
+        return b64decode(text or b"")
     except ValueError:  # its producer said so, but it is none: as it is, not lost
-        return text
+        return text or b""
 
 
 def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers) -> pa.Array:
@@ -244,6 +275,13 @@ def decoded(array: pa.Array) -> pa.Array:
     return pc.replace_with_mask(array, pa.array(chosen), pa.array(texts, pa.string()))
 
 
+def decoded_bytes(array: pa.Array) -> pa.Array:
+    """Bytes with what is percent-encoded in them decoded."""
+    if not pc.any(pc.match_substring(array, b"%")).as_py():
+        return array
+    return pa.array([each if each is None else unquote_to_bytes(each) for each in array.to_pylist()], pa.binary())
+
+
 def _same(value: str, count: int) -> pa.Array:
     """`count` times one text."""
     data = value.encode()
@@ -275,6 +313,7 @@ _MAKE: dict[str, Callable[[Block, Where, bool], pa.Array]] = {
     "headers": lambda block, where, exact: block.id[1],
     "value": lambda block, where, exact: block.value,
     "value_text": lambda block, where, exact: block.value if exact else text(block.value),
+    KEY_BYTES: lambda block, where, exact: decoded_bytes(block.key()),
     LINE: lambda block, where, exact: block.line(),
 }
 

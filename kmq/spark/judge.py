@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 from kmq import record
 from kmq.log.dropped import Range, without
 from kmq.log.reader import DamageError
-from kmq.routing import Topic, resolve
+from kmq.routing import Table, Topic, resolve
 from kmq.spark.brokers import Broker
 from kmq.spark.columns import Block, Numbers
 from kmq.spark.options import WAL
@@ -91,6 +91,7 @@ class Snapshot(NamedTuple):
     compacted: list[str]
     dropped: dict[str, list[Span]]  # ring → seqs, first and last
     hidden: dict[str, tuple[str, int, str]]  # topics whose queues have no known end: path, byte and what of the damage
+    marks_from: int = 0  # the first seq whose routing key may have a mark
 
 
 class Task(NamedTuple):
@@ -117,8 +118,10 @@ class Judge:
         self.rows: list[Row] = []
         self._said: Counter[tuple[str, Place]] = Counter()
         self._more: dict[tuple[str, Place], Row] = {}
-        self.table = {name.encode(): Topic(name, partitions, seq) for name, partitions, seq in snapshot.topics}
-        self.epochs = np.array(sorted({seq for name, _, seq in snapshot.topics if "." in name}), np.int64)
+        in_force = (Topic(name, partitions, seq) for name, partitions, seq in snapshot.topics)
+        self.table = Table(((topic.name.encode(), topic) for topic in in_force), snapshot.marks_from)
+        changes = {seq for name, _, seq in snapshot.topics if "." in name}
+        self.epochs = np.array(sorted(changes | {snapshot.marks_from}), np.int64)
         self.places: list[Place] = []
         self._number: dict[Place, int] = {}
         for name, partitions, _ in snapshot.topics:
@@ -231,15 +234,15 @@ class Judge:
         return made
 
     def _target(self, key: bytes, epoch: int) -> tuple[int, int]:
-        """(place, 1), or (first place, partitions) where the seq decides. `epoch`: how many dotted topics' seqs are reached."""
+        """(place, 1), or (first place, partitions) where the seq decides. `epoch`: how many of the epochs' seqs are reached."""
         memo = self._memo[epoch]
         if key in memo:
             return memo[key]
         seq = int(self.epochs[epoch - 1]) if epoch else 0
-        name, rest = resolve(self.table, key, seq)
-        topic = self.table.get(name) or Topic(name.decode(errors="replace"), 1, 0)
+        route = resolve(self.table, key, seq)
+        topic = self.table.get(route.topic) or Topic(route.topic.decode(errors="replace"), 1, 0)
         base = self._places_of(topic.name, topic.partitions)
-        found = (base + topic.partition_of(rest, 0), 1) if rest else (base, topic.partitions)
+        found = (base, topic.partitions) if route.is_spread else (base + topic.partition_of(route, 0), 1)
         if len(memo) >= _MAX_KEYS:
             memo.clear()
         memo[key] = found

@@ -1,13 +1,13 @@
 """Arrow columns to lines as sent, a column at a time: what kmq/client/lines.py does message by message, for whole batches.
 
-    routing_key                     as it is, or made of topic and key like make_routing_key (an empty key is none)
+    routing_key                     as it is, or made of topic and key like make_routing_key (a null key is none)
     producer_ts                     text as it is, or a timestamp; null or missing: now
     id                              a number each, given or made
     headers map<string,string>      as make_id writes them. p, w and enc are left out: they tell how a message read elsewhere was
                                     stored there, and are made anew; so is a header that is null. reason and len stay: a copy
                                     of a dead letter is to say why.
-    value                           bytes or text. Null is an error, for it would come back as an empty payload, which compaction
-                                    takes for a deletion: say coalesce(value, '') where that is meant.
+    value                           bytes or text. Null is an empty payload, which compaction takes for a deletion; what is empty
+                                    goes as base64, and comes back as empty.
 
 Invariant   A batch becomes lines as a whole or not at all: what no line can hold is a RowError, which names column, row and
             limit, before a byte of the batch is sent. What is read back is what was written, to the byte.
@@ -61,7 +61,7 @@ def to_lines(
     batch: pa.RecordBatch, ids: Ints, now: float, *, topic: str = "", max_line: int, first_row: int = 0
 ) -> pa.BinaryArray:
     """A line for each row, with its newline; all to `topic` where it is given. Raises RowError; `first_row` is for its text."""
-    value, encoded = _payloads(batch, first_row)
+    value, encoded = _payloads(batch)
     parts = [
         *_routing_keys(batch, topic, first_row),
         *_producer_ts(batch, now, first_row),
@@ -125,14 +125,16 @@ def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int) -> list[obj
         return [column, b"|"]
     if topic:
         head: object = topic.encode()
+        no_key: object = b".@" if "." in topic else b""
     else:
-        column = _required(batch, "topic", first_row)
-        _check_topics(column, first_row)
-        head = column
+        head = _required(batch, "topic", first_row)
+        _check_topics(head, first_row)
+        no_key = pc.if_else(pc.match_substring(head, b"."), b".@", b"")
     if "key" not in names:
-        return [head, b"|"]
-    key = _escaped(_binary(batch.column("key")).fill_null(b""), _ENCODED_IN_KEYS, _key_text)
-    return [head, pc.if_else(pc.equal(pc.binary_length(key), 0), b"", b"."), key, b"|"]
+        return [head, no_key, b"|"]
+    column = _binary(batch.column("key"))
+    key = _escaped(column.fill_null(b""), _ENCODED_IN_KEYS, _key_text)
+    return [head, pc.if_else(column.is_valid(), b".@.", no_key), key, b"|"]
 
 
 def _check_routing_keys(column: pa.BinaryArray, first_row: int) -> None:
@@ -141,6 +143,9 @@ def _check_routing_keys(column: pa.BinaryArray, first_row: int) -> None:
     if good < len(text):
         row = text.count(b"\n", 0, good)
         key = column[row].as_py()
+        raise RowError(first_row + row, "routing_key", f"{key[:100]!r}: {record.refusal(key + b'|')}")
+    if record.marks(text) is None:
+        row, key = next((row, key) for row, key in enumerate(column.to_pylist()) if record.refusal(key + b"|"))
         raise RowError(first_row + row, "routing_key", f"{key[:100]!r}: {record.refusal(key + b'|')}")
 
 
@@ -197,10 +202,11 @@ def _headers(batch: pa.RecordBatch, first_row: int) -> list[object]:
     return [pc.if_else(column.is_null(), pa.scalar(b""), rows) if column.null_count else rows]
 
 
-def _payloads(batch: pa.RecordBatch, first_row: int) -> tuple[pa.BinaryArray, Mask | None]:
+def _payloads(batch: pa.RecordBatch) -> tuple[pa.BinaryArray, Mask | None]:
     """The payloads as sent, and which of them had to be encoded, None where none."""
     column = batch.column("value")
-    value = _required(batch, "value", first_row)
+    is_null = np.asarray(column.is_null())
+    value = _binary(column).fill_null(b"")
     offsets, data = _view(value)
     used = data[offsets[0] : offsets[-1]]
     suspect = ((used < 32) & (used != 9) & (used != 13)) | (used == 127)
@@ -211,6 +217,7 @@ def _payloads(batch: pa.RecordBatch, first_row: int) -> tuple[pa.BinaryArray, Ma
         except pa.ArrowInvalid:
             for row in np.flatnonzero(~encoded & _rows(offsets, used > 127)):
                 encoded[row] = not is_text(value[int(row)].as_py())
+    encoded |= (np.diff(offsets) == 0) & ~is_null
     if not encoded.any():
         return value, None
     return _replaced(value, encoded, b64encode), encoded
@@ -251,8 +258,7 @@ def _scalar(part: object) -> object:
 def _required(batch: pa.RecordBatch, name: str, first_row: int) -> pa.BinaryArray:
     column = batch.column(name)
     if column.null_count:
-        hint = "; coalesce(value, '') sends an empty payload" if name == "value" else ""
-        raise RowError(first_row + pc.index(column.is_null(), True).as_py(), name, f"is null{hint}")
+        raise RowError(first_row + pc.index(column.is_null(), True).as_py(), name, "is null")
     return _binary(column)
 
 

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlencode
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.log import identity
 from kmq.log.reader import DamageError, last_line
 from kmq.spark.options import WAL
 
@@ -60,6 +61,9 @@ class Remote:
 
     def identity(self) -> str:
         return str(self._get("/v1/broker")["data_id"])
+
+    def marks_from(self) -> int:
+        return int(self._get("/v1/broker").get("marks_from", identity.NEVER))  # a gateway before this one does not say
 
     def topics(self) -> dict[str, int]:
         return {row["name"]: row["partitions"] for row in self._get("/v1/topics")}

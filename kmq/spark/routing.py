@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from kmq.routing import Topic
+from kmq.record import NO_PARTITION
+from kmq.routing import Table
 
-Table = Mapping[bytes, Topic]
 _TO_THE_END = (1 << 31) - 1
+_MARK = r"\.@([0-9]*)(?:\.|\z)"
+_MARKED = rf"\A([A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}){_MARK}"  # kmq.record.marked
 _PARTITIONS, _FROM_SEQ = 0, 1
 
 
@@ -35,28 +37,51 @@ class Routing:
             for name, topic in table.items()
             if topic.partitions > 1 or b"." in name  # the others are as if they were not declared
         }
+        self._marks_from = {broker: table.marks_from for broker, table in tables.items()}
         labels = {name.count(b".") + 1 for table in tables.values() for name in table}
         self._labels = sorted(labels - {1}, reverse=True)  # of a topic, the longest first
         self._rows = F.from_json(F.lit(json.dumps(rows)), "map<string,array<bigint>>")
 
     def topic(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
-        """The topic, text: the longest that is in force, else the first label."""
+        """The topic, text: what a mark says, else the longest that is in force, else the first label."""
+        marked = self._marked(routing_key, seq, broker, 1)
+        return F.when(marked != "", marked).otherwise(self._longest(routing_key, seq, broker))
+
+    def _longest(self, routing_key: Column | str, seq: Column | str, broker: Column | str) -> Column:
         text = _column(routing_key).cast("string")
         prefixes = [F.substring_index(text, ".", count) for count in self._labels]
         in_force = [F.when(self._row(name, broker)[_FROM_SEQ] <= _column(seq), name) for name in prefixes]
         return F.coalesce(*in_force, F.substring_index(text, ".", 1))
 
     def key(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
-        """The message key, binary: what follows the topic, empty without one."""
-        behind = F.length(self.topic(routing_key, seq, broker)) + F.lit(2)  # the dot; positions count from 1
-        return F.substring(_column(routing_key).cast("binary"), behind, F.lit(_TO_THE_END))
+        """The message key, binary: what follows the topic, or the mark; null without one."""
+        binary = _column(routing_key).cast("binary")
+        topic, digits = (self._marked(routing_key, seq, broker, group) for group in (1, 2))
+        mark_end = F.length(topic) + 2 + F.length(digits)
+        behind_mark = F.when(
+            F.length(binary) > mark_end, _from(binary, mark_end + 2)
+        )  # the dot; positions count from 1
+        rest = _from(binary, F.length(self._longest(routing_key, seq, broker)) + 2)
+        return F.when(topic != "", behind_mark).otherwise(F.when(F.length(rest) > 0, rest))
 
     def partition(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
-        """The partition, int: by the key, without one by the seq."""
+        """The partition, int: as the mark asks, or by the key, without one by the seq."""
         row = self._row(self.topic(routing_key, seq, broker), broker)
-        key = self.key(routing_key, seq, broker)
-        number = F.when(F.length(key) > 0, F.crc32(key)).otherwise(_column(seq))
+        digits, key = self._marked(routing_key, seq, broker, 2), self.key(routing_key, seq, broker)
+        asked = F.when(F.length(digits) > 18, F.lit(NO_PARTITION)).otherwise(
+            F.least(digits.cast("bigint"), F.lit(NO_PARTITION))
+        )
+        number = F.when(digits != "", asked).when(key.isNotNull(), F.crc32(key)).otherwise(_column(seq))
         return (number % F.coalesce(row[_PARTITIONS], F.lit(1))).cast("int")
+
+    def _marked(self, routing_key: Column | str, seq: Column | str, broker: Column | str, group: int) -> Column:
+        """Topic (group 1) or digits (2) of a mark that counts, text; empty where there is none."""
+        text = _column(routing_key).cast("string")
+        first = F.lit(next(iter(self._marks_from.values()), 0))
+        if self._by_broker:
+            first = F.from_json(F.lit(json.dumps(self._marks_from)), "map<string,bigint>")[_column(broker)]
+        counts = F.contains(text, F.lit(".@")) & (_column(seq) >= first)
+        return F.when(counts, F.regexp_extract(text, _MARKED, group)).otherwise("")
 
     def _row(self, name: Column, broker: Column | str) -> Column:
         """(partitions, from_seq) of a topic; null where the table has none."""
@@ -65,6 +90,24 @@ class Routing:
 
     def _name(self, broker: str, topic: str) -> str:
         return f"{broker}|{topic}" if self._by_broker else topic
+
+
+def unambiguous(topic: Column, key: Column, routing_key: Column) -> Column:
+    """The routing key, binary, as another broker takes it: what was a part of the key here must be no mark there."""
+    rest = _from(routing_key, F.octet_length(topic) + 2)
+    looks_marked = F.contains(routing_key.cast("string"), F.lit(".@")) & (rest == key)
+    return F.when(looks_marked, exact(topic, key)).otherwise(routing_key)
+
+
+def exact(topic: Column, key: Column) -> Column:
+    """kmq.routing.exact: a routing key, binary, that leads to `topic` whatever is declared. `key`: binary, null where none."""
+    marked = F.concat(topic, F.lit(".@"))
+    name = F.when(F.contains(topic, F.lit(".")), marked).otherwise(topic).cast("binary")
+    return F.coalesce(F.concat(marked.cast("binary"), F.lit(b"."), key), name)
+
+
+def _from(binary: Column, position: Column) -> Column:
+    return F.substring(binary, position, F.lit(_TO_THE_END))
 
 
 def _column(named: Column | str) -> Column:

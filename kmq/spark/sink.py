@@ -5,8 +5,8 @@
     df.writeStream.format("kmq").option("kmq.producers", "a:5673").option("checkpointLocation", …).start()
 
 Columns, by name; others are not looked at:
-    value               binary or string. Null is an error
-    routing_key         binary or string, as in the line; or topic and key; or option `topic`, which wins, and key
+    value               binary or string; null is a tombstone, which empty is not
+    routing_key         binary or string, as in the line; or topic and key; or option `topic`, which wins, and key (null: none)
     producer_ts         string or timestamp; without it now
     headers             map<string,string>
     producer and id     both, or neither is looked at: under which name and number the broker knows a row. Numbers have at most 18

@@ -129,15 +129,17 @@ class _Reading:
             return  # Spark's stand-in where there is nothing to read
         schema = to_arrow_schema(self._schema, timezone="UTC")
         where = columns.Where(partition.broker, partition.topic, partition.partition)
-        for offset, lines in _lines(partition):
-            block = columns.Block(lines, offset, partition.topic, partition.topic == WAL)
+        broker = open_broker(partition.broker, partition.is_path, partition.token)
+        needs_marks = not {"key", columns.KEY_BYTES}.isdisjoint(self._names) and partition.topic != WAL
+        marks_from = broker.marks_from() if needs_marks else 0
+        for offset, lines in _lines(partition, broker):
+            block = columns.Block(lines, offset, partition.topic, partition.topic == WAL, marks_from)
             if block.count:
                 yield columns.batch(block, where, self._names, self._exact, schema)
 
 
-def _lines(task: Task) -> Iterator[tuple[int, bytes]]:
+def _lines(task: Task, broker: Broker) -> Iterator[tuple[int, bytes]]:
     """(offset of the first line, lines) of a task in blocks. Raises DataLossError where there are fewer than planned."""
-    broker = open_broker(task.broker, task.is_path, task.token)
     key = (task.broker, task.topic, task.partition)
     by_seq, reached = task.topic == WAL, task.start
     for offset, lines in broker.read(task.topic, task.partition, task.start, task.end):

@@ -248,8 +248,15 @@ def _topics(data: Path) -> dict[bytes, Topic]:
     return topics
 
 
+_MARK = re.compile(rb"([^@]*)\.@([0-9]*)((?s:\..*)?)")
+
+
 def _home(topics: dict[bytes, Topic], record: Record) -> tuple[bytes, int]:
     """(topic, partition) of a record, as design 2.1 says it."""
+    if marked := _MARK.fullmatch(record.key):
+        name, number, key = marked.groups()
+        partitions = topics[name].partitions if name in topics else 1
+        return name, int(number or (zlib.crc32(key[1:]) if key else record.seq)) % partitions
     labels = record.key.split(b".")
     for n in range(len(labels), 0, -1):
         name = b".".join(labels[:n])

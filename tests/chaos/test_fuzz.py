@@ -31,6 +31,7 @@ MIB = 1 << 20
 MAX_LINE = MIB
 PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
 TOPIC = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_-]{0,199}")
+DOTTED = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")  # before a mark
 # A stage holds a few copies of what a ring holds (4 MiB); ingress also up to 64 MiB of unfinished lines.
 RSS_LIMIT = {"ingress": 110 * MIB, "framer": 64 * MIB, "durability": 64 * MIB, "router": 96 * MIB}
 CONNECTIONS = 24  # at a time, beside the well-behaved one
@@ -60,7 +61,17 @@ def reasons(line, finished=True):
         found.add("reserved_topic")
     elif not TOPIC.fullmatch(topic):
         found.add("bad_topic")
+    elif mark := re.search(rb"\.@(\d*)(?=\.|\Z)", key):
+        if not DOTTED.fullmatch(key[: mark.start()]):
+            found.add("bad_topic")
+        elif int(mark[1] or 0):  # all topics here have one partition
+            found.add("unknown_partition")
     return found
+
+
+def topic_of(key):
+    mark = re.search(rb"\.@\d*(?=\.|\Z)", key)
+    return key[: mark.start()] if mark else key.partition(b".")[0]
 
 
 class Account:
@@ -239,7 +250,7 @@ class Pod:
         """Each WAL record is in the log of its topic, once and in order."""
         queues = defaultdict(list)
         for line, rest in self.wal():
-            queues[re.split(rb"[.|]", rest, maxsplit=1)[0].decode()].append(line)
+            queues[topic_of(rest.partition(b"|")[0]).decode()].append(line)
         for topic, lines in queues.items():
             path = self.data / "topics" / topic / "0" / f"{0:020d}.log"
             assert path.read_bytes() == b"".join(line + b"\n" for line in lines), topic
@@ -274,6 +285,21 @@ TOPICS = [
     b"\xff\xfe",
     b" t",
 ]
+TOPICS += [
+    b"t.@",
+    b"t.@0",
+    b"t.@7",
+    b"q.w.@",
+    b"q.w.@000",
+    b"q..w.@",
+    b"../x.@",
+    b"t/x.@",
+    b"t.\xff.@",
+    b"t.@x.@",
+    b"__t.@",
+    b"append.@",
+]
+TOPICS += [b"x" * 199 + b".@", b"x." * 100 + b".@", b"t.@" + b"9" * 4000, b"t.@\r", b"t.@0.@9", b"r.@.@"]
 TOPICS += [
     b"append",
     b"dropped.x",

@@ -167,6 +167,17 @@ def test_an_id_that_comes_again_with_another_record_is_refused(bus):
     assert bus.stored("after the reused one") == first + 1
 
 
+def test_a_topic_with_a_dot_is_the_one_that_has_the_records(new_bus):
+    bus = new_bus(KMQ_PODBUS_TOPIC="bus.eu")
+    bus.send_lines(b"bus.k|0||not a record")
+    offset = bus.stored("one", b"the record")
+    assert bus.call("Consume", offset=0) == {"code": "OK", "record": b"the record", "next_offset": offset + 1}
+    assert bus.stored("empty", b"") == offset + 1 == bus.stored("empty", b"")
+    assert bus.call("Consume", offset=offset + 1)["record"] == b""
+    lines = (bus.data / "topics/bus.eu/0" / f"{0:020}.log").read_bytes().splitlines()
+    assert [line.split(b"|")[2] for line in lines] == [b"bus.eu.@", b"bus.eu.@"]
+
+
 RECORDS = {
     "empty": b"",
     "text": b"plain text",

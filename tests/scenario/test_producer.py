@@ -61,7 +61,7 @@ def ids(broker, name):
 def test_the_seq_of_a_message_is_where_it_is_stored(up, connect):
     with connect() as producer:
         seq = producer.send("orders", b"one", key="eu.1", headers={"trace": "a b"}).result()
-        assert stored(up)[seq] == (b"orders.eu%2E1", b"1;p=%b;trace=a%%20b" % producer.name.encode(), b"one")
+        assert stored(up)[seq] == (b"orders.@.eu%2E1", b"1;p=%b;trace=a%%20b" % producer.name.encode(), b"one")
         many = producer.send_many("orders", [b"two", b"three\n", b"four"])
         seqs = many.results()
         assert many.result() == seqs[0]
@@ -74,7 +74,7 @@ def test_any_bytes_come_back_identical(up, connect):
         seqs = [producer.send("t", payload, key="k|;.ü").result() for payload in payloads]
     found = [stored(up)[seq] for seq in seqs]
     assert [lines.decode_payload(id, payload) for _, id, payload in found] == payloads
-    assert {lines.decode(key.removeprefix(b"t.")) for key, _, _ in found} == {"k|;.ü"}
+    assert {lines.decode(key.removeprefix(b"t.@.")) for key, _, _ in found} == {"k|;.ü"}
 
 
 def test_callbacks_come_in_order_with_the_seqs(up, connect):

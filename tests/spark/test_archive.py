@@ -136,7 +136,7 @@ def test_a_dead_letter_keeps_payload_key_and_headers_and_says_where_it_is_from(s
     bad = parse(rows(spark, [b"\xff|"], routing_key=b"orders.k\xfe.1", headers={"h1": "1", "reason": "old"}), SCHEMA)
     letter = dead_letters(bad, "abc").first()
     assert (letter.routing_key, letter.value, letter.id, letter.producer_ts) == (
-        b"orders.dlq.k\xfe.1",
+        b"orders.dlq.@.k\xfe.1",
         b"\xff|",
         1,
         "1.5",
@@ -150,9 +150,9 @@ def test_a_dead_letter_keeps_payload_key_and_headers_and_says_where_it_is_from(s
         "other": None,
     }
     assert len(letter.producer) <= 64 and letter.producer.startswith("archive-abc-") and letter.producer.endswith("-0")
-    assert (
-        dead_letters(parse(rows(spark, ["x"], routing_key=b"orders"), SCHEMA), "a").first().routing_key == b"orders.dlq"
-    )
+    for was, now in ((b"orders", b""), (b"orders.@", b""), (b"orders.@3.k", b".k"), (b"orders.@x", b".@x")):
+        bad = parse(rows(spark, ["x"], routing_key=was), SCHEMA)
+        assert dead_letters(bad, "a").first().routing_key == b"orders.dlq.@" + now
 
 
 def test_a_dead_letter_that_fits_no_line_is_cut_and_says_how_long_it_was(spark):
@@ -328,7 +328,7 @@ def is_complete(broker, to, format, count, bad_every):
     assert sorted(int(payload.split()[1]) for *_, payload in dead) == list(range(0, count, bad_every))
     assert {reason for _, reason, *_ in dead} == {b"not_json"}
     assert all(
-        key == b"orders.dlq.k%d" % (int(id) % 5) and payload == b"bad %d" % int(id) for key, _, _, id, payload in dead
+        key == b"orders.dlq.@.k%d" % (int(id) % 5) and payload == b"bad %d" % int(id) for key, _, _, id, payload in dead
     )
 
 

@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from kmq.errors import ConfigError
 from kmq.log import compaction, identity, reader, segment, topics
 from kmq.log.queues import Queues
 from kmq.repair import verify
+from kmq.routing import key_behind
 from kmq.spark.pipelines import compact
 
 SMALL = 4000  # bytes of a segment: some 60 records
@@ -47,7 +49,7 @@ def records(data, partition=0, topic="users"):
 
 
 def key_of(line):
-    return line.split(b"|")[2].partition(b".")[2]
+    return key_behind(b"users", line.split(b"|")[2])
 
 
 def expected(before, data, partition=0):
@@ -58,7 +60,7 @@ def expected(before, data, partition=0):
     return {
         offset: line
         for offset, line in before.items()
-        if offset >= active or offset in edges or not key_of(line) or last[key_of(line)] == offset
+        if offset >= active or offset in edges or key_of(line) is None or last[key_of(line)] == offset
     }
 
 
@@ -115,6 +117,30 @@ def test_keys_that_are_not_utf8_or_percent_encoded_are_told_apart(spark, tmp_pat
     assert {key_of(line) for line in wanted.values()} == set(keys)
     run(spark, data)
     assert records(data) == wanted
+
+
+def test_a_key_is_the_same_with_a_mark_and_without_and_an_empty_value_is_no_tombstone(spark, tmp_path):
+    head = [
+        b"users.eu|0|0|old",
+        b"users.@.eu|0|1|new",
+        b"users.@0.eu|0|2|newer",
+        b"users.@|0|3|no key",
+        b"users.@|0|4|none",
+    ]
+    head += [b"users.@.|0|5|empty key", b"users.@.|0|6|empty key again", b"users.|0|7|no key", b"users.|0|8|nor here"]
+    head += [b"users.gone|0|9|x", b"users.@.gone|0|10|", b"users.is|0|11|", b"users.@.is|0|12;enc=b64|"]
+    data = make(tmp_path, [b"users.first|0|0|x", *head, *(b"users.k%d|0|%d|" % (n, n) for n in range(200))])
+    rows = spark.read.format("kmq").option("path", data).option("subscribe", "users").load()
+    found = {row.key: bytes(row.value) for row in compact.latest(rows).where("offset < 14").collect()}
+    assert found == {"first": b"x", "eu": b"newer", "": b"empty key again", "is": b""}
+    before = records(data)
+    wanted = expected(before, data)
+    assert [offset - 1 for offset in wanted if 0 < offset < 14] == [2, 3, 4, 6, 7, 8, 10, 12]
+    run(spark, data, min_dirty=0)
+    assert records(data) == wanted
+    read = spark.read.format("kmq").schema(compact.READ).option("path", data).option("subscribe", "users").load()
+    gone = compact.replaced(read, datetime.now(UTC) + timedelta(days=9999), 1 << 62).where("offset < 14").collect()
+    assert [row.offset for row in gone] == [11], "the tombstone, and not the empty value"
 
 
 def test_a_tombstone_goes_last_and_only_when_the_wal_has_gone_past_it(spark, tmp_path, monkeypatch):

@@ -90,9 +90,9 @@ def line_of(source, row):
 
 def test_the_name_of_a_producer_is_short_enough_whatever_the_topic_is_called(spark):
     for topic in ("orders", "t" * 39, "t" * 40, "t" * 200):
-        schema = "broker string, topic string, partition int, offset bigint, seq bigint, routing_key binary"
+        schema = "broker string, topic string, partition int, offset bigint, seq bigint, key binary, routing_key binary"
         schema += ", producer_ts binary, id string, headers map<string,string>, value binary"
-        rows = spark.createDataFrame([("b", topic, 1023, 6, 9, b"t", b"0", "", {}, b"v")], schema)
+        rows = spark.createDataFrame([("b", topic, 1023, 6, 9, None, b"t", b"0", "", {}, b"v")], schema)
         (row,) = mirror.messages(rows, {"b": "0123456789abcdef"}).collect()
         assert row["producer"] == mirror.producer_of("0123456789abcdef", topic, 1023) and len(row["producer"]) <= 64
         assert row["id"] == 7 and "mirror_id" not in row["headers"]

@@ -7,16 +7,35 @@ import time
 import pytest
 
 from kmq import record
-from kmq.routing import Topic, resolve
+from kmq.routing import Route, Table, Topic, resolve
 from kmq.spark.routing import Routing
 
 ALPHABET = [bytes([byte]) for byte in b"ab-_9"]
 TAILS = [b"", b".", b"..", b".\xff\xfe", b".k.\xc3", "·ü日".encode(), b"." + b"x" * 300, b"." * 5000, b".a;b %2E\t"]
+MARKS = [
+    "@",
+    "@.",
+    "@3",
+    "@3.",
+    "@3.k",
+    "@.k.l",
+    "@x",
+    "@3x",
+    "@.b.@.c",
+    "b.@.k",
+    "k@.k",
+    "@\r",
+    "@.k\u0085",
+    "@x.@.k",
+    "@003",
+]
+MARKS += ["@" + "9" * 30, "@1000000007.k", "@00000000000000000003", "@" + "." * 5000]
+TAILS += [b"." + mark.encode() for mark in MARKS] + [b".@.\xff", b"@.k"]
 
 
 def agree(spark, tables, rows):
     """`rows`: (broker, routing key, seq), each a key that the broker takes."""
-    assert all(record.refusal(key + b"|||") == "" for _, key, _ in rows)
+    assert all(record.good_prefix(key + b"|||\n") for _, key, _ in rows)
     routing = Routing(tables)
     frame = spark.createDataFrame(rows, "broker string, routing_key binary, seq bigint")
     asked = ("routing_key", "seq")
@@ -24,15 +43,17 @@ def agree(spark, tables, rows):
     wrong = []
     for (broker, routing_key, seq), got in zip(rows, said, strict=True):
         table = tables.get(broker) or next(iter(tables.values()))
-        name, key = resolve(table, routing_key, seq)
-        partition = table.get(name, Topic(name.decode(), 1, seq)).partition_of(key, seq)
-        if (got[0], got[1], got[2]) != (name.decode(), key, partition):
-            wrong.append((broker, routing_key, seq, (name, key, partition), tuple(got)))
+        route = resolve(table, routing_key, seq)
+        partition = table.get(route.topic, Topic("", 1, seq)).partition_of(route, seq)
+        if (got[0], got[1], got[2]) != (route.topic.decode(), route.key, partition):
+            wrong.append((broker, routing_key, seq, (route, partition), tuple(got)))
     assert wrong == []
 
 
-def table(*rows):
-    return {name.encode(): Topic(name, partitions, from_seq) for name, partitions, from_seq in rows}
+def table(*rows, marks_from=0):
+    return Table(
+        ((name.encode(), Topic(name, partitions, from_seq)) for name, partitions, from_seq in rows), marks_from
+    )
 
 
 def names(rng, count):
@@ -53,13 +74,15 @@ def test_router_and_columns_agree_on_random_tables_and_keys(spark, seed):
     for broker in ("one", "two", "three")[: 1 + seed % 3]:
         declared = names(rng, 40)
         tables[broker] = table(
-            *((name.decode(), rng.choice([1, 1, 3, 16, 1024]), rng.choice([1, 50, 500])) for name in declared[::2])
+            *((name.decode(), rng.choice([1, 1, 3, 16, 1024]), rng.choice([1, 50, 500])) for name in declared[::2]),
+            marks_from=rng.choice([0, 1, 300]),
         )
         for name in declared:  # half of them are not in the table
             rows += [(broker, name + tail, rng.randint(1, 1000)) for tail in TAILS]
             some = b"".join(rng.choices([*ALPHABET, b".", b"\xff"], k=rng.randint(1, 12)))
+            some = some.replace(b"9", rng.choice([b"9", b".@", b".@."]))
             rows.append((broker, name + some, rng.choice([1, 49, 50, 51, 499, 500, (1 << 53) + 1, (1 << 63) - 1])))
-    agree(spark, tables, [row for row in rows if record.refusal(row[1] + b"|||") == ""])
+    agree(spark, tables, [row for row in rows if record.good_prefix(row[1] + b"|||\n")])
 
 
 def test_router_and_columns_agree_at_the_longest_names(spark):
@@ -74,12 +97,12 @@ def test_router_and_columns_agree_at_the_longest_names(spark):
 def test_messages_without_a_key_are_spread_by_seq_and_a_topic_nobody_declared_has_one_partition(spark):
     rows = [("one", key, seq) for key in (b"t", b"t.", b"new", b"new.k", b"t.k") for seq in range(1, 20)]
     agree(spark, {"one": table(("t", 4, 1), ("one-partition", 1, 1))}, rows)
-    agree(spark, {"one": {}}, rows)
+    agree(spark, {"one": Table()}, rows)
 
 
 def test_a_table_of_ten_thousand_topics_costs_what_one_of_ten_costs(spark):
     big = table(*((f"{letter}{number}.sub", 3, 1) for number in range(2500) for letter in string.ascii_lowercase[:4]))
-    small = dict(list(big.items())[:10])
+    small = Table(list(big.items())[:10])
     frame = spark.range(400_000).selectExpr(
         "cast(concat('a', id % 2600, '.sub.k', id) as binary) routing_key", "id + 1 seq"
     )
@@ -104,4 +127,4 @@ def test_text_columns_do_as_well(spark):
     asked = ("routing_key", "seq")
     got = frame.select(routing.topic(*asked), routing.key(*asked), routing.partition(*asked)).first()
     assert got[0] == "a.b" and bytes(got[1]) == "ü".encode()
-    assert got[2] == Topic("a.b", 5, 1).partition_of("ü".encode(), 1)
+    assert got[2] == Topic("a.b", 5, 1).partition_of(Route(b"a.b", "ü".encode()), 1)

@@ -68,16 +68,31 @@ def test_rows_become_messages_and_come_back_as_they_were(spark, up):
         ("orders", None, "two\nlines", None),
         ("jobs", "é|;%", "é", {"reason": "x"}),
         ("jobs", "", "\x1b[31m", {}),
+        ("jobs", "eu", "", {}),
+        ("jobs.eu", None, None, {}),
     ]
     df = spark.createDataFrame(rows, "topic string, key string, value string, headers map<string,string>")
     writer(df.withColumn("value", F.col("value").cast("binary")), up, kmq_producer="one").save()
-    routed(up, 4)
+    routed(up, len(rows))
     back = spark.read.format("kmq").option("path", str(up.data)).option("subscribePattern", ".*").load().collect()
-    got = {(row.topic, row.key or None, bytes(row.value).decode()): row.headers for row in back}
-    assert set(got) == {(topic, key or None, value) for topic, key, value, _ in rows}
+    got = {(row.topic, row.key, row.value and bytes(row.value).decode()): row.headers for row in back}
+    got = {(topic, key, "" if value == b"" else value): headers for (topic, key, value), headers in got.items()}
+    assert set(got) == {(topic, key, value) for topic, key, value, _ in rows}
     kept = {row[:3]: {k: v for k, v in headers.items() if k not in ("p", "enc")} for row, headers in got.items()}
-    assert kept == {(topic, key or None, value): headers or {} for topic, key, value, headers in rows}
+    assert kept == {(topic, key, value): headers or {} for topic, key, value, headers in rows}
     assert {headers["p"].rsplit("-", 1)[0] for headers in got.values()} == {"one"}
+
+
+def test_a_key_does_not_change_the_topic_and_may_be_any_bytes(spark, up):
+    assert up.kmq("topics", "create", "orders.eu").returncode == 0
+    keys = [b"eu", b"eu.\xff", b"\0|;%", b"@3"]
+    rows = spark.createDataFrame([(key, b"v") for key in keys], "key binary, value binary")
+    writer(rows.coalesce(1), up, kmq_producer="one", topic="orders").save()
+    routed(up, len(keys))
+    back = spark.read.format("kmq").option("path", str(up.data)).option("subscribePattern", ".*")
+    found = back.schema("topic string, key string, key_bytes binary").load().collect()
+    assert {(row.topic, bytes(row.key_bytes)) for row in found} == {("orders", key) for key in keys}
+    assert "eu.\ufffd" in {row.key for row in found}
 
 
 def test_the_lines_are_those_of_a_client(spark, up):
@@ -87,7 +102,7 @@ def test_the_lines_are_those_of_a_client(spark, up):
     writer(df, up, kmq_producer="one").save()
     routed(up, 10)
     key = [client.make_routing_key("a.b", f"x.{n}") for n in range(10)]
-    stored = [line.split(b"|", 2)[2] for line in up.lines("a")]
+    stored = [line.split(b"|", 2)[2] for line in up.lines("a.b")]
     assert stored == [b"%b|7|%d;p=one-0|%d" % (key[n], n, n) for n in range(10)]
 
 
@@ -130,8 +145,10 @@ def test_a_batch_run_again_under_its_name_stores_nothing_twice_and_says_so(spark
 
 def test_a_batch_that_failed_goes_on_where_it_was(spark, up):
     good = spark.range(30_000, numPartitions=1).selectExpr("cast(id as string) value", "id")
-    bad = good.withColumn("value", F.when(F.col("id") != 25_000, F.col("value")))
-    with pytest.raises(PySparkException, match=r"row 25000 .*column value: is null"):
+    bad = good.withColumn(
+        "value", F.when(F.col("id") == 25_000, F.repeat(F.lit("x"), 1 << 21)).otherwise(F.col("value"))
+    )
+    with pytest.raises(PySparkException, match=r"row 25000 .*column value: its 2,097,152 bytes"):
         writer(bad.select("value"), up, kmq_producer="one", topic="t").save()
     assert int(up.status()["framer"]["seq"]) <= 20_000  # nothing of the Arrow batch with the bad row
     writer(good.select("value"), up, kmq_producer="one", topic="t").save()

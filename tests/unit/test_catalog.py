@@ -113,8 +113,75 @@ def test_an_acknowledged_message_of_a_topic_too_many_is_refused_and_the_rest_is_
 
 
 def test_shapes_of_some_topics_match_what_the_shape_of_any_does():
-    shape = record.Shape(rb"(?:a|ab\.c)(?=[.|])")
+    shape = record.Shape((rb"(?:a|ab\.c)(?=[.|])", b""))
     good = b"a|0|1|x\nab.c|0|1|x\na.k|0|1|x|y\n"
     assert shape.prefix(good) == len(good)
     assert shape.prefix(b"a|0|1|x\nab|0|1|x\n") == len(b"a|0|1|x\n")
     assert shape.prefix(b"a|0|1|\0\n") == 0
+
+
+# --- marks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_mark_names_its_topic_exactly_and_that_is_in_force_from_its_message_on(world):
+    catalog = world.catalog(most=3)
+    assert not takes(catalog, b"jobs.eu.@.k", b"jobs.eu.x"), "line by line where a topic comes"
+    assert catalog.refusal(b"jobs.eu.@.k|0|1|x", 7) == ""
+    assert catalog.takes(TEXT % b"jobs.eu.@.k" + TEXT % b"jobs.eu.x", 8)
+    assert b"jobs" not in catalog.known
+    assert catalog.refusal(b"a|0|1|x", 9) == ""
+    assert [catalog.refusal(key + b"|0|1|x", 10) for key in (b"b.@.k", b"c.d.@", b"jobs.k", b"jobs.eu.k")] == [
+        *["too_many_topics"] * 3,
+        "",
+    ]
+
+
+def test_without_creation_a_mark_may_name_what_is_declared_also_when_it_is_not_in_force_yet(world):
+    topics.declare(world.data, "a.b", 2)
+    catalog = world.catalog(may_create=False)
+    assert catalog.refusal(b"a.b.k|0|1|x", 1) == "unknown_topic"
+    assert [catalog.refusal(key + b"|0|1|x", 2) for key in (b"a.b.@1", b"a.@", b"a.b.@2", b"a.c.@0")] == [
+        "",
+        "unknown_topic",
+        "unknown_partition",
+        "unknown_topic",
+    ]
+    assert catalog.takes(TEXT % b"a.b.@1.k", 3) and not catalog.takes(TEXT % b"a.b.@2.k", 3)
+
+
+def test_a_partition_must_be_there(world):
+    topics.declare(world.data, "wide", 4)
+    catalog = world.catalog(most=9)
+    assert takes(catalog, b"wide.@3", b"wide.@0.k", b"wide.@", b"wide.@.k")
+    odd = [b"wide.@4", b"wide.@" + b"9" * 5000, b"wide.@0000000000000000001"]
+    assert not any(takes(catalog, b"wide.@3", key) for key in odd)
+    assert {catalog.refusal(key + b"|0|1|x", 5) for key in [*odd, b"new.@1.k"]} == {"unknown_partition"}
+    assert catalog.refusal(b"new.@0.k|0|1|x", 6) == ""
+
+
+@pytest.mark.parametrize("key", [b"t.\xc3\xbc.@.k", b"t./../x.@1", b"t" * 201 + b".@", b"t.@x.@.k", b"t.k .@"])
+def test_a_mark_behind_what_is_no_topic_is_refused_and_no_line_beside_it(world, key):
+    catalog = world.catalog()
+    assert not takes(catalog, b"t.@.k", key) and record.refusal(key + b"|0|1|x") == "bad_topic"
+    batch = framing.Parser(8192, Producers(9, 9, 9, 9), catalog).parse(TEXT % b"t.@.k" + TEXT % key, 1, 0)
+    assert batch.lines == [b"t.@.k|0|1|x", record.malformed("bad_topic", (TEXT % key)[:-1], len(TEXT % key) - 1, 8192)]
+
+
+@pytest.mark.parametrize("key", [b"append.@.k", b"dropped.x.@", b"__t.@1"])
+def test_a_mark_names_nothing_that_is_reserved(key):
+    assert record.refusal(key + b"|0|1|x") == "reserved_topic"
+
+
+def test_the_quick_way_through_a_block_takes_nothing_that_the_slow_one_refuses(world):
+    topics.declare(world.data, "wide", 4)
+    world.make("a.b")
+    keys = b"wide.@3 wide.@.k wide.k wide wide.@0. a.b.@ a.b.@.k a.b.k t.@.a@b t.@.k.@9 t.@0".split()
+    odd = b"wide.@4 wide.@4.k wide.@33 a.b.@1 t.@1.k wide.k.@1 t.x.@ wide.\xff.@ wide.@x.@".split()
+    catalog, fresh = world.catalog(most=9), world.catalog(most=9)
+    assert catalog.refusal(b"t|0|1|x", 1) == fresh.refusal(b"t|0|1|x", 1) == ""
+    assert all(takes(catalog, key) for key in keys * 200), "until all of them are in the pattern"
+    assert catalog._shape.prefix(TEXT % keys[0]) > 0
+    for key in odd:
+        assert not catalog.takes(b"".join(TEXT % each for each in (*keys, key)), 1), key
+    for key in (b"t.a@b", b"t.@x", b"t.b.c@.d"):  # no mark
+        assert takes(catalog, *keys, key) and takes(fresh, key)

@@ -87,6 +87,7 @@ def test_topics_and_logs_tell_where_they_begin_and_end(broker, data):
         "data_id": Path(f"{data}/id").read_text().strip(),
         "format": "2",
         "instance": broker.settings.instance,
+        "marks_from": 1,
     }
 
 

@@ -8,11 +8,14 @@ import pytest
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log.identity import (
     FORMAT,
+    NEVER,
     format_text,
     is_newest,
     is_of_another_version,
     labelled_from,
     lineage,
+    marks_from,
+    mended,
     open_data,
     raise_version,
     read,
@@ -80,6 +83,32 @@ def test_a_directory_of_version_1_is_raised_once_from_the_next_seq_on(tmp_path):
     assert raise_version(data, 501) and is_newest(data) and not raise_version(data, 900)
     assert version(data) == (2, 501) and labelled_from(first) == 501
     assert lineage(data) == read(data, "id")
+
+
+def test_marks_count_from_the_next_seq_on_in_a_directory_that_did_not_have_them(tmp_path):
+    data = str(tmp_path)
+    open_data(data)
+    assert (marks_from(data), is_newest(data)) == (1, True)
+    (tmp_path / "format").write_text(f"{format_text(30)}\n")  # an early version 2
+    assert open_data(data) and version(data) == (FORMAT, 30) and marks_from(data) == NEVER and not is_newest(data)
+    assert raise_version(data, 501) and is_newest(data) and not raise_version(data, 900)
+    assert version(data) == (FORMAT, 30) and marks_from(data) == 501
+    (tmp_path / "format").write_text("1\n")
+    assert marks_from(data) == NEVER and raise_version(data, 7)
+    assert (version(data), marks_from(data)) == ((FORMAT, 7), 7)
+
+
+def test_a_flipped_bit_of_format_is_mended_by_its_crc(tmp_path):
+    data = str(tmp_path)
+    text = format_text(30, 501)
+    for bit in range(8 * len(text)):
+        damaged = bytearray(text.encode())
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "format").write_bytes(bytes(damaged) + b"\n")
+        assert version(data) is None and mended(data) == text
+    for other in ("", "1 from_seq", format_text(30, 501, number=3), "\0" * 50):
+        (tmp_path / "format").write_text(other)
+        assert mended(data) == ""
 
 
 def test_a_damaged_lineage_is_refused_with_its_remedy(tmp_path):

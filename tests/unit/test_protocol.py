@@ -443,8 +443,8 @@ def test_a_stall_is_described_with_what_is_known():
 
 # --- lines -----------------------------------------------------------------------------------------------------------
 
-PAYLOADS = [b"", b"plain", b"a|b;c%", b"tab\there", b"dos\r", "größe 日本".encode(), b"x" * 5000]
-ENCODED = [b"nul\0", b"two\nlines", b"\x1b[31mred", b"\x7f", b"\xff\xfe", b"\xc3", bytes(range(256))]
+PAYLOADS = [b"plain", b"a|b;c%", b"tab\there", b"dos\r", "größe 日本".encode(), b"x" * 5000]
+ENCODED = [b"nul\0", b"two\nlines", b"\x1b[31mred", b"\x7f", b"\xff\xfe", b"\xc3", bytes(range(256)), b""]
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
@@ -465,11 +465,10 @@ def test_any_bytes_come_back_identical(payload, id):
 
 
 @pytest.mark.parametrize("first_id", [None, 1, 998, 999, 1000, 17_000_000_000_000_999])
-@pytest.mark.parametrize("odd", [None, *ENCODED, "größe".encode()])
+@pytest.mark.parametrize("odd", [b"plain", None, *ENCODED, "größe".encode(), b"ends|"])
 def test_a_list_is_formatted_like_one_message_after_the_other(first_id, odd):
     payloads = [b"payload %d" % n for n in range(2500)]
-    if odd is not None:
-        payloads[1234] = odd
+    payloads[1234] = odd
     numbers = itertools.repeat(b"") if first_id is None else (b"%d" % n for n in itertools.count(first_id))
     one_by_one = [lines.format_text(b"t.k", p, id, 1.5) for p, id in zip(payloads, numbers, strict=False)]
     assert lines.format_many(b"t.k", payloads, 1.5, first_id) == b"".join(one_by_one)
@@ -482,13 +481,31 @@ def test_an_empty_list_is_delivered_at_once():
 
 
 def test_a_dot_in_a_key_cannot_make_it_another_topics_message():
-    assert lines.make_routing_key("jobs", "eu.1") == b"jobs.eu%2E1"
-    assert lines.make_routing_key("jobs.eu") == b"jobs.eu"
-    assert lines.make_routing_key("jobs", "") == b"jobs."
-    for key in ("eu.1", "a|b", "größe", "%2E", "a b\n", ""):
-        routing_key = lines.make_routing_key("jobs", key)
-        assert record.good_prefix(routing_key + b"|0||x\n")
-        assert lines.decode(routing_key.removeprefix(b"jobs.")) == key
+    assert lines.make_routing_key("jobs", "eu.1") == b"jobs.@.eu%2E1"
+    assert lines.make_routing_key("jobs.eu") == b"jobs.eu.@"
+    assert lines.make_routing_key("jobs") == b"jobs"
+    assert lines.make_routing_key("jobs", "") == b"jobs.@."
+    assert lines.make_routing_key("jobs", partition=3) == b"jobs.@3"
+    assert lines.make_routing_key("jobs", b"\xff@3", 0) == b"jobs.@0.%FF@3"
+    for key in ("eu.1", "a|b", "größe", "%2E", "a b\n", "", "@3", "@", b"\xff\0|", b"%"):
+        for topic, partition in (("jobs", None), ("jobs.eu", 7)):
+            routing_key = lines.make_routing_key(topic, key, partition)
+            assert record.good_prefix(routing_key + b"|0||x\n") and record.refusal(routing_key + b"|0||x") == ""
+            mark = record.marked(routing_key)
+            assert (mark.topic, mark.partition) == (topic.encode(), partition)
+            assert lines.decode_bytes(mark.key) == (key if isinstance(key, bytes) else key.encode())
+            assert isinstance(key, bytes) or lines.decode(mark.key) == key
+
+
+def test_no_value_is_not_an_empty_one():
+    assert lines.format_text(b"t", None, b"7", 1.5) == b"t|1.500000|7|\n"
+    assert lines.format_text(b"t", b"", b"7", 1.5) == b"t|1.500000|7;enc=b64|\n"
+    assert (lines.decode_payload(b"7", b""), lines.decode_payload(b"7;enc=b64", b"")) == (None, b"")
+
+
+def test_a_negative_partition_is_refused_here():
+    with pytest.raises(ValueError, match="partition -1: must be 0 or more"):
+        lines.make_routing_key("jobs", "k", -1)
 
 
 @pytest.mark.parametrize("topic", ["", ".a", "-a", "a|b", "a\n", "a b", "../x", "größe", "!hello"])

@@ -10,7 +10,7 @@ from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
-from kmq.log import checkpoint, dropped, index, partition, queues, segment, topics
+from kmq.log import checkpoint, dropped, identity, index, partition, queues, segment, topics
 from kmq.log.newcomers import AT_ONCE
 from kmq.log.partition import State
 from kmq.log.queues import Queues
@@ -505,3 +505,75 @@ def test_indexes_that_are_made_anew_give_signs_of_life(data):
     again.recover(3000, lambda: signs.append(None))
     again.close()
     assert len(signs) >= pieces
+
+
+# --- marks -----------------------------------------------------------------------------------------------------------
+
+MARKED = b"jobs.eu.@.k jobs.eu.x jobs.x jobs jobs.eu.de.@ jobs.eu.de.x jobs.@.eu wide wide.@ wide.@. wide.@2 wide.@2.k wide.k"
+MARKED += b" a.b.c.@.k a.b.c a.b.@1 wide.@9 x.y.@4.k x.y"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_queues_of_lines_with_marks_are_the_same_however_they_were_routed(data, seed):
+    rng = random.Random(seed)
+    identity.open_data(data)
+    topics.declare(data, "wide", 4)
+    lines = [b"%b|1|%d|x" % (rng.choice(MARKED.split()), n) for n in range(500)]
+    write_wal(data, lines).close()
+    made = open_queues(data, 0)
+    route(made, lines, 1, rng.choice([1, 7, 100]))
+    made.make_topics()
+    made.close()
+    before, declared = files(data), topics.listing(data)
+    named = {"a.b", "a.b.c", "jobs", "jobs.eu", "jobs.eu.de", "wide", "x.y"}
+    assert (
+        named <= {name for name, *_ in declared} <= named | {"a", "x"}
+    )  # those, where a line without a mark came first
+    everywhere = rng.random() < 0.5
+    for name, *_ in declared:
+        if everywhere or rng.random() < 0.5:
+            shutil.rmtree(f"{data}/topics/{name}/0")
+    open_queues(data, 500).close()
+    assert files(data) == before and topics.listing(data) == declared
+    shutil.rmtree(f"{data}/topics")
+    for name in os.listdir(data):
+        if name.endswith((".ckpt", ".log")):
+            os.unlink(f"{data}/{name}")
+    os.mkdir(f"{data}/topics")
+    topics.declare(data, "wide", 4)
+    open_queues(data, 0).close()
+    again = open_queues(data, 500)
+    again.close()
+    assert files(data) == before and topics.listing(data) == declared
+
+
+def test_a_topic_that_a_mark_names_has_the_lines_behind_it_also_while_it_is_to_be_made(data):
+    identity.open_data(data)
+    made = open_queues(data, 0)
+    flood = [b"new-%d|||x" % number for number in range(2 * AT_ONCE)]
+    lines = [*flood, b"jobs.eu.x|||1", b"jobs.eu.@.k|||2", b"jobs.eu.x|||3"]
+    write_wal(data, lines).close()
+    made.route([block(lines, 1)])
+    first = len(flood) + 1
+    assert not os.path.exists(f"{data}/topics/jobs.eu")
+    made._checkpoint([])
+    made._checkpointer.finish()
+    with open(f"{data}/router.ckpt") as file:
+        assert "jobs.eu" not in file.read()
+    made.route([block([b"jobs.eu.y|||4"], first + 3)])
+    made.make_topics()
+    assert topics.load(data, "jobs.eu") == (1, first + 1)
+    assert log_of(data, "jobs") == stored([lines[first - 1]], first)[0]
+    assert log_of(data, "jobs.eu").count(b"\n") == 3
+    made.close()
+
+
+def test_a_declared_topic_that_a_mark_names_is_adopted_with_that_line(data):
+    identity.open_data(data)
+    made = open_queues(data, 0)
+    route(made, [b"jobs.eu.k|||1"], 1)
+    topics.declare(data, "jobs.eu", 3)
+    route(made, [b"jobs.eu.@2.k|||2", b"jobs.eu.@1|||3"], 2)
+    assert topics.load(data, "jobs.eu") == (3, 2)
+    assert [log_of(data, "jobs.eu", number).count(b"\n") for number in range(3)] == [0, 1, 1]
+    made.close()

@@ -15,13 +15,32 @@ LINE = b"7|1700000000.000007|dead.k|12.5|m-1;a=b;p=me;enc=b64|a|b"
     [
         ("test.recovered_{key}", "concat('test.recovered_', key)"),
         ("{routing_key}", "concat(routing_key)"),
-        ("{topic}.{key}", "concat(topic, '.', key)"),
+        ("{topic}.x{key}", "concat(topic, '.x', key)"),
+        ("{topic}.{key}", "exact"),
         ("it's\\{key}{{x}}", "concat('it\\'s\\\\', key, '{', 'x}')"),
         ("", "''"),
     ],
 )
 def test_a_template_is_a_shorthand_for_an_expression(template, sql):
     assert redrive.to_sql(template) == sql
+
+
+@pytest.mark.parametrize(
+    ("routing_key", "has_marks", "template", "new"),
+    [
+        (b"dead.@3.k", True, "test.{key}", b"test.k"),
+        (b"dead.@", True, "test.{key}", b"test."),
+        (b"dead.@3.k", True, "{routing_key}", b"dead.@3.k"),
+        (b"dead.@3.k", True, "{topic}.{key}", b"dead.@.k"),
+        (b"dead.k", True, "{topic}.{key}", b"dead.@.k"),
+        (b"dead", True, "{topic}.{key}", b"dead"),
+        (b"dead.@3.k", False, "test.recovered_{key}", b"test.recovered_@3.k"),
+        (b"dead.@3.k", False, "{routing_key}", b"dead.@.@3.k"),
+        (b"dead.@k", False, "{routing_key}", b"dead.@k"),
+    ],
+)
+def test_a_mark_is_no_part_of_the_key_but_where_it_was_stored_as_one(routing_key, has_marks, template, new):
+    assert redrive.rewrite(template, "dead", routing_key, has_marks) == new
 
 
 @pytest.mark.parametrize("template", ["{nothing}", "{", "{}", "{key.x}", "{key!r}", "{key:>9}"])

@@ -9,6 +9,7 @@ import pytest
 from kmq import record
 from kmq.client.lines import decode_payload
 from kmq.errors import ConfigError
+from kmq.routing import key_behind
 
 columns = pytest.importorskip("kmq.spark.columns")
 WHERE = columns.Where("here", "orders", 2)
@@ -28,16 +29,18 @@ def by_hand(line):
     plain = lambda raw: text(unquote_to_bytes(raw)) if b"%" in raw else text(raw)  # noqa: E731
     pairs = [each.partition(b"=")[::2] for each in headers]
     value = decode_payload(id, payload)
+    key_text = key_behind(b"orders", key)
     return {
         "seq": int(seq),
         "recv_ts": record.parse_ts(ts),
-        "key": plain(key[len("orders") + 1 :]),
+        "key": None if key_text is None else plain(key_text),
+        "key_bytes": None if key_text is None else unquote_to_bytes(key_text),
         "routing_key": text(key),
         "producer_ts": text(producer_ts),
         "id": plain(name),
         "headers": [(plain(a), plain(b)) for a, b in pairs],
         "value": value,
-        "value_text": text(value),
+        "value_text": None if value is None else text(value),
         "line": line,
         "broker": "here",
         "topic": "orders",
@@ -52,12 +55,13 @@ def any_bytes(rng, longest, without=b"\0\n"):
 
 
 def random_line(rng, seq):
-    key = b"orders" + rng.choice([b"", b"." + any_bytes(rng, 12, b"\0\n|")])
+    mark = b".@" + rng.choice([b"", b"3", b"0123456789", b"x", b"1x"])
+    key = b"orders" + rng.choice([b"", mark]) + rng.choice([b"", b"." + any_bytes(rng, 12, b"\0\n|")])
     headers = b"".join(
         b";" + any_bytes(rng, 6, b"\0\n|;") + rng.choice([b"", b"=" + any_bytes(rng, 6, b"\0\n|;")])
         for _ in range(rng.randrange(3))
     )
-    payload = any_bytes(rng, 60)
+    payload = any_bytes(rng, rng.choice([1, 60]))
     if rng.random() < 0.2:
         headers, payload = headers + b";enc=b64", b64encode(payload)
     id = any_bytes(rng, 8, b"\0\n|;")
@@ -91,6 +95,17 @@ def test_offsets_count_what_compaction_took_and_wal_offsets_are_seqs():
     assert column(text, "offset", offset=100) == [101, 104]
     assert column(text, "offset", offset=100, by_seq=True) == [7, 9]
     assert column(text, "key", by_seq=True) == [None, None]
+
+
+def test_a_key_that_was_stored_before_there_were_marks_keeps_what_looks_like_one():
+    text = b"".join(b"%d|1.000000|orders.@3.k|||\n" % seq for seq in (8, 9, 10)) + b"11|1.000000|orders.@|||\n"
+    block = columns.Block(text, 0, "orders", False, marks_from=9)
+    assert block.key().to_pylist() == [b"@3.k", b"k", b"k", None]
+
+
+def test_a_key_ends_where_its_field_does():
+    text = b"1|1.000000|orders|@|x|\n2|1.000000|orders.|@3|x|\n3|1.000000|orders.@|3|x|\n4|1.000000|orders.@3|4.|.|\n"
+    assert column(text, "key", exact=True) == [None] * 4
 
 
 def test_a_time_keeps_its_microseconds():

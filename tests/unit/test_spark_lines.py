@@ -51,7 +51,7 @@ def written(given, ids=None, first_row=0, max_line=1 << 20, **more):
 def expected(topic, key, id, headers, value):
     """What a Python client makes of a message."""
     kept = {name: text for name, text in headers or () if name not in ("reason", "len")}
-    line = client.format_text(client.make_routing_key(topic, key or None), value, client.make_id(str(id), kept), 1.5)
+    line = client.format_text(client.make_routing_key(topic, key), value, client.make_id(str(id), kept), 1.5)
     return line[:-1]
 
 
@@ -65,7 +65,7 @@ def test_any_message_becomes_the_line_that_a_client_makes(round):
     keys = [random_.choice((None, "", some_text())) for _ in range(count)]
     headers = [some_headers() for _ in range(count)]
     headers = [h and [(name, text) for name, text in h if name not in ("reason", "len")] for h in headers]
-    values = [some_bytes() for _ in range(count)]
+    values = [random_.choice((None, some_bytes(), some_bytes())) for _ in range(count)]
     ids = sorted(random_.sample(range(10**18), count))
     given = batch(topic=topics, key=(keys, pa.string()), headers=(headers, HEADERS), value=(values, pa.binary()))
     made = written(given, ids)
@@ -104,8 +104,14 @@ def test_a_routing_key_goes_as_it_is_also_one_that_is_no_text():
 
 def test_the_topic_that_is_told_wins_over_the_columns_so_that_a_copy_goes_where_it_is_told():
     given = batch(routing_key=["a.k"], topic=["a"], key=["k"], value=["x"])
-    assert written(given, topic="b") == [b"b.k|1.500000|0|x"]
+    assert written(given, topic="b") == [b"b.@.k|1.500000|0|x"]
     assert written(given) == [b"a.k|1.500000|0|x"]
+
+
+def test_a_key_may_be_any_bytes_and_a_topic_with_a_dot_is_said_exactly():
+    given = batch(topic=["a", "a.b", "a.b", "a"], key=([b"\xff.1", None, b"", None], pa.binary()), value=["x"] * 4)
+    assert [line.split(b"|")[0] for line in written(given)] == [b"a.@.%FF%2E1", b"a.b.@", b"a.b.@.", b"a"]
+    assert [line.split(b"|")[0] for line in written(given.select(["value"]), topic="c.d")] == [b"c.d.@"] * 4
 
 
 def test_a_producer_ts_is_text_or_a_time_and_now_where_it_is_null():
@@ -136,7 +142,7 @@ def test_ids_are_numbers_whatever_their_type():
 @pytest.mark.parametrize(
     ("columns", "row", "column", "says"),
     [
-        ({"value": (["x", None], pa.string()), "topic": ["t", "t"]}, 1, "value", "coalesce"),
+        ({"value": ["x"] * 3, "routing_key": ["a.@", "a.@.b", "a.ü.@"]}, 2, "routing_key", "bad_topic"),
         ({"value": ["x"] * 3, "topic": ["t", "t", "a b"]}, 2, "topic", "a b"),
         ({"value": ["x"] * 2, "topic": ["t", "__consumer_offsets"]}, 1, "topic", "reserved_topic"),
         ({"value": ["x"] * 2, "topic": (["t", None], pa.string())}, 1, "topic", "null"),

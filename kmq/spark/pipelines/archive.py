@@ -74,7 +74,7 @@ def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> Data
     A field whose name a column has already becomes payload_<name>. `rest`: a map of the fields that the schema does not know.
     """
     fields = cast(StructType, StructType.fromDDL(schema)) if isinstance(schema, str) else schema
-    text = F.col("value").cast("string")
+    text = F.coalesce(F.col("value").cast("string"), F.lit(""))  # a tombstone is no JSON object either
     # As the one element of an array with something behind it: from_json alone takes no offence at what follows the object.
     wrapped = F.concat(F.lit('{"p":['), text, F.lit('],"\\u0003":1}'))
     kind = StructType([StructField(field.name, field.dataType) for field in fields])
@@ -154,7 +154,6 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = 1 << 20) -> DataF
     A payload that these make too long for a line is cut; header `len` is then its length. Where it is from, all of it is.
     """
     source = F.sha2(F.concat_ws("|", "broker", "topic"), 256).substr(1, 16)
-    behind = F.expr("substring(routing_key, octet_length(topic) + 1)")
     text, size = F.col("value").cast("string"), F.octet_length("value")
     beside = (F.octet_length(F.coalesce(each, F.lit(""))) for each in (*map(F.col, _BESIDE), F.to_json("headers")))
     room = F.lit(max_line - 1024) - 3 * reduce(add, beside)  # percent-encoded: three bytes for one
@@ -178,7 +177,7 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = 1 << 20) -> DataF
     theirs = F.map_from_arrays(kept, F.transform(kept, lambda name: F.element_at("headers", name)))
     why = F.create_map(*(part for name, text in ours.items() for part in (F.lit(name), text)))
     letters = bad.select(
-        F.concat(F.concat("topic", F.lit(DLQ)).cast("binary"), behind).alias("routing_key"),
+        F.concat(F.concat("topic", F.lit(f"{DLQ}.@")).cast("binary"), _dot_and_key()).alias("routing_key"),
         "producer_ts",
         F.concat_ws("-", F.lit(f"archive-{archive}"), source, "partition").alias("producer"),
         (F.col("offset") + 1).alias("id"),
@@ -186,6 +185,13 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = 1 << 20) -> DataF
         F.when(cut, F.substring("value", F.lit(1), short)).otherwise(F.col("value")).alias("value"),
     )
     return letters.repartition("producer").sortWithinPartitions("producer", "id")
+
+
+def _dot_and_key() -> Column:
+    """`.<key>` of a routing key, binary, whether there is a mark between topic and key or not; empty without a key."""
+    behind = F.expr("substring(routing_key, octet_length(topic) + 1)")
+    mark = F.regexp_extract(behind.cast("string"), r"\A(\.@[0-9]*)(?:\.|\z)", 1)
+    return F.when(mark != "", F.substring(behind, F.length(mark) + 1, F.lit((1 << 31) - 1))).otherwise(behind)
 
 
 def _is_plain(name: Column) -> Column:

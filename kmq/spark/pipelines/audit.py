@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
-from kmq.log import segment
+from kmq.log import identity, segment
 from kmq.log.reader import DamageError
 from kmq.spark.brokers import Broker, Directory, open_broker
 from kmq.spark.judge import FINDINGS, NOTES, Judge, Place, Row, Snapshot, Span, Task
@@ -54,8 +54,9 @@ def snapshot(broker: Broker) -> Snapshot:
     wal = broker.bounds([WAL])[WAL, 0]
     ledger = broker.ledger()
     table = [(row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"]]
+    marks_from = ledger.get("marks_from", identity.NEVER)  # a gateway before this one does not say
     compacted = [row["name"] for row in ledger["topics"] if row["cleanup"] == "compact"]
-    return Snapshot(routed, queues, wal, table, compacted, ledger["dropped"], hidden)
+    return Snapshot(routed, queues, wal, table, compacted, ledger["dropped"], hidden, marks_from)
 
 
 def _queues(broker: Broker, names: list[str]) -> tuple[dict[Place, Span], dict[str, tuple[str, int, str]]]:

@@ -7,7 +7,8 @@ Spark finds which records have been replaced, reading up to what router.ckpt say
 that has any anew; who owns topics/ swaps them: kmq/log/compaction.py, which says why nothing is lost, whatever is killed.
 
 Invariant   What stays: the latest record of each key of a partition; records without a key; the first and the last record of
-            each segment; the active segment. A tombstone (empty payload) goes when it is older than `tombstones_s`, nothing
+            each segment; the active segment. A key is what the record has stored, whether there is a mark before it or not.
+            A tombstone (empty payload; with enc=b64 it is an empty value) goes when it is older than `tombstones_s`, nothing
             else of its key is left, and the WAL begins behind it.
 Again       A run that was killed has changed nothing, or whole segments. The next one finds what is left to do: nothing, after a
             run that came through.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 DAY_S = 86400.0
 MIN_DIRTY = 0.5  # of a partition's sealed bytes: below that, rewriting costs more than it gives (Kafka's default too)
 READ = "topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key binary, line binary"
+_TOMBSTONE = r"\A[^|]*(\|[^|]*){3}\|(?![^|]*;enc=b64[;|])[^|]*\|\z"
 _LIST = 1 << 16  # offsets
 _PLACE = ("broker", "topic", "partition")
 
@@ -64,16 +66,16 @@ class Compacted(NamedTuple):
 def latest(rows: DataFrame) -> DataFrame:
     """The topic as a table: of each key its latest record, without those that a tombstone has deleted."""
     by = [name for name in _PLACE if name in rows.columns]
-    found = rows.where(F.length("key") > 0).groupBy(*by, "key").agg(F.max_by(F.struct("*"), "offset").alias("row"))
-    return found.select("row.*").where(F.length("value") > 0)
+    found = rows.where(F.col("key").isNotNull()).groupBy(*by, "key").agg(F.max_by(F.struct("*"), "offset").alias("row"))
+    return found.select("row.*").where(F.col("value").isNotNull())
 
 
 def replaced(rows: DataFrame, deleted_before: datetime, wal_first: int) -> DataFrame:
     """(topic, partition, offset, bytes) of the records of READ that may go: see the module."""
     line = F.col("line")
-    is_tombstone = F.endswith(line, F.lit(b"|")) & line.cast("string").rlike(r"^[^|]*(\|[^|]*){4}\|$")
+    is_tombstone = F.endswith(line, F.lit(b"|")) & line.cast("string").rlike(_TOMBSTONE)
     is_old = (F.col("recv_ts") < F.lit(deleted_before)) & (F.col("seq") < wal_first)
-    slim = rows.where(F.length("key") > 0).select(
+    slim = rows.where(F.col("key").isNotNull()).select(
         *("topic", "partition", "key", "offset"),
         F.octet_length(line).cast("bigint").alias("bytes"),
         (is_old & is_tombstone).alias("deletes"),

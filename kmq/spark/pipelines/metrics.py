@@ -38,7 +38,8 @@ def measure(rows: DataFrame, window: str = WINDOW, watermark: str = WATERMARK) -
     The delay is recv_ts - producer_ts, of the messages where producer_ts is a time of that day (in s, ms or µs).
     """
     seconds = _seconds(window)
-    text, size = F.col("value").cast("string"), F.octet_length("value")
+    value = F.coalesce("value", F.lit(b""))  # of a tombstone
+    text, size = value.cast("string"), F.octet_length(value)
     is_json = text.rlike(_JSON) & F.is_valid_utf8(text) & F.try_parse_json(text).isNotNull()
     of_rows = rows.select(
         "topic",

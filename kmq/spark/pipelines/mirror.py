@@ -5,6 +5,7 @@
     messages(rows, {"data": identity}).writeStream.format("kmq").option("kmq.producers", "b:5673").…
 
 Routing key, producer_ts and payload come as they are, and the headers, less those that say how a message was stored (p, w, enc).
+Only where a key was stored that looks like a mark, before there were marks, the routing key is written with one.
 What a number in the source was is said in headers of the copy:
 
     mirror              id of the data directory it comes from (its file `id`)
@@ -41,13 +42,14 @@ from kmq.log import topics as declarations
 from kmq.spark import streams
 from kmq.spark.brokers import Broker, Directory, open_broker
 from kmq.spark.options import Options
+from kmq.spark.routing import unambiguous
 
 if TYPE_CHECKING:
     from kmq.spark.progress import Progress
 
 READ = (
-    "broker string, topic string, partition int, offset bigint, seq bigint, routing_key binary, producer_ts binary,"
-    " id string, headers map<string,string>, value binary"
+    "broker string, topic string, partition int, offset bigint, seq bigint, key binary, routing_key binary,"
+    " producer_ts binary, id string, headers map<string,string>, value binary"
 )
 ORIGIN = "mirror"
 OWN = (ORIGIN, "mirror_partition", "mirror_offset", "mirror_seq", "mirror_id")
@@ -77,7 +79,8 @@ def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
     place = F.create_map(*(_text(each) for pair in added for each in pair))
     had_id = F.when(F.col("id") != "", F.create_map(F.lit("mirror_id"), "id")).otherwise(F.map_filter(place, _never))
     found = rows.where(~F.map_contains_key("headers", ORIGIN)).select(
-        *("routing_key", "producer_ts", "value"),
+        unambiguous(F.col("topic"), F.col("key"), F.col("routing_key")).alias("routing_key"),
+        *("producer_ts", "value"),
         F.map_concat(kept, place, had_id).alias("headers"),
         producer.alias("producer"),
         (F.col("offset") + 1).alias("id"),

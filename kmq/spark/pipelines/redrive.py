@@ -31,6 +31,7 @@ from kmq.spark import columns
 from kmq.spark.arrow import map_in_arrow
 from kmq.spark.options import WAL
 from kmq.spark.pipelines.route import Pods, among, route
+from kmq.spark.routing import exact, unambiguous
 
 _EXACT = ("key", "routing_key")  # read as they are
 SCHEMA = ", ".join(
@@ -64,7 +65,13 @@ class Summary(NamedTuple):
 
 def rewritten(rows: DataFrame, to: str, where: str = "") -> DataFrame:
     """The rows that `where` selects, with `new_key` (binary) as the expression `to` gives it."""
-    rows = rows.withColumns({name: F.col(name).cast("string") for name in _EXACT})  # Spark takes the bytes as they are
+    place = F.col("topic"), F.col("key")
+    old = {
+        "exact": exact(*place),
+        "key": F.coalesce("key", F.lit(b"")),
+        "routing_key": unambiguous(*place, F.col("routing_key")),
+    }
+    rows = rows.withColumns({name: it.cast("string") for name, it in old.items()})  # Spark takes the bytes as they are
     if where:
         rows = _sql("--where", where, lambda: rows.where(where))
     found = _sql("--to", to, lambda: rows.withColumn("new_key", F.expr(to)))

@@ -16,8 +16,8 @@ Crash       Spark runs the batch again whose end it has not seen.
             parquet, delta  see kmq.spark.tables: a batch is in the table whole, once, or not at all.
 Owner       of topics/ in `log`: one run at a time, and no router (lock topics/.owner).
 Not covered A stream that runs ahead of a pod's router cannot know what that will drop, nor from which seq on it will put in
-            force what is being declared just now. Cuts of segments by age: they fall where the router appended.
-            Within a table, order is that of a file; files are numbered by batch.
+            force what is being declared, or named by a mark, just now. Cuts of segments by age: they fall where the router
+            appended. Within a table, order is that of a file; files are numbered by batch.
 """
 
 import os
@@ -40,13 +40,13 @@ from kmq.log.disk import replace_file, sync_directory
 from kmq.log.index import IndexWriter
 from kmq.log.partition import EMPTY, PartitionLog, State, directory_of, fits, recover
 from kmq.log.segment import Limits
-from kmq.routing import Topic
+from kmq.routing import Table, Topic
 from kmq.settings import load
 from kmq.spark import streams
 from kmq.spark.arrow import map_in_arrow
 from kmq.spark.brokers import open_broker
 from kmq.spark.options import WAL, Options
-from kmq.spark.routing import Routing, Table
+from kmq.spark.routing import Routing
 from kmq.spark.tables import FORMATS, open_table
 from kmq.spark.tables import Table as Files
 
@@ -102,18 +102,24 @@ class Pods:
         dropped = {name: ledger["dropped"]["durable"] for name, ledger in ledgers.items()}
         if self._table:  # its seqs are not theirs: in force from the start
             rows = topics.listing(self._table)
-            return Routing({"": {name.encode(): Topic(name, partitions, 0) for name, partitions, _ in rows}}), dropped
-        return Routing({name: _in_force(ledger["topics"]) for name, ledger in ledgers.items()}), dropped
+            given = [(name.encode(), Topic(name, partitions, 0)) for name, partitions, _ in rows]
+            return Routing({name: Table(given, _marks_from(ledger)) for name, ledger in ledgers.items()}), dropped
+        return Routing({name: _in_force(ledger) for name, ledger in ledgers.items()}), dropped
 
     def identities(self) -> dict[str, str]:
         """Broker → which data directory it has."""
         return {name: broker.identity() for name, broker in self.brokers.items()}
 
 
-def _in_force(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Of a ledger."""
-    found = (Topic(row["name"], row["partitions"], row["from_seq"]) for row in rows if row["from_seq"] is not None)
-    return {topic.name.encode(): topic for topic in found}
+def _in_force(ledger: Mapping[str, Any]) -> Table:
+    """The table that a ledger speaks of."""
+    rows = (row for row in ledger["topics"] if row["from_seq"] is not None)
+    found = (Topic(row["name"], row["partitions"], row["from_seq"]) for row in rows)
+    return Table(((topic.name.encode(), topic) for topic in found), _marks_from(ledger))
+
+
+def _marks_from(ledger: Mapping[str, Any]) -> int:
+    return int(ledger.get("marks_from", identity.NEVER))  # a gateway before this one does not say
 
 
 # --- targets -----------------------------------------------------------------------------------------------------------
@@ -158,7 +164,7 @@ class Logs:
         if not pods.is_path or len(pods.options.brokers) > 1:
             raise ConfigError("--as log: is for the WAL of one data directory; parquet and delta take many brokers")
         self.to, (self._pod,) = os.path.abspath(to), pods.options.brokers
-        self._table: Table = {}
+        self._table = Table()
         self._lock = FileLock(f"{self.to}/topics/.owner")
         self._limits = Limits.of(load())
 
@@ -170,6 +176,9 @@ class Logs:
             replace_file(f"{self.to}/id", f"{mine}\n".encode())
         if (found := identity.open_data(self.to)) != mine:
             raise ConfigError(f"--to {self.to}: holds another pod's queues (id {found}, not {mine})")
+        if (marks_from := identity.marks_from(self._pod)) != identity.marks_from(self.to):
+            text = identity.format_text(1, None if marks_from == identity.NEVER else marks_from)
+            replace_file(f"{self.to}/format", f"{text}\n".encode())
         self._lock.acquire(f"--to {self.to}", describe("route", self.to))
         try:
             self._seq, self._known, _ = checkpoint.load(self.to)
