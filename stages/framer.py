@@ -177,9 +177,7 @@ class Framer:
         self.table, is_behind = remember(stage, ring, self.now)
         self.topics = known_topics(stage, ring)
         self.parser = framing.Parser(stage.settings.max_line, self.table, self.topics)
-        self.checkpointer = producers.Checkpointer(stage.settings.data, self.table, stage.beat)
-        if is_behind:  # else what it does not speak of stays in the WAL until somebody writes (retention)
-            self.checkpointer.take(ring.last.next_seq - 1, self.now)
+        self.checkpointer = producers.Checkpointer(stage.settings.data, self.table, stage.beat, is_behind)
 
     def turn(self) -> bool:
         """Frame the whole lines that are staged, as many as one turn may; whether there were any."""

@@ -37,6 +37,7 @@ from kmq.settings import MIB
 CHECKPOINT_BYTES = 32 * MIB  # of framed lines: bounds what a start has to read again to a third of a second;
 CHECKPOINT_S = 30.0  # and at least so often, for what the file does not speak of must stay in the WAL (retention);
 _EMPTY_TIMES = 4  # and so many times that while there is nobody to remember: looking for nobody is that much faster
+_BEHIND_S = 10.0  # after a start for which the file did not say all
 _RETRY_S = 2.0  # after one that found no room
 _RUNS = 1024  # runs remembered per producer
 # Names that a client made up for one run of a program (`kmq produce --acks` in a loop) do not come again. So long after its
@@ -361,12 +362,16 @@ class Checkpointer:
     Until durability has synced the snapshot's last seq it only waits; then a thread makes the text and replaces the file.
     """
 
-    def __init__(self, data: str, table: Producers, beat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, data: str, table: Producers, beat: Callable[[], None] = lambda: None, is_behind: bool = False
+    ) -> None:
+        """`is_behind`: the file does not say all of the table, so one is due also if nobody writes: retention waits for it."""
         self._path, self._table, self._beat = path(data), table, beat
         self._snapshot: tuple[int, Snapshot] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._bytes, self._taken_at = 0, time.monotonic()  # framed since the last snapshot, and when that was
+        self._bytes = int(is_behind)  # framed since the last snapshot
+        self._taken_at = time.monotonic() - is_behind * (CHECKPOINT_S - _BEHIND_S)  # when that was
         self._failed = False  # the last one found no room
 
     def framed(self, nbytes: int, next_seq: int, synced: int | None, now: int) -> None:

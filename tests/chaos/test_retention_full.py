@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from chaos.acked import AckedLoad, read_wal
+from chaos.hurry import hurried
 from chaos.load import Load
 from chaos.loopfs import FewInodes, LoopFs, disk_of, few_inodes
 from chaos.pod import Pod
@@ -35,6 +36,7 @@ def disk(tmp_path: Path, cleanup: ExitStack) -> LoopFs:
 def pod_on(disk: LoopFs | FewInodes, make_pod: Make, **settings: object) -> Pod:
     pod = make_pod(KMQ_DATA=disk.path / "data", **SMALL, **settings)
     pod.data = disk.path / "data"
+    pod.settings["PYTHONPATH"] = hurried(pod.root)  # the WAL is free soon, not in half a minute
     return pod
 
 

@@ -486,6 +486,30 @@ def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
     assert seq_on_disk(data) == 260
 
 
+@pytest.mark.parametrize("why", ["no room", "a start that had to read the WAL"])
+def test_a_checkpoint_that_is_owed_comes_though_nobody_writes(data, monkeypatch, why):
+    """Until then what it does not speak of has to stay in the WAL, on a full disk as well."""
+    is_behind = why != "no room"
+    checkpointer = Checkpointer(data, filled(), is_behind=is_behind)
+    if not is_behind:
+
+        def full(path, content):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(producers, "replace_file", full)
+            checkpointer.take(250, NOW)
+            wait_until(lambda: checkpointer.finish(250))
+    checkpointer.framed(0, 251, 250, NOW)
+    assert not checkpointer.pending and not seq_on_disk(data), "not at once"
+    now = time.monotonic() + 10.1
+    monkeypatch.setattr(producers.time, "monotonic", lambda: now)
+    checkpointer.framed(0, 251, 250, NOW)
+    monkeypatch.undo()
+    wait_until(lambda: checkpointer.finish(250))
+    assert seq_on_disk(data) == 250
+
+
 def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
     def broken(path, content):
         raise OSError(errno.EIO, "Input/output error")
