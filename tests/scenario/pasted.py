@@ -36,7 +36,7 @@ from kmq.settings import load
 
 PATIENCE_S = 300.0  # for one command; reached only by a bug
 _BLOCK = re.compile(r"(?:<!-- not pasted: ([^\n]*) -->\n+)?```(console|python|yaml|toml|sh|bash)\n(.*?)```", re.S)
-# Not of the README: progress, which on a terminal is a bar that goes away, and the option that makes short JVMs quick.
+# Not of the README: progress, which on a terminal is a bar that goes away, and the options that make short JVMs quick.
 _ASIDE = re.compile(r"ts=\S+ level=info stage=\S+ event=(?:step|progress|batch) |Picked up JAVA_TOOL_OPTIONS")
 _FOLLOWS = re.compile(r"\btail -[fF]\b|--follow\b")
 _DONE = "--done--"
@@ -260,7 +260,7 @@ def main(checkout: Path, scratch: Path) -> int:
     clone.mkdir()
     copy_files(checkout, clone)
     move_in(checkout, clone)
-    os.environ |= {"HOME": str(scratch), "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1"}
+    os.environ |= {"HOME": str(scratch), "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
     wrong = paste_all((checkout / "README.md").read_text())
     times = [process.cpu_times() for process in psutil.process_iter()]  # of this namespace
     print(f"{sum(t.user + t.system + t.children_user + t.children_system for t in times):.0f} s of CPU")
