@@ -296,7 +296,7 @@ def test_a_full_window_waits_for_room_with_a_timeout(up, connect):
 
 def test_a_delivery_has_a_timeout_of_its_own_if_asked_for(up, connect):
     producer = connect(delivery_timeout_s=0.2)
-    producer.send("t", b"x").result()
+    producer.send("t", b"x", timeout=10).result()
     os.kill(up.pids()["durability"], signal.SIGSTOP)
     late = producer.send("t", b"late")
     with pytest.raises(kmq.NotAnswered, match=r"no reply within 0\.2 s"):
