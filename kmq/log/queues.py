@@ -141,7 +141,7 @@ class Queues:
 
     def _common_target(self, block: Block) -> PartitionLog | None:
         """The one log where all lines of a block go, if the framer saw that they share their routing key."""
-        if not block.key_length:
+        if not block.key_length or block.first_seq < self.topics.marks_from <= block.last_seq:
             return None
         head = bytes(block.data[: _STAMP_BYTES + block.key_length])
         at = head.index(b"|", head.index(b"|") + 1) + 1
@@ -187,7 +187,8 @@ class Queues:
             target = self._log_of(topic, topic.partition_of(route, seq))
         if len(self._routes) >= _MAX_ROUTES:
             self._routes.clear()
-        if len(routing_key) <= _MAX_ROUTE:
+        may_change = seq < self.topics.marks_from and b".@" in routing_key  # to the records behind there it is a mark
+        if len(routing_key) <= _MAX_ROUTE and not may_change:
             self._routes[routing_key] = target
         return target
 
@@ -520,9 +521,8 @@ class Queues:
         self._routes.clear()
 
     def _wanted(self, low: int, high: int) -> list[tuple[int, int]]:
-        """low…high without the dropped ranges, cut where a topic came into force, or marks began to count."""
-        changes = {t.from_seq for t in self.topics.values() if t.partitions > 1 or "." in t.name}
-        cuts = sorted({*changes, self.topics.marks_from})
+        """low…high without the dropped ranges, cut where a topic came into force."""
+        cuts = sorted({t.from_seq for t in self.topics.values() if t.partitions > 1 or "." in t.name})
         wanted = []
         for first, last in dropped.without(low, high, dropped.read(self.data, "durable")):
             starts = [first, *(seq for seq in cuts if first < seq <= last), last + 1]

@@ -13,7 +13,7 @@ from kmq.log import dropped, identity, topics
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
-from kmq.routing import resolve
+from kmq.routing import key_behind, resolve
 from kmq.spark.pipelines import route
 
 DECLARED = {"orders": 4, "orders.eu": 2, "jobs": 1}
@@ -109,6 +109,26 @@ def test_it_goes_on_where_it_was_and_mends_what_a_killed_run_left(spark, tmp_pat
             file.write(whole[: at + extra])
     assert route.run(spark, {"path": pod}, to) > 1900
     same(pod, to)
+
+
+def test_records_stored_before_there_were_marks_go_where_their_router_put_them(spark, tmp_path):
+    pod, to = str(tmp_path / "pod"), str(tmp_path / "to")
+    identity.open_data(pod)
+    (tmp_path / "pod/format").write_text(f"{identity.format_text(1, 400)}\n")
+    write_data(pod, messages(800, 5), DECLARED)
+    assert route.run(spark, {"path": pod}, to) == 800
+    same(pod, to)
+    assert identity.marks_from(to) == 400
+    read = spark.read.format("kmq").option("path", to).option("subscribePattern", ".*")
+    rows = read.schema("topic string, seq bigint, key binary, routing_key binary").load().collect()
+    for row in rows:
+        key = key_behind(row.topic.encode(), bytes(row.routing_key), row.seq >= 400)
+        assert (row.key and bytes(row.key)) == key, row
+    assert {bytes(row.key) for row in rows if row.key and row.seq < 400} > {b"@.eu", b"@0"}
+    assert route.run(spark, {"path": pod}, str(tmp_path / "table"), "parquet") == 800
+    places = "topic string, partition int, seq bigint"
+    found = spark.read.parquet(str(tmp_path / "table")).select("topic", "partition", "seq").collect()
+    assert sorted(found) == sorted(read.schema(places).load().collect())
 
 
 def test_what_was_dropped_is_in_no_queue_here_either(spark, tmp_path):

@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import shutil
+import zlib
 
 import pytest
 from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
@@ -577,3 +578,25 @@ def test_a_declared_topic_that_a_mark_names_is_adopted_with_that_line(data):
     assert topics.load(data, "jobs.eu") == (3, 2)
     assert [log_of(data, "jobs.eu", number).count(b"\n") for number in range(3)] == [0, 1, 1]
     made.close()
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_the_same_routing_key_leads_elsewhere_from_the_seq_on_where_marks_count(data, size):
+    identity.open_data(data)
+    with open(f"{data}/format", "w") as file:
+        file.write(identity.format_text(1, 14))
+    topics.declare(data, "wide", 4)
+    made = open_queues(data, 0)
+    lines = [b"wide.@1.k|||x"] * 40 if size == 40 else [b"wide.@%d.k|||x" % (n % 2) for n in range(40)]
+    write_wal(data, lines).close()
+    route(made, lines, 1, size)
+    made.close()
+    before = files(data)
+    keys = [line.split(b"|")[0].partition(b".")[2] for line in lines]
+    asked = [zlib.crc32(key) % 4 if seq < 14 else int(key[1:2]) for seq, key in enumerate(keys, 1)]
+    for number in range(4):
+        there = [seq for seq, wanted in enumerate(asked, 1) if wanted == number]
+        assert [record.seq_of(line) for line in log_of(data, "wide", number).splitlines()] == there
+    shutil.rmtree(f"{data}/topics/wide")
+    open_queues(data, 40).close()
+    assert files(data) == before
