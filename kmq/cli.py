@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kmq import __version__, gateway
+from kmq import __version__, gateway, topic_commands
 from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
@@ -48,7 +48,7 @@ app = typer.Typer(
 )
 topics_app = typer.Typer(
     no_args_is_help=True,
-    help="Declare topics and list them.",
+    help="Declare topics, list them, change their limits.",
     epilog=_examples("kmq topics create orders --partitions 4", "kmq topics list"),
 )
 app.add_typer(topics_app, name="topics")
@@ -422,6 +422,9 @@ def list_topics(as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One li
                 table.add_row(name, str(partition), f"{messages:,}", f"{size:,}", since)
     if not as_logfmt:
         out.print(table)
+
+
+topic_commands.add_to(topics_app)
 
 
 # --- token -------------------------------------------------------------------------------------------------------

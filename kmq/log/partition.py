@@ -379,6 +379,12 @@ class PartitionLog:
         self._index.begin()
         with_room(path, self._wait_for_room, self._point_link)
 
+    def take_limits(self, limits: Limits, now_ts: int) -> None:
+        """Other limits from now on (µs): an open log whose active segment is over them goes on in a new one at once."""
+        self._limits = limits
+        if self._file is not None and self._file.size and limits.is_full(self._file.size, self._first_ts, now_ts):
+            self._roll()
+
     def seal(self) -> None:
         """The active segment is complete."""
         assert self._index is not None

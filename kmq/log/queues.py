@@ -16,7 +16,7 @@ from itertools import pairwise
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import checkpoint, compaction, dropped, reader, segment, topics, wal
+from kmq.log import checkpoint, compaction, dropped, reader, requests, segment, topics, wal
 from kmq.log.disk import Buffer, WaitForRoom, find_tail, replace_file, with_room
 from kmq.log.index import IndexWriter, read_entries
 from kmq.log.newcomers import AT_ONCE, Newcomer, Newcomers
@@ -34,6 +34,7 @@ _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory,
 _MAX_ROUTE = 256  # nor one with long keys: bytes of a routing key that is remembered
 _NEVER = 1 << 62  # a seq that no record has
+_COARSE_NS = 50_000_000  # two changes of a directory within such a time may have the same mtime
 
 # Where a routing key leads. A Topic: its partition depends on the seq (no key). A Newcomer: it has to be made first.
 Target = PartitionLog | Topic | Newcomer
@@ -338,8 +339,9 @@ class Queues:
     def _limit(self, name: str, declared: topics.Declaration) -> None:
         """Take over the limits that a topic has in place of the settings."""
         try:
-            if declared.limits:
-                self._topic_limits[name] = self._limits.but(declared.limits)
+            limits = self._limits.but(declared.limits)
+            if declared.limits or name in self._topic_limits:
+                self._topic_limits[name] = limits
         except ConfigError as err:
             self.log.warn("topic_limits_ignored", file=topics.toml_path(self.data, name), reason=err)
 
@@ -507,15 +509,47 @@ class Queues:
     # --- now and then --------------------------------------------------------------------------------------------
 
     def adopt_declarations(self) -> None:
-        """Put topics that were declared meanwhile in force, from the next seq on."""
+        """Carry out what was asked meanwhile, and put topics that were declared in force, from the next seq on."""
         mtime = os.stat(f"{self.data}/topics").st_mtime_ns
         if mtime == self._topics_seen:
             return
-        self._topics_seen = mtime
+        self._topics_seen = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
+        for request in requests.waiting(self.data):
+            self._carry_out(request)
         for name in topics.names(self.data):
             if name.encode() in self.topics or name.encode() in self._newcomers:
                 continue
             self._adopt(name, self.sorted_seq + 1)
+
+    def _carry_out(self, request: requests.Request) -> None:
+        try:
+            if request.verb != requests.SET:
+                raise ConfigError(f"unknown request {request.verb!r}")
+            self._set_limits(request.topic, request.limits)
+        except (ConfigError, LookupError, ValueError) as err:
+            self.log.warn("request_refused", file=request.path, topic=request.topic, reason=err)
+        request.remove()
+
+    def _set_limits(self, name: str, changes: dict[str, str]) -> None:
+        """Change the limits in a topic's file, and those of its logs. Raises ConfigError where they cannot be."""
+        topic = self.topics.get(name.encode())
+        if topic is None and record.is_topic_name(name) and os.path.isdir(f"{self.data}/topics/{name}"):
+            topic = self._adopt(name, self.sorted_seq + 1)  # declared, and not looked at yet
+        if topic is None:
+            raise ConfigError(f"topic {name!r} does not exist")
+        path = topics.toml_path(self.data, name)
+        with open(path, encoding="utf-8") as file:
+            text = topics.with_limits(file.read(), changes)
+        own = topics.parse(text)
+        limits = self._limits.but(own.limits)
+        with_room(path, self._wait_for_room, lambda: replace_file(path, text.encode()))
+        self._limit(name, own)
+        for partition in range(topic.partitions):
+            log = self._log_of(topic, partition)
+            self._use(log)
+            log.take_limits(limits, int(self.now_s() * 1e6))
+            self._unsynced.add(log)
+        self.log.info("topic_limits_set", topic=name, **{each: value or "unset" for each, value in changes.items()})
 
     def _adopt(self, name: str, next_seq: int) -> Topic:
         """Put a declared topic in force: from `next_seq` on, unless its file says already from when."""
