@@ -1,8 +1,9 @@
-"""`kmq topics set|show`: a topic's own limits, and what there is of it."""
+"""`kmq topics set|show|delete`: a topic's own limits, what there is of it, and its end."""
 
 import difflib
 import json
 import os
+import sys
 import time
 from typing import Annotated, Any
 
@@ -200,6 +201,39 @@ def _text(limit: str, value: str | float | None) -> str:
     return f"{value / size:,.0f}{unit}"
 
 
+# --- delete ------------------------------------------------------------------------------------------------------
+
+
+def delete(
+    name: Annotated[str, _NAME],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a topic with its records, for good. Its queue files go at once, and their space is free.
+
+    The WAL is never rewritten: it keeps the records until its own retention takes them, and no rebuild brings them back.
+    A message that comes later makes the topic anew; its offsets go on.
+    """
+    settings = load()
+    if name.startswith("__"):
+        raise ConfigError(f"topic {name}: is KMQ's own and cannot be deleted")
+    _existing(settings, name)
+    found = describe(settings, name)
+    what = f"topic {name}: {found['messages']:,} messages, {found['bytes']:,} bytes, {found['partitions']} partition(s)"
+    if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"{what}: give --yes to delete it; there is no terminal to ask on")
+        typer.confirm(f"{what}. Delete it for good?", abort=True)
+    request = requests.lay_down(settings.data, requests.DELETE, name, {})
+    if not _is_carried_out(settings, request):
+        print(f"{what}; deleted when the router has taken it up: at the next kmq up, if it is down")
+        return
+    if name in topics.names(settings.data):
+        if topics.load(settings.data, name)[1] == found["from_seq"]:
+            raise KmqError(f"topic {name}: was not deleted; the log of the broker says why (event request_refused)")
+        what += "; a message has made it anew"
+    print(f"{what}: deleted, and their space is free. The WAL keeps the messages until its retention takes them")
+
+
 def add_to(app: typer.Typer) -> None:
     """Make these commands of `kmq topics`."""
     app.command(
@@ -210,4 +244,5 @@ def add_to(app: typer.Typer) -> None:
             "kmq topics set profiles cleanup=compact",
         ),
     )(set_limits)
+    app.command("delete", epilog=_examples("kmq topics delete orders", "kmq topics delete orders --yes"))(delete)
     app.command("show", epilog=_examples("kmq topics show orders", "kmq topics show orders --json"))(show)

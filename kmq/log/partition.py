@@ -98,7 +98,7 @@ def fits(segments: list[Segment], known: State) -> bool:
     if sum(each.size for each in segments) != known.size:
         return False
     if not segments:
-        return known.end_offset == 0
+        return known.end_offset == known.start and not known.last_seq  # it never had a record
     last = segments[-1]
     if not last.size:
         return last.first == known.end_offset

@@ -3,6 +3,7 @@
     set orders                       limits of its own; one without a value is taken away
     retention_bytes=1 GiB
     segment_age=
+    delete orders
 
 Owner       a command lays a request down; the router carries it out, within a second, and removes it. While it is down, its next
             start does.
@@ -18,7 +19,7 @@ from kmq.log.disk import replace_file, sync_directory
 
 _PREFIX = ".request-"
 _MAKING = ".new"  # as replace_file calls what is not whole yet
-SET = "set"
+SET, DELETE = "set", "delete"
 
 
 class Request:

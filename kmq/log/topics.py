@@ -17,8 +17,9 @@ import os
 import re
 from collections.abc import Iterator
 
-from kmq import record
+from kmq import record, routing
 from kmq.errors import ConfigError, CorruptError
+from kmq.log.deletions import Deleted
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.segment import LIMITS, Limits
 from kmq.routing import Topic
@@ -79,8 +80,11 @@ def read(data: str, name: str) -> Declaration:
         with open(toml_path(data, name), "rb") as file:
             return parse(file.read().decode())
     except (FileNotFoundError, KeyError, ValueError):
-        found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
-        guessed = Declaration(max(1, found), 1)
+        try:
+            found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
+        except FileNotFoundError:  # deleted a moment ago
+            return Declaration(1)
+        guessed = Declaration(max(1, found), Deleted.of(data).last_seq(name) + 1)
         guessed.is_guessed = True
         return guessed
 
@@ -136,7 +140,19 @@ def load(data: str, name: str) -> tuple[int, int | None]:
 
 def names(data: str) -> list[str]:
     """Names of all topics, in order. What cannot be one is none of ours (`check_names`)."""
-    return sorted(name for name in _directories(data) if record.is_topic_name(name))
+    left = {name for name, _ in left_over(data)}
+    return sorted(name for name in _directories(data) if name not in left and record.is_topic_name(name))
+
+
+def left_over(data: str) -> list[tuple[str, int]]:
+    """(name, partitions) of topics that were deleted and whose directory is still there: a kill came before its removal."""
+    found = []
+    for name, lives in Deleted.of(data).lives.items():
+        if os.path.isdir(f"{data}/topics/{name}"):
+            declared = read(data, name)
+            if declared.from_seq is not None and declared.from_seq <= lives[-1][1]:
+                found.append((name, declared.partitions))
+    return found
 
 
 def misnamed(data: str) -> list[str]:
@@ -167,12 +183,9 @@ def listing(data: str) -> list[tuple[str, int, int | None]]:
 
 
 def table(data: str) -> dict[bytes, Topic]:
-    """The topics in force, as `kmq.routing.resolve` takes them."""
-    return {
-        name.encode(): Topic(name, partitions, from_seq)
-        for name, partitions, from_seq in listing(data)
-        if from_seq is not None
-    }
+    """The topics in force, and those that were deleted, as `kmq.routing.resolve` takes them."""
+    in_force = [(name, partitions, since) for name, partitions, since in listing(data) if since is not None]
+    return routing.table(in_force, Deleted.of(data).lives)
 
 
 def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None) -> None:

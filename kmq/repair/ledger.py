@@ -7,7 +7,7 @@ second one's table and names, hold for these ends: how far it has routed only gr
 import contextlib
 from typing import Any
 
-from kmq.log import checkpoint, dropped, topics
+from kmq.log import checkpoint, deletions, dropped, topics
 
 Span = tuple[int, int]
 
@@ -17,6 +17,8 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
 
     routed_seq  up to here every record is in its queue, but for those in `dropped`
     topics      with partitions, from which seq they are in force (null: not yet) and cleanup
+    deleted     topics that were deleted: from which seq and up to which each was in force, and the offsets where its partitions
+                ended
     dropped     seqs, first and last, by ring; with those of the WAL that a repair has named as lost
     """
     routed_seq = max(routed_seq, checkpoint.routed_seq(data))
@@ -25,7 +27,8 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
         found = topics.read(data, name)
         cleanup = found.limits.get("cleanup", "delete")
         table.append({"name": name, "partitions": found.partitions, "from_seq": found.from_seq, "cleanup": cleanup})
-    return {"routed_seq": routed_seq, "topics": table, "dropped": _dropped(data)}
+    deleted = [[each.topic, each.from_seq, each.last_seq, each.ends] for each in deletions.read(data)]
+    return {"routed_seq": routed_seq, "topics": table, "deleted": deleted, "dropped": _dropped(data)}
 
 
 def _dropped(data: str) -> dict[str, list[Span]]:

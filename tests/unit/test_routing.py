@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from kmq.routing import Topic, resolve
+from kmq.routing import DELETED, Topic, resolve
 
 TABLE = {name.encode(): Topic(name, 1, at) for name, at in {"a": 1, "a.b": 10, "a.b.c": 20, "x.y.z": 1}.items()}
 
@@ -61,3 +61,17 @@ def test_messages_without_a_key_are_spread_evenly_by_seq():
 def test_symlinks_of_one_and_of_many_partitions():
     assert Topic("t", 1, 1).log_names() == ["t.log"]
     assert Topic("t", 3, 1).log_names() == ["t-0.log", "t-1.log", "t-2.log"]
+
+
+def test_a_deleted_topic_has_no_records_and_leaves_those_between_its_lives_to_the_shorter_name():
+    table = {
+        b"a": Topic("a", 1, 1),
+        b"a.b": Topic("a.b", 1, 40, [(10, 19), (25, 29)]),
+        b"gone": Topic.gone("gone", [(1, 30)]),
+        b"a.gone": Topic.gone("a.gone", [(5, 30)]),
+    }
+    names = {seq: resolve(table, b"a.b.k", seq)[0] for seq in (9, 10, 19, 20, 24, 25, 29, 30, 39, 40)}
+    deleted = dict.fromkeys((10, 19, 25, 29), DELETED)
+    assert names == dict.fromkeys((9, 20, 24, 30, 39), b"a") | deleted | {40: b"a.b"}
+    assert [resolve(table, b"gone.k", seq)[0] for seq in (1, 30, 31)] == [DELETED, DELETED, b"gone"]
+    assert [resolve(table, b"a.gone.k", seq)[0] for seq in (4, 5, 30, 31)] == [b"a", DELETED, DELETED, b"a"]
