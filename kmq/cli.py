@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kmq import __version__, gateway, supervision, terminal
+from kmq import __version__, gateway, supervision, terminal, topic_commands
 from kmq import redrive as redriving
 from kmq import status as statuses
 from kmq.client.lines import LineSender, format_message, read_port
@@ -55,7 +55,7 @@ app = typer.Typer(
 )
 topics_app = typer.Typer(
     no_args_is_help=True,
-    help="Declare topics and list them.",
+    help="Declare topics, list them, change their limits.",
     epilog=_examples("kmq topics create orders --partitions 4", "kmq topics list"),
 )
 app.add_typer(topics_app, name="topics")
@@ -503,6 +503,9 @@ def list_topics(
             since = "pending" if row["from_seq"] is None else str(row["from_seq"])
             table.add_row(str(row["topic"]), str(row["partition"]), f"{row['messages']:,}", f"{row['bytes']:,}", since)
         out.print(table)
+
+
+topic_commands.add_to(topics_app)
 
 
 # --- token -------------------------------------------------------------------------------------------------------

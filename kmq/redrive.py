@@ -180,7 +180,7 @@ class Dropped:
                 for line in text.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
                     topic = resolve(self._table, line.split(b"|", 3)[2], seq).topic.decode()
-                    if self.topic in ("", topic):
+                    if topic and self.topic in ("", topic):  # without a name: it was deleted since
                         yield Record(reader.WAL, 0, seq, topic, line, seq >= self._table.marks_from)
 
 

@@ -8,8 +8,9 @@ WAL gives the same file again:
     key         what is left of the routing key; of a line without a mark, an empty rest is none
     partition   the one that the mark names; else crc32(key) mod partitions; without a key: seq mod partitions
 
-A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. Marks count from the
-table's `marks_from` on: what was stored before stays where it is (identity.py).
+A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. Where it was deleted
+(kmq/log/deletions.py), its records up to then belong to no topic. Marks count from the table's `marks_from` on: what was stored
+before stays where it is (identity.py).
 
 The framer refuses a partition that the topic does not have. Where such a line is stored all the same, it goes to the number mod
 partitions: a line that is in the WAL has a place.
@@ -17,10 +18,13 @@ partitions: a line that is in the WAL has a place.
 
 import zlib
 from collections import namedtuple
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kmq import record
 from kmq.record import MAX_TOPIC
+
+DELETED = b""  # the name of what no queue has: a topic that was deleted after this record
+_NEVER = 1 << 64  # a seq that no record can have
 
 
 class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
@@ -37,10 +41,28 @@ class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
 class Topic:
     """One row of the table."""
 
-    __slots__ = ("from_seq", "name", "partitions")
+    __slots__ = ("from_seq", "lives", "name", "partitions")
 
-    def __init__(self, name: str, partitions: int, from_seq: int) -> None:
-        self.name, self.partitions, self.from_seq = name, partitions, from_seq
+    def __init__(self, name: str, partitions: int, from_seq: int, lives: Sequence[tuple[int, int]] = ()) -> None:
+        """`lives`: from_seq and last_seq of each deleted topic of this name, in order."""
+        self.name, self.partitions, self.from_seq, self.lives = name, partitions, from_seq, lives
+
+    @classmethod
+    def gone(cls, name: str, lives: Sequence[tuple[int, int]]) -> "Topic":
+        """One that was deleted, and does not exist again: a message that names it now makes it, with one partition."""
+        return cls(name, 1, _NEVER, lives)
+
+    @property
+    def is_gone(self) -> bool:
+        return self.from_seq == _NEVER
+
+    def is_in_force(self, seq: int) -> bool:
+        return self.from_seq <= seq or any(first <= seq <= last for first, last in self.lives)
+
+    def bounds(self) -> list[int]:
+        """The seqs at which it came into force and was deleted, in turns, in order."""
+        mine = [] if self.is_gone else [self.from_seq]
+        return [*(seq for first, last in self.lives for seq in (first, last + 1)), *mine]
 
     def partition_of(self, route: Route, seq: int) -> int:
         """Partition of a message with this route and seq."""
@@ -57,15 +79,41 @@ class Topic:
 
 
 class Table(dict[bytes, Topic]):
-    """Topics by name, and the seq from which on a mark counts."""
+    """Topics by name, those that were deleted among them, and the seq from which on a mark counts."""
 
     def __init__(self, topics: Mapping[bytes, Topic] | Iterable[tuple[bytes, Topic]] = (), marks_from: int = 0) -> None:
         super().__init__(topics)
         self.marks_from = marks_from
 
 
+Lives = dict[str, list[tuple[int, int]]]  # name → from_seq and last_seq of each deleted topic, in order
+
+
+def lives(deleted: Iterable[tuple[str, int, int]]) -> Lives:
+    """Of (name, from_seq, last_seq) of all that were deleted, the oldest first."""
+    found: Lives = {}
+    for name, from_seq, last_seq in deleted:
+        found.setdefault(name, []).append((from_seq, last_seq))
+    return found
+
+
+def table(in_force: Iterable[tuple[str, int, int]], lives: Lives, marks_from: int = 0) -> Table:
+    """The table of these topics, (name, partitions, from_seq), and of those that were deleted."""
+    rows = [Topic(name, partitions, from_seq, lives.get(name, ())) for name, partitions, from_seq in in_force]
+    gone = [Topic.gone(name, mine) for name, mine in lives.items()]
+    return Table(((topic.name.encode(), topic) for topic in (*gone, *rows)), marks_from)
+
+
 def resolve(topics: Table, routing_key: bytes, seq: int) -> Route:
-    """The route of a routing key, under the topics in force at `seq`."""
+    """The route of a routing key, under the topics in force at `seq`; its topic is DELETED where it was deleted since."""
+    route = _route(topics, routing_key, seq)
+    topic = topics.get(route.topic)
+    if topic is not None and topic.lives and seq <= topic.lives[-1][1]:
+        return route._replace(topic=DELETED)
+    return route
+
+
+def _route(topics: Table, routing_key: bytes, seq: int) -> Route:
     if b".@" in routing_key and seq >= topics.marks_from and (mark := record.marked(routing_key)) is not None:
         return Route(mark.topic, mark.key, mark.partition)
     name = routing_key
@@ -73,7 +121,7 @@ def resolve(topics: Table, routing_key: bytes, seq: int) -> Route:
         name = name[: MAX_TOPIC + 1].rpartition(b".")[0]
     while b"." in name:
         topic = topics.get(name)
-        if topic is not None and topic.from_seq <= seq:
+        if topic is not None and topic.is_in_force(seq):
             break
         name = name.rpartition(b".")[0]
     return Route(name, routing_key[len(name) + 1 :] or None)

@@ -3,7 +3,8 @@
 Links       in: ring `durable` (sole reader)   out: topics/<topic>/<partition>/…
 Owns        topics/ (lock topics/.owner), router.ckpt, the symlinks <topic>.log, the `durable` lines of dropped.log.
 
-Invariant   Each WAL record is in exactly one partition log, once, in order; but for what dropped.log names.
+Invariant   Each WAL record is in exactly one partition log, once, in order; but for what dropped.log names and
+            those of topics that were deleted (kmq/log/deletions.py).
 Crash       The logs are copies and the WAL is the truth. A start looks at every log (recover), then replays the WAL from
             the checkpoint, or from further back for a log that is short of what the checkpoint saw; each log passes over
             what it has already. So it does not matter where we were killed.
@@ -94,7 +95,7 @@ def run(stage: Stage) -> None:
     room = Room(settings, lambda: stage.page.rows["durability"].bytes)
     queues.before_topic = partial(wait_for_quota, stage, queues, room)
     stage.row.seq = queues.routed_seq
-    stage.ready(routed_seq=queues.routed_seq, topics=len(queues.topics))
+    stage.ready(routed_seq=queues.routed_seq, topics=queues.count)
 
     ticked = 0
     while True:

@@ -5,6 +5,7 @@
     topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
     crc32|<crc32 of the lines above>
 
+The rows of a topic that was deleted since are passed over: kmq/log/deletions.py.
 A damaged one is as good as none: a digit that is off by one would number records wrongly.
 `bytes` are those of all segments from `first_offset` on, so a start sees by their sizes alone whether an earlier one was
 cut or is missing. Retention first says here that it has moved `first_offset`, and deletes then: what is missing
@@ -26,6 +27,7 @@ from itertools import groupby
 
 from kmq.errors import RetryError
 from kmq.log import producers, remnant, segment, spare
+from kmq.log.deletions import Deleted
 from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log.partition import EMPTY, State
 from kmq.log.segment import Segment
@@ -52,14 +54,17 @@ def load(data: str) -> tuple[int, Rows, dict[str, int]]:
         else:
             partition, end_offset, last_seq, size = map(int, fields)
             rows[topic, partition] = State(end_offset, last_seq, size)
-    return int(lines[0]), rows, since
+    deleted = Deleted.of(data)
+    since = {topic: from_seq for topic, from_seq in since.items() if from_seq > deleted.last_seq(topic)}
+    gone = deleted.lives.keys() - since.keys()
+    return int(lines[0]), {at: state for at, state in rows.items() if at[0] not in gone}, since
 
 
 def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
     """The file."""
     rows = [f"{seq}\n"]
     rows += [f"{at[0]}|{at[1]}|{s.end_offset}|{s.last_seq}|{s.size}\n" for at, s in states.items()]
-    for topic in topics:
+    for topic in (topic for topic in topics if not topic.is_gone):
         starts = [str(states.get((topic.name, number), EMPTY).start) for number in range(topic.partitions)]
         rows.append(f"{topic.name}|{topic.from_seq}|{','.join(starts)}\n")
     body = "".join(rows).encode()

@@ -36,6 +36,15 @@ def give_up(path: str) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
+def sync_file(path: str) -> None:
+    """Make what is in `path` survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def with_room(path: str, wait_for_room: WaitForRoom, action: Callable[[], object]) -> object:
     """Do `action`, which may be repeated, and again whenever the disk has no room for it."""
     while True:

@@ -1,9 +1,9 @@
 """Up to which seq numbers have been given out, as far as the disk knows: what a framer without a ring goes on from.
 
 Invariant   No seq is given out twice. The WAL has every record that was acknowledged or shown to the router, so nothing
-            else on disk may know of a later seq: not router.ckpt, not producers.ckpt, not a queue. Where one does, the
-            end of the WAL has been lost (a file deleted, an old copy restored), and going on from it would give the
-            seqs of the lost records to others.
+            else on disk may know of a later seq: not router.ckpt, not producers.ckpt, not deletions, not a queue. Where
+            one does, the end of the WAL has been lost (a file deleted, an old copy restored), and going on from it would
+            give the seqs of the lost records to others.
 Lax fsync   With a KMQ_FSYNC other than `always` a power cut may leave a queue ahead of the WAL. What neither checkpoint
             speaks of was not promised to survive that, so queues are not asked then; the router cuts them.
 Cost        A few reads, and for each partition its sizes: where they are what router.ckpt says, so is its last seq.
@@ -13,7 +13,7 @@ import os
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, dropped, producers, segment, topics, wal
+from kmq.log import checkpoint, deletions, dropped, producers, segment, topics, wal
 from kmq.log.disk import find_tail
 from kmq.log.partition import EMPTY, directory_of
 from kmq.log.reader import is_stored
@@ -28,7 +28,11 @@ def end(data: str) -> tuple[int, int]:
 def agreed_end(data: str, ask_queues: bool) -> tuple[int, int]:
     """`end`, after a look whether all that is on disk agrees with it. Raises CorruptError where it does not."""
     seq, recv_ts = end(data)
-    others = {"router.ckpt": checkpoint.routed_seq(data), "producers.ckpt": producers.checkpoint_seq(data)}
+    others = {
+        "router.ckpt": checkpoint.routed_seq(data),
+        "producers.ckpt": producers.checkpoint_seq(data),
+        deletions.NAME: deletions.last_seq(data),
+    }
     if ask_queues:
         others |= _queue_end(data)
     name, later = max(others.items(), key=lambda each: each[1])

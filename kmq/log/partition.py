@@ -102,7 +102,7 @@ def fits(segments: list[Segment], known: State) -> bool:
     if sum(each.size for each in segments) != known.size:
         return False
     if not segments:
-        return known.end_offset == 0
+        return known.end_offset == known.start and not known.last_seq  # it never had a record
     last = segments[-1]
     if not last.size:
         return last.first == known.end_offset
@@ -382,6 +382,12 @@ class PartitionLog:
         state.base = state.end_offset
         self._file = AppendFile(path, self._wait_for_room)
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
+
+    def take_limits(self, limits: Limits, now_ts: int) -> None:
+        """Other limits from now on (µs): an open log whose active segment is over them goes on in a new one at once."""
+        self._limits = limits
+        if self._file is not None and self._file.size and limits.is_full(self._file.size, self._first_ts, now_ts):
+            self.roll()
 
     def seal(self) -> None:
         """The active segment is complete."""

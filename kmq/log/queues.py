@@ -2,7 +2,8 @@
 
 Owner       the router process (lock topics/.owner).
 Invariant   `routed_seq` and everything before it is in its partition log (in the page cache; the checkpoint says what is on
-            disk), but for what dropped.log names. Routing depends on the line and on the topics in force at its seq only.
+            disk), but for what dropped.log names and those of deleted topics. Routing depends on the line and on the topics
+            in force at its seq only.
 Crash       See recover(): the logs are looked at, then the WAL is replayed from where the first of them ends.
 Memory      State of a cold partition: one small object. Descriptors: at most `most_open`, the longest unused one closes.
 """
@@ -18,15 +19,28 @@ from itertools import pairwise
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.layout import Block
-from kmq.log import checkpoint, compaction, dropped, identity, reader, remnant, segment, spare, topics, wal
-from kmq.log.disk import FULL, Buffer, WaitForRoom, find_tail, give_up, replace_file, with_room
+from kmq.log import (
+    checkpoint,
+    compaction,
+    deletions,
+    dropped,
+    identity,
+    reader,
+    remnant,
+    requests,
+    segment,
+    spare,
+    topics,
+    wal,
+)
+from kmq.log.disk import FULL, Buffer, WaitForRoom, find_tail, give_up, replace_file, sync_file, with_room
 from kmq.log.index import IndexWriter, read_entries
 from kmq.log.newcomers import AT_ONCE, Newcomer, Newcomers
-from kmq.log.partition import EMPTY, Gap, PartitionLog, State, directory_of, fits, recover
+from kmq.log.partition import Gap, PartitionLog, State, directory_of, fits, recover
 from kmq.log.reader import DamageError, MisplacedError, is_stored
 from kmq.log.segment import COMPACT, Limits, Segment
 from kmq.logfmt import Log
-from kmq.routing import Table, Topic, resolve
+from kmq.routing import DELETED, Table, Topic, resolve
 from kmq.settings import MIB
 
 MAX_OPEN = 1024  # logs that are kept open, where the process may have so many files
@@ -37,9 +51,11 @@ _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
 _MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory,
 _MAX_ROUTE = 256  # nor one with long keys: bytes of a routing key that is remembered
 _NEVER = 1 << 62  # a seq that no record has
+_COARSE_NS = 50_000_000  # two changes of a directory within such a time may have the same mtime
 
 # Where a routing key leads. A Topic: its partition depends on the seq. A Newcomer: it has to be made first.
-Target = PartitionLog | Topic | Newcomer
+# None: nowhere, for its topic was deleted after this record.
+Target = PartitionLog | Topic | Newcomer | None
 
 
 class Queues:
@@ -67,7 +83,8 @@ class Queues:
         self._check: Callable[[], None] = lambda: None  # what recover() was given
         self.now_s: Callable[[], float] = time.time  # for retention by age: a clock that is trusted (clock.py)
         self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
-        self.topics = Table()
+        self.topics = Table()  # with those that were deleted
+        self._deleted = deletions.Deleted.of(data)
         self.sorted_seq = 0  # up to here every record is in its log, or waits for its topic to be made
         self._newcomers = Newcomers()
         self._making: Newcomer | None = None  # whose lines are on the way to their log
@@ -85,6 +102,11 @@ class Queues:
         self._rolled_at = -ROLL_NS  # when `roll_over` looked last
         self._postponed = 0  # logs that it had no room to seal then
         self._topics_seen = 0  # mtime of topics/ when it was last read
+
+    @property
+    def count(self) -> int:
+        """How many topics there are."""
+        return sum(not topic.is_gone for topic in self.topics.values())
 
     @property
     def routed_seq(self) -> int:
@@ -125,7 +147,7 @@ class Queues:
             self._check()
             topic = self._create_topic(newcomer.name, newcomer.first_seq)
             self._routes.clear()  # what newer lines have found may not have been in force for these, and the other way round
-            self.topics[newcomer.name] = topic
+            self._put_in_force(topic)
             self._making = newcomer
             written += self._route_lines([self._newcomers.remove(newcomer)])
             self._making = None
@@ -164,6 +186,7 @@ class Queues:
                 target = self._target(key, record.seq_of(line))
             groups[target].append(line)
         written = 0
+        groups.pop(None, None)
         for target in [target for target in groups if isinstance(target, Newcomer)]:
             self._newcomers.add(target, groups.pop(target))
         for log, queued in _spread(groups, self._log_of).items():
@@ -179,9 +202,11 @@ class Queues:
             return target
         route = resolve(self.topics, routing_key, seq)
         topic = self.topics.get(route.topic)
-        if topic is None or route.topic in self._newcomers:
+        if route.topic == DELETED:
+            target = None
+        elif topic is None or topic.is_gone or route.topic in self._newcomers:
             return self._newcomer(route.topic, seq)
-        if topic.partitions > 1 and route.is_spread:
+        elif topic.partitions > 1 and route.is_spread:
             target = topic
         else:
             target = self._log_of(topic, topic.partition_of(route, seq))
@@ -194,8 +219,9 @@ class Queues:
 
     def _newcomer(self, name: bytes, seq: int) -> Newcomer:
         """The topic to be made that a message names. With a dot in its name it is in force for all messages from this one on."""
-        if b"." in name and name not in self.topics:
-            self.topics[name] = Topic(name.decode(), 1, seq)
+        topic = self.topics.get(name)
+        if b"." in name and (topic is None or topic.is_gone):
+            self._put_in_force(Topic(name.decode(), 1, seq))
             self._routes.clear()
         return self._newcomers.named(name, seq)
 
@@ -226,7 +252,7 @@ class Queues:
         at = topic.name, partition
         log = self._logs.get(at)
         if log is None:
-            state = self._states.setdefault(at, State())
+            state = self._states.setdefault(at, self._first_state(*at))
             limits = self._topic_limits.get(topic.name, self._limits)
             log = PartitionLog(self.data, *at, topic.log_names()[partition], state, self._wait_for_room, limits)
             self._logs[at] = log
@@ -290,6 +316,7 @@ class Queues:
     def recover(self, high: int, check: Callable[[], None]) -> None:
         """Bring every log to what the WAL says up to `high`, which is durable. `check` is called again and again meanwhile."""
         self._check = check
+        self._finish_deletions()
         seq, rows, since = self._load_checkpoint()
         if seq > high:
             raise CorruptError(
@@ -299,7 +326,7 @@ class Queues:
         replay_from, has = seq + 1, wal.first_seq(self.data)
         for topic in self._load_topics(rows, since):
             for partition in range(topic.partitions):
-                known = rows.get((topic.name, partition), EMPTY)
+                known = rows.get((topic.name, partition)) or self._first_state(topic.name, partition)
                 replay_from = min(replay_from, self._examine(topic, partition, known, high, has <= seq + 1, has))
             check()
         routed = max((state.last_seq for state in self._states.values()), default=0)
@@ -354,15 +381,27 @@ class Queues:
             if _is_empty(topics.toml_path(self.data, topic.name)):  # a kill or a power cut came before its text
                 os.makedirs(f"{self.data}/topics/{topic.name}", exist_ok=True)
                 self._write_toml(topic, topics.Declaration(topic.partitions, topic.from_seq))
-        in_force = ((topic.name.encode(), topic) for topic in found.values())
-        self.topics = Table(in_force, identity.marks_from(self.data))
+        gone = ((name.encode(), Topic.gone(name, lives)) for name, lives in self._deleted.lives.items())
+        self.topics = Table(gone, identity.marks_from(self.data))
+        for topic in found.values():
+            self._put_in_force(topic)
         return list(found.values())
+
+    def _put_in_force(self, topic: Topic) -> None:
+        topic.lives = self._deleted.lives.get(topic.name, ())
+        self.topics[topic.name.encode()] = topic
+
+    def _first_state(self, name: str, partition: int) -> State:
+        """Of a partition that has had no record yet: it goes on where a deleted one of its name has ended."""
+        first = self._deleted.first_offset(name, partition)
+        return State(first, 0, 0, first)
 
     def _limit(self, name: str, declared: topics.Declaration) -> None:
         """Take over the limits that a topic has in place of the settings."""
         try:
-            if declared.limits:
-                self._topic_limits[name] = self._limits.but(declared.limits)
+            limits = self._limits.but(declared.limits)
+            if declared.limits or name in self._topic_limits:
+                self._topic_limits[name] = limits
         except ConfigError as err:
             self.log.warn("topic_limits_ignored", file=topics.toml_path(self.data, name), reason=err)
 
@@ -413,7 +452,7 @@ class Queues:
         for each in segments:
             reader.check_place(each.path, each.first, by_seq=False)
         # Without a checkpoint nobody says whether retention took the front; the WAL may still have it then.
-        start = known.start if known.end_offset or not segments or wal_first <= topic.from_seq else segments[0].first
+        start = known.start if known.last_seq or not segments or wal_first <= topic.from_seq else segments[0].first
         found = recover(segments, known, high, wal_has_rest, start)
         state, gaps, needs = found.state, found.gaps, _NEVER
         directory = directory_of(self.data, topic.name, partition)
@@ -445,7 +484,7 @@ class Queues:
             gaps.append(Gap(state.end_offset, known.end_offset, needs, known.last_seq, into))
             state.end_offset, state.last_seq, needs = known.end_offset, known.last_seq, _NEVER
         elif is_short and not found.segments:
-            state = State()  # from its first record on, also what retention had taken
+            state = self._first_state(topic.name, partition)  # from its first record on, also what retention had taken
         for gap in gaps:
             self._fill(topic, partition, gap, is_end=gap.end == state.end_offset)
         if gaps:
@@ -522,7 +561,8 @@ class Queues:
 
     def _wanted(self, low: int, high: int) -> list[tuple[int, int]]:
         """low…high without the dropped ranges, cut where a topic came into force."""
-        cuts = sorted({t.from_seq for t in self.topics.values() if t.partitions > 1 or "." in t.name})
+        changing = [topic for topic in self.topics.values() if topic.partitions > 1 or "." in topic.name or topic.lives]
+        cuts = sorted({seq for topic in changing for seq in topic.bounds()})
         wanted = []
         for first, last in dropped.without(low, high, dropped.read(self.data, "durable")):
             starts = [first, *(seq for seq in cuts if first < seq <= last), last + 1]
@@ -532,15 +572,117 @@ class Queues:
     # --- now and then --------------------------------------------------------------------------------------------
 
     def adopt_declarations(self) -> None:
-        """Put topics that were declared meanwhile in force, from the next seq on."""
+        """Carry out what was asked meanwhile, and put topics that were declared in force, from the next seq on."""
         mtime = os.stat(f"{self.data}/topics").st_mtime_ns
         if mtime == self._topics_seen:
             return
-        self._topics_seen = mtime
+        self._topics_seen = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
+        for request in requests.waiting(self.data):
+            self._carry_out(request)
         for name in topics.names(self.data):
-            if name.encode() in self.topics or name.encode() in self._newcomers:
+            if self._is_in_force(name) or name.encode() in self._newcomers:
                 continue
             self._adopt(name, self.sorted_seq + 1)
+
+    def _is_in_force(self, name: str) -> bool:
+        topic = self.topics.get(name.encode())
+        return topic is not None and not topic.is_gone
+
+    def _carry_out(self, request: requests.Request) -> None:
+        try:
+            if request.verb == requests.SET:
+                self._set_limits(request.topic, request.limits)
+            elif request.verb == requests.DELETE:
+                self._delete(request.topic)
+            else:
+                raise ConfigError(f"unknown request {request.verb!r}")
+        except (ConfigError, LookupError, ValueError) as err:
+            self.log.warn("request_refused", file=request.path, topic=request.topic, reason=err)
+        request.remove()
+
+    def _set_limits(self, name: str, changes: dict[str, str]) -> None:
+        """Change the limits in a topic's file, and those of its logs. Raises ConfigError where they cannot be."""
+        topic = self._asked_for(name)
+        path = topics.toml_path(self.data, name)
+        with open(path, encoding="utf-8") as file:
+            text = topics.with_limits(file.read(), changes)
+        own = topics.parse(text)
+        limits = self._limits.but(own.limits)
+        with_room(path, self._wait_for_room, lambda: replace_file(path, text.encode()))
+        self._limit(name, own)
+        for partition in range(topic.partitions):
+            log = self._log_of(topic, partition)
+            self._use(log)
+            log.take_limits(limits, int(self.now_s() * 1e6))
+            self._unsynced.add(log)
+        self.log.info("topic_limits_set", topic=name, **{each: value or "unset" for each, value in changes.items()})
+
+    def _asked_for(self, name: str) -> Topic:
+        """The topic in force that a request names. Raises ConfigError where there is none."""
+        if name in topics.names(self.data) and not self._is_in_force(name):
+            self.make_topics()
+            if not self._is_in_force(name):  # declared, and not looked at yet
+                return self._adopt(name, self.sorted_seq + 1)
+        if not self._is_in_force(name):
+            raise ConfigError(f"topic {name!r} does not exist")
+        return self.topics[name.encode()]
+
+    def _delete(self, name: str) -> None:
+        """Delete a topic with all records up to now, for good. Raises ConfigError where there is none."""
+        topic = self._asked_for(name)
+        self.make_topics()  # what waits for one may be older than the line that is drawn here
+        self._checkpointer.finish()  # it syncs files by their names
+        last_seq = self.sorted_seq
+        ends = [self._log_of(topic, partition).state.end_offset for partition in range(topic.partitions)]
+        every = deletions.read(self.data)
+        has_had_records = topic.from_seq <= last_seq
+        if has_had_records:
+            if not self._wal_is_synced:  # else a power cut may give these numbers to other records
+                sync_file(os.path.realpath(f"{self.data}/append.log"))
+            said = deletions.Deletion(name, topic.from_seq, last_seq, deletions.now(), ends)
+            self._write_deletions([*every, said])
+        self._forget(topic)
+        if not has_had_records:  # there is none by which a line could tell it from a later one of its name
+            self._checkpoint([])
+            self._checkpointer.finish()
+        deletions.remove_files(self.data, topic, self._check)
+        if not has_had_records:
+            self._write_deletions(every)  # as it was: its time tells the framer that there is something to forget
+        self.log.info("topic_deleted", topic=name, from_seq=topic.from_seq, last_seq=last_seq, messages=sum(ends))
+
+    def _write_deletions(self, every: list[deletions.Deletion]) -> None:
+        deletions.write(self.data, every, lambda path, action: with_room(path, self._wait_for_room, action))
+        self._deleted = deletions.Deleted(every)
+
+    def _forget(self, topic: Topic) -> None:
+        """Have nothing of a topic in memory any more."""
+        name = topic.name
+        for at in [at for at in self._logs if at[0] == name]:
+            log = self._logs.pop(at)
+            log.close()
+            self._open.pop(log, None)
+            self._unsynced.discard(log)
+            self._unnoted.discard(log)
+        for at in [at for at in self._states if at[0] == name]:
+            del self._states[at]
+        directory = f"{self.data}/topics/{name}/"
+        self._dirty = [path for path in self._dirty if not path.startswith(directory)]
+        self._kept = [each for each in self._kept if not each.path.startswith(directory)]
+        self._topic_limits.pop(name, None)
+        del self.topics[name.encode()]
+        if name in self._deleted.lives:
+            self.topics[name.encode()] = Topic.gone(name, self._deleted.lives[name])
+        self._routes.clear()
+
+    def _finish_deletions(self) -> None:
+        """What a kill has left of topics that were deleted."""
+        every = deletions.read(self.data)
+        if deletions.faults(self.data):
+            self._write_deletions(every)  # one of the two files may be missing, or damaged
+        for name, partitions in topics.left_over(self.data):
+            self.log.warn("topic_deleted_again", topic=name, last_seq=self._deleted.last_seq(name))
+            deletions.remove_files(self.data, Topic(name, partitions, 0), self._check)
+        deletions.sweep(self.data, self._check)
 
     def _adopt(self, name: str, next_seq: int) -> Topic:
         """Put a declared topic in force: from `next_seq` on, unless its file says already from when."""
@@ -552,7 +694,7 @@ class Queues:
         topic = Topic(name, declared.partitions, declared.from_seq)
         self._write_toml(topic, declared)
         self._limit(name, declared)
-        self.topics[name.encode()] = topic
+        self._put_in_force(topic)
         self._routes.clear()
         for partition in range(topic.partitions):
             self._check()

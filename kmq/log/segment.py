@@ -93,7 +93,7 @@ def stamp(data: bytes | memoryview) -> tuple[int, int]:
 
 def _cleanup(text: str) -> str:
     if text not in ("delete", COMPACT):
-        raise ValueError(f"is delete or {COMPACT}")
+        raise ValueError(f"must be delete or {COMPACT}")
     return text
 
 
@@ -129,7 +129,7 @@ class Limits:
         made = Limits(*(getattr(self, each) for each in LIMITS))
         for each, text in texts.items():
             if each not in LIMITS:
-                raise ConfigError(f"{each}: is none of {', '.join(LIMITS)}")
+                raise ConfigError(f"{each}: unknown limit; expected one of {', '.join(LIMITS)}")
             try:
                 setattr(made, each, _PARSE[each](text))
             except ValueError as err:

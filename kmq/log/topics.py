@@ -3,7 +3,7 @@
     partitions = 4                   fixed for the topic's life
     from_seq = 17                    written by the router
     segment_bytes = "256 MiB"        these five in place of the settings, written as they are; read by the router
-    segment_age = "1d"               when it starts or adopts the topic
+    segment_age = "1d"               when it starts or adopts the topic, written by it on request (requests.py)
     retention_age = "30d"
     retention_bytes = "10 GiB"
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
@@ -13,11 +13,13 @@ is the only way to a seq that is right by construction: nobody else knows what h
 """
 
 import os
+import re
 from collections.abc import Iterator
 
-from kmq import record
+from kmq import record, routing
 from kmq.errors import ConfigError, CorruptError
 from kmq.log import identity
+from kmq.log.deletions import Deleted
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.segment import LIMITS, Limits
 from kmq.routing import Table, Topic
@@ -42,10 +44,24 @@ class Declaration:
         lines = [f"partitions = {self.partitions}"]
         if self.from_seq is not None:
             lines.append(f"from_seq = {self.from_seq}")
-        lines += [
-            f"{name} = {value}" if value.isdigit() else f'{name} = "{value}"' for name, value in self.limits.items()
-        ]
+        lines += [_limit_line(name, value) for name, value in self.limits.items()]
         return ("\n".join(lines) + "\n").encode()
+
+
+def _limit_line(name: str, value: str) -> str:
+    return f"{name} = {value}" if value.isdigit() else f'{name} = "{value}"'
+
+
+def with_limits(text: str, changes: dict[str, str]) -> str:
+    """The text of a topic.toml with other limits; "" takes one away. All other lines stay as they are."""
+    lines = text.splitlines()
+    for name, value in changes.items():
+        at = [number for number, line in enumerate(lines) if re.match(rf"\s*{name}\s*=", line)]
+        place = at[0] if at else next((n for n, line in enumerate(lines) if line.lstrip().startswith("[")), len(lines))
+        lines = [line for number, line in enumerate(lines) if number not in at]
+        if value:
+            lines.insert(place, _limit_line(name, value))
+    return "\n".join(lines) + "\n"
 
 
 def _in_range(partitions: int) -> int:
@@ -60,18 +76,25 @@ def read(data: str, name: str) -> Declaration:
     A file that a power cut left empty is made good from the partitions that are there: only topics that messages
     created themselves are written without a sync, and those have one partition and are in force from the start.
     """
-    import tomllib
-
     try:
         with open(toml_path(data, name), "rb") as file:
-            table = tomllib.load(file)
-        partitions = _in_range(int(table["partitions"]))
-        from_seq = table.get("from_seq")
+            return parse(file.read().decode())
     except (FileNotFoundError, KeyError, ValueError):
-        found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
-        guessed = Declaration(max(1, found), 1)
+        try:
+            found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
+        except FileNotFoundError:  # deleted a moment ago
+            return Declaration(1)
+        guessed = Declaration(max(1, found), Deleted.of(data).last_seq(name) + 1)
         guessed.is_guessed = True
         return guessed
+
+
+def parse(text: str) -> Declaration:
+    """What the text of a topic.toml says. Raises KeyError or ValueError where it is none."""
+    import tomllib
+
+    table = tomllib.loads(text)
+    partitions, from_seq = _in_range(int(table["partitions"])), table.get("from_seq")
     limits = {each: str(table[each]) for each in LIMITS if each in table}
     return Declaration(partitions, None if from_seq is None else int(from_seq), limits)
 
@@ -117,7 +140,19 @@ def load(data: str, name: str) -> tuple[int, int | None]:
 
 def names(data: str) -> list[str]:
     """Names of all topics, in order. What cannot be one is none of ours (`check_names`)."""
-    return sorted(name for name in _directories(data) if record.is_topic_name(name))
+    left = {name for name, _ in left_over(data)}
+    return sorted(name for name in _directories(data) if name not in left and record.is_topic_name(name))
+
+
+def left_over(data: str) -> list[tuple[str, int]]:
+    """(name, partitions) of topics that were deleted and whose directory is still there: a kill came before its removal."""
+    found = []
+    for name, lives in Deleted.of(data).lives.items():
+        if os.path.isdir(f"{data}/topics/{name}"):
+            declared = read(data, name)
+            if declared.from_seq is not None and declared.from_seq <= lives[-1][1]:
+                found.append((name, declared.partitions))
+    return found
 
 
 def misnamed(data: str) -> list[str]:
@@ -148,9 +183,9 @@ def listing(data: str) -> list[tuple[str, int, int | None]]:
 
 
 def table(data: str) -> Table:
-    """The topics in force, as `kmq.routing.resolve` takes them."""
-    in_force = (Topic(name, count, from_seq) for name, count, from_seq in listing(data) if from_seq is not None)
-    return Table(((topic.name.encode(), topic) for topic in in_force), identity.marks_from(data))
+    """The topics in force, and those that were deleted, as `kmq.routing.resolve` takes them."""
+    in_force = [(name, partitions, since) for name, partitions, since in listing(data) if since is not None]
+    return routing.table(in_force, Deleted.of(data).lives, identity.marks_from(data))
 
 
 def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None) -> None:

@@ -72,7 +72,8 @@ class Copies:
         """Up to seq `upto`. `gone`, in order: seqs that a queue need not have, dropped by name or lost and named by a repair."""
         self.data, self._upto, self._is_live, self._progress = data, upto, is_live, progress
         self._table = topics.table(data)
-        self._cuts = sorted([self._table.marks_from, *(topic.from_seq for topic in self._table.values())])
+        bounds = (seq for topic in self._table.values() for seq in topic.bounds())
+        self._cuts = sorted([self._table.marks_from, *bounds])
         self._cursors = {at: _Cursor(data, at) for at in _queues(data)}
         self._numbers = {at: number for number, at in enumerate(self._cursors)}
         self._targets: dict[bytes, int | Topic] = {}

@@ -7,7 +7,7 @@ second one's table and names, hold for these ends: how far it has routed only gr
 import contextlib
 from typing import Any
 
-from kmq.log import checkpoint, dropped, identity, topics
+from kmq.log import checkpoint, deletions, dropped, identity, topics
 
 Span = tuple[int, int]
 
@@ -18,6 +18,8 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
     routed_seq  up to here every record is in its queue, but for those in `dropped`
     marks_from  the first seq whose routing key may have a mark
     topics      with partitions, from which seq they are in force (null: not yet) and cleanup
+    deleted     topics that were deleted: from which seq and up to which each was in force, and the offsets where its partitions
+                ended
     dropped     seqs, first and last, by ring; with those of the WAL that a repair has named as lost
     """
     routed_seq = max(routed_seq, checkpoint.routed_seq(data))
@@ -30,6 +32,7 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
         "routed_seq": routed_seq,
         "marks_from": identity.marks_from(data),
         "topics": table,
+        "deleted": [[each.topic, each.from_seq, each.last_seq, each.ends] for each in deletions.read(data)],
         "dropped": _dropped(data),
     }
 

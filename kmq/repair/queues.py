@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 
 from kmq import record, routing
-from kmq.log import compaction, dropped, reader, segment, topics
+from kmq.log import compaction, deletions, dropped, reader, segment, topics
 from kmq.log.disk import replace_file
 from kmq.log.partition import EMPTY, State, directory_of
 from kmq.repair.evidence import Evidence, agreed, bytes_of
@@ -48,7 +48,8 @@ class QueueHealer:
         """Where the first segments are missing, one to be filled. `row`: what the checkpoint says of the queue."""
         segments = self.log.segments()
         has_rest = self.wal_first <= self.topic.from_seq  # else retention may have taken them here, too
-        start = row.start if row else 0 if has_rest or not segments else segments[0][0]
+        begins = deletions.Deleted.of(self.data).first_offset(self.topic.name, self.number)
+        start = row.start if row else begins if has_rest or not segments else segments[0][0]
         if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
             replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
 

@@ -1,6 +1,6 @@
 """Healing: each record is on disk twice, in the WAL and in its queue, byte for byte the same.
 
-In this order: who the directory is; segments that lie where others belong go to their places; checkpoints and
+In this order: what was deleted; who the directory is; segments that lie where others belong go to their places; checkpoints and
 declarations; the WAL from the queues; the queues from the WAL; and where both copies of a seq are whole and yet differ,
 both are kept.
 
@@ -16,7 +16,7 @@ Crash       See rewriting.py and places.py: the next repair goes on with what is
 
 from collections.abc import Callable
 
-from kmq.log import producers, reader
+from kmq.log import deletions, producers, reader
 from kmq.repair.conflicts import Conflicts
 from kmq.repair.places import Places
 from kmq.repair.queues import QueueHealer
@@ -36,6 +36,7 @@ class Repair:
         """Heal everything; what was done, file by file."""
         directory, rewriter = Directory(self.data, is_live=False), Rewriter(self.data, self._progress)
         small = SmallFiles(directory, rewriter)
+        small.heal_deletions()
         small.heal_identity()
         for path, what in Places(self.data, self._known(directory, rewriter), directory.load_checkpoint()[1]).tidy():
             rewriter.report(path, what)
@@ -57,4 +58,7 @@ class Repair:
         """The last seq that anything but the WAL knows of."""
         routed, rows, _ = directory.load_checkpoint()
         queues = [rewriter.last_seq(reader.partition(self.data, *at)) for at in directory.queues()]
-        return max([routed, producers.checkpoint_seq(self.data), *(row.last_seq for row in rows.values()), *queues])
+        deleted = deletions.last_seq(self.data)
+        return max(
+            [routed, deleted, producers.checkpoint_seq(self.data), *(row.last_seq for row in rows.values()), *queues]
+        )

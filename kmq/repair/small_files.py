@@ -6,7 +6,8 @@ import time
 from collections import Counter
 
 from kmq import record
-from kmq.log import checkpoint, identity, reader, topics
+from kmq.errors import CorruptError
+from kmq.log import checkpoint, deletions, identity, reader, topics
 from kmq.log.disk import QUARANTINE, replace_file, sync_directory
 from kmq.log.segment import LIMITS
 from kmq.repair import places
@@ -44,6 +45,20 @@ class SmallFiles:
             replace_file(f"{data}/format", f"{text}\n".encode())
             self.rewriter.report(f"{data}/format", "written again")
 
+    def heal_deletions(self) -> None:
+        """One of the two files from the other: before anything, because they say which records belong to no queue."""
+        faults = deletions.faults(self.data)
+        try:
+            every = deletions.read(self.data)
+        except CorruptError:
+            for name in faults:
+                self._set_aside(name, "cannot be read: topics deleted once may come back with the records of the WAL")
+            return
+        if faults:
+            deletions.write(self.data, every, lambda _, action: action())
+            for name in faults:
+                self.rewriter.report(f"{self.data}/{name}", "written again")
+
     def heal(self) -> None:
         """Checkpoints and declarations."""
         data = self.data
@@ -64,7 +79,7 @@ class SmallFiles:
 
     def _set_aside(self, name: str, what: str) -> None:
         os.makedirs(f"{self.data}/{QUARANTINE}", exist_ok=True)
-        os.rename(f"{self.data}/{name}", f"{self.data}/{QUARANTINE}/{name}")
+        os.rename(f"{self.data}/{name}", f"{self.data}/{QUARANTINE}/{os.path.basename(name)}")
         sync_directory(self.data)
         self.rewriter.report(f"{self.data}/{name}", what)
 

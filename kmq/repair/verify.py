@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from kmq.log import checkpoint, dropped, identity, index, producers, reader, segment, topics
+from kmq.log import checkpoint, deletions, dropped, identity, index, producers, reader, segment, topics
 from kmq.log.reader import Log, seqs_of
 from kmq.repair import copies
 from kmq.repair.scan import Part, Scan, scan
@@ -157,10 +157,13 @@ class Directory:
         segments = reader.wal(self.data).segments()
         active = self.relative(segments[-1][1]) if segments else "append"
         size = os.stat(f"{self.data}/{active}").st_size
-        had = max([routed, *queue_ends.values()])
+        had = max([routed, deletions.last_seq(self.data), *queue_ends.values()])
         for low, high in dropped.without(wal_end + 1, had, self.named_gaps()):
-            yield Finding(active, size, low, high, "cut off: the queues or router.ckpt have had it")
+            yield Finding(active, size, low, high, "cut off: the queues, router.ckpt or deletions have had it")
+        still = self.load_checkpoint()[1].keys()  # a topic may have been deleted meanwhile
         for (topic, number), row in rows.items():
+            if (topic, number) not in still:
+                continue
             has = queue_ends.get((topic, number), 0)
             if has < row.last_seq:
                 path = f"topics/{topic}/{number}"
@@ -212,6 +215,8 @@ class Directory:
             checkpoint.load(self.data)
         except (ValueError, LookupError) as err:
             yield Finding("router.ckpt", 0, 0, 0, f"cannot be read: {err}")
+        for name, what in deletions.faults(self.data).items():
+            yield Finding(name, 0, 0, 0, what, not self.is_live)
         what = producers_fault(self.data)
         if what:
             yield Finding("producers.ckpt", 0, 0, 0, what)

@@ -10,10 +10,10 @@ Exact       in a good stretch the bytes of a queue are those lines of the WAL th
             one (numpy still): which is missing, doubled, out of order, altered, elsewhere, from nowhere.
 Checked     every block read had its crc checked by the reader against the index. Damage is a finding; what lies in it, and
             what a damaged index hides, is not judged further and counted so.
-Not judged  queue records below the first seq that the WAL still has: only their crc, form and order. WAL records below the
-            first that a queue still has. Both are counted as notes. In a compacted queue the bare newlines between two
-            records must be as many as the records missing there; which ones, nobody can say. Those at a cut count for
-            both sides of it.
+Not judged  what belongs to a topic that was deleted. Queue records below the first seq that the WAL still has: only their
+            crc, form and order. WAL records below the first that a queue still has. All are counted as notes. In a
+            compacted queue the bare newlines between two records must be as many as the records missing there; which
+            ones, nobody can say. Those at a cut count for both sides of it.
 Limit       a block of the WAL that begins with a seq out of order leads lookups astray: it is found, but as a gap.
 """
 
@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 from kmq import record
 from kmq.log.dropped import Range, without
 from kmq.log.reader import DamageError
-from kmq.routing import Table, Topic, resolve
+from kmq.routing import DELETED, Topic, lives, resolve, table
 from kmq.spark.brokers import Broker
 from kmq.spark.columns import Block, Numbers
 from kmq.spark.options import WAL
@@ -56,6 +56,7 @@ NOTES = {
     "dropped_durable": "records that dropped.log names for ring durable",
     "compacted": "records that compaction took from their queue",
     "retained": "records that retention took from their queue: not judged",
+    "deleted": "records of topics that were deleted",
     "older": "queue records from before the WAL's first seq: crc and order checked only",
     "unrouted": "durable, not routed yet",
     "unreadable": "records in or behind damage: not judged",
@@ -92,6 +93,7 @@ class Snapshot(NamedTuple):
     dropped: dict[str, list[Span]]  # ring → seqs, first and last
     hidden: dict[str, tuple[str, int, str]]  # topics whose queues have no known end: path, byte and what of the damage
     marks_from: int = 0  # the first seq whose routing key may have a mark
+    deleted: Sequence[tuple[str, int, int]] = ()  # topics that were: name, from_seq, last_seq
 
 
 class Task(NamedTuple):
@@ -118,9 +120,9 @@ class Judge:
         self.rows: list[Row] = []
         self._said: Counter[tuple[str, Place]] = Counter()
         self._more: dict[tuple[str, Place], Row] = {}
-        in_force = (Topic(name, partitions, seq) for name, partitions, seq in snapshot.topics)
-        self.table = Table(((topic.name.encode(), topic) for topic in in_force), snapshot.marks_from)
-        changes = {seq for name, _, seq in snapshot.topics if "." in name}
+        self.table = table(snapshot.topics, lives(snapshot.deleted), snapshot.marks_from)
+        changing = [topic for topic in self.table.values() if "." in topic.name or topic.lives]
+        changes = {seq for topic in changing for seq in topic.bounds()}
         self.epochs = np.array(sorted(changes | {snapshot.marks_from}), np.int64)
         self.places: list[Place] = []
         self._number: dict[Place, int] = {}
@@ -128,6 +130,7 @@ class Judge:
             self._places_of(name, partitions)
         for name, partition in snapshot.queues:
             self._places_of(name, partition + 1)
+        self.gone = self._places_of("(deleted)", 1) if snapshot.deleted else -1
         self._memo: defaultdict[int, dict[bytes, tuple[int, int]]] = defaultdict(dict)
         self.dropped = _Ranges(snapshot.dropped["durable"])
         self.holes: list[Span] = []  # seqs of the WAL that cannot be read
@@ -241,7 +244,7 @@ class Judge:
         seq = int(self.epochs[epoch - 1]) if epoch else 0
         route = resolve(self.table, key, seq)
         topic = self.table.get(route.topic) or Topic(route.topic.decode(errors="replace"), 1, 0)
-        base = self._places_of(topic.name, topic.partitions)
+        base = self.gone if route.topic == DELETED else self._places_of(topic.name, topic.partitions)
         found = (base, topic.partitions) if route.is_spread else (base + topic.partition_of(route, 0), 1)
         if len(memo) >= _MAX_KEYS:
             memo.clear()
@@ -268,6 +271,10 @@ class Judge:
             self._count(block, times, targets, counts, sizes)
             before = self._clock(seqs, times, before)
             for target, lines in self._by_target(block, seqs, targets):
+                if target == self.gone:
+                    mine = seqs[(targets == target) & (seqs >= self.low) & (seqs < self.high)]
+                    self.say(Row("deleted", *self.places[target], len(mine), int(mine[0]), int(mine[-1])))
+                    continue
                 if self.places[target][0] in self.snapshot.hidden:
                     continue
                 if target not in streams:
@@ -564,6 +571,9 @@ class _Queue:
         if is_first and self.start == self.first > 0:
             self._note("retained", count, seqs)
             return
+        if self._is_deleted_meanwhile():
+            self._note("deleted", count, seqs)
+            return
         if is_last and self.stop == self.end:
             late = seqs[seqs > judge.snapshot.routed]
             self._note("unrouted", len(late), late)
@@ -572,6 +582,16 @@ class _Queue:
             some = "" if count == len(seqs) else f"{count} of {len(seqs)}"
             span = int(seqs[0]), int(seqs[-1])
             judge.say(Row("lost", *self.place, count, *span, offset, detail=some))
+
+    def _is_deleted_meanwhile(self) -> bool:
+        """Whether nothing is left of what the snapshot saw here; a later topic of this name begins behind it."""
+        if self.place not in self.judge.snapshot.queues:
+            return False
+        try:
+            now = self.judge.broker.bounds([self.place[0]]).get(self.place)
+        except DamageError:
+            return False
+        return now is None or now[0] >= self.end > self.first
 
     def _blanks_before(self, count: int) -> int:
         """How many bare newlines, up to `count`, lie in front of the stretch: it begins with a record that is there."""

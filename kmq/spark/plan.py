@@ -90,7 +90,8 @@ def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool
         if key not in bounds:
             lost = f"offsets {begin} to {stop - 1} are gone with their partition"
         elif first > begin:
-            lost = f"offsets {begin} to {min(first, stop) - 1} are gone: retention, the log begins with {first}"
+            why = f"retention, or their topic was deleted; the log begins with {first}"
+            lost = f"offsets {begin} to {min(first, stop) - 1} are gone: {why}"
         elif limit < stop:
             lost = f"offsets {limit} to {stop - 1} are gone: the log ends before {limit}"
         if lost and fail_on_data_loss:

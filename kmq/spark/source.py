@@ -92,6 +92,24 @@ class _Logs:
     def cuts(self, key: Key, start: int, end: int, nbytes: int) -> list[int]:
         return self.brokers[key[0]].cuts(key[1], key[2], start, end, nbytes)
 
+    def begun(self, known: Offsets, bounds: Bounds) -> Offsets:
+        """How far a stream has read, with those partitions that it has not seen yet and that begin where deleted ones ended.
+
+        Raises DataLossError where a topic was deleted before all was read, or one that was asked for by name.
+        """
+        new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
+        if not new and not lost:
+            return known
+        ends: Offsets = {}
+        for name, broker in self.brokers.items():
+            for topic, _, _, offsets in broker.ledger().get("deleted", ()):
+                ends |= {(name, topic, number): end for number, end in enumerate(offsets)}
+        for key in sorted(lost & ends.keys()):
+            unread = ends[key] > known[key]
+            if self.options.fail_on_data_loss and self.options.wants(*key[1:]) and (unread or not self.options.pattern):
+                raise DataLossError(key, f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}")
+        return {key: ends[key] for key in new & ends.keys()} | known
+
     def resolve(self, wanted: int | dict[str, Any] | None, bounds: Bounds, default: int) -> Offsets:
         """Where `wanted` (startingOffsets, endingOffsets) begins, or ends, in each partition."""
         found = {}
@@ -294,7 +312,9 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         begun, known = plan.from_json(start)
         identities = self._logs.identities()
         self._check_same(known, identities)
-        there = {key: end for key, (_, end) in self._logs.bounds().items()}
+        bounds = self._logs.bounds()
+        begun = self._logs.begun(begun, bounds)
+        there = {key: end for key, (_, end) in bounds.items()}
         self._latest = plan.to_json(there, identities)
         if self._target is not None:
             there = {key: min(there.get(key, 0), end) for key, end in self._target.items()}
@@ -317,7 +337,8 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         begun, known = plan.from_json(start)
         ends, identities = plan.from_json(end)
         self._check_same(known, identities)
-        spans = plan.ranges(begun, ends, self._logs.bounds(), self._options.fail_on_data_loss)
+        bounds = self._logs.bounds()
+        spans = plan.ranges(self._logs.begun(begun, bounds), ends, bounds, self._options.fail_on_data_loss)
         return self._logs.tasks(spans)
 
     def _check_same(self, known: dict[str, str], now: dict[str, str]) -> None:

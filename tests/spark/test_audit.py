@@ -15,7 +15,7 @@ from made_data import append, write_data
 from made_up import no_room
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
-from kmq.log import index, reader, segment
+from kmq.log import index, reader, requests, segment, topics
 from kmq.log.index import IndexWriter
 from kmq.spark import judge
 from kmq.spark.judge import FINDINGS, Judge
@@ -46,8 +46,6 @@ def make(path, lines=None, **how):
         path, (lines or [line(n) for n in range(1, COUNT // 2 + 1)]), {"orders": 4}, closed=False, group=50, **how
     )
     if lines is None:
-        from kmq.log import topics
-
         topics.declare(str(path), "jobs.eu", 3)
         made[1].adopt_declarations()
         append(made, [line(n) for n in range(COUNT // 2 + 1, COUNT + 1)], 50)
@@ -91,6 +89,43 @@ def noted(rows):
 
 def place_of(row):
     return f"{row.topic}/{row.partition}"
+
+
+def delete(made, data, *names):
+    for name in names:
+        requests.lay_down(data, requests.DELETE, name, {})
+    made[1].tick()
+
+
+@pytest.mark.parametrize("nbytes", [MANY, ONE])
+def test_records_of_deleted_topics_are_a_note_and_nothing_else(tmp_path, nbytes):
+    made = write_data(tmp_path, [line(n) for n in range(1, 301)], {"orders": 4, "jobs.eu": 2}, closed=False, group=50)
+    data = str(tmp_path)
+    delete(made, data, "orders", "jobs.eu", "new")
+    append(made, [line(n) for n in range(301, 601)], 50)
+    topics.declare(data, "jobs.eu", 3)
+    made[1].tick()
+    append(made, [line(n) for n in range(601, 901)], 50)
+    made[0].close()
+    made[1].close()
+    rows = judged(data, nbytes)
+    gone = [
+        n for n in range(1, 301) if line(n).split(b"|")[0].split(b".k")[0].startswith((b"orders", b"jobs.eu", b"new"))
+    ]
+    assert found(rows) == {}
+    assert noted(rows) == {"deleted": len(gone)}
+
+
+def test_a_topic_deleted_while_it_is_judged_is_not_lost(tmp_path):
+    made = write_data(tmp_path, [line(n) for n in range(1, 301)], {"orders": 4}, closed=False, group=50)
+    data = str(tmp_path)
+    [source] = audit.sources({"path": data})
+    broker = source.open()
+    tasks = audit.plan(broker, source.snapshot, ONE)
+    delete(made, data, "orders")
+    rows = [row for task in tasks for row in Judge(broker, source.snapshot, task, source.bucket).run()]
+    assert found(rows) == {}
+    assert noted(rows)["deleted"] == sum(line(n).startswith(b"orders") for n in range(1, 301))
 
 
 # --- how histories break: each of these writes what a faulty broker would have, with an index that is right -------------

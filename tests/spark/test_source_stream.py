@@ -8,6 +8,8 @@ import pytest
 from made_data import append, write_data
 from pyspark.errors import PySparkException, StreamingQueryException
 
+from kmq.log import requests, topics
+
 
 def orders(low, high):
     return [b"orders.k%d|0|%d|payload %d" % (n % 5, n, n) for n in range(low, high)]
@@ -108,6 +110,42 @@ def test_what_retention_took_before_it_was_read_stops_the_stream_or_is_passed_ov
         run(spark, data, tmp_path, subscribe="orders", startingOffsets="earliest")
     run(spark, data, tmp_path, subscribe="orders", startingOffsets="earliest", failOnDataLoss="false")
     assert ids(spark, tmp_path) == [*range(20), *range(first_left, 100)]
+
+
+def delete(made, data, topic):
+    requests.lay_down(data, requests.DELETE, topic, {})
+    made[1].tick()
+    assert topic not in topics.names(data)
+
+
+def test_a_deleted_topic_stops_its_stream_and_a_later_one_is_read_from_its_first_record(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 10), closed=False)
+    data = str(tmp_path / "data")
+    of_name, of_pattern = tmp_path / "name", tmp_path / "pattern"
+    by_name = {"subscribe": "orders", "startingOffsets": "earliest"}
+    by_pattern = {"subscribePattern": "orders|more", "startingOffsets": "earliest"}
+    run(spark, data, of_name, **by_name)
+    append(made, [b"more|0|%d|x" % n for n in range(10, 15)])
+    delete(made, data, "more")
+    run(spark, data, of_pattern, **by_pattern)
+    append(made, orders(15, 20))
+    delete(made, data, "orders")
+    for work, options in ((of_name, by_name), (of_pattern, by_pattern)):
+        with pytest.raises(
+            StreamingQueryException, match="orders/0: the topic was deleted; it was read up to offset 10 of 15"
+        ):
+            run(spark, data, work, **options)
+        run(spark, data, work, failOnDataLoss="false", **options)
+    append(made, orders(20, 23))
+    append(made, [b"more|0|%d|x" % n for n in range(23, 25)])
+    with pytest.raises(
+        StreamingQueryException, match="offsets 10 to 14 are gone: retention, or their topic was deleted"
+    ):
+        run(spark, data, of_name, **by_name)
+    run(spark, data, of_name, failOnDataLoss="false", **by_name)
+    run(spark, data, of_pattern, failOnDataLoss="false", **by_pattern)
+    assert ids(spark, of_name) == [*range(10), *range(20, 23)]
+    assert ids(spark, of_pattern) == [*range(10), *range(20, 25)]
 
 
 def test_a_checkpoint_of_another_directory_is_refused(spark, tmp_path):

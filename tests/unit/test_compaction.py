@@ -531,7 +531,7 @@ def test_what_compaction_took_is_no_loss_where_a_flipped_bit_is_healed_without_t
 
 
 def test_cleanup_is_declared_kept_and_checked(data):
-    with pytest.raises(ConfigError, match="cleanup = 'compacted': is delete or compact"):
+    with pytest.raises(ConfigError, match="cleanup = 'compacted': must be delete or compact"):
         topics.declare(data, "other", 1, {"cleanup": "compacted"})
     assert compaction.is_compacted(data, "users")
     topics.declare(data, "plain", 1)

@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from kmq.routing import Route, Table, Topic, exact, key_behind, resolve
+from kmq.routing import DELETED, Route, Table, Topic, exact, key_behind, resolve
 
 TABLE = Table(
     {name.encode(): Topic(name, 1, at) for name, at in {"a": 1, "a.b": 10, "a.b.c": 20, "x.y.z": 1}.items()},
@@ -118,3 +118,19 @@ def test_a_partition_that_was_asked_for_goes_before_the_key_and_an_empty_key_is_
     assert [topic.partition_of(resolve(table, b"t.", seq), seq) for seq in range(4)] == [0, 1, 2, 3]
     assert [topic.partition_of(resolve(table, b"t.@.", seq), seq) for seq in range(4)] == [0, 0, 0, 0]
     assert topic.partition_of(resolve(table, b"t.@7", 1), 1) == 3, "a line that is in the WAL has a place"
+
+
+def test_a_deleted_topic_has_no_records_and_leaves_those_between_its_lives_to_the_shorter_name():
+    topics = [
+        Topic("a", 1, 1),
+        Topic("a.b", 1, 40, [(10, 19), (25, 29)]),
+        Topic.gone("gone", [(1, 30)]),
+        Topic.gone("a.gone", [(5, 30)]),
+    ]
+    table = Table({topic.name.encode(): topic for topic in topics})
+    names = {seq: resolve(table, b"a.b.k", seq)[0] for seq in (9, 10, 19, 20, 24, 25, 29, 30, 39, 40)}
+    deleted = dict.fromkeys((10, 19, 25, 29), DELETED)
+    assert names == dict.fromkeys((9, 20, 24, 30, 39), b"a") | deleted | {40: b"a.b"}
+    assert [resolve(table, b"gone.k", seq)[0] for seq in (1, 30, 31)] == [DELETED, DELETED, b"gone"]
+    assert [resolve(table, b"a.gone.k", seq)[0] for seq in (4, 5, 30, 31)] == [b"a", DELETED, DELETED, b"a"]
+    assert [resolve(table, b"a.gone.@.k", seq)[0] for seq in (5, 30, 31)] == [DELETED, DELETED, b"a.gone"]

@@ -89,7 +89,7 @@ def test_a_limit_that_is_none_is_refused_by_name(name, text):
 
 
 def test_only_limits_may_be_a_topics_own():
-    with pytest.raises(ConfigError, match="host: is none of segment_bytes, segment_age"):
+    with pytest.raises(ConfigError, match="host: unknown limit; expected one of segment_bytes, segment_age"):
         Limits().but({"host": "x"})
 
 

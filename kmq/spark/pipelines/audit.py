@@ -56,7 +56,10 @@ def snapshot(broker: Broker) -> Snapshot:
     table = [(row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"]]
     marks_from = ledger.get("marks_from", identity.NEVER)  # a gateway before this one does not say
     compacted = [row["name"] for row in ledger["topics"] if row["cleanup"] == "compact"]
-    return Snapshot(routed, queues, wal, table, compacted, ledger["dropped"], hidden, marks_from)
+    names = {row["name"] for row in ledger["topics"]}
+    queues = {place: span for place, span in queues.items() if place[0] in names}  # else: deleted in between
+    deleted = [(name, from_seq, last_seq) for name, from_seq, last_seq, _ in ledger.get("deleted", ())]
+    return Snapshot(routed, queues, wal, table, compacted, ledger["dropped"], hidden, marks_from, deleted)
 
 
 def _queues(broker: Broker, names: list[str]) -> tuple[dict[Place, Span], dict[str, tuple[str, int, str]]]:

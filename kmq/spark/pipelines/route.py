@@ -35,12 +35,12 @@ from pyspark.sql import functions as F
 
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.links.ownership import FileLock, describe
-from kmq.log import checkpoint, dropped, identity, reader, segment, topics
+from kmq.log import checkpoint, deletions, dropped, identity, reader, segment, topics
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.index import IndexWriter
 from kmq.log.partition import EMPTY, PartitionLog, State, directory_of, fits, recover
 from kmq.log.segment import Limits
-from kmq.routing import Table, Topic
+from kmq.routing import Table, Topic, lives, table
 from kmq.settings import load
 from kmq.spark import streams
 from kmq.spark.arrow import map_in_arrow
@@ -64,9 +64,15 @@ Ranges = Mapping[str, Sequence[tuple[int, int]]]  # broker → seqs, first and l
 
 
 def route(rows: DataFrame, routing: Routing) -> DataFrame:
-    """Rows of WALs with topic, partition and key (binary) of each. Needs broker, seq and routing_key (best as binary)."""
+    """Rows of WALs with topic, partition and key (binary) of each, without those of deleted topics.
+
+    Needs broker, seq and routing_key (best as binary).
+    """
     of = ("routing_key", "seq")
-    return rows.withColumns({"topic": routing.topic(*of), "partition": routing.partition(*of), "key": routing.key(*of)})
+    found = rows.withColumns(
+        {"topic": routing.topic(*of), "partition": routing.partition(*of), "key": routing.key(*of)}
+    )
+    return found.where(F.col("topic") != "") if routing.knows_deleted else found
 
 
 def among(rows: DataFrame, ranges: Ranges, inside: bool = True) -> DataFrame:
@@ -104,18 +110,19 @@ class Pods:
             rows = topics.listing(self._table)
             given = [(name.encode(), Topic(name, partitions, 0)) for name, partitions, _ in rows]
             return Routing({name: Table(given, _marks_from(ledger)) for name, ledger in ledgers.items()}), dropped
-        return Routing({name: _in_force(ledger) for name, ledger in ledgers.items()}), dropped
+        return Routing({name: in_force(ledger) for name, ledger in ledgers.items()}), dropped
 
     def identities(self) -> dict[str, str]:
         """Broker → which data directory it has."""
         return {name: broker.identity() for name, broker in self.brokers.items()}
 
 
-def _in_force(ledger: Mapping[str, Any]) -> Table:
+def in_force(ledger: Mapping[str, Any]) -> Table:
     """The table that a ledger speaks of."""
-    rows = (row for row in ledger["topics"] if row["from_seq"] is not None)
-    found = (Topic(row["name"], row["partitions"], row["from_seq"]) for row in rows)
-    return Table(((topic.name.encode(), topic) for topic in found), _marks_from(ledger))
+    rows = [
+        (row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"] is not None
+    ]
+    return table(rows, lives(each[:3] for each in ledger.get("deleted", ())), _marks_from(ledger))
 
 
 def _marks_from(ledger: Mapping[str, Any]) -> int:
@@ -181,6 +188,8 @@ class Logs:
             replace_file(f"{self.to}/format", f"{text}\n".encode())
         self._lock.acquire(f"--to {self.to}", describe("route", self.to))
         try:
+            if deletions.read(self._pod):
+                raise ConfigError(f"--as log: topics of {self._pod} were deleted; use --as parquet or delta")
             self._seq, self._known, _ = checkpoint.load(self.to)
             self._check_whole()
         except BaseException:

@@ -1,0 +1,167 @@
+"""data/deletions: which topics were deleted, and after which record. docs/decisions/topic-deletion.md says why.
+
+    topic|from_seq|last_seq|ts|end_offset,…        a topic in force from `from_seq` on was deleted after record `last_seq`
+    crc32|<crc32 of the lines above>
+
+Owner       the router writes it, whole, and then the same to topics/.deletions; a repair where one of the two is damaged.
+Invariant   Records of the topic up to `last_seq` belong to no queue. A later topic of this name is in force from a later seq, and
+            each of its partitions begins with the end offset of the one that was deleted: no offset ever means two records.
+Crash       Each file is replaced atomically. The first one counts; the second one where the first is missing or damaged.
+"""
+
+import contextlib
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+from kmq import record
+from kmq.errors import CorruptError
+from kmq.log.disk import replace_file, sync_directory
+from kmq.routing import Topic, lives
+
+NAME = "deletions"
+COPY = "topics/.deletions"
+_ASIDE = ".deleted-"
+
+
+class Deletion:
+    """One line."""
+
+    __slots__ = ("ends", "from_seq", "last_seq", "topic", "ts")
+
+    def __init__(self, topic: str, from_seq: int, last_seq: int, ts: str, ends: Sequence[int]) -> None:
+        self.topic, self.from_seq, self.last_seq, self.ts, self.ends = topic, from_seq, last_seq, ts, ends
+
+    def line(self) -> str:
+        return f"{self.topic}|{self.from_seq}|{self.last_seq}|{self.ts}|{','.join(map(str, self.ends))}\n"
+
+
+def read(data: str) -> list[Deletion]:
+    """All deletions, the oldest first. Raises CorruptError where both files are damaged."""
+    faults = []
+    for name in (NAME, COPY):
+        try:
+            with open(f"{data}/{name}", "rb") as file:
+                return _parse(file.read())
+        except FileNotFoundError:
+            continue
+        except ValueError as err:
+            faults.append(f"{data}/{name}: {err}")
+    if faults:
+        raise CorruptError(
+            f"{faults[0]}; restore it, or run kmq verify --repair, which gives deleted topics up for lost"
+        )
+    return []
+
+
+def _parse(content: bytes) -> list[Deletion]:
+    """What a file says. Raises ValueError where it is damaged."""
+    body = content[: content.rfind(b"\n", 0, -1) + 1]
+    if content != b"%bcrc32|%d\n" % (body, zlib.crc32(body)):
+        raise ValueError("its crc does not match")
+    found = []
+    for line in body.decode("ascii").splitlines():
+        topic, from_seq, last_seq, ts, ends = line.split("|")
+        found.append(Deletion(topic, int(from_seq), int(last_seq), ts, [int(each) for each in ends.split(",")]))
+    return found
+
+
+def faults(data: str) -> dict[str, str]:
+    """Which of the two files is not as it should be, and why."""
+    contents = {name: _content(f"{data}/{name}") for name in (NAME, COPY)}
+    found = {}
+    for name, content in contents.items():
+        try:
+            if content is not None:
+                _parse(content)
+        except ValueError as err:
+            found[name] = str(err)
+    if not found and contents[NAME] != contents[COPY]:
+        name = NAME if contents[NAME] is None else COPY
+        found[name] = "is missing" if contents[name] is None else f"says something else than {NAME}"
+    return found
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def write(data: str, deletions: Sequence[Deletion], do: Callable[[str, Callable[[], object]], object]) -> None:
+    """Both files; on disk when this returns. `do`: how something is done that may find no room."""
+    body = "".join(each.line() for each in deletions).encode()
+    content = b"%bcrc32|%d\n" % (body, zlib.crc32(body))
+    for path in (f"{data}/{NAME}", f"{data}/{COPY}"):
+        do(path, lambda path=path: replace_file(path, content))  # type: ignore[misc]
+
+
+class Deleted:
+    """What the deletions say of each topic."""
+
+    def __init__(self, deletions: Sequence[Deletion]) -> None:
+        self.lives = lives((each.topic, each.from_seq, each.last_seq) for each in deletions)
+        self._ends: dict[tuple[str, int], int] = {}
+        for each in deletions:
+            for number, end in enumerate(each.ends):
+                at = each.topic, number
+                self._ends[at] = max(end, self._ends.get(at, 0))
+
+    @classmethod
+    def of(cls, data: str) -> "Deleted":
+        return cls(read(data))
+
+    def last_seq(self, topic: str) -> int:
+        """Up to this seq records of the topic are deleted; 0: none is."""
+        return self.lives[topic][-1][1] if topic in self.lives else 0
+
+    def first_offset(self, topic: str, partition: int) -> int:
+        """With which offset a partition begins."""
+        return self._ends.get((topic, partition), 0)
+
+
+# --- the router's side -----------------------------------------------------------------------------------------------
+
+
+def remove_files(data: str, topic: Topic, check: Callable[[], None]) -> None:
+    """Remove the symlinks and the directory of a topic. While a directory has the topic's name a start does this again."""
+    for link in topic.log_names():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{data}/{link}").startswith(f"topics/{topic.name}/"):
+                os.unlink(f"{data}/{link}")
+    os.rename(f"{data}/topics/{topic.name}", f"{data}/topics/{_ASIDE}{time.time_ns()}")
+    sync_directory(f"{data}/topics")
+    sweep(data, check)
+
+
+def sweep(data: str, check: Callable[[], None]) -> None:
+    """Remove the directories of deleted topics; they have no name any more."""
+    for entry in os.listdir(f"{data}/topics"):
+        if entry.startswith(_ASIDE):
+            for path, directories, files in os.walk(f"{data}/topics/{entry}", topdown=False):
+                check()
+                for name in files:
+                    os.unlink(f"{path}/{name}")
+                for name in directories:
+                    os.rmdir(f"{path}/{name}")
+            os.rmdir(f"{data}/topics/{entry}")
+
+
+def now() -> str:
+    return record.format_ts(time.time_ns() // 1000).decode()
+
+
+def last_seq(data: str) -> int:
+    """The last record that was there when a topic was deleted; 0: none ever was."""
+    return max((each.last_seq for each in read(data)), default=0)
+
+
+def changed_ns(data: str) -> int:
+    """When topics were deleted last, as the file system says; 0: never."""
+    try:
+        return os.stat(f"{data}/{NAME}").st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,67 @@
+"""topics/.request-…: what a command asks of the router. Only the router changes topics that are in force.
+
+    set orders                       limits of its own; one without a value is taken away
+    retention_bytes=1 GiB
+    segment_age=
+    delete orders
+
+Owner       a command lays a request down; the router carries it out, within a second, and removes it. While it is down, its next
+            start does.
+Invariant   A request is whole and on disk before it has its name. Requests are carried out in the order of their names, by time.
+Crash       A request is removed after it has been carried out, so it may be carried out again: that changes nothing.
+"""
+
+import contextlib
+import os
+import time
+
+from kmq.log.disk import replace_file, sync_directory
+
+_PREFIX = ".request-"
+_MAKING = ".new"  # as replace_file calls what is not whole yet
+SET, DELETE = "set", "delete"
+
+
+class Request:
+    """What is asked (`verb`) of a topic, with limits as texts."""
+
+    __slots__ = ("limits", "path", "topic", "verb")
+
+    def __init__(self, path: str, verb: str, topic: str, limits: dict[str, str]) -> None:
+        self.path, self.verb, self.topic, self.limits = path, verb, topic, limits
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the router has not carried it out yet."""
+        return os.path.exists(self.path)
+
+    def remove(self) -> None:
+        """It is carried out."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        sync_directory(os.path.dirname(self.path))
+
+
+def lay_down(data: str, verb: str, topic: str, limits: dict[str, str]) -> Request:
+    """Ask the router; the request is on disk when this returns."""
+    path = f"{data}/topics/{_PREFIX}{time.time_ns():020d}-{os.getpid()}"
+    lines = [f"{verb} {topic}", *(f"{name}={text}" for name, text in limits.items())]
+    replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+    return Request(path, verb, topic, limits)
+
+
+def waiting(data: str) -> list[Request]:
+    """The requests that are not carried out yet, the oldest first."""
+    names = sorted(name for name in os.listdir(f"{data}/topics") if name.startswith(_PREFIX))
+    return [request for name in names if not name.endswith(_MAKING) and (request := _read(f"{data}/topics/{name}"))]
+
+
+def _read(path: str) -> Request | None:
+    """The request in this file; None where it has been carried out meanwhile."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            head, *lines = file.read().splitlines() or [""]
+    except FileNotFoundError:
+        return None
+    verb, _, topic = head.partition(" ")
+    return Request(path, verb, topic, {name: text for name, _, text in (line.partition("=") for line in lines)})
