@@ -451,3 +451,11 @@ CHECKS: tuple[Check, ...] = (
     pods_keep_to_themselves,
     addresses_in_arguments_are_ports,
 )
+
+
+def selects(selector, labels):
+    """As the API server reads a selector."""
+    one_of = {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(key) in values for key, values in one_of.items()
+    )

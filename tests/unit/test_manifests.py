@@ -21,7 +21,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from agreement import containers, named, of_kind, pods
+from agreement import containers, named, of_kind, pods, selects
 
 from kmq import probe, settings
 from kmq.links import layout
@@ -583,14 +583,6 @@ def test_other_settings_are_another_revision_of_the_pod(render):
 
 
 # --- two brokers in one namespace --------------------------------------------------------------------------------------
-
-
-def selects(selector, labels):
-    """As the API server reads a selector."""
-    one_of = {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}
-    return selector.get("matchLabels", {}).items() <= labels.items() and all(
-        labels.get(key) in values for key, values in one_of.items()
-    )
 
 
 def selections(documents):

@@ -13,6 +13,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from agreement import selects
 from brokers import ROOT
 
 from kmq.settings import load
@@ -122,8 +123,8 @@ def test_what_the_driver_is_told_to_run_is_a_command_of_kmq():
         assert subprocess.run([*command, *more], env=env, capture_output=True, timeout=60).returncode == code
 
 
-def matches(selector, labels):
-    return all(labels.get(name) == value for name, value in selector["podSelector"]["matchLabels"].items())
+def matches(peer, labels):
+    return selects(peer["podSelector"], labels)
 
 
 def test_the_network_lets_through_what_they_say_to_each_other_and_to_the_broker_and_no_more():
