@@ -389,7 +389,10 @@ def compact(
         done = compact.run(job.spark, where, dry_run, min_dirty, _seconds("--tombstones", tombstones), job.progress)
         job.progress.stop()
         if not done:
-            print("nothing to compact: no topic that is declared cleanup=compact has a sealed segment")
+            print(
+                "nothing to compact: no topic that is declared cleanup=compact has a sealed segment that the router's last"
+                " checkpoint covers; it writes one within 30 s, and at kmq down"
+            )
         for each in done:
             print(
                 f"topic={each.topic} partition={each.partition} segments={each.segments} records={each.records}"
