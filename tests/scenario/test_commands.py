@@ -472,7 +472,9 @@ def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_br
     starts = [line for line in chain(*found.values()) if "kmq up" in line and line != "kmq up"]
     assert sorted(starts) == ["KMQ_INSTANCE=b KMQ_DATA=b/d KMQ_PIPES=b/p KMQ_PORT=0 KMQ_ACK_PORT=0 kmq up", FOREGROUND]
     paste("kmq up")
-    paste(starts[0].replace("KMQ_INSTANCE=b ", f"KMQ_INSTANCE={second.instance} "))
+    beside = starts[0].replace("KMQ_INSTANCE=b ", f"KMQ_INSTANCE={second.instance} ")
+    paste(beside)
+    paste(beside.replace("kmq up", "kmq down"))
     paste("kmq down")
 
 
