@@ -241,8 +241,8 @@ def add_to(app: typer.Typer) -> None:
         epilog=_examples(
             "kmq topics set orders retention_bytes=10GiB retention_age=30d",
             "kmq topics set orders --unset retention_age",
-            "kmq topics set profiles cleanup=compact",
+            "kmq topics set orders cleanup=compact",
         ),
     )(set_limits)
-    app.command("delete", epilog=_examples("kmq topics delete orders", "kmq topics delete orders --yes"))(delete)
     app.command("show", epilog=_examples("kmq topics show orders", "kmq topics show orders --json"))(show)
+    app.command("delete", epilog=_examples("kmq topics delete audit --yes"))(delete)
