@@ -1,6 +1,7 @@
 """For every kind of test. What is beside this file can be imported by all of them."""
 
 import os
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from brokers import Broker
 
 from kmq.errors import ConfigError
 from kmq.spark.sessions import find_java
+
+
+def pytest_configure():
+    """Signals that whoever started us ignores would be ignored by all that tests start: a background job has no Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, lambda *_: None)  # a handler is not inherited, SIG_IGN is
 
 
 @cache
