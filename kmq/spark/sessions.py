@@ -12,14 +12,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-from kmq.errors import ConfigError
+from kmq.errors import ConfigError, RetryError
 
 if TYPE_CHECKING:
+    from pyspark import SparkConf
     from pyspark.sql import SparkSession
 
 JAVA = 17  # the oldest that Spark 4 runs on
@@ -41,7 +43,6 @@ def session(
     """
     require_spark()
     from pyspark import SparkConf, SparkContext
-    from pyspark.java_gateway import launch_gateway
     from pyspark.sql import SparkSession
 
     from kmq.spark import register
@@ -61,8 +62,7 @@ def session(
         gateway = SparkContext._gateway
         if gateway is None:  # a second session of a process has the JVM of the first, and one of spark-submit has its
             os.environ["JAVA_HOME"] = str(find_java())
-            gateway = launch_gateway(settings, {"stderr": subprocess.PIPE})  # type: ignore[no-untyped-call]
-            threading.Thread(target=_pass_on, args=(gateway.proc.stderr,), daemon=True).start()
+            gateway = _launch(settings)
         SparkContext(conf=settings, gateway=gateway)
     spark: SparkSession = SparkSession.builder.config(map={**confs}).getOrCreate()
     register(spark)
@@ -155,10 +155,33 @@ def _java_version(home: Path) -> int:
     return int(found[1]) if found and said.returncode == 0 else 0
 
 
-def _pass_on(stderr: IO[bytes]) -> None:
-    """The JVM's stderr, and that of its Python workers, to ours, less what nobody needs to read."""
+def _launch(conf: "SparkConf") -> Any:
+    """Start the JVM of this process. Raises RetryError where it ends at once, with what it has said."""
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.java_gateway import launch_gateway
+
+    reading, writing = os.pipe()
+    said: deque[bytes] = deque(maxlen=3)
+    reader = threading.Thread(target=_pass_on, args=(os.fdopen(reading, "rb"), said), daemon=True)
+    reader.start()
+    try:
+        return launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
+    except PySparkRuntimeError as err:
+        os.close(writing)
+        writing = -1
+        reader.join(1)
+        why = " ".join(line.decode(errors="replace").strip() for line in said)
+        raise RetryError(f"Spark's Java at {os.environ['JAVA_HOME']} ended before it was ready: {why or err}") from err
+    finally:
+        if writing >= 0:
+            os.close(writing)
+
+
+def _pass_on(stderr: IO[bytes], last: deque[bytes]) -> None:
+    """The JVM's stderr, and that of its Python workers, to ours, less what nobody needs to read; `last` keeps some."""
     for line in stderr:
         if not line.startswith(_NOISE):
+            last.append(line)
             try:
                 os.write(2, line)
             except OSError:

@@ -1,5 +1,6 @@
 """What the commands on Spark do without Spark: options, Java, errors as one line, statements, figures."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -91,6 +92,19 @@ def test_a_java_that_is_missing_or_too_old_is_named_with_the_command_to_get_one(
         java(tmp_path / "jvm" / version, version)
     with pytest.raises(ConfigError, match=r"Java 17 or newer.*apt-get install openjdk-17-jre-headless"):
         sessions.find_java()
+
+
+def test_a_java_that_does_not_start_is_named_with_what_it_said(monkeypatch, tmp_path):
+    home = java(tmp_path / "own", "17.0.1")
+    with (home / "bin" / "java").open("a") as script:
+        script.write('[ "$1" = -version ] || { echo "Error: could not reserve enough space" >&2; exit 1; }\n')
+    monkeypatch.setenv("JAVA_HOME", str(home))
+    code = "from kmq.spark import sessions; sessions.session('local[1]')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    said = done.stderr.splitlines()[-1]
+    assert re.search(rf"RetryError: Spark's Java at {home} ended before .*could not reserve enough space", said), (
+        done.stderr
+    )
 
 
 def test_a_missing_extra_is_named_with_the_command_to_get_it(monkeypatch):
