@@ -113,7 +113,7 @@ def test_a_stream_tells_a_topic_each_window_that_is_over_once(spark, broker, tmp
     metrics.run(spark, where, **arguments)
     broker.wait_routed(2)
     told = {line.split(b"|")[2]: json.loads(line.split(b"|", 5)[5]) for line in broker.lines("figures")}
-    assert {key: figures["messages"] for key, figures in told.items()} == {b"figures.t0": 50, b"figures.t1": 50}
+    assert {key: figures["messages"] for key, figures in told.items()} == {b"figures.@.t0": 50, b"figures.@.t1": 50}
     assert len(broker.lines("figures")) == 2
 
 
