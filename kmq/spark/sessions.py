@@ -156,7 +156,18 @@ def _java_version(home: Path) -> int:
 
 
 def _launch(conf: "SparkConf") -> Any:
-    """Start the JVM of this process. Raises RetryError where it ends at once, with what it has said."""
+    """Start the JVM of this process; a second time where the first one ends at once, as on a machine short of memory or ports.
+
+    Raises RetryError where that ends too, with what it has said.
+    """
+    try:
+        return _launched(conf)
+    except RetryError as err:
+        print(f"kmq: {err}; starting it once more", file=sys.stderr)
+    return _launched(conf)
+
+
+def _launched(conf: "SparkConf") -> Any:
     from pyspark.errors import PySparkRuntimeError
     from pyspark.java_gateway import launch_gateway
 
@@ -164,17 +175,18 @@ def _launch(conf: "SparkConf") -> Any:
     said: deque[bytes] = deque(maxlen=3)
     reader = threading.Thread(target=_pass_on, args=(os.fdopen(reading, "rb"), said), daemon=True)
     reader.start()
+    failure: PySparkRuntimeError | None = None
     try:
         return launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
     except PySparkRuntimeError as err:
-        os.close(writing)
-        writing = -1
-        reader.join(1)
-        why = " ".join(line.decode(errors="replace").strip() for line in said)
-        raise RetryError(f"Spark's Java at {os.environ['JAVA_HOME']} ended before it was ready: {why or err}") from err
+        failure = err
     finally:
-        if writing >= 0:
-            os.close(writing)
+        os.close(writing)
+    reader.join(1)
+    why = " ".join(line.decode(errors="replace").strip() for line in said)
+    raise RetryError(
+        f"Spark's Java at {os.environ['JAVA_HOME']} ended before it was ready: {why or failure}"
+    ) from failure
 
 
 def _pass_on(stderr: IO[bytes], last: deque[bytes]) -> None:

@@ -105,6 +105,7 @@ def test_a_java_that_does_not_start_is_named_with_what_it_said(monkeypatch, tmp_
     assert re.search(rf"RetryError: Spark's Java at {home} ended before .*could not reserve enough space", said), (
         done.stderr
     )
+    assert done.stderr.count("starting it once more") == 1
 
 
 def test_a_missing_extra_is_named_with_the_command_to_get_it(monkeypatch):
