@@ -113,7 +113,7 @@ def test_a_copy_of_a_topic_with_all_its_columns_goes_to_the_topic_that_is_told(s
     finish(stream(df.option("startingOffsets", "earliest").load(), up, tmp_path / "c", topic="to").start())
     routed(up, 40)
     copied = sorted(line.split(b"|")[2:6:3] for line in up.lines("to"))
-    assert copied == sorted([b"to.k%%2E%d" % n, b"%d" % n] for n in range(20))
+    assert copied == sorted([b"to.@.k%%2E%d" % n, b"%d" % n] for n in range(20))
     assert all(b";host=h" in line for line in up.lines("to"))
 
 
