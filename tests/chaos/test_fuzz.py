@@ -234,7 +234,7 @@ class Pod:
         """Nothing lies where it does not belong."""
         assert self.names_outside() == self.outside
         legal = re.compile(
-            r"id|lineage|format|(router|producers)\.ckpt|append|append/(\d{20}\.(log|idx)|\.owner)|topics|topics/\.owner"
+            r"id|lineage|format|deletions|\.spare|(router|producers)\.ckpt|append|append/(\d{20}\.(log|idx)|\.owner)|topics|topics/\.owner"
             r"|topics/[A-Za-z0-9_][\w.-]*(/(topic\.toml|\d+(/\d{20}\.(log|idx))?))?|[A-Za-z0-9_][\w.-]*\.log",
             re.ASCII,
         )

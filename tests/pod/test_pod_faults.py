@@ -77,7 +77,7 @@ def tmpfs(path: Path, nbytes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+        subprocess.run(["umount", "-l", str(path)], check=False)  # the end of a pod may have done it
 
 
 # --- what the processes may do -----------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_a_recovering_stage_is_alive_and_not_ready(pod: Pod) -> None:
     (pid,) = next_life()
     wait(lambda: row.started and row.state_name == "recovering", "it recovers", every_s=0.001)
     with slow_motion(pid):
-        assert pod.probe("router", "readiness") == "router is recovering"
+        assert pod.probe("router", "readiness").startswith("recovering: router is recovering")
         assert not pod.probe("router", "liveness")
         assert row.state_name == "recovering", "it was done before we had looked"
     pod.wait_ready()

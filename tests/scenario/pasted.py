@@ -213,14 +213,14 @@ def move_in(checkout: Path, clone: Path) -> None:
 
 def wait_idle() -> None:
     """As slow as a person: what was sent has arrived before the next command. Not for a broker that is down or held up."""
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        stages = status.collect(load({})).stages
-        if not any(stage.pid for stage in stages):
+    deadline, seen = time.monotonic() + 5, 0
+    while time.monotonic() < deadline and seen < 5:  # a line may be between two looks at the FIFO and at the framer
+        found = status.collect(load({}))
+        if not any(stage.pid for stage in found.stages):
             return
-        if len({stage.seq for stage in stages if stage.name in ("framer", "durability", "router")}) == 1:
-            return
-        time.sleep(0.02)
+        seqs = {stage.seq for stage in found.stages if stage.name in ("framer", "durability", "router")}
+        seen = seen + 1 if len(seqs) == 1 and not found.backlog["raw_bytes"] else 0
+        time.sleep(0.05)
 
 
 def paste_all(readme: str) -> list[str]:
