@@ -367,13 +367,22 @@ def silent_connections(target: Target, count: int = 2000, most: int = 256 * MIB)
         assert_small(target, most)
 
 
-def bystanders(target: Target, path: str = WATCH, count: int = 5000, most: int = 256 * MIB) -> None:
-    """Streams that never end, of a service that anyone finds: those who produce are served."""
+def bystanders(
+    target: Target,
+    path: str = WATCH,
+    count: int = 5000,
+    most: int = 256 * MIB,
+    are_refused: Callable[[], bool] = lambda: True,
+) -> None:
+    """Streams that never end, of a service that anyone finds: those who produce are served. `are_refused`: waited for."""
     with attack(target) as opened:
         for part in range(0, count, _BURST):
             settle(open_streams(target, opened, path, b"", min(_BURST, count - part)), 0.5)
         assert_served(target)
         assert_small(target, most)
+        end = time.monotonic() + PATIENCE_S
+        while not are_refused() and time.monotonic() < end:  # a loaded gateway has not looked at all of them yet
+            time.sleep(0.05)
 
 
 def unread_streams(
