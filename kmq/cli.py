@@ -1,5 +1,6 @@
 """`kmq …`: what a person types. Parses, calls one function, maps the result to text and an exit code."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -233,8 +234,9 @@ def down() -> None:
         print(f"kmq: not up (data in {os.path.abspath(settings.data)})")
         return
     for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGCONT)  # to one that Ctrl-Z has stopped
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)  # to one that Ctrl-Z has stopped
     deadline = time.monotonic() + _DOWN_S
     while time.monotonic() < deadline:
         if not any(_is_alive(pid) for pid in pids):

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from itertools import count
 from pathlib import Path
 
@@ -100,6 +102,16 @@ class Broker:
 
     def wal(self) -> list[bytes]:
         return b"".join(path.read_bytes() for path in sorted((self.data / "append").glob("*.log"))).splitlines()
+
+    def get(self, path: str, port: str = "http") -> tuple[int, str]:
+        """(status, body) of an HTTP request to the gateway; `port`: http or metrics."""
+        number = int((self.pipes / f"{port}.port").read_text())
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{number}{path}", timeout=30) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
 
     # --- messages ------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from base64 import b64decode
 from collections import Counter
 from pathlib import Path
@@ -58,17 +56,6 @@ def fixed_ports(broker):
     }
 
 
-def get(broker, path, port="http"):
-    """(status, body) of an HTTP request."""
-    port = int((broker.pipes / f"{port}.port").read_text())
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 def events(broker, event):
     return [line for line in broker.log().splitlines() if f"stage=gateway event={event}" in line]
 
@@ -79,23 +66,23 @@ def events(broker, event):
 def test_readyz_follows_what_a_write_needs_and_healthz_the_signs_of_life(broker, bus):
     offset = bus("Produce", message_id="1", record=b"x").offset
     for path in ("/healthz", "/readyz"):
-        status, body = get(broker, path)
+        status, body = broker.get(path)
         report = json.loads(body)
         assert (status, report["ok"], report["last_durable_seq"]) == (200, True, offset)
         assert 0 <= report["last_durable_write_age_s"] < 60
     os.kill(broker.pids()["durability"], signal.SIGSTOP)
-    broker.wait(lambda: get(broker, "/healthz")[0] == 503, "a stage without heartbeat")
-    status, body = get(broker, "/readyz")
+    broker.wait(lambda: broker.get("/healthz")[0] == 503, "a stage without heartbeat")
+    status, body = broker.get("/readyz")
     assert (status, json.loads(body)["reason"][:18]) == (503, "silent: durability")
     os.kill(broker.pids()["durability"], signal.SIGCONT)
-    broker.wait(lambda: get(broker, "/readyz")[0] == 200, "ready again")
+    broker.wait(lambda: broker.get("/readyz")[0] == 200, "ready again")
 
 
 def test_metrics_count_what_has_been_produced(broker, bus):
     for number in range(10):
         bus("Produce", message_id=f"{number % 8}", record=b"x")
     broker.wait_routed(8)
-    text = get(broker, "/metrics")[1]
+    text = broker.get("/metrics")[1]
     for line in (
         'kmq_seq{stage="router"} 8.0',
         "kmq_duplicates_total 2.0",
@@ -112,12 +99,12 @@ def test_the_port_for_metrics_says_how_the_broker_is_and_nothing_of_what_it_hold
     broker = new_broker()
     broker.up(KMQ_METRICS_HOST="127.0.0.1", KMQ_METRICS_PORT=0)
     answers = {
-        path: get(broker, path, "metrics")[0]
+        path: broker.get(path, "metrics")[0]
         for path in ("/metrics", "/healthz", "/readyz", "/", "/v1/topics", "/v1/logs")
     }
     assert answers == {"/metrics": 200, "/healthz": 200, "/readyz": 200, "/": 404, "/v1/topics": 404, "/v1/logs": 404}
-    assert get(broker, "/v1/topics")[0] == 200
-    assert "kmq_seq" in get(broker, "/metrics", "metrics")[1]
+    assert broker.get("/v1/topics")[0] == 200
+    assert "kmq_seq" in broker.get("/metrics", "metrics")[1]
     broker.down()
 
 
@@ -125,7 +112,7 @@ def test_the_port_for_metrics_wants_a_token_where_the_others_do(new_broker):
     broker = new_broker()
     tokens.new(str(broker.root / "tokens"), "prometheus")
     broker.up(KMQ_METRICS_HOST="127.0.0.1", KMQ_METRICS_PORT=0, KMQ_TOKENS=broker.root / "tokens")
-    assert [get(broker, path, "metrics")[0] for path in ("/metrics", "/healthz")] == [401, 200]
+    assert [broker.get(path, "metrics")[0] for path in ("/metrics", "/healthz")] == [401, 200]
 
 
 # --- it comes and goes -----------------------------------------------------------------------------------------------
@@ -226,7 +213,7 @@ def test_without_the_gateway_there_are_four_stages_and_one_can_be_run_by_hand(ne
     assert "gateway" not in broker.status()
     with subprocess.Popen(["kmq", "gateway"], env=broker.env, cwd=broker.root, stderr=subprocess.PIPE) as process:
         broker.wait(lambda: broker.status().get("gateway", {}).get("state") == "ready", "the gateway")
-        assert get(broker, "/readyz")[0] == 200
+        assert broker.get("/readyz")[0] == 200
         process.terminate()
         assert process.wait(30) == 0
 
@@ -236,14 +223,14 @@ def test_a_killed_supervisor_takes_the_gateway_with_it_and_the_next_broker_has_o
     broker.kill()
     broker.up(**ports)
     broker.wait(lambda: not is_process(before, "gateway"), "the end of the gateway that lost its supervisor")
-    assert get(broker, "/readyz")[0] == 200
+    assert broker.get("/readyz")[0] == 200
 
 
 def test_the_gateway_waits_for_a_broker_that_is_not_there(new_broker):
     broker = new_broker()
     with subprocess.Popen(["kmq", "gateway"], env=broker.env, cwd=broker.root, stderr=subprocess.PIPE) as process:
         broker.wait((broker.pipes / "http.port").exists, "its port")
-        status, body = get(broker, "/readyz")
+        status, body = broker.get("/readyz")
         assert (status, json.loads(body)["reason"].partition(":")[0]) == (503, "down")
         with grpc.insecure_channel(address(broker)) as channel:
             produce = channel.unary_unary(f"/{podbus.SERVICE}/Produce", MESSAGES["ProduceRequest"].SerializeToString)

@@ -6,8 +6,6 @@ import re
 import shutil
 import socket
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -56,17 +54,6 @@ def started(new_broker):
     return up
 
 
-def get(broker, path):
-    """(status, body) of an HTTP request."""
-    port = int((broker.pipes / "http.port").read_text())
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 def is_serving(broker):
     with grpc.insecure_channel(f"127.0.0.1:{(broker.pipes / 'grpc.port').read_text().strip()}") as channel:
         return channel.unary_unary(HEALTH)(b"", wait_for_ready=True, timeout=30) == SERVING
@@ -86,9 +73,9 @@ def faces(broker):
     """What each of those who can be asked says: the code of the first reason, or ""."""
     text, logfmt, as_json = statuses(broker)
     report = json.loads(as_json.stdout)
-    status, body = get(broker, "/readyz")
+    status, body = broker.get("/readyz")
     said = json.loads(body)
-    metrics = get(broker, "/metrics")[1].splitlines()
+    metrics = broker.get("/metrics")[1].splitlines()
     gateway = probe(broker, "ready", "gateway")
 
     def first(pattern, text):
@@ -142,7 +129,7 @@ def assert_refused_everywhere(broker, code):
     wait_faces(broker, code)
     assert probe(broker, "ready", "ingress").stdout.startswith(f"{code}: ")
     assert [probe(broker, "live", name).returncode for name in ("ingress", "durability", "gateway")] == [0, 0, 0]
-    assert get(broker, "/healthz")[0] == 200
+    assert broker.get("/healthz")[0] == 200
     broker.wait(lambda: events(broker, "not_ready"), "a log line")
     assert f"level=warn stage=gateway event=not_ready reason={code} " in events(broker, "not_ready")[-1]
 
@@ -193,14 +180,14 @@ def test_kmq_up_on_a_full_disk_says_so_and_the_broker_is_ready_when_there_is_roo
     ballast.unlink()
     broker.wait(lambda: broker.kmq("status", "--logfmt").returncode == 0, "ready")
     broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the gateway, which has been started again")
-    assert get(broker, "/readyz")[0] == 200
+    assert broker.get("/readyz")[0] == 200
 
 
 def warned(broker):
     """The warnings that each shows, by code; the broker is ready all the time."""
     text, logfmt, as_json = statuses(broker)
-    status, body = get(broker, "/readyz")
-    metrics = get(broker, "/metrics")[1]
+    status, body = broker.get("/readyz")
+    metrics = broker.get("/metrics")[1]
     assert ({done.returncode for done in (text, logfmt, as_json)}, status, is_serving(broker)) == ({0}, 200, True)
     return [
         set(re.findall(r"^(certificate_\w+): .+; replace the file", text.stdout, re.MULTILINE)),
@@ -214,7 +201,7 @@ def warned(broker):
 def days_left(broker):
     """Process → days until its certificate expires, as the metrics have it."""
     found = re.findall(
-        r'^kmq_certificate_expires_seconds{file="\S+cert.pem",stage="(\w+)"} (\S+)$', get(broker, "/metrics")[1], re.M
+        r'^kmq_certificate_expires_seconds{file="\S+cert.pem",stage="(\w+)"} (\S+)$', broker.get("/metrics")[1], re.M
     )
     return {stage: round((float(value) - time.time()) / 86_400, 1) for stage, value in found}
 
