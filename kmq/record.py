@@ -209,12 +209,22 @@ def disclaim(line: bytes) -> bytes:
 _OWN_HEADER = re.compile(rb";(?:[^;=]|enc|reason|len)(?:=[^;]*)?(?=;|$)")
 
 
+def without_mark(routing_key: bytes) -> bytes:
+    """A routing key as it is compared: whichever partition was asked for."""
+    return _MARK.sub(b"", routing_key, count=1)
+
+
+def user_headers(headers: bytes) -> bytes:
+    """Those of `;name=value…` that are compared: without KMQ's own."""
+    return _OWN_HEADER.sub(b"", headers)
+
+
 def fingerprint_start(routing_key: bytes, headers: bytes = b"") -> int:
     """The fingerprint of a message so far: crc32(payload, this) is that of all of it. `headers`: `;name=value…` behind its id."""
     if b".@" in routing_key:
-        routing_key = _MARK.sub(b"", routing_key, count=1)
+        routing_key = without_mark(routing_key)
     if headers:
-        headers = _OWN_HEADER.sub(b"", headers)
+        headers = user_headers(headers)
     return crc32(b"%b|%b|" % (routing_key, headers))
 
 

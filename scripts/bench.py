@@ -106,10 +106,16 @@ def line(key: str, number: int, nbytes: int) -> bytes:
     return (head + "x" * (nbytes - len(head) - 1) + "\n").encode()
 
 
-def blocks(keys: list[str], count: int, nbytes: int) -> list[bytes]:
+def json_line(key: str, number: int, nbytes: int) -> bytes:
+    """The same with a JSON object of four fields as payload; the last one, a text, makes it as long as is wanted."""
+    head = f'{key}|0|{number}|{{"user":"u{number % 5000}","price":{number % 997 / 4},"n":{number % 1000},"t":"'
+    return (head + "x" * (nbytes - len(head) - 3) + '"}\n').encode()
+
+
+def blocks(keys: list[str], count: int, nbytes: int, make: Callable[[str, int, int], bytes] = line) -> list[bytes]:
     """`count` messages in blocks of about BLOCK bytes, the keys in turn."""
     per_block = max(1, BLOCK // nbytes)
-    lines = [line(keys[n % len(keys)], n, nbytes) for n in range(count)]
+    lines = [make(keys[n % len(keys)], n, nbytes) for n in range(count)]
     return [b"".join(lines[at : at + per_block]) for at in range(0, count, per_block)]
 
 
@@ -121,9 +127,9 @@ def sender(kind: str, address: str, arguments: list[str]) -> None:
     host, _, port = address.rpartition(":")
     sock = socket.create_connection((host, int(port)))
     send: Callable[[], int]
-    if kind == "count":
+    if kind in ("count", "json"):
         keys, count, nbytes = arguments[0].split(","), int(arguments[1]), int(arguments[2])
-        ready_made = blocks(keys, count, nbytes)
+        ready_made = blocks(keys, count, nbytes, line if kind == "count" else json_line)
         send = lambda: _send_all(sock, ready_made, count)  # noqa: E731
     elif kind == "seconds":
         keys, seconds, nbytes = arguments[0].split(","), float(arguments[1]), int(arguments[2])
@@ -761,10 +767,12 @@ def run(
 ) -> int:
     """What every benchmark does around its measuring: options, the parts in turn, a table of what there is, also JSON."""
     parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {' '.join(parts)} (default: all)")
+    parser.add_argument("--only", action="append", default=[], metavar="PART", help="one part; may come again")
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--dir", type=Path, default=ROOT / "bench", help="where the files lie (default: ./bench)")
     options = parser.parse_args()
+    options.parts += options.only
     if unknown := set(options.parts) - set(parts):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are: {' '.join(parts)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILED))  # so that what was started is stopped and removed

@@ -148,6 +148,11 @@ class Producer:
         return self._core.connections
 
     @property
+    def last_id(self) -> int:
+        """The id below the next one that is made; before any, of a connected producer without first_id, the last one stored."""
+        return self._core.last_id
+
+    @property
     def duplicates(self) -> int:
         """Messages sent again that the broker had stored already."""
         return self._core.duplicates

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
+from types import MappingProxyType
 
 from kmq.client.lines import RETRYABLE, format_many, format_text, make_id, make_routing_key, renumber
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
@@ -26,7 +27,7 @@ from kmq.settings import KIB, MIB
 CHUNK_BYTES = 256 * KIB  # of one write: what ingress receives at once
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _MAX_TOPICS = 10_000  # routing keys remembered as bytes
-_NONE: Mapping[int, "Refused"] = {}  # shared by all messages that are not refused
+_NONE: Mapping[int, "Refused"] = MappingProxyType({})  # shared by all messages that are not refused
 _MAX_UNTOLD = 1000  # failed messages kept until somebody is told
 
 
@@ -119,6 +120,7 @@ class Delivery:
     seq         of the message, or of the first stored one of a list; 0: stored before, too long ago for the broker to say which
     runs        of a list: (place in the list, seq there, how many go on like this), in order
     refused     of a list: place → Refused
+    duplicates  (place, seq) of each message that had been stored before, in order
     error       why it failed: the first refusal, or that there was no reply
     """
 
@@ -128,8 +130,10 @@ class Delivery:
         "count",
         "data",
         "done",
+        "duplicates",
         "error",
         "is_provisional",
+        "lines",
         "may_be_stored",
         "refused",
         "runs",
@@ -147,6 +151,7 @@ class Delivery:
     def __init__(self, callback: "Callable[[Delivery], object] | None" = None) -> None:
         self.callback = callback
         self.answered = 0
+        self.lines: list[bytes] | None = None  # of `data`, where single ones are looked at
         self.done = self.seen = False
         self.is_provisional = False  # its ids count from 1, until the last one is known
         self.may_be_stored = False  # it has been on a connection that broke, or brings an id that may have been
@@ -154,10 +159,15 @@ class Delivery:
         self.error: KmqError | None = None
         self.runs: Sequence[tuple[int, int, int]] = ()
         self.refused: Mapping[int, Refused] = _NONE
+        self.duplicates: Sequence[tuple[int, int]] = ()
 
     def line(self, place: int) -> bytes:
         """The message at `place` as it was sent."""
-        return self.data.split(b"\n")[place] if self.data else b""
+        if not self.data:
+            return b""
+        if self.lines is None:  # many of a list may be refused
+            self.lines = self.data.split(b"\n")
+        return self.lines[place]
 
     def rest(self) -> bytes:
         """The lines that have no reply yet."""
@@ -171,12 +181,22 @@ class Delivery:
         if self.seq < 0:
             self.seq = seq
         if self.count > 1:
-            self.runs = [*self.runs, (self.answered, seq, count)]
+            runs = self.runs if isinstance(self.runs, list) else []
+            runs.append((self.answered, seq, count))
+            self.runs = runs
         self.answered += count
+
+    def repeated(self, seq: int) -> None:
+        """The next message had been stored before, as `seq`."""
+        duplicates = self.duplicates if isinstance(self.duplicates, list) else []
+        duplicates.append((self.answered, seq))
+        self.duplicates = duplicates
 
     def refuse(self, error: Refused) -> None:
         """The next message is refused."""
-        self.refused = {**self.refused, self.answered: error}
+        refused = self.refused if isinstance(self.refused, dict) else {}
+        refused[self.answered] = error
+        self.refused = refused
         if self.error is None:
             self.error = error
         self.answered += 1
@@ -233,6 +253,11 @@ class Core:
                 self._next_id = 1 if options.first_id is None else options.first_id
             else:
                 self.name, self._next_id = f"auto-{token_hex(12)}", 1  # the broker forgets such names first
+
+    @property
+    def last_id(self) -> int:
+        """Below the id that is made next: after a connection that asked for it, the last one that the broker has of this name."""
+        return self._next_id - 1
 
     # --- messages in -------------------------------------------------------------------------------------------------
 
@@ -516,6 +541,7 @@ class Core:
         delivery = self._flying[0]
         self.duplicates += 1
         if delivery.may_be_stored or not self._ids_are_made:
+            delivery.repeated(seq)
             self._stored(1, seq)
         else:
             line = delivery.line(delivery.answered)
@@ -548,7 +574,7 @@ class Core:
     # --- outcomes ----------------------------------------------------------------------------------------------------
 
     def _finish(self, delivery: Delivery) -> None:
-        delivery.data = b""
+        delivery.data, delivery.lines = b"", None
         if delivery.done:  # its time was up before
             return
         delivery.done = True

@@ -8,6 +8,8 @@ Invariant   No byte of a block is handed out before the block's crc was found ri
 Numbers     A record's offset is its seq in the WAL, its position in a partition. Lookups are O(log n) reads of a few bytes:
             over the names (or first lines) of the segments, then over the lines of one index. What they find is checked
             against the data, so a damaged index line leads to an error or to a longer search, not to a wrong answer.
+Extents     `Log.extents` gives final blocks of an index for who counts lines faster than this module may (it imports no numpy):
+            their crcs are right, their records are counted by the caller. It never says why it ends: `Log.read` goes on there.
 Live        Each call looks anew. The index is opened before the log: it may say less than the log holds, never more. A log
             whose open block gets longer, or gets its final line, meanwhile is looked at again. What retention takes away while
             it is read is read to its end; what it has taken before is not there: a read that begins below `first_offset`
@@ -18,6 +20,7 @@ import contextlib
 import os
 import re
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -30,6 +33,7 @@ from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, Entry, label, parse_lin
 WAL = "__append"  # what the WAL is called among topics: no topic can be
 READ_BYTES = 1 << 20  # handed out at once, unless one line is longer
 _INDEX_LINE = 256  # bytes; an index line is shorter
+_TAIL = 1 << 12  # bytes in front of a record's end in which its beginning is looked for
 _HEAD = 1 << 12  # bytes of a segment that its first record's topic lies in
 _WINDOW = 1 << 14  # bytes of an index read at once in order: some 300 blocks
 
@@ -60,6 +64,18 @@ class Piece:
 
     def __init__(self, offset: int, position: int, lines: bytes, next_offset: int) -> None:
         self.offset, self.position, self.lines, self.next_offset = offset, position, lines, next_offset
+
+
+class Extent:
+    """Whole blocks as they lie in a log, read at once. Their crcs are right; how many records they hold is still to be counted.
+
+    Block n begins with record offsets[n] at byte edges[n] of `data`; the last pair is the end, and what follows it.
+    """
+
+    __slots__ = ("data", "edges", "offsets")
+
+    def __init__(self, data: bytes, edges: list[int], offsets: list[int]) -> None:
+        self.data, self.edges, self.offsets = data, edges, offsets
 
 
 def is_stored(line: bytes) -> bool:
@@ -263,13 +279,20 @@ class Segment:
 
     def fault(self, entry: Entry, data: bytes, following: int) -> str:
         """What contradicts the entry in `data`, the whole block; `following`: offset of the next one, 0: not known."""
-        if zlib.crc32(data) != entry.crc:
-            return "crc mismatch"
-        fields = data[:64].split(b"|", 2)
-        if data[:1] != b"\n" and (fields[1] != entry.recv_ts or (self.by_seq and int(fields[0]) != entry.offset)):
-            return "the index speaks of another record"
+        if what := self._misfit(entry, data):
+            return what
         if following and not self.by_seq and entry.offset + data.count(b"\n") != following:
             return "the index counts other records"
+        return ""
+
+    def _misfit(self, entry: Entry, data: bytes | memoryview) -> str:
+        """The same without counting records."""
+        if zlib.crc32(data) != entry.crc:
+            return "crc mismatch"
+        head = bytes(data[:64])
+        fields = head.split(b"|", 2)
+        if head[:1] != b"\n" and (fields[1] != entry.recv_ts or (self.by_seq and int(fields[0]) != entry.offset)):
+            return "the index speaks of another record"
         return ""
 
     def covered(self, entry: Entry) -> int:
@@ -326,6 +349,50 @@ class Segment:
             yield Piece(entry.offset, entry.position, data, after)
         counted = (after, end)
         yield from self._unindexed(known if counted < known and known[0] <= offset else counted, data)
+
+    def extents(self, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
+        """Blocks from the one that holds `offset` to before record `end`, about `nbytes` at once, as far as they are final.
+
+        Ends in front of what is not as the index says, of the block that is still open, and of what no index speaks of.
+        """
+        found = self.index.last(lambda entry: entry.offset <= offset)
+        if found is None:
+            return
+        self._check_start(*found)
+        for run in self._runs(found[0], end, nbytes):
+            made = self._extent(run)
+            if made.data:
+                yield made
+            if len(made.edges) < len(run):
+                return
+
+    def _runs(self, at: int, end: int, nbytes: int) -> Iterator[list[Entry]]:
+        """Entries of final blocks from the index line at byte `at` on, together of about `nbytes`, and the one behind them."""
+        run: list[Entry] = []
+        with contextlib.suppress(DamageError):
+            for _, entry, following in self.blocks(at):
+                if following is None or entry.offset >= end:
+                    break
+                run = [*(run or [entry]), following]
+                if following.position - run[0].position >= nbytes:
+                    yield run
+                    run = []
+        if run:
+            yield run
+
+    def _extent(self, entries: list[Entry]) -> Extent:
+        """The blocks that begin with `entries`, up to one that is not good; the last entry is only where they end."""
+        position = entries[0].position
+        edges = [entry.position - position for entry in entries if entry.position <= self.size] or [0]
+        data = os.pread(self.fd, edges[-1], position)
+        good = 0
+        with memoryview(data) as view:
+            for entry, (low, high) in zip(entries, pairwise(edges), strict=False):
+                if high > len(data) or self._misfit(entry, view[low:high]):
+                    break
+                good += 1
+        offsets = [entry.offset for entry in entries[: good + 1]]
+        return Extent(data[: edges[good]], edges[: good + 1], offsets)
 
     def _next(self, offset: int, lines: bytes) -> int:
         """The offset after those of `lines`, which begin with record `offset`."""
@@ -391,7 +458,8 @@ class Log:
 
     def __init__(self, directory: str, by_seq: bool) -> None:
         self.directory, self.by_seq = directory, by_seq
-        self._known = (0, 0, 0)  # inode, offset, position of a line start: where the last read ended
+        # Where the last read ended: inode and first offset of the segment (an inode is used again), offset, position of a line.
+        self._known = (0, 0, 0, 0)
 
     def segments(self) -> list[tuple[int, str]]:
         """(first offset, path) of the segments, in order."""
@@ -420,12 +488,26 @@ class Log:
                     data = os.pread(active.fd, READ_BYTES, position)
                     offset, position = offset + data.count(b"\n"), position + len(data)
                     if data.endswith(b"\n"):
-                        self._known = active.inode, offset, position
+                        self._known = active.inode, active.first, offset, position
                 return offset
+
+    def stamp_at_end(self, offset: int) -> tuple[int, int] | None:
+        """(seq, recv_ts) of the record before `offset`, unchecked, where the last `end_offset` was that; None elsewhere."""
+        inode, _, end, position = self._known
+        if end != offset or not position:
+            return None
+        with contextlib.suppress(FileNotFoundError, IndexError), open(self.segments()[-1][1], "rb", buffering=0) as log:
+            if os.fstat(log.fileno()).st_ino == inode:
+                start = max(0, position - _TAIL)
+                lines = os.pread(log.fileno(), position - start, start).split(b"\n")
+                return record.parse_stored(lines[-2]) if len(lines) > 1 + (start > 0) else None
+        return None
 
     def _known_in(self, held: Segment) -> tuple[int, int]:
         """Of the active segment only: what is sealed has an index, and compaction may give it another's inode."""
-        return self._known[1:] if self._known[0] == held.inode and not held.sealed else (0, 0)
+        inode, first, offset, position = self._known
+        is_same = (inode, first) == (held.inode, held.first) and not held.sealed and position <= held.size
+        return (offset, position) if is_same else (0, 0)
 
     def _open(self, segments: list[tuple[int, str]], number: int, owner: bool = False) -> Segment:
         first, path = segments[number]
@@ -481,7 +563,7 @@ class Log:
         if length > max_bytes:
             text = text[: text.rfind(b"\n", 0, max_bytes) + 1 or text.find(b"\n") + 1]
         elif taken:
-            self._known = held.inode, following, end
+            self._known = held.inode, held.first, following, end
         return first, text
 
     def _from(self, piece: Piece, offset: int) -> tuple[int, bytes]:
@@ -493,6 +575,19 @@ class Log:
             return piece.offset + ahead, piece.lines.split(b"\n", ahead)[ahead] if ahead else piece.lines
         lines = within(piece.lines, offset, 1 << 63)
         return (record.seq_of(lines) if lines else offset), lines
+
+    def extents(self, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
+        """Whole blocks from the one that holds `offset` on, for who counts lines faster than `read`; of one segment.
+
+        Ends early, also with nothing at all, wherever something is not as it should be, or may be changing: `read` serves what
+        can be served there, or says what is wrong.
+        """
+        segments = self.segments()
+        if not segments:
+            return
+        number = max(0, sum(first <= offset for first, _ in segments) - 1)
+        with contextlib.suppress(FileNotFoundError, DamageError), self._open(segments, number) as held:
+            yield from held.extents(max(offset, held.first), end, nbytes)
 
     def cuts(self, start: int, end: int, nbytes: int) -> list[int]:
         """Offsets between `start` and `end` that cut what lies there into pieces of about `nbytes`, at the ends of blocks.
@@ -575,20 +670,30 @@ class Log:
         found = held.index.last(is_before)
         for start in (found[2].offset if found else held.first, held.first):
             for number, piece in enumerate(held.pieces(start)):
-                at, position = 0, piece.position
-                for line in piece.lines.split(b"\n")[:-1]:
-                    stamp = record.parse_stored(line) if line else None
-                    if stamp is not None and stamp[field] >= target:
-                        if not number and not at and start != held.first:
-                            break  # a damaged probe led too far: from the beginning
-                        return (stamp[0] if self.by_seq else piece.offset + at), held.path, position, line
-                    at, position = at + 1, position + len(line) + 1
-                else:
+                lines = piece.lines.split(b"\n")[:-1]
+                at = _first_at(lines, target, field)
+                if at is None:
                     continue
-                break
+                if not number and not at and start != held.first:
+                    break  # a damaged probe led too far: from the beginning
+                stamp = record.parse_stored(lines[at])
+                offset = stamp[0] if self.by_seq and stamp else piece.offset + at
+                return offset, held.path, piece.position + sum(map(len, lines[:at])) + at, lines[at]
             else:
                 return None
         return None
+
+
+def _first_at(lines: list[bytes], target: int, field: int) -> int | None:
+    """Which of checked lines is the first whose seq (field 0) or recv_ts (field 1) is at least `target`; None where none is."""
+
+    def stamp(at: int) -> int:
+        found = record.parse_stored(lines[at])
+        return found[field] if found else -1
+
+    kept = [at for at, line in enumerate(lines) if line]  # less what compaction took away
+    found = bisect_left(kept, target, key=stamp)
+    return kept[found] if found < len(kept) else None
 
 
 def wal(data: str) -> Log:

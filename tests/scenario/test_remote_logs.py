@@ -3,10 +3,13 @@
 import psutil
 import pytest
 from brokers import is_alive
+from certificates import Authority
 
 from kmq import record
+from kmq.errors import ConfigError, RetryError
 from kmq.log.reader import last_line
 from kmq.spark import remote
+from kmq.spark.connections import Access, Tls
 from kmq.spark.options import WAL
 from kmq.spark.remote import Remote
 
@@ -99,7 +102,30 @@ def test_over_tls_and_with_a_token_the_same_is_read(broker, lines, authority, mo
     result = broker.kmq("produce", "--raw", "--acks", text=b"\n".join(lines[:5000]).decode() + "\n")
     assert result.returncode == 0, result.stderr
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
-    access = Remote(f"https://127.0.0.1:{(broker.pipes / 'https.port').read_text().strip()}", token)
+    access = Remote(f"https://127.0.0.1:{(broker.pipes / 'https.port').read_text().strip()}", Access(token))
     assert access.bounds([WAL]) == {(WAL, 0): (1, 5001)}
     got = b"".join(block for _, block in access.read(WAL, 0, 1, 5001))
     assert got.splitlines() == broker.wal()
+
+
+def test_a_client_certificate_is_shown_where_the_gateway_asks_for_one(broker, lines, authority, tmp_path):
+    cert, key = authority.issue("server")
+    ports = {f"KMQ_{name}_PORT": "0" for name in ("TLS", "HTTPS", "GRPCS")}
+    broker.env |= {
+        "KMQ_TLS_CERT": str(cert),
+        "KMQ_TLS_KEY": str(key),
+        "KMQ_TLS_CLIENT_CA": str(authority.path),
+        "KMQ_TLS_HOST": "127.0.0.1",
+    } | ports
+    broker.up()
+    result = broker.kmq("produce", "--raw", "--acks", text=b"\n".join(lines[:500]).decode() + "\n")
+    assert result.returncode == 0, result.stderr
+    name = f"127.0.0.1:{(broker.pipes / 'https.port').read_text().strip()}"
+    mine = Tls(str(authority.path), *map(str, authority.issue("client")))
+    got = b"".join(block for _, block in Remote(name, Access(tls=mine)).read(WAL, 0, 1, 501))
+    assert got.splitlines() == broker.wal()
+    with pytest.raises(RetryError, match=r"does it ask for a certificate\? option kmq\.ssl\.certificate\.location"):
+        Remote(name, Access(tls=Tls(str(authority.path)), patience_s=0.5)).topics()
+    stranger = Tls(str(Authority(tmp_path / "other", "other").path))
+    with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.* kmq\.ssl\.ca\.location"):
+        Remote(name, Access(tls=stranger)).topics()
