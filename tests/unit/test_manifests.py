@@ -41,7 +41,9 @@ COMBINATIONS = [
 BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in ("", "+sidecar-monitoring")]
 RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *("+".join(("base", *each)) for each in COMBINATIONS), *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
-SINCE = dict.fromkeys(("overlays/sidecar", "overlays/spark", "overlays/spark-nightly", *BESIDE), (1, 29))
+SINCE = dict.fromkeys(
+    ("overlays/sidecar", "overlays/spark", "overlays/spark-nightly", "overlays/spark-stream", *BESIDE), (1, 29)
+)
 # From the oldest that knows every field of the base (unhealthyPodEvictionPolicy) to the newest that kubernetes-validate has.
 NEWEST = (1, int(kubernetes_validate.latest_version().split(".")[1]))
 VERSIONS = [*((1, minor) for minor in range(27, NEWEST[1], 2)), NEWEST]

@@ -1,0 +1,74 @@
+"""k8s/overlays/spark-stream: the archive of overlays/spark as a Deployment that goes on and on."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import kubernetes_validate
+import pytest
+from brokers import ROOT
+
+sys.path.append(str(ROOT / "tests" / "spark"))
+
+from spark_job import find, rendered
+
+from kmq.spark.stopping import STOP_S
+
+OVERLAY = ROOT / "k8s/overlays/spark-stream"
+pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="the overlay is rendered by kubectl")
+
+
+def spec():
+    return find("Deployment", overlay=OVERLAY)["spec"]
+
+
+def driver():
+    (container,) = spec()["template"]["spec"]["containers"]
+    return container
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.32"])
+def test_every_document_is_of_its_schema(version):
+    for each in rendered(OVERLAY):
+        kubernetes_validate.validate(each, version, strict=True)
+    assert {each["kind"] for each in rendered(OVERLAY)} ^ {each["kind"] for each in rendered()} == {"Job", "Deployment"}
+
+
+def test_the_stream_is_the_jobs_pod_but_for_how_it_ends():
+    job, stream = find("Job")["spec"]["template"], spec()["template"]
+    assert stream["metadata"] == job["metadata"]
+    assert spec()["selector"]["matchLabels"].items() <= stream["metadata"]["labels"].items()
+    ends = {"containers", "restartPolicy", "terminationGracePeriodSeconds"}
+    differs = {name for name in job["spec"] | stream["spec"] if job["spec"].get(name) != stream["spec"].get(name)}
+    assert differs == ends
+    (was,) = job["spec"]["containers"]
+    differs = {name for name in was | driver() if was.get(name) != driver().get(name)}
+    assert differs == {"command", "args", "env", "startupProbe", "livenessProbe"}
+    # What says where: brokers, topics, table, and what Spark is told of its pods.
+    kept = {word for word in was["args"] if word.startswith(("--brokers", "--pattern", "--schema", "--to", "--conf"))}
+    assert kept <= set(driver()["args"])
+
+
+def test_one_driver_at_a_time_and_time_for_it_to_end_in_order():
+    assert (spec()["replicas"], spec()["strategy"]) == (1, {"type": "Recreate"})
+    assert spec()["template"]["spec"]["terminationGracePeriodSeconds"] > STOP_S
+    assert driver()["command"][0] == "kmq", "SIGTERM reaches Python and not spark-submit's JVM"
+    assert "--continuous" in driver()["args"]
+
+
+def commands():
+    return [driver()["command"] + driver()["args"], *(driver()[name]["exec"]["command"] for name in PROBES)]
+
+
+PROBES = ("startupProbe", "livenessProbe")
+
+
+def test_what_the_driver_and_its_probes_run_are_commands_of_kmq():
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
+    for command in commands():
+        for more, code in (["--help"], 0), (["--no-such-option"], 2):
+            words = [sys.executable, "-m", "kmq.cli", *command[1:], *more]
+            assert subprocess.run(words, env=env, capture_output=True, timeout=60).returncode == code, command
+    (to,) = (word.partition("=")[2] for word in driver()["args"] if word.startswith("--to="))
+    assert all(to in driver()[name]["exec"]["command"] for name in PROBES)
