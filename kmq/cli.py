@@ -35,6 +35,7 @@ from kmq.log.segment import LIMITS
 from kmq.logfmt import pairs
 from kmq.readiness import ROOM
 from kmq.settings import GRACE_S, STAGES, Settings, load
+from kmq.spark import checkpoint_commands as checkpoint_commands  # adds its commands to pipeline_app
 from kmq.spark import commands as spark_commands
 
 _UP_S = 60.0  # longest wait for a pod to be ready: recovery of a long WAL included

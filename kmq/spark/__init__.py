@@ -16,10 +16,19 @@ def register(spark: "SparkSession") -> None:
     Not needed where discovery finds it (pip install kmq[spark] on driver and executors), but then filters are not pushed down:
     Spark does that for Python sources only where its conf says so, and a source cannot ask.
     """
-    from kmq.spark.source import PushdownSource
+    from kmq.spark.connections import SECRETS
+    from kmq.spark.source import source_for
 
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    spark.dataSource.register(PushdownSource)
+    # Spark's own pattern (spark.redaction.regex) has both, but whoever sets another one thinks of names of their own.
+    redacted = spark.conf.get("spark.sql.redaction.options.regex") or ""
+    if SECRETS not in redacted:
+        spark.conf.set("spark.sql.redaction.options.regex", f"{redacted}|{SECRETS}" if redacted else SECRETS)
+    try:
+        cores = spark.sparkContext.defaultParallelism
+    except AttributeError:  # over Spark Connect nobody says
+        cores = 0
+    spark.dataSource.register(source_for(cores))
 
 
 def session(*args: Any, **kwargs: Any) -> "SparkSession":

@@ -1,24 +1,26 @@
 """What a reader needs of a broker, and the two ways to it: its data directory, or its gateway over HTTP (remote.py).
 
-Whoever asks keeps no state here: each call looks anew, and any process may ask, on the driver or in a task.
+Whoever asks keeps no state here that matters: each call looks anew, and any process may ask, on the driver or in a task.
 """
 
 import glob
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kmq import record, stats
+from kmq import stats
 from kmq.errors import ConfigError
 from kmq.links.ownership import FileLock
 from kmq.log import identity, reader, topics
 from kmq.repair import ledger
 from kmq.settings import SHM
-from kmq.spark import columns
+from kmq.spark.connections import PLAIN, Access
 from kmq.spark.options import WAL
 
-BLOCK_BYTES = 4 << 20  # of lines handed out at once
-_LINE_BYTES = 512  # a guess: for longer lines a range takes more reads
+if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status is to work without
+    from kmq.spark.blocks import Lines
+
+BLOCK_BYTES = reader.READ_BYTES  # of lines handed out at once
 
 
 class Broker(Protocol):
@@ -58,26 +60,38 @@ class Broker(Protocol):
         """Ascending offsets between `start` and `end` that cut what lies there into pieces of about `nbytes`."""
         ...
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """(offset of the first line, whole stored lines) of the offsets start…end-1, in order, checked, in blocks.
+    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        """The whole stored lines of the offsets start…end-1, in order, checked, in blocks.
 
         A bare newline is a record that compaction took away. Begins later where retention took the start, and ends early where
         the log does: whoever asks looks at the offsets. Raises DamageError at what must not be served.
         """
         ...
 
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """The same as (offset of the first line, lines)."""
+        return ((lines.offset, lines.data) for lines in self.blocks(topic, partition, start, end))
 
-class Directory:
+
+class Directory(Broker):
     """A data directory, of a broker that is up or not."""
 
     def __init__(self, name: str, path: str = "") -> None:
         self.name, self.path = name, os.path.abspath(path or name)
+        self._kept: dict[tuple[str, int], reader.Log] = {}  # they know where they ended: a look at the end costs less
 
     def identity(self) -> str:
         try:
             return identity.read(self.path, "id")
+        except FileNotFoundError:
+            why = "it has no file `id`" if os.path.isdir(self.path) else "it does not exist"
+            inside = os.path.join(self.name, "data")
+            advice = f"; did you mean {inside}?" if os.path.isfile(f"{inside}/id") else ""
+            raise ConfigError(f"path={self.name!r}: no data directory of KMQ: {why}{advice}") from None
         except OSError as err:
-            raise ConfigError(f"path={self.name!r}: no data directory: {err.strerror} ({err.filename})") from None
+            raise ConfigError(
+                f"path={self.name!r}: no data directory of KMQ: {err.strerror} ({err.filename})"
+            ) from None
 
     def marks_from(self) -> int:
         return identity.marks_from(self.path)
@@ -87,13 +101,14 @@ class Directory:
         return {name: topics.load(self.path, name)[0] for name in topics.names(self.path)}
 
     def bounds(self, topics_asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        self.identity()  # says so where this is no data directory
         found = {}
         for topic in topics_asked:
             if topic == WAL:
                 found[topic, 0] = self._wal_bounds()
             elif os.path.isdir(f"{self.path}/topics/{topic}"):
                 for number in range(topics.load(self.path, topic)[0]):
-                    log = reader.partition(self.path, topic, number)
+                    log = self._log(topic, number)
                     end = log.end_offset()  # first: what retention takes in between is then seen as taken
                     found[topic, number] = min(log.first_offset, end), end
         return found
@@ -121,10 +136,17 @@ class Directory:
         return 0
 
     def _log(self, topic: str, partition: int) -> reader.Log:
-        return reader.wal(self.path) if topic == WAL else reader.partition(self.path, topic, partition)
+        if (topic, partition) not in self._kept:
+            log = reader.wal(self.path) if topic == WAL else reader.partition(self.path, topic, partition)
+            self._kept[topic, partition] = log
+        return self._kept[topic, partition]
 
     def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
         return self._log(topic, partition).offset_of_time(micros)
+
+    def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
+        """(seq, recv_ts in µs) of the record before `offset`, where that was the end when `bounds` last looked."""
+        return self._log(topic, partition).stamp_at_end(offset)
 
     def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
         return self._log(topic, partition).offset_of_seq(seq)
@@ -135,28 +157,16 @@ class Directory:
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
         return self._log(topic, partition).cuts(start, end, nbytes)
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        log = self._log(topic, partition)
-        offset = start
-        while offset < end:
-            # A micro-batch of a few records must not cost the reading of a whole block.
-            first, lines = log.read(offset, min(BLOCK_BYTES, (end - offset + 128) * _LINE_BYTES))
-            if not lines or first >= end:
-                return
-            if log.by_seq:
-                offset = record.seq_of(reader.last_line(lines)) + 1
-                lines = lines if offset <= end else reader.within(lines, first, end - 1)
-            else:
-                offset = first + columns.count_lines(lines)
-                if offset > end:
-                    lines = b"\n".join(lines.split(b"\n", end - first)[: end - first]) + b"\n"
-            yield first, lines
+    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        from kmq.spark import blocks
+
+        return blocks.read(self._log(topic, partition), start, end, BLOCK_BYTES)
 
 
-def open_broker(name: str, is_path: bool, token: str = "") -> Broker:
+def open_broker(name: str, is_path: bool, access: Access = PLAIN) -> Broker:
     """The broker of that name: a path, or host:port of a gateway."""
     if is_path:
         return Directory(name)
     from kmq.spark.remote import Remote
 
-    return Remote(name, token)
+    return Remote(name, access)

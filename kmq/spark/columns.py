@@ -18,6 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kmq.errors import ConfigError
+from kmq.spark import digits
+from kmq.spark.blocks import Lines, of_bytes
+from kmq.spark.names import nearest
 
 Numbers = np.ndarray[Any, Any]
 
@@ -36,36 +39,46 @@ COLUMNS = {
     "headers": "map<string,string>",
     "value": "binary",  # the payload as it was meant: base64 is decoded where enc=b64; null where it is empty (a tombstone)
     "value_text": "string",  # the same; what is not UTF-8 is U+FFFD
+    "timestamp": "timestamp",  # recv_ts, as Kafka's connector names it
+    "timestampType": "int",  # as there: 1, LogAppendTime
+}
+# With option includeOrigin, or where a schema names them: where a record was stored first. The sink makes its ids of them.
+ORIGIN = {
+    "origin_broker": "string",  # the id of the data directory: no two brokers have the same
+    "origin_topic": "string",
+    "origin_partition": "int",
+    "origin_offset": "bigint",
 }
 LINE = "line"  # binary, on request: the whole stored line
 KEY_BYTES = "key_bytes"  # binary, on request: the key percent-decoded, also where it is no UTF-8
-ON_REQUEST = (LINE, KEY_BYTES)
+ON_REQUEST = {LINE: "binary", KEY_BYTES: "binary", **ORIGIN}
+HEADERS_ARRAY = "array<struct<key:string,value:binary>>"  # as Kafka's connector has them; null where there are none
 TEXT = ("key", "routing_key", "producer_ts", "id", "value_text")
-_BAR, _NEWLINE = ord("|"), ord("\n")
+_BAR = ord("|")
 _FIELDS = 6
+_LONG, _HEAD = 512, 96  # bytes: where lines are that long on average, their bars are looked for in so many at first
+_LOG_APPEND_TIME = 1  # of Kafka's timestamp types: the broker's time, not the producer's
 
 
-def ddl() -> str:
-    """The schema of all columns, for Spark."""
-    return ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
-
-
-def count_lines(lines: bytes) -> int:
-    """How many newlines there are: ten times as fast as bytes.count, which costs as much as all the rest of a read."""
-    return int(np.count_nonzero(np.frombuffer(lines, np.uint8) == _NEWLINE))
+def ddl(with_headers: bool = False, with_origin: bool = False) -> str:
+    """The schema without one of the user's, for Spark; `with_headers`: these as Kafka's connector has them."""
+    kinds = COLUMNS | ({"headers": HEADERS_ARRAY} if with_headers else {}) | (ORIGIN if with_origin else {})
+    return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
 
 
 def check(name: str, kind: str) -> None:
     """Raises ConfigError where no column `name` of Spark's type `kind` can be had."""
-    kinds = ["binary"] if name in ON_REQUEST else [COLUMNS[name]] if name in COLUMNS else []
-    if name in TEXT:
-        kinds.append("binary")
-    if not kinds:
-        raise ConfigError(
-            f"schema: there is no column {name!r}; there are {', '.join(COLUMNS)} and {', '.join(ON_REQUEST)}"
-        )
+    named = COLUMNS | ON_REQUEST
+    if name not in named:
+        raise ConfigError(f"schema: there is no column {name!r}{nearest(name, named)}; there are {', '.join(named)}")
+    kinds = [named[name], *(["binary"] if name in TEXT else []), *([HEADERS_ARRAY] if name == "headers" else [])]
     if kind not in kinds:
         raise ConfigError(f"schema: column {name} is {' or '.join(kinds)}, not {kind}")
+
+
+def is_exact(kind: str) -> bool:
+    """Whether a column of this type holds bytes as they are, where it could hold text."""
+    return kind in ("binary", HEADERS_ARRAY)
 
 
 class Block:
@@ -75,11 +88,21 @@ class Block:
     """
 
     def __init__(self, lines: bytes, offset: int, topic: str, by_seq: bool, marks_from: int = 0) -> None:
-        self.lines, self.offset, self.topic, self.by_seq = lines, offset, topic, by_seq
-        self.marks_from = marks_from
-        self._buffer = pa.py_buffer(lines)
-        self.bytes: Numbers = np.frombuffer(lines, np.uint8)
-        ends = np.flatnonzero(self.bytes == _NEWLINE)
+        self._cut_up(of_bytes(offset, lines, False), topic, by_seq, marks_from)
+
+    @classmethod
+    def of(cls, lines: Lines, topic: str, by_seq: bool, marks_from: int = 0) -> "Block":
+        """The same of lines whose newlines are known."""
+        made = object.__new__(cls)
+        made._cut_up(lines, topic, by_seq, marks_from)
+        return made
+
+    def _cut_up(self, lines: Lines, topic: str, by_seq: bool, marks_from: int) -> None:
+        self.lines, self.offset, self.topic, self.by_seq = lines.data, lines.offset, topic, by_seq
+        self.marks_from, self.decoded = marks_from, False
+        self._buffer = pa.py_buffer(lines.data)
+        self.bytes: Numbers = np.frombuffer(lines.data, np.uint8)
+        ends = lines.newlines
         starts = np.empty_like(ends)
         if len(ends):
             starts[0] = 0
@@ -92,15 +115,32 @@ class Block:
         # Where each of the six fields of each line begins and ends, one array for each field.
         self.starts = [starts, *(bars + 1 for bars in self._bars(starts, ends))]
         self.ends = [*(begin - 1 for begin in self.starts[1:]), ends]
-        self.ascii = lines.isascii()
+        self.ascii = lines.data.isascii()
 
     def _bars(self, starts: Numbers, ends: Numbers) -> list[Numbers]:
         """Where the first five bars of each line are, one array for each."""
+        if len(self.bytes) > _LONG * self.count and (near := self._bars_near(starts, ends)):
+            return near
         bars = np.flatnonzero(self.bytes == _BAR)
         if len(bars) == 5 * self.count:  # no payload holds a bar
             return [bars[at::5] for at in range(_FIELDS - 1)]
         first = np.searchsorted(bars, starts)
         return [bars[first + at] for at in range(_FIELDS - 1)]
+
+    def _bars_near(self, starts: Numbers, ends: Numbers) -> list[Numbers] | None:
+        """The same, looked for in the first bytes of each line only; None where they are not all there."""
+        last = len(self.bytes) - _HEAD
+        if not self.count or starts[-1] > last:
+            return None
+        heads = np.ndarray((last + 1, _HEAD), np.uint8, self.bytes, strides=(1, 1))[starts]
+        found = np.flatnonzero(heads == _BAR)
+        rows = np.arange(self.count + 1) * _HEAD
+        first = np.searchsorted(found, rows)
+        if (np.diff(first) < _FIELDS - 1).any():
+            return None
+        shift = starts - rows[:-1]
+        bars = [found[first[:-1] + at] + shift for at in range(_FIELDS - 1)]
+        return bars if (bars[-1] < ends).all() else None
 
     def only(self, low: int, high: int) -> "Block":
         """The records with offsets low…high-1."""
@@ -109,7 +149,9 @@ class Block:
         if first == 0 and last == self.count:
             return self
         made = object.__new__(Block)
-        made.__dict__.update({name: it for name, it in self.__dict__.items() if name not in ("id", "value")})
+        made.__dict__.update(
+            {name: it for name, it in self.__dict__.items() if name not in ("id", "value", "_id_and_pairs")}
+        )
         made.starts = [each[first:last] for each in self.starts]
         made.ends = [each[first:last] for each in self.ends]
         made.count = int(last - first)
@@ -130,8 +172,13 @@ class Block:
     def line(self) -> pa.Array:
         return self.span(self.starts[0], self.ends[-1])
 
+    def number(self, begins: Numbers, ends: Numbers) -> pa.Array:
+        """The decimal numbers at the bytes begins[i]…ends[i]. Raises pa.ArrowInvalid where one is none."""
+        found = digits.parse(self.bytes, begins, ends)
+        return self.span(begins, ends).cast(pa.string()).cast(pa.int64()) if found is None else pa.array(found)
+
     def seq(self) -> pa.Array:
-        return self.field(0).cast(pa.string()).cast(pa.int64())
+        return self.number(self.starts[0], self.ends[0])
 
     def offsets(self) -> Numbers:
         """The offset of each record."""
@@ -143,8 +190,7 @@ class Block:
     def recv_ts(self) -> pa.Array:
         """Microseconds since the epoch; six decimals by contract."""
         begins, ends = self.starts[1], self.ends[1]
-        seconds = self.span(begins, ends - 7).cast(pa.string()).cast(pa.int64())
-        micros = self.span(ends - 6, ends).cast(pa.string()).cast(pa.int64())
+        seconds, micros = self.number(begins, ends - 7), self.number(ends - 6, ends)
         return pc.add(pc.multiply(seconds, 1_000_000), micros).cast(pa.timestamp("us", "UTC"))
 
     def key(self) -> pa.Array:
@@ -176,9 +222,22 @@ class Block:
     @cached_property
     def id(self) -> tuple[pa.Array, pa.Array]:
         """(id, headers) of each record: the id before the first `;`, and the map of what follows."""
+        ids, offsets, names, values = self._id_and_pairs
+        return ids, _maps(offsets, names, values)
+
+    def headers(self) -> pa.Array:
+        """What follows the id as structs of name and exact value; null where nothing does."""
+        _, offsets, names, values = self._id_and_pairs
+        pairs = pa.StructArray.from_arrays([_text_of(names), decoded_bytes(values)], ["key", "value"])
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pairs, mask=pa.array(np.diff(offsets) == 0))
+
+    @cached_property
+    def _id_and_pairs(self) -> tuple[pa.Array, Numbers, pa.Array, pa.Array]:
+        """(id of each record, offsets of the records in the headers, names, values), all as stored."""
         field = self.field(4)
+        nothing = pa.array([], pa.binary())
         if self.lines.find(b";") < 0 or not len(field):
-            return field, _maps(np.zeros(self.count + 1, np.int32), [], [])
+            return field, np.zeros(self.count + 1, np.int32), nothing, nothing
         parts = pc.split_pattern(field, b";")
         starts = parts.offsets.to_numpy()
         texts = parts.flatten()
@@ -188,11 +247,11 @@ class Block:
         ids = texts.take(pa.array(first))
         pairs = texts.filter(pa.array(rest))
         counts = (starts - np.arange(len(starts))).astype(np.int32)
-        return ids, _maps(counts, *_name_and_value(pairs))
+        return ids, counts, *_name_and_value(pairs)
 
     @cached_property
     def value(self) -> pa.Array:
-        """Payloads as they were meant; null where there is none."""
+        """Payloads as they were meant; null where there is none. Afterwards `decoded` says whether there was any base64."""
         payloads = self.field(5)
         is_empty = self.starts[5] == self.ends[5]
         if is_empty.any():
@@ -203,6 +262,7 @@ class Block:
         encoded = np.flatnonzero(pc.match_substring_regex(ids, rb";enc=b64(;|$)").to_numpy(zero_copy_only=False))
         if not len(encoded):
             return payloads
+        self.decoded = True
         decoded = payloads.to_pylist() if len(encoded) * 4 > self.count else None
         if decoded is None:
             chosen = np.zeros(self.count, bool)
@@ -212,6 +272,10 @@ class Block:
         for at in encoded.tolist():
             decoded[at] = _base64(decoded[at])
         return pa.array(decoded, pa.binary())
+
+    def value_text(self) -> pa.Array:
+        payloads = self.value
+        return text(payloads, self.ascii and not self.decoded)
 
 
 def _base64(text: bytes | None) -> bytes:
@@ -243,9 +307,12 @@ def _name_and_value(pairs: pa.Array) -> tuple[pa.Array, pa.Array]:
     return _cut(data, begins, middle), _cut(data, np.minimum(middle + 1, ends), ends)
 
 
-def _maps(offsets: Numbers, names: Any, values: Any) -> pa.Array:
-    texts = [decoded(text(each)) if len(each) else pa.array([], pa.string()) for each in (names, values)]
-    return pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), *texts)
+def _maps(offsets: Numbers, names: pa.Array, values: pa.Array) -> pa.Array:
+    return pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), _text_of(names), _text_of(values))
+
+
+def _text_of(stored: pa.Array) -> pa.Array:
+    return decoded(text(stored)) if len(stored) else pa.array([], pa.string())
 
 
 # --- text ----------------------------------------------------------------------------------------------------------------
@@ -293,10 +360,10 @@ def _same(value: str, count: int) -> pa.Array:
 
 
 class Where:
-    """What the columns of a block say beside its lines."""
+    """What the columns of a block say beside its lines. `origin` is the id of the data directory."""
 
-    def __init__(self, broker: str, topic: str, partition: int) -> None:
-        self.broker, self.topic, self.partition = broker, topic, partition
+    def __init__(self, broker: str, topic: str, partition: int, origin: str = "") -> None:
+        self.broker, self.topic, self.partition, self.origin = broker, topic, partition, origin
 
 
 _MAKE: dict[str, Callable[[Block, Where, bool], pa.Array]] = {
@@ -310,17 +377,28 @@ _MAKE: dict[str, Callable[[Block, Where, bool], pa.Array]] = {
     "routing_key": lambda block, where, exact: block.field(2) if exact else text(block.field(2), block.ascii),
     "producer_ts": lambda block, where, exact: block.field(3) if exact else text(block.field(3), block.ascii),
     "id": lambda block, where, exact: block.id[0] if exact else decoded(text(block.id[0], block.ascii)),
-    "headers": lambda block, where, exact: block.id[1],
+    "headers": lambda block, where, exact: block.headers() if exact else block.id[1],
     "value": lambda block, where, exact: block.value,
-    "value_text": lambda block, where, exact: block.value if exact else text(block.value),
+    "value_text": lambda block, where, exact: block.value if exact else block.value_text(),
     KEY_BYTES: lambda block, where, exact: decoded_bytes(block.key()),
     LINE: lambda block, where, exact: block.line(),
+    "timestampType": lambda block, where, exact: pa.array(np.full(block.count, _LOG_APPEND_TIME, np.int32)),
+    "origin_broker": lambda block, where, exact: _same(where.origin, block.count),
+}
+# Columns that another one says already: they are made once.
+_ALIASES = {
+    "timestamp": "recv_ts",
+    "origin_topic": "topic",
+    "origin_partition": "partition",
+    "origin_offset": "offset",
 }
 
 
 def batch(block: Block, where: Where, names: Sequence[str], exact: Sequence[bool], schema: pa.Schema) -> pa.RecordBatch:
-    """The columns `names` of a block; `exact[i]`: as binary. `schema` is the Arrow schema that Spark expects."""
-    arrays = [_MAKE[name](block, where, as_bytes) for name, as_bytes in zip(names, exact, strict=True)]
+    """The columns `names` of a block; `exact[i]`: bytes (`is_exact`). `schema` is the Arrow schema that Spark expects."""
+    wanted = [(_ALIASES.get(name, name), as_bytes) for name, as_bytes in zip(names, exact, strict=True)]
+    made = {(name, as_bytes): _MAKE[name](block, where, as_bytes) for name, as_bytes in dict.fromkeys(wanted)}
+    arrays = [made[each] for each in wanted]
     return pa.RecordBatch.from_arrays(
         [each if each.type == kind.type else each.cast(kind.type) for each, kind in zip(arrays, schema, strict=True)],
         schema=schema,

@@ -14,10 +14,7 @@ A command takes options that several have as one of the classes below, opens a s
 Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fast as before.
 """
 
-import contextlib
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -35,12 +32,10 @@ if TYPE_CHECKING:
 
     from kmq.spark.progress import Progress
 
-_CANCEL_S = 0.2  # between two times that jobs are cancelled
-
 pipeline_app = typer.Typer(
     no_args_is_help=True,
-    help="Pipelines on Spark: run one, or list them.",
-    epilog=examples("kmq pipeline list", "kmq pipeline run audit"),
+    help="Pipelines on Spark: run one, list them, see how far they are.",
+    epilog=examples("kmq pipeline list", "kmq pipeline run audit", "kmq pipeline status"),
 )
 run_app = typer.Typer(no_args_is_help=True, help="Run a pipeline on Spark.", epilog=examples("kmq pipeline list"))
 pipeline_app.add_typer(run_app, name="run")
@@ -51,6 +46,12 @@ pipeline_app.add_typer(run_app, name="run")
 Once = Annotated[bool, typer.Option("--once/--continuous", help="All there is now, then end; or on and on.")]
 Every = Annotated[str, typer.Option("--every", help="Between two batches of --continuous.")]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="Directory of how far it is; a restart goes on there.")]
+Catalog = Annotated[
+    str,
+    typer.Option(
+        "--catalog", help="Iceberg: name[.namespace.table] in pyiceberg's configuration; default: SQLite there."
+    ),
+]
 
 
 class From(NamedTuple):
@@ -59,6 +60,12 @@ class From(NamedTuple):
     path: Annotated[str, typer.Option("--path", help="Data directories, comma-separated; default: KMQ_DATA.")] = ""
     brokers: Annotated[str, typer.Option("--brokers", help="Read over HTTP instead: host:port[,host:port].")] = ""
     token_file: Annotated[str, typer.Option("--token-file", help="File with the bearer token that these ask for.")] = ""
+    ca: Annotated[str, typer.Option("--ca", help="PEM file of the authorities to trust, for https:// and TLS.")] = ""
+    cert: Annotated[str, typer.Option("--cert", help="PEM file of the client certificate to show.")] = ""
+    key: Annotated[str, typer.Option("--key", help="PEM file of its key, where the other file has none.")] = ""
+    patience: Annotated[
+        str, typer.Option("--patience", help="How long a gateway may be away. \\[default: 30s]", show_default=False)
+    ] = ""
 
     def options(self) -> dict[str, str]:
         """Of format("kmq")."""
@@ -67,9 +74,36 @@ class From(NamedTuple):
         if self.path and self.brokers:
             raise ConfigError("give --path or --brokers, not both")
         if self.brokers:
-            token = {"kmq.token": _token(self.token_file)} if self.token_file else {}
-            return {"kmq.bootstrap.servers": self.brokers} | token
+            patience = {"kmq.patience": self.patience} if self.patience else {}
+            return {"kmq.bootstrap.servers": self.brokers} | self.connection() | patience
         return {"path": self.path or load().data}
+
+    def connection(self) -> dict[str, str]:
+        """Options of token and TLS."""
+        return _connection(self.token_file, self.ca, self.cert, self.key)
+
+
+class Target(NamedTuple):
+    """How the broker that gets what a pipeline writes is connected to."""
+
+    to_token_file: Annotated[
+        str, typer.Option("--to-token-file", help="File with the bearer token of the broker that is written to.")
+    ] = ""
+    to_ca: Annotated[str, typer.Option("--to-ca", help="PEM file of the authorities to trust, for its tls://.")] = ""
+    to_cert: Annotated[str, typer.Option("--to-cert", help="PEM file of the client certificate to show to it.")] = ""
+    to_key: Annotated[str, typer.Option("--to-key", help="PEM file of its key, where the other file has none.")] = ""
+    timeout: Annotated[
+        str,
+        typer.Option(
+            "--timeout", help="How long it is waited for when it does not answer. \\[default: 10m]", show_default=False
+        ),
+    ] = ""
+
+    def options(self, like: From | None = None) -> dict[str, str]:
+        """Of format("kmq") for writing. `like`: where nothing else is said, the same token and certificates."""
+        own = _connection(self.to_token_file, self.to_ca, self.to_cert, self.to_key)
+        timeout = {"kmq.timeout": self.timeout} if self.timeout else {}
+        return (own or (like.connection() if like else {})) | timeout
 
 
 class Topics(NamedTuple):
@@ -104,7 +138,9 @@ _HERE = On()
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
     """A command for Typer: in place of a parameter of the classes above it has that class's options, one by one."""
-    groups: dict[str, Any] = {n: kind for n, kind in get_type_hints(function).items() if kind in (From, Topics, On)}
+    groups: dict[str, Any] = {
+        n: kind for n, kind in get_type_hints(function).items() if kind in (From, Target, Topics, On)
+    }
 
     @wraps(function)
     def command(**given: Any) -> None:
@@ -129,6 +165,13 @@ def _token(path: str) -> str:
         raise ConfigError(f"--token-file {path!r}: {error.strerror}") from None
 
 
+def _connection(token_file: str, ca: str, cert: str, key: str) -> dict[str, str]:
+    from kmq.spark.connections import CA, CERTIFICATE, KEY
+
+    given = {"kmq.token": _token(token_file) if token_file else "", CA: ca, CERTIFICATE: cert, KEY: key}
+    return {name: text for name, text in given.items() if text}
+
+
 class Job(NamedTuple):
     """What a command gets to work with."""
 
@@ -141,73 +184,36 @@ def running(name: str, on: On = _HERE, continuous: bool = False, conf: dict[str,
     """A session with progress for one command, stopped at its end; errors of Spark become one line and an exit code.
 
     Ctrl-C and SIGTERM stop the streams and the session in order, what is half done is done again at the next start. For a
-    continuous run that is the way to end it (exit code 0), another has not done its work (128 + signal). Again: at once.
+    continuous run that is the way to end it (exit code 0), another has not done its work (128 + signal). Again: at once. After
+    a minute the process ends anyway (kmq/spark/stopping.py).
     `conf`: what suits this command, where the user says nothing else.
     """
     from kmq.spark import failures, sessions
     from kmq.spark.progress import Progress
+    from kmq.spark.stopping import Stop
 
     confs = (conf or {}) | on.confs()
-    spark = stop = None
+    spark = None
+    stop = Stop()
     try:
         spark = sessions.session(on.master or None, f"kmq {name}", confs, "warn" if on.verbose else "fatal")
-        stop = _Stop(spark)
+        stop.begin(spark)
         with Progress(spark, name) as progress:
             yield Job(spark, progress)
     except Exception as error:
         cause = None if on.verbose else failures.explain(error)
-        if stop and stop.number:
+        if stop.number:
             pass  # what was cancelled says so
         elif cause is None:
             raise
         else:
             raise cause from error
     finally:
-        if stop:
-            stop.done()
+        stop.done()
         if spark:
             spark.stop()
-    if stop and stop.number:
+    if stop.number:
         raise typer.Exit(EXIT_OK if continuous else 128 + stop.number)
-
-
-class _Stop:
-    """From the first signal on: ends the streams, or else the jobs, so that the main thread comes back from Spark.
-
-    Not from the main thread: a call of Spark that has not returned yet keeps its connection.
-    """
-
-    def __init__(self, spark: "SparkSession") -> None:
-        self.number = 0
-        self._spark = spark
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # in place of Spark's own, which raises in the middle of anything
-            signal.signal(number, self._take)
-
-    def _take(self, number: int, frame: object) -> None:
-        self.number = number
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
-        self._thread = threading.Thread(target=self._end, daemon=True)
-        self._thread.start()
-
-    def _end(self) -> None:
-        streams = self._spark.streams.active
-        for query in streams:
-            with contextlib.suppress(Exception):  # it says why it ended where it is awaited
-                query.stop()
-        while not streams and not self._done.wait(_CANCEL_S):  # again: a cancelled job may be followed by the next
-            self._spark.sparkContext.cancelAllJobs()
-
-    def done(self) -> None:
-        """The main thread is back: the session may go when this has returned."""
-        self._done.set()
-        if self._thread:
-            self._thread.join()
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -217,7 +223,8 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _seconds(option: str, text: str) -> float:
+def seconds(option: str, text: str) -> float:
+    """The duration that was given with an option."""
     from kmq.settings import parse_duration
 
     try:
@@ -276,15 +283,18 @@ def sql(
         "kmq pipeline run archive --pattern '.*' --to all --schema none",
         "kmq pipeline run archive --topics orders --to lake --format delta \\",
         "    --schema 'price double, user string NOT NULL' --continuous",
+        "kmq pipeline run archive --topics orders --to lake/orders --format iceberg --catalog prod.sales.orders",
     )
 )
 @grouped
 def archive(
     *,
-    to: Annotated[str, typer.Option("--to", help="Directory of the table, here or on a shared volume.")],
+    to: Annotated[
+        str, typer.Option("--to", help="Directory of the table, here or on a shared volume; or s3://bucket/prefix.")
+    ],
     origin: From,
     topics: Topics,
-    format: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
+    format: Annotated[str, typer.Option("--format", help="parquet, delta or iceberg.")] = "parquet",
     schema: Annotated[
         str,
         typer.Option(
@@ -301,6 +311,7 @@ def archive(
         str,
         typer.Option("--producers", help="For dlq: host:port of each broker's lines, in order; default: this one's."),
     ] = "",
+    target: Target,
     partition_by: Annotated[
         str, typer.Option("--partition-by", help="Columns, comma-separated, that name the directories.")
     ] = "topic,date,hour",
@@ -311,9 +322,10 @@ def archive(
     once: Once = True,
     every: Every = "10 seconds",
     checkpoint: Checkpoint = "",
+    catalog: Catalog = "",
     on: On,
 ) -> None:
-    """Topics to a Parquet or Delta table: JSON typed, enriched, bad ones to <topic>.dlq, exactly once."""
+    """Topics to a Parquet, Delta or Iceberg table: JSON typed, enriched, bad ones to <topic>.dlq, exactly once."""
     where = origin.options() | topics.options()
     with running("archive", on, continuous=not once) as job:
         from kmq.spark.pipelines import archive
@@ -322,6 +334,7 @@ def archive(
         done = archive.run(
             *(job.spark, where, to, format, schema, enrich, bad, producers, once, checkpoint, columns, rest, every),
             progress=job.progress,
+            catalog=catalog,
         )
         job.progress.stop()
         print(f"archived {done.rows:,} rows in {done.batches} batches to {to} ({format}); bad: {done.bad:,}, {bad}")
@@ -386,7 +399,7 @@ def compact(
     with running("compact", on) as job:
         from kmq.spark.pipelines import compact
 
-        done = compact.run(job.spark, where, dry_run, min_dirty, _seconds("--tombstones", tombstones), job.progress)
+        done = compact.run(job.spark, where, dry_run, min_dirty, seconds("--tombstones", tombstones), job.progress)
         job.progress.stop()
         if not done:
             print(
@@ -416,15 +429,25 @@ def metrics(
     origin: From,
     topics: Topics,
     window: Annotated[str, typer.Option("--window", help="Of time: '10 seconds', '1 hour', …")] = "1 minute",
-    to: Annotated[str, typer.Option("--to", help="Add windows that are over to the table in this directory.")] = "",
-    format: Annotated[str, typer.Option("--format", help="parquet or delta.")] = "parquet",
+    to: Annotated[
+        str, typer.Option("--to", help="Add windows that are over to the table here, or s3://bucket/prefix.")
+    ] = "",
+    format: Annotated[str, typer.Option("--format", help="parquet, delta or iceberg.")] = "parquet",
     into: Annotated[str, typer.Option("--into", help="Or send them, as JSON, to this topic.")] = "",
     producers: Annotated[
         str, typer.Option("--producers", help="host:port of the lines of the broker with --into; default: this one's.")
     ] = "",
+    target: Target,
+    watermark: Annotated[
+        str, typer.Option("--watermark", help="How long a window stays open for records that come later than others.")
+    ] = "10 seconds",
+    late: Annotated[
+        str, typer.Option("--late", help="Of a batch with records behind that: fail, before it is added, or drop them.")
+    ] = "fail",
     once: Once = True,
     every: Every = "10 seconds",
     checkpoint: Checkpoint = "",
+    catalog: Catalog = "",
     on: On,
 ) -> None:
     """Rates, sizes, keys and delays per topic and window of time: as a table here, or as a stream to a table or a topic."""
@@ -433,8 +456,13 @@ def metrics(
         from kmq.spark.pipelines import metrics
 
         if to or into:
-            token = where.get("kmq.token", "")
-            rows = metrics.run(job.spark, where, to, format, into, producers, window, once, checkpoint, every, token)
+            connection = target.options(origin)
+            rows = metrics.run(
+                *(job.spark, where, to, format, into, producers, window, once, checkpoint, every, connection),
+                watermark=watermark,
+                on_late=late,
+                catalog=catalog,
+            )
             job.progress.stop()
             if to:
                 print(f"added {rows:,} rows to {to} ({format})")
@@ -462,7 +490,13 @@ def mirror(
     to: Annotated[str, typer.Option("--to", help="host:port where the target takes lines.")],
     to_path: Annotated[str, typer.Option("--to-path", help="Its data directory: topics are declared there.")] = "",
     to_brokers: Annotated[str, typer.Option("--to-brokers", help="Or its gateway: topics are compared.")] = "",
-    to_token_file: Annotated[str, typer.Option("--to-token-file", help="File with the target's bearer token.")] = "",
+    target: Target,
+    replay: Annotated[
+        str,
+        typer.Option(
+            "--replay", help="What a copy does that the target has otherwise, or has no more: stop, again, trust."
+        ),
+    ] = "stop",
     origin: From,
     topics: Topics,
     once: Once = True,
@@ -472,15 +506,17 @@ def mirror(
 ) -> None:
     """Topics of a broker into another one: each message once, where it was in its headers, the same key together."""
     where = origin.options() | topics.options()
-    token = _token(to_token_file) if to_token_file else ""
+    connection = target.options()
     if to_path and to_brokers:
         raise ConfigError("give --to-path or --to-brokers, not both")
     with running("mirror", on, continuous=not once) as job:
         from kmq.spark.brokers import open_broker
+        from kmq.spark.connections import Access
         from kmq.spark.pipelines import mirror
 
-        target = open_broker(to_path or to_brokers, bool(to_path), token) if to_path or to_brokers else None
-        done = mirror.run(job.spark, where, to, target, token, once, checkpoint, every, job.progress)
+        asked = {name: text for name, text in connection.items() if name != "kmq.timeout"}
+        there = open_broker(to_path or to_brokers, bool(to_path), Access.of(asked)) if to_path or to_brokers else None
+        done = mirror.run(job.spark, where, to, there, connection, once, checkpoint, every, job.progress, replay)
         job.progress.stop()
         print(f"mirrored {done.rows:,} messages in {done.batches} batches to {to}; copies left out: {done.skipped:,}")
 
@@ -517,6 +553,7 @@ def redrive(
         str,
         typer.Option("--producers", help="host:port of the lines of the broker that gets them; default: this one's."),
     ] = "",
+    target: Target,
     origin: From,
     on: On,
 ) -> None:
@@ -531,7 +568,8 @@ def redrive(
         from kmq.spark.pipelines import redrive
 
         found = redrive.run(
-            job.spark, source, topic, expression, where, dropped, name, rate, dry_run, producers, job.progress
+            *(job.spark, source, topic, expression, where, dropped, name, rate, dry_run, producers, job.progress),
+            connection=target.options(origin),
         )
         job.progress.stop()
         print(redrive.text(found, topic, dropped, dry_run))
@@ -550,10 +588,13 @@ def redrive(
 @grouped
 def route(
     *,
-    to: Annotated[str, typer.Option("--to", help="Directory, here or on a shared volume.")],
+    to: Annotated[
+        str, typer.Option("--to", help="Directory, here or on a shared volume; a table: or s3://bucket/prefix.")
+    ],
     origin: From,
     format: Annotated[
-        str, typer.Option("--as", help="log: a pod's queues, as its router writes them; of many: parquet or delta.")
+        str,
+        typer.Option("--as", help="log: a pod's queues as its router writes them; of many: parquet, delta, iceberg."),
     ] = "log",
     table: Annotated[
         str, typer.Option("--table", help="By the routing table of this data directory, in place of each pod's own.")
@@ -561,6 +602,7 @@ def route(
     once: Once = True,
     batch_bytes: Annotated[str, typer.Option("--batch", help="Bytes of WAL that are sorted at a time.")] = "1g",
     checkpoint: Checkpoint = "",
+    catalog: Catalog = "",
     on: On,
 ) -> None:
     """WALs sorted into topics and partitions: a pod's queues again, or those of many pods as one table, exactly once."""
@@ -568,6 +610,8 @@ def route(
     with running("route", on, continuous=not once) as job:
         from kmq.spark.pipelines import route
 
-        records = route.run(job.spark, where, to, format, table, once, checkpoint, batch_bytes, job.progress)
+        records = route.run(
+            *(job.spark, where, to, format, table, once, checkpoint, batch_bytes, job.progress), catalog=catalog
+        )
         job.progress.stop()
         print(f"routed {records:,} records to {to} ({format})")

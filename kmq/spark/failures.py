@@ -13,6 +13,11 @@ from kmq.errors import KmqError, RetryError
 _RAISED = re.compile(r"^((?:\w+\.)*)(\w+(?:Error|Exception|Exit|Interrupt)): (.+)$", re.MULTILINE)
 _CALLED = re.compile(r"^An error occurred while calling \S+\s*: (?:\w+\.)+")  # py4j's preface, and the class's package
 _LOST = re.compile(r"Job aborted due to .*?most recent failure: .*?\): (?:\w+\.)*", re.DOTALL)
+_NO_WORKER = ("Python worker failed to connect back", "waiting for the Python worker to connect back")
+_BUSY = (
+    "Spark waits 10 s for a Python worker to start, and none was up by then: this machine is busy. Give it fewer tasks at"
+    " once (--master 'local[1]'), a container more CPU, or start again later; what was done is kept"
+)
 _MOST = 600  # characters of a message that is not ours
 
 
@@ -25,8 +30,16 @@ def explain(error: Exception) -> KmqError | None:
         return RetryError("Spark's JVM has ended; more memory may help: --conf spark.driver.memory=1g")
     if not module.startswith(("pyspark", "py4j")):
         return None
+    if is_worker_timeout(error):
+        return RetryError(_BUSY)
     text = str(error)
     return _ours(text) or KmqError(_first(text))
+
+
+def is_worker_timeout(error: BaseException) -> bool:
+    """Return True where a fresh Python interpreter was not up in the 10 s that Spark waits: trying again may help."""
+    text = str(error)
+    return type(error).__module__.startswith(("pyspark", "py4j")) and any(said in text for said in _NO_WORKER)
 
 
 def _ours(text: str) -> KmqError | None:

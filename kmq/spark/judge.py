@@ -30,6 +30,7 @@ from kmq import record
 from kmq.log.dropped import Range, without
 from kmq.log.reader import DamageError
 from kmq.routing import DELETED, Topic, lives, resolve, table
+from kmq.spark.blocks import Lines
 from kmq.spark.brokers import Broker
 from kmq.spark.columns import Block, Numbers
 from kmq.spark.options import WAL
@@ -173,10 +174,10 @@ class Judge:
         while at < end:
             led_back = False
             try:
-                for first, lines in self.broker.read(topic, partition, at, end):
-                    block = self._block(place, first, lines, is_second)
+                for lines in self.broker.blocks(topic, partition, at, end):
+                    block = self._block(place, lines, is_second)
                     if topic != WAL:
-                        at = first + lines.count(b"\n")
+                        at = lines.next_offset
                     elif block.count:
                         seqs = block.offsets()
                         led_back = at != resumed and int(seqs[0]) < at
@@ -195,24 +196,24 @@ class Judge:
                     return
             resumed = at
 
-    def _block(self, place: Place, first: int, lines: bytes, is_second: bool) -> Block:
+    def _block(self, place: Place, lines: Lines, is_second: bool) -> Block:
         """Lines as a block; what is no stored line is named and left out: a crc only says that it was written so."""
         topic, partition = place
         try:
-            block = Block(lines, first, topic, topic == WAL)
+            block = Block.of(lines, topic, topic == WAL)
             if not block.count or _is_sound(block):
                 return block
         except (IndexError, pa.ArrowInvalid):
             pass
         kept = []
-        for number, line in enumerate(lines.split(b"\n")[:-1]):
+        for number, line in enumerate(lines.data.split(b"\n")[:-1]):
             good = not line or record.parse_stored(line) is not None
             kept.append(line if good else b"")
             if not good and not is_second:
-                at = -1 if topic == WAL else first + number
+                at = -1 if topic == WAL else lines.offset + number
                 self.malformed[place].append(at)
                 self.say(Row("malformed", topic, partition, offset=at, detail=repr(line[:60])))
-        return Block(b"\n".join([*kept, b""]), first, topic, topic == WAL)
+        return Block(b"\n".join([*kept, b""]), lines.offset, topic, topic == WAL)
 
     # --- routing -----------------------------------------------------------------------------------------------------
 

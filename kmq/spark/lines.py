@@ -1,11 +1,14 @@
 """Arrow columns to lines as sent, a column at a time: what kmq/client/lines.py does message by message, for whole batches.
 
     routing_key                     as it is, or made of topic and key like make_routing_key (a null key is none)
+    partition                       only where it was asked for: the number in the mark of the routing key. Null: the key decides
     producer_ts                     text as it is, or a timestamp; null or missing: now
     id                              a number each, given or made
     headers map<string,string>      as make_id writes them. p, w and enc are left out: they tell how a message read elsewhere was
                                     stored there, and are made anew; so is a header that is null. reason and len stay: a copy
                                     of a dead letter is to say why.
+    headers array<struct<…>>        the same in the shape of Kafka's connector, key string and value binary: names that come twice
+                                    keep their order, and values are any bytes, percent-encoded where they are no plain text.
     value                           bytes or text. Null is an empty payload, which compaction takes for a deletion; what is empty
                                     goes as base64, and comes back as empty.
 
@@ -16,7 +19,8 @@ Speed       Rows are touched one by one only where something in them must be enc
 """
 
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from urllib.parse import quote
 
 import numpy as np
@@ -27,6 +31,7 @@ import pyarrow.compute as pc
 from kmq import record
 from kmq.client.lines import is_text, make_routing_key, percent_encode
 from kmq.errors import EXIT_CONFIG, KmqError
+from kmq.routing import exact
 
 MAX_ID_DIGITS = 18  # design 2.4
 _STORED_ONLY = ("p", "w", "enc")  # headers of the record that was read, not of the message
@@ -58,12 +63,22 @@ _NO_DIGITS = ~_bytes_of("0123456789")
 
 
 def to_lines(
-    batch: pa.RecordBatch, ids: Ints, now: float, *, topic: str = "", max_line: int, first_row: int = 0
+    batch: pa.RecordBatch,
+    ids: Ints,
+    now: float,
+    *,
+    topic: str = "",
+    max_line: int,
+    first_row: int = 0,
+    use_partition: bool = False,
 ) -> pa.BinaryArray:
-    """A line for each row, with its newline; all to `topic` where it is given. Raises RowError; `first_row` is for its text."""
+    """A line for each row, with its newline; all to `topic` where it is given. Raises RowError; `first_row` is for its text.
+
+    `use_partition`: column partition says where a row goes.
+    """
     value, encoded = _payloads(batch)
     parts = [
-        *_routing_keys(batch, topic, first_row),
+        *_routing_keys(batch, topic, first_row, use_partition),
         *_producer_ts(batch, now, first_row),
         pa.array(ids).cast(pa.string()).cast(pa.binary()),
         *_headers(batch, first_row),
@@ -116,13 +131,14 @@ def numbers(batch: pa.RecordBatch, first_row: int = 0) -> Ints:
 # --- columns -------------------------------------------------------------------------------------------------------------
 
 
-def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int) -> list[object]:
+def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int, use_partition: bool) -> list[object]:
     names = batch.schema.names
+    asked = _partitions(batch, first_row) if use_partition else None
     if not topic and "routing_key" in names:
         column = _required(batch, "routing_key", first_row)
         _refuse_breaks(column, "routing_key", first_row)
         _check_routing_keys(column, first_row)
-        return [column, b"|"]
+        return [column if asked is None else _with_partitions(batch, column, asked, first_row), b"|"]
     if topic:
         head: object = topic.encode()
         no_key: object = b".@" if "." in topic else b""
@@ -130,11 +146,60 @@ def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int) -> list[obj
         head = _required(batch, "topic", first_row)
         _check_topics(head, first_row)
         no_key = pc.if_else(pc.match_substring(head, b"."), b".@", b"")
+    mark: object = b".@"
+    if asked is not None:  # without a number, a row is what it would be without the column
+        no_key = pc.if_else(asked.is_valid(), pc.binary_join_element_wise(b".@", _digits(asked), b""), no_key)
+        mark = pc.binary_join_element_wise(b".@", _digits(asked), b"")
     if "key" not in names:
         return [head, no_key, b"|"]
     column = _binary(batch.column("key"))
     key = _escaped(column.fill_null(b""), _ENCODED_IN_KEYS, _key_text)
-    return [head, pc.if_else(column.is_valid(), b".@.", no_key), key, b"|"]
+    mark = pc.binary_join_element_wise(mark, b".", b"")
+    return [head, pc.if_else(column.is_valid(), mark, no_key), key, b"|"]
+
+
+def _partitions(batch: pa.RecordBatch, first_row: int) -> pa.Array:
+    """The partitions asked for, null where none is. Raises RowError for what no topic can have."""
+    column = batch.column("partition").cast(pa.int64())
+    wrong = pc.or_(pc.less(column, 0), pc.greater_equal(column, record.NO_PARTITION)).fill_null(False)
+    if pc.any(wrong).as_py():
+        row = pc.index(wrong, True).as_py()
+        raise RowError(
+            first_row + row, "partition", f"{column[row].as_py()}: must be 0 or more, and one that the topic has"
+        )
+    return column
+
+
+def _digits(partitions: pa.Array) -> pa.BinaryArray:
+    return partitions.cast(pa.string()).cast(pa.binary()).fill_null(b"")
+
+
+def _with_partitions(batch: pa.RecordBatch, keys: pa.BinaryArray, asked: pa.Array, first_row: int) -> pa.BinaryArray:
+    """Routing keys with the partitions asked for in their marks; the topic of one without a mark is told by column topic."""
+    topics: Iterable[bytes | None] = repeat(None)
+    if "topic" in batch.schema.names:
+        topics = _binary(batch.column("topic")).to_pylist()
+    found: list[bytes] = []
+    for row, (routing_key, number, topic) in enumerate(zip(keys.to_pylist(), asked.to_pylist(), topics, strict=False)):
+        mark = record.marked(routing_key) if b".@" in routing_key else None
+        if mark is not None:
+            topic, key = mark.topic, mark.key
+        elif number is None:
+            found.append(routing_key)
+            continue
+        elif b"." not in routing_key:
+            topic, key = routing_key, None
+        elif topic is not None and (routing_key + b".").startswith(topic + b"."):
+            key = routing_key[len(topic) + 1 :] or None
+        else:
+            why = f"{routing_key[:100]!r}: which part is the topic is not said; give columns topic and key in its place"
+            raise RowError(first_row + row, "routing_key", f"{why}, or a mark: <topic>.@.<key>")
+        found.append(exact(topic, key) if number is None else b".".join([b"%b.@%d" % (topic, number), *_present(key)]))
+    return pa.array(found, pa.binary())
+
+
+def _present(key: bytes | None) -> tuple[bytes, ...]:
+    return () if key is None else (key,)
 
 
 def _check_routing_keys(column: pa.BinaryArray, first_row: int) -> None:
@@ -183,7 +248,10 @@ def _headers(batch: pa.RecordBatch, first_row: int) -> list[object]:
     first, last = int(offsets[0]), int(offsets[-1])
     if first == last:
         return []
-    names, values = (_binary(child[first:last]) for child in (column.keys, column.items))
+    names, values = (_binary(child[first:last]) for child in _names_and_values(column))
+    if names.null_count:  # in an array: keys of a map are never null
+        row = int(np.searchsorted(offsets, first + pc.index(names.is_null(), True).as_py(), "right")) - 1
+        raise RowError(first_row + row, "headers", "a header without a name: its key is null")
     for name in pc.unique(names).to_pylist():
         text = name.decode(errors="replace")
         own = len(text) < 2 and text not in _STORED_ONLY
@@ -200,6 +268,15 @@ def _headers(batch: pa.RecordBatch, first_row: int) -> list[object]:
     cut = ends[offsets - first].astype(np.int32)
     rows = pa.Array.from_buffers(pa.binary(), len(column), [None, pa.py_buffer(cut), pa.py_buffer(data)])
     return [pc.if_else(column.is_null(), pa.scalar(b""), rows) if column.null_count else rows]
+
+
+def _names_and_values(column: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """Of all headers of a column: a map, or an array of structs."""
+    if pa.types.is_map(column.type):
+        return column.keys, column.items
+    headers = column.values
+    names, values = headers.field(0), headers.field(1)
+    return (pc.if_else(headers.is_valid(), names, None) if headers.null_count else names), values
 
 
 def _payloads(batch: pa.RecordBatch) -> tuple[pa.BinaryArray, Mask | None]:

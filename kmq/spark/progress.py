@@ -19,6 +19,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bars
 
 from kmq.logfmt import Log
+from kmq.spark.lag import batch_figures
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -96,16 +97,17 @@ class Progress:
     def _streams(self) -> list[dict[str, Any]]:
         """The last batch of each streaming query, in figures."""
         return [
-            batch_figures(query.name or "stream", query.lastProgress)
+            batch_figures(query.name or "stream", json.loads(progress.json()))
             for query in self._spark.streams.active
-            if query.lastProgress
+            if (progress := query._jsq.lastProgress())
         ]
 
     def _show(self, done: int, total: int, streams: list[dict[str, Any]]) -> None:
         parts = [f"{done}/{total} tasks"] if total else []
         for s in streams:
             behind = f", {s['behind']:,} behind" if s["behind"] is not None else ""
-            parts.append(f"batch {s['batch']}: {s['rows']:,} rows, {s['rows_per_s']:,}/s{behind}")
+            dropped = f", {s['late']:,} late: dropped" if s["late"] else ""
+            parts.append(f"batch {s['batch']}: {s['rows']:,} rows, {s['rows_per_s']:,}/s{behind}{dropped}")
         self._bars.update(self._bar, description=self._what, completed=done, total=total or None, done="; ".join(parts))
 
     def _say(self, done: int, total: int, streams: list[dict[str, Any]]) -> None:
@@ -113,26 +115,3 @@ class Progress:
             self._log.info("progress", what=self._what, tasks_done=done, tasks=total)
         for figures in streams:
             self._log.info("batch", **{name: value for name, value in figures.items() if value is not None})
-
-
-def batch_figures(query: str, progress: Any) -> dict[str, Any]:
-    """What a StreamingQueryProgress says: query, batch, rows, rows_per_s, ms, and how many records wait (None: unknown)."""
-    behind = None
-    for source in progress.sources:
-        if source.latestOffset and source.endOffset:
-            behind = (behind or 0) + _sum(json.loads(source.latestOffset)) - _sum(json.loads(source.endOffset))
-    return {
-        "query": query,
-        "batch": progress.batchId,
-        "rows": progress.numInputRows,
-        "rows_per_s": round(progress.processedRowsPerSecond or 0),
-        "ms": progress.batchDuration,
-        "behind": None if behind is None else max(0, behind),
-    }
-
-
-def _sum(offsets: Any) -> int:
-    """All offsets in the JSON of a stream's: broker, topic, partition, next offset; beside the topics a broker's identity."""
-    if isinstance(offsets, dict):
-        return sum(map(_sum, offsets.values()))
-    return offsets if isinstance(offsets, int) else 0

@@ -2,7 +2,7 @@
 
 State       None but a connection, so any process may ask, and a Remote can be pickled: it comes to another process unconnected.
 Breaks      Whatever is asked only looks, so it is asked again, later and later, while the gateway is away or too busy; reading
-            goes on at the next offset. Only when nothing has come for PATIENCE_S seconds that is an error: a gateway that is
+            goes on at the next offset. Only when nothing has come for kmq.patience that is an error: a gateway that is
             restarted in the middle of a read is not noticed.
 Complete    A response says from which offset to which it goes and how many bytes that is. Only whole lines are handed out,
             those of a partition are counted, and what breaks off is asked for again from there.
@@ -13,49 +13,55 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from ssl import SSLCertVerificationError
-from typing import Any, TypeVar
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
+from ssl import SSLContext, SSLError
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlencode
 
-from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import identity
-from kmq.log.reader import DamageError, last_line
+from kmq.log.reader import DamageError
+from kmq.spark.brokers import BLOCK_BYTES, Broker
+from kmq.spark.connections import PLAIN, Access, Tls
 from kmq.spark.options import WAL
 
-BLOCK_BYTES = 4 << 20  # of lines handed out at once
-PATIENCE_S = 30.0  # a gateway is away so long while its pod is restarted
-_TIMEOUT_S = 30.0  # without a byte of an answer
+if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status is to work without
+    from kmq.spark.blocks import Lines
+
 _PAUSES_S = (0.05, 2.0)  # before asking again: the first one, the longest one
 _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
 _PORTS = {"http": 8082, "https": 8443}
 _NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _LATER = (429, 503)
+# Reasons of OpenSSL that do not go away: one of us does not trust the other, or does not speak TLS.
+_FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
 
 T = TypeVar("T")
 
 
-class Remote:
+class Remote(Broker):
     """The broker whose gateway listens at `name`: host:port, or https://host:port."""
 
     _connection: HTTPConnection | None = None
+    _context: SSLContext | None = None
 
-    def __init__(self, name: str, token: str = "") -> None:
-        self.name, self._token = name, token
+    def __init__(self, name: str, access: Access = PLAIN) -> None:
+        self.name, self._access = name, access
         match = _NAME.fullmatch(name)
         if match is None or int(match[3] or 0) > 65535:
             raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
-        self._scheme, self._host = match[1] or "http", match[2]
+        if match[1] == "http" and access.tls:
+            raise ConfigError(f"kmq.bootstrap.servers: {name!r} has no TLS, which options kmq.ssl.* ask for: https://")
+        self._scheme, self._host = match[1] or ("https" if access.tls else "http"), match[2]
         self._port = int(match[3] or _PORTS[self._scheme])
 
     def __del__(self) -> None:  # a Broker is not closed, it is let go
         self.close()
 
-    def __reduce__(self) -> tuple[type["Remote"], tuple[str, str]]:
-        return Remote, (self.name, self._token)
+    def __reduce__(self) -> tuple[type["Remote"], tuple[str, Access]]:
+        return Remote, (self.name, self._access)
 
     # --- the interface -----------------------------------------------------------------------------------------------
 
@@ -87,8 +93,10 @@ class Remote:
     def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
         return list(self._get(_at(topic, partition, "cuts", start=start, end=end, bytes=nbytes))["cuts"])
 
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        offset, trial = start, _Trial()
+    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        from kmq.spark import blocks
+
+        offset, trial = start, _Trial(self._access.patience_s)
         while offset < end:
             target = _at(topic, partition, "records", start=offset, end=end)
             try:
@@ -98,14 +106,15 @@ class Remote:
                     if not response.length:  # the log ends here, or what there is begins behind `end`
                         return
                     offset = first
-                    for lines in _blocks(response):
+                    for data in _blocks(response):
                         trial.progress()
-                        yield offset, lines
-                        offset = record.seq_of(last_line(lines)) + 1 if topic == WAL else offset + lines.count(b"\n")
+                        lines = blocks.of_bytes(offset, data, topic == WAL)
+                        yield lines
+                        offset = lines.next_offset
                     if response.length:
                         raise ConnectionError("the response breaks off")
             except _AGAIN as err:
-                trial.failed(err, self._url(target))
+                self._again(trial, err, target)
                 continue
             if offset != following and (topic != WAL or offset > following):
                 raise CorruptError(f"{self._url(target)}: {offset - first} records came of {following - first}")
@@ -115,14 +124,14 @@ class Remote:
 
     def _get(self, target: str) -> Any:
         """The JSON that is answered."""
-        trial = _Trial()
+        trial = _Trial(self._access.patience_s)
         while True:
             try:
                 self._connection = self._connection or self._connect()
                 return json.loads(self._ask(self._connection, target).read())
             except _AGAIN as err:
                 self.close()
-                trial.failed(err, self._url(target))
+                self._again(trial, err, target)
 
     def close(self) -> None:
         """Let go of the connection; what is asked next makes a new one."""
@@ -131,19 +140,38 @@ class Remote:
         self._connection = None
 
     def _connect(self) -> HTTPConnection:
-        kind: Callable[..., HTTPConnection] = HTTPSConnection if self._scheme == "https" else HTTPConnection
-        return kind(self._host, self._port, timeout=_TIMEOUT_S)
+        timeout = self._access.timeout_s
+        if self._scheme == "http":
+            return HTTPConnection(self._host, self._port, timeout=timeout)
+        if self._context is None:
+            self._context = (self._access.tls or Tls()).context()
+        return HTTPSConnection(self._host, self._port, timeout=timeout, context=self._context)
 
     def _url(self, target: str) -> str:
         return f"broker {self.name}: {self._scheme}://{self._host}:{self._port}{target}"
 
+    def _again(self, trial: "_Trial", err: Exception, target: str) -> None:
+        """Wait before the same is asked again. Raises RetryError when it has taken too long."""
+        advice = ""
+        if (
+            isinstance(err, RemoteDisconnected)
+            and self._scheme == "https"
+            and not (self._access.tls or Tls()).certificate
+        ):
+            advice = "; does it ask for a certificate? option kmq.ssl.certificate.location"
+        trial.failed(err, self._url(target), advice)
+
     def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
         """The response to a GET, its body not yet read. Raises what a refusal means."""
+        token = self._access.token
         try:
-            connection.request("GET", target, headers={"Authorization": f"Bearer {self._token}"} if self._token else {})
-        except SSLCertVerificationError as err:
-            raise ConfigError(f"{self._url(target)}: {err}; SSL_CERT_FILE may name the authorities to trust") from err
-        response = connection.getresponse()
+            connection.request("GET", target, headers={"Authorization": f"Bearer {token}"} if token else {})
+            response = connection.getresponse()
+        except SSLError as err:
+            if not _FINAL.search(str(err.reason)):
+                raise
+            advice = "options kmq.ssl.ca.location (whom to trust) and kmq.ssl.certificate.location (what to show)"
+            raise ConfigError(f"{self._url(target)}: {err}; see {advice}") from err
         if response.status == 200:
             return response
         raise self._refusal(target, response.status, response.read())
@@ -176,17 +204,20 @@ _AGAIN = (OSError, HTTPException, _LaterError)
 class _Trial:
     """How often and how long something is tried again."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self.progress()
 
     def progress(self) -> None:
         """Something has come: the time begins anew."""
-        self._pause, self._deadline = _PAUSES_S[0], time.monotonic() + PATIENCE_S
+        self._pause, self._deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
 
-    def failed(self, err: Exception, url: str) -> None:
+    def failed(self, err: Exception, url: str, advice: str) -> None:
         """Wait before the next time. Raises RetryError when it has taken too long."""
         if time.monotonic() + self._pause > self._deadline:
-            raise RetryError(f"{url}: {err or type(err).__name__}; nothing else for {PATIENCE_S:.0f} s") from err
+            raise RetryError(
+                f"{url}: {err or type(err).__name__}; nothing else for {self._patience_s:g} s (kmq.patience){advice}"
+            ) from err
         time.sleep(self._pause * random.uniform(0.5, 1))  # not all tasks of a job at once
         self._pause = min(2 * self._pause, _PAUSES_S[1])
 

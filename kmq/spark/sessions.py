@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,18 +29,24 @@ JAVA = 17  # the oldest that Spark 4 runs on
 GET_JAVA = "apt-get install openjdk-17-jre-headless"
 _CHATTY = ("all", "trace", "debug", "info", "warn")
 _LOG4J = Path(__file__).with_name("log4j2.properties")
+_MASTER_S = 5.0  # for a master to take a connection
 _JVMS = Path("/usr/lib/jvm")  # where Debian installs them, whether or not PATH knows
 # What the JVM prints before any logger is there: Spark asks for the module itself.
 _NOISE = (b"WARNING: Using incubator modules", b"WARNING: package sun.security.action")
 
 
 def session(
-    master: str | None = None, app: str = "kmq", conf: Mapping[str, str] | None = None, log_level: str = "error"
+    master: str | None = None,
+    app: str = "kmq",
+    conf: Mapping[str, str] | None = None,
+    log_level: str = "error",
+    listen: bool = True,
 ) -> "SparkSession":
     """A session with format("kmq") registered; the one of this process where it has one already.
 
     `conf` wins over what KMQ sets, and so does what spark-submit was told where that has started this process; `log_level`
-    (warn, error, fatal, …) is from where on the JVM's log goes to stderr.
+    (warn, error, fatal, …) is from where on the JVM's log goes to stderr. `listen`: what each streaming query does is kept beside
+    its checkpoint, for `kmq pipeline status`, and rows that it leaves out as late are warned of (kmq/spark/listener.py).
     """
     require_spark()
     from pyspark import SparkConf, SparkContext
@@ -49,6 +56,8 @@ def session(
 
     given = _submitted() | dict(conf or {})
     master = master or given.get("spark.master") or "local[*]"
+    if SparkContext._active_spark_context is None:
+        check_master(master)
     confs = _confs(master) | given
     options = f"{log_options(log_level)} {confs.get('spark.driver.extraJavaOptions', '')}"
     confs["spark.driver.extraJavaOptions"] = options.strip()
@@ -66,6 +75,10 @@ def session(
         SparkContext(conf=settings, gateway=gateway)
     spark: SparkSession = SparkSession.builder.config(map={**confs}).getOrCreate()
     register(spark)
+    if listen:
+        from kmq.spark import listener
+
+        listener.listen(spark)
     return spark
 
 
@@ -125,15 +138,38 @@ def cores(master: str) -> int:
 def require_spark() -> None:
     """ConfigError where the extra is not installed. Imports nothing of it."""
     if not all(map(find_spec, ("pyspark", "pyarrow", "numpy"))):
-        raise ConfigError("this needs Spark: pip install 'kmq[spark]'")
+        raise ConfigError(
+            "this needs Spark: pip install 'kmq[spark]'; in a clone of the repository: pip install '.[spark]'"
+        )
 
 
 def find_java() -> Path:
     """The home of a Java that Spark runs on: JAVA_HOME, the one on PATH, or Debian's. ConfigError names how to get one."""
+    older = []
     for home in _java_homes():
-        if _java_version(home) >= JAVA:
+        version = _java_version(home)
+        if version >= JAVA:
             return home
-    raise ConfigError(f"Spark needs Java {JAVA} or newer, and none was found: {GET_JAVA}")
+        older.append(f"Java {version} at {home}" if version else f"no Java that runs at {home}")
+    found = f"only {', '.join(older)} was found" if older else "none was found"
+    raise ConfigError(f"Spark needs Java {JAVA} or newer, and {found}; {GET_JAVA}, or set JAVA_HOME")
+
+
+def check_master(master: str) -> None:
+    """Raise RetryError where nobody answers at the address of a standalone master: Spark itself would try for a minute."""
+    if not master.startswith("spark://"):
+        return
+    why = ""
+    for address in master.removeprefix("spark://").split(","):
+        host, _, port = address.rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), _MASTER_S):
+                return
+        except ValueError:
+            raise ConfigError(f"--master {master!r}: {address!r} must be host:port") from None
+        except OSError as err:
+            why = f"{address}: {err.strerror or err}"
+    raise RetryError(f"--master {master}: nobody answers ({why}); start the master, or give another one")
 
 
 def _java_homes() -> Iterator[Path]:

@@ -55,7 +55,7 @@ class Shell:
         from kmq.spark.options import Options
 
         options = Options({**self.source, "subscribe": WAL})
-        opened = (open_broker(name, bool(options.paths), options.token) for name in options.brokers)
+        opened = (open_broker(name, bool(options.paths), options.access) for name in options.brokers)
         return sorted({topic for broker in opened for topic in broker.topics()})
 
     def query(self, text: str) -> "DataFrame":
@@ -102,7 +102,7 @@ def needed(text: str) -> str:
     words = [(quoted or plain).lower() for quoted, plain in _WORD.findall(text)]
     if _UNNAMED.search(text) or words.count("from") > words.count("select"):
         return ""
-    return ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items() if name in words) or "offset bigint"
+    return ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items() if name.lower() in words) or "offset bigint"
 
 
 def statements(text: str) -> Iterator[str]:

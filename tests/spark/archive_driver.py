@@ -11,7 +11,7 @@ import warnings
 
 from kmq.spark.pipelines import archive
 from kmq.spark.sessions import session
-from kmq.spark.tables import Delta, Parquet, Table
+from kmq.spark.tables import Delta, Iceberg, Parquet, Table
 
 point, batch, whole_group, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "group", json.loads(sys.argv[4])
 
@@ -57,6 +57,7 @@ elif point == "sealed":  # none of its files is moved
     dying(Table, "_publish", True)
 elif point == "moved":  # all of its files are; Delta's log and the batch's number are not written
     dying(Delta, "_record", True)
+    dying(Iceberg, "_record", True)
     dying(Parquet, "_record", True)
 elif point == "committed":  # and Spark does not know
     dying(Table, "commit", False)

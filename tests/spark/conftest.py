@@ -6,6 +6,7 @@ Data directories without a broker: made_data.py. A broker that is up: the fixtur
 import warnings
 from pathlib import Path
 
+import fixed_port
 import pytest
 
 
@@ -35,3 +36,10 @@ def broker(new_broker):
     made = new_broker()
     made.gateway = False
     return made
+
+
+@pytest.fixture
+def up(broker):
+    """That broker, up, at an address that stays."""
+    fixed_port.up(broker)
+    return broker

@@ -6,6 +6,8 @@ point       read: in the source, behind the first rows of a task       write: in
 batch       in which micro-batch
 rows        of a task before it happens (write, fail)
 orphans     kill driver and JVM, and let Python workers live on; else everything that this driver has started
+filter      SQL that says which records are copied          slices, cores: how many tasks there are for them
+replay      kmq.replay, and rows that come again are compared with what is stored; without it the broker compares
 """
 
 import json
@@ -21,9 +23,12 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import InputPartition, WriterCommitMessage
 
+from kmq.spark.numbering import BATCH_ID
+from kmq.spark.options import Options
 from kmq.spark.sessions import session
-from kmq.spark.sink import BATCH_ID, KmqStreamWriter, KmqWriter
-from kmq.spark.source import KmqDataSource, Options, StreamReader
+from kmq.spark.sink import KmqStreamWriter, KmqWriter
+from kmq.spark.source import KmqDataSource
+from kmq.spark.stream_reader import StreamReader
 
 Plan = dict[str, Any]
 
@@ -126,8 +131,12 @@ class Source(KmqDataSource):
     def name(cls) -> str:
         return "kmq-killed"
 
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__({name: text for name, text in options.items() if name != "plan"})
+        self.plan = json.loads(options["plan"])
+
     def streamReader(self, schema: Any) -> Any:
-        return self._told(Reader(schema, Options({k: v for k, v in self.options.items() if k != "plan"})))
+        return self._told(Reader(schema, Options(self.options)))
 
     def streamWriter(self, schema: Any, overwrite: bool) -> Any:
         return self._told(StreamWriter(schema, self.options, overwrite))
@@ -136,24 +145,26 @@ class Source(KmqDataSource):
         return self._told(Writer(schema, self.options, overwrite))
 
     def _told(self, what: Any) -> Any:
-        what.plan = json.loads(self.options["plan"])
+        what.plan = self.plan
         return what
 
 
 def main() -> None:
-    plan: Plan = {"point": "", "batch": 0, "rows": 0, "max": 1000} | json.loads(sys.argv[1])
+    plan: Plan = {"point": "", "batch": 0, "rows": 0, "max": 1000, "cores": 2} | json.loads(sys.argv[1])
     # Small Arrow batches, so that there is much between two of them; the third attempt of a task succeeds.
     # A JVM that lives for some seconds is better off without its second compiler.
     conf = {
         "spark.sql.execution.arrow.maxRecordsPerBatch": "50",
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
     }
-    spark = session("local[2,3]", conf=conf)
+    spark = session(f"local[{plan['cores']},3]", conf=conf)
     jvm = spark._jvm.java.lang.ProcessHandle.current().pid()  # type: ignore[union-attr]
     Path(plan["pids"]).write_text(f"{os.getpid()} {jvm}")
     spark.dataSource.register(Source)
     told = {"plan": json.dumps(plan)}
     to = told | {"kmq.producers": plan["producers"], "topic": "to"}
+    if plan.get("replay"):
+        to |= {"kmq.replay": plan["replay"], "path": plan["data"]}
     if plan.get("lines"):
         df = spark.read.text(plan["lines"])
         df.write.format("kmq-killed").mode("append").options(**to).option("kmq.producer", "batch").save()
@@ -161,7 +172,8 @@ def main() -> None:
     reader = (
         spark.readStream.format("kmq-killed").options(**told).option("path", plan["data"]).option("subscribe", "from")
     )
-    df = reader.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", plan["max"]).load()
+    reader = reader.option("minPartitions", plan.get("slices", 1)).option("maxOffsetsPerTrigger", plan["max"])
+    df = reader.option("startingOffsets", "earliest").load().where(plan.get("filter", "true"))
     query = df.writeStream.format("kmq-killed").options(**to).option("checkpointLocation", plan["checkpoint"])
     (query if plan.get("forever") else query.trigger(availableNow=True)).start().awaitTermination()
 

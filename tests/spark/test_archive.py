@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +15,17 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+import s3_server
+from chaos.loopfs import disk_of
 from deltalake import DeltaTable
 from made_data import append, write_data
+from pyiceberg.table import StaticTable
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import Row
+from time_zone import tokyo
 
-from kmq.errors import ConfigError
-from kmq.spark import tables
+from kmq.errors import EXIT_RETRY, ConfigError
+from kmq.spark import failures, tables
 from kmq.spark.lines import to_lines
 from kmq.spark.pipelines import archive
 from kmq.spark.pipelines.archive import READ, dead_letters, enrich, infer, parse, with_text
@@ -46,6 +51,8 @@ def read(path, format):
     """All rows, as others than Spark read them."""
     if format == "delta":
         return DeltaTable(path).to_pyarrow_table().to_pylist()
+    if format == "iceberg":
+        return StaticTable.from_metadata(path).scan().to_arrow().to_pylist()
     return ds.dataset(path, partitioning="hive").to_table().to_pylist()
 
 
@@ -183,7 +190,7 @@ def lines(first, last, bad_every=0):
         yield b"orders.k%d|%d|%d;h=%d|%b" % (n % 5, n, n, n, payload)
 
 
-@pytest.mark.parametrize("format", ["parquet", "delta"])
+@pytest.mark.parametrize("format", tables.FORMATS)
 def test_each_run_adds_what_is_new_once(spark, tmp_path, format):
     made = write_data(tmp_path / "data", list(lines(0, 1000, 10)), {"orders": 3}, closed=False)
     arguments = {"where": {"path": str(tmp_path / "data"), "subscribe": "orders", "maxOffsetsPerTrigger": "400"}}
@@ -229,6 +236,38 @@ def test_a_pattern_takes_in_no_dead_letters_unless_they_are_named(spark, tmp_pat
         assert [row["id"] for row in read(to, "parquet")] == ids
 
 
+def test_a_table_or_checkpoint_that_does_not_fit_is_said_before_a_stream_starts(spark, tmp_path):
+    data = write_data(tmp_path / "data", list(lines(0, 4)))
+    arguments = {"where": {"path": data, "subscribe": "orders"}, "to": str(tmp_path / "t"), "bad": "drop"}
+    assert archive.run(spark, **arguments, schema="n bigint").rows == 4
+    (tmp_path / "t/.kmq/schema.json").unlink()  # else that is what is said
+    with pytest.raises(ConfigError, match=r"the table has no column m; the rows have no column n; name another --to$"):
+        archive.run(spark, **arguments, schema="m bigint")
+    with pytest.raises(ConfigError, match=r"--checkpoint .*/new: is new, but the rows of --to"):
+        archive.run(spark, **arguments, schema="n bigint", checkpoint=str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match="--partition-by: unknown column dat"):
+        archive.run(spark, **arguments, schema="n bigint", partition_by=["topic", "dat"])
+
+
+@pytest.mark.root
+def test_a_disk_that_fills_within_a_batch_is_one_line_and_the_rows_come_later(spark, tmp_path):
+    noise = np.random.default_rng(1).integers(32, 127, (2000, 1000), dtype=np.uint8)
+    data = write_data(tmp_path / "data", [b"logs|1|%d|%b" % (n, line.tobytes()) for n, line in enumerate(noise)])
+    with ExitStack() as cleanup:
+        disk = disk_of("ext4", 16 << 20, tmp_path, cleanup)
+        arguments = {"where": {"path": data, "subscribe": "logs"}, "to": str(disk.path / "t"), "schema": "none"}
+        arguments |= {"checkpoint": str(tmp_path / "c"), "partition_by": ["topic"]}
+        ballast = disk.fill(256 << 10)
+        with pytest.raises(StreamingQueryException) as told:
+            archive.run(spark, **arguments)
+        cause = failures.explain(told.value)
+        assert "the disk is full; run again when there is room, nothing is lost" in str(cause)
+        assert cause.exit_code == EXIT_RETRY and len(str(cause).splitlines()) == 1
+        ballast.unlink()
+        assert archive.run(spark, **arguments).rows == 2000
+        assert sorted(int(row["id"]) for row in read(arguments["to"], "parquet")) == list(range(2000))
+
+
 def test_a_function_of_the_user_sees_the_rows_before_they_are_stored(spark, tmp_path, monkeypatch):
     (tmp_path / "of_mine.py").write_text(
         "def double(rows):\n    return rows.selectExpr('*', 'n * 2 twice').where('n > 1')\n"
@@ -256,9 +295,86 @@ def test_an_inferred_schema_stays_and_what_it_does_not_know_is_kept(spark, tmp_p
         archive.run(spark, **arguments, schema="x string")
 
 
+def test_an_archive_in_an_object_store_has_every_record_once(spark, tmp_path):
+    made = write_data(tmp_path / "data", list(lines(0, 300)), closed=False)
+    where = {"path": str(tmp_path / "data"), "subscribe": "orders", "maxOffsetsPerTrigger": "200"}
+    arguments = {"where": where, "schema": "n bigint, user string", "bad": "drop", "checkpoint": str(tmp_path / "c")}
+    arguments |= {"to": "s3://lake/orders", "format": "iceberg"}
+    with s3_server.up(tmp_path / "log", "lake"):
+        assert archive.run(spark, **arguments)[:3] == (300, 0, 2)
+        append(made, list(lines(300, 400)))
+        assert archive.run(spark, **arguments)[:3] == (100, 0, 1)
+        table = StaticTable.from_metadata(arguments["to"], {"s3.endpoint": os.environ["AWS_ENDPOINT_URL"]})
+        assert sorted(table.scan().to_arrow()["n"].to_pylist()) == list(range(400))
+        one = table.scan(row_filter="topic == 'orders' and date < '1970-01-01'").plan_files()
+        assert not list(one)  # values of partitions are dates, not texts
+
+
+def test_what_appears_inside_objects_after_the_sample_is_kept(spark, tmp_path):
+    made = write_data(tmp_path / "data", [b'a|1|1|{"at":{"x":1},"l":[{"y":1}]}'], closed=False)
+    arguments = {"where": {"path": str(tmp_path / "data"), "subscribe": "a"}, "to": str(tmp_path / "t"), "bad": "drop"}
+    assert archive.run(spark, **arguments).rows == 1
+    later = [
+        b'{"at":{"x":2,"zip":"1010"},"l":[{"y":1}]}',
+        b'{"at":{"x":3},"l":[{"y":1},{"z":[2]}]}',
+        b'{"at":{"x":1.5}}',
+    ]
+    append(made, [b"a|1|%d|%b" % (n, text) for n, text in enumerate(later, start=2)])
+    assert archive.run(spark, **arguments)[:2] == (2, 1)
+    found = {row["id"]: row for row in read(str(tmp_path / "t"), "parquet")}
+    assert [found[id]["rest"] for id in "123"] == [
+        None,
+        [("at", '{"x":2,"zip":"1010"}')],
+        [("l", '[{"y":1},{"z":[2]}]')],
+    ]
+
+
+def test_date_and_hour_are_utc_whatever_the_time_zone_of_the_session(spark, tmp_path):
+    data = write_data(tmp_path / "data", list(lines(0, 3)))  # of 22:13 UTC, which is the next day in Tokyo
+    with tokyo(spark):
+        where, by = {"path": data, "subscribe": "orders"}, ["date", "hour", "recv_ts"]
+        archive.run(spark, where, str(tmp_path / "t"), schema="n bigint", bad="drop", partition_by=by)
+    place = next((tmp_path / "t").glob("date=*/*/*/*.parquet")).parent.relative_to(tmp_path / "t")
+    assert str(place).startswith("date=2023-11-14/hour=22/recv_ts=2023-11-14 22%3A13%3A20.")
+
+
+WRONG_STARTS = {
+    "--partition-by: unknown column usr; did you mean user": {"partition_by": ["usr"]},
+    "--partition-by: unknown column twise; did you mean twice": {"partition_by": ["twise"], "enrich_with": "mine:good"},
+    "--partition-by: column headers is a map": {"partition_by": ["headers"]},
+    "--enrich 'mine:drops': leaves out column date, which --partition-by names": {"enrich_with": "mine:drops"},
+    "--enrich 'mine:fails': fails: AnalysisException: .*nowhere": {"enrich_with": "mine:fails"},
+    "--enrich 'mine:raises': fails: KeyError": {"enrich_with": "mine:raises"},
+    "--enrich 'mine:returns': must return a DataFrame, not NoneType": {"enrich_with": "mine:returns"},
+    "--schema '.*mine.py': the file must hold DDL": {"schema": "mine.py"},
+    "--schema 'price dubble': must be DDL": {"schema": "price dubble"},
+}
+MINE = """
+def good(rows): return rows.selectExpr("*", "n * 2 twice")
+def drops(rows): return rows.drop("date")
+def fails(rows): return rows.select("nowhere")
+def raises(rows): return {}["nothing"]
+def returns(rows): rows.count()
+"""
+
+
+def test_what_cannot_be_archived_is_said_before_the_stream_starts(spark, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(archive, "follow", None)  # the stream
+    where = {"path": write_data(tmp_path / "data", list(lines(0, 3))), "subscribe": "orders"}
+    for message, wrong in WRONG_STARTS.items():
+        arguments = {"schema": "n bigint, user string"} | wrong
+        with pytest.raises(ConfigError, match=message) as told:
+            archive.run(spark, where, str(tmp_path / "t"), bad="drop", **arguments)
+        assert "\n" not in str(told.value)
+    assert not list((tmp_path / "t" / ".kmq").glob("schema.json"))
+
+
 @pytest.mark.parametrize("format", ["parquet", "delta"])
 def test_small_files_become_few_and_the_rows_stay(spark, tmp_path, monkeypatch, format):
-    monkeypatch.setattr(tables, "MERGE_FILES", 3)
+    monkeypatch.setattr(tables.base, "MERGE_FILES", 3)
     data = write_data(tmp_path / "data", list(lines(0, 300)))
     to, where = str(tmp_path / "t"), {"path": data, "subscribe": "orders", "maxOffsetsPerTrigger": "100"}
     done = archive.run(spark, where, to, format, "n bigint, user string", bad="drop")
@@ -273,13 +389,13 @@ class Killed(BaseException):
 
 
 # Each with the call that matters: the one before tries whether it could, or clears the place.
-@pytest.mark.parametrize(("step", "call"), [("_writer", 1), ("_exchange", 2), ("rmtree", 2)])
+@pytest.mark.parametrize(("step", "call"), [("writer", 1), ("exchange", 2), ("rmtree", 2)])
 def test_a_merge_that_dies_leaves_the_rows_once(spark, tmp_path, monkeypatch, step, call):
     to = str(tmp_path / "t")
     (tmp_path / "t" / "topic=a").mkdir(parents=True)
     for n in range(10):
         pq.write_table(pa.table({"n": [n]}), f"{to}/topic=a/{n:010}-0000.parquet")
-    owner = shutil if step == "rmtree" else tables
+    owner = {"writer": tables.base, "exchange": tables.disk, "rmtree": shutil}[step]
     real, calls = getattr(owner, step), []
 
     def dying(*args, **kwargs):
@@ -296,7 +412,7 @@ def test_a_merge_that_dies_leaves_the_rows_once(spark, tmp_path, monkeypatch, st
     assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
     with tables.open_table(to, "parquet", ["topic"]) as table:
         assert not os.path.exists(table._merging)
-        assert table.merge(spark, all=True) == (10 if step == "_writer" else 0)
+        assert table.merge(spark, all=True) == (10 if step == "writer" else 0)
     assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
 
 
@@ -355,7 +471,10 @@ def broken_off_and_gone_on(spark, broker, tmp_path, format, break_off):
     is_complete(broker, arguments["to"], format, count, bad_every)
 
 
-def test_an_archive_that_fails_between_its_commit_and_sparks_has_every_record_once(spark, up, tmp_path, monkeypatch):
+@pytest.mark.parametrize("format", ["delta", "iceberg"])
+def test_an_archive_that_fails_between_its_commit_and_sparks_has_every_record_once(
+    spark, up, tmp_path, monkeypatch, format
+):
     commit = tables.Table.commit
 
     def fail(table, batch_id, *args):
@@ -369,14 +488,14 @@ def test_an_archive_that_fails_between_its_commit_and_sparks_has_every_record_on
             patch.setattr(tables.Table, "commit", fail)
             archive.run(spark, **arguments)
 
-    broken_off_and_gone_on(spark, up, tmp_path, "delta", break_off)
+    broken_off_and_gone_on(spark, up, tmp_path, format, break_off)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("group", [True, False])
 @pytest.mark.parametrize("batch", [0, 2])
 @pytest.mark.parametrize("point", ["staged", "letters", "sealed", "moved", "committed"])
-@pytest.mark.parametrize("format", ["parquet", "delta"])
+@pytest.mark.parametrize("format", tables.FORMATS)
 def test_a_driver_that_is_killed_anywhere_leaves_every_record_once(spark, up, tmp_path, format, point, batch, group):
     kill = partial(kill_at, point, batch, group, broker=up)
     broken_off_and_gone_on(spark, up, tmp_path, format, kill)

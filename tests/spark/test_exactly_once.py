@@ -50,10 +50,10 @@ class Copy:
         self.drivers.append((driver, Path(plan["pids"])))
         return driver
 
-    def run(self, **plan):
-        """One driver to its end: the exit code, with the end of its log should it not be as told."""
+    def run(self, fails=False, **plan):
+        """One driver to its end; an error with the end of its log where it is killed, or fails, otherwise than told."""
         driver = self.start(**plan)
-        expected = -signal.SIGKILL if plan.get("point") in POINTS else 0
+        expected = -signal.SIGKILL if plan.get("point") in POINTS else int(fails)
         try:
             code = driver.wait(DRIVER_S)
         except subprocess.TimeoutExpired:
@@ -93,6 +93,10 @@ class Copy:
             assert order == sorted(order), f"{path}: copied out of order"
         assert routed == total + sum(1 for _ in self.broker.lines("from"))
 
+    def log(self):
+        """What the last driver said."""
+        return (self.root / f"driver{len(self.drivers) - 1}.log").read_text()
+
     def close(self):
         for driver, _ in self.drivers:
             for process in psutil.process_iter():
@@ -115,8 +119,8 @@ def copy(broker, tmp_path):
 def test_drivers_killed_in_the_sink_and_before_the_commit_lose_and_double_nothing(copy):
     copy.produce(COUNT)
     copy.run(point="write", batch=1, rows=100, orphans=True)  # its workers live on, and write
-    copy.run(point="commit", batch=2)  # between sink and commit
-    copy.run()
+    copy.run(point="commit", batch=2, replay="stop")  # between sink and commit
+    copy.run(replay="stop")
     copy.judge(COUNT)
 
 
@@ -137,6 +141,36 @@ def test_soak_drivers_killed_anywhere_one_after_the_other(copy, seed):
         point = POINTS[(seed + batch) % len(POINTS)]
         copy.run(point=point, batch=batch, rows=50 * rng.randrange(6), orphans=rng.random() < 0.5)
     copy.run()
+    copy.judge(COUNT)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("point", ["write", "written", "commit"])
+@pytest.mark.parametrize("batch", [0, 1])
+def test_soak_a_filter_mended_after_a_kill_stops_the_copy_and_loses_nothing(copy, point, batch):
+    """Each partition has more rows than the broker remembers the content of, and only the first ones differ."""
+    big = {"max": 20_000, "rows": 6000, "batch": batch}
+    copy.produce(40_000)
+    before, after = (f"offset % 10000 >= 1000 or offset % 2 = {odd}" for odd in (0, 1))
+    copy.run(point=point, filter=before, replay="stop", **big)
+    copy.run(fails=True, filter=after, replay="stop", **big)
+    assert "kmq.replay=again" in copy.log()
+    copy.run(point=point, filter=after, replay="again", **big)  # a replay of the replay
+    copy.run(filter=after, replay="again", **big)
+    copies = set(fixed_port.payloads(copy.broker, "to"))
+    for path in sorted((copy.broker.data / "topics/from").glob("*/*.log")):
+        records = [line.split(b"|", 5)[5] for line in path.read_bytes().splitlines()]
+        kept = [payload for offset, payload in enumerate(records) if offset % 10_000 >= 1000 or offset % 2]
+        first = 0 if not batch else len(records) // 2 + 1000  # what was committed was filtered as it was then
+        assert not set(kept[first:]) - copies
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("changed", [{"slices": 7}, {"cores": 1}, {"slices": 5, "cores": 4}], ids=str)
+def test_soak_a_copy_cut_otherwise_after_a_kill_loses_and_doubles_nothing(copy, changed):
+    copy.produce(COUNT)
+    copy.run(point="written", batch=1, slices=4, replay="stop")
+    copy.run(replay="stop", **changed)
     copy.judge(COUNT)
 
 

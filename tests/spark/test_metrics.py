@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from datetime import UTC, datetime
 
 import fixed_port
@@ -12,8 +13,11 @@ import pytest
 from deltalake import DeltaTable
 from made_data import FIRST_TS, append, write_data
 from rich.console import Console
+from time_zone import tokyo
 
 from kmq.errors import ConfigError
+from kmq.spark import failures
+from kmq.spark.late import LateError
 from kmq.spark.pipelines import metrics
 from kmq.spark.pipelines.metrics import READ, measure
 
@@ -71,9 +75,46 @@ def test_a_summary_of_a_directory_counts_all_of_it(spark, tmp_path):
     found = figures.collect()
     assert {row.topic: row.messages for row in found} == {"t0": 500, "t1": 500}
     console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(metrics.as_table(figures))
+    with tokyo(spark):
+        console.print(metrics.as_table(figures))
     shown = [line.split() for line in console.export_text().splitlines()[1:]]
     assert [line[:5] for line in shown] == [["2023-11-14", "22:13:00", topic, "500", "5,445"] for topic in ("t0", "t1")]
+
+
+def late_after(tmp_path, monkeypatch):
+    """(options, a function): an hour that is read first, and what makes records of the hour before it come later."""
+    monkeypatch.setattr(made_up, "FIRST_TS", FIRST_TS + 3600_000_000)
+    monkeypatch.setattr(made_data, "FIRST_TS", FIRST_TS + 3600_000_000)
+    write_data(tmp_path / "a", lines(20))
+    behind = write_data(tmp_path / "b", [b"other|0|1|a"], closed=False)
+    for module in (made_up, made_data):
+        monkeypatch.setattr(module, "FIRST_TS", FIRST_TS)
+    where = {"path": f"{tmp_path}/a,{tmp_path}/b", "subscribePattern": "t.*"}
+    return where, lambda: append(behind, lines(30))
+
+
+def test_late_rows_end_the_run_before_anything_of_the_batch_is_added(spark, tmp_path, monkeypatch, capfd):
+    where, later = late_after(tmp_path, monkeypatch)
+    to = str(tmp_path / "t")
+    assert metrics.run(spark, where, to) == 0
+    later()
+    with pytest.raises(Exception) as failed:
+        metrics.run(spark, where, to)
+    cause = failures.explain(failed.value)
+    assert cause.exit_code != 0
+    said = r"metrics: batch 2 .* later than the watermark \(\d+ or more\): nothing of it was added to .*--late drop"
+    assert re.fullmatch(said, str(cause)), cause
+    assert metrics.run(spark, where, to, on_late="drop") == 0
+
+
+@pytest.mark.soak
+def test_late_rows_end_the_run_that_sends_to_a_topic(spark, broker, tmp_path, monkeypatch):
+    where, later = late_after(tmp_path, monkeypatch)
+    arguments = {"topic": "figures", "producers": fixed_port.up(broker), "checkpoint": str(tmp_path / "c")}
+    metrics.run(spark, where, **arguments)
+    later()
+    with pytest.raises(LateError, match=r"metrics: batch 2 .*its other rows were sent already"):
+        metrics.run(spark, where, **arguments)
 
 
 @pytest.fixture
@@ -102,6 +143,23 @@ def test_a_stream_adds_each_window_that_is_over_to_a_table_once(spark, tmp_path,
         ("t0", 50, 5),
         ("t1", 50, 5),
     ]
+
+
+def test_a_backlog_is_counted_whole_though_its_topics_differ_in_size(spark, tmp_path, monkeypatch):
+    """The limit of a batch lets no topic run ahead: its watermark would drop what the other one still has."""
+    made = write_data(tmp_path / "data", [], closed=False)
+    for minute in range(15):
+        for module in (made_up, made_data):
+            monkeypatch.setattr(module, "FIRST_TS", FIRST_TS + 60_000_000 * minute)
+        append(made, [b"%b|0|%d|%b" % (b"small" if n % 11 == 10 else b"big", n, b"x" * 500) for n in range(330)])
+    where = {"path": str(tmp_path / "data"), "subscribePattern": "big|small", "maxBytesPerTrigger": "900k"}
+    metrics.run(spark, where, str(tmp_path / "t"))
+    found = {}
+    for row in ds.dataset(str(tmp_path / "t"), partitioning="hive").to_table().to_pylist():
+        found.setdefault(row["topic"], []).append(row["messages"])
+    # The last minute or two are not over yet.
+    assert set(found["big"]) == {300} and set(found["small"]) == {30}
+    assert len(found["big"]) == len(found["small"]) >= 13
 
 
 def test_a_stream_tells_a_topic_each_window_that_is_over_once(spark, broker, tmp_path, over):

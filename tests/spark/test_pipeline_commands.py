@@ -18,6 +18,7 @@ from made_data import write_data
 from pyspark.sql import functions as F
 from rich.console import Console
 
+from kmq.spark import register, streams
 from kmq.spark.progress import Progress
 
 PATIENCE_S = 240.0  # for a JVM to start on a machine that others use too: reached only by a bug
@@ -34,6 +35,38 @@ def main(kind: str) -> None:
         query = job.spark.readStream.format("rate").load().writeStream.format("noop").start()
         print("started", flush=True)
         query.awaitTermination()
+
+typer.run(main)
+""".replace("{quick}", QUICK)
+
+
+# Signalled when there is no stream yet; the one that is started then has nothing to do, so no job that could be cancelled.
+EARLY = """
+import sys, time, typer
+from kmq.spark import streams
+from kmq.spark.commands import On, running
+
+def main(data: str) -> None:
+    with running("stream", On("local[1]", ["{quick}"]), continuous=True) as job:
+        rows = job.spark.readStream.format("kmq").option("path", data).option("subscribe", "orders").load()
+        print("started", flush=True)
+        streams.stopping.wait()
+        rows.writeStream.format("noop").start().awaitTermination()
+
+typer.run(main)
+""".replace("{quick}", QUICK)
+# A JVM that answers nothing any more.
+HUNG = """
+import os, signal, typer
+from kmq.spark import stopping
+from kmq.spark.commands import On, running
+
+def main() -> None:
+    stopping.STOP_S = 2.0
+    with running("stream", On("local[1]", ["{quick}"]), continuous=True) as job:
+        os.kill(job.spark.sparkContext._gateway.proc.pid, signal.SIGSTOP)
+        print("started", flush=True)
+        job.spark.range(10).collect()
 
 typer.run(main)
 """.replace("{quick}", QUICK)
@@ -59,7 +92,14 @@ def wait(condition, what=str):
     ],
 )
 def test_a_signal_stops_a_stream_in_order_and_the_exit_code_says_whether_work_is_left(kind, number, code):
-    command = [sys.executable, "-c", STREAM, kind]
+    returned, out, err = signalled(number, STREAM, kind)
+    assert returned == code, out + err
+    assert "Traceback" not in err
+
+
+def signalled(number, script, *arguments):
+    """(exit code, stdout, stderr) of a script that is sent a signal when it says that it has started."""
+    command = [sys.executable, "-c", script, *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=clean_env(), stdout=pipe, stderr=pipe, text=True) as process:
         try:
@@ -68,8 +108,75 @@ def test_a_signal_stops_a_stream_in_order_and_the_exit_code_says_whether_work_is
             out, err = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    assert process.returncode == code, out + err
-    assert "Traceback" not in err
+    return process.returncode, out, err
+
+
+def test_a_signal_before_its_stream_is_active_stops_it_too(tmp_path):
+    data = write_data(tmp_path / "data", [b"orders|0|1|a"])
+    code, out, err = signalled(signal.SIGTERM, EARLY, data)
+    assert code == 0, out + err
+
+
+STARTING = """
+import typer
+from kmq.spark import sessions
+from kmq.spark.commands import On, running
+
+launch = sessions._launched
+def launched(conf):
+    print("started", flush=True)
+    return launch(conf)
+sessions._launched = launched
+
+def main() -> None:
+    with running("stream", On("local[1]")):
+        raise AssertionError("the session came to be")
+
+typer.run(main)
+"""
+
+
+def test_a_signal_while_java_starts_ends_the_command_at_once():
+    code, out, err = signalled(signal.SIGTERM, STARTING)
+    assert (code, out) == (143, ""), err
+
+
+@pytest.mark.soak
+def test_a_jvm_that_hangs_does_not_hold_up_the_end():
+    code, _, err = signalled(signal.SIGTERM, HUNG)
+    assert (code, err.count("kmq: not stopped within 2 s; ended anyway")) == (143, 1), err
+
+
+SLOW = """
+import os, sys, time
+if any("python_streaming_source_runner" in each for each in sys.orig_argv) and not os.path.exists({once!r}):
+    open({once!r}, "w").close()
+    time.sleep(15)
+"""
+
+
+def test_a_stream_whose_worker_is_not_up_in_time_is_started_again(spark, tmp_path, capfd):
+    """The first interpreter of its planner takes longer than the 10 s that Spark waits, as on a busy machine."""
+    data = write_data(tmp_path / "data", [b"orders|0|%d|a" % n for n in range(50)])
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW.format(once=str(tmp_path / "once")))
+    spark.sparkContext.environment["PYTHONPATH"] = str(tmp_path / "slow")
+    try:
+        register(spark)  # a source has the environment of when it was registered
+        rows = spark.readStream.format("kmq").option("path", data).option("subscribe", "orders")
+        rows = rows.option("startingOffsets", "earliest").schema("offset bigint").load()
+        counts, described = [], []
+
+        def add(batch, _):
+            counts.append(batch.count())
+            described.append(spark.sparkContext.getLocalProperty("spark.job.description"))
+
+        streams.follow(rows, add, "copy", str(tmp_path / "c"))
+    finally:
+        spark.sparkContext.environment.pop("PYTHONPATH")
+        register(spark)
+    assert (counts, described) == ([50], ["copy, batch 0: orders/0: up to 50 records"])
+    assert capfd.readouterr().err.count("event=stream_restarted query=copy start=2 of=5") == 1
 
 
 def test_kmq_sql_reads_a_script_and_ends_at_its_first_error_with_one_line(tmp_path):

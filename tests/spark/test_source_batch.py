@@ -101,6 +101,49 @@ def test_a_schema_is_the_projection(spark, data):
         read(spark, data, "nothing string", subscribe="orders").count()
 
 
+def test_headers_are_a_map_or_structs_as_kafkas_connector_has_them(spark, data):
+    kinds = {"map": "map<string,string>", "structs": "array<struct<key:string,value:binary>>"}
+    plain, asked = read(spark, data, subscribe="orders"), read(spark, data, subscribe="orders", includeHeaders="true")
+    chosen = read(spark, data, f"seq bigint, headers {kinds['structs']}", subscribe="orders")
+    assert [df.schema["headers"].dataType.simpleString() for df in (plain, asked, chosen)] == [
+        kinds["map"], kinds["structs"], kinds["structs"],
+    ]  # fmt: skip
+    for df in (asked, chosen):
+        assert df.where("seq = 3").first().headers == [("h", bytearray(b"a b"))]
+    assert read(spark, data, subscribe="jobs", includeHeaders="true").select("headers").distinct().collect() == [
+        (None,)
+    ]
+
+
+def test_timestamp_is_recv_ts_of_kafkas_type_log_append_time(spark, data):
+    df = read(spark, data, subscribe="orders")
+    assert df.where("timestamp = recv_ts and timestampType = 1").count() == COUNT
+    assert df.select("timestamp", "timestampType").dtypes == [("timestamp", "timestamp"), ("timestampType", "int")]
+
+
+def test_origin_says_where_a_record_was_stored_first(spark, data, tmp_path):
+    other = write_data(tmp_path / "b", OTHERS)
+    rows = read(spark, f"{data},{other}", subscribePattern=".*", includeOrigin="true")
+    ids = {path: Path(path, "id").read_text().strip() for path in (data, other)}
+    same = "origin_topic = topic and origin_partition = partition and origin_offset = offset"
+    found = rows.where(same).groupBy("broker", "origin_broker").count().collect()
+    assert {(row.broker, row.origin_broker, row["count"]) for row in found} == {
+        (data, ids[data], COUNT + 20), (other, ids[other], 20),
+    }  # fmt: skip
+    wal = read(spark, data, "origin_broker string, origin_offset bigint, seq bigint", subscribe="__append").collect()
+    assert all((row.origin_broker, row.origin_offset) == (ids[data], row.seq) for row in wal)
+    with pytest.raises(PySparkException, match="includeOrigin: the schema given lacks origin_broker, origin_topic"):
+        read(spark, data, "origin_offset bigint", subscribe="jobs", includeOrigin="true").count()
+
+
+def test_an_unknown_option_is_named_with_its_value_and_the_nearest(spark, data):
+    for name, nearest in {"startingOfsets": "startingOffsets", "maxRecordsPerTrigger": "maxOffsetsPerTrigger"}.items():
+        with pytest.raises(PySparkException, match=rf"(?i)unknown reader option {name}='7'; did you mean .*{nearest}"):
+            read(spark, data, subscribe="jobs", **{name: "7"})
+    with pytest.raises(PySparkException, match="did you mean minPartitions"):
+        spark.sql(f"create temporary view wrong using kmq options (path '{data}', subscribe 'jobs', minPartition 2)")
+
+
 def test_min_partitions_makes_tasks(spark, data):
     df = read(spark, data, subscribe="orders", minPartitions="12")
     assert df.rdd.getNumPartitions() >= 12
@@ -146,6 +189,10 @@ def test_seq_pushes_down_in_the_wal(spark, data):
     ("options", "says"),
     [
         ({"subscribe": "nope"}, "topic 'nope' does not exist"),
+        (
+            {"subscribe": "orders", "startingOffsets": '{"orders": {"0": 5}}'},
+            "says nothing of .* orders/1, .* orders/2",
+        ),
         ({"assign": '{"orders": [7]}'}, "there is no partition 7"),
         ({"subscribe": "orders", "endingOffsets": '{"orders": {"0": 99999}}'}, "the log ends at"),
         ({"subscribe": "orders", "startingOffsets": '{"orders": {"0": 99999}}'}, "ends at"),
@@ -157,9 +204,29 @@ def test_what_is_wrong_is_said(spark, data, options, says):
         read(spark, data, **options).count()
 
 
+def test_offsets_may_be_given_by_time_as_in_kafkas_connector(spark, data):
+    first, then = FIRST_TS // 1000, FIRST_TS // 1000 + 1
+    by_time = {name: f'{{"jobs": {{"0": {ms}}}}}' for name, ms in {"starting": first, "ending": then}.items()}
+    jobs = read(spark, data, subscribe="jobs", startingOffsetsByTimestamp=by_time["ending"])
+    assert seqs(jobs) == list(range(1001, COUNT + 21))
+    none = {"startingOffsetsByTimestamp": by_time["starting"], "endingOffsetsByTimestamp": by_time["ending"]}
+    assert read(spark, data, subscribe="jobs", **none).count() == 0
+    orders = read(spark, data, subscribe="orders", startingTimestamp=str(first), ENDINGTIMESTAMP=str(then))
+    assert seqs(orders) == list(range(1, 1000))
+    wins = read(spark, data, subscribe="orders", startingTimestamp=str(then), startingOffsets="earliest")
+    assert seqs(wins) == [1000]
+
+
+def test_directories_may_be_given_to_load_as_a_list(spark, data, tmp_path):
+    other = write_data(tmp_path / "a,b", OTHERS)
+    assert spark.read.format("kmq").option("subscribe", "jobs").load([data, other]).count() == 40
+
+
 def test_no_data_directory_is_said(spark, tmp_path):
-    with pytest.raises(PySparkException, match=r"no data directory|does not exist"):
+    with pytest.raises(PySparkException, match=r"path='\S+none': no data directory of KMQ: it does not exist"):
         read(spark, str(tmp_path / "none"), subscribe="orders").count()
+    with pytest.raises(PySparkException, match=r"no data directory of KMQ: it has no file `id`"):
+        read(spark, str(tmp_path), subscribe="orders").count()
 
 
 def test_damage_stops_the_query_with_its_place(spark, data, tmp_path):

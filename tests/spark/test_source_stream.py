@@ -7,40 +7,9 @@ from pathlib import Path
 import pytest
 from made_data import append, write_data
 from pyspark.errors import PySparkException, StreamingQueryException
+from stream_runs import as_format_1, forget_last_commit, ids, last_offset, orders, run, run_tasks
 
 from kmq.log import requests, topics
-
-
-def orders(low, high):
-    return [b"orders.k%d|0|%d|payload %d" % (n % 5, n, n) for n in range(low, high)]
-
-
-def run(spark, data, work, **options):
-    """All there is, appended to a Parquet table; the ids of each batch, in order of batches."""
-    reader = (
-        spark.readStream.format("kmq")
-        .schema("topic string, partition int, offset bigint, id string")
-        .option("path", data)
-    )
-    for name, value in options.items():
-        reader = reader.option(name, value)
-    batches = []
-
-    def keep(df, number):
-        batches.append([row.id for row in df.collect()])
-        df.write.mode("append").parquet(f"{work}/table")
-
-    query = reader.load().writeStream.foreachBatch(keep).option("checkpointLocation", f"{work}/checkpoint")
-    started = query.trigger(availableNow=True).start()
-    started.awaitTermination(120)
-    if started.exception():
-        raise started.exception()
-    assert not started.isActive
-    return batches
-
-
-def ids(spark, work):
-    return sorted(int(row.id) for row in spark.read.parquet(f"{work}/table").collect())
 
 
 def test_each_record_is_in_one_batch_over_restarts_and_rolls(spark, tmp_path):
@@ -164,8 +133,7 @@ def test_a_batch_that_is_read_again_has_the_same_rows_in_the_same_order(spark, t
     options = {"subscribe": "orders", "startingOffsets": "earliest", "minPartitions": "4"}
     (first,) = run(spark, data, tmp_path, **options)
     append(made, orders(100, 150))
-    (committed,) = (tmp_path / "checkpoint/commits").glob("[0-9]*")
-    committed.unlink()  # as a kill between the write and the commit leaves it
+    forget_last_commit(tmp_path)
     again = run(spark, data, tmp_path, **options)
     assert again[0] == first and sum(map(len, again[1:])) == 50
 
@@ -206,3 +174,45 @@ def test_a_live_broker_is_followed(spark, broker, tmp_path):
     finally:
         query.stop()
     assert seen == list(range(5000))
+
+
+def test_a_replayed_batch_has_the_same_tasks_whatever_options_say_now(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 100), {"orders": 2}, closed=False)
+    data = str(tmp_path / "data")
+    options = {"subscribe": "orders", "startingOffsets": "earliest"}
+    (first,) = run_tasks(spark, data, tmp_path, minPartitions="5", **options)
+    assert len(first) == 5
+    append(made, orders(100, 150))
+    forget_last_commit(tmp_path)
+    again, rest = run_tasks(spark, data, tmp_path, minPartitions="2", **options)
+    assert again == first and len(rest) == 2
+    forget_last_commit(tmp_path)
+    assert run_tasks(spark, data, tmp_path, maxRecordsPerPartition="3", **options) == [rest]
+
+
+def test_a_checkpoint_of_the_release_before_goes_on(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 100), {"orders": 2}, closed=False)
+    data = str(tmp_path / "data")
+    options = {"subscribe": "orders", "startingOffsets": "earliest", "minPartitions": "4"}
+    run(spark, data, tmp_path, **options)
+    forget_last_commit(tmp_path)
+    as_format_1(tmp_path)
+    path, _ = last_offset(tmp_path)
+    identity = Path(data, "id").read_text().strip()
+    assert path.read_text().endswith(f'{{"{data}": {{"__id": "{identity}", "orders": {{"0": 20, "1": 80}}}}}}')
+    append(made, orders(100, 150))
+    replayed, rest = run_tasks(spark, data, tmp_path, **options)
+    assert [(tasks[0], tasks[-1]) for tasks in replayed.values()] == [
+        ((0, 0), (0, 19)), ((1, 0), (1, 25)), ((1, 26), (1, 52)), ((1, 53), (1, 79)),
+    ]  # fmt: skip
+    assert sum(map(len, rest.values())) == 50
+    assert last_offset(tmp_path)[1][data]["__format"] == "2"
+
+
+def test_a_stream_with_nothing_new_runs_no_batch(spark, tmp_path):
+    data = write_data(tmp_path / "data", orders(0, 100), {"orders": 2})
+    options = {"subscribe": "orders", "startingOffsets": "earliest"}
+    run(spark, data, tmp_path, **options)
+    assert run(spark, data, tmp_path, **options) == []
+    as_format_1(tmp_path)
+    assert run(spark, data, tmp_path, **options) == []

@@ -12,7 +12,9 @@ from kmq.errors import ConfigError
 from kmq.routing import key_behind
 
 columns = pytest.importorskip("kmq.spark.columns")
-WHERE = columns.Where("here", "orders", 2)
+types = pytest.importorskip("pyspark.sql.types")
+to_arrow_schema = pytest.importorskip("pyspark.sql.pandas.types").to_arrow_schema
+WHERE = columns.Where("here", "orders", 2, "id of here")
 
 
 def column(lines, name, exact=False, offset=0, by_seq=False):
@@ -45,6 +47,8 @@ def by_hand(line):
         "broker": "here",
         "topic": "orders",
         "partition": 2,
+        "timestampType": 1,
+        "origin_broker": "id of here",
     }
 
 
@@ -129,6 +133,9 @@ def test_a_payload_that_says_base64_and_is_none_is_kept():
         ("nothing", "string", "no column 'nothing'"),
         ("seq", "string", "seq is bigint"),
         ("line", "string", "line is binary"),
+        ("valu", "binary", "no column 'valu'; did you mean value?"),
+        ("headers", "array<string>", "headers is map<string,string> or array<struct<key:string,value:binary>>, not"),
+        ("origin_offset", "int", "origin_offset is bigint"),
     ],
 )
 def test_a_schema_that_cannot_be_had_is_refused(name, kind, says):
@@ -136,5 +143,58 @@ def test_a_schema_that_cannot_be_had_is_refused(name, kind, says):
         columns.check(name, kind)
 
 
+def batch(lines, **kinds):
+    """The columns of these types as rows, as a reader makes them."""
+    schema = types.StructType([types.StructField(name, kind) for name, kind in kinds.items()])
+    exact = [columns.is_exact(kind.simpleString()) for kind in kinds.values()]
+    block = columns.Block(lines, 40, "orders", False)
+    return columns.batch(block, WHERE, schema.names, exact, to_arrow_schema(schema, timezone="UTC")).to_pylist()
+
+
+PAIRS = types.ArrayType(
+    types.StructType([types.StructField("key", types.StringType()), types.StructField("value", types.BinaryType())])
+)
+
+
+def test_headers_are_structs_as_kafkas_connector_has_them_where_asked():
+    text = b"1|1.000000|orders||1;a=x%FF;a=;b|v\n2|1.000000|orders||2|v\n3|1.000000|orders||3;%C3%BC=\xfe|v\n"
+    assert batch(text, headers=PAIRS) == [
+        {"headers": [{"key": "a", "value": b"x\xff"}, {"key": "a", "value": b""}, {"key": "b", "value": b""}]},
+        {"headers": None},
+        {"headers": [{"key": "ü", "value": b"\xfe"}]},
+    ]
+    for none in (b"1|1.000000|orders||1|v\n", b"\n1|1.000000|orders||1|v\n"):
+        assert batch(none, headers=PAIRS) == [{"headers": None}]
+    assert batch(b"\n", headers=PAIRS) == []
+
+
+def test_columns_of_origin_and_time_are_those_of_the_record(monkeypatch):
+    parsed = []
+    made = columns.Block.recv_ts
+    monkeypatch.setattr(columns.Block, "recv_ts", lambda block: parsed.append(1) or made(block))
+    names = ("recv_ts", "timestamp", "origin_broker", "origin_topic", "origin_partition", "origin_offset")
+    kinds = {"int": types.IntegerType(), "bigint": types.LongType(), "string": types.StringType()}
+    given = {name: kinds.get((columns.COLUMNS | columns.ORIGIN)[name], types.TimestampType()) for name in names}
+    (row,) = batch(b"\n7|1.000002|orders||1|v\n", **given)
+    assert row["timestamp"] == row["recv_ts"] and row["timestamp"].microsecond == 2
+    assert [row[name] for name in names[2:]] == ["id of here", "orders", 2, 41]
+    assert parsed == [1], "recv_ts is parsed once"
+
+
 def test_newlines_are_counted():
-    assert columns.count_lines(b"\n\nab\nc") == 3
+    assert len(columns.of_bytes(0, b"\n\nab\nc", False).newlines) == 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("key_bytes", [5, 150])
+def test_fields_of_long_lines_are_cut_where_the_bars_are(seed, key_bytes):
+    """Their heads hold the bars, or do not; short lines between them have the next line's bars in theirs."""
+    rng = random.Random(seed)
+    payload = lambda: bytes(rng.choice(b"abc|") for _ in range(rng.choice([0, 3, 3000])))  # noqa: E731
+    key = b"orders." + b"k" * (key_bytes if seed % 2 else 5)
+    lines = [b"%d|1.000000|%b||%d|%b" % (n, key, n, payload()) for n in range(60)]
+    lines += [b"60|1.000000|orders|||" + b"z" * (rng.randrange(300))]
+    text = b"".join(line + rng.choice([b"\n", b"\n\n"]) for line in lines)
+    block = columns.Block(text, 0, "orders", False)
+    for number in range(6):
+        assert block.field(number).to_pylist() == [line.split(b"|", 5)[number] for line in lines]

@@ -1,14 +1,15 @@
 """What the commands on Spark do without Spark: options, Java, errors as one line, statements, figures."""
 
+import json
 import re
+import socket
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError
-from kmq.spark import commands, failures, progress, sessions, sql
+from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
+from kmq.spark import commands, failures, lag, sessions, sql, streams
 
 
 def test_the_command_line_starts_without_spark_and_arrow():
@@ -94,6 +95,46 @@ def test_a_java_that_is_missing_or_too_old_is_named_with_the_command_to_get_one(
         sessions.find_java()
 
 
+def test_a_java_that_is_too_old_is_named_with_its_version(no_java, tmp_path):
+    home = java(tmp_path / "jvm" / "java-11", "11.0.2")
+    with pytest.raises(ConfigError, match=f"only Java 11 at {home} was found"):
+        sessions.find_java()
+
+
+def test_a_master_that_nobody_answers_at_is_named_before_java_is_started():
+    with socket.socket() as bound:  # bound and not listening: refuses
+        bound.bind(("127.0.0.1", 0))
+        master = f"spark://127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(RetryError, match=f"--master {master}: nobody answers .*refused"):
+            sessions.session(master)
+    with pytest.raises(ConfigError, match="--master 'spark://here': 'here' must be host:port"):
+        sessions.check_master("spark://here")
+
+
+def test_a_checkpoint_that_cannot_be_written_or_is_anothers_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place, why in ((f"{tmp_path}/file/c", "Not a directory"), ("/proc/c", "")):
+        with pytest.raises(ConfigError, match=f"--checkpoint {place}: must be a directory that can be written: {why}"):
+            streams.check_checkpoint(place, "archive")
+    made_checkpoint(tmp_path / "c", {"b": {"__id": "2f", "t": {"0": 5}}}, name="mirror")
+    with pytest.raises(ConfigError, match="was written by mirror, not by archive"):
+        streams.check_checkpoint(f"{tmp_path}/c", "archive")
+    streams.check_checkpoint(f"file://{tmp_path}/c", "mirror")
+    made_checkpoint(tmp_path / "rate", 17)
+    with pytest.raises(ConfigError, match="by a query that reads no topics"):
+        streams.check_checkpoint(f"{tmp_path}/rate", "archive")
+
+
+def made_checkpoint(path, source, name=None):
+    """A checkpoint as Spark writes it, of one batch that is through."""
+    for log, text in (("offsets", f"v1\n{{}}\n{json.dumps(source)}"), ("commits", 'v1\n{"nextBatchWatermarkMs":0}')):
+        (path / log).mkdir(parents=True)
+        (path / log / "0").write_text(text)
+    (path / "metadata").write_text('{"id":"7e"}')
+    if name:
+        (path / "kmq-status.json").write_text(json.dumps({"name": name}))
+
+
 def test_a_java_that_does_not_start_is_named_with_what_it_said(monkeypatch, tmp_path):
     home = java(tmp_path / "own", "17.0.1")
     with (home / "bin" / "java").open("a") as script:
@@ -158,10 +199,11 @@ def spark_error(text, name="PySparkException", module="pyspark.errors.exceptions
         (spark_error(JAVA, "Py4JJavaError", "py4j.protocol"), "IllegalStateException: no room", 1),
         (spark_error("[COL] no column `x`. Maybe `y`. SQLSTATE: 42703; line 1 pos 7;\n'Project"), "no column `x`", 1),
         (spark_error("[PATH_NOT_FOUND] file:/x. SQLSTATE: 42K03"), "[PATH_NOT_FOUND] file:/x", 1),
+        (spark_error("x Python worker failed to connect back."), "waits 10 s for a Python worker to start", EXIT_RETRY),
         (spark_error("answer is empty", "Py4JNetworkError", "py4j.protocol"), "JVM has ended", EXIT_RETRY),
         (CorruptError("as it is"), "as it is", EXIT_CORRUPT),
     ],
-    ids=["ours", "in a stream", "python's", "java's", "analysis", "path", "no JVM", "not of Spark"],
+    ids=["ours", "in a stream", "python's", "java's", "analysis", "path", "busy", "no JVM", "not of Spark"],
 )
 def test_an_error_of_spark_is_its_cause_in_one_line_with_the_exit_code(error, said, code):
     cause = failures.explain(error)
@@ -217,14 +259,43 @@ def test_long_and_unprintable_values_are_cut_and_escaped_in_a_table():
 
 
 def test_what_a_stream_is_behind_is_the_sum_over_all_partitions():
-    source = SimpleNamespace(
-        endOffset='{"b": {"__id": "2f", "t": {"0": 5, "1": 7}}}',
-        latestOffset='{"b": {"__id": "2f", "t": {"0": 15, "1": 8}, "u": {"0": 2}}}',
-    )
-    said = SimpleNamespace(
-        sources=[source], batchId=3, numInputRows=12, processedRowsPerSecond=99.6, batchDuration=120, name=None
-    )
-    figures = progress.batch_figures("stream", said)
-    assert figures == {"query": "stream", "batch": 3, "rows": 12, "rows_per_s": 100, "ms": 120, "behind": 13}
-    source.latestOffset = None
-    assert progress.batch_figures("stream", said)["behind"] is None
+    source = {
+        "endOffset": {"b": {"__id": "2f", "__cuts": {"t": [1]}, "__seqs": {"0": 900}, "t": {"0": 5, "1": 7}}},
+        "latestOffset": {"b": {"__id": "2f", "t": {"0": 15, "1": 8}, "u": {"0": 2}}},
+    }
+    said = {"sources": [source], "batchId": 3, "numInputRows": 12, "processedRowsPerSecond": 99.6, "batchDuration": 120}
+    figures = lag.batch_figures("stream", said)
+    assert figures == {
+        **{"query": "stream", "batch": 3, "rows": 12, "rows_per_s": 100, "ms": 120},
+        **{"behind": 13, "late": None},
+    }
+    said["stateOperators"] = [{"numRowsDroppedByWatermark": 2}, {"numRowsDroppedByWatermark": 3}]
+    assert lag.batch_figures("stream", said)["late"] == 5
+    source["latestOffset"] = None
+    assert lag.batch_figures("stream", said)["behind"] is None
+
+
+def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(tmp_path):
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_text(f"{name}\n")
+    origin = commands.From("", "https://a", str(tmp_path / "ours"), "ca", "cert", "key", "5s")
+    tls = {
+        "kmq.token": "ours",
+        "kmq.ssl.ca.location": "ca",
+        "kmq.ssl.certificate.location": "cert",
+        "kmq.ssl.key.location": "key",
+    }
+    assert origin.options() == {"kmq.bootstrap.servers": "https://a", "kmq.patience": "5s", **tls}
+    assert commands.Target().options(origin) == tls
+    assert commands.Target(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
+    target = commands.Target(str(tmp_path / "theirs"), "other")
+    assert target.options(origin) == {"kmq.token": "theirs", "kmq.ssl.ca.location": "other"}
+    assert commands.Target().options() == {}
+
+
+@pytest.mark.parametrize("name", ["archive", "metrics", "mirror", "redrive"])
+def test_every_pipeline_that_writes_takes_the_options_of_its_target(name, capsys):
+    with pytest.raises(SystemExit):
+        commands.run_app([name, "--help"], standalone_mode=True)
+    said = capsys.readouterr().out
+    assert all(f"--{option} " in said for option in ("to-token-file", "to-ca", "to-cert", "to-key", "timeout", "ca"))

@@ -1,6 +1,5 @@
 """Columns to lines: what the functions of kmq/client/lines.py say of each message, column by column."""
 
-import random
 from datetime import UTC, datetime
 from itertools import pairwise
 
@@ -9,43 +8,17 @@ import pytest
 
 pa = pytest.importorskip("pyarrow")
 
-from kmq import record  # noqa: E402
+from made_batches import batch, random_, some_bytes, some_text, written  # noqa: E402
+
 from kmq.client import lines as client  # noqa: E402
 from kmq.spark.lines import RowError, block, numbers, pieces, to_lines  # noqa: E402
 
 HEADERS = pa.map_(pa.string(), pa.string())
-ALPHABETS = (b"abc", b"a.b|c;d%e f", bytes(range(256)), "aé€😀\u0085".encode(), b"\t\r\n\0\x7f|")
-random_ = random.Random(4)
-
-
-def some_bytes(most=12):
-    return bytes(random_.choices(random_.choice(ALPHABETS), k=random_.randrange(most)))
-
-
-def some_text(most=8):
-    return "".join(random_.choices("aZ09_:@/=+-.|;% é😀\n\0\x7f", k=random_.randrange(most)))
 
 
 def some_headers():
     names = random_.sample(("host", "pod-1", "reason", "len"), random_.randrange(4))
     return None if random_.random() < 0.1 else [(name, some_text()) for name in names]
-
-
-def batch(**columns):
-    arrays = {
-        name: pa.array(*given) if isinstance(given, tuple) else pa.array(given) for name, given in columns.items()
-    }
-    return pa.RecordBatch.from_pydict(arrays)
-
-
-def written(given, ids=None, first_row=0, max_line=1 << 20, **more):
-    """Each line, without newline."""
-    ids = np.arange(given.num_rows) if ids is None else np.array(ids)
-    made = to_lines(given, ids, 1.5, max_line=max_line, first_row=first_row, **more)
-    text = block(made)
-    assert text.count(b"\n") == len(made) == given.num_rows
-    assert record.good_prefix(text) == len(text) and not record.claims(text)
-    return text.split(b"\n")[:-1]
 
 
 def expected(topic, key, id, headers, value):

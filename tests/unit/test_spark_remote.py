@@ -5,6 +5,7 @@ import pickle
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,17 @@ from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.reader import DamageError
 from kmq.spark import remote
 from kmq.spark.brokers import open_broker
+from kmq.spark.connections import Access
 from kmq.spark.options import WAL
-from kmq.spark.remote import Remote
+from kmq.spark.remote import Remote as PatientRemote
 
 PATIENCE_S = 30.0
 LINES = [b"%d|1700000000.%06d|t|||%d\n" % (n + 1, n, n) for n in range(20)]
+
+
+def Remote(name, **access):
+    """One that soon gives up."""
+    return PatientRemote(name, Access(**{"patience_s": 0.5} | access))
 
 
 class Gateway:
@@ -72,8 +79,7 @@ def records(first, end, cut=None):
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(remote, "PATIENCE_S", 0.5)
+def quick_again(monkeypatch):
     monkeypatch.setattr(remote, "_PAUSES_S", (0.001, 0.01))
 
 
@@ -135,7 +141,9 @@ def test_more_or_fewer_records_than_announced_are_an_error():
 def test_a_gateway_that_stays_away_is_named_with_what_was_asked(ask):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         name = f"127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(RetryError, match=rf"broker {name}: http://{name}/v1/\S+: .*refused; nothing else for 0 s"):
+    with pytest.raises(
+        RetryError, match=rf"broker {name}: http://{name}/v1/\S+: .*refused; nothing else for 0.5 s \(kmq.patience\)"
+    ):
         ask(Remote(name))
 
 
@@ -199,6 +207,15 @@ def test_a_name_may_leave_out_the_port_and_ask_for_tls(name, url):
     assert Remote(name)._url("") == f"broker {name}: {url}"
 
 
+def test_a_silent_gateway_is_given_up_after_timeout_and_patience():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        name = f"127.0.0.1:{silent.getsockname()[1]}"
+        begin = time.monotonic()
+        with pytest.raises(RetryError, match=r"timed out; nothing else for 0\.3 s \(kmq\.patience\)"):
+            Remote(name, timeout_s=0.2, patience_s=0.3).topics()
+    assert 0.2 <= time.monotonic() - begin < PATIENCE_S
+
+
 # --- against the gateway ---------------------------------------------------------------------------------------------
 
 
@@ -213,7 +230,7 @@ def test_it_goes_to_another_process_without_its_connection(data, tmp_path):
     with up(data, synced=100, KMQ_TOKENS=path) as broker:
         broker.serve()
         name = f"127.0.0.1:{broker.port}"
-        first = open_broker(name, False, token)
+        first = open_broker(name, False, Access(token))
         assert first.topics() == {"t": 1}
         second = pickle.loads(pickle.dumps(first))
         assert second.bounds(["t", WAL]) == {("t", 0): (0, 100), (WAL, 0): (1, 101)}
@@ -222,11 +239,10 @@ def test_it_goes_to_another_process_without_its_connection(data, tmp_path):
             open_broker(name, False).topics()
 
 
-def test_a_gateway_that_is_restarted_between_two_questions_is_not_noticed(data, monkeypatch):
-    monkeypatch.setattr(remote, "PATIENCE_S", PATIENCE_S)
+def test_a_gateway_that_is_restarted_between_two_questions_is_not_noticed(data):
     with up(data, synced=100) as broker:
         broker.serve()
-        access = Remote(f"127.0.0.1:{broker.port}")
+        access = PatientRemote(f"127.0.0.1:{broker.port}")
         assert access.topics() == {"t": 1}
         broker.stop()
         starting = threading.Timer(0.2, broker.serve)

@@ -1,4 +1,4 @@
-"""Archive: topics → JSON payloads as typed columns → enriched → a Parquet or Delta table, exactly once.
+"""Archive: topics → JSON payloads as typed columns → enriched → a Parquet, Delta or Iceberg table, exactly once.
 
     from kmq.spark.pipelines.archive import enrich, parse
     rows = spark.read.format("kmq").schema(READ).option("path", "data").option("subscribe", "orders").load()
@@ -9,13 +9,12 @@ become part of the table.
 
 Invariant   Every record of the topics is in the table once, or in its dead-letter topic once, with the reason (bad="keep": in the
             table with the reason; bad="drop": counted). No field of a record is dropped without being asked for: what an inferred
-            schema does not know is in column `rest`.
+            schema does not know, at any depth, is in column `rest`.
 Crash       before the table's commit   the batch is run again. Dead letters that went out are known to the broker by producer
                                         (this archive and their partition) and id (offset + 1): not stored again;
-            after it, before Spark's    the table has the batch: skipped (kmq/spark/tables.py).
+            after it, before Spark's    the table has the batch: skipped (kmq/spark/tables).
             A broker that is down stops the archive before the commit, so that nothing is taken for archived that is not.
-Bad         not_json, not_object, not_utf8, `wrong_type: fields`, `missing: fields` (declared NOT NULL). JSON to the letter: one
-            object, nothing behind it, no NaN, no single quotes. Of a name given twice the last counts.
+Bad         What kmq/spark/payloads.py says. JSON to the letter: one object, nothing behind it, no NaN, no single quotes.
 """
 
 import importlib
@@ -24,31 +23,33 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, cast
 
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, IntegerType, StringType, StructField, StructType
+from pyspark.sql.types import ArrayType, MapType, StructType, VariantType
 
-from kmq.client.producer import Producer, local_address
 from kmq.errors import ConfigError, KmqError
 from kmq.log import topics as declarations
 from kmq.log.disk import replace_file
 from kmq.settings import load
+from kmq.spark import failures
 from kmq.spark.brokers import Directory, open_broker
+from kmq.spark.names import nearest
 from kmq.spark.options import Options
+from kmq.spark.payloads import infer, parse
+from kmq.spark.pinned import pinned, utc_date, utc_hour
 from kmq.spark.tables import Table, follow, open_table
+from kmq.spark.targets import Target, producer
 
 # What the source is asked for. The key as bytes: a dead letter keeps it to the last one.
 READ = (
     "broker string, topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key string,"
     " routing_key binary, producer_ts string, id string, headers map<string,string>, value binary"
 )
-OWN = ("broker", "topic", "partition", "offset", "seq", "recv_ts", "key", "producer_ts", "id", "headers")
-ADDED = ("host", "pod", "date", "hour", "rest", "reason", "value", "value_text", "routing_key")
 PARTITION_BY = ("topic", "date", "hour")
 BAD = ("dlq", "keep", "drop")
 INFER, NONE = "infer", "none"  # schemas that are none
@@ -58,65 +59,10 @@ EVERY = "10 seconds"  # between two of them: each makes a file in each directory
 SAMPLE = 10_000  # records that a schema is inferred from
 
 _BESIDE = ("routing_key", "producer_ts", "id", "reason")  # what a dead letter's line holds beside headers and payload
-_JSON, _CORRUPT, _END = "_json", "_corrupt", "\3"
-_STRICT = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false", "allowNonNumericNumbers": "false"}
-_OBJECT = r"^\s*\{"  # how one begins
-_NO_NAMES = set(" ,;{}()\n\t=`")  # in names of columns: some reader of Parquet or Delta takes none of them
 _ADOPT_S = 30.0  # how long a router may take to take up a new topic
 
 
 # --- functions of DataFrames -----------------------------------------------------------------------------------------
-
-
-def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> DataFrame:
-    """`rows` with the fields of the JSON object in `value`, and `reason`: null, or why it is none of this schema.
-
-    A field whose name a column has already becomes payload_<name>. `rest`: a map of the fields that the schema does not know.
-    """
-    fields = cast(StructType, StructType.fromDDL(schema)) if isinstance(schema, str) else schema
-    text = F.coalesce(F.col("value").cast("string"), F.lit(""))  # a tombstone is no JSON object either
-    # As the one element of an array with something behind it: from_json alone takes no offence at what follows the object.
-    wrapped = F.concat(F.lit('{"p":['), text, F.lit('],"\\u0003":1}'))
-    kind = StructType([StructField(field.name, field.dataType) for field in fields])
-    shell = StructType([StructField("p", ArrayType(kind)), StructField(_END, IntegerType())])
-    document = F.from_json(wrapped, shell.add(_CORRUPT, StringType()), _STRICT)
-    payload, columns = F.get(F.col(_JSON)["p"], F.lit(0)), rows.columns
-    parsed = rows.withColumn(_JSON, document)
-    named = [payload[field.name].alias(name) for field, name in zip(fields, _names(fields, columns), strict=True)]
-    if rest:
-        known = F.map_filter(F.from_json(text, "map<string,string>", _STRICT), lambda key, _: ~key.isin(fields.names))
-        named.append(F.when(F.size(known) > 0, known).alias("rest"))
-    return parsed.select(*columns, *named, _reason(text, wrapped, payload, fields).alias("reason"))
-
-
-def _names(fields: StructType, taken: Sequence[str]) -> list[str]:
-    used, names = {name.lower() for name in (*taken, *OWN, *ADDED)}, []
-    for name in fields.names:
-        while name.lower() in used:
-            name = f"payload_{name}"
-        used.add(name.lower())
-        names.append(name)
-    return names
-
-
-def _reason(text: Column, wrapped: Column, payload: Column, fields: StructType) -> Column:
-    """Why a payload is bad, else null. Only what is bad is parsed again, to tell why."""
-    document = F.col(_JSON)
-    raw = F.from_json(text, "map<string,string>", _STRICT)
-    wrong = (F.when(raw[field.name].isNotNull() & payload[field.name].isNull(), F.lit(field.name)) for field in fields)
-    missing = (F.when(payload[field.name].isNull(), F.lit(field.name)) for field in fields if not field.nullable)
-    reason = F.when(~F.is_valid_utf8(text), "not_utf8")
-    reason = reason.when(document[_END].isNull() | (F.size(document["p"]) != 1), "not_json")
-    reason = reason.when(payload.isNull() & F.try_parse_json(wrapped).isNull(), "not_json")
-    reason = reason.when(payload.isNull() & ~text.rlike(_OBJECT), "not_object")
-    reason = reason.when(document[_CORRUPT].isNotNull() | payload.isNull(), _listing("wrong_type", wrong))
-    absent = _listing("missing", missing)
-    return reason.when(absent != "missing", absent)
-
-
-def _listing(what: str, names: Iterable[Column]) -> Column:
-    """`what: a,b` of the names that are not null, `what` without any."""
-    return F.concat_ws(": ", F.lit(what), F.nullif(F.concat_ws(",", *names), F.lit("")))
 
 
 def enrich(rows: DataFrame, host: str | None = None, pod: str | None = None) -> DataFrame:
@@ -133,8 +79,8 @@ def enrich(rows: DataFrame, host: str | None = None, pod: str | None = None) -> 
         {
             "host": F.coalesce(F.col("headers")["host"], F.when(remote != "", remote), F.lit(here)),
             "pod": F.coalesce(F.col("headers")["pod"], F.when(remote == "", F.lit(mine))),
-            "date": F.to_date("recv_ts"),
-            "hour": F.hour("recv_ts"),
+            "date": utc_date("recv_ts"),
+            "hour": utc_hour("recv_ts"),
         }
     )
 
@@ -198,20 +144,6 @@ def _is_plain(name: Column) -> Column:
     return name.rlike("^[A-Za-z0-9_.-]{2,}$")
 
 
-def infer(sample: DataFrame) -> StructType:
-    """The schema of the JSON objects in `value`. Of names that differ in case only, the first is a field of it."""
-    text = F.col("value").cast("string")
-    objects = sample.where(text.rlike(_OBJECT)).select(text.alias("value"))
-    found = sample.sparkSession.read.options(**_STRICT).json(objects)
-    fields: dict[str, StructField] = {}
-    for field in found.schema.fields:
-        if field.name != _CORRUPT and not _NO_NAMES & set(field.name) and field.name:
-            fields.setdefault(field.name.lower(), field)
-    if not fields:
-        raise ConfigError("--schema infer: there is no JSON object to infer from; give a schema, or --schema none")
-    return StructType(list(fields.values()))
-
-
 # --- the pipeline ----------------------------------------------------------------------------------------------------
 
 
@@ -242,42 +174,64 @@ def run(
     host: str | None = None,
     pod: str | None = None,
     progress: Any = None,
+    catalog: str = "",
+    connection: Mapping[str, str] | None = None,
 ) -> Archived:
     """Archive what `where` (options of format("kmq")) names: all there is now, or on and on.
 
     `schema`: DDL, a file of it, `infer` (of a sample at the first start, the same ever after) or `none` (payloads as text).
     `enrich_with`: module:function, of a DataFrame with the good rows to the one that is stored. `rest`: None is: where inferred.
     `producers`: host:port of each broker's lines, in the order of `where`; without it that of this directory's settings.
+    `connection`: options of the sink for their token, TLS and timeout; None: the token of `where`.
+    `catalog`: of Iceberg, see kmq/spark/tables/iceberg.py.
     """
     if bad not in BAD:
         raise ConfigError(f"--bad {bad!r}: is one of {', '.join(BAD)}")
     more = _function(enrich_with) if enrich_with else None
-    letters = _Letters(Options(where), producers) if bad == "dlq" and schema != NONE else None
-    with open_table(to, format, partition_by) as table:
-        fields = None if schema == NONE else _frozen(spark, table, where, schema)
+    letters = _Letters(Options(where), producers, connection) if bad == "dlq" and schema != NONE else None
+    with open_table(to, format, partition_by, catalog, checkpoint) as table:
+        fields = None if schema == NONE else _decided(spark, table, where, schema)
         keeps_rest = rest if rest is not None else schema == INFER
         count = 0
 
-        def store(rows: DataFrame) -> None:
-            enriched = enrich(rows.drop("routing_key"), host, pod)
-            table.stage(more(enriched) if more else enriched)
+        def enriched(rows: DataFrame) -> DataFrame:
+            return enrich(rows.drop("routing_key"), host, pod)
+
+        def stored(rows: DataFrame) -> DataFrame:
+            """The good rows, as they become part of the table."""
+            if fields is None or bad == "keep":
+                rows = with_text(rows)
+            else:
+                rows = rows.drop("reason", "value")
+            return more(enriched(rows)) if more else enriched(rows)
+
+        def check() -> None:
+            """With no rows, so that what cannot be stored is told before the stream starts."""
+            rows = spark.createDataFrame([], READ)
+            parsed = rows if fields is None else parse(rows, fields, keeps_rest)
+            given = enriched(parsed).columns if more else None
+            _check_partitions(partition_by, stored(parsed), given, enrich_with)
+            table.expect(stored(parsed))
 
         def prepare(batch: DataFrame, query: str) -> None:
             nonlocal count
             if fields is None:
-                store(with_text(batch))
+                table.stage(stored(batch))
                 return
             seen = Observation()
             # Between the parsing and the choice, also so that Spark does not parse once for each of them.
             parsed = parse(batch, fields, keeps_rest).observe(seen, F.count("reason").alias("bad"))
             if bad == "keep":
-                store(with_text(parsed.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value")))))
+                table.stage(stored(parsed.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value")))))
             else:
-                store(parsed.where("reason is null").drop("reason", "value"))
+                table.stage(stored(parsed.where("reason is null")))
             count += seen.get["bad"]
             if letters and seen.get["bad"]:
-                letters.send(parsed.where("reason is not null"), query)
+                with pinned(batch.sparkSession):
+                    letters.send(parsed.where("reason is not null"), query)
 
+        check()
+        _freeze(table, fields)
         if progress is not None:
             progress.describe(f"archive to {to}")
         rows = spark.readStream.format("kmq").schema(READ).options(**starting(where, batch_bytes)).load()
@@ -288,10 +242,10 @@ def run(
 class _Letters:
     """The way of dead letters back to the brokers their records came from."""
 
-    def __init__(self, options: Options, producers: str) -> None:
+    def __init__(self, options: Options, producers: str, connection: Mapping[str, str] | None = None) -> None:
         """Raises ConfigError where one cannot be reached: better at the start than at the first bad record."""
         self._options = options
-        self._token = options.token
+        self._connection = dict(connection or ({"kmq.token": options.token} if options.token else {}))
         given = [part.strip() for part in producers.split(",") if part.strip()]
         hint = "give --producers host:port for each, or --bad keep or drop"
         if given and len(given) != len(options.brokers):
@@ -304,22 +258,19 @@ class _Letters:
         self._addresses = dict(zip(options.brokers, given, strict=True)) if given else {}
         self._known: set[tuple[str, str]] = set()
         for name in options.brokers:
-            address, token = self._address(name)
-            at, port = address.rsplit(":", 1)
+            target = self._target(name)
             try:
-                with Producer(at, int(port), token=token) as producer:
-                    self._max_line = min(self._max_line, producer.connect(timeout=_ADOPT_S))
+                target.check()
+                with producer(target.address, target.access) as probe:
+                    self._max_line = min(self._max_line, probe.connect(timeout=_ADOPT_S))
             except (KmqError, TimeoutError, ValueError) as err:
                 raise ConfigError(
-                    f"bad records could not be sent to {address}: {err}; start the broker, {hint}"
+                    f"bad records could not be sent to {target.address}: {err}; start the broker, {hint}"
                 ) from err
 
-    def _address(self, broker: str) -> tuple[str, str]:
-        """host:port and token, asked for each time: a broker that was started again may have another port."""
-        if self._addresses:
-            return self._addresses[broker], self._token
-        host, port, token = local_address()
-        return f"{host}:{port}", token
+    def _target(self, broker: str) -> Target:
+        """Asked for each time: a broker that was started again may have another port."""
+        return Target.of(self._addresses.get(broker, ""), self._connection)
 
     def send(self, bad: DataFrame, query: str) -> None:
         """Store these records in their dead-letter topics, each once however often this is called."""
@@ -329,12 +280,13 @@ class _Letters:
             for broker, topic in found:
                 self._declare(broker, f"{topic}{DLQ}")
             for broker in {broker for broker, _ in found}:
-                address, token = self._address(broker)
+                target = self._target(broker)
                 letters = dead_letters(
                     bad.where(F.col("broker") == broker), query.replace("-", "")[:12], self._max_line
                 )
-                writer = letters.write.format("kmq").mode("append").option("kmq.producers", address)
-                (writer.option("kmq.token", token) if token else writer).save()
+                where = "path" if self._options.paths else "kmq.bootstrap.servers"  # to compare those that come again
+                writer = letters.write.format("kmq").mode("append").options(**target.options).option(where, broker)
+                writer.option("kmq.probe", "false").save()  # the start has looked: one that is away now is waited for
         finally:
             bad.unpersist()
 
@@ -342,7 +294,7 @@ class _Letters:
         """An undeclared orders.dlq would be key `dlq` of topic orders, and its letters records of that."""
         if (broker, name) in self._known:
             return
-        at = open_broker(broker, bool(self._options.paths), self._options.token)
+        at = open_broker(broker, bool(self._options.paths), self._options.access)
         if isinstance(at, Directory):
             if name not in at.topics():
                 declarations.declare(at.path, name, 1)
@@ -374,42 +326,77 @@ def starting(where: Mapping[str, str], batch_bytes: str) -> dict[str, str]:
     return options
 
 
-def _frozen(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
-    """The schema of this table, decided at its first start: batches that are run again must come out the same."""
-    path = f"{table.state}/schema.json"
+def _decided(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
+    """The schema of this table, as decided at its first start: batches that are run again must come out the same."""
+    path = _schema_file(table)
     known = None
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
             known = StructType.fromJson(json.load(file))
     if schema == INFER:
-        found = known or infer(_sample(spark, where))
+        with pinned(spark):
+            found = known or infer(_sample(spark, where))
     else:
         found = _given(schema)
-    if known is None:
-        replace_file(path, json.dumps(found.jsonValue(), indent=1).encode())
-    elif known != found:
+    if known not in (None, found):
         raise ConfigError(f"--schema: {path} has another one for this table: {known.simpleString()}")
     return found
 
 
+def _freeze(table: Table, fields: StructType | None) -> None:
+    """Note the schema for all later starts."""
+    if fields is not None and not os.path.exists(_schema_file(table)):
+        replace_file(_schema_file(table), json.dumps(fields.jsonValue(), indent=1).encode())
+
+
+def _schema_file(table: Table) -> str:
+    return f"{table.state}/schema.json"
+
+
+def _check_partitions(partition_by: Sequence[str], stored: Any, given: Sequence[str] | None, enrich_with: str) -> None:
+    """`given`: the columns that the function of --enrich was given, where there is one."""
+    if not isinstance(stored, DataFrame):
+        raise ConfigError(f"--enrich {enrich_with!r}: must return a DataFrame, not {type(stored).__name__}")
+    kinds = {field.name.lower(): field.dataType for field in stored.schema}
+    before = [name.lower() for name in given or ()]
+    for name in partition_by:
+        kind = kinds.get(name.lower())
+        if kind is None and name.lower() in before:
+            raise ConfigError(f"--enrich {enrich_with!r}: leaves out column {name}, which --partition-by names")
+        if kind is None:
+            raise ConfigError(
+                f"--partition-by: unknown column {name}{nearest(name, stored.columns)};"
+                f" expected one of {', '.join(stored.columns)}"
+            )
+        if isinstance(kind, StructType | ArrayType | MapType | VariantType):
+            raise ConfigError(f"--partition-by: column {name} is a {kind.typeName()}; a partition needs a single value")
+    if len(set(partition_by)) >= len(kinds):
+        raise ConfigError("--partition-by: names every column; at least one must be left to store")
+
+
 def _given(schema: str) -> StructType:
     """DDL, or the DDL in a file."""
-    text = schema
+    text, wrong = schema, "must be DDL like 'price double, user string', or a file of it"
     if os.path.isfile(schema):
-        with open(schema, encoding="utf-8") as file:
-            text = file.read()
+        wrong = "the file must hold DDL like 'price double, user string'"
+        try:
+            with open(schema, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as err:
+            raise ConfigError(f"--schema {schema!r}: {wrong}: {err}") from err
     try:
-        return cast(StructType, StructType.fromDDL(text))
+        found = StructType.fromDDL(text)
     except Exception as err:  # Spark's parser has several
-        raise ConfigError(
-            f"--schema {schema[:80]!r}: is neither a file nor DDL like 'price double, user string'"
-        ) from err
+        raise ConfigError(f"--schema {schema[:80]!r}: {wrong}") from err
+    if not isinstance(found, StructType) or not found.names:
+        raise ConfigError(f"--schema {schema[:80]!r}: {wrong}")
+    return found
 
 
 def _sample(spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
     """The first records of each topic."""
     options = Options(starting(where, BATCH_BYTES))
-    brokers = [open_broker(name, bool(options.paths), options.token) for name in options.brokers]
+    brokers = [open_broker(name, bool(options.paths), options.access) for name in options.brokers]
     names = sorted({topic for broker in brokers for topic in broker.topics() if options.wants(topic)})
     if not names:
         raise ConfigError("--schema infer: none of these topics exists yet; give a schema, or --schema none")
@@ -432,5 +419,12 @@ def _function(name: str) -> Callable[[DataFrame], DataFrame]:
         raise ConfigError(f"--enrich {name!r}: must be module:function that can be imported: {err}") from err
     if not callable(found):
         raise ConfigError(f"--enrich {name!r}: is no function")
-    made: Callable[[DataFrame], DataFrame] = found
+
+    def made(rows: DataFrame) -> DataFrame:
+        try:
+            return cast(DataFrame, found(rows))
+        except Exception as err:
+            cause = " ".join(str(failures.explain(err) or err).split())[:400]
+            raise ConfigError(f"--enrich {name!r}: fails: {type(err).__name__}: {cause}") from err
+
     return made

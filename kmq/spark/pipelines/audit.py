@@ -23,9 +23,10 @@ from kmq.errors import EXIT_FAILED, EXIT_OK
 from kmq.log import identity, segment
 from kmq.log.reader import DamageError
 from kmq.spark.brokers import Broker, Directory, open_broker
+from kmq.spark.connections import Access
+from kmq.spark.cutting import SPLIT_BYTES
 from kmq.spark.judge import FINDINGS, NOTES, Judge, Place, Row, Snapshot, Span, Task
 from kmq.spark.options import WAL, Options
-from kmq.spark.plan import SPLIT_BYTES
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -137,12 +138,12 @@ class Source(NamedTuple):
 
     name: str
     is_path: bool
-    token: str
+    access: Access
     snapshot: Snapshot
     bucket: int  # µs
 
     def open(self) -> Broker:
-        return open_broker(self.name, self.is_path, self.token)
+        return open_broker(self.name, self.is_path, self.access)
 
 
 def sources(where: dict[str, str]) -> list[Source]:
@@ -150,9 +151,9 @@ def sources(where: dict[str, str]) -> list[Source]:
     options = Options(where | {"subscribe": WAL})
     made = []
     for name in options.brokers:
-        broker = open_broker(name, bool(options.paths), options.token)
+        broker = open_broker(name, bool(options.paths), options.access)
         taken = snapshot(broker)
-        made.append(Source(name, bool(options.paths), options.token, taken, _bucket(broker, taken)))
+        made.append(Source(name, bool(options.paths), options.access, taken, _bucket(broker, taken)))
     return made
 
 
@@ -205,7 +206,9 @@ def by_hour(rows: "DataFrame") -> "DataFrame":
     """Records and bytes by broker, topic and hour."""
     from pyspark.sql import functions as F
 
-    hour = F.date_trunc("hour", F.timestamp_micros("time")).alias("hour")
+    hour = F.timestamp_micros(F.expr(f"time - time % {_BUCKETS[-1]}")).alias(
+        "hour"
+    )  # not date_trunc: a session's time zone
     counted = rows.filter("what = 'records'").groupBy("broker", "topic", hour)
     return counted.agg(F.sum("records").alias("records"), F.sum("nbytes").alias("bytes"))
 

@@ -3,23 +3,26 @@
     from kmq.spark.pipelines.metrics import READ, measure
     measure(spark.read.format("kmq").schema(READ).option("path", "data").option("subscribePattern", ".*").load()).show()
 
-`measure` is a function of a DataFrame, of a batch or of a stream: there a window is told once, when records of WATERMARK later
-have come, and what comes later still is not counted. `run` shows a table, or adds rows to a Parquet or Delta table (exactly
-once, kmq/spark/tables.py) or to a topic, as JSON (exactly once by query and batch, kmq/spark/sink.py).
+`measure` is a function of a DataFrame, of a batch or of a stream. There a window is told once, when records of WATERMARK later
+have come; what comes later still is counted in no window. `run` ends with an error then (kmq/spark/late.py), or leaves it out
+where it is told so. It shows a table, or adds rows to a Parquet, Delta or Iceberg table (exactly once, kmq/spark/tables) or to
+a topic, as JSON (exactly once by query and batch, kmq/spark/sink.py).
 """
 
 import re
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from rich.table import Table
 
-from kmq.client.producer import local_address
 from kmq.errors import ConfigError
-from kmq.spark import streams
+from kmq.spark import late, streams
+from kmq.spark.pinned import IN_UTC, utc_date
 from kmq.spark.pipelines.archive import starting
 from kmq.spark.tables import follow, open_table
+from kmq.spark.targets import Target
 
 READ = "topic string, recv_ts timestamp, routing_key binary, producer_ts string, value binary"
 WINDOW = "1 minute"
@@ -83,10 +86,10 @@ def _delay() -> Column:
     return F.when(F.abs(delay) <= _DAY_S, delay)
 
 
-def _seconds(window: str) -> int:
+def _seconds(window: str, option: str = "--window") -> int:
     match = re.fullmatch(r"(\d+) (second|minute|hour|day)s?", window)
     if not match or not int(match[1]):
-        raise ConfigError(f"--window {window!r}: is a number of seconds, minutes, hours or days: '1 minute'")
+        raise ConfigError(f"{option} {window!r}: is a number of seconds, minutes, hours or days: '1 minute'")
     return int(match[1]) * {"second": 1, "minute": 60, "hour": 3600, "day": _DAY_S}[match[2]]
 
 
@@ -118,10 +121,12 @@ def as_table(figures: DataFrame) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         shown.add_column(title, justify="left" if title in titles[:2] else "right", no_wrap=title == titles[0])
-    for row in figures.withColumn("start", F.date_format("start", "yyyy-MM-dd HH:mm:ss")).tail(MOST_SHOWN):
+    for row in figures.withColumn("start", F.unix_seconds("start")).tail(MOST_SHOWN):
         values = (f"{each:,}" if isinstance(each, (int, float)) else each or "" for each in row[1:9])
         delays = ("" if each is None else f"{each:.3f}" for each in row[10:])
-        shown.add_row(row.start, *values, f"{row.json:.1%}", *delays)
+        shown.add_row(
+            f"{datetime.fromtimestamp(row.start, UTC):%Y-%m-%d %H:%M:%S}", *values, f"{row.json:.1%}", *delays
+        )
     return shown
 
 
@@ -136,32 +141,42 @@ def run(
     once: bool = True,
     checkpoint: str = "",
     every: str = streams.EVERY,
-    token: str = "",
+    connection: Mapping[str, str] | None = None,
+    watermark: str = WATERMARK,
+    on_late: str = late.FAIL,
+    catalog: str = "",
 ) -> int:
     """Measure as a stream, to a table (`to`) or as JSON to `topic` of the broker at `producers` (default: the one of this
-    directory's settings); returns rows added to the table.
+    directory's settings), by `connection`, options of the sink for token, TLS and timeout; returns rows added to the table.
 
-    `once`: windows that are not over are left to the next run, which goes on from the checkpoint.
+    `once`: windows that are not over are left to the next run, which goes on from the checkpoint. `on_late`: what becomes of a
+    batch with records that come later than `watermark`. fail: LateError, and nothing of that batch is added to a table (a topic
+    has it already); drop: they are counted in no window, and the log says so.
     """
+    late.check_mode(on_late)
+    _seconds(watermark, "--watermark")
     if bool(to) == bool(topic):
         raise ConfigError("give --to or --topic, one of them")
     if topic and not checkpoint:
         raise ConfigError("--topic needs --checkpoint: a directory where it is written down how far the metrics are")
     rows = spark.readStream.format("kmq").schema(READ).options(**starting(where, "64m")).load()
-    measured = measure(rows, window)
+    measured = measure(rows, window, watermark)
     if to:
-        with open_table(to, format, ["date"]) as table:
+        with open_table(to, format, ["date"], catalog, checkpoint) as table:
+            day = utc_date("start")
+            table.expect(measured.withColumn("date", day))
 
             def prepare(batch: DataFrame, query: str) -> None:
-                table.stage(batch.coalesce(1).withColumn("date", F.to_date("start")))
+                table.stage(batch.coalesce(1).withColumn("date", day))
+                missing = late.dropped_so_far(spark, query) if on_late == late.FAIL else 0
+                if missing:
+                    batch_id = int(spark.sparkContext.getLocalProperty("streaming.sql.batchId") or 0)
+                    raise late.LateError("metrics", batch_id, missing, f"nothing of it was added to {to}")
 
             return follow(table, measured, prepare, "metrics", once, every, checkpoint).rows
-    lines = measured.select(F.col("topic").alias("key"), F.to_json(F.struct("*")).alias("value"))
+    streams.check_checkpoint(checkpoint, "metrics")
+    lines = measured.select(F.col("topic").alias("key"), F.to_json(F.struct("*"), IN_UTC).alias("value"))
     stream = lines.writeStream.format("kmq").queryName("metrics").option("checkpointLocation", checkpoint)
-    if not producers:
-        host, port, token = local_address()
-        producers = f"{host}:{port}"
-    stream = stream.option("kmq.producers", producers).option("topic", topic)
-    stream = stream.option("kmq.token", token) if token else stream
-    streams.run(stream, once, every)
+    stream = stream.options(**Target.of(producers, connection or {}).options, topic=topic)
+    streams.run(stream, once, every, on_late)
     return 0

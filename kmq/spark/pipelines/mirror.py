@@ -23,6 +23,9 @@ Partitions  The same key comes to the partition of the same number only where th
             is declared there with as many (`--to-path`) or named with the command (`--to-brokers`); another number is refused.
             Where neither is given nothing is known of the target: topics with several partitions or a dot in their name, which
             a message alone does not create, are refused. Messages without a key are spread anew, as they are everywhere.
+Again       A record that the target has is compared with its copy there, where the target's logs can be read (`--to-path`,
+            `--to-brokers`): another one, as of a source restored from an older copy, or a copy that retention took stops the
+            mirror; `--replay trust` passes it over. Without them producer and number are believed.
 Not covered The target forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days). Without its checkpoint a mirror that idle
             would copy everything anew. A message that with these headers is longer than the target's KMQ_MAX_LINE stops the
             mirror, by name: give the target some 300 bytes more.
@@ -43,6 +46,8 @@ from kmq.spark import streams
 from kmq.spark.brokers import Broker, Directory, open_broker
 from kmq.spark.options import Options
 from kmq.spark.routing import unambiguous
+from kmq.spark.targets import Target
+from kmq.spark.write_options import STOP, TRUST
 
 if TYPE_CHECKING:
     from kmq.spark.progress import Progress
@@ -124,22 +129,27 @@ def run(
     where: Mapping[str, str],
     to: str,
     target: Broker | None = None,
-    token: str = "",
+    connection: Mapping[str, str] | None = None,
     once: bool = True,
     checkpoint: str = "",
     every: str = EVERY,
     progress: "Progress | None" = None,
+    replay: str = STOP,
 ) -> Mirrored:
     """Mirror what `where` (options of format("kmq")) names to the broker whose lines come in at `to`: all there is, or on and on.
 
-    `target`: the same broker's topics, to compare and to declare. `checkpoint`: default kmq-mirror-<to> in this directory.
+    `connection`: options of the sink for its token, TLS and timeout.
+    `target`: the same broker's topics and logs, to compare and to declare. `replay`: see Again.
+    `checkpoint`: default kmq-mirror-<to> in this directory.
     """
     options = Options(where)
-    sources = {name: open_broker(name, bool(options.paths), options.token) for name in options.brokers}
+    sources = {name: open_broker(name, bool(options.paths), options.access) for name in options.brokers}
     identities = {name: broker.identity() for name, broker in sources.items()}
     if target is not None and target.identity() in identities.values():
         raise ConfigError(f"{target.name} is the source: a broker is not mirrored into itself")
-    mirror = _Mirror(to, token, identities, lambda: _agree(sources, options, target))
+    lines_to = Target.of(to, connection or {}, "--to")
+    lines_to.check()
+    mirror = _Mirror(_comparing(lines_to, target, replay), identities, lambda: _agree(sources, options, target))
     mirror.agree()
     given = {name.lower() for name in where}
     more = {} if given & {"startingoffsets", "startingtimestamp"} else {"startingOffsets": "earliest"}
@@ -147,15 +157,26 @@ def run(
     rows = spark.readStream.format("kmq").schema(READ).options(**where, **more).load()
     if progress:
         progress.describe(f"mirror to {to}")
-    streams.follow(rows, mirror.copy, "mirror", checkpoint or f"kmq-mirror-{to.replace(':', '-')}", once, every)
+    streams.follow(
+        rows, mirror.copy, "mirror", checkpoint or f"kmq-mirror-{to.rpartition('/')[2].replace(':', '-')}", once, every
+    )
     return Mirrored(mirror.rows, mirror.skipped, mirror.batches)
+
+
+def _comparing(to: Target, logs: Broker | None, replay: str) -> dict[str, str]:
+    """The options of the sink; `logs`: where the copies can be read."""
+    if logs is None:
+        return {**to.options, "kmq.replay": TRUST}
+    where = "path" if isinstance(logs, Directory) else "kmq.bootstrap.servers"
+    return {**to.options, "kmq.replay": replay, where: logs.name}
 
 
 class _Mirror:
     """What happens to each micro-batch, and what came of it so far."""
 
-    def __init__(self, to: str, token: str, identities: Mapping[str, str], agree: Callable[[], None]) -> None:
-        self.to, self.token, self.identities, self.agree = to, token, identities, agree
+    def __init__(self, to: Mapping[str, str], identities: Mapping[str, str], agree: Callable[[], None]) -> None:
+        """`to`: options of the sink."""
+        self.to, self.identities, self.agree = to, identities, agree
         self.rows = self.skipped = self.batches = 0
 
     def copy(self, batch: DataFrame, batch_id: int) -> None:
@@ -164,8 +185,8 @@ class _Mirror:
         seen = Observation()
         is_copy = F.map_contains_key("headers", ORIGIN)
         counted = batch.observe(seen, F.count("*").alias("rows"), F.count_if(is_copy).alias("copies"))
-        writer = messages(counted, self.identities).write.format("kmq").mode("append").option("kmq.producers", self.to)
-        (writer.option("kmq.token", self.token) if self.token else writer).save()
+        writer = messages(counted, self.identities).write.format("kmq").mode("append").options(**self.to)
+        writer.option("kmq.probe", "false").save()  # the start has looked: a target that is away later is waited for
         self.rows += seen.get["rows"] - seen.get["copies"]
         self.skipped += seen.get["copies"]
         self.batches += 1

@@ -25,13 +25,13 @@ from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
 from kmq import redrive as rules
-from kmq.client.producer import Producer, local_address
 from kmq.errors import ConfigError
 from kmq.spark import columns
 from kmq.spark.arrow import map_in_arrow
 from kmq.spark.options import WAL
 from kmq.spark.pipelines.route import Pods, among, route
 from kmq.spark.routing import exact, unambiguous
+from kmq.spark.targets import Target, producer
 
 _EXACT = ("key", "routing_key")  # read as they are
 SCHEMA = ", ".join(
@@ -40,8 +40,6 @@ SCHEMA = ", ".join(
 )
 _KEPT = ("broker", "log", "number", "offset", "routing_key", "new_key", "line")
 SHOWN = 20  # new keys in a summary
-
-Address = tuple[str, int, str]  # host, port, token
 
 
 class Key(NamedTuple):
@@ -145,11 +143,10 @@ def _send(
     batches: Iterable[pa.RecordBatch],
     identities: Mapping[str, str],
     which: tuple[str, ...],
-    address: Address,
+    target: Target,
     rate: float,
 ) -> Iterator[pa.RecordBatch]:
     """Send rows, those of a partition together and in order; how many had been stored before."""
-    host, port, token = address
 
     @lru_cache(maxsize=1)
     def name(broker: str, log: str, number: int) -> str:
@@ -160,9 +157,8 @@ def _send(
             for broker, log, number, offset, new, line in zip(*(each.to_pylist() for each in batch), strict=True):
                 yield name(broker, log, number), rules.as_sent(line, new, offset + 1)
 
-    before = rules.send(
-        lines(), lambda who: Producer(host, port, producer=who, first_id=0, token=token), rules.Pace(rate)
-    )
+    connect = partial(producer, target.address, target.access, first_id=0, timeout_s=target.timeout_s)
+    before = rules.send(lines(), lambda who: connect(producer=who), rules.Pace(rate))
     yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
 
 
@@ -181,39 +177,37 @@ def run(
     dry_run: bool = False,
     producers: str = "",
     progress: Any = None,
+    connection: Mapping[str, str] | None = None,
 ) -> Summary:
     """Redrive what `topic` holds at the brokers of `where` (options of format("kmq")), where `condition` (SQL) holds.
 
     `to`: SQL expression of the new key. `dropped`: what dropped.log names, of a topic or of all. `name`: of the redrive; under
     another one what had been redriven is again. `producers`: host:port of the broker that gets it, else that of our settings.
+    `connection`: options of the sink for its token, TLS and timeout; None: the token of `where`.
     """
     describe = progress.describe if progress is not None else lambda what: None
     pods = Pods(where)
+    if connection is None:
+        connection = {"kmq.token": pods.options.token} if pods.options.token else {}
+    target = None if dry_run else Target.of(producers, connection)
     source = (_dropped if dropped else _queue)(spark, where, pods, topic)
     chosen = rewritten(source.rows, to, condition).select(*_KEPT).persist(StorageLevel.MEMORY_AND_DISK)
     try:
         describe(f"looking at {'what was dropped' if dropped else topic}")
         found = _summary(chosen, to, source)
-        if dry_run or not found.records:
+        if target is None or not found.records:
             return found
-        address = _address(producers, pods.options.token) if producers else local_address()
+        target.check()
         describe(f"sending {found.records:,} records")
         place = ("broker", "log", "number")
         rows = chosen.drop("routing_key")
         parted = rows.repartition(1) if rate else rows.repartition(*place)
         which = (name, to, condition, topic if dropped else "")
-        send = partial(_send, identities=pods.identities(), which=which, address=address, rate=rate)
+        send = partial(_send, identities=pods.identities(), which=which, target=target, rate=rate)
         sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, "before bigint").collect()
         return found._replace(before=sum(row.before for row in sent))
     finally:
         chosen.unpersist()
-
-
-def _address(producers: str, token: str) -> Address:
-    host, colon, port = producers.rpartition(":")
-    if not (host and colon and port.isdigit()):
-        raise ConfigError(f"--producers {producers!r}: is host:port of a broker's lines")
-    return host, int(port), token
 
 
 def text(found: Summary, topic: str, dropped: bool, dry_run: bool) -> str:

@@ -4,16 +4,16 @@
                 index, symlinks, topic.toml and router.ckpt, in a data directory with the pod's id. What for: queues from a WAL
                 that was shipped elsewhere; a pod whose queues are lost and whose WAL takes too long for one router; a second
                 opinion. `kmq log`, `kmq verify` and format("kmq") read it, a pod may go on with it.
-    parquet     or delta: the queues of many pods as one table, partitioned by topic and partition, each file in the order of
-    delta       (broker, seq). What for: to ask all pods at once, also for what no queue has any more; with `--table` under
-                another table than theirs: how would it spread over 64 partitions?
+    parquet,    the queues of many pods as one table, partitioned by topic and partition, each file in the order of
+    delta,      (broker, seq). What for: to ask all pods at once, also for what no queue has any more; with `--table` under
+    iceberg     another table than theirs: how would it spread over 64 partitions?
 
 Invariant   A record is in the output once, where kmq.routing puts it under the table in force at its seq; what dropped.log
             names for ring `durable` is not, as in the pod. The stream's checkpoint says up to which seq.
 Crash       Spark runs the batch again whose end it has not seen.
             log             each log passes over what it has: its last line says up to which seq. A torn end is cut first, as
                             by the router. Files are synced before the batch ends, and router.ckpt then says how long they are.
-            parquet, delta  see kmq.spark.tables: a batch is in the table whole, once, or not at all.
+            tables          see kmq.spark.tables: a batch is in the table whole, once, or not at all.
 Owner       of topics/ in `log`: one run at a time, and no router (lock topics/.owner).
 Not covered A stream that runs ahead of a pod's router cannot know what that will drop, nor from which seq on it will put in
             force what is being declared, or named by a mark, just now. Cuts of segments by age: they fall where the router
@@ -47,7 +47,7 @@ from kmq.spark.arrow import map_in_arrow
 from kmq.spark.brokers import open_broker
 from kmq.spark.options import WAL, Options
 from kmq.spark.routing import Routing
-from kmq.spark.tables import FORMATS, open_table
+from kmq.spark.tables import FORMATS, checks, open_table
 from kmq.spark.tables import Table as Files
 
 LOG = "log"
@@ -100,7 +100,7 @@ class Pods:
         self._table = table
         if table and not os.path.isdir(f"{table}/topics"):
             raise ConfigError(f"--table {table!r}: no data directory")
-        self.brokers = {name: open_broker(name, self.is_path, self.options.token) for name in self.options.brokers}
+        self.brokers = {name: open_broker(name, self.is_path, self.options.access) for name in self.options.brokers}
 
     def look(self) -> tuple[Routing, Ranges]:
         """The routing table, and what drop_oldest took from the queues: as of now."""
@@ -141,12 +141,16 @@ class Target(Protocol):
         """Add a batch, unless it is there; how many records that was."""
         ...
 
+    def check_checkpoint(self, path: str) -> None:
+        """Raise ConfigError where a stream cannot go on from there."""
+        ...
+
 
 class Tables:
-    """Parquet or Delta: broker, seq, recv_ts, key and line of each record, partitioned by topic and partition."""
+    """A table: broker, seq, recv_ts, key and line of each record, partitioned by topic and partition."""
 
-    def __init__(self, to: str, format: str) -> None:
-        self._files: Files = open_table(to, format, ["topic", "partition"])
+    def __init__(self, to: str, format: str, catalog: str = "", checkpoint: str = "") -> None:
+        self._files: Files = open_table(to, format, ["topic", "partition"], catalog, checkpoint)
 
     def __enter__(self) -> "Tables":
         self._files.__enter__()
@@ -157,6 +161,9 @@ class Tables:
 
     def add(self, rows: DataFrame, batch_id: int) -> int:
         return self._files.add(rows, batch_id, self._stage) or 0
+
+    def check_checkpoint(self, path: str) -> None:
+        self._files.check_checkpoint(path)
 
     def _stage(self, rows: DataFrame, query: str) -> None:
         order = ("topic", "partition", "broker", "seq")
@@ -169,7 +176,9 @@ class Logs:
 
     def __init__(self, to: str, pods: Pods) -> None:
         if not pods.is_path or len(pods.options.brokers) > 1:
-            raise ConfigError("--as log: is for the WAL of one data directory; parquet and delta take many brokers")
+            raise ConfigError(
+                "--as log: is for the WAL of one data directory; parquet, delta and iceberg take many brokers"
+            )
         self.to, (self._pod,) = os.path.abspath(to), pods.options.brokers
         self._table = Table()
         self._lock = FileLock(f"{self.to}/topics/.owner")
@@ -177,7 +186,7 @@ class Logs:
 
     def __enter__(self) -> "Logs":
         mine = identity.read(self._pod, "id")
-        os.makedirs(f"{self.to}/topics", exist_ok=True)
+        checks.usable("--to", f"{self.to}/topics")
         if not os.path.exists(f"{self.to}/id"):
             replace_file(f"{self.to}/lineage", f"{identity.lineage(self._pod)}\n".encode())
             replace_file(f"{self.to}/id", f"{mine}\n".encode())
@@ -189,7 +198,7 @@ class Logs:
         self._lock.acquire(f"--to {self.to}", describe("route", self.to))
         try:
             if deletions.read(self._pod):
-                raise ConfigError(f"--as log: topics of {self._pod} were deleted; use --as parquet or delta")
+                raise ConfigError(f"--as log: topics of {self._pod} were deleted; use --as parquet, delta or iceberg")
             self._seq, self._known, _ = checkpoint.load(self.to)
             self._check_whole()
         except BaseException:
@@ -222,6 +231,10 @@ class Logs:
         known = [self._topic(name) for name in sorted({name for name, _ in self._known})]
         replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._known, known))
         return sum(row.records for row in states)
+
+    def check_checkpoint(self, path: str) -> None:
+        if "://" not in path:
+            checks.usable("--checkpoint", path)
 
     def _topic(self, name: str) -> Topic:
         return self._table.get(name.encode()) or Topic(name, 1, self._first_seq(name))
@@ -344,6 +357,7 @@ def run(
     checkpoint: str = "",
     batch_bytes: str = BATCH_BYTES,
     progress: Any = None,
+    catalog: str = "",
 ) -> int:
     """Route the WALs that `where` (options of format("kmq")) names: all there is now, or on and on. Returns how many records.
 
@@ -354,7 +368,7 @@ def run(
     if table and format == LOG:
         raise ConfigError("--table: not with --as log, which is what the pod's own router writes")
     pods = Pods(where, table)
-    target: Target = Logs(to, pods) if format == LOG else Tables(to, format)
+    target: Target = Logs(to, pods) if format == LOG else Tables(to, format, catalog, checkpoint)
     records = 0
 
     def add(batch: DataFrame, batch_id: int) -> None:
@@ -362,10 +376,12 @@ def run(
         routing, dropped = pods.look()
         records += target.add(route(among(batch, dropped, inside=False), routing), batch_id)
 
+    where_to = checkpoint or f"{os.path.abspath(to)}/.kmq/checkpoint"
     with target:
+        target.check_checkpoint(where_to)
         if progress is not None:
             progress.describe(f"route to {to}")
         options = {**where, "subscribe": WAL, "startingOffsets": "earliest", "maxBytesPerTrigger": batch_bytes}
         rows = spark.readStream.format("kmq").schema(SCHEMA).options(**options).load()
-        streams.follow(rows, add, "route", checkpoint or f"{os.path.abspath(to)}/.kmq/checkpoint", once, EVERY)
+        streams.follow(rows, add, "route", where_to, once, EVERY)
     return records

@@ -1,0 +1,109 @@
+"""How brokers elsewhere are connected to: token, TLS and patience, as options of format("kmq"), reading and writing alike.
+
+kmq.token                      bearer token, where brokers ask for one
+kmq.ssl.ca.location            certificates (PEM) of the authorities that are trusted; without it those of this machine
+kmq.ssl.certificate.location   certificate chain (PEM) to show, where brokers ask clients for one
+kmq.ssl.key.location           its private key (PEM); without it the certificate's file holds it
+kmq.ssl.key.password           that opens the key
+kmq.ssl.server.name            the name that brokers' certificates must have, where they are reached by another one
+kmq.timeout                    how long a broker may keep silent within a request: 500ms, 30s (default), 2m; a number is seconds
+kmq.patience                   how long a gateway may be away before that is an error (30s), as while its pod is restarted
+
+Names are librdkafka's. Files are opened where they are used: executors elsewhere need them at the same places.
+"""
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kmq.errors import ConfigError
+from kmq.settings import parse_duration
+
+TIMEOUT_S = PATIENCE_S = 30.0
+CA, CERTIFICATE, KEY = (f"kmq.ssl.{name}.location" for name in ("ca", "certificate", "key"))
+PASSWORD = "kmq.ssl.key.password"
+SERVER_NAME = "kmq.ssl.server.name"
+TLS_OPTIONS = (CA, CERTIFICATE, KEY, PASSWORD, SERVER_NAME)
+SECRETS = "(?i:kmq[.](?:token|ssl[.]key[.]password))"  # options that Spark shows nobody: a regular expression
+OPTIONS = ("kmq.token", "kmq.timeout", "kmq.patience", *TLS_OPTIONS)
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Whom to trust and what to show; "" is none. Can be pickled, as a context cannot."""
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    password: str = field(default="", repr=False)
+    server_name: str = ""
+
+    def context(self) -> ssl.SSLContext:
+        """For connections of clients. Raises ConfigError, which names the option whose file is not what it should be."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca or None)
+        except (OSError, ValueError) as err:
+            raise ConfigError(f"{CA}={self.ca!r}: must be a PEM file of certificates: {err}") from None
+        if self.certificate:
+            try:
+                # A callable, even without a password: OpenSSL would ask the terminal.
+                context.load_cert_chain(self.certificate, self.key or None, lambda: self.password)
+            except (OSError, ValueError) as err:
+                given = f"{CERTIFICATE}={self.certificate!r}" + (f", {KEY}={self.key!r}" if self.key else "")
+                raise ConfigError(f"{given}: must be PEM files of a certificate and its key: {err}") from None
+        if self.server_name:
+            wrap = context.wrap_socket  # no client of the standard library takes a name beside the host
+            context.wrap_socket = (  # type: ignore[method-assign]
+                lambda sock, *args, **more: wrap(sock, *args, **(more | {"server_hostname": self.server_name}))
+            )
+        return context
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a process that knows nothing else needs to connect. Without `tls` only https:// addresses have it."""
+
+    token: str = field(default="", repr=False)
+    tls: Tls | None = None
+    timeout_s: float = TIMEOUT_S
+    patience_s: float = PATIENCE_S
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> "Access":
+        """Of options with lower-case names, which may hold others. Raises ConfigError."""
+        return cls(
+            options.get("kmq.token", ""),
+            tls_of(options),
+            duration(options, "kmq.timeout", TIMEOUT_S),
+            duration(options, "kmq.patience", PATIENCE_S),
+        )
+
+
+PLAIN = Access()
+
+
+def tls_of(options: Mapping[str, str]) -> Tls | None:
+    """None where no option of TLS is given. Raises ConfigError, also at files that cannot be used here."""
+    if not any(options.get(name) for name in TLS_OPTIONS):
+        return None
+    if not options.get(CERTIFICATE):
+        for name in (KEY, PASSWORD):
+            if options.get(name):
+                raise ConfigError(f"{name}: there is no certificate that it belongs to; give {CERTIFICATE} too")
+    tls = Tls(*(options.get(name, "") for name in TLS_OPTIONS))
+    tls.context()
+    return tls
+
+
+def duration(options: Mapping[str, str], name: str, default: float) -> float:
+    """Seconds of a duration that must be over 0; a bare number is seconds."""
+    text = options.get(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text) if text.strip().replace(".", "", 1).isdecimal() else parse_duration(text)
+    except ValueError as err:
+        raise ConfigError(f"{name}={text!r}: {err}") from None
+    if not 0 < seconds < 1e9:
+        raise ConfigError(f"{name}={text!r}: must be over 0, such as 30s")
+    return seconds

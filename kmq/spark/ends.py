@@ -1,0 +1,223 @@
+"""Where a query begins and ends: what its options say, and which offsets these are in the logs there are.
+
+Of several options for one end the first of these wins, as in Kafka's connector:
+    <side>Timestamp            milliseconds since the epoch, for all partitions: the first record received then or later
+    <side>OffsetsByTimestamp   {"orders": {"0": 1700000000000}}: the same for each partition
+    <side>Offsets              earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 earliest, -1 latest)
+where <side> is starting or ending. JSON is for every broker, or {"host:8082": {"orders": …}} for each.
+
+Invariant   JSON names each partition that was asked for and no other. A typing error would let a stream begin at the end of the
+            partition that was meant, and pass its records over without a word.
+No match    Of a partition without a record at or behind a starting time, what comes next is what was asked for, because
+            recv_ts never goes back. It begins at the end, unless that time is yet to come: that is an error.
+            startingOffsetsByTimestampStrategy decides otherwise: error, as is the default of Kafka's connector, or latest.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kmq.errors import ConfigError
+from kmq.spark.names import nearest
+
+EARLIEST, LATEST = -2, -1
+STRATEGY = "startingOffsetsByTimestampStrategy"
+_NAMED = 5  # partitions in an error
+
+Key = tuple[str, str, int]  # broker, topic, partition
+Bounds = dict[Key, tuple[int, int]]
+Table = dict[str, dict[str, dict[str, int]]]  # by broker, topic and partition
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a query. `option` is the one that decides, "" where none was given: then the default of the query holds."""
+
+    option: str = ""
+    everywhere: int | None = None
+    table: Table | None = None
+    by_broker: bool = False  # the table has come by broker
+    is_time: bool = False  # values are milliseconds since the epoch
+
+    def value(self, key: Key) -> int | None:
+        """What the option says of a partition; None: nothing."""
+        if self.table is None:
+            return self.everywhere
+        return self.table.get(key[0], {}).get(key[1], {}).get(str(key[2]))
+
+    def named(self) -> Iterator[Key]:
+        """All that the JSON names."""
+        for broker, topics in (self.table or {}).items():
+            for topic, numbers in topics.items():
+                yield from ((broker, topic, int(number)) for number in numbers)
+
+    def says(self, key: Key) -> str:
+        """For errors: the option, and what it says of a partition."""
+        return f"{self.option}={self.value(key)}"
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def parse(options: Mapping[str, str], side: str, brokers: Sequence[str]) -> End:
+    """The end that options (names in lower case) say. Raises ConfigError, also at those that another one overrules."""
+    found = []
+    for name, parse_one in (
+        (f"{side}Timestamp", _one_time),
+        (f"{side}OffsetsByTimestamp", _times),
+        (f"{side}Offsets", _offsets),
+    ):
+        text = options.get(name.lower())
+        if text is not None:
+            found.append(parse_one(name, text.strip(), brokers))
+    return found[0] if found else End()
+
+
+def _one_time(name: str, text: str, brokers: Sequence[str]) -> End:
+    if not text.isascii() or not text.isdecimal():
+        raise ConfigError(f"{name}={text!r}: must be a whole number of milliseconds since the epoch")
+    return End(name, everywhere=int(text), is_time=True)
+
+
+def _times(name: str, text: str, brokers: Sequence[str]) -> End:
+    return _table(name, text, brokers, 0, is_time=True)
+
+
+def _offsets(name: str, text: str, brokers: Sequence[str]) -> End:
+    word = text.lower()
+    least = EARLIEST
+    if name.startswith("ending"):
+        least = LATEST
+        if word == "earliest":
+            raise ConfigError(f"{name}: earliest would read nothing; latest, or JSON")
+    if word in ("earliest", "latest"):
+        return End(name, everywhere=EARLIEST if word == "earliest" else LATEST)
+    return _table(name, text, brokers, least, is_time=False)
+
+
+def _table(name: str, text: str, brokers: Sequence[str], least: int, is_time: bool) -> End:
+    table = parse_json(name, text)
+    by_broker = any(isinstance(each, dict) for topics in _dicts(table) for each in topics.values())
+    shape = f'{{"topic": {{"0": {1700000000000 if is_time else 23}}}}} or {{"broker": {{"topic": …}}}}'
+    must_be = f"must be {'' if is_time else 'latest or ' if least == LATEST else 'earliest, latest or '}{shape}"
+    for topics in table.values() if by_broker else [table]:
+        if not isinstance(topics, dict) or not all(_is_shaped(numbers, least) for numbers in topics.values()):
+            raise ConfigError(f"{name}={text[:80]!r}: {must_be}" + (f", from {least} on" if not is_time else ""))
+    if by_broker:
+        for broker in table:
+            if broker not in brokers:
+                raise ConfigError(
+                    f"{name}: {broker!r} is none of the brokers of this query{nearest(broker, brokers)};"
+                    f" there are {', '.join(brokers)}"
+                )
+    return End(name, table=table if by_broker else dict.fromkeys(brokers, table), by_broker=by_broker, is_time=is_time)
+
+
+def _dicts(table: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    return (each for each in table.values() if isinstance(each, dict))
+
+
+def _is_shaped(numbers: Any, least: int) -> bool:
+    return isinstance(numbers, dict) and all(
+        number.isascii() and number.isdecimal() and str(int(number)) == number and type(value) is int and value >= least
+        for number, value in numbers.items()
+    )
+
+
+def parse_json(name: str, text: str) -> dict[str, Any]:
+    """The JSON object of an option. Raises ConfigError, also where it names something twice."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            twice = next(key for key in table if [key for key, _ in pairs].count(key) > 1)
+            raise ConfigError(f"{name}={text[:80]!r}: names {twice!r} twice")
+        return table
+
+    try:
+        table = json.loads(text, object_pairs_hook=once)
+    except ValueError as err:
+        raise ConfigError(f"{name}={text[:80]!r}: {err}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name}={text[:80]!r}: is a JSON object")
+    return table
+
+
+# --- offsets ---------------------------------------------------------------------------------------------------------
+
+
+def resolve(end: End, bounds: Bounds, default: int, offset_of_time: Callable[[Key, int], int]) -> dict[Key, int]:
+    """The offset of each partition. Where the log has grown until a time was looked for, `bounds` grow too."""
+    found = {}
+    for key, (first, stop) in bounds.items():
+        value = end.value(key)
+        if value is None:
+            value = default
+        elif end.is_time:
+            value = offset_of_time(key, 1000 * value)
+            bounds[key] = first, max(stop, value)
+        found[key] = {EARLIEST: first, LATEST: stop}.get(value, value)
+    return found
+
+
+def check_named(end: End, bounds: Bounds, wants: Callable[[str, int], bool]) -> None:
+    """Raise ConfigError where JSON names a partition that is not there, or was not asked for."""
+    there = set(bounds) if end.by_broker else {("", *key[1:]) for key in bounds}
+    for broker, topic, partition in end.named():
+        if not wants(topic, partition):
+            raise ConfigError(f"{end.option}: {topic}/{partition} was not asked for; name what is read, and no more")
+        if (broker if end.by_broker else "", topic, partition) not in there:
+            numbers = sorted(
+                {each[2] for each in bounds if each[1] == topic and (not end.by_broker or each[0] == broker)}
+            )
+            where = f" at {broker}" if end.by_broker else ""
+            has = f"it has {', '.join(map(str, numbers))}" if numbers else "it does not exist"
+            raise ConfigError(f"{end.option}: there is no partition {partition} of topic {topic!r}{where}; {has}")
+
+
+def check_complete(end: End, bounds: Bounds) -> None:
+    """Raise ConfigError where JSON says nothing of a partition that was asked for, as Kafka's connector does."""
+    if end.table is None:
+        return
+    left = [
+        f"{broker} {topic}/{partition}"
+        for broker, topic, partition in bounds
+        if end.value((broker, topic, partition)) is None
+    ]
+    if left:
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        hint = "" if end.is_time else "; -2 is its first offset, -1 its end"
+        raise ConfigError(
+            f"{end.option}: says nothing of {', '.join(left[:_NAMED])}{more}: name every partition that is read{hint}"
+        )
+
+
+def check_matches(end: End, starts: Mapping[Key, int], bounds: Bounds, strategy: str) -> None:
+    """Raise ConfigError where no record of a partition is at or behind the time it is to begin at, and that is no answer."""
+    if not end.is_time or strategy == "latest":
+        return
+    for key, start in starts.items():
+        millis = end.value(key)
+        if millis is None or start < bounds[key][1]:
+            continue
+        broker, topic, partition = key
+        what = f"{end.says(key)}: {broker} {topic}/{partition} has no record of that time or later"
+        if strategy == "error":
+            raise ConfigError(f"{what}; {STRATEGY}=latest begins at its end")
+        if millis > 1000 * time.time():
+            raise ConfigError(f"{what}, which is yet to come; {STRATEGY}=latest begins with what comes next")
+
+
+def check_order(start: End, end: End, starts: Mapping[Key, int], ends: Mapping[Key, int]) -> None:
+    """Raise ConfigError where a query would end in front of where it begins, by what its options say."""
+    for key, first in starts.items():
+        low, high = start.value(key), end.value(key)
+        times = start.is_time and end.is_time and low is not None and high is not None and low > high
+        if times or (first > ends[key] and low not in (None, EARLIEST)):
+            broker, topic, partition = key
+            said = end.says(key) if end.option else "the end of the log"
+            raise ConfigError(
+                f"{start.says(key)} is behind {said}: {broker} {topic}/{partition} would be read from {first} to {ends[key]}"
+            )

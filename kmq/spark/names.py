@@ -1,0 +1,46 @@
+"""Names a user types: what is none of those there are is an error that names it, what it was given and the nearest right one."""
+
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher, get_close_matches
+from types import MappingProxyType
+
+from kmq.errors import ConfigError
+
+_ALIKE = 0.05  # names that differ by less from the best match are offered too
+_SHOWN = 80  # characters of a value: a token or an offsets table is long
+
+
+def check_options(
+    given: Mapping[str, str], names: Iterable[str], kind: str, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise ConfigError at the first option of a `kind` (reader, writer) that is none of `names`, whose case does not matter.
+
+    `elsewhere`: names that others have for an option, in lower case, and ours.
+    """
+    known = {name.lower(): name for name in names}
+    for name, value in given.items():
+        if name.lower() not in known:
+            ours = elsewhere.get(name.lower())
+            advice = f"; did you mean {ours}?" if ours else nearest(name, known.values())
+            said = "…" if _is_secret(name + advice) else repr(str(value)[:_SHOWN])  # also of a token misspelt
+            raise ConfigError(
+                f"unknown {kind} option {name}={said}{advice}; expected one of {', '.join(known.values())}"
+            )
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """`; did you mean …?` with what of `names` is most like `name`, several where they are about as like; "" where none is."""
+    known = {each.lower(): each for each in names}
+    # With and without the house's prefix, so that `token` finds kmq.token, and kmq.subscribe finds subscribe.
+    short = {each.removeprefix("kmq."): each for each in known}
+    wanted = name.lower()
+    for text, among in ((wanted, {each: each for each in known}), (wanted.removeprefix("kmq."), short)):
+        likeness = {each: SequenceMatcher(None, each, text).ratio() for each in get_close_matches(text, among)}
+        best = [known[among[each]] for each, ratio in likeness.items() if ratio > max(likeness.values()) - _ALIKE]
+        if best:
+            return f"; did you mean {' or '.join(best)}?"
+    return ""
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.lower() for word in ("token", "password", "secret"))

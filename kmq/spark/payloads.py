@@ -1,0 +1,352 @@
+"""JSON payloads as typed columns, to the letter: what is one object of the schema, why the others are bad, what no column holds.
+
+    rows = spark.read.format("kmq").schema("value binary, …").option("path", "data").option("subscribe", "orders").load()
+    parse(rows, "price double, user string NOT NULL", rest=True).where("reason is null").show()
+
+Invariant   A row has no reason only if its payload is exactly one JSON object (RFC 8259, UTF-8) and each of its values is in its
+            column, at every depth, with the type that the schema says. With `rest`, each field that the schema does not know, at
+            any depth, is in column `rest` too.
+Bad         not_json, not_object, not_utf8 (bytes, or half a surrogate pair as an escape), `wrong_type: fields`,
+            `missing: fields` (declared NOT NULL). Of a name given twice the last counts. Past what Jackson reads (1,000 levels, a
+            number of 1,000 digits) a text is not_json.
+Rest        A map: name of the top-level field → its text, or its JSON where that is no string. A known field with something
+            unknown inside is there as a whole, beside its column. Where a copy of JSON would not have the same numbers
+            (1e400, 18 digits and a fraction, a whole number beyond 2^53 in a double), `*` has the whole payload as it came.
+Numbers     A number with a fraction is its nearest double. A whole number is exact or bad; in a column of doubles that cannot
+            hold it: in `rest`, or (without `rest`) its nearest double. An infinite one is bad.
+Cost        Most payloads are judged by counting (_accounted): the object that from_json made has n names and objects; a text
+            that begins with `{`, ends with `}` and holds n colons and closing braces in all holds no other name, nothing twice
+            and nothing behind the object. Each text where the count differs (a colon in a string, an explicit null) is parsed
+            a second time, as one element of a list whose next element nobody can guess: that tells the same exactly.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import add, or_
+from typing import cast
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+)
+
+from kmq.errors import ConfigError
+
+# Of the source; and what the archive adds. A payload's field gets another name.
+OWN = ("broker", "topic", "partition", "offset", "seq", "recv_ts", "key", "producer_ts", "id", "headers")
+ADDED = ("host", "pod", "date", "hour", "rest", "reason", "value", "value_text", "routing_key")
+WHOLE = "*"  # in `rest`: the payload as it came
+
+_TEXT, _JSON, _IS_PLAIN, _RAW, _BROKEN = "_text", "_json", "_is_plain", "_raw", "_broken"
+_CORRUPT = "\3corrupt"  # no field is called so
+_STRICT = {
+    "columnNameOfCorruptRecord": _CORRUPT,
+    "mode": "PERMISSIVE",
+    "allowSingleQuotes": "false",
+    "allowNonNumericNumbers": "false",
+    "timeZone": "UTC",
+}
+Tests = Mapping[type[DataType], Callable[[Column], Column]]  # of values of a type
+
+_OBJECT = r"^\s*\{"  # how one begins
+_NO_NAMES = set(" ,;{}()\n\t=`")  # in names of columns: some reader of Parquet or Delta takes none of them
+_EXACT = float(1 << 53)  # below it a double holds every whole number
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'  # a string of JSON
+# Numbers of which a copy has other digits: infinite ones, and a fraction with more digits than a double tells apart.
+_FRAGILE = r"[0-9][eE]\+?[0-9]{3}|[0-9]{300}|\.0*+[1-9][0-9]{17}|(?<![0-9.])[1-9](?=[0-9.]{18})[0-9]*+\.[0-9]"
+_COPY = r'\A(?:-?[0-9][0-9.eE+-]*|"-?Infinity"|\[(?s:.*)\]|\{(?s:.*)\})\z'  # of what is no string
+_SCALAR = rf'(?:{_STRING}|[^\[\]{{}}",:]++)'
+_CHANGING = (StringType, DoubleType, FloatType, DecimalType)
+_PAIR = r"[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_WHOLE_PAIRS = rf"\A(?:[^\\]++|\\(?:[^u]|u(?:{_PAIR}|(?![dD][89a-fA-F]))))*+\z"
+
+
+def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> DataFrame:
+    """`rows` with the fields of the JSON object in `value`, and `reason`: null, or why it is none of this schema.
+
+    A field whose name a column has already becomes payload_<name>. `rest`: a map of what the schema does not know.
+    """
+    fields = cast(StructType, StructType.fromDDL(schema)) if isinstance(schema, str) else schema
+    columns, text, document = rows.columns, F.col(_TEXT), F.col(_JSON)
+    typed = StructType([StructField(field.name, field.dataType) for field in fields])
+    guess = secrets.token_hex(16)
+    raw = F.from_json(F.concat(F.lit("["), text, F.lit(f',{{"{guess}":1}}]')), "array<map<string,string>>", _STRICT)
+    parsed = (
+        # A tombstone is no JSON object either.
+        rows.withColumn(_TEXT, F.coalesce(F.col("value").cast("string"), F.lit("")))
+        .withColumn(_JSON, F.from_json(text, _with_corrupt(typed), _STRICT))
+        .withColumn(_IS_PLAIN, _accounted(text, document, typed))
+        .withColumn(_RAW, F.when(~F.col(_IS_PLAIN), raw))
+        .withColumn(_BROKEN, F.when(~F.col(_IS_PLAIN), _broken(text, F.col(_RAW), guess)))
+    )
+    judge = _Judge(text, document, F.get(F.col(_RAW), F.lit(0)), fields)
+    is_object, names = F.col(_BROKEN).isNull(), _names(fields, columns)
+    named = [F.when(is_object, document[field.name]).alias(name) for field, name in zip(fields, names, strict=True)]
+    if rest:
+        named.append(F.when(~F.col(_IS_PLAIN) & is_object, judge.rest()).alias("rest"))
+    reason = F.when(~is_object, F.col(_BROKEN)).when(~F.col(_IS_PLAIN), judge.wrong_type(rest))
+    absent = [F.when(document[field.name].isNull(), F.lit(field.name)) for field in fields if not field.nullable]
+    missing = (
+        F.when(reduce(or_, (document[f.name].isNull() for f in fields if not f.nullable)), _listing("missing", absent))
+        if absent
+        else F.lit(None)
+    )
+    return parsed.select(*columns, *named, F.coalesce(reason, missing).alias("reason"))
+
+
+def infer(sample: DataFrame) -> StructType:
+    """The schema of the JSON objects in `value`. Of names that differ in case only, the first is a field of it."""
+    text = F.col("value").cast("string")
+    objects = sample.where(text.rlike(_OBJECT)).select(text.alias("value"))
+    found = sample.sparkSession.read.options(**_STRICT).json(objects)
+    fields = StructType([field for field in found.schema if field.name != _CORRUPT])
+    known = _storable(fields)
+    if known is None:
+        raise ConfigError("--schema infer: there is no JSON object to infer from; give a schema, or --schema none")
+    return cast(StructType, known)
+
+
+def _storable(kind: DataType) -> DataType | None:
+    """The type without names that no table takes, at any depth; None where nothing is left. `rest` has their fields."""
+    if isinstance(kind, ArrayType):
+        element = _storable(kind.elementType)
+        return element and ArrayType(element)
+    if not isinstance(kind, StructType):
+        return kind
+    fields: dict[str, StructField] = {}
+    for field in kind:
+        inner = _storable(field.dataType)
+        if inner is not None and field.name and not _NO_NAMES & set(field.name):
+            fields.setdefault(field.name.lower(), StructField(field.name, inner))
+    return StructType(list(fields.values())) if fields else None
+
+
+def _names(fields: StructType, taken: Sequence[str]) -> list[str]:
+    used, names = {name.lower() for name in (*taken, *OWN, *ADDED)}, []
+    for name in fields.names:
+        while name.lower() in used:
+            name = f"payload_{name}"
+        used.add(name.lower())
+        names.append(name)
+    return names
+
+
+def _with_corrupt(fields: StructType) -> StructType:
+    return StructType([*fields, StructField(_CORRUPT, StringType())])
+
+
+# --- most payloads: by counting ----------------------------------------------------------------------------------------
+
+
+def _accounted(text: Column, document: Column, kind: StructType) -> Column:
+    """Whether it is sure that `document` holds all there is in `text`, and that this is one object. Never null."""
+    marks = F.octet_length(text) - F.octet_length(
+        F.replace(F.replace(text, F.lit(":"), F.lit("")), F.lit("}"), F.lit(""))
+    )
+    is_whole = F.startswith(text, F.lit("{")) & F.endswith(text, F.lit("}")) & F.is_valid_utf8(text)
+    if _has(kind, DecimalType):  # that one was rounded cannot be seen
+        return F.lit(False)
+    # What follows a \u may be half a pair, which from_json makes a question mark.
+    half = F.contains(text, F.lit("\\u")) & (F.contains(text, F.lit("\\ud")) | F.contains(text, F.lit("\\uD")))
+    sure = is_whole & document[_CORRUPT].isNull() & (marks == _marks(document, kind)) & ~half
+    return F.coalesce(sure & ~_any(document, kind, _inexact(text)), F.lit(False))
+
+
+def _marks(value: Column, kind: DataType) -> Column | None:
+    """How many names and objects the JSON of `value` had, at least: null where it is null. None: always 0."""
+    if isinstance(kind, StructType):
+        counts: Iterator[Column] = (_marks_of_field(value[field.name], field.dataType) for field in kind)
+        return reduce(add, counts, F.lit(1))
+    if isinstance(kind, ArrayType):
+        return _sum(value, kind.elementType)
+    if isinstance(kind, MapType):
+        inner = _sum(F.map_values(value), kind.valueType)
+        return F.lit(1) + F.size(value) + (F.lit(0) if inner is None else inner)
+    return None
+
+
+def _marks_of_field(value: Column, kind: DataType) -> Column:
+    inner = _marks(value, kind)
+    return F.when(value.isNull(), 0).otherwise(F.lit(1) if inner is None else inner + 1)
+
+
+def _sum(values: Column, kind: DataType) -> Column | None:
+    if not isinstance(kind, StructType | MapType) and not (
+        isinstance(kind, ArrayType) and _sum(values, kind.elementType)
+    ):
+        return None
+
+    def count(so_far: Column, value: Column) -> Column:
+        return so_far + F.coalesce(cast(Column, _marks(value, kind)), F.lit(0))
+
+    return F.aggregate(values, F.lit(0), count)
+
+
+def _inexact(text: Column) -> Tests:
+    """Of values that need not be what `text` said: a double's whole numbers have gaps, a copy of JSON may have other digits."""
+
+    def may_be_copy(value: Column) -> Column:  # of a number or a list; but strings begin so too
+        first = F.ascii(value)
+        begins_so = ((first >= ord("-")) & (first <= ord("9"))) | (first == ord("[")) | (first == ord('"'))
+        return begins_so & ~F.contains(text, value)
+
+    return {DoubleType: _has_gaps, FloatType: _has_gaps, StringType: may_be_copy}
+
+
+def _has_gaps(number: Column) -> Column:
+    return F.abs(number) >= _EXACT
+
+
+def _is_infinite(number: Column) -> Column:
+    return F.abs(number) == float("inf")
+
+
+def _any(value: Column, kind: DataType, tests: Tests) -> Column:
+    """Whether a test finds something at any depth. Never null."""
+    return reduce(or_, _found(value, kind, tests), F.lit(False))
+
+
+def _found(value: Column, kind: DataType, tests: Tests) -> Iterator[Column]:
+    if isinstance(kind, StructType):
+        for field in kind:
+            yield from _found(value[field.name], field.dataType, tests)
+    elif isinstance(kind, ArrayType | MapType):
+        inner = kind.elementType if isinstance(kind, ArrayType) else kind.valueType
+        values = value if isinstance(kind, ArrayType) else F.map_values(value)
+        if _has(inner, *tests):
+            yield F.coalesce(F.exists(values, lambda each: _any(each, inner, tests)), F.lit(False))
+    elif type(kind) in tests:
+        yield F.coalesce(tests[type(kind)](value), F.lit(False))
+
+
+def _has(kind: DataType, *kinds: type[DataType]) -> bool:
+    if isinstance(kind, StructType):
+        return any(_has(field.dataType, *kinds) for field in kind)
+    if isinstance(kind, ArrayType | MapType):
+        return _has(kind.elementType if isinstance(kind, ArrayType) else kind.valueType, *kinds)
+    return isinstance(kind, kinds)
+
+
+# --- the others: parsed again --------------------------------------------------------------------------------------------
+
+
+def _broken(text: Column, raw: Column, guess: str) -> Column:
+    """Why a text is not one JSON object, else null."""
+    values = F.from_json(F.concat(F.lit("["), text, F.lit(f",{json.dumps(guess)}]")), "array<string>", _STRICT)
+    is_one = (F.size(raw) == 2) & F.get(raw, F.lit(1))[guess].isNotNull()
+    is_value = (F.size(values) == 2) & (F.get(values, F.lit(1)) == guess)
+    reason = F.when(~F.is_valid_utf8(text), "not_utf8").when(
+        F.coalesce(is_one, F.lit(False)) & F.get(raw, F.lit(0)).isNotNull(),
+        F.when(F.contains(text, F.lit("\\u")) & ~text.rlike(_WHOLE_PAIRS), "not_utf8"),
+    )
+    return reason.when(F.coalesce(is_value, F.lit(False)), "not_object").otherwise("not_json")
+
+
+class _Judge:
+    """Of an object that was parsed as a map too (`raw`: name → text, or JSON): what its columns do not hold."""
+
+    def __init__(self, text: Column, document: Column, raw: Column, fields: StructType) -> None:
+        self._text, self._document, self._raw, self._fields = text, document, raw, fields
+
+    def rest(self) -> Column:
+        """What the schema does not know, else null."""
+
+        def is_unknown(name: Column, value: Column) -> Column:
+            scalar = [field.name for field in self._fields if _known(field.dataType) == _SCALAR]
+            verdict = F.when(name.isin(scalar), F.lit(False))
+            for field in self._fields:
+                if field.name not in scalar:
+                    held = F.coalesce(value.rlike(rf"\A{_known(field.dataType)}\z"), F.lit(True))
+                    verdict = verdict.when(name == field.name, ~held)
+            return verdict.otherwise(F.lit(True))
+
+        unknown = F.map_filter(self._raw, is_unknown)
+        whole = F.create_map(F.lit(WHOLE), self._text)
+        tests = {DoubleType: _has_gaps, FloatType: _has_gaps, StringType: self._is_other_copy}
+        lost = _any(self._document, self._fields, tests) | (F.size(unknown) > 0) & self._text.rlike(_FRAGILE)
+        return F.when(lost, whole).when(F.size(unknown) > 0, unknown)
+
+    def wrong_type(self, rest: bool) -> Column:
+        """`wrong_type: fields`, of those whose values no column holds; else null."""
+        failed = [self._failed(field) for field in self._fields]
+        changed = [F.when(self._is_changed(field, rest), F.lit(field.name)) for field in self._fields]
+        named = [
+            column for column, field in zip(changed, self._fields, strict=True) if _has(field.dataType, *_CHANGING)
+        ]
+        reason = F.when(self._document[_CORRUPT].isNotNull(), _listing("wrong_type", failed))
+        if named:
+            found = F.concat_ws(",", *named)
+            reason = reason.when(found != "", F.concat(F.lit("wrong_type: "), found))
+        return reason
+
+    def _failed(self, field: StructField) -> Column:
+        """The name of a field where from_json could not make the value."""
+        raw, value = self._raw[field.name], self._document[field.name]
+        failed = raw.isNotNull() & value.isNull()
+        if isinstance(field.dataType, StructType | ArrayType | MapType):
+            again = F.concat(F.lit(f"{{{json.dumps(field.name)}:"), raw, F.lit("}"))
+            alone = F.from_json(again, _with_corrupt(StructType([StructField(field.name, field.dataType)])), _STRICT)
+            failed = failed | (raw.isNotNull() & alone[_CORRUPT].isNotNull())
+        return F.when(failed, F.lit(field.name))
+
+    def _is_changed(self, field: StructField, rest: bool) -> Column:
+        """Whether from_json made another number of the field's value, silently."""
+        value, kind = self._document[field.name], field.dataType
+        tests: Tests = {DoubleType: _is_infinite, FloatType: _is_infinite}
+        changed = _any(value, kind, tests if rest else {**tests, StringType: self._is_other_copy})
+        if not _has(kind, DecimalType):
+            return changed
+        shell = StructType([StructField(field.name, _replaced(kind, StringType()))])
+        as_double = _replaced(kind, DoubleType())
+        said = F.from_json(self._text, shell, _STRICT)[field.name].try_cast(as_double)
+        pair = (F.to_json(F.struct(each.alias("_"))) for each in (said, value.cast(as_double)))
+        return changed | (next(pair) != next(pair))
+
+    def _is_other_copy(self, value: Column) -> Column:
+        """Whether a text was made of a number or a list with digits that it does not have."""
+        return value.rlike(_COPY) & self._text.rlike(_FRAGILE) & ~F.contains(self._text, value)
+
+
+def _replaced(kind: DataType, by: DataType) -> DataType:
+    """The type with another in place of decimals."""
+    if isinstance(kind, StructType):
+        return StructType([StructField(field.name, _replaced(field.dataType, by)) for field in kind])
+    if isinstance(kind, ArrayType):
+        return ArrayType(_replaced(kind.elementType, by))
+    if isinstance(kind, MapType):
+        return MapType(kind.keyType, _replaced(kind.valueType, by))
+    return by if isinstance(kind, DecimalType) else kind
+
+
+def _known(kind: DataType) -> str:
+    """JSON as Jackson writes it, whose names the type knows, at every depth: an expression of Java's, without backtracking."""
+    if isinstance(kind, StructType):
+        names = (_quoted(json.dumps(field.name, ensure_ascii=False)) for field in kind)
+        members = (f"{name}:{_known(field.dataType)}" for name, field in zip(names, kind, strict=True))
+        return rf"(?:null|\{{(?:(?:{'|'.join(members)})(?:,|(?=\}})))*+\}})"
+    if isinstance(kind, ArrayType):
+        return rf"(?:null|\[(?:{_known(kind.elementType)}(?:,|(?=\])))*+\])"
+    if isinstance(kind, MapType):
+        return rf"(?:null|\{{(?:{_STRING}:{_known(kind.valueType)}(?:,|(?=\}})))*+\}})"
+    return _SCALAR
+
+
+def _quoted(text: str) -> str:
+    r"""Every character as it is: \E alone would end \Q."""
+    return "".join(rf"\x{{{ord(character):x}}}" for character in text)
+
+
+def _listing(what: str, names: Iterable[Column]) -> Column:
+    """`what: a,b` of the names that are not null, `what` without any."""
+    return F.concat_ws(": ", F.lit(what), F.nullif(F.concat_ws(",", *names), F.lit("")))

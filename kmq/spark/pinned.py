@@ -1,0 +1,59 @@
+"""What is stored does not depend on the confs of a user's session: `spark.sql.session.timeZone` and the like.
+
+    with pinned(batch.sparkSession):
+        rows.write.partitionBy("date").parquet(path)
+    rows.withColumn("date", utc_date("recv_ts"))
+
+Invariant   Date, hour, names of partition directories, times in JSON and the form of Parquet files are the same whatever the
+            session says. What a user's own function (`--enrich`) computes goes by the user's session, in every batch alike: the
+            confs are put back before it is called again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, SparkSession
+
+IN_UTC = {"timeZone": "UTC"}  # an option of JSON
+_HOUR_US, _DAY_US = 3_600_000_000, 86_400_000_000
+_STORED = {
+    "spark.sql.session.timeZone": "UTC",  # names of directories of a timestamp
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # others know no INT96
+    "spark.sql.parquet.writeLegacyFormat": "false",
+    "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
+    "spark.sql.legacy.timeParserPolicy": "CORRECTED",  # what from_json takes for a time
+    "spark.sql.legacy.json.allowEmptyString.enabled": "false",  # an empty text is no number
+    "spark.sql.json.enablePartialResults": "true",  # one wrong field leaves the others
+}
+
+
+@contextmanager
+def pinned(spark: "SparkSession") -> Iterator[None]:
+    """A stretch in which plans run under these confs."""
+    before = {name: spark.conf.get(name, None) for name in _STORED}
+    try:
+        for name, value in _STORED.items():
+            spark.conf.set(name, value)
+        yield
+    finally:
+        for name, was in before.items():
+            if was is None:
+                spark.conf.unset(name)
+            else:
+                spark.conf.set(name, was)
+
+
+def utc_date(column: str) -> "Column":
+    """The day of a timestamp. Not to_date, which goes by the session."""
+    from pyspark.sql import functions as F
+
+    return F.expr(f"date_from_unix_date(int(unix_micros({column}) div {_DAY_US}))")
+
+
+def utc_hour(column: str) -> "Column":
+    """The hour of a timestamp, 0 to 23."""
+    from pyspark.sql import functions as F
+
+    return F.expr(f"int(unix_micros({column}) % {_DAY_US} div {_HOUR_US})")

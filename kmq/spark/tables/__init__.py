@@ -1,0 +1,113 @@
+"""Tables that the batches of a stream are added to exactly once: Parquet files in directories, Delta tables, Iceberg tables.
+
+    with open_table("archive", "parquet", ["topic", "date"]) as table:
+        follow(table, stream, lambda batch, query: table.stage(batch))      # until all is added, or for ever
+
+One file a format (parquet.py, delta.py, iceberg.py), on what they have in common (base.py: a batch is staged, sealed, given its
+place, committed). places.py: a directory or an S3 store. checks.py, columns.py: what is refused before a stream starts.
+
+Owns        the directory `to`: one writer at a time, under an exclusive lock. Beside the table's files it holds .kmq/, which
+            readers pass over (Spark, pandas, pyarrow, Delta: a name with a dot; as a glob: to/*=*/**/*.parquet):
+                owner          who writes here now          query, batch   the stream it is of, its last committed batch
+                making/<id>/   a batch that Spark writes    sealed/        a batch that is whole, with manifest.json
+                merging/       small files as larger ones   checkpoint/, schema.json: the pipeline's
+                columns.json   of a Parquet table           catalog.db     of an Iceberg table without another catalog
+            Of a table in an object store it lies in the stream's checkpoint.
+
+Invariant   What a reader finds are rows of committed batches, each once. Parquet: every file that has its place in the table is
+            of a sealed batch: one rename is the commit point. (A reader may see part of it while its files get their places,
+            one by one; never more than there is.) Delta: what its log names; the entry of a batch holds its number. Iceberg:
+            what the snapshot names; the number comes in the same commit.
+Crash       before the seal      making/ is thrown away, the batch is written again under another id, so that tasks which
+                                 outlive their driver on a cluster write to nobody;
+            after it             what has no place yet gets it at the next start, before anything else, and `batch` is written;
+            after `batch`        Spark runs the batch again, as it never heard of the end: has() says it is there.
+            Delta, Iceberg       the commit is theirs: files that have a place before it are in no reader's way.
+            S3                   a file that was stored is stored again under the same name with the same bytes.
+            Power                files, names and the stream's own note of what the batch is are synced before the seal, in this
+                                 order. (On a cluster, what the shared file system promises to the driver holds.)
+            Another checkpoint would number its batches anew: it is refused, as is an old one for a new table.
+Not covered Readers that ignore what a name with a dot or an underscore means. Two first starts on one S3 prefix in the same
+            second, from two checkpoints: a store has no lock.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kmq.errors import ConfigError
+from kmq.spark import streams
+from kmq.spark.tables import base
+from kmq.spark.tables.base import Table
+from kmq.spark.tables.delta import Delta
+from kmq.spark.tables.iceberg import Iceberg
+from kmq.spark.tables.parquet import Parquet
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["FORMATS", "Delta", "Followed", "Iceberg", "Parquet", "Table", "follow", "open_table"]
+
+FORMATS = tuple(base.MARKS)
+
+
+class Followed(NamedTuple):
+    """What a run of a stream added."""
+
+    rows: int
+    batches: int
+    merged: int  # small files that became few
+
+
+def follow(
+    table: "Table",
+    rows: "DataFrame",
+    prepare: "Callable[[DataFrame, str], None]",
+    name: str,
+    once: bool = True,
+    every: str = streams.EVERY,
+    checkpoint: str = "",
+) -> Followed:
+    """Add a stream to a table, batch by batch. `prepare(batch, query id)` stages what is to be added.
+
+    `once`: all there is now, then return. The checkpoint is the table's own where none is named.
+    """
+    where = (checkpoint or f"{table.state}/checkpoint").removeprefix("file://")
+    table.check_checkpoint(where)
+    added = batches = merged = 0
+
+    def add(batch: "DataFrame", batch_id: int) -> None:
+        nonlocal added, batches, merged
+        offsets = f"{where}/offsets/{batch_id}"
+        count = table.add(batch, batch_id, prepare, [offsets] if os.path.exists(offsets) else [])
+        if count is not None:
+            added += count
+            batches += 1
+            merged += table.merge(batch.sparkSession)
+
+    streams.follow(rows, add, name, where, once, every)
+    return Followed(added, batches, merged + table.merge(rows.sparkSession, all=True))
+
+
+def open_table(to: str, format: str, partition_by: Sequence[str], catalog: str = "", checkpoint: str = "") -> "Table":
+    """The table at `to`, made if need be; a context that owns it.
+
+    `catalog`: of Iceberg, see there. `checkpoint`: the stream's, which s3://… needs: batches that are not there yet lie in it.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"--format {format!r}: must be one of {', '.join(FORMATS)}")
+    if catalog and format != "iceberg":
+        raise ConfigError(f"--catalog {catalog!r}: is for --format iceberg alone")
+    path, state = to.removeprefix("file://"), ""
+    if path.startswith(("s3://", "s3a://")):
+        where = checkpoint.removeprefix("file://")
+        if not where or "://" in where:
+            raise ConfigError(f"--to {to}: needs --checkpoint, a directory here or on a shared volume")
+        path, state = path.replace("s3a:", "s3:", 1), f"{os.path.abspath(where)}/.kmq"
+    elif "://" in path:
+        raise ConfigError(f"--to {to!r}: must be a directory, here or on a shared volume, or s3://bucket/prefix")
+    else:
+        path = os.path.abspath(path)
+    if format == "iceberg":
+        return Iceberg(path, partition_by, state, catalog)
+    return (Delta if format == "delta" else Parquet)(path, partition_by, state)

@@ -1,0 +1,93 @@
+"""What is looked at before a stream starts, so that a wrong directory is one line and not a trace from the middle of a batch."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.log.disk import FULL
+
+_PROBE = ".kmq-probe"
+_PROBE_BYTES = 4096
+
+
+def usable(option: str, path: str) -> None:
+    """Make a directory, and those above it, and prove that files can be written there; an error names the option."""
+    probe = f"{path}/{_PROBE}"
+    try:
+        os.makedirs(path, exist_ok=True)
+        try:
+            with open(probe, "wb") as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            if os.path.exists(probe):
+                os.unlink(probe)
+    except OSError as err:
+        raise explained(option, path, err) from err
+
+
+def explained(option: str, path: str, err: OSError) -> KmqError:
+    """Why files cannot be written below `path`."""
+    if err.errno in FULL:
+        return RetryError(f"{option} {path}: the disk is full; run again when there is room, nothing is lost")
+    if file := _file_among(path):
+        return ConfigError(f"{option} {path}: {file} is a file; name a directory")
+    return ConfigError(f"{option} {path}: cannot be written: {err.strerror}")
+
+
+def _file_among(path: str) -> str | None:
+    """The part of a path that is a file, so that nothing can be below it."""
+    while path and not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path if path and not os.path.isdir(path) else None
+
+
+def checkpoint(path: str, table: str, query: str) -> None:
+    """Raise an error where a stream's checkpoint cannot be used, or is not of the table that has rows of this `query`."""
+    if "://" in path:  # Spark's to judge
+        return
+    usable("--checkpoint", path)
+    advice = "give each table a checkpoint of its own"
+    found = _query_id(path)
+    if query and not found:
+        raise ConfigError(
+            f"--checkpoint {path}: is new, but the rows of --to {table} are of another checkpoint; {advice}"
+        )
+    if query and found != query:
+        raise ConfigError(f"--checkpoint {path}: is of another query than the rows of --to {table}; {advice}")
+    if not query and found and any(name.isdigit() for name in _names(f"{path}/commits")):
+        raise ConfigError(
+            f"--checkpoint {path}: is in the middle of another table's rows, --to {table} is new; {advice}"
+        )
+
+
+def _query_id(path: str) -> str:
+    try:
+        with open(f"{path}/metadata", encoding="utf-8") as file:
+            return str(json.load(file)["id"])
+    except FileNotFoundError:
+        return ""
+    except (ValueError, KeyError, TypeError, OSError) as err:
+        raise ConfigError(f"--checkpoint {path}: its file metadata is none of Spark's: {err}") from err
+
+
+def _names(path: str) -> Sequence[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return ()
+
+
+def partition_by(names: Iterable[str], columns: Sequence[str]) -> None:
+    """Raise ConfigError where rows have no column of a name, or no column besides."""
+    known = {column.lower() for column in columns}  # as Spark looks for them
+    for name in names:
+        if name.lower() not in known:
+            near = get_close_matches(name, columns, 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(columns)}"
+            raise ConfigError(f"--partition-by {name!r}: the rows have no such column{hint}")
+    if {name.lower() for name in names} >= known:
+        raise ConfigError("--partition-by: names all columns; at least one must be left for the files")

@@ -1,0 +1,103 @@
+"""A Delta table: Spark's tasks write the Parquet files, one entry of the table's log names those of a batch.
+
+Invariant   The entry of a batch holds the stream's id and the batch's number, as Delta's own transaction of an application. No
+            batch whose number is not above the last one of its stream is ever entered.
+Crash       before the entry    files lie in the table that no entry names: the next start finds the batch sealed, and enters it;
+            after it            the number is there: nothing is entered again.
+            In an object store the entry is stored under the condition that nobody has taken its number (deltalake does it).
+Merging     optimize, then vacuum of what has not been part of the table for a week: at the end of a run, and every hour.
+"""
+
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from kmq.log.disk import sync_directory
+from kmq.spark.tables import base, disk
+from kmq.spark.tables.base import Table
+from kmq.spark.tables.places import S3, Directory, endpoint
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from deltalake import DeltaTable
+    from pyspark.sql import SparkSession
+
+VACUUM_EVERY_S = 3600.0
+VACUUM_HOURS = 7 * 24  # how long readers may go on with a version that is not the newest
+
+
+class Delta(Table):
+    """See the module. Spark writes the files, in its tasks; only their names pass through the driver."""
+
+    format = "delta"
+    _vacuumed = 0.0
+
+    def table(self) -> "DeltaTable":
+        from deltalake import DeltaTable
+
+        return DeltaTable(self.path, storage_options=self._options)
+
+    @property
+    def _options(self) -> dict[str, str] | None:
+        """Beside what deltalake finds in the environment itself."""
+        return {"AWS_ALLOW_HTTP": "true"} if isinstance(self.place, S3) and endpoint().startswith("http:") else None
+
+    def known_columns(self) -> dict[str, str] | None:
+        import pyarrow as pa
+
+        if not self.place.has("_delta_log"):
+            return None
+        table = self.table()
+        if (partitions := table.metadata().partition_columns) != self.partition_by:
+            raise self._other_partitions(partitions)
+        return self._describe(pa.schema(table.schema()))
+
+    def create(self, schema: "pa.Schema") -> None:
+        from deltalake import DeltaTable
+
+        DeltaTable.create(self.path, schema, partition_by=self.partition_by, storage_options=self._options)
+
+    def _record(self, batch_id: int, files: list[dict[str, Any]]) -> None:
+        from deltalake import CommitProperties, Transaction
+        from deltalake.transaction import AddAction
+
+        table, query = self.table(), disk.read(f"{self.state}/query")
+        version = table.transaction_version(query)
+        if version is not None and batch_id <= version:
+            return
+        now = int(time.time() * 1000)
+        table.create_write_transaction(
+            [
+                AddAction(
+                    file["to"],
+                    file["size"],
+                    disk.partition_values(file["to"]),
+                    now,
+                    True,
+                    json.dumps({"numRecords": file["rows"]}),
+                )
+                for file in files
+            ],
+            mode="append",
+            schema=table.schema(),
+            partition_by=self.partition_by,
+            commit_properties=CommitProperties(app_transactions=[Transaction(query, batch_id)]),
+        )
+        if isinstance(self.place, Directory):
+            sync_directory(f"{self.path}/_delta_log")
+
+    def merge(self, spark: "SparkSession", all: bool = False) -> int:
+        table = self.table()
+        if all or time.monotonic() - self._vacuumed > VACUUM_EVERY_S:  # it lists the whole table
+            table.vacuum(VACUUM_HOURS, dry_run=False)
+            self._vacuumed = time.monotonic()
+        counts: dict[str, int] = {}
+        for file in table.get_add_actions(flatten=True).to_struct_array().to_pylist():
+            if file["size_bytes"] < base.TARGET_BYTES // 2:
+                directory = os.path.dirname(unquote(file["path"]))
+                counts[directory] = counts.get(directory, 0) + 1
+        if not any(n >= base.MERGE_FILES and (all or name not in self._written) for name, n in counts.items()):
+            return 0
+        return int(table.optimize.compact(target_size=base.TARGET_BYTES)["numFilesRemoved"])

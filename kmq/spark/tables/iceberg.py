@@ -1,0 +1,245 @@
+"""An Iceberg table: Spark's tasks write the Parquet files, pyiceberg adds their names to the table in one commit of its catalog.
+
+    open_table("lake/orders", "iceberg", ["topic", "date"])                                  # a catalog of its own
+    open_table("lake/orders", "iceberg", ["topic", "date"], catalog="prod.sales.orders")     # pyiceberg's catalog "prod"
+
+Catalog     Without a name: SQLite in `.kmq/catalog.db` beside the table, and metadata/version-hint.text for readers that take a
+            directory (pyiceberg's StaticTable, DuckDB). With a name: what pyiceberg finds under it in ~/.pyiceberg.yaml or in
+            PYICEBERG_CATALOG__<NAME>__… (REST, SQL, Hive, Glue); name.namespace.table names the table as well.
+Invariant   The snapshot of a batch and the property kmq.<query>.batch, which holds the number of the last one, always come in the
+            same commit. A batch whose number is not above the property is never committed again. So expired snapshots are not
+            missed; the snapshot's summary says kmq.query and kmq.batch too, for people.
+Crash       before the commit    the files lie in data/, no snapshot names them; the next start finds the batch sealed
+            during it            the catalog changes one pointer (SQLite: one row, in a transaction): before or after;
+            after it             the next start finds the property, and writes `batch` alone;
+            power                with the catalog of its own, metadata is synced before the pointer changes.
+Files       have every column, those of the partition too, as other writers of Iceberg do it; fields are found by the table's name
+            mapping. A directory's name tells the value of a partition: Spark puts a copy of the column there.
+Not covered Small files stay small, and what expired snapshots alone named stays on disk: that is for an engine's
+            rewrite_data_files and remove_orphan_files. Above KEEP_SNAPSHOTS the oldest are expired, because a commit
+            writes the list of all of them.
+"""
+
+import logging
+import os
+import re
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from kmq.errors import ConfigError, RetryError
+from kmq.spark.tables import columns, disk
+from kmq.spark.tables.base import Table
+from kmq.spark.tables.places import S3, endpoint, region
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pyarrow as pa
+    from pyiceberg.catalog import Catalog
+    from pyiceberg.manifest import DataFile
+    from pyiceberg.table import Table as IcebergTable
+    from pyspark.sql import DataFrame, SparkSession
+
+KEEP_SNAPSHOTS = 100  # a commit reads and writes the list of all: 1 ms of CPU for each
+EXPIRE = 50  # so many more, and as many go at once: that is a commit, too
+_COPY = "of__"  # before the name of a partition column: the copy that names the directory
+_MAPPING = "schema.name-mapping.default"  # Spark's files have no ids of fields: readers go by this
+_OWN = "kmq"  # the catalog beside the table, and its namespace
+
+
+class Iceberg(Table):
+    """See the module."""
+
+    format = "iceberg"
+
+    def __init__(self, path: str, partition_by: "Sequence[str]", state: str = "", catalog: str = "") -> None:
+        super().__init__(path, partition_by, state)
+        if not find_spec("pyiceberg") or not find_spec("sqlalchemy"):
+            raise ConfigError("--format iceberg needs pyiceberg: pip install 'kmq[iceberg]'")
+        if set("#?") & set(path):
+            raise ConfigError(f"--to {path!r}: Iceberg names files by URL: the path must have no # and no ?")
+        self._name, _, name = catalog.partition(".")
+        self._identifier = name or f"{_OWN}.{re.sub('[^A-Za-z0-9_]', '_', os.path.basename(path))}"
+        self._opened: Catalog | None = None
+        # Says of each column without statistics, like payloads that are long, that it has none.
+        logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
+
+    def _release(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+        super()._release()
+
+    # --- the catalog ---------------------------------------------------------------------------------------------
+
+    @property
+    def catalog(self) -> "Catalog":
+        """The catalog that names the table."""
+        if self._opened is None:
+            self._opened = self._open_catalog()
+        return self._opened
+
+    def _open_catalog(self) -> "Catalog":
+        from pyiceberg.catalog import load_catalog
+
+        if not self._name:
+            uri, io = f"sqlite:///{self.state}/catalog.db", "kmq.spark.tables.synced.SyncedIO"
+            store = {}
+            if isinstance(self.place, S3):
+                io = "pyiceberg.io.pyarrow.PyArrowFileIO"
+                store = {"s3.endpoint": endpoint() or None, "s3.region": region() or None}
+            return load_catalog(_OWN, type="sql", uri=uri, warehouse=self.place.url, **{"py-io-impl": io}, **store)
+        try:
+            return load_catalog(self._name)
+        except Exception as err:  # of pyiceberg, SQLAlchemy, requests, boto3: whatever the catalog is made of
+            raise ConfigError(
+                f"--catalog {self._name}: {err}; describe it in ~/.pyiceberg.yaml"
+                f" or in PYICEBERG_CATALOG__{self._name.upper()}__URI"
+            ) from err
+
+    def table(self) -> "IcebergTable | None":
+        """The table as it is now; None before the first batch."""
+        from pyiceberg.exceptions import NoSuchTableError
+
+        try:
+            return self.catalog.load_table(self._identifier)
+        except NoSuchTableError:
+            return None
+
+    def create(self, schema: "pa.Schema") -> None:
+        self.catalog.create_namespace_if_not_exists(self._identifier.rpartition(".")[0])
+        with self.catalog.create_table_transaction(self._identifier, schema, self.place.url) as made:
+            with made.update_spec() as spec:
+                for name in self.partition_by:
+                    spec.add_identity(name)
+            made.set_properties(
+                {"commit.manifest-merge.enabled": "true", "write.metadata.delete-after-commit.enabled": "true"}
+            )
+
+    # --- one batch -----------------------------------------------------------------------------------------------
+
+    def has(self, batch_id: int) -> bool:
+        return super().has(batch_id) or self._is_committed(self.table(), batch_id)
+
+    def _is_committed(self, table: "IcebergTable | None", batch_id: int) -> bool:
+        return table is not None and batch_id <= int(table.properties.get(self._property(), -1))
+
+    def _property(self) -> str:
+        return f"kmq.{disk.read(f'{self.state}/query')}.batch"
+
+    def known_columns(self) -> dict[str, str] | None:
+        from pyiceberg.transforms import IdentityTransform
+
+        table = self.table()
+        if table is None:
+            return None
+        if (location := table.location().rstrip("/").removeprefix("file://")) != self.path:
+            raise ConfigError(
+                f"--catalog {self._name}: its table {self._identifier} is at {location}; give that as --to"
+            )
+        fields = table.spec().fields
+        names = [table.schema().find_column_name(field.source_id) for field in fields]
+        if names != self.partition_by or not all(isinstance(field.transform, IdentityTransform) for field in fields):
+            raise self._other_partitions([f"{field.transform}({field.name})" for field in fields])
+        return self._describe(table.schema().as_arrow())
+
+    def _describe(self, schema: "pa.Schema") -> dict[str, str]:
+        return columns.described(schema, widened=True)
+
+    def _write(self, rows: "DataFrame", partition_by: list[str]) -> None:
+        from pyspark.sql import functions as F
+
+        copies = {f"{_COPY}{name}": F.col(name) for name in partition_by}
+        super()._write(rows.withColumns(copies), list(copies))
+
+    def _place(self, directory: str) -> str:
+        parts = (part.removeprefix(_COPY) for part in directory.split("/") if part)
+        return "/".join(["data", *parts])
+
+    def _record(self, batch_id: int, files: list[dict[str, Any]]) -> None:
+        from pyiceberg.exceptions import CommitFailedException
+
+        table = self.table()
+        if table is None:
+            raise ConfigError(f"--to {self.path}: the catalog has no table {self._identifier} any more")
+        if not self._is_committed(table, batch_id):
+            query = disk.read(f"{self.state}/query")
+            about = {"kmq.query": query, "kmq.batch": str(batch_id)}
+            try:
+                with table.transaction() as change:
+                    about_files = {self._property(): str(batch_id)}
+                    if _MAPPING not in table.properties:
+                        about_files[_MAPPING] = table.schema().name_mapping.model_dump_json()
+                    change.set_properties(about_files)
+                    if files:
+                        with change.update_snapshot(about).merge_append() as append:
+                            for file in files:
+                                append.append_data_file(self._data_file(table, file))
+            except CommitFailedException as err:
+                raise RetryError(f"--to {self.path}: the table was changed by others meanwhile: {err}") from err
+        self._write_hint(table)
+
+    def _data_file(self, table: "IcebergTable", file: dict[str, Any]) -> "DataFile":
+        from pyarrow import parquet
+        from pyiceberg.io.pyarrow import (
+            compute_statistics_plan,
+            data_file_statistics_from_parquet_metadata,
+            parquet_path_to_id_mapping,
+        )
+        from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+
+        statistics = data_file_statistics_from_parquet_metadata(
+            parquet_metadata=parquet.read_metadata(self.place.here(self._sealed, file)),
+            stats_columns=compute_statistics_plan(table.schema(), table.properties),
+            parquet_column_mapping=parquet_path_to_id_mapping(table.schema()),
+        )
+        return DataFile.from_args(
+            content=DataFileContent.DATA,
+            file_path=f"{self.place.url}/{file['to']}",
+            file_format=FileFormat.PARQUET,
+            partition=_partition(table, disk.partition_values(file["to"])),
+            file_size_in_bytes=file["size"],
+            sort_order_id=None,
+            spec_id=table.metadata.default_spec_id,
+            equality_ids=None,
+            key_metadata=None,
+            **statistics.to_serialized_dict(),
+        )
+
+    def _settle(self) -> None:
+        if not self._name and (table := self.table()) is not None:
+            self._write_hint(table)
+
+    def _write_hint(self, table: "IcebergTable") -> None:
+        """For readers that know the directory alone: which metadata is the newest."""
+        if not self._name:
+            version = os.path.basename(table.metadata_location).removesuffix(".metadata.json")
+            self.place.replace("metadata/version-hint.text", version.encode())
+
+    # --- upkeep --------------------------------------------------------------------------------------------------
+
+    def merge(self, spark: "SparkSession", all: bool = False) -> int:
+        """Expire what are too many snapshots. Files stay as they are."""
+        table = self.table()
+        if table is not None and len(table.metadata.snapshots) >= KEEP_SNAPSHOTS + EXPIRE:
+            heads = {ref.snapshot_id for ref in table.metadata.refs.values()}
+            by_age = sorted(table.metadata.snapshots, key=lambda snapshot: snapshot.timestamp_ms)
+            old = [each.snapshot_id for each in by_age[:-KEEP_SNAPSHOTS] if each.snapshot_id not in heads]
+            table.maintenance.expire_snapshots().by_ids(old).commit()
+            self._write_hint(table)
+        return 0
+
+
+def _partition(table: "IcebergTable", values: dict[str, str | None]) -> Any:
+    """What names of directories say, as Iceberg holds it: a date as a number of days."""
+    from pyiceberg.expressions.literals import literal
+    from pyiceberg.typedef import Record
+    from pyiceberg.types import TimestampType, TimestamptzType
+
+    found: list[Any] = []
+    for field in table.spec().fields:
+        column, text = table.schema().find_field(field.source_id), values[field.name]
+        if text is not None and column.field_type in (TimestampType(), TimestamptzType()):  # Spark's form of it, in UTC
+            text = text.replace(" ", "T") + ("+00:00" if column.field_type == TimestamptzType() else "")
+        found.append(None if text is None else literal(text).to(column.field_type).value)
+    return Record(*found)

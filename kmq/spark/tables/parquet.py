@@ -1,0 +1,80 @@
+"""A table of Parquet files in directories that name the values of partitions; small ones are merged.
+
+Invariant   A file under the table's directory is of a committed batch, or takes the place of such files, with the same rows.
+Merging     A directory with many small files is rewritten to .kmq/merging/ and changes places with the rewritten one in a single
+            system call (renameat2, RENAME_EXCHANGE): readers list the one or the other. A reader that had listed the old names
+            gets an error, not a wrong result; so while a stream runs, only directories that the last batch did not write to are
+            merged.
+Crash       A kill leaves either of the two in merging/, which the next start throws away: the other has the same rows.
+Not covered Where a file system cannot exchange (NFS), in an object store, and without partitions, files stay small.
+"""
+
+import json
+import os
+import shutil
+from math import ceil
+from typing import TYPE_CHECKING
+
+from kmq.log.disk import replace_file, sync_directory, sync_file
+from kmq.spark.pinned import pinned
+from kmq.spark.tables import base, disk
+from kmq.spark.tables.base import Table
+from kmq.spark.tables.places import S3
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+
+class Parquet(Table):
+    """See the module."""
+
+    format = "parquet"
+
+    def known_columns(self) -> dict[str, str] | None:
+        known = disk.read(f"{self.state}/columns.json")
+        if not known:
+            return None
+        found = json.loads(known)
+        if found["partition_by"] != self.partition_by:
+            raise self._other_partitions(found["partition_by"])
+        types: dict[str, str] = found["columns"]
+        return types
+
+    def create(self, schema: "pa.Schema") -> None:
+        about = {"columns": self._describe(schema), "partition_by": self.partition_by}
+        replace_file(f"{self.state}/columns.json", json.dumps(about, indent=1).encode())
+
+    def merge(self, spark: "SparkSession", all: bool = False) -> int:
+        gone = 0
+        if isinstance(self.place, S3) or not self.partition_by or not disk.can_exchange(self.state):
+            return gone
+        for directory, files in disk.directories(self.path).items():
+            if directory and (all or directory not in self._written):
+                small = [name for name, size in files.items() if size < base.TARGET_BYTES // 2]
+                if len(small) >= base.MERGE_FILES:
+                    gone += self._merge(spark, directory, small, files)
+        return gone
+
+    def _merge(self, spark: "SparkSession", directory: str, small: list[str], files: dict[str, int]) -> int:
+        live, made = f"{self.path}/{directory}", f"{self._merging}/rows"
+        shutil.rmtree(self._merging, ignore_errors=True)
+        # The schema of one file at a time would lose a column that later ones have.
+        rows = spark.read.option("mergeSchema", "true").parquet(*(f"{live}/{name}" for name in small))
+        few = rows.coalesce(ceil(sum(files[name] for name in small) / base.TARGET_BYTES))
+        with pinned(spark):
+            base.writer(few).parquet(made)
+        stem = max(small).removesuffix(".parquet").split("+")[0]  # of the newest: no merge before had it
+        new = f"{self._merging}/directory"
+        os.mkdir(new)
+        for number, name in enumerate(disk.parquet_files(made)):
+            sync_file(f"{made}/{name}")
+            os.rename(f"{made}/{name}", f"{new}/{stem}+{number}.parquet")
+        for name in files.keys() - set(small):
+            os.link(f"{live}/{name}", f"{new}/{name}")
+        sync_directory(new)
+        disk.exchange(new, live)
+        sync_directory(os.path.dirname(live))
+        sync_directory(self._merging)
+        shutil.rmtree(self._merging)
+        return len(small)

@@ -1,0 +1,32 @@
+"""Files of Iceberg's metadata that are on disk when they are closed: the catalog's pointer to them is, too."""
+
+import io
+import os
+
+from pyiceberg.io import OutputStream
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
+
+from kmq.log.disk import sync_directory
+
+
+class SyncedIO(PyArrowFileIO):
+    """For `py-io-impl` of a catalog whose tables are on this machine."""
+
+    def new_output(self, location: str) -> PyArrowFile:
+        """A local file that is synced when it is closed."""
+        scheme, netloc, path = self.parse_location(location, self.properties)
+        return _SyncedOutput(location, path, self.fs_by_scheme(scheme, netloc))
+
+
+class _SyncedOutput(PyArrowFile):
+    def create(self, overwrite: bool = False) -> OutputStream:
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        return _SyncedFile(self._path, "wb" if overwrite else "xb")
+
+
+class _SyncedFile(io.FileIO):
+    def close(self) -> None:
+        if not self.closed:
+            os.fsync(self.fileno())
+            super().close()
+            sync_directory(os.path.dirname(str(self.name)))

@@ -1,0 +1,197 @@
+"""Where the sink writes: addresses at which ingress takes lines, and what is wrong with one for good.
+
+    kmq.producers            [tls://|tcp://]host[:port], comma-separated. Without a scheme an address has TLS where options of TLS
+                             (kmq/spark/connections.py) are given, as those of gateways have. Ports: 5673; over TLS 5443
+
+Fault       `check` tells what no waiting mends from what passes: a host that is not known, a certificate that is not the right
+            one, a token that is not known, against a broker that is down, slow, or refuses for now. It is a guess for the first
+            of these, because a pod's name is not known while it is replaced: so whoever asks for it must be about to begin.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import ssl
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from kmq.client.lines import RETRYABLE
+from kmq.client.producer import Producer, local_address
+from kmq.errors import ConfigError
+from kmq.spark.connections import Access, Tls, duration, tls_of
+
+_PORT, _TLS_PORT = 5673, 5443
+_TLS, _TCP = "tls://", "tcp://"
+_TIMEOUT_S = 60.0
+_AT_A_TIME = 8
+_LOOK_S = 5.0  # for a broker to answer: one that is slow is no fault
+_LISTENED = 3  # times, for an alert
+_ALERT = b"\x15\x03"  # how a TLS record begins with which a listener answers what is no TLS
+# Of what OpenSSL calls it when the broker does not take our certificate, or speaks no TLS.
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+_FOR_GOOD = re.compile(r"CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|HANDSHAKE_FAILURE|" + "|".join(_NO_TLS))
+
+
+class Address(NamedTuple):
+    """Where a broker takes lines."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{_TLS if self.is_tls else ''}{host}:{self.port}"
+
+
+def addresses(option: str, text: str, has_tls: bool = False) -> list[Address]:
+    """Those of a comma-separated list; `has_tls`: without a scheme they have TLS. Raises ConfigError, which names `option`."""
+    return [_address(option, part.strip(), has_tls) for part in text.split(",") if part.strip()]
+
+
+def _address(option: str, text: str, has_tls: bool) -> Address:
+    scheme = next((scheme for scheme in (_TLS, _TCP) if text.lower().startswith(scheme)), "")
+    is_tls, rest = scheme == _TLS or (has_tls and not scheme), text[len(scheme) :]
+    host, colon, port = rest.rpartition(":")
+    if not colon or rest.endswith("]"):
+        host, port = rest, str(_TLS_PORT if is_tls else _PORT)
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or re.search(r"[\s/@\[\]]", bare) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{option}={text!r}: must be host:port, or tls://host:port")
+    return Address(bare, int(port), is_tls)
+
+
+# --- what is wrong for good ----------------------------------------------------------------------------------------------
+
+
+def producer(address: Address, access: Access, **options: Any) -> Producer:
+    """A producer of kmq.Producer's `options` at this address."""
+    tls = (access.tls or Tls()).context() if address.is_tls else None
+    return Producer(address.host, address.port, token=access.token, tls=tls, **options)
+
+
+class Target(NamedTuple):
+    """The broker that a pipeline writes to: its address, and how it is connected to."""
+
+    address: Address
+    options: Mapping[str, str]  # of the sink
+
+    @property
+    def access(self) -> Access:
+        return Access.of(self.options)
+
+    @property
+    def timeout_s(self) -> float:
+        """Of a producer that is no task's."""
+        return duration(self.options, "kmq.timeout", _TIMEOUT_S)
+
+    @classmethod
+    def of(cls, producers: str, connection: Mapping[str, str], option: str = "--producers") -> "Target":
+        """At `producers`, host:port; without it the broker of this directory's settings. Raises ConfigError.
+
+        `connection`: options of the sink for token, TLS and timeout, which our own broker needs none of but the last.
+        """
+        if not producers:
+            host, port, token = local_address()
+            kept = {name: text for name, text in connection.items() if name == "kmq.timeout"}
+            connection, producers = kept | ({"kmq.token": token} if token else {}), f"{_TCP}{host}:{port}"
+        found = addresses(option, producers, tls_of(connection) is not None)
+        if len(found) != 1:
+            raise ConfigError(f"{option} {producers!r}: must be host:port of one broker's lines")
+        return cls(found[0], {**connection, "kmq.producers": producers})
+
+    def check(self) -> None:
+        """Raises ConfigError for what no waiting mends."""
+        check(self.address, self.access)
+
+
+def has_begun(options: Mapping[str, str]) -> bool:
+    """Whether a stream with these options has committed a batch, or cannot be asked: its checkpoint is not on this machine."""
+    path = {name.lower(): text for name, text in options.items()}.get("checkpointlocation", "")
+    scheme, colon, rest = path.partition(":")
+    if colon and scheme != "file":
+        return True
+    commits = f"/{rest.lstrip('/')}/commits" if colon else f"{path}/commits"
+    try:
+        return not path or bool(os.listdir(commits))
+    except OSError:
+        return False
+
+
+def check_all(asked: Sequence[Address], access: Access) -> None:
+    """`check` of each, at the same time."""
+    with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
+        list(pool.map(lambda address: check(address, access), dict.fromkeys(asked)))
+
+
+def check(address: Address, access: Access, is_host_sure: bool = False) -> None:
+    """Connect once and say hello. Raises ConfigError for what no waiting mends; whatever else happens is no fault.
+
+    `is_host_sure`: a host that is not known will be, as that of a pod that is replaced.
+    """
+    try:
+        said = _greeting(address, access)
+    except OSError as err:
+        why = fault(err)
+        if why and not (is_host_sure and isinstance(err, socket.gaierror)):
+            raise ConfigError(f"{address}: {why}") from None
+        return
+    if said.startswith(_ALERT) or (not said and not address.is_tls and _speaks_tls(address)):
+        raise ConfigError(f"{address}: it speaks TLS only; write {_TLS}{address}")
+    verb, _, refusal = said.decode(errors="replace").strip().partition(" ")
+    refusal = refusal.removeprefix("0 ")
+    if verb == "!err" and refusal.partition(" ")[0] not in RETRYABLE:
+        raise ConfigError(f"{address}: the broker refuses the connection: {refusal}; option kmq.token")
+
+
+def _greeting(address: Address, access: Access) -> bytes:
+    """What is answered to hello; b"" where the connection only ends."""
+    hello = f"!hello acks=0{f' token={access.token}' if access.token else ''}\n".encode()
+    context = (access.tls or Tls()).context() if address.is_tls else None
+    said = b""
+    with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
+        said = _reply(address, hello, context)
+    # With TLS 1.3 the broker judges our certificate when the handshake is over for us. What we have sent by then makes its end
+    # a reset, which takes the alert with it: so listen, and say nothing.
+    for _ in range(_LISTENED if context and not said else 0):
+        with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
+            return _reply(address, b"", context)
+    return said
+
+
+def _speaks_tls(address: Address) -> bool:
+    """Whether a handshake succeeds there, whoever's certificate it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((address.host, address.port), timeout=_LOOK_S) as plain:
+            context.wrap_socket(plain).close()
+    except OSError:
+        return False
+    return True
+
+
+def _reply(address: Address, hello: bytes, context: ssl.SSLContext | None) -> bytes:
+    with socket.create_connection((address.host, address.port), timeout=_LOOK_S) as plain:
+        sock = context.wrap_socket(plain, server_hostname=address.host) if context else plain
+        with sock:
+            if hello:
+                sock.sendall(hello)
+            return sock.recv(4096)
+
+
+def fault(err: OSError) -> str:
+    """What `err` says is wrong for good with an address, and what to do; "" where waiting may help."""
+    if isinstance(err, socket.gaierror):
+        return "" if err.errno == socket.EAI_AGAIN else "this host is not known; is the name right?"
+    if isinstance(err, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {err.verify_message}; options kmq.ssl.ca.location, kmq.ssl.server.name"
+    reason: str = getattr(err, "reason", None) or ""
+    if isinstance(err, ssl.SSLError) and _FOR_GOOD.search(reason):
+        if reason in _NO_TLS:
+            return "nothing there speaks TLS; write tcp://host:port, or give the port that does"
+        options = "options kmq.ssl.certificate.location, kmq.ssl.key.location"
+        return f"the broker does not take our certificate: {reason.lower()}; {options}"
+    return ""

@@ -1,0 +1,123 @@
+"""What a Spark job costs: wall time, CPU of its JVM and of its Python processes apart, and the memory of its Python workers."""
+
+import contextlib
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_LOOK_S = 0.05  # between two looks at the memory of the workers
+
+
+class Cost(NamedTuple):
+    """Seconds of one run, or of something until now."""
+
+    wall: float
+    jvm: float  # of CPU
+    python: float  # of CPU: this process, the workers, and what they have started
+
+    @property
+    def cpu(self) -> float:
+        return self.jvm + self.python
+
+    def __sub__(self, other: tuple[float, ...]) -> "Cost":
+        return Cost(*(a - b for a, b in zip(self, other, strict=True)))
+
+
+def jvm_of(spark: "SparkSession") -> psutil.Process:
+    """The Java process of this session."""
+    return psutil.Process(spark.sparkContext._gateway.proc.pid)  # type: ignore[union-attr]
+
+
+def until_now(jvm: psutil.Process) -> Cost:
+    """What has been used since these processes began; what has ended counts through its parent."""
+    own, java = psutil.Process().cpu_times(), jvm.cpu_times()
+    python = own.user + own.system + java.children_user + java.children_system
+    for child in jvm.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            python += sum(child.cpu_times()[:4])
+    return Cost(time.perf_counter(), java.user + java.system, python)
+
+
+def cost_of(jvm: psutil.Process, work: Callable[[], object]) -> Cost:
+    before = until_now(jvm)
+    work()
+    return until_now(jvm) - before
+
+
+def in_turns(
+    jvm: psutil.Process, works: Mapping[str, Callable[[], object]], rounds: int, say: Callable[[str], None]
+) -> dict[str, list[Cost]]:
+    """The costs of each, turn after turn: what disturbs one side of a ratio disturbs the other. One turn before warms up."""
+    costs: dict[str, list[Cost]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            cost = cost_of(jvm, work)
+            turn = f"turn {number} of {rounds}" if number else "warm-up"
+            say(f"  {turn}: {name}: {cost.wall:.2f} s, CPU {cost.jvm:.2f} JVM + {cost.python:.2f} Python")
+            if number:
+                costs[name].append(cost)
+    return costs
+
+
+def median(costs: list[Cost]) -> Cost:
+    return Cost(*(statistics.median(each) for each in zip(*costs, strict=True)))
+
+
+def ratio(ours: list[Cost], theirs: list[Cost], of: Callable[[Cost], float]) -> float:
+    """The median of the ratios of each turn."""
+    return statistics.median(of(a) / of(b) for a, b in zip(ours, theirs, strict=True))
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Peak:
+    """The largest that one Python worker was: resident bytes, and its share of them (PSS)."""
+
+    def __init__(self) -> None:
+        self.rss = self.pss = self.workers = 0
+
+
+@contextmanager
+def peak_of_workers(jvm: psutil.Process) -> Iterator[Peak]:
+    """Watch the Python workers of a JVM."""
+    peak, done = Peak(), threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_LOOK_S):
+            _look(jvm, peak)
+
+    for child in jvm.children(recursive=True):
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{child.pid}/clear_refs").write_text("5")  # what it was at most is forgotten
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+        _look(jvm, peak)
+
+
+def _look(jvm: psutil.Process, peak: Peak) -> None:
+    children = jvm.children(recursive=True)
+    peak.workers = max(peak.workers, len(children))
+    for child in children:
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            if found := re.search(r"VmHWM:\s+(\d+) kB", status):
+                peak.rss = max(peak.rss, 1024 * int(found[1]))
+            rollup = Path(f"/proc/{child.pid}/smaps_rollup").read_text()
+            if found := re.search(r"\nPss:\s+(\d+) kB", rollup):
+                peak.pss = max(peak.pss, 1024 * int(found[1]))

@@ -1,0 +1,99 @@
+"""Tables filled without Spark: a batch is staged by pyarrow; and a writer that dies before a step."""
+
+import os
+import shutil
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs
+import pyarrow.parquet as pq
+from deltalake import DeltaTable
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.table import StaticTable
+
+from kmq.spark.tables import Iceberg, base, delta, disk, places, synced
+
+SCHEMA = pa.schema([("n", pa.int64()), ("text", pa.string()), ("topic", pa.string())])
+QUERY = "b5c2ae0e-0000-0000-0000-000000000000"
+# What a table does to files and to what names them: (owner, name). To die behind one is to die before the next.
+STEPS = [(base, "replace_file"), (base, "sync_directory"), (base, "sync_file"), (disk, "sync_directory")]
+STEPS += [(disk, "sync_file"), (delta, "sync_directory"), (os, "rename"), (os, "makedirs"), (shutil, "rmtree")]
+STEPS += [(places, "replace_file"), (places, "sync_directory"), (synced, "sync_directory")]
+STEPS += [(DeltaTable, "create_write_transaction"), (SqlCatalog, "commit_table")]
+S3_STEPS = [*STEPS[-2:], (places.S3, "_store"), (places.S3, "replace"), (base, "replace_file"), (shutil, "rmtree")]
+FORMATS = ["parquet", "delta", "iceberg"]
+
+
+class Killed(BaseException):
+    """In place of SIGKILL: nothing catches it."""
+
+
+def stage(table, numbers):
+    """What Spark would write: a file for each topic, in directories, and what else it leaves there."""
+    table._attempt = f"{table._making}/attempt"
+    for topic in ("a.b", "x%y"):
+        copy = "of__" if isinstance(table, Iceberg) else ""
+        directory = f"{table._attempt}/{copy}topic={topic.replace('%', '%25')}"
+        os.makedirs(directory)
+        mine = [n for n in numbers if n % 2 == (topic == "a.b")]
+        rows = pa.table({"n": mine, "text": [f"t{n}" for n in mine], "topic": [topic] * len(mine)}, schema=SCHEMA)
+        if not copy:
+            rows = rows.drop_columns("topic")
+        pq.write_table(rows, f"{directory}/part-0000{topic[0]}.zstd.parquet")
+    open(f"{table._attempt}/_SUCCESS", "w").close()
+    if table.known_columns() is None:
+        table.create(SCHEMA)
+
+
+def add(table, batch, numbers):
+    """What a pipeline's foreachBatch does."""
+    table.bind(QUERY, batch)
+    if not table.has(batch):
+        stage(table, numbers)
+        table.commit(batch)
+
+
+def read(path, format):
+    """(n, text, topic) of all rows, as others read them."""
+    on_s3 = path.startswith("s3://")
+    if format == "delta":
+        found = DeltaTable(path, storage_options={"AWS_ALLOW_HTTP": "true"}).to_pyarrow_table()
+    elif format == "iceberg":
+        at = {"s3.endpoint": os.environ["AWS_ENDPOINT_URL"]} if on_s3 else {}
+        found = StaticTable.from_metadata(path, at).scan().to_arrow()
+    elif on_s3:
+        store = pa.fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"])
+        found = ds.dataset(path.removeprefix("s3://"), partitioning="hive", filesystem=store).to_table()
+    else:
+        found = ds.dataset(path, partitioning="hive").to_table()
+    return sorted((row["n"], row["text"], row["topic"]) for row in found.select(["n", "text", "topic"]).to_pylist())
+
+
+def summaries(path, state):
+    """(query, batch) of each snapshot of an Iceberg table."""
+    at = {"s3.endpoint": os.environ.get("AWS_ENDPOINT_URL")}
+    with SqlCatalog("kmq", uri=f"sqlite:///{state}/catalog.db", **at) as catalog:
+        table = catalog.load_table(f"kmq.{os.path.basename(path)}")
+        return [(each.summary["kmq.query"], each.summary["kmq.batch"]) for each in table.snapshots()]
+
+
+def expected(numbers):
+    return sorted((n, f"t{n}", "a.b" if n % 2 else "x%y") for n in numbers)
+
+
+def count_steps(monkeypatch, stop_at=None, of=STEPS):
+    """Count the steps; die before number `stop_at`."""
+    steps = []
+
+    def watched(name, real):
+        def step(*args, **kwargs):
+            steps.append(name)
+            if len(steps) == stop_at:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return step
+
+    for owner, name in of:
+        monkeypatch.setattr(owner, name, watched(name, getattr(owner, name)))
+    return steps

@@ -1,0 +1,67 @@
+"""Addresses of the sink, and which faults of a connection no waiting mends."""
+
+import socket
+import ssl
+
+import pytest
+
+from kmq.errors import ConfigError
+from kmq.spark import targets
+from kmq.spark.connections import PLAIN
+from kmq.spark.targets import Address, addresses, check, has_begun
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("a", [("a", 5673, False)]),
+        ("a:1, tls://b ,TLS://c:3", [("a", 1, False), ("b", 5443, True), ("c", 3, True)]),
+        ("[::1]:7,tls://[::1]", [("::1", 7, False), ("::1", 5443, True)]),
+        (",", []),
+    ],
+)
+def test_addresses_are_read_and_written(text, made):
+    found = addresses("x", text)
+    assert found == [Address(*each) for each in made]
+    assert addresses("x", ",".join(map(str, found))) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["a:b", "a:0", "a:65536", "https://a:1", "tls://", "a b:1", "a@b:1", "tls://tls://a", ":5"]
+)
+def test_what_is_no_address_is_named_with_its_option(text):
+    with pytest.raises(ConfigError, match="--producers='") as error:
+        addresses("--producers", text)
+    assert text in str(error.value)
+
+
+def test_an_address_without_a_scheme_has_tls_where_options_of_tls_are_given():
+    found = addresses("x", "a,b:1,tcp://c,tls://d", has_tls=True)
+    assert found == [("a", 5443, True), ("b", 1, True), ("c", 5673, False), ("d", 5443, True)]
+
+
+def test_a_host_that_is_not_known_is_a_fault_only_where_it_must_be_known():
+    nowhere = Address("no-such-host.invalid", 5673)
+    with pytest.raises(ConfigError, match=r"no-such-host.invalid:5673: this host is not known"):
+        check(nowhere, PLAIN)
+    check(nowhere, PLAIN, is_host_sure=True)
+
+
+def test_a_broker_that_is_down_or_a_name_server_that_is_away_is_no_fault():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    check(Address("127.0.0.1", port), PLAIN)
+    check(Address("127.0.0.1", port, True), PLAIN)
+    assert not targets.fault(socket.gaierror(socket.EAI_AGAIN, "try again"))
+    assert not targets.fault(ssl.SSLEOFError(8, "ended"))
+    assert not targets.fault(TimeoutError())
+
+
+def test_a_stream_has_begun_when_its_checkpoint_has_a_commit(tmp_path):
+    for path in (str(tmp_path), f"file://{tmp_path}", f"file:{tmp_path}"):
+        assert not has_begun({"checkpointLocation": path})
+    tmp_path.joinpath("commits").mkdir()
+    assert not has_begun({"checkpointLocation": str(tmp_path)})
+    tmp_path.joinpath("commits", "0").touch()
+    for path in (str(tmp_path), f"file://{tmp_path}", f"file:{tmp_path}", "s3a://b/c", ""):
+        assert has_begun({"checkpointLocation": path})
