@@ -16,8 +16,9 @@ Numbers     A number with a fraction is its nearest double. A whole number is ex
             hold it: in `rest`, or (without `rest`) its nearest double. An infinite one is bad.
 Cost        Most payloads are judged by counting (_accounted): the object that from_json made has n names and objects; a text
             that begins with `{`, ends with `}` and holds n colons and closing braces in all holds no other name, nothing twice
-            and nothing behind the object. Each text where the count differs (a colon in a string, an explicit null) is parsed
-            a second time, as one element of a list whose next element nobody can guess: that tells the same exactly.
+            and nothing behind the object; those in the strings that were made are counted too. Each text where the count
+            differs (an explicit null, a field the schema does not know) is parsed a second time, as one element of a list
+            whose next element nobody can guess: that tells the same exactly.
 """
 
 import json
@@ -48,7 +49,8 @@ OWN = ("broker", "topic", "partition", "offset", "seq", "recv_ts", "key", "produ
 ADDED = ("host", "pod", "date", "hour", "rest", "reason", "value", "value_text", "routing_key")
 WHOLE = "*"  # in `rest`: the payload as it came
 
-_TEXT, _JSON, _IS_PLAIN, _RAW, _BROKEN = "_text", "_json", "_is_plain", "_raw", "_broken"
+_JSON, _VERDICT = "_json", "_verdict"
+_GUESS = secrets.token_hex(16)  # nobody can know it; the same for all batches, whose code Java then compiles once
 _CORRUPT = "\3corrupt"  # no field is called so
 _STRICT = {
     "columnNameOfCorruptRecord": _CORRUPT,
@@ -78,31 +80,28 @@ def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> Data
     A field whose name a column has already becomes payload_<name>. `rest`: a map of what the schema does not know.
     """
     fields = cast(StructType, StructType.fromDDL(schema)) if isinstance(schema, str) else schema
-    columns, text, document = rows.columns, F.col(_TEXT), F.col(_JSON)
+    columns, document, verdict = rows.columns, F.col(_JSON), F.col(_VERDICT)
+    text = F.coalesce(F.col("value").cast("string"), F.lit(""))  # a tombstone is no JSON object either
     typed = StructType([StructField(field.name, field.dataType) for field in fields])
-    guess = secrets.token_hex(16)
-    raw = F.from_json(F.concat(F.lit("["), text, F.lit(f',{{"{guess}":1}}]')), "array<map<string,string>>", _STRICT)
-    parsed = (
-        # A tombstone is no JSON object either.
-        rows.withColumn(_TEXT, F.coalesce(F.col("value").cast("string"), F.lit("")))
-        .withColumn(_JSON, F.from_json(text, _with_corrupt(typed), _STRICT))
-        .withColumn(_IS_PLAIN, _accounted(text, document, typed))
-        .withColumn(_RAW, F.when(~F.col(_IS_PLAIN), raw))
-        .withColumn(_BROKEN, F.when(~F.col(_IS_PLAIN), _broken(text, F.col(_RAW), guess)))
+    # Every further column that is parsed or judged would have Spark copy all rows once more.
+    judged = rows.withColumn(_JSON, F.from_json(text, _with_corrupt(typed), _STRICT)).withColumn(
+        _VERDICT, F.when(~_accounted(text, document, typed), _verdict(text, document, fields, rest))
     )
-    judge = _Judge(text, document, F.get(F.col(_RAW), F.lit(0)), fields)
-    is_object, names = F.col(_BROKEN).isNull(), _names(fields, columns)
-    named = [F.when(is_object, document[field.name]).alias(name) for field, name in zip(fields, names, strict=True)]
+    is_object = verdict["broken"].isNull()
+    named = [
+        F.when(is_object, document[field.name]).alias(name)
+        for field, name in zip(fields, _names(fields, columns), strict=True)
+    ]
     if rest:
-        named.append(F.when(~F.col(_IS_PLAIN) & is_object, judge.rest()).alias("rest"))
-    reason = F.when(~is_object, F.col(_BROKEN)).when(~F.col(_IS_PLAIN), judge.wrong_type(rest))
+        named.append(F.when(is_object, verdict["rest"]).alias("rest"))
     absent = [F.when(document[field.name].isNull(), F.lit(field.name)) for field in fields if not field.nullable]
     missing = (
         F.when(reduce(or_, (document[f.name].isNull() for f in fields if not f.nullable)), _listing("missing", absent))
         if absent
         else F.lit(None)
     )
-    return parsed.select(*columns, *named, F.coalesce(reason, missing).alias("reason"))
+    reason = F.coalesce(verdict["broken"], verdict["wrong_type"], missing)
+    return judged.select(*columns, *named, reason.alias("reason"))
 
 
 def infer(sample: DataFrame) -> StructType:
@@ -151,16 +150,39 @@ def _with_corrupt(fields: StructType) -> StructType:
 
 def _accounted(text: Column, document: Column, kind: StructType) -> Column:
     """Whether it is sure that `document` holds all there is in `text`, and that this is one object. Never null."""
-    marks = F.octet_length(text) - F.octet_length(
-        F.replace(F.replace(text, F.lit(":"), F.lit("")), F.lit("}"), F.lit(""))
-    )
     is_whole = F.startswith(text, F.lit("{")) & F.endswith(text, F.lit("}")) & F.is_valid_utf8(text)
     if _has(kind, DecimalType):  # that one was rounded cannot be seen
         return F.lit(False)
     # What follows a \u may be half a pair, which from_json makes a question mark.
     half = F.contains(text, F.lit("\\u")) & (F.contains(text, F.lit("\\ud")) | F.contains(text, F.lit("\\uD")))
-    sure = is_whole & document[_CORRUPT].isNull() & (marks == _marks(document, kind)) & ~half
+    marks, expected = _marks_in(text), cast(Column, _marks(document, kind))
+    are_all = marks == expected
+    if texts := list(_texts(document, kind)):
+        # A time of day in a string: these marks are no names. As an escape, one would be in the value and not in the text.
+        escaped = F.contains(text, F.lit("\\u003")) | F.contains(text, F.lit("\\u007"))
+        are_all |= (marks == expected + _marks_in(F.concat_ws("", *texts))) & ~escaped
+    sure = is_whole & document[_CORRUPT].isNull() & are_all & ~half
     return F.coalesce(sure & ~_any(document, kind, _inexact(text)), F.lit(False))
+
+
+def _marks_in(text: Column) -> Column:
+    """How many colons and closing braces."""
+    return F.octet_length(text) - F.octet_length(
+        F.replace(F.replace(text, F.lit(":"), F.lit("")), F.lit("}"), F.lit(""))
+    )
+
+
+def _texts(value: Column, kind: DataType, lists: int = 0) -> Iterator[Column]:
+    """The strings in a value, as texts and lists of texts; `lists`: of how many lists around it. Not those of maps in lists."""
+    if isinstance(kind, StructType):
+        for field in kind:
+            yield from _texts(value[field.name], field.dataType, lists)
+    elif isinstance(kind, ArrayType):
+        yield from _texts(value, kind.elementType, lists + 1)
+    elif isinstance(kind, MapType) and not lists:
+        yield from _texts(F.map_values(value), kind.valueType, 1)
+    elif isinstance(kind, StringType):
+        yield reduce(lambda found, _: F.flatten(found), range(lists - 1), value)
 
 
 def _marks(value: Column, kind: DataType) -> Column | None:
@@ -196,9 +218,9 @@ def _sum(values: Column, kind: DataType) -> Column | None:
 def _inexact(text: Column) -> Tests:
     """Of values that need not be what `text` said: a double's whole numbers have gaps, a copy of JSON may have other digits."""
 
-    def may_be_copy(value: Column) -> Column:  # of a number or a list; but strings begin so too
+    def may_be_copy(value: Column) -> Column:  # of a number, a list or an object; but strings begin so too
         first = F.ascii(value)
-        begins_so = ((first >= ord("-")) & (first <= ord("9"))) | (first == ord("[")) | (first == ord('"'))
+        begins_so = ((first >= ord("-")) & (first <= ord("9"))) | first.isin(*map(ord, '[{"'))
         return begins_so & ~F.contains(text, value)
 
     return {DoubleType: _has_gaps, FloatType: _has_gaps, StringType: may_be_copy}
@@ -241,11 +263,25 @@ def _has(kind: DataType, *kinds: type[DataType]) -> bool:
 # --- the others: parsed again --------------------------------------------------------------------------------------------
 
 
-def _broken(text: Column, raw: Column, guess: str) -> Column:
+def _verdict(text: Column, document: Column, fields: StructType, rest: bool) -> Column:
+    """What a text is that was parsed a second time: why it is broken, what has a wrong type, what no column holds."""
+    parsed = F.from_json(F.concat(F.lit("["), text, F.lit(f',{{"{_GUESS}":1}}]')), "array<map<string,string>>", _STRICT)
+
+    def judged(values: Column, _: Column) -> Column:
+        judge = _Judge(text, document, F.get(values, F.lit(0)), fields)
+        named = {"broken": _broken(text, values), "wrong_type": judge.wrong_type(rest), "rest": judge.rest()}
+        return F.struct(*(column.alias(name) for name, column in named.items()))
+
+    # A list of one gives what is used many times a name, without another column of all rows. By zip_with: in the code that Spark
+    # makes of `transform` the name is another one each time, so that Java would have to compile it anew for every batch.
+    return F.get(F.zip_with(F.array(parsed), F.array(F.lit(0)), judged), F.lit(0))
+
+
+def _broken(text: Column, raw: Column) -> Column:
     """Why a text is not one JSON object, else null."""
-    values = F.from_json(F.concat(F.lit("["), text, F.lit(f",{json.dumps(guess)}]")), "array<string>", _STRICT)
-    is_one = (F.size(raw) == 2) & F.get(raw, F.lit(1))[guess].isNotNull()
-    is_value = (F.size(values) == 2) & (F.get(values, F.lit(1)) == guess)
+    values = F.from_json(F.concat(F.lit("["), text, F.lit(f",{json.dumps(_GUESS)}]")), "array<string>", _STRICT)
+    is_one = (F.size(raw) == 2) & F.get(raw, F.lit(1))[_GUESS].isNotNull()
+    is_value = (F.size(values) == 2) & (F.get(values, F.lit(1)) == _GUESS)
     reason = F.when(~F.is_valid_utf8(text), "not_utf8").when(
         F.coalesce(is_one, F.lit(False)) & F.get(raw, F.lit(0)).isNotNull(),
         F.when(F.contains(text, F.lit("\\u")) & ~text.rlike(_WHOLE_PAIRS), "not_utf8"),

@@ -6,9 +6,11 @@ from contextlib import nullcontext
 from decimal import Decimal
 
 import pytest
+from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 from time_zone import tokyo
 
+from kmq.spark import payloads
 from kmq.spark.payloads import WHOLE, infer, parse
 
 SCHEMA = "n bigint, x double, user string, ok boolean, tags array<string>, at struct<x:int,deep:struct<y:double>>"
@@ -221,6 +223,38 @@ def test_what_is_new_inside_objects_and_lists_is_kept_as_a_whole(spark):
         {"st": '{"x":2,"new":3}'},
     ]
     assert found[0].st.x == 1 and [each.x for each in found[1].ls] == [1, 2]
+
+
+def test_what_looks_like_a_name_inside_a_string_hides_no_unknown_field(spark):
+    hidden = [
+        r'{"s":"\u003a","x":1}',
+        r'{"s":"\u003A\u003a","x":{}}',
+        r'{"s":"\u007D","x":1}',
+        r'{"ls":[{"x":1}],"s":"a\u003ab","x":"\u007d"}',
+        '{"s":"12:30:00","x":"12:30:00"}',
+        '{"s":"}:","s":"::","x":1}',
+        '{"s":{"x":1},"x":":"}',
+        '{"m":{":":1},"x":1}',
+    ]
+    found = of_values(spark, hidden, TYPED, rest=True)
+    assert [row.reason for row in found] == [None] * len(hidden)
+    assert [row.rest["x"] for row in found] == ["1", "{}", "1", "}", "12:30:00", "1", ":", "1"]
+
+
+def test_times_in_strings_are_told_by_counting_and_odd_ones_are_not(spark):
+    kind = StructType.fromDDL(TYPED + ", names array<struct<tags:array<string>>>")
+    plain = [
+        '{"s":"2026-11-22T12:30:00Z","a":1}',
+        '{"s":"{a: b}} }"}',
+        '{"names":[{"tags":["a:b","}"]},{"tags":["c"]}],"s":":"}',
+        '{"s":{"a":1.5}}',
+        r'{"s":"\u003a"}',
+    ]
+    odd = [r'{"s":"\u003a","new":1}', '{"s":null}', '{"s":":","new":1}', '{"s":{"a":1.50000000000000000000000000001}}']
+    rows = spark.createDataFrame([(text,) for text in [*plain, *odd]], "text string")
+    document = F.from_json("text", payloads._with_corrupt(kind))
+    told = rows.withColumn("made", document).select(payloads._accounted(F.col("text"), F.col("made"), kind)).collect()
+    assert [each[0] for each in told] == [True] * len(plain) + [False] * len(odd)
 
 
 def test_a_value_that_a_column_cannot_hold_is_bad_and_never_null(spark):
