@@ -4,6 +4,7 @@ Local mode is the default; the same code takes any master. Nothing is shipped to
 `pip install kmq[spark]` at the same Python (PYSPARK_PYTHON), or `spark.submit.pyFiles` among the confs.
 """
 
+import atexit
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -30,9 +31,12 @@ GET_JAVA = "apt-get install openjdk-17-jre-headless"
 _CHATTY = ("all", "trace", "debug", "info", "warn")
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 _MASTER_S = 5.0  # for a master to take a connection
+_SOCKET_DIR_CHARS = 60  # the kernel takes 107 for a socket's path, of which Spark's name has 42
 _JVMS = Path("/usr/lib/jvm")  # where Debian installs them, whether or not PATH knows
 # What the JVM prints before any logger is there: Spark asks for the module itself.
 _NOISE = (b"WARNING: Using incubator modules", b"WARNING: package sun.security.action")
+_TRACEBACK = (b"Traceback (most recent call last)", b"During handling of the above exception")
+_PARTING = (b"pyspark/daemon.py", b"python_streaming_source_runner.py")  # where Python workers talk to the JVM
 
 
 def session(
@@ -59,6 +63,8 @@ def session(
     if SparkContext._active_spark_context is None:
         check_master(master)
     confs = _confs(master) | given
+    if is_here(master) and SparkContext._gateway is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
+        confs = _sockets() | confs
     options = f"{log_options(log_level)} {confs.get('spark.driver.extraJavaOptions', '')}"
     confs["spark.driver.extraJavaOptions"] = options.strip()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -112,6 +118,20 @@ def _confs(master: str) -> dict[str, str]:
         confs["spark.driver.host"] = confs["spark.driver.bindAddress"] = "127.0.0.1"
         confs["spark.sql.shuffle.partitions"] = str(2 * cores(master))
     return confs
+
+
+def _sockets() -> dict[str, str]:
+    """Let the JVM and its Python workers talk by Unix sockets, in a directory of this process and this user alone.
+
+    Over TCP each task waits 40 ms: Spark writes its answer in two small pieces, and the second one is held back until the
+    kernel has acknowledged the first (Nagle's algorithm against delayed acknowledgement).
+    """
+    place = tempfile.mkdtemp(prefix="kmq-spark-")
+    if len(place) > _SOCKET_DIR_CHARS:
+        os.rmdir(place)
+        return {}
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return {"spark.python.unix.domain.socket.enabled": "true", "spark.python.unix.domain.socket.dir": place}
 
 
 def log_options(level: str) -> str:
@@ -227,10 +247,34 @@ def _launched(conf: "SparkConf") -> Any:
 
 def _pass_on(stderr: IO[bytes], last: deque[bytes]) -> None:
     """The JVM's stderr, and that of its Python workers, to ours, less what nobody needs to read; `last` keeps some."""
-    for line in stderr:
-        if not line.startswith(_NOISE):
-            last.append(line)
+    for text in _without_partings(stderr):
+        if not text.startswith(_NOISE):
+            last.append(text)
             try:
-                os.write(2, line)
+                os.write(2, text)
             except OSError:
                 pass  # a closed terminal must not stop the job
+
+
+def _without_partings(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines, and Python's tracebacks whole, less those of workers whose JVM has closed their connection.
+
+    It does so when a stream ends; a Unix socket, unlike TCP, lets them know, and they print it.
+    """
+    held: list[bytes] = []
+    has_parted = False
+    for line in lines:
+        if has_parted and line == b"\n":
+            continue
+        has_parted = False
+        if not held and not line.startswith(_TRACEBACK):
+            yield line
+            continue
+        held.append(line)
+        if line.startswith((b" ", b"\n", *_TRACEBACK)):
+            continue
+        whole, held = b"".join(held), []
+        has_parted = line.startswith((b"BrokenPipeError", b"EOFError")) and any(each in whole for each in _PARTING)
+        if not has_parted:
+            yield whole
+    yield from held

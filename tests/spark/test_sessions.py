@@ -1,0 +1,36 @@
+"""What a session sets up beside Spark, and leaves behind: nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from made_data import write_data
+
+STREAM = """
+import os, sys
+from kmq.spark.sessions import session
+spark = session("local[2]", "test")
+place = spark.conf.get("spark.python.unix.domain.socket.dir")
+rows = spark.readStream.format("kmq").option("path", sys.argv[1]).option("subscribe", "t").option("startingOffsets", "earliest")
+query = rows.load().writeStream.format("noop").option("checkpointLocation", sys.argv[2]).start()
+query.processAllAvailable()
+print(place, oct(os.stat(place).st_mode & 0o777), len(os.listdir(place)) > 0, query.lastProgress.numInputRows)
+query.stop()
+spark.stop()
+"""
+
+
+def test_workers_talk_by_unix_sockets_that_nobody_else_reaches_and_that_are_gone_at_the_end(tmp_path):
+    data = write_data(tmp_path / "data", [b"t|0|%d|x" % n for n in range(10)], {"t": 1})
+    done = subprocess.run(
+        [sys.executable, "-c", STREAM, str(data), str(tmp_path / "checkpoint")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    place, mode, is_used, rows = done.stdout.split()
+    assert (mode, is_used, rows) == ("0o700", "True", "10")
+    assert not Path(place).exists()
+    assert done.stderr == ""
