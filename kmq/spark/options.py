@@ -65,6 +65,8 @@ _ELSEWHERE = {
     "kafka.ssl.truststore.location": "kmq.ssl.ca.location",
     "kafka.ssl.keystore.location": "kmq.ssl.certificate.location and kmq.ssl.key.location",
 }
+# Without a connection they are for nothing; a token is also for what goes back to the broker.
+_CONNECTING = [name for name in connections.OPTIONS if name != "kmq.token"]
 
 
 class Options:
@@ -76,8 +78,12 @@ class Options:
         options = {name.lower(): text for name, text in given.items()}
         check_options(given, _READ, "reader", _ELSEWHERE)
         self._given = options
-        self.access = Access.of(options)
         self.servers, self.paths = places(options)
+        if self.paths and (vain := [name for name in _CONNECTING if name in options]):
+            raise ConfigError(
+                f"{vain[0]}: `path` is read without a connection; give kmq.bootstrap.servers, or leave the option out"
+            )
+        self.access = Access.of(options)
         if bool(self.servers) == bool(self.paths):
             raise ConfigError(
                 "give `path` (data directories) or `kmq.bootstrap.servers` (host:port of gateways), one of them"

@@ -60,3 +60,10 @@ def test_a_key_that_its_password_does_not_open_is_an_error(authority):
     for password in ({}, {"kmq.ssl.key.password": "wrong"}):
         with pytest.raises(ConfigError, match=r"must be PEM files of a certificate and its key"):
             Access.of(files | password)
+
+
+@pytest.mark.parametrize("name", ["kmq.timeout", "kmq.Patience", "kmq.ssl.ca.location", "kmq.ssl.key.password"])
+def test_options_of_connections_are_refused_where_there_is_none(name):
+    with pytest.raises(ConfigError, match=rf"^{name.lower()}: `path` is read without a connection"):
+        Options({"path": "data", "subscribe": "t", name: "30s"})
+    Options({"path": "data", "subscribe": "t", "kmq.token": "t"})  # the archive's dead letters go back with it

@@ -289,15 +289,16 @@ def _append(
 ) -> Iterator[pa.RecordBatch]:
     """Append sorted lines to their logs; the state of each, when it is on disk."""
     for (topic, number), runs in groupby(_runs(batches), itemgetter(0)):
-        log = _open_log(to, topic, number, known.get((topic, number), EMPTY), table, limits)
-        before = log.state.end_offset
+        before = known.get((topic, number), EMPTY)
+        log = _open_log(to, topic, number, before, table, limits)
         for run in runs:
             if run.last_seq > log.state.last_seq:
                 log.append(run.lines, run.records, run.first_seq, run.last_seq)
         log.note_open_block()
         log.close()
         _sync([*log.unsynced, log.path, segment.index_path(log.path)])
-        row = (topic, number, *log.state.values(), log.state.end_offset - before)
+        # Counted from what was known: an attempt of this batch that was broken off may have written some already.
+        row = (topic, number, *log.state.values(), log.state.end_offset - before.end_offset)
         names = [name.split()[0] for name in _STATES.split(", ")]
         types = [pa.string(), pa.int32(), *[pa.int64()] * 5]
         columns = [pa.array([value], kind) for value, kind in zip(row, types, strict=True)]
