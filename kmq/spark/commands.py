@@ -76,6 +76,8 @@ class From(NamedTuple):
         if self.brokers:
             patience = {"kmq.patience": self.patience} if self.patience else {}
             return {"kmq.bootstrap.servers": self.brokers} | self.connection() | patience
+        if self.patience:
+            raise ConfigError("--patience: is how long a gateway may be away; give --brokers, or leave it out")
         return {"path": self.path or load().data}
 
     def connection(self) -> dict[str, str]:

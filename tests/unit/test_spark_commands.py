@@ -291,6 +291,8 @@ def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(t
     target = commands.Target(str(tmp_path / "theirs"), "other")
     assert target.options(origin) == {"kmq.token": "theirs", "kmq.ssl.ca.location": "other"}
     assert commands.Target().options() == {}
+    with pytest.raises(ConfigError, match="--patience: is how long a gateway may be away"):
+        commands.From("data", patience="5s").options()
 
 
 @pytest.mark.parametrize("name", ["archive", "metrics", "mirror", "redrive"])
