@@ -14,18 +14,20 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Unpack
 
 from kmq.client.lines import no_connection
 from kmq.client.producer import CONNECT_S, Address, _log, backoff, keep_alive, local_address
-from kmq.client.protocol import Core, Delivery, NotAnswered, Options, Refused
+from kmq.client.protocol import Choices, Core, Delivery, NotAnswered, Options, Refused
 from kmq.errors import KmqError
 
 
 class AsyncProducer(asyncio.Protocol):
     """See the module, and Options for what can be told."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Any) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
+    ) -> None:
         self._address: Address = lambda: (host, port() if callable(port) else port, "")
         self.options = Options(**options)
         self._core = Core(self.options)
@@ -41,7 +43,7 @@ class AsyncProducer(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    def local(cls, **options: Any) -> "AsyncProducer":
+    def local(cls, **options: Unpack[Choices]) -> "AsyncProducer":
         """Of the broker that this directory's settings (environment, kmq.toml) speak of."""
         producer = cls(**options)
         producer._address = local_address

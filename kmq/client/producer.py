@@ -25,10 +25,10 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 from kmq.client.lines import no_connection, read_port
-from kmq.client.protocol import Core, Fenced, NotAnswered, Options, Refused
+from kmq.client.protocol import Choices, Core, Fenced, NotAnswered, Options, Refused
 from kmq.client.protocol import Delivery as CoreDelivery
 from kmq.errors import KmqError
 from kmq.settings import KIB, load
@@ -95,12 +95,14 @@ class Delivery(CoreDelivery):
 class Producer:
     """See the module, and Options for what can be told."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Any) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
+    ) -> None:
         """A `port` that is a function is asked before each connection."""
         self._start(lambda: (host, port() if callable(port) else port, ""), Options(**options))
 
     @classmethod
-    def local(cls, **options: Any) -> "Producer":
+    def local(cls, **options: Unpack[Choices]) -> "Producer":
         """Of the broker that this directory's settings (environment, kmq.toml) speak of."""
         local_address()
         producer = cls.__new__(cls)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from types import MappingProxyType
+from typing import TypedDict
 
 from kmq.client.lines import RETRYABLE, format_many, format_text, make_id, make_routing_key, renumber
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
@@ -112,6 +113,27 @@ class Options:
             raise ConfigError("first_id= is for a producer= with a name of its own")
         if min(self.max_in_flight, self.max_in_flight_bytes, self.batch_bytes) < 1:
             raise ConfigError("max_in_flight, max_in_flight_bytes and batch_bytes must be at least 1")
+
+
+class Choices(TypedDict, total=False):
+    """The fields of Options as keyword arguments, for type checkers."""
+
+    producer: str
+    window: str
+    dedupe: bool
+    first_id: int | None
+    linger_ms: float | None
+    batch_bytes: int
+    max_in_flight: int
+    max_in_flight_bytes: int
+    timeout_s: float
+    delivery_timeout_s: float | None
+    retry: frozenset[str]
+    token: str
+    tls: ssl.SSLContext | None
+    server_hostname: str | None
+    stall_s: float
+    on_stall: Callable[[str], None] | None
 
 
 class Delivery:
