@@ -33,7 +33,7 @@ pod: $(STAMP)  ## a real pod on this machine, from k8s/overlays/dev (or OVERLAY=
 	@eval "$$(scripts/pod-setup)" && scripts/image broker && exec $(BIN)/python scripts/play.py $(OVERLAY)
 
 pod-test: $(STAMP)  ## the scenarios and faults against real pods: sets up podman, builds the image; root on Debian
-	@$(BIN)/python -m pytest tests/pod -m "not soak"
+	@$(BIN)/python -m pytest tests/pod
 
 test: $(STAMP)  ## set up and run all the tests
 	@scripts/test

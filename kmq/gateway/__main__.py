@@ -1,9 +1,6 @@
-"""`python -m kmq.gateway [--with <pid>]`: the gateway alone, in the foreground.
+"""`python -m kmq.gateway [--with <pid>]`: the gateway alone, in the foreground."""
 
---with  the pid of the supervisor: when it is gone so are we. We hold nothing that must outlive it, and the next one's gateway
-        wants the ports.
-"""
-
+import argparse
 import contextlib
 import os
 import signal
@@ -58,11 +55,30 @@ def run(log: Log, supervisor: int) -> None:
         owner.release()
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kmq.gateway",
+        description="The HTTP and gRPC gateway of the broker of this directory's settings (environment, kmq.toml), in the"
+        " foreground. `kmq up` starts it by itself where the extra kmq[gateway] is installed.",
+        epilog="example: KMQ_HTTP_PORT=8082 python -m kmq.gateway",
+    )
+    parser.add_argument(
+        "--with",
+        dest="supervisor",
+        type=int,
+        default=0,
+        metavar="PID",
+        # It holds nothing that must outlive the supervisor, and the next one's gateway wants the ports.
+        help="the process that has started it: when that is gone, so is the gateway",
+    )
+    return parser.parse_args()
+
+
 def main() -> int:
     """Run the gateway to its end and return its exit code; every way out says why."""
+    supervisor = _arguments().supervisor
     log = Log("gateway")
     try:
-        supervisor = int(sys.argv[2]) if sys.argv[1:2] == ["--with"] else 0
         if supervisor:
             end_with(supervisor)
         with contextlib.suppress(KeyboardInterrupt):

@@ -42,6 +42,23 @@ def test_a_stage_imports_links_and_the_log_but_no_other_stage():
         assert not [other for other in STAGES if f"stages.{other}" in source.replace(f"stages.{name}", "")]
 
 
+def test_the_gateways_help_starts_no_gateway_and_a_wrong_argument_is_refused(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-m", "kmq.gateway", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+
+    helped, wrong = run("--help"), run("--wiht", "1")
+    assert helped.returncode == 0 and "usage: python -m kmq.gateway" in helped.stdout and helped.stderr == ""
+    assert wrong.returncode == 2 and "unrecognized arguments: --wiht" in wrong.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_pytest_alone_runs_no_soak():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/chaos/test_crash_points.py"]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True).stdout
+    assert "test_a_kill_at_a_random_line" in shown and "soak" not in shown.replace("deselected", "")
+
+
 def test_the_exit_codes_each_have_a_name_and_a_verdict():
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_") and isinstance(value, int)}
     assert set(errors.EXIT_NAMES) == codes and len(set(errors.EXIT_NAMES.values())) == len(codes)

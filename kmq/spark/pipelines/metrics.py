@@ -156,9 +156,9 @@ def run(
     late.check_mode(on_late)
     _seconds(watermark, "--watermark")
     if bool(to) == bool(topic):
-        raise ConfigError("give --to or --topic, one of them")
+        raise ConfigError("give --to or --into, one of them")
     if topic and not checkpoint:
-        raise ConfigError("--topic needs --checkpoint: a directory where it is written down how far the metrics are")
+        raise ConfigError("--into needs --checkpoint: a directory where it is written down how far the metrics are")
     rows = spark.readStream.format("kmq").schema(READ).options(**starting(where, "64m")).load()
     measured = measure(rows, window, watermark)
     if to:
