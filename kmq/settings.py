@@ -1,4 +1,4 @@
-"""Every setting there is: name, default, unit, limits and reason, declared once.
+"""Every setting there is: name, default, unit, limits and reason. `Settings` below gives their types.
 
 Order of precedence: environment, then `kmq.toml` in the working directory, then the default. An unknown `KMQ_*` or
 `RB_*` name is an error, because a typo that is ignored is a broker that runs with other limits than its owner

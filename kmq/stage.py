@@ -68,7 +68,7 @@ class Stage:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        # Held by every stage, so that what they hold lives while any stage lives (design 2.3).
+        # Held by every stage, so that what they hold lives while any stage lives: a FIFO is empty when its last end is closed.
         self.raw = open_fifo(settings.pipes, "raw")
         self.acks = open_fifo(settings.pipes, "acks")
 

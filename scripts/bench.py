@@ -79,7 +79,7 @@ class Scale:
 
 
 class Figure:
-    """One measured value beside its bar. `bar` reads like "≥ 1400000"; "" where the issue sets none."""
+    """One measured value beside its bar. `bar` reads like "≥ 1400000"; "" where there is none."""
 
     def __init__(self, part: str, what: str, value: float, unit: str, bar: str = "", note: str = "") -> None:
         self.part, self.what, self.value, self.unit, self.bar, self.note = part, what, value, unit, bar, note

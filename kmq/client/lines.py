@@ -1,7 +1,7 @@
 """Lines as a client writes and reads them, and the plain protocol: fire and forget, in blocks.
 
 Payloads    Tools that pass on lines of text (`kmq produce`, the demo) leave bytes as they are and encode only what no line can
-            hold: NUL and newline. The Python clients encode whatever is not printable text (design 2.1): text is UTF-8 without
+            hold: NUL and newline. The Python clients encode whatever is not printable text: text is UTF-8 without
             control characters other than tab and carriage return, so that `tail -F` of a queue can drive no terminal. Either way
             it is base64 with the header `enc=b64`, and `decode_payload` gives back the very bytes.
 Null        No value (None) is an empty payload: under `cleanup=compact` a tombstone. An empty value is an empty payload with
@@ -61,7 +61,7 @@ def format_message(routing_key: bytes, payload: bytes, id: bytes = b"", ts: floa
 
 
 _CONTROL_FREE = bytes(byte for byte in range(256) if (byte >= 32 and byte != 127) or byte in b"\t\r")
-_OWN_HEADERS = ("enc", "reason", "len")  # and all of one letter (design 2.1)
+_OWN_HEADERS = ("enc", "reason", "len")  # and all of one letter: those are the broker's
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_:@/=+-]*")
 _LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot instead of a format call per message

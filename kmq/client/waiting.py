@@ -1,6 +1,6 @@
 """What a command does while the broker takes nothing: it waits, and says on stderr what for.
 
-Backpressure is the contract (G5): a broker that has no room takes no more, and who waits loses nothing. Only silence is wrong.
+Backpressure is the contract: a broker that has no room takes no more, and who waits loses nothing. Only silence is wrong.
 """
 
 import math

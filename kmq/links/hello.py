@@ -2,7 +2,7 @@
 
     !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [token=<token>]
 
-`producer`: ids are decimal and increasing over all connections of that name. `window` (ours, beyond the design): ids are
+`producer`: ids are decimal and increasing over all connections of that name. `window`: ids are
 text of 1 to 256 bytes and remembered for a while; what the gateway uses for gRPC's message_id. Neither: acknowledged, stored
 as often as sent. `last=?`, with acks and a producer: a line `!last <id>` says the last id stored of this name (0: unknown
 name) before the first reply, so that a program that starts anew can go on from there.

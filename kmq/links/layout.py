@@ -28,7 +28,7 @@ Invariants
   4  Under `drop_oldest` the floor is published before the bytes below it are overwritten; the reader copies, then
      re-reads the floor before it trusts its copy. Under `block` nothing between tail and head is ever overwritten, so
      the reader may use the bytes in place.
-  5  A ring of another data directory, version, size or policy is never read (G9): the writer recreates it, or refuses
+  5  A ring of another data directory, version, size or policy is never read: the writer recreates it, or refuses
      where that would throw messages away; the reader waits until it matches.
 
 Crash       Writer killed before the counter store: nothing happened; after it: the blocks are there. Reader killed

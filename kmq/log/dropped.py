@@ -1,7 +1,7 @@
 """dropped.log: what `drop_oldest` threw away, `ring|first_seq|last_seq|count|ts`, one line per range.
 
 Writers     the reader of each ring: durability for `framed`, the router for `durable`. One line is one append, synced.
-Invariant   A range is in the file, on disk, before its reader goes on past it (G4), so no record after a gap is stored
+Invariant   A range is in the file, on disk, before its reader goes on past it, so no record after a gap is stored
             while the gap has no name.
 Crash       A torn last line is cut by the next writer; its range is found again in the ring and named again.
 """

@@ -1,7 +1,7 @@
 """Who a data directory is, and in which version its files are written. Three small files, written once and whole.
 
     id         names the directory for ever. Rings carry it, so that one left by another directory is never read as this
-               one's (G9).
+               one's.
     lineage    names the records: what the directory was called where they began. Equal to `id` unless it is a copy of
                another one that goes its own way. Every index carries it, so that a segment of other records is never
                taken for one of these.

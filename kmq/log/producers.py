@@ -12,7 +12,7 @@ Memory      Bounded: at most `producers` names, each with its last id, some runs
             fingerprints of what its last ids brought; at most `dedupe_count` runs and as many ids in windows; MAX_RANGES and
             MAX_PRINTS in all. Over the names those go first that a program made up for itself. What falls out of the runs is
             still known to be stored, but not as which seq (`!dup n 0`), what falls out of the ranges is not (`id_too_old`).
-            What falls out of a window, by count or age, is forgotten: design 2.4 promises no more there.
+            What falls out of a window, by count or age, is forgotten: KMQ_DEDUPE_COUNT and KMQ_DEDUPE_AGE are the promise.
 Time        A message costs no more however many names and ids there are: what is evicted stands in front of an order.
 """
 

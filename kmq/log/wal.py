@@ -15,10 +15,10 @@ Crash       inside a line    the torn end is cut at open; nothing that is cut ha
                              segment and through a new descriptor. The old file is not trusted with another byte;
             ring gone too    (the pod restarted on the same kernel) the page cache may show a tail that a failed fsync has
                              lost. It is written again in place, byte for byte, and synced before anything is
-                             acknowledged: a rewritten page is dirty again, whatever became of it before. The design
-                             has a copy into a new segment here; in place keeps `append.log` whole over
-                             every restart and needs no second file, and a crash in the middle changes nothing
-                             because the bytes are the same.
+                             acknowledged: a rewritten page is dirty again, whatever became of it before. In place,
+                             and not as a copy in a new segment: that keeps `append.log` whole over every restart and
+                             needs no second file, and a crash in the middle changes nothing because the bytes are the
+                             same.
 Not covered damage in the middle (a flipped bit, a zeroed page) is not looked for here, and never cut at.
 """
 

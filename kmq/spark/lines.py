@@ -33,7 +33,7 @@ from kmq.client.lines import is_text, make_routing_key, percent_encode
 from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.routing import exact
 
-MAX_ID_DIGITS = 18  # design 2.4
+MAX_ID_DIGITS = 18  # what the broker takes as a producer's id
 _STORED_ONLY = ("p", "w", "enc")  # headers of the record that was read, not of the message
 
 Mask = npt.NDArray[np.bool_]

@@ -18,7 +18,7 @@ _OPTIONS = (
 _OF_SPARK = ("queryname", "checkpointlocation")  # told to every sink of a stream
 _TIMEOUT_S = 600.0
 MAX_NAME = 64  # characters of a producer's name
-NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME}}}")  # of a producer (design 2.4)
+NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME}}}")  # of a producer
 STOP, AGAIN, TRUST = REPLAY = ("stop", "again", "trust")  # what a row does whose id is another row's
 
 

@@ -252,7 +252,7 @@ _MARK = re.compile(rb"([^@]*)\.@([0-9]*)((?s:\..*)?)")
 
 
 def _home(topics: dict[bytes, Topic], record: Record) -> tuple[bytes, int]:
-    """(topic, partition) of a record, as design 2.1 says it."""
+    """(topic, partition) of a record, worked out from its routing key alone."""
     if marked := _MARK.fullmatch(record.key):
         name, number, key = marked.groups()
         partitions = topics[name].partitions if name in topics else 1

@@ -1,4 +1,4 @@
-"""Design 2.3: any shell of the pod may write lines into the FIFO, while long lines from TCP pass in pieces."""
+"""The FIFO `raw`: any shell of the pod may write lines into the FIFO, while long lines from TCP pass in pieces."""
 
 import socket
 import subprocess

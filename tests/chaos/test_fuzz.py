@@ -1,6 +1,6 @@
 """Bad input: whatever is thrown at the socket, the broker stays up, keeps its memory, and accounts for every line.
 
-What must be stored of each line is worked out here from design 2.1, with nothing of kmq's own code for lines: a message as it
+What must be stored of each line is worked out here, with nothing of kmq's own code for lines: a message as it
 was sent (padded), or dead.malformed with a reason that applies, its length and the original. Beside the attackers a
 well-behaved producer sends lines like those of real logs, which must all come out byte for byte and in order.
 """
@@ -495,7 +495,7 @@ class AckedSender(Sender):
         return told
 
     def settle(self):
-        """Each line has been told what the design says of it; what is acknowledged has to be there."""
+        """Each line has been told what becomes of it; what is acknowledged has to be there."""
         told, known, last = self.replies(), {}, -1
         assert len(told) == len(self.lines)
         for line, (word, what) in zip(self.lines, told, strict=True):

@@ -322,7 +322,7 @@ def test_a_group_is_stored_and_answered_message_by_message(sent, tag, lines, rep
 
 
 def without_length(text):
-    """The header as design 2.3 has it: `l=` is ours."""
+    """The header without `l=`, the length of the line."""
     return re.sub(rb"(?m)^(!c .*) l=\d+", rb"\1", text)
 
 

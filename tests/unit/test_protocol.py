@@ -526,7 +526,7 @@ def test_headers_follow_the_id_and_kmqs_own_are_refused():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_history_of_broken_connections_stores_everything_once_and_in_order(seed):
-    """Replies and what was written are cut at random; the broker remembers as design 2.4 says, in a few lines of its own."""
+    """Replies and what was written are cut at random; the broker's memory of ids is a few lines of its own here."""
     rng = random.Random(seed)
     core = make(max_in_flight=200, linger_ms=None)
     stored, seqs, deliveries = [], {}, []  # the broker: lines, and id → seq

@@ -1,4 +1,4 @@
-"""The line: every rule of design 2.1, and the two ways to judge a line give the same verdict."""
+"""The line: every rule of it, and the two ways to judge a line give the same verdict."""
 
 import random
 from base64 import b64encode
