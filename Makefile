@@ -41,6 +41,9 @@ test: $(STAMP)  ## set up and run all the tests
 lint: $(STAMP)  ## lint and types: seconds
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+unit: $(STAMP)  ## the unit tests: about two minutes
+	@$(BIN)/python -m pytest -q tests/unit
+
 check: lint  ## lint, types, unit tests: about a minute
 	@$(BIN)/python -m pytest -q tests/unit
 
@@ -73,4 +76,4 @@ soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo image image-spark pod pod-test test lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod soak clean
+.PHONY: help setup demo cluster-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod soak clean
