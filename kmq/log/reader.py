@@ -603,13 +603,16 @@ class Log:
             if at + 1 < len(segments) and segments[at + 1][0] <= start:
                 continue
             with contextlib.suppress(FileNotFoundError), self._open(segments, at) as held:
+                if taken >= nbytes:  # a cut was due in the last block of the segment before
+                    found.append(first)
+                    taken = 0
                 taken, offset = self._cuts_in(held, max(offset, first), end, taken, nbytes, found)
         return found
 
     def _cuts_in(
         self, held: Segment, offset: int, end: int, taken: int, nbytes: int, found: list[int]
     ) -> tuple[int, int]:
-        """Adds the cuts in one segment to `found`; (bytes since the last, offset of the last)."""
+        """Adds the cuts in one segment to `found`; (bytes since the last, offset of the last). `taken` is less than `nbytes`."""
         begin = held.index.last(lambda entry: entry.offset <= offset)
         position = begin[2].position if begin else 0
         want = nbytes - taken

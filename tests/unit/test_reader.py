@@ -2,6 +2,7 @@
 
 import os
 import random
+from itertools import pairwise
 
 import pytest
 from made_up import FIRST_TS, no_room, stored
@@ -96,6 +97,22 @@ def test_reading_on_and_on_gives_every_line_once(data, wal_lines, queue_lines, c
             got += text.splitlines(keepends=True)
             offset = offsets[len(got) - 1] + 1
         assert got == lines
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("records", [13, 20, 21, 100])  # in a segment: less than a block, and a few blocks
+@pytest.mark.parametrize("nbytes", [100, 4096, 10_000, 12_500, 40_000])
+def test_cuts_come_about_every_so_many_bytes_however_small_segments_are(data, wal_lines, queue_lines, records, nbytes):
+    for log, lines, offsets in logs(data, wal_lines, queue_lines, cuts=tuple(range(records, 3000, records))):
+        for start in (0, 700):
+            found = log.cuts(offsets[start], offsets[-1] + 1, nbytes)
+            edges = [start, *(offsets.index(offset) for offset in found), 3000]
+            assert edges == sorted(set(edges))
+            sizes = [sum(map(len, lines[low:high])) for low, high in pairwise(edges)]
+            block = 4096 + 300
+            assert max(sizes) <= nbytes + 2 * block, sizes
+            if nbytes >= 10_000:
+                assert min(sizes[:-1]) >= nbytes - 2 * block, sizes
 
 
 def test_a_read_in_front_of_what_retention_left_says_where_it_begins(data, wal_lines, queue_lines):
