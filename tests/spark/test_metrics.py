@@ -176,7 +176,7 @@ def test_a_stream_tells_a_topic_each_window_that_is_over_once(spark, broker, tmp
 
 
 def test_where_to_is_to_be_said(spark):
-    with pytest.raises(ConfigError, match="--to or --topic"):
+    with pytest.raises(ConfigError, match="--to or --into"):
         metrics.run(spark, {})
     with pytest.raises(ConfigError, match="--checkpoint"):
         metrics.run(spark, {}, topic="t")
