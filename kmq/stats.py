@@ -185,9 +185,19 @@ class StatsPage:
     def _is_ours(self) -> bool:
         return self._mm[:_TEXT] == self._identity.ljust(_TEXT, b"\0")
 
+    def copy(self) -> "StatsPage":
+        """The page as it is now, for looking only: two questions about one process get answers that agree."""
+        page = StatsPage.__new__(StatsPage)
+        page.path, page.rows = self.path, {name: Row() for name in PROCESSES}
+        page._lie_in(bytearray(self._mm))
+        return page
+
     def _map(self, fd: int) -> None:
-        self._mm = mmap.mmap(fd, _FILE_BYTES)
-        words = memoryview(self._mm).cast("Q")
+        self._lie_in(mmap.mmap(fd, _FILE_BYTES))
+
+    def _lie_in(self, memory: mmap.mmap | bytearray) -> None:
+        self._mm = memory
+        words = memoryview(memory).cast("Q")
         for at, row in enumerate(self.rows.values()):
             start = _TEXT // 8 + at * _ROW
             row.lie_in(words[start : start + _ROW])

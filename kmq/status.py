@@ -67,6 +67,7 @@ def collect(settings: Settings) -> Status:
     supervisor = Supervision(settings).word
     if page is None or not page.serves(settings.data):
         return Status(judge(None, settings), supervisor, [], {})
+    page = page.copy()  # a process that gets ready while we look must not be ready in one place and starting in another
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     row = page.rows["gateway"]
     gateway = StageStatus("gateway", row) if row.pid else None
