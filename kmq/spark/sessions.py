@@ -63,7 +63,7 @@ def session(
     if SparkContext._active_spark_context is None:
         check_master(master)
     confs = _confs(master) | given
-    if is_here(master) and SparkContext._gateway is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
+    if master.startswith("local") and SparkContext._gateway is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
         confs = _sockets() | confs
     options = f"{log_options(log_level)} {confs.get('spark.driver.extraJavaOptions', '')}"
     confs["spark.driver.extraJavaOptions"] = options.strip()
@@ -124,7 +124,8 @@ def _sockets() -> dict[str, str]:
     """Let the JVM and its Python workers talk by Unix sockets, in a directory of this process and this user alone.
 
     Over TCP each task waits 40 ms: Spark writes its answer in two small pieces, and the second one is held back until the
-    kernel has acknowledged the first (Nagle's algorithm against delayed acknowledgement).
+    kernel has acknowledged the first (Nagle's algorithm against delayed acknowledgement). Only in local mode: the executors of a
+    standalone master on this machine may be another user's, who could not enter the directory.
     """
     place = tempfile.mkdtemp(prefix="kmq-spark-")
     if len(place) > _SOCKET_DIR_CHARS:
