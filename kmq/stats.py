@@ -187,8 +187,7 @@ class StatsPage:
 
     def copy(self) -> "StatsPage":
         """The page as it is now, for looking only: two questions about one process get answers that agree."""
-        page = StatsPage.__new__(StatsPage)
-        page.path, page.rows = self.path, {name: Row() for name in PROCESSES}
+        page = _unmapped(self.path)
         page._lie_in(bytearray(self._mm))
         return page
 
@@ -223,10 +222,15 @@ class StatsPage:
             time.sleep(_POLL_S)
 
 
+def _unmapped(path: str) -> StatsPage:
+    page = StatsPage.__new__(StatsPage)
+    page.path, page.rows = path, {name: Row() for name in PROCESSES}
+    return page
+
+
 def peek(instance: str, shm: str = SHM) -> StatsPage | None:
     """The page of an instance for looking only, or None where there is none. `shm`: where another pod's /dev/shm is."""
-    page = StatsPage.__new__(StatsPage)
-    page.path, page.rows = f"{shm}/{instance}.stats", {name: Row() for name in PROCESSES}
+    page = _unmapped(f"{shm}/{instance}.stats")
     try:
         fd = os.open(page.path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

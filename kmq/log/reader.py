@@ -612,7 +612,7 @@ class Log:
     def _cuts_in(
         self, held: Segment, offset: int, end: int, taken: int, nbytes: int, found: list[int]
     ) -> tuple[int, int]:
-        """Adds the cuts in one segment to `found`; (bytes since the last, offset of the last). `taken` is less than `nbytes`."""
+        """Adds the cuts in one segment to `found`; (bytes since the last, offset of the last). `taken` is below `nbytes`."""
         begin = held.index.last(lambda entry: entry.offset <= offset)
         position = begin[2].position if begin else 0
         want = nbytes - taken
