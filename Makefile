@@ -41,7 +41,7 @@ test: $(STAMP)  ## set up and run all the tests
 lint: $(STAMP)  ## lint and types: seconds
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-unit: $(STAMP)  ## the unit tests: about two minutes
+unit: $(STAMP)  ## the unit tests
 	@$(BIN)/python -m pytest -q tests/unit
 
 check: lint  ## lint, types, unit tests: about a minute
