@@ -6,9 +6,9 @@ def main() -> None:
     from kmq.errors import EXIT_SIGINT
 
     try:
-        from kmq import cli
+        from kmq.cli import app
 
-        cli.main()
+        app.main()
     except KeyboardInterrupt:
         raise SystemExit(EXIT_SIGINT) from None
 

@@ -11,10 +11,10 @@ A kubelet runs this every few seconds for each container, so it imports little. 
 
 import sys
 
+from kmq.broker.readiness import judge
+from kmq.broker.stats import FRESH_S, PROCESSES, Row, peek
 from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, KmqError
-from kmq.readiness import judge
 from kmq.settings import Settings, load
-from kmq.stats import FRESH_S, PROCESSES, Row, peek
 
 _ANSWER_S = 2.0  # longest wait for the gateway, which is on this machine
 # As long as the kubelet waits between two questions: its second no in a row is then one silence of 20 to 30 s, never two stalls.

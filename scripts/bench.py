@@ -34,13 +34,13 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from kmq import status
+from kmq.broker import status
+from kmq.broker.stats import StatsPage, peek
 from kmq.client.lines import read_port
 from kmq.client.producer import Producer
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError
 from kmq.log import wal
 from kmq.settings import MIB, STAGES, Settings, load
-from kmq.stats import StatsPage, peek
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("burst", "sustained", "acked", "acked-latency", "latency", "idle", "memory", "startup")
@@ -307,7 +307,7 @@ class Pod:
         self.supervisor = 0
 
     def _kmq(self, *command: str) -> None:
-        argv = [sys.executable, "-m", "kmq.cli", *command]
+        argv = [sys.executable, "-m", "kmq", *command]
         done = subprocess.run(argv, env=self.environment, stdout=subprocess.DEVNULL)
         if done.returncode:
             raise SystemExit(done.returncode)

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import play
 
 from bench import KEY, Figure, Measure, Sending, run, say, wait_until
+from kmq.broker.stats import peek
 from kmq.errors import KmqError
 from kmq.settings import MIB, STAGES
-from kmq.stats import peek
 
 PARTS = ("idle", "steady", "most")
 RATES = (

@@ -305,7 +305,7 @@ def memory(bench: Bench) -> Iterator[Figure]:
 
 def audit(bench: Bench) -> Iterator[Figure]:
     """The WAL against all queues, every block and every record; the large one as a user runs it, session and all."""
-    from kmq.spark.pipelines import audit as pipeline
+    from kmq.spark.audit import audit as pipeline
 
     for name, nbytes in SIZES.items():
         data, records = bench.data(nbytes)
@@ -324,7 +324,7 @@ def audit(bench: Bench) -> Iterator[Figure]:
     for what, chosen in (("one key", "test.probe"), ("20 keys, 5 topics", keys)):
         data, records = bench.data(100, 10_000_000, chosen)
         begin = time.perf_counter()
-        command = [sys.executable, "-m", "kmq.cli", "pipeline", "run", "audit", "--path", data, "--master", MASTER]
+        command = [sys.executable, "-m", "kmq", "pipeline", "run", "audit", "--path", data, "--master", MASTER]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=bench.directory)
         seconds = time.perf_counter() - begin
         yield Figure("audit", f"{records:,} records, {what}, as a command", seconds, "s", "< 30")

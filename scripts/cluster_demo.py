@@ -21,9 +21,9 @@ import demo_input
 import typer
 from rich.table import Table
 
+from kmq.cli.pipelines import On, running
 from kmq.client.lines import LineSender, format_message
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
-from kmq.spark.commands import On, running
 from kmq.spark.sessions import find_java, require_spark
 from kmq.spark.standalone import Standalone
 
@@ -54,7 +54,7 @@ class Pod:
 
     def kmq(self, *arguments: str) -> str:
         """What `kmq …` prints in this pod's environment."""
-        command = [sys.executable, "-m", "kmq.cli", *arguments]
+        command = [sys.executable, "-m", "kmq", *arguments]
         done = subprocess.run(command, env=self._env, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(done.returncode)
@@ -114,7 +114,8 @@ def analyse(pods: list[Pod], to: Path) -> bool:
     with Standalone(WORKERS) as cluster:
         out.print(f"cluster    {cluster.url}, {WORKERS} workers, in {time.monotonic() - begin:.1f} s")
         with running("cluster-demo", On(cluster.url), conf=cluster.conf) as job:
-            from kmq.spark.pipelines import archive, audit
+            from kmq.spark.audit import audit
+            from kmq.spark.pipelines import archive
 
             begin = time.monotonic()
             is_good = audit.run(job.spark, where, progress=job.progress) == EXIT_OK

@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kmq import record, status
+from kmq import record
+from kmq.broker import status
 from kmq.client.lines import LineSender, format_message, read_port
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, BusyError, ConfigError, KmqError, RetryError
 from kmq.links.ownership import FileLock, describe
@@ -75,7 +76,7 @@ def broker(settings: Settings) -> Iterator[None]:
 
 def kmq(command: str) -> None:
     """Run `kmq <command>`; it says itself what is wrong."""
-    done = subprocess.run([sys.executable, "-m", "kmq.cli", command], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-m", "kmq", command], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(done.returncode)
     out.print("broker     " + done.stdout.strip().removeprefix("kmq: "))

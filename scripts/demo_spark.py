@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kmq.cli.pipelines import Job, running
 from kmq.errors import EXIT_OK, ConfigError
-from kmq.spark.commands import Job, running
 from kmq.spark.sessions import find_java, require_spark
 
 
@@ -35,7 +35,7 @@ def analyse(data: str, run_id: str, since: float, sent: dict[str, int], out: Con
     here.mkdir(parents=True, exist_ok=True)
     out.print("\nspark      starting: audit and archive of what was shipped")
     with running("demo") as job:
-        from kmq.spark.pipelines import audit
+        from kmq.spark.audit import audit
 
         begin = time.monotonic()
         is_good = audit.run(job.spark, {"path": data}, str(report), progress=job.progress) == EXIT_OK

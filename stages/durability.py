@@ -21,7 +21,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from kmq.clock import AgeClock
+from kmq.broker.admission import Room
+from kmq.broker.clock import AgeClock
+from kmq.broker.stage import Stage, main
 from kmq.errors import CorruptError, RetryError
 from kmq.links import layout
 from kmq.links.acks import AckWriter
@@ -29,11 +31,9 @@ from kmq.links.layout import Block
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare, wal
 from kmq.log.disk import Buffer
-from kmq.log.room import Room
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.settings import MIB
-from kmq.stage import Stage, main
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
 _SLACK = 2 * MIB  # beyond one ring of blocks: how far back from the end of the WAL something may be torn

@@ -25,9 +25,13 @@ from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
 
-from kmq import framing, record
-from kmq.clock import AgeClock, HeldTimes
+from kmq import record
+from kmq.broker.admission import spare_inodes
+from kmq.broker.clock import AgeClock, HeldTimes
+from kmq.broker.stage import Stage, main
 from kmq.errors import CorruptError, RetryError
+from kmq.framing import parser
+from kmq.framing.catalog import Catalog
 from kmq.links import fifo
 from kmq.links.fifo import waiting_bytes
 from kmq.links.layout import Commit, field
@@ -35,11 +39,8 @@ from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 from kmq.log import checkpoint, dropped, numbered, producers, wal
-from kmq.log.catalog import Catalog
 from kmq.log.producers import Producers
 from kmq.log.reader import DamageError, last_line
-from kmq.log.room import spare_inodes
-from kmq.stage import Stage, main
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
 _DRAIN_POLL_S = 0.01  # while draining: how often we look whether ingress is gone
@@ -86,7 +87,7 @@ def know_pipe(stage: Stage, ring: RingWriter, staging: Staging) -> None:
     Where the mark could not be set we cannot tell, and take it for the same: that holds while any stage lives.
     """
     if ring.pipe_marked and not fifo.is_marked(stage.raw):
-        forgotten = staging.forget_unfinished(framing.whole)
+        forgotten = staging.forget_unfinished(parser.whole)
         if forgotten:
             stage.log.warn("unfinished_line_forgotten", bytes=forgotten, reason="the FIFO died with all its holders")
     ring.pipe_marked = fifo.mark(stage.raw)
@@ -176,7 +177,7 @@ class Framer:
         self.held_times = HeldTimes(stage.log)
         self.table, is_behind = remember(stage, ring, self.now)
         self.topics = known_topics(stage, ring)
-        self.parser = framing.Parser(stage.settings.max_line, self.table, self.topics)
+        self.parser = parser.Parser(stage.settings.max_line, self.table, self.topics)
         self.checkpointer = producers.Checkpointer(stage.settings.data, self.table, stage.beat, is_behind)
 
     def turn(self) -> bool:
@@ -188,9 +189,9 @@ class Framer:
         text = staging.lines()
         if not text:
             return not self._makes_room() and staging.filled == staging.size and self._endless()
-        batch = framing.plain(text, self.topics, self.ring.last.next_seq)
+        batch = parser.plain(text, self.topics, self.ring.last.next_seq)
         if batch is None:
-            ordered = framing.untangle(text)
+            ordered = parser.untangle(text)
             if ordered is not text:
                 self._carry(staging.consumed + len(text), ordered)
                 return True
@@ -201,7 +202,7 @@ class Framer:
         self._makes_room()
         return False
 
-    def _frame(self, batch: framing.Batch) -> None:
+    def _frame(self, batch: parser.Batch) -> None:
         """Number the lines of `batch` and append them, block by block; the last commit also swaps the areas."""
         ring, staging, row = self.ring, self.staging, self.stage.row
         base, consumed = staging.consumed, staging.consumed
@@ -215,7 +216,7 @@ class Framer:
             replies = b""
             if answers:
                 until = bisect_right(answers, end, lo=answered, key=itemgetter(0))
-                replies = framing.replies(answers[answered:until], start, last.next_seq)
+                replies = parser.replies(answers[answered:until], start, last.next_seq)
                 answered = until
             self._wait_room(len(block) + len(replies), len(lines))
             consumed = base + end if batch.cuts else consumed + len(block) - added
@@ -251,7 +252,7 @@ class Framer:
         row, table = self.stage.row, self.table
         row.duplicates, row.producers, row.remembered = self.parser.duplicates, len(table.names), len(table.window)
 
-    def _stops(self, batch: framing.Batch) -> list[tuple[int, int]]:
+    def _stops(self, batch: parser.Batch) -> list[tuple[int, int]]:
         """Where the lines are cut into blocks that the ring takes: (lines, bytes of the text), the latter only with cuts."""
         count, max_count, max_bytes = len(batch.lines), self.ring.max_count, self.ring.max_bytes
         said = sum(_REPLY_BYTES + len(answer[-1]) for answer in batch.answers)
@@ -262,7 +263,7 @@ class Framer:
             return self._greedy([(at, 0) for at in range(1, count + 1)], batch)
         return batch.cuts[-1:] if fits and count <= max_count else self._greedy(batch.cuts, batch)
 
-    def _greedy(self, cuts: list[tuple[int, int]], batch: framing.Batch) -> list[tuple[int, int]]:
+    def _greedy(self, cuts: list[tuple[int, int]], batch: parser.Batch) -> list[tuple[int, int]]:
         """Each block as large as it may be."""
         max_count, max_bytes, lines = self.ring.max_count, self.ring.max_bytes, batch.lines
         answers = deque(batch.answers)
@@ -304,7 +305,7 @@ class Framer:
         staging = self.staging
         raw = staging.unfinished()
         line = record.malformed("too_long", raw, len(raw), self.stage.settings.max_line)
-        self._frame(framing.Batch([line], [(1, len(raw))], len(raw), b""))
+        self._frame(parser.Batch([line], [(1, len(raw))], len(raw), b""))
         return True
 
 

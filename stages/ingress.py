@@ -22,27 +22,27 @@ from collections import deque
 from collections.abc import Iterator
 
 from kmq import descriptors
+from kmq.broker.admission import Room
+from kmq.broker.incidents import Incidents, Strangers
+from kmq.broker.stage import Stage, main
+from kmq.broker.stats import ADMISSIONS
 from kmq.errors import ConfigError, Stopped
-from kmq.framing import MAX_GROUP
-from kmq.incidents import Incidents, Strangers
+from kmq.framing.parser import MAX_GROUP
+from kmq.ingress.askers import Askers, most_askers
+from kmq.ingress.deadlines import SWEEP_S, UNREAD, Deadlines
+from kmq.ingress.hello import Refused
+from kmq.ingress.hello import parse as parse_hello
+from kmq.ingress.intake import Connection, Intake, Unread
 from kmq.links.acks import AckReader
-from kmq.links.askers import Askers, most_askers
-from kmq.links.deadlines import SWEEP_S, UNREAD, Deadlines
 from kmq.links.fifo import FifoWriter, Sender, waiting_bytes
-from kmq.links.hello import Refused
-from kmq.links.hello import parse as parse_hello
-from kmq.links.intake import Connection, Intake, Unread
 from kmq.log.disk import replace_file, with_room
-from kmq.log.room import Room
 from kmq.settings import DRAIN_S
-from kmq.stage import Stage, main
-from kmq.stats import ADMISSIONS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ssl import SSLContext
 
-    from kmq.links.tls import Certificates
+    from kmq.broker.tls import Certificates
     from kmq.tokens import Tokens
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
@@ -140,7 +140,7 @@ class Ingress:
         self.ready: deque[tuple[int, int]] = deque()  # producers with something to receive that have not had their turn
 
     def _open_tls(self) -> None:
-        from kmq.links import tls  # only where it is used: ssl costs a stage memory and start-up time
+        from kmq.broker import tls  # only where it is used: ssl costs a stage memory and start-up time
 
         settings = self.stage.settings
         self.certificates = tls.certificates(settings, self.stage.log, self.stage.row)
@@ -337,7 +337,7 @@ class Ingress:
             if context is None:
                 connection = Connection(sock, peer)
             else:
-                from kmq.links import tls
+                from kmq.broker import tls
 
                 secure = tls.accept(context, sock)
                 if secure is None:

@@ -17,16 +17,16 @@ import time
 from functools import partial
 
 from kmq import descriptors
-from kmq.clock import AgeClock
+from kmq.broker.admission import NEW_TOPIC, Room
+from kmq.broker.clock import AgeClock
+from kmq.broker.stage import Stage, main
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
 from kmq.log import dropped, identity, wal
 from kmq.log.dropped import without
-from kmq.log.newcomers import AT_ONCE
-from kmq.log.queues import Queues
-from kmq.log.room import NEW_TOPIC, Room
 from kmq.log.segment import Limits
-from kmq.stage import Stage, main
+from kmq.router.newcomers import AT_ONCE
+from kmq.router.queues import Queues
 
 _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the checkpoint's clock
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from kmq import status
+from kmq.broker import status
 from kmq.settings import load
 
 ROOT = Path(__file__).resolve().parents[1]

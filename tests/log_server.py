@@ -9,14 +9,16 @@ from itertools import count
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from kmq.gateway import listeners, logs, metrics
-from kmq.gateway import web as pages
-from kmq.gateway.broker import Broker
-from kmq.incidents import Incidents, Strangers
+from kmq.broker.incidents import Incidents, Strangers
+from kmq.broker.stats import STATES, StatsPage
+from kmq.gateway import listeners
+from kmq.gateway.core import metrics
+from kmq.gateway.core.broker import Broker
+from kmq.gateway.http import logs
+from kmq.gateway.http import web as pages
 from kmq.links.ownership import FileLock
 from kmq.log import identity
 from kmq.settings import STAGES, load
-from kmq.stats import STATES, StatsPage
 from kmq.tokens import open_tokens
 
 _number = count()

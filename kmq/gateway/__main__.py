@@ -7,12 +7,12 @@ import signal
 import sys
 
 from kmq import descriptors
+from kmq.broker.stats import STATES, StatsPage
 from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Log
 from kmq.settings import load
-from kmq.stats import STATES, StatsPage
 
 _PR_SET_PDEATHSIG = 1
 _LEAST_FILES = 128  # its listeners and event loops, and some connections

@@ -21,8 +21,8 @@ from typing import Any
 from aiohttp import web
 
 from kmq import descriptors
-from kmq.gateway.front import Relay
-from kmq.incidents import Strangers
+from kmq.broker.incidents import Strangers
+from kmq.gateway.grpc.front import Relay
 from kmq.settings import MIB, Settings
 
 _MOST = (

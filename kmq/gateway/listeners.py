@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 from aiohttp import web
 
+from kmq.broker.incidents import Strangers
+from kmq.broker.tls import Certificates
 from kmq.errors import ConfigError
-from kmq.gateway.answers import STATUS
-from kmq.gateway.calls import CHECK, Bystanders, Calls, longest_message
+from kmq.gateway.core.answers import STATUS
 from kmq.gateway.doors import Doors, listening
-from kmq.gateway.front import Front
-from kmq.incidents import Strangers
-from kmq.links.tls import Certificates
+from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
+from kmq.gateway.grpc.front import Front
 from kmq.log.disk import replace_file
 from kmq.settings import KIB, Settings
 from kmq.tokens import Tokens

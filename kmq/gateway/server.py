@@ -16,21 +16,21 @@ from aiohttp import web
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kmq.gateway.broker import Broker
-from kmq.gateway.calls import Calls
+from kmq.broker.incidents import Incidents, Strangers
+from kmq.broker.readiness import Verdict
+from kmq.broker.stats import STATES, StatsPage
+from kmq.broker.tls import certificates
+from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.metrics import Requests
 from kmq.gateway.doors import Doors
-from kmq.gateway.feed import Watermark
-from kmq.gateway.health import HEALTH, Health
+from kmq.gateway.grpc.calls import Calls
+from kmq.gateway.grpc.health import HEALTH, Health
+from kmq.gateway.grpc.podbus import SERVICE, PodBus, handler
+from kmq.gateway.http.web import application, monitoring
 from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http, listen_metrics
-from kmq.gateway.metrics import Requests
-from kmq.gateway.podbus import SERVICE, PodBus, handler
-from kmq.gateway.web import application, monitoring
-from kmq.incidents import Incidents, Strangers
-from kmq.links.tls import certificates
 from kmq.logfmt import Log
-from kmq.readiness import Verdict
 from kmq.settings import DRAIN_S, Settings
-from kmq.stats import STATES, StatsPage
 from kmq.tokens import open_tokens
 
 _LOOK_S = 0.25  # between looks at the broker; also our heartbeat

@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator, Sequence
 from zlib import crc32
 
 from kmq.errors import RetryError
+from kmq.ids import NEW, PRINTS, Producer
 from kmq.log import spare
 from kmq.log.disk import FULL, replace_file
-from kmq.log.ids import NEW, PRINTS, Producer
 from kmq.record import Starts, fingerprint
 from kmq.settings import MIB
 

@@ -17,7 +17,7 @@ def register(spark: "SparkSession") -> None:
     Spark does that for Python sources only where its conf says so, and a source cannot ask.
     """
     from kmq.spark.connections import SECRETS
-    from kmq.spark.source import source_for
+    from kmq.spark.source.source import source_for
 
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     # Spark's own pattern (spark.redaction.regex) has both, but whoever sets another one thinks of names of their own.

@@ -50,7 +50,7 @@ def session(
 
     `conf` wins over what KMQ sets, and so does what spark-submit was told where that has started this process; `log_level`
     (warn, error, fatal, …) is from where on the JVM's log goes to stderr. `listen`: what each streaming query does is kept beside
-    its checkpoint, for `kmq pipeline status`, and rows that it leaves out as late are warned of (kmq/spark/listener.py).
+    its checkpoint, for `kmq pipeline status`, and rows that it leaves out as late are warned of (streaming/listener.py).
     """
     require_spark()
     from pyspark import SparkConf, SparkContext
@@ -82,7 +82,7 @@ def session(
     spark: SparkSession = SparkSession.builder.config(map={**confs}).getOrCreate()
     register(spark)
     if listen:
-        from kmq.spark import listener
+        from kmq.spark.streaming import listener
 
         listener.listen(spark)
     return spark
@@ -102,7 +102,7 @@ def _confs(master: str) -> dict[str, str]:
     confs = {
         "spark.driver.memory": "512m",
         "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",  # kmq.spark.progress shows it
+        "spark.ui.showConsoleProgress": "false",  # kmq.spark.streaming.progress shows it
         "spark.sql.session.timeZone": "UTC",
         # Not in the working directory, where Spark would put an empty one at the first name it does not know.
         "spark.sql.warehouse.dir": f"{tempfile.gettempdir()}/spark-warehouse-{os.getuid()}",

@@ -22,7 +22,7 @@ from rich.table import Table
 from kmq.errors import EXIT_OK, ConfigError
 from kmq.log.reader import WAL
 from kmq.spark import failures
-from kmq.spark.progress import Progress
+from kmq.spark.streaming.progress import Progress
 from kmq.terminal import while_read
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Shell:
 
     def topics(self) -> list[str]:
         """The topics there are now."""
-        from kmq.spark.brokers import open_broker
-        from kmq.spark.options import Options
+        from kmq.spark.source.brokers import open_broker
+        from kmq.spark.source.options import Options
 
         options = Options({**self.source, "subscribe": WAL})
         opened = (open_broker(name, bool(options.paths), options.access) for name in options.brokers)
@@ -96,7 +96,7 @@ class Shell:
 
 def needed(text: str) -> str:
     """The columns of the source that a query names, as its schema; "" for all, where it may need what it does not name."""
-    from kmq.spark.columns import COLUMNS
+    from kmq.spark.source.columns import COLUMNS
 
     text = re.sub(r"'[^']*'", "''", re.sub(r"count\s*\(\s*\*\s*\)", "count(1)", text, flags=re.IGNORECASE))
     words = [(quoted or plain).lower() for quoted, plain in _WORD.findall(text)]
@@ -223,7 +223,7 @@ def _read_statement() -> str:
 
 
 def _completer(tables: list[str]) -> Callable[[str, int], str | None]:
-    from kmq.spark.columns import COLUMNS
+    from kmq.spark.source.columns import COLUMNS
 
     words = [*map(_quoted, tables), *COLUMNS, "select", "from", "where", "group by", "order by", "limit"]
 

@@ -49,8 +49,8 @@ DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
-FRAMING, PRODUCERS, INGRESS = "kmq/framing.py", "kmq/log/producers.py", "stages/ingress.py"
-IDS = "kmq/log/ids.py"
+FRAMING, PRODUCERS, INGRESS = "kmq/framing/parser.py", "kmq/log/producers.py", "stages/ingress.py"
+IDS = "kmq/ids.py"
 
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
 FLOOR_STORE = (
@@ -131,7 +131,7 @@ MUTANTS = [
     ),
     Mutant(
         "ids: a reply overtakes the last id that was asked for",
-        [("kmq/links/intake.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
+        [("kmq/ingress/intake.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -171,12 +171,12 @@ MUTANTS = [
     ),
     Mutant(
         "acks: a hole in the replies is not seen",
-        [("kmq/links/intake.py", "        if first != self.answered + 1:\n", "        if False:\n")],
+        [("kmq/ingress/intake.py", "        if first != self.answered + 1:\n", "        if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
         "acks: after a refusal the rest of the connection is taken",
-        [("kmq/links/intake.py", "            if connection.refusing:\n", "            if False:\n")],
+        [("kmq/ingress/intake.py", "            if connection.refusing:\n", "            if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -212,14 +212,14 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint speaks of lines that wait for their topic",
-        [("kmq/log/queues.py", "checkpoint.text(self.routed_seq,", "checkpoint.text(self.sorted_seq,")],
+        [("kmq/router/queues.py", "checkpoint.text(self.routed_seq,", "checkpoint.text(self.sorted_seq,")],
         ["tests/unit/test_queues.py::test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint"],
     ),
     Mutant(
         "a topic that is let through does not count before it is made",
         [
             (
-                "kmq/log/catalog.py",
+                "kmq/framing/catalog.py",
                 "            self.known.add(name)\n            self._coming",
                 "            self._coming",
             )
@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "router: a queue does not pass over what it has",
         [
-            ("kmq/log/queues.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
+            ("kmq/router/queues.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
             (PARTITION, "        if first_seq <= state.last_seq:\n", "        if False:\n"),
         ],
         [crash("router"), KILLS],
@@ -359,12 +359,12 @@ MUTANTS = [
     ),
     Mutant(
         "a ring is made while somebody reads one that was removed",
-        [("kmq/stage.py", "            if reader.is_held():\n", "            if False:\n")],
+        [("kmq/broker/stage.py", "            if reader.is_held():\n", "            if False:\n")],
         [REMOVED],
     ),
     Mutant(
         "a stage does not look whether its rings and lock files are in place",
-        [("kmq/stage.py", "                if not held.is_in_place():\n", "                if False:\n")],
+        [("kmq/broker/stage.py", "                if not held.is_in_place():\n", "                if False:\n")],
         [REMOVED],
     ),
     Mutant(
@@ -381,7 +381,7 @@ MUTANTS = [
         "a clock that jumps is trusted",
         [
             (
-                "kmq/clock.py",
+                "kmq/broker/clock.py",
                 "        elif abs(offset + _ZERO - row.clock_offset) > JUMP_S * _NS:\n",
                 "        elif False:\n",
             )
@@ -390,14 +390,14 @@ MUTANTS = [
     ),
     Mutant(
         "a clock that is days ahead at a start is trusted",
-        [("kmq/clock.py", "        is_gap = last_record_us > 0 and", "        is_gap = False and")],
+        [("kmq/broker/clock.py", "        is_gap = last_record_us > 0 and", "        is_gap = False and")],
         ["tests/unit/test_clock.py"],
     ),
     Mutant(
         "only ingress and the framer hold the FIFO open",
         [
             (
-                "kmq/stage.py",
+                "kmq/broker/stage.py",
                 '        self.raw = open_fifo(settings.pipes, "raw")\n',
                 '        self.raw = open_fifo(settings.pipes, "raw")\n'
                 '        if name in ("durability", "router"):\n            os.close(self.raw)\n',
@@ -412,7 +412,7 @@ MUTANTS = [
     ),
     Mutant(
         "of a group cut by the death of the FIFO the first lines are kept",
-        [("kmq/framing.py", "    return end if there else at\n", "    return end\n")],
+        [("kmq/framing/parser.py", "    return end if there else at\n", "    return end\n")],
         [
             f"{UNIT_FRAMING}::test_what_is_whole_ends_with_a_line_and_never_in_a_group",
             f"{DEDUPE}::test_a_group_cut_by_the_death_of_the_fifo_is_forgotten_whole",
@@ -425,7 +425,7 @@ MUTANTS = [
     ),
     Mutant(
         "a declaration that the first message overtakes is ignored",
-        [("kmq/log/queues.py", "            return self._adopt(topic.name, seq)\n", "            pass\n")],
+        [("kmq/router/queues.py", "            return self._adopt(topic.name, seq)\n", "            pass\n")],
         [FILES],
     ),
     Mutant(

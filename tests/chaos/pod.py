@@ -17,7 +17,7 @@ from pathlib import Path
 from termios import FIONREAD
 
 from chaos.checker import Report, Stream, check
-from kmq import stats
+from kmq.broker import stats
 from kmq.errors import BusyError
 from kmq.links import layout
 

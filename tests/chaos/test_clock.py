@@ -139,5 +139,5 @@ def segments_of(pod: Pod) -> list[Path]:
 
 def kmq(pod: Pod, wall: WallClock, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {name: str(value) for name, value in pod.settings.items()}
-    command = [*wall.under, sys.executable, "-m", "kmq.cli", *arguments]
+    command = [*wall.under, sys.executable, "-m", "kmq", *arguments]
     return subprocess.run(command, env=env, cwd=pod.root, capture_output=True, text=True, timeout=60)

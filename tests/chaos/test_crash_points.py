@@ -32,21 +32,22 @@ import pytest
 
 from chaos.checker import Stream, check
 from chaos.load import Lines
+from kmq.broker.stage import Stage
+from kmq.framing import catalog
 from kmq.links import layout, staging
 from kmq.links.doorbell import Doorbell
 from kmq.links.fifo import Sender, pieces
 from kmq.links.ring import RingReader
-from kmq.log import catalog, remnant, segment
+from kmq.log import remnant, segment
 from kmq.log.checkpoint import Checkpointer
 from kmq.log.disk import AppendFile, point_symlink, replace_file
 from kmq.log.partition import PartitionLog
-from kmq.log.queues import Queues
 from kmq.log.wal import Wal
+from kmq.router.queues import Queues
 from kmq.settings import Settings, load
-from kmq.stage import Stage
 from stages import durability, framer, router
 
-TRACED = ("/kmq/links/", "/kmq/log/", "/kmq/framing.py", "/stages/")
+TRACED = ("/kmq/links/", "/kmq/log/", "/kmq/framing/", "/kmq/router/", "/stages/")
 RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run}
 READ_BYTES = 700  # of the FIFO at once, so that lines are cut and carried all the time
 PIPE_BYTES = 1 << 19  # holds what a generation is sent, and is not the size that marks a pipe as known to a framer

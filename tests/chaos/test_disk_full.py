@@ -172,7 +172,7 @@ LOOKS = (("log", "stat"), ("log", "cat", "append", "--from-seq", "1"), ("verify"
 
 def look(pod: Pod, *command: str) -> tuple[int, bytes]:
     env = os.environ | {name: str(value) for name, value in pod.settings.items()}
-    result = subprocess.run([sys.executable, "-m", "kmq.cli", *command], env=env, cwd=pod.root, capture_output=True)
+    result = subprocess.run([sys.executable, "-m", "kmq", *command], env=env, cwd=pod.root, capture_output=True)
     return result.returncode, result.stdout
 
 

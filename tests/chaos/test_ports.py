@@ -10,7 +10,8 @@ from certificates import Authority
 
 from chaos import attacks_ports as attacks
 from chaos.pod import STAGES, Pod
-from kmq import stats, tokens
+from kmq import tokens
+from kmq.broker import stats
 
 Make = Callable[..., Pod]
 Up = Callable[..., Broker]

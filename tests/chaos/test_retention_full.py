@@ -78,7 +78,7 @@ def judge(pod: Pod, load: AckedLoad) -> None:
     paths = sorted((pod.data / "append").glob("*.log"))
     subprocess.run([CHECK_GAP, *paths], check=True)
     env = {name: str(value) for name, value in pod.settings.items()}
-    verify = [sys.executable, "-m", "kmq.cli", "verify"]
+    verify = [sys.executable, "-m", "kmq", "verify"]
     result = subprocess.run(verify, env=os.environ | env, cwd=pod.root, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert not pod.events("unrecoverable") and not pod.events("failed")

@@ -15,13 +15,13 @@ from log_server import up
 from made_data import FIRST_TS, append, write_data
 
 from kmq import record
-from kmq.gateway import spans
+from kmq.gateway.core import spans
 from kmq.log import index, reader, topics
 from kmq.log.reader import DamageError
-from kmq.spark import brokers, remote
-from kmq.spark.brokers import Directory
-from kmq.spark.options import WAL
-from kmq.spark.remote import Remote
+from kmq.spark.source import brokers, remote
+from kmq.spark.source.brokers import Directory
+from kmq.spark.source.options import WAL
+from kmq.spark.source.remote import Remote
 
 LINES = [b"%b.k%d|%d|%d|%b" % ((b"a", b"b", b"c")[n % 3], n % 7, n, n, b"x" * (n * 37 % 300)) for n in range(3000)]
 DECLARED = {"a": 1, "b": 4, "empty": 3}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from kmq import stats
+from kmq.broker import stats
 
 ROOT = Path(__file__).resolve().parents[2]
 KIB = 1 << 10
@@ -35,7 +35,7 @@ class Bus:
         self.client = subprocess.Popen(argv, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def kmq(self, *arguments):
-        argv = [sys.executable, "-m", "kmq.cli", *arguments]
+        argv = [sys.executable, "-m", "kmq", *arguments]
         subprocess.run(argv, env=self.env, cwd=self.root, check=True, capture_output=True, timeout=60)
 
     def port(self, name):

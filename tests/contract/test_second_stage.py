@@ -8,7 +8,7 @@ import sys
 import pytest
 from waiting import wait_until
 
-from kmq import stats
+from kmq.broker import stats
 from kmq.errors import EXIT_BUSY
 from kmq.links import layout
 from kmq.settings import STAGES

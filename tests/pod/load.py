@@ -21,7 +21,7 @@ from chaos.test_acked import ProducerLoad
 from chaos.test_acked import judge as judge_producers
 from play import Pod
 
-from kmq import stats
+from kmq.broker import stats
 from kmq.links import fifo, layout
 from kmq.settings import STAGES
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 
-from kmq import status
+from kmq.broker import status
 from kmq.settings import load
 
 PATIENCE_S = 300.0  # for one command; reached only by a bug

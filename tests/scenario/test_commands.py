@@ -13,7 +13,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from kmq.cli import app
+from kmq.cli.app import app
 
 BUSY, RETRY, CONFIG, CORRUPT = 69, 75, 78, 65
 

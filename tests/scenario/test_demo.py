@@ -60,7 +60,7 @@ def run(env, *inputs, cwd=ROOT):
 
 
 def kmq(env, *arguments):
-    command = [sys.executable, "-m", "kmq.cli", *arguments]
+    command = [sys.executable, "-m", "kmq", *arguments]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 

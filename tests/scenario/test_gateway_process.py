@@ -17,8 +17,8 @@ import grpc
 import pytest
 
 from kmq import tokens
-from kmq.gateway import podbus
-from kmq.readiness import is_process
+from kmq.broker.readiness import is_process
+from kmq.gateway.grpc import podbus
 
 ROOT = Path(__file__).resolve().parents[2]
 MESSAGES = podbus._SCHEMA

@@ -8,10 +8,10 @@ from certificates import Authority
 from kmq import record
 from kmq.errors import ConfigError, RetryError
 from kmq.log.reader import last_line
-from kmq.spark import remote
 from kmq.spark.connections import Access, Tls
-from kmq.spark.options import WAL
-from kmq.spark.remote import Remote
+from kmq.spark.source import remote
+from kmq.spark.source.options import WAL
+from kmq.spark.source.remote import Remote
 
 COUNT = 20_000
 

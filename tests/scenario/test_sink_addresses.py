@@ -5,7 +5,7 @@ from secured import Secured
 
 from kmq.errors import ConfigError
 from kmq.spark.connections import Access
-from kmq.spark.targets import Target, addresses, check
+from kmq.spark.sink.targets import Target, addresses, check
 
 
 @pytest.fixture

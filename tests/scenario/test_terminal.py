@@ -11,7 +11,7 @@ import typer.main
 from brokers import Broker
 from typer.testing import CliRunner
 
-from kmq.cli import app
+from kmq.cli.app import app
 from kmq.links.fifo import waiting_bytes
 
 USAGE, RETRY, INTERRUPTED = 2, 75, 130

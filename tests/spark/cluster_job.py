@@ -14,7 +14,8 @@ from pyspark import TaskContext
 from pyspark.sql import functions as F
 
 from kmq.spark import session
-from kmq.spark.pipelines import archive, audit
+from kmq.spark.audit import audit
+from kmq.spark.pipelines import archive
 
 PATIENCE_S = 300
 

@@ -23,12 +23,12 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import InputPartition, WriterCommitMessage
 
-from kmq.spark.numbering import BATCH_ID
-from kmq.spark.options import Options
 from kmq.spark.sessions import session
-from kmq.spark.sink import KmqStreamWriter, KmqWriter
-from kmq.spark.source import KmqDataSource
-from kmq.spark.stream_reader import StreamReader
+from kmq.spark.sink.numbering import BATCH_ID
+from kmq.spark.sink.sink import KmqStreamWriter, KmqWriter
+from kmq.spark.source.options import Options
+from kmq.spark.source.source import KmqDataSource
+from kmq.spark.source.stream_reader import StreamReader
 
 Plan = dict[str, Any]
 

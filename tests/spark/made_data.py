@@ -8,9 +8,9 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from made_up import FIRST_TS, Silent, block, no_room
 
 from kmq.log import identity, topics
-from kmq.log.queues import Queues
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from kmq.router.queues import Queues
 
 __all__ = ["FIRST_TS", "append", "write_data"]
 

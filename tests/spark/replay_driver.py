@@ -22,9 +22,9 @@ from typing import Any
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from kmq.spark import streams
 from kmq.spark.pipelines import archive
 from kmq.spark.sessions import session
+from kmq.spark.streaming import streams
 
 EACH = 700  # records of a micro-batch
 plan: dict[str, Any] = json.loads(sys.argv[1])

@@ -26,9 +26,9 @@ from time_zone import tokyo
 
 from kmq.errors import EXIT_RETRY, ConfigError
 from kmq.spark import failures, tables
-from kmq.spark.lines import to_lines
 from kmq.spark.pipelines import archive
 from kmq.spark.pipelines.archive import READ, dead_letters, enrich, infer, parse, with_text
+from kmq.spark.sink.lines import to_lines
 
 SCHEMA = "price double, user string, tags array<int>, at struct<x:int>, id bigint"
 DRIVER = Path(__file__).with_name("archive_driver.py")

@@ -17,9 +17,8 @@ from made_up import no_room
 from kmq.errors import EXIT_FAILED, EXIT_OK
 from kmq.log import index, reader, requests, segment, topics
 from kmq.log.index import IndexWriter
-from kmq.spark import judge
-from kmq.spark.judge import FINDINGS, Judge
-from kmq.spark.pipelines import audit
+from kmq.spark.audit import audit, judge
+from kmq.spark.audit.judge import FINDINGS, Judge
 
 COUNT = 600
 MANY, ONE = 4096, 1 << 30  # bytes of a stretch

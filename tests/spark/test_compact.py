@@ -12,8 +12,8 @@ from made_data import append, write_data
 
 from kmq.errors import ConfigError
 from kmq.log import compaction, identity, reader, segment, topics
-from kmq.log.queues import Queues
 from kmq.repair import verify
+from kmq.router.queues import Queues
 from kmq.routing import key_behind
 from kmq.spark.pipelines import compact
 

@@ -17,9 +17,9 @@ from time_zone import tokyo
 
 from kmq.errors import ConfigError
 from kmq.spark import failures
-from kmq.spark.late import LateError
 from kmq.spark.pipelines import metrics
 from kmq.spark.pipelines.metrics import READ, measure
+from kmq.spark.streaming.late import LateError
 
 START = datetime(2026, 11, 21, 10, 0, tzinfo=UTC)
 

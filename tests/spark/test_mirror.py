@@ -13,8 +13,8 @@ import pytest
 from made_data import append, write_data
 
 from kmq.errors import ConfigError
-from kmq.spark.brokers import Directory
 from kmq.spark.pipelines import mirror
+from kmq.spark.source.brokers import Directory
 
 START_S = 240.0  # deadline for a process with a session to have sent something, on a busy machine
 ODD = [b"", b"|", b"a|b", b"\xff\xfe", "é".encode(), b"%41", b" ", b"x" * 3000]

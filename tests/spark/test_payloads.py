@@ -10,8 +10,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 from time_zone import tokyo
 
-from kmq.spark import payloads
-from kmq.spark.payloads import WHOLE, infer, parse
+from kmq.spark.pipelines import payloads
+from kmq.spark.pipelines.payloads import WHOLE, infer, parse
 
 SCHEMA = "n bigint, x double, user string, ok boolean, tags array<string>, at struct<x:int,deep:struct<y:double>>"
 SCHEMA += ", items array<struct<sku:string,qty:int>>, counts map<string,bigint>"

@@ -18,8 +18,9 @@ from made_data import write_data
 from pyspark.sql import functions as F
 from rich.console import Console
 
-from kmq.spark import register, streams
-from kmq.spark.progress import Progress
+from kmq.spark import register
+from kmq.spark.streaming import streams
+from kmq.spark.streaming.progress import Progress
 
 PATIENCE_S = 240.0  # for a JVM to start on a machine that others use too: reached only by a bug
 pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
@@ -182,7 +183,7 @@ def test_a_stream_whose_worker_is_not_up_in_time_is_started_again(spark, tmp_pat
 def test_kmq_sql_reads_a_script_and_ends_at_its_first_error_with_one_line(tmp_path):
     data = write_data(tmp_path / "data", [b"orders|0|1|a", b"orders|0|2|b"], {"orders": 1})
     script = "select count(*) as n from orders; select value_text from orders order by seq;\nselect 1 from nope"
-    command = [sys.executable, "-m", "kmq.cli", "sql", "--csv", "--path", data, "--master", "local[1]", "--conf", QUICK]
+    command = [sys.executable, "-m", "kmq", "sql", "--csv", "--path", data, "--master", "local[1]", "--conf", QUICK]
     done = subprocess.run(
         command, env=clean_env(), cwd=tmp_path, input=script, capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -297,7 +298,7 @@ class Terminal:
 
 def test_the_prompt_answers_lives_through_errors_and_ctrl_c_and_ends_with_ctrl_d(tmp_path):
     data = write_data(tmp_path / "data", [b"orders|0|%d|a" % n for n in range(7)], {"orders": 1})
-    command = [sys.executable, "-m", "kmq.cli", "sql", "--path", data, "--master", "local[1]", "--conf", QUICK]
+    command = [sys.executable, "-m", "kmq", "sql", "--path", data, "--master", "local[1]", "--conf", QUICK]
     shell = Terminal(command, clean_env() | {"HOME": str(tmp_path), "TERM": "xterm"}, tmp_path)
     try:
         shell.wait("tables: orders, append, all_topics.*kmq> ")
@@ -323,7 +324,7 @@ def pasted_examples():
     """The examples of all help texts that end by themselves and need no other host."""
     from typer.main import get_command
 
-    from kmq.cli import app
+    from kmq.cli.app import app
 
     def texts(command):
         yield command.epilog or ""

@@ -10,7 +10,7 @@ import pytest
 from made_data import append, write_data
 from test_pipeline_commands import clean_env, wait
 
-from kmq.spark import checkpoint, reset, status
+from kmq.spark.streaming import checkpoint, reset, status
 
 # As where pip install kmq was all: neither pyspark nor what Arrow needs, and no Java.
 BARE = """

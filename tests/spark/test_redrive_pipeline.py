@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from kmq import redrive as rules
+from kmq.deadletters import redrive as rules
 from kmq.errors import ConfigError
 from kmq.spark.pipelines import redrive
 

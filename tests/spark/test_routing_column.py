@@ -8,7 +8,7 @@ import pytest
 
 from kmq import record
 from kmq.routing import Route, Table, Topic, resolve
-from kmq.spark.routing import Routing
+from kmq.spark.sink.routing import Routing
 
 ALPHABET = [bytes([byte]) for byte in b"ab-_9"]
 TAILS = [b"", b".", b"..", b".\xff\xfe", b".k.\xc3", "·ü日".encode(), b"." + b"x" * 300, b"." * 5000, b".a;b %2E\t"]

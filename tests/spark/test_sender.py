@@ -9,9 +9,9 @@ import pytest
 from fixed_port import payloads, routed
 
 from kmq.errors import RetryError
-from kmq.spark import sender as senders
-from kmq.spark import stored
-from kmq.spark.write_options import WriteOptions
+from kmq.spark.sink import sender as senders
+from kmq.spark.sink import stored
+from kmq.spark.sink.write_options import WriteOptions
 
 
 def sender(*brokers, name="one", timeout="60", at=0, **options):

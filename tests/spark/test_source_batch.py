@@ -321,7 +321,7 @@ def test_discovery_never_fails(tmp_path):
 
 
 def test_the_readme_of_options_is_json_where_it_says_json():
-    from kmq.spark import options
+    from kmq.spark.source import options
 
     examples = [part for part in (options.__doc__ or "").split() if part.startswith('{"') and part.endswith("}")]
     assert all(json.loads(each.rstrip(",")) for each in examples)

@@ -36,7 +36,7 @@ _SMALL_FILES = 16 * _PAGE  # the stats page and the semaphores
 _PROCESS_BYTES = 48 * MIB  # a stage with all its tables, well counted
 _QUOTA_SHARE = 0.85  # of a claim; ext4 leaves 88 % of 1 GiB, 92 % of 20 GiB to whoever is not root
 _BUSY_PARTITIONS = 12  # at their limit at once, as base/settings.env promises
-_ON_THE_WAY = 64 * MIB  # refusing begins so long before the quota, well counted (kmq/log/room.py)
+_ON_THE_WAY = 64 * MIB  # refusing begins so long before the quota, well counted (kmq/broker/admission.py)
 _UNCHECKED_WAL = 4 * CHECKPOINT_BYTES  # the WAL keeps what no checkpoint speaks of, whatever retention says
 
 

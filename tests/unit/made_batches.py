@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from kmq import record
-from kmq.spark.lines import block, to_lines
+from kmq.spark.sink.lines import block, to_lines
 
 ALPHABETS = (b"abc", b"a.b|c;d%e f", bytes(range(256)), "aé€😀\u0085".encode(), b"\t\r\n\0\x7f|")
 random_ = random.Random(4)

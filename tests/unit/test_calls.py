@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kmq.gateway import calls
-from kmq.gateway.answers import Answer
-from kmq.gateway.calls import Budget, Call, Calls
-from kmq.incidents import Incidents, Strangers
+from kmq.broker.incidents import Incidents, Strangers
+from kmq.gateway.core.answers import Answer
+from kmq.gateway.grpc import calls
+from kmq.gateway.grpc.calls import Budget, Call, Calls
 from kmq.settings import load
 
 PATIENCE_S = 30.0

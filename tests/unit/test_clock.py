@@ -3,9 +3,9 @@
 import pytest
 from heard import Heard
 
-from kmq import clock
-from kmq.clock import GAP_S, JUMP_S, STEADY_S, AgeClock, off_by_s, steady_in_s, trust
-from kmq.stats import _FIELDS, Row
+from kmq.broker import clock
+from kmq.broker.clock import GAP_S, JUMP_S, STEADY_S, AgeClock, off_by_s, steady_in_s, trust
+from kmq.broker.stats import _FIELDS, Row
 
 NOON = 1_800_000_000.0
 HOUR = 3600

@@ -16,11 +16,11 @@ from kmq.errors import BusyError, ConfigError, CorruptError
 from kmq.log import compaction, identity, index, reader, segment, topics
 from kmq.log.compaction import Sealed
 from kmq.log.index import IndexWriter
-from kmq.log.queues import Queues
 from kmq.log.segment import COMPACT, Limits
 from kmq.log.wal import Wal
 from kmq.repair import rebuild as repair
 from kmq.repair import verify
+from kmq.router.queues import Queues
 
 COUNT, KEYS = 1200, 25
 LIMITS = Limits(segment_bytes=6000)

@@ -7,9 +7,9 @@ from math import inf
 
 import pytest
 
-from kmq.links.deadlines import Deadlines
+from kmq.ingress.deadlines import Deadlines
+from kmq.ingress.intake import Connection, Intake
 from kmq.links.fifo import FifoWriter, Sender, open_fifo
-from kmq.links.intake import Connection, Intake
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kmq import framing, record
+from kmq import record
+from kmq.framing import parser
 from kmq.links import layout
 from kmq.links.fifo import Sender, pieces
 from kmq.log.producers import Producers
@@ -26,10 +27,10 @@ def table(producers=1000, ttl=1e6, count=1000, age=1e6):
 
 def frame(text):
     """What the framer does with whole lines: (lines, text that is not done yet, ends of the lines in the text, used)."""
-    batch = framing.plain(text)
+    batch = parser.plain(text)
     if batch is None:
-        text = framing.untangle(text)
-        batch = framing.Parser(MAX, table()).parse(text, 1, 0)
+        text = parser.untangle(text)
+        batch = parser.Parser(MAX, table()).parse(text, 1, 0)
         assert [count for count, _ in batch.cuts] == list(range(1, len(batch.lines) + 1)) and not batch.answers
         return batch.lines, text, [end for _, end in batch.cuts], batch.used
     return batch.lines, text, list(accumulate(len(line) + 1 for line in batch.lines)), batch.used
@@ -80,9 +81,9 @@ def test_text_becomes_lines(text, lines):
 
 
 def test_plain_text_goes_through_in_one_piece_and_says_its_common_key():
-    batch = framing.plain(b"t.k|1|2|a\nt.k|1|2|b\n")
+    batch = parser.plain(b"t.k|1|2|a\nt.k|1|2|b\n")
     assert (batch.lines, batch.cuts, batch.used, batch.key) == ([b"t.k|1|2|a", b"t.k|1|2|b"], None, 20, b"t.k")
-    assert framing.plain(b"t.k|1|2|a\nno separator\n") is None
+    assert parser.plain(b"t.k|1|2|a\nno separator\n") is None
 
 
 def test_what_is_unfinished_stays_unused():
@@ -112,16 +113,16 @@ def test_what_is_whole_ends_with_a_line_and_never_in_a_group(text):
             at = text.find(b"\n", at) + 1 or len(text) + 1
         ends.append(at)
     for cut in range(len(text) + 1):
-        assert framing.whole(text[:cut]) == max(end for end in ends if end <= cut)
+        assert parser.whole(text[:cut]) == max(end for end in ends if end <= cut)
 
 
 def test_untangle_gives_back_the_same_object_where_nothing_is_tangled():
     for text in (b"t|||\n", LONG_PIECES, b"t|||\n" + LONG_PIECES + b"t|||\n", b"+t|||a\n"):
-        assert framing.untangle(text) is text
+        assert parser.untangle(text) is text
 
 
 def test_untangle_moves_an_unfinished_line_to_the_end():
-    assert framing.untangle(b"+a\nx|||\n+b\ny|||\n") == b"x|||\ny|||\n+a\n+b\n"
+    assert parser.untangle(b"+a\nx|||\n+b\ny|||\n") == b"x|||\ny|||\n+a\n+b\n"
 
 
 def test_pieces_without_end_are_kept_in_parts_as_too_long():
@@ -217,10 +218,10 @@ def group(lines, n=1, tag=b"", conn=ME):
 
 def framed(text, known=None, next_seq=101):
     """(stored lines, replies without their connection) where all of `text` goes into one block."""
-    ordered = framing.untangle(text)
-    batch = framing.Parser(MAX, table() if known is None else known).parse(ordered, next_seq, 0)
+    ordered = parser.untangle(text)
+    batch = parser.Parser(MAX, table() if known is None else known).parse(ordered, next_seq, 0)
     assert batch.used == len(ordered)
-    return batch.lines, told(framing.replies(batch.answers, 0, next_seq))
+    return batch.lines, told(parser.replies(batch.answers, 0, next_seq))
 
 
 def told(replies, conn=ME):
@@ -329,10 +330,10 @@ def without_length(text):
 @pytest.mark.parametrize("change", [lambda text: text, without_length], ids=["l=", "no l="])
 def test_a_group_among_other_lines_is_answered_and_they_are_not(change):
     text = b"u|||a\n" + change(group(mine(5, 4, 6), tag=P)) + b"v|||b\nno separator\n+t|||unfinished\n"
-    batch = framing.Parser(MAX, table()).parse(text, 100, 0)
+    batch = parser.Parser(MAX, table()).parse(text, 100, 0)
     wrapped = b"dead.malformed||;reason=no_separator;len=12|no separator"
     assert batch.lines == [b"u|||a", *mine(5, 6, tag=b";p=me"), b"v|||b", wrapped]
-    assert told(framing.replies(batch.answers, 0, 100)) == [
+    assert told(parser.replies(batch.answers, 0, 100)) == [
         b"1 !ack 1 101",
         b"2 !err 2 id_too_old",
         b"3 !ack 3 102",
@@ -399,12 +400,12 @@ class Steps:
         end = self.waiting.rfind(b"\n") + 1
         if not end:
             return False
-        ordered = framing.untangle(self.waiting[:end])
+        ordered = parser.untangle(self.waiting[:end])
         self.waiting = ordered + self.waiting[end:]
-        batch = framing.Parser(self.max_line, self.known).parse(ordered, len(self.lines) + 1, self.seconds)
+        batch = parser.Parser(self.max_line, self.known).parse(ordered, len(self.lines) + 1, self.seconds)
         start, answers = 0, batch.answers
         for stop, end in self.cut(batch.cuts):
-            said = framing.replies([a for a in answers if a[0] <= end], start, len(self.lines) + 1)
+            said = parser.replies([a for a in answers if a[0] <= end], start, len(self.lines) + 1)
             answers = [a for a in answers if a[0] > end]
             self.lines += batch.lines[start:stop]
             self.replies += said.split(b"\n")[:-1]
@@ -438,7 +439,7 @@ def test_a_turn_looks_at_so_many_lines_and_leaves_the_rest_for_the_next(unit, li
     text = unit * (25_000 // lines)
     known, done, turns = table(), 0, 0
     while done < len(text):
-        batch = framing.Parser(MAX, known).parse(text[done:], 1, 0)
+        batch = parser.Parser(MAX, known).parse(text[done:], 1, 0)
         assert batch.used and batch.more == (done + batch.used < len(text))
         assert text.count(b"\n", done, done + batch.used) <= 20_000 or unit == b"u|||\n"
         done, turns = done + batch.used, turns + 1
@@ -465,7 +466,7 @@ def test_a_long_line_and_its_group_are_one_wherever_a_read_cuts_them(between):
 def test_a_group_waits_for_its_rest_and_what_stands_before_it_does_not():
     text = b"u|||\n" + group(mine(1, 2, 3), tag=P)
     for end in range(text.index(b"\n", 5) + 1, len(text)):
-        batch = framing.Parser(MAX, table()).parse(text[: text.rindex(b"\n", 0, end) + 1], 1, 0)
+        batch = parser.Parser(MAX, table()).parse(text[: text.rindex(b"\n", 0, end) + 1], 1, 0)
         assert (batch.lines, batch.used, batch.answers) == ([b"u|||"], 5, [])
 
 
@@ -501,14 +502,14 @@ def test_a_header_that_lies_is_passed_over_and_the_lines_are_those_of_nobody(hea
     body = b"t|1|1|a\nt|1|2;p=me|b\n"
     text = (header % len(body) if b"%d" in header else header) + b"\n" + body
     known = table()
-    batch = framing.Parser(MAX, known).parse(text, 1, 0)
+    batch = parser.Parser(MAX, known).parse(text, 1, 0)
     assert (batch.lines, batch.answers, batch.used) == ([b"t|1|1|a", b"t|1|2%3Bp=me|b"], [], len(text))
     assert not known
 
 
 def test_the_lines_of_a_group_are_never_cut_apart():
     text = group(mine(1, 2), 1, P) + group(mine(2, 3, 4), 3, P) + b"u|||\nv|||\n" + group([b""], 6, P)
-    batch = framing.Parser(MAX, table()).parse(text, 1, 0)
+    batch = parser.Parser(MAX, table()).parse(text, 1, 0)
     ends = [text.index(b"!c", 2), text.index(b"u|||"), text.index(b"v|||"), text.rindex(b"!c"), len(text)]
     assert batch.cuts == list(zip([2, 4, 5, 6, 6], ends, strict=True))
 
@@ -516,11 +517,11 @@ def test_the_lines_of_a_group_are_never_cut_apart():
 def test_replies_of_a_part_of_a_batch_have_the_seqs_of_its_block():
     """As when drop_oldest, or a full ring, lets the first block have other seqs than the second would follow from."""
     text = b"u|||\n" + group(mine(1, 2), 1, P) + group(mine(3), 3, P)
-    answers = framing.Parser(MAX, table()).parse(text, 101, 0).answers
-    assert told(framing.replies(answers, 0, 101)) == [b"1 !ack 3 104"]
-    assert told(framing.replies(answers[:1], 1, 102)) == [b"1 !ack 2 103"]
-    assert told(framing.replies(answers[1:], 3, 104)) == [b"3 !ack 3 104"]
-    assert framing.replies([], 0, 1) == b""
+    answers = parser.Parser(MAX, table()).parse(text, 101, 0).answers
+    assert told(parser.replies(answers, 0, 101)) == [b"1 !ack 3 104"]
+    assert told(parser.replies(answers[:1], 1, 102)) == [b"1 !ack 2 103"]
+    assert told(parser.replies(answers[1:], 3, 104)) == [b"3 !ack 3 104"]
+    assert parser.replies([], 0, 1) == b""
 
 
 # --- the same in the plainest words ------------------------------------------------------------------------------------
@@ -648,21 +649,21 @@ def blocks(batch, found):
         block = record.number(lines, 10**18, b"1732190000.000000")[0] if lines else b""
         said = [a for a in answers if a[0] <= end] if batch.cuts else []
         answers = answers[len(said) :]
-        yield len(lines), len(block) + len(framing.replies(said, start, 10**18))
+        yield len(lines), len(block) + len(parser.replies(said, start, 10**18))
         start = stop
 
 
 def a_batch(*texts):
-    return framing.Parser(MAX, table()).parse(b"".join(texts), 1, 0)
+    return parser.Parser(MAX, table()).parse(b"".join(texts), 1, 0)
 
 
 @pytest.mark.parametrize(
     ("batch", "max_count", "found"),
     [
-        (framing.plain(b"t|||\n" * 5), 9, [(5, 0)]),
-        (framing.plain(b"t|||\n" * 5), 5, [(5, 0)]),
-        (framing.plain(b"t|||\n" * 5), 2, [(2, 0), (4, 0), (5, 0)]),
-        (framing.Batch([], None, 0, b""), 2, []),
+        (parser.plain(b"t|||\n" * 5), 9, [(5, 0)]),
+        (parser.plain(b"t|||\n" * 5), 5, [(5, 0)]),
+        (parser.plain(b"t|||\n" * 5), 2, [(2, 0), (4, 0), (5, 0)]),
+        (parser.Batch([], None, 0, b""), 2, []),
         (a_batch(b"!b 1\n"), 2, []),
         (a_batch(b"x\n", b"y\n"), 9, [(2, 4)]),
         (a_batch(b"x\n", b"y\n"), 1, [(1, 2), (2, 4)]),
@@ -680,7 +681,7 @@ def test_random_batches_are_cut_into_blocks_that_fit_and_are_not_too_small():
     cut = 0
     for _ in range(200):
         text, _ = random_traffic(rng, rng.choice([5, 60, 300]))
-        batch = framing.Parser(MAX, table()).parse(text, 1, 0)
+        batch = parser.Parser(MAX, table()).parse(text, 1, 0)
         max_count, max_bytes = rng.choice([64, 2048]), rng.choice([10_000, SMALLEST // 2])
         found = stops(batch, max_count, max_bytes)
         assert found[-1] == batch.cuts[-1] and set(found) <= set(batch.cuts)
@@ -698,7 +699,7 @@ def test_plain_lines_of_every_length_are_cut_into_blocks_that_fit():
     rng = random.Random(8)
     for _ in range(100):
         lines = [b"t|||" + b"x" * rng.choice([0, 50, 4000]) for _ in range(rng.randrange(1, 300))]
-        batch = framing.plain(b"".join(line + b"\n" for line in lines))
+        batch = parser.plain(b"".join(line + b"\n" for line in lines))
         found = stops(batch, 64)
         assert found[-1][0] == len(lines)
         assert all(count <= 64 and nbytes <= SMALLEST // 2 - layout.HEADER for count, nbytes in blocks(batch, found))
@@ -721,7 +722,7 @@ LONGEST_NAME, LONGEST_CONN = b"p=" + b"A" * 64, b"9" * 20 + b"." + b"9" * 20
 )
 def test_the_largest_group_fits_a_block_of_the_smallest_ring(sent):
     """It cannot be cut: one that did not fit would stop the framer for ever."""
-    assert len(sent) == framing.MAX_GROUP
+    assert len(sent) == parser.MAX_GROUP
     text = group(sent, 10**17, LONGEST_NAME, LONGEST_CONN)
     assert len(text) <= PIPE_BUF
     batch = a_batch(text)

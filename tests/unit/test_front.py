@@ -5,7 +5,7 @@ import os
 import socket
 from typing import Any
 
-from kmq.gateway.front import Front, Relay
+from kmq.gateway.grpc.front import Front, Relay
 
 
 class Server(asyncio.Protocol):

@@ -16,22 +16,26 @@ from aiohttp.test_utils import TestClient, TestServer
 from google.protobuf import descriptor_pb2
 from made_up import Silent, stored
 
-from kmq import gateway, stats
+from kmq import gateway
+from kmq.broker import stats
+from kmq.broker.incidents import Incidents, Strangers
+from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.client.protocol import RETRYABLE
 from kmq.errors import ConfigError
-from kmq.gateway import answers, feed, listeners, metrics, podbus, web
-from kmq.gateway.answers import Answer
-from kmq.gateway.broker import Broker
-from kmq.gateway.calls import Calls
+from kmq.gateway import listeners
+from kmq.gateway.core import answers, feed, metrics
+from kmq.gateway.core.answers import Answer
+from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.feed import Feed, Watermark
 from kmq.gateway.doors import Doors
-from kmq.gateway.feed import Feed, Watermark
+from kmq.gateway.grpc import podbus
+from kmq.gateway.grpc.calls import Calls
+from kmq.gateway.http import web
 from kmq.gateway.server import Changes
-from kmq.incidents import Incidents, Strangers
 from kmq.log.identity import open_data
 from kmq.log.reader import DamageError
 from kmq.routing import Topic
 from kmq.settings import STAGES, load
-from kmq.stats import ADMISSIONS, STATES, StatsPage
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 30.0

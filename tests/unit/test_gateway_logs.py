@@ -16,9 +16,10 @@ from log_server import up
 from made_data import write_data
 
 from kmq import tokens
-from kmq.gateway import logs, spans
+from kmq.broker.stats import STATES
+from kmq.gateway.core import spans
+from kmq.gateway.http import logs
 from kmq.log import index, reader
-from kmq.stats import STATES
 
 PATIENCE_S = 30.0
 LINES = [b"t.k|%d|%d|%b" % (n, n, b"x" * 90) for n in range(2000)]

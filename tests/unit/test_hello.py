@@ -2,7 +2,7 @@
 
 import pytest
 
-from kmq.links import hello
+from kmq.ingress import hello
 
 LONG = b"A" * 64
 

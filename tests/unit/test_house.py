@@ -9,11 +9,13 @@ import pytest
 
 import kmq
 import stages
-from kmq import errors, record, redrive, settings
+from kmq import errors, record, settings
 from kmq.client import lines
+from kmq.deadletters import redrive
 from kmq.errors import ConfigError
-from kmq.links import fifo, intake, layout
-from kmq.links.askers import answer
+from kmq.ingress import intake
+from kmq.ingress.askers import answer
+from kmq.links import fifo, layout
 from kmq.settings import STAGES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ from test_fifo_writer import read_all
 from test_framing import Steps, frame, one_by_one, table
 
 from kmq import record
-from kmq.links import hello
-from kmq.links import intake as intake_module
+from kmq.ingress import hello
+from kmq.ingress import intake as intake_module
+from kmq.ingress.intake import Connection, Intake
 from kmq.links.fifo import FifoWriter, Sender, open_fifo
-from kmq.links.intake import Connection, Intake
 
 MAX = 8192
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from kmq import probe
+from kmq.broker.stats import ADMISSIONS, FRESH_S, PROCESSES, STATES, StatsPage
 from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
 from kmq.log.identity import open_data
 from kmq.settings import load
-from kmq.stats import ADMISSIONS, FRESH_S, PROCESSES, STATES, StatsPage
 
 ROOT = Path(__file__).resolve().parents[2]
 # Beside what a stage must not import (test_house.py): what a look at one page of shared memory has no need of.
@@ -158,5 +158,5 @@ def test_a_wrong_setting_is_the_answer(environ):
 def test_asking_imports_little(environ, page):
     code = "import sys; from kmq.probe import main; main(sys.argv[1:]); print(*sys.modules)"
     loaded = set(ask(environ, "ready", "router", code=code).stdout.split())
-    assert {"kmq.probe", "kmq.stats"} <= loaded
+    assert {"kmq.probe", "kmq.broker.stats"} <= loaded
     assert not loaded & HEAVY and not [name for name in loaded if name.startswith(("kmq.links", "kmq.log"))]

@@ -8,10 +8,10 @@ from collections import OrderedDict
 import pytest
 from test_framing import P, Steps, W, group, mine, one_by_one, random_traffic, randomly, table
 
-import kmq.log.ids
+import kmq.ids
 from kmq.errors import RetryError
+from kmq.ids import NEW, PRINTS, TOO_OLD, Producer
 from kmq.log import producers
-from kmq.log.ids import NEW, PRINTS, TOO_OLD, Producer
 from kmq.log.producers import Checkpointer, Producers, Snapshot, text
 from kmq.record import fingerprint
 
@@ -98,7 +98,7 @@ def test_ids_that_follow_one_another_stay_known_however_many_runs_are_forgotten(
         producer.trim(8)
     assert (len(producer.ids), list(producer.firsts), list(producer.lasts)) == (8, [0], [4991])
     assert [producer.find(id) for id in (0, 2500, 4991, 4992, 5000)] == [0, 0, 0, 3 * 4992 + 1, NEW]
-    monkeypatch.setattr(kmq.log.ids, "_RANGES", 1000)
+    monkeypatch.setattr(kmq.ids, "_RANGES", 1000)
     for id in range(5001, 15_000, 2):
         producer.add(id, 3 * id + 1, 1)
         producer.trim(8)

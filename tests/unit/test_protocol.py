@@ -10,7 +10,7 @@ from kmq import record
 from kmq.client import lines
 from kmq.client.protocol import Core, Delivery, Fenced, NotAnswered, Options, Refused
 from kmq.errors import ConfigError
-from kmq.links import hello
+from kmq.ingress import hello
 
 
 def make(**options):

@@ -11,12 +11,13 @@ from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
-from kmq.log import checkpoint, dropped, identity, index, partition, queues, segment, topics
-from kmq.log.newcomers import AT_ONCE
+from kmq.log import checkpoint, dropped, identity, index, partition, segment, topics
 from kmq.log.partition import State
-from kmq.log.queues import Queues
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
+from kmq.router import queues
+from kmq.router.newcomers import AT_ONCE
+from kmq.router.queues import Queues
 from kmq.routing import Topic
 
 

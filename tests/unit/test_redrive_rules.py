@@ -3,7 +3,8 @@
 import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
-from kmq import record, redrive
+from kmq import record
+from kmq.deadletters import redrive
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, topics
 
@@ -66,7 +67,7 @@ def test_the_producer_is_another_for_every_redrive_and_partition_and_a_legal_nam
     rows += [("x" * 200, 1023, "id", "a"), ("x" * 199 + "y", 1023, "id", "a"), ("__append", 0, "id", "a", "b")]
     found = [redrive.producer_name(*row) for row in rows]
     assert len(set(found)) == len(rows)
-    from kmq.links import hello
+    from kmq.ingress import hello
 
     assert all(hello.parse(f"!hello acks=1 producer={each}".encode()) for each in found)
     assert redrive.producer_name(*rows[0]) == found[0] and found[0].endswith("-dead-0")

@@ -12,11 +12,11 @@ from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
 from kmq import record
 from kmq.errors import CorruptError
 from kmq.log import dropped, identity, reader, show, topics
-from kmq.log.queues import Queues
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import evidence, verify
 from kmq.repair import rebuild as repair
+from kmq.router.queues import Queues
 
 KEYS = [b"test.probe", b"test", b"jobs.k1", b"jobs.k2", b"jobs", b"jobs.k3", b"a.b.c", b"a.x"]
 LIMITS = Limits(segment_bytes=10_000)

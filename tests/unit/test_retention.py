@@ -12,10 +12,10 @@ from made_up import Silent, no_room, stored, write_wal
 from kmq import record
 from kmq.links.layout import Block
 from kmq.log import checkpoint, disk, dropped, index, partition, producers, remnant, segment, topics
-from kmq.log.queues import Queues
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
+from kmq.router.queues import Queues
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 60)) for n in range(1, 401)]
 KEEP = Limits(segment_bytes=1000, retention_bytes=4500)
@@ -408,7 +408,7 @@ def test_under_a_lax_fsync_the_checkpoint_is_never_ahead_of_the_wal_on_disk(data
 
 
 def test_a_checkpoint_is_due_by_bytes_at_every_turn_not_once_a_second(data, monkeypatch):
-    from kmq.log import queues
+    from kmq.router import queues
 
     monkeypatch.setattr(queues, "CHECKPOINT_BYTES", 2000)
     write_wal(data, LINES).close()

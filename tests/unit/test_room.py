@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kmq.log import room
-from kmq.log.room import Room, Usage
+from kmq.broker import admission
+from kmq.broker.admission import Room, Usage
 from kmq.settings import GIB, MIB, load
 
 
@@ -17,8 +17,8 @@ class Broker:
     def __init__(self, data, monkeypatch):
         self.data, self.appended, self.now, self.free, self.whole = data, 0, 1000.0, 64 * GIB, 64 * GIB
         self.inodes, self.free_inodes = 16_000_000, 15_000_000
-        monkeypatch.setattr(room.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(room.os, "statvfs", lambda path: SimpleNamespace(**self._statvfs()))
+        monkeypatch.setattr(admission.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(admission.os, "statvfs", lambda path: SimpleNamespace(**self._statvfs()))
 
     def _statvfs(self):
         inodes = {"f_files": self.inodes, "f_favail": self.free_inodes}
@@ -66,12 +66,12 @@ def test_a_disk_with_few_inodes_left_is_refused_until_there_are_clearly_more(bro
 
 def test_a_file_system_that_counts_no_inodes_is_not_refused(broker):
     broker.inodes = broker.free_inodes = 0
-    assert broker.room().refusal() == "" and room.spare_inodes(broker.data) == float("inf")
+    assert broker.room().refusal() == "" and admission.spare_inodes(broker.data) == float("inf")
 
 
 def test_new_topics_leave_twice_the_inodes_that_end_admission(broker):
     broker.inodes, broker.free_inodes = 2000, 300
-    assert broker.room().refusal() == "" and room.spare_inodes(broker.data) == 100
+    assert broker.room().refusal() == "" and admission.spare_inodes(broker.data) == 100
 
 
 def test_a_small_disk_keeps_a_tenth_of_itself_free(broker):
@@ -106,7 +106,7 @@ def test_usage_is_never_below_what_du_says(broker):
         broker.append(n * 37, f"t{n % 50}")
         broker.now += n % 7
         usage.walk_if_due(n % 3 == 0, 1 << 30)
-        assert usage.bound() + 50 * room._OLD_TOPIC >= broker.du()
+        assert usage.bound() + 50 * admission._OLD_TOPIC >= broker.du()
 
 
 def test_a_walk_makes_the_bound_tight(broker):
@@ -122,12 +122,12 @@ def test_a_walk_makes_the_bound_tight(broker):
 def test_what_comes_during_a_walk_is_counted_on_top_of_it(broker, monkeypatch):
     broker.append(4096)
     usage = broker.usage()
-    monkeypatch.setattr(room, "_SLICE_S", -1.0)  # one file at a time
+    monkeypatch.setattr(admission, "_SLICE_S", -1.0)  # one file at a time
     broker.now += 60
     for _ in range(100):
         broker.append(MIB // 4, "late")
         usage.walk_if_due(False, 1 << 40)
-        assert usage.bound() + room._OLD_TOPIC >= broker.du()
+        assert usage.bound() + admission._OLD_TOPIC >= broker.du()
         broker.now += 1
 
 
@@ -181,7 +181,7 @@ def test_new_topics_count_before_a_walk_sees_them(broker):
 def test_files_that_vanish_during_a_walk_do_not_end_it(broker, monkeypatch):
     broker.append(4096, "a")
     usage = broker.usage()
-    monkeypatch.setattr(room, "_SLICE_S", -1.0)
+    monkeypatch.setattr(admission, "_SLICE_S", -1.0)
     for n in range(50):
         broker.append(4096, f"b{n}")
     broker.now += 60
@@ -199,7 +199,7 @@ def test_a_walk_over_thousands_of_topics_goes_in_slices(data):
             os.close(os.open(f"{data}/topics/t{n}/{name}", os.O_CREAT | os.O_WRONLY))
     usage = Usage(data, lambda: 0)
     usage._begin_walk()
-    usage.walk(room._SLICE_S)
+    usage.walk(admission._SLICE_S)
     assert usage._files is not None, "10,000 files take longer than that"
     usage.walk(60)
     assert usage._files is None

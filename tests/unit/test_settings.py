@@ -132,7 +132,9 @@ def test_a_port_with_a_number_is_a_setting_also_beside_service_links(tmp_path):
 
 
 def test_a_stage_says_in_one_log_line_which_service_links_it_passed_over(tmp_path):
-    code = "from kmq import settings, stage; stage.Stage.__init__.__globals__['open_data'] = None; "
+    code = (
+        "from kmq import settings; from kmq.broker import stage; stage.Stage.__init__.__globals__['open_data'] = None; "
+    )
     code += "stage.Stage('ingress', settings.load())"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
     done = subprocess.run([sys.executable, "-c", code], env=kept | LINKS, cwd=tmp_path, capture_output=True, text=True)

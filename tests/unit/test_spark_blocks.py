@@ -15,7 +15,7 @@ from kmq.log import index, reader
 from kmq.log.reader import DamageError
 
 np = pytest.importorskip("numpy")
-blocks = pytest.importorskip("kmq.spark.blocks")
+blocks = pytest.importorskip("kmq.spark.source.blocks")
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n * 37 % 300)) for n in range(700)]
 

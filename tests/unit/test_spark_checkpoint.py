@@ -12,11 +12,11 @@ sys.path.append(str(Path(__file__).parents[1] / "spark"))
 
 from made_data import write_data
 
-from kmq.cli import app
+from kmq.cli.app import app
 from kmq.errors import BusyError, ConfigError
 from kmq.links.ownership import FileLock
 from kmq.log import identity
-from kmq.spark import checkpoint, reset, status
+from kmq.spark.streaming import checkpoint, reset, status
 
 V1 = "v1\n"
 

@@ -11,7 +11,7 @@ from kmq.client.lines import decode_payload
 from kmq.errors import ConfigError
 from kmq.routing import key_behind
 
-columns = pytest.importorskip("kmq.spark.columns")
+columns = pytest.importorskip("kmq.spark.source.columns")
 types = pytest.importorskip("pyspark.sql.types")
 to_arrow_schema = pytest.importorskip("pyspark.sql.pandas.types").to_arrow_schema
 WHERE = columns.Where("here", "orders", 2, "id of here")

@@ -8,12 +8,14 @@ import sys
 
 import pytest
 
+from kmq.cli import pipelines
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
-from kmq.spark import commands, failures, lag, sessions, sql, streams
+from kmq.spark import failures, sessions, sql
+from kmq.spark.streaming import lag, streams
 
 
 def test_the_command_line_starts_without_spark_and_arrow():
-    code = "import sys, kmq.cli; sys.exit(bool({'pyspark', 'pyarrow', 'numpy'} & set(sys.modules)))"
+    code = "import sys, kmq.cli.app; sys.exit(bool({'pyspark', 'pyarrow', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -23,37 +25,37 @@ def test_the_command_line_starts_without_spark_and_arrow():
 def test_lines_come_from_directories_or_over_http_and_not_from_both(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KMQ_DATA", "here")
-    assert commands.From().options() == {"path": "here"}
-    assert commands.From(path="a,b").options() == {"path": "a,b"}
-    assert commands.From(brokers="a:1,b:1").options() == {"kmq.bootstrap.servers": "a:1,b:1"}
+    assert pipelines.From().options() == {"path": "here"}
+    assert pipelines.From(path="a,b").options() == {"path": "a,b"}
+    assert pipelines.From(brokers="a:1,b:1").options() == {"kmq.bootstrap.servers": "a:1,b:1"}
     (tmp_path / "token").write_text("secret\n")
-    assert commands.From(brokers="a:1", token_file="token").options()["kmq.token"] == "secret"
+    assert pipelines.From(brokers="a:1", token_file="token").options()["kmq.token"] == "secret"
     with pytest.raises(ConfigError, match="not both"):
-        commands.From("a", "b:1").options()
+        pipelines.From("a", "b:1").options()
     with pytest.raises(ConfigError, match="--token-file 'none': No such file"):
-        commands.From(brokers="a:1", token_file="none").options()
+        pipelines.From(brokers="a:1", token_file="none").options()
 
 
 def test_topics_come_by_name_or_by_pattern():
-    assert commands.Topics("a,b").options() == {"subscribe": "a,b"}
-    assert commands.Topics("", "a.*").options() == {"subscribePattern": "a.*"}
-    assert commands.Topics().options(".*") == {"subscribePattern": ".*"}
+    assert pipelines.Topics("a,b").options() == {"subscribe": "a,b"}
+    assert pipelines.Topics("", "a.*").options() == {"subscribePattern": "a.*"}
+    assert pipelines.Topics().options(".*") == {"subscribePattern": ".*"}
     for wrong in (("a", "b"), ("", "")):
         with pytest.raises(ConfigError, match="--topics or --pattern"):
-            commands.Topics(*wrong).options()
+            pipelines.Topics(*wrong).options()
 
 
 def test_a_conf_that_is_no_pair_is_named():
-    assert commands._pair("spark.x=a=b") == ("spark.x", "a=b")
+    assert pipelines._pair("spark.x=a=b") == ("spark.x", "a=b")
     for wrong in ("spark.x", "=1"):
         with pytest.raises(ConfigError, match="must be name=value"):
-            commands._pair(wrong)
+            pipelines._pair(wrong)
 
 
 def test_the_list_has_every_pipeline_with_what_it_does(capsys):
-    commands.list_pipelines()
+    pipelines.list_pipelines()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(commands.run_app.registered_commands)
+    assert len(lines) == len(pipelines.run_app.registered_commands)
     assert all(len(line.split()) > 2 for line in lines)
 
 
@@ -278,7 +280,7 @@ def test_what_a_stream_is_behind_is_the_sum_over_all_partitions():
 def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(tmp_path):
     for name in ("ours", "theirs"):
         (tmp_path / name).write_text(f"{name}\n")
-    origin = commands.From("", "https://a", str(tmp_path / "ours"), "ca", "cert", "key", "5s")
+    origin = pipelines.From("", "https://a", str(tmp_path / "ours"), "ca", "cert", "key", "5s")
     tls = {
         "kmq.token": "ours",
         "kmq.ssl.ca.location": "ca",
@@ -286,18 +288,18 @@ def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(t
         "kmq.ssl.key.location": "key",
     }
     assert origin.options() == {"kmq.bootstrap.servers": "https://a", "kmq.patience": "5s", **tls}
-    assert commands.Target().options(origin) == tls
-    assert commands.Target(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
-    target = commands.Target(str(tmp_path / "theirs"), "other")
+    assert pipelines.Target().options(origin) == tls
+    assert pipelines.Target(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
+    target = pipelines.Target(str(tmp_path / "theirs"), "other")
     assert target.options(origin) == {"kmq.token": "theirs", "kmq.ssl.ca.location": "other"}
-    assert commands.Target().options() == {}
+    assert pipelines.Target().options() == {}
     with pytest.raises(ConfigError, match="--patience: is how long a gateway may be away"):
-        commands.From("data", patience="5s").options()
+        pipelines.From("data", patience="5s").options()
 
 
 @pytest.mark.parametrize("name", ["archive", "metrics", "mirror", "redrive"])
 def test_every_pipeline_that_writes_takes_the_options_of_its_target(name, capsys):
     with pytest.raises(SystemExit):
-        commands.run_app([name, "--help"], standalone_mode=True)
+        pipelines.run_app([name, "--help"], standalone_mode=True)
     said = capsys.readouterr().out
     assert all(f"--{option} " in said for option in ("to-token-file", "to-ca", "to-cert", "to-key", "timeout", "ca"))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kmq.spark import cutting
-from kmq.spark.cutting import LEAST_BYTES, SPLIT_BYTES, cut
-from kmq.spark.plan import Range, cut_up
+from kmq.spark.source import cutting
+from kmq.spark.source.cutting import LEAST_BYTES, SPLIT_BYTES, cut
+from kmq.spark.source.plan import Range, cut_up
 
 A, B, C = ("b1", "a", 0), ("b1", "b", 0), ("b1", "c", 0)
 KIB = 1024  # of each record

@@ -6,7 +6,7 @@ import pytest
 
 np = pytest.importorskip("numpy")
 
-from kmq.spark import digits  # noqa: E402
+from kmq.spark.source import digits  # noqa: E402
 
 
 def parsed(texts):

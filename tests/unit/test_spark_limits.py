@@ -6,8 +6,8 @@ from math import inf
 
 import pytest
 
-from kmq.spark.limits import limited
-from kmq.spark.plan import Range
+from kmq.spark.source.limits import limited
+from kmq.spark.source.plan import Range
 
 
 class Logs:

@@ -11,7 +11,7 @@ pa = pytest.importorskip("pyarrow")
 from made_batches import batch, random_, some_bytes, some_text, written  # noqa: E402
 
 from kmq.client import lines as client  # noqa: E402
-from kmq.spark.lines import RowError, block, numbers, pieces, to_lines  # noqa: E402
+from kmq.spark.sink.lines import RowError, block, numbers, pieces, to_lines  # noqa: E402
 
 HEADERS = pa.map_(pa.string(), pa.string())
 

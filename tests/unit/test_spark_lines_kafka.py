@@ -7,8 +7,8 @@ pa = pytest.importorskip("pyarrow")
 from made_batches import batch, random_, some_bytes, some_text, written  # noqa: E402
 
 from kmq.client import lines as client  # noqa: E402
-from kmq.spark import columns  # noqa: E402
-from kmq.spark.lines import RowError  # noqa: E402
+from kmq.spark.sink.lines import RowError  # noqa: E402
+from kmq.spark.source import columns  # noqa: E402
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 

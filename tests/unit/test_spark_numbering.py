@@ -3,8 +3,8 @@
 import pyarrow as pa
 import pytest
 
-from kmq.spark.lines import RowError
-from kmq.spark.numbering import Counted, Given, Origins, _fitting
+from kmq.spark.sink.lines import RowError
+from kmq.spark.sink.numbering import Counted, Given, Origins, _fitting
 
 JOB = "s-0b9c2f4e-3f5e-4b61-9f6a-1f2f3a4b5c6d"
 

@@ -18,11 +18,11 @@ from made_data import write_data
 from kmq import tokens
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.reader import DamageError
-from kmq.spark import remote
-from kmq.spark.brokers import open_broker
 from kmq.spark.connections import Access
-from kmq.spark.options import WAL
-from kmq.spark.remote import Remote as PatientRemote
+from kmq.spark.source import remote
+from kmq.spark.source.brokers import open_broker
+from kmq.spark.source.options import WAL
+from kmq.spark.source.remote import Remote as PatientRemote
 
 PATIENCE_S = 30.0
 LINES = [b"%d|1700000000.%06d|t|||%d\n" % (n + 1, n, n) for n in range(20)]

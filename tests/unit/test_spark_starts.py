@@ -10,11 +10,11 @@ sys.path.append(str(Path(__file__).parents[1] / "spark"))
 from made_data import FIRST_TS, write_data
 
 from kmq.errors import ConfigError
-from kmq.spark.options import Options
+from kmq.spark.source.options import Options
 
 types = pytest.importorskip("pyspark.sql.types")
-BatchReader = pytest.importorskip("kmq.spark.batch_reader").BatchReader
-StreamReader = pytest.importorskip("kmq.spark.stream_reader").StreamReader
+BatchReader = pytest.importorskip("kmq.spark.source.batch_reader").BatchReader
+StreamReader = pytest.importorskip("kmq.spark.source.stream_reader").StreamReader
 SCHEMA = types.StructType([types.StructField("offset", types.LongType())])
 THEN = FIRST_TS // 1000 + 1  # milliseconds: seq 1000 and all later ones were received then or later
 

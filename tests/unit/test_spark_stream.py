@@ -18,11 +18,11 @@ from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
 from kmq.log import index, reader
-from kmq.spark import lineage
-from kmq.spark.brokers import Directory
-from kmq.spark.options import WAL, Options
-from kmq.spark.plan import DataLossError
-from kmq.spark.stream_reader import StreamReader
+from kmq.spark.source import lineage
+from kmq.spark.source.brokers import Directory
+from kmq.spark.source.options import WAL, Options
+from kmq.spark.source.plan import DataLossError
+from kmq.spark.source.stream_reader import StreamReader
 
 ALL = ReadAllAvailable()
 
@@ -280,7 +280,7 @@ def test_a_session_says_how_many_cores_there_are(tmp_path):
     """A topic of 20 MiB is cut so that each of them has two tasks."""
     from pyspark.serializers import CloudPickleSerializer
 
-    from kmq.spark.source import source_for
+    from kmq.spark.source.source import source_for
 
     path = write_data(tmp_path / "data", [b"t|0|%d|%b" % (n, b"x" * 10_000) for n in range(2000)])
     for cores, tasks in ((1, 2), (2, 3), (64, 5)):

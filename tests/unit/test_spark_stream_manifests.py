@@ -13,7 +13,7 @@ sys.path.append(str(ROOT / "tests" / "spark"))
 
 from spark_job import find, rendered
 
-from kmq.spark.stopping import STOP_S
+from kmq.spark.streaming.stopping import STOP_S
 
 OVERLAY = ROOT / "k8s/overlays/spark-stream"
 pytestmark = pytest.mark.skipif(not shutil.which("kubectl"), reason="the overlay is rendered by kubectl")
@@ -68,7 +68,7 @@ def test_what_the_driver_and_its_probes_run_are_commands_of_kmq():
     env = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
     for command in commands():
         for more, code in (["--help"], 0), (["--no-such-option"], 2):
-            words = [sys.executable, "-m", "kmq.cli", *command[1:], *more]
+            words = [sys.executable, "-m", "kmq", *command[1:], *more]
             assert subprocess.run(words, env=env, capture_output=True, timeout=60).returncode == code, command
     (to,) = (word.partition("=")[2] for word in driver()["args"] if word.startswith("--to="))
     assert all(to in driver()[name]["exec"]["command"] for name in PROBES)

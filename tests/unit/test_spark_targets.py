@@ -6,9 +6,9 @@ import ssl
 import pytest
 
 from kmq.errors import ConfigError
-from kmq.spark import targets
 from kmq.spark.connections import PLAIN
-from kmq.spark.targets import Address, addresses, check, has_begun
+from kmq.spark.sink import targets
+from kmq.spark.sink.targets import Address, addresses, check, has_begun
 
 
 @pytest.mark.parametrize(

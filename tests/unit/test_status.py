@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from kmq import status
+from kmq.broker import status
+from kmq.broker.stats import STATES, StatsPage
 from kmq.log.identity import open_data
 from kmq.settings import STAGES, load
-from kmq.stats import STATES, StatsPage
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ import pytest
 from certificates import Authority
 from test_tokens import Warnings
 
-from kmq import stats
+from kmq.broker import stats, tls
 from kmq.errors import ConfigError
-from kmq.links import tls
+from kmq.ingress.intake import Connection, Intake
 from kmq.links.fifo import FifoWriter, open_fifo
-from kmq.links.intake import Connection, Intake
 from kmq.settings import load
 
 MAX_LINE = 4096  # the smallest there is: a TLS record is four times as long
@@ -396,7 +395,7 @@ def test_a_certificate_is_warned_of_once_a_day_and_again_when_it_has_expired(aut
     cert, key = authority.issue("short", until=3)
     voice, row, ahead = Voice(), row_of_its_own(), [0.0]
     monkeypatch.setattr(
-        "kmq.links.tls.time", SimpleNamespace(time=lambda: time.time() + ahead[0], monotonic=lambda: ahead[0])
+        "kmq.broker.tls.time", SimpleNamespace(time=lambda: time.time() + ahead[0], monotonic=lambda: ahead[0])
     )
     used = tls.certificates(settings_of(cert=cert, key=key), voice, row)
     said = []
@@ -419,7 +418,7 @@ def test_of_two_client_authorities_one_may_expire(files, tmp_path, monkeypatch):
     used = tls.certificates(settings_of(**files, client_ca=bundle), Voice(), row)
     days = []
     for days_later in (0, 2, 4, 61):
-        monkeypatch.setattr("kmq.links.tls.time.time", lambda later=days_later: now + later * 86_400)
+        monkeypatch.setattr("kmq.broker.tls.time.time", lambda later=days_later: now + later * 86_400)
         used.look()
         days.append(round((row.client_ca_until - now) / 86_400))
     assert days == [3, 3, 60, 60]

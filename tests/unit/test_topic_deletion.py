@@ -10,9 +10,9 @@ import pytest
 from made_up import FIRST_TS, Silent, block, no_room
 
 from kmq.log import deletions, identity, requests, topics
-from kmq.log.queues import Queues
 from kmq.log.wal import Wal
 from kmq.repair import rebuild, verify
+from kmq.router.queues import Queues
 
 TRACED = {
     "_carry_out",
@@ -145,7 +145,7 @@ def test_a_wal_that_ends_before_a_deletion_is_refused(broker):
 
 
 def test_records_dropped_and_deleted_do_not_come_back_by_a_redrive(broker):
-    from kmq import redrive
+    from kmq.deadletters import redrive
     from kmq.log import dropped
 
     dropped.append(broker.data, "durable", 3, 4, no_room)

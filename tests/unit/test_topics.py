@@ -5,9 +5,9 @@ from made_up import Silent, no_room
 
 from kmq.errors import ConfigError
 from kmq.log import topics
-from kmq.log.queues import Queues
 from kmq.log.segment import LIMITS
 from kmq.log.topics import Declaration
+from kmq.router.queues import Queues
 
 OWN = {"segment_bytes": "1 MiB", "segment_age": "1d", "retention_age": "30d", "retention_bytes": "1073741824"}
 

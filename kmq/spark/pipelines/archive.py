@@ -14,7 +14,7 @@ Crash       before the table's commit   the batch is run again. Dead letters tha
                                         (this archive and their partition) and id (offset + 1): not stored again;
             after it, before Spark's    the table has the batch: skipped (kmq/spark/tables).
             A broker that is down stops the archive before the commit, so that nothing is taken for archived that is not.
-Bad         What kmq/spark/payloads.py says. JSON to the letter: one object, nothing behind it, no NaN, no single quotes.
+Bad         What payloads.py says. JSON to the letter: one object, nothing behind it, no NaN, no single quotes.
 """
 
 import importlib
@@ -37,13 +37,13 @@ from kmq.log import topics as declarations
 from kmq.log.disk import replace_file
 from kmq.settings import load
 from kmq.spark import failures
-from kmq.spark.brokers import Directory, open_broker
 from kmq.spark.names import nearest
-from kmq.spark.options import Options
-from kmq.spark.payloads import infer, parse
 from kmq.spark.pinned import pinned, utc_date, utc_hour
+from kmq.spark.pipelines.payloads import infer, parse
+from kmq.spark.sink.targets import Target, producer
+from kmq.spark.source.brokers import Directory, open_broker
+from kmq.spark.source.options import Options
 from kmq.spark.tables import Table, follow, open_table
-from kmq.spark.targets import Target, producer
 
 # What the source is asked for. The key as bytes: a dead letter keeps it to the last one.
 READ = (

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from pyspark.sql import DataFrame, Row, SparkSession, Window
 from pyspark.sql import functions as F
 
-from kmq.clock import GAP_S
+from kmq.broker.clock import GAP_S
 from kmq.errors import ConfigError
 from kmq.log import compaction, reader, topics, wal
 from kmq.log.compaction import Sealed
-from kmq.spark.options import Options
+from kmq.spark.source.options import Options
 
 if TYPE_CHECKING:
-    from kmq.spark.progress import Progress
+    from kmq.spark.streaming.progress import Progress
 
 DAY_S = 86400.0
 MIN_DIRTY = 0.5  # of a partition's sealed bytes: below that, rewriting costs more than it gives (Kafka's default too)

@@ -4,9 +4,9 @@
     measure(spark.read.format("kmq").schema(READ).option("path", "data").option("subscribePattern", ".*").load()).show()
 
 `measure` is a function of a DataFrame, of a batch or of a stream. There a window is told once, when records of WATERMARK later
-have come; what comes later still is counted in no window. `run` ends with an error then (kmq/spark/late.py), or leaves it out
+have come; what comes later still is counted in no window. `run` ends with an error then (streaming/late.py), or leaves it out
 where it is told so. It shows a table, or adds rows to a Parquet, Delta or Iceberg table (exactly once, kmq/spark/tables) or to
-a topic, as JSON (exactly once by query and batch, kmq/spark/sink.py).
+a topic, as JSON (exactly once by query and batch, kmq/spark/sink/sink.py).
 """
 
 import re
@@ -18,11 +18,11 @@ from pyspark.sql import functions as F
 from rich.table import Table
 
 from kmq.errors import ConfigError
-from kmq.spark import late, streams
 from kmq.spark.pinned import IN_UTC, utc_date
 from kmq.spark.pipelines.archive import starting
+from kmq.spark.sink.targets import Target
+from kmq.spark.streaming import late, streams
 from kmq.spark.tables import follow, open_table
-from kmq.spark.targets import Target
 
 READ = "topic string, recv_ts timestamp, routing_key binary, producer_ts string, value binary"
 WINDOW = "1 minute"

@@ -42,15 +42,15 @@ from pyspark.sql import functions as F
 from kmq.client.lines import percent_encode
 from kmq.errors import ConfigError
 from kmq.log import topics as declarations
-from kmq.spark import streams
-from kmq.spark.brokers import Broker, Directory, open_broker
-from kmq.spark.options import Options
-from kmq.spark.routing import unambiguous
-from kmq.spark.targets import Target
-from kmq.spark.write_options import STOP, TRUST
+from kmq.spark.sink.routing import unambiguous
+from kmq.spark.sink.targets import Target
+from kmq.spark.sink.write_options import STOP, TRUST
+from kmq.spark.source.brokers import Broker, Directory, open_broker
+from kmq.spark.source.options import Options
+from kmq.spark.streaming import streams
 
 if TYPE_CHECKING:
-    from kmq.spark.progress import Progress
+    from kmq.spark.streaming.progress import Progress
 
 READ = (
     "broker string, topic string, partition int, offset bigint, seq bigint, key binary, routing_key binary,"

@@ -2,8 +2,8 @@
 
     redrive.run(spark, {"path": "data"}, "dead", "concat('test.', key)", where="value_text like '%timeout%'")
 
-The rules are those of kmq.redrive, which `kmq redrive` has too: what a new key may be, what a line becomes, under which producer
-and number it is sent. A template ({topic}, {key}, …) is a shorthand for an expression: kmq.redrive.to_sql.
+The rules are those that `kmq redrive` has too (kmq.deadletters): what a new key may be, what a line becomes, under which producer
+and number it is sent. A template ({topic}, {key}, …) is a shorthand for an expression: kmq.deadletters.redrive.to_sql.
 
 Columns     those of format("kmq") and `line`, the whole stored line; of a dropped record topic, partition and key are what the
             routing table says. key and routing_key are the very bytes as stored, not percent-decoded, and text to SQL.
@@ -24,14 +24,14 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
-from kmq import redrive as rules
+from kmq.deadletters import redrive as rules
 from kmq.errors import ConfigError
-from kmq.spark import columns
 from kmq.spark.arrow import map_in_arrow
-from kmq.spark.options import WAL
 from kmq.spark.pipelines.route import Pods, among, route
-from kmq.spark.routing import exact, unambiguous
-from kmq.spark.targets import Target, producer
+from kmq.spark.sink.routing import exact, unambiguous
+from kmq.spark.sink.targets import Target, producer
+from kmq.spark.source import columns
+from kmq.spark.source.options import WAL
 
 _EXACT = ("key", "routing_key")  # read as they are
 SCHEMA = ", ".join(

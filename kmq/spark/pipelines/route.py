@@ -42,11 +42,11 @@ from kmq.log.partition import EMPTY, PartitionLog, State, directory_of, fits, re
 from kmq.log.segment import Limits
 from kmq.routing import Table, Topic, lives, table
 from kmq.settings import load
-from kmq.spark import streams
 from kmq.spark.arrow import map_in_arrow
-from kmq.spark.brokers import open_broker
-from kmq.spark.options import WAL, Options
-from kmq.spark.routing import Routing
+from kmq.spark.sink.routing import Routing
+from kmq.spark.source.brokers import open_broker
+from kmq.spark.source.options import WAL, Options
+from kmq.spark.streaming import streams
 from kmq.spark.tables import FORMATS, checks, open_table
 from kmq.spark.tables import Table as Files
 

@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kmq.errors import ConfigError
-from kmq.spark import streams
+from kmq.spark.streaming import streams
 from kmq.spark.tables import base
 from kmq.spark.tables.base import Table
 from kmq.spark.tables.delta import Delta

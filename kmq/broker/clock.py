@@ -1,0 +1,95 @@
+"""How old something is, by a clock that nobody can move by hours: what deletes or forgets by age asks here.
+
+Invariant   The time of day is followed while it runs evenly with the monotonic clock. When it jumps by more than JUMP_S, or
+            is more than GAP_S beyond the last record at a start, it is not trusted: time then goes on evenly from what
+            was trusted last, until the time of day has been steady for STEADY_S, or an operator says that it is right.
+            So a clock that was ahead for some seconds deletes nothing, and a machine that starts with a wrong date
+            forgets no message id that it must still know.
+State       In the row of the stats page, where `kmq status` sees it and a restarted process finds it again: offset of the
+            trusted time of day from the monotonic clock, since when the present one is not trusted, and when an operator
+            last said that it is.
+Not covered A time of day that drifts by less than JUMP_S at once. Limits by size, and what a full disk needs, do not ask.
+"""
+
+import time
+
+from kmq.broker.stats import Row
+from kmq.logfmt import Log
+from kmq.record import format_ts
+
+JUMP_S, GAP_S, STEADY_S = 60, 86_400, 600
+_BEHIND_S = 1.0  # what a clock that is slewed or corrected by a little is behind at most
+_NS = 1_000_000_000
+_ZERO = 1 << 62  # an offset in the page: it may be below 0 where the date has been lost, and 0 says that there is none
+ADVICE = "if the time of day is right now: kmq clock --trust"
+
+
+class AgeClock:
+    """The trusted time of one process."""
+
+    def __init__(self, row: Row, last_record_us: int, log: Log) -> None:
+        """`last_record_us`: recv_ts of the last record on disk in µs; 0: there is none."""
+        self._row, self._log = row, log
+        now, mono = time.time_ns(), time.monotonic_ns()
+        self._seen = now - mono  # offset of the time of day that is on trial
+        if row.clock_offset:
+            return  # as our predecessor left it
+        is_gap = last_record_us > 0 and now > last_record_us * 1000 + GAP_S * _NS
+        row.clock_offset = (last_record_us * 1000 if is_gap else now) - mono + _ZERO
+        if is_gap:
+            self._distrust(mono)
+
+    def now_s(self) -> float:
+        """Seconds since the epoch. Ask at least every few seconds: what changes slowly in between looks like a jump."""
+        row, mono = self._row, time.monotonic_ns()
+        offset = time.time_ns() - mono
+        if row.clock_suspect:
+            if abs(offset - self._seen) > JUMP_S * _NS:
+                self._seen, row.clock_suspect = offset, mono
+            elif mono - row.clock_suspect >= STEADY_S * _NS or row.clock_trust >= row.clock_suspect:
+                self._log.info("clock_trusted", off_by_s=off_by_s(row))
+                row.clock_suspect = 0
+        elif abs(offset + _ZERO - row.clock_offset) > JUMP_S * _NS:
+            self._seen = offset
+            self._distrust(mono)
+        if not row.clock_suspect:
+            row.clock_offset = offset + _ZERO
+        return (mono + row.clock_offset - _ZERO) / _NS
+
+    def _distrust(self, mono: int) -> None:
+        self._row.clock_suspect = mono
+        effect = f"nothing is deleted or forgotten by age until it has been steady for {STEADY_S // 60} min; {ADVICE}"
+        self._log.warn("clock_not_trusted", off_by_s=off_by_s(self._row), effect=effect)
+
+
+class HeldTimes:
+    """Says once that recv_ts, which never decreases, is held because the time of day is behind it, and once that it is over."""
+
+    def __init__(self, log: Log) -> None:
+        self._log, self._is_held = log, False
+
+    def look(self, last_us: int) -> None:
+        """`last_us`: recv_ts of the last record, in µs. Ask now and then, not for each record."""
+        behind_s = (last_us * 1000 - time.time_ns()) / _NS
+        if not self._is_held and behind_s > _BEHIND_S:
+            effect = f"recv_ts stays at {format_ts(last_us).decode()} until the clock has caught up"
+            self._log.warn("clock_behind", behind_s=round(behind_s), effect=effect)
+            self._is_held = True
+        elif self._is_held and behind_s <= 0:
+            self._log.info("clock_caught_up", effect="recv_ts is the time of day again")
+            self._is_held = False
+
+
+def off_by_s(row: Row) -> int:
+    """How far the time of day is ahead of the trusted one; negative: behind."""
+    return round((time.time_ns() - time.monotonic_ns() + _ZERO - row.clock_offset) / _NS)
+
+
+def steady_in_s(row: Row) -> int:
+    """How long the time of day must still be steady; 0: it is trusted."""
+    return max(1, STEADY_S - (time.monotonic_ns() - row.clock_suspect) // _NS) if row.clock_suspect else 0
+
+
+def trust(row: Row) -> None:
+    """The operator says that the time of day is right."""
+    row.clock_trust = time.monotonic_ns()

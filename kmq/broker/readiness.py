@@ -1,0 +1,187 @@
+"""Whether a broker is ready, and why not: the one judgement of `kmq status`, /readyz, gRPC health, the metrics and the probes.
+
+Ready       A message that is sent now is accepted, and on disk in a moment: every stage is in its loop and nothing waits for
+            room. The gateway counts where this broker has one, unless it has ended in order.
+Source      The stats page alone, so whoever looks at one moment finds the same. Those who know write it there: why ingress
+            refuses messages, what a stage waits for, how long the certificates in use are valid.
+Warning     Somebody must see to it, but messages come and go meanwhile (docs/decisions/readiness.md says why an expired
+            certificate is one).
+Not covered Where containers do not share process ids, `dead` may be said of a process that is only `silent`.
+"""
+
+import time
+
+from kmq import certificate
+from kmq.broker.stats import FRESH_S, PROCESSES, Row, StatsPage
+from kmq.certificate import Validity
+from kmq.settings import STAGES, Settings
+
+ROOM = ("disk_full", "quota")
+LIFELESS = ("down", "stopped", "dead", "silent")  # the processes that these speak of do nothing at all
+_AGAIN = "it is started again within seconds; if not, its log says why: kmq down, then kmq up"
+_ADVICE = {  # the order is that of the reasons: the cause comes before what follows from it
+    "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE (kmq log stat"
+    " shows it); the broker resumes by itself",
+    "quota": "raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE (kmq log stat shows"
+    " it); the broker resumes by itself",
+    "down": _AGAIN,
+    "stopped": _AGAIN,
+    "dead": _AGAIN,
+    "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing, it is started again",
+    "draining": "wait until it has ended, then: kmq up",
+    "recovering": "wait: its log says how far it is",
+    "waiting": "wait: its log says for whom",
+    "starting": "wait; if it lasts, its log says why",
+}
+_FINE = ("ready", *ROOM)  # lack of room is one reason for all processes together
+_LACKS = {
+    "disk_full": "the disk has no room, or no inodes, for more messages",
+    "quota": "KMQ_DATA_QUOTA is reached",
+}
+_RENEW = "replace the file{key}; the broker takes it up within seconds, without a restart"
+REASONS = tuple(_ADVICE)
+WARNINGS = ("certificate_expired", "certificate_not_yet_valid", "certificate_expires")
+
+
+class Reason:
+    """One thing that is wrong. `about` is the process or the file; `processes` are those it keeps from being ready."""
+
+    __slots__ = ("about", "advice", "code", "processes", "why")
+
+    def __init__(self, code: str, about: str, why: str, advice: str, processes: tuple[str, ...]) -> None:
+        self.code, self.about, self.why, self.advice, self.processes = code, about, why, advice, processes
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.why}"
+
+    def fields(self) -> dict[str, str]:
+        """For JSON and logfmt."""
+        return {"code": self.code, "about": self.about, "why": self.why, "advice": self.advice}
+
+
+class Presented:
+    """A certificate file as one process uses it."""
+
+    __slots__ = ("path", "process", "setting", "validity")
+
+    def __init__(self, process: str, setting: str, path: str, validity: Validity) -> None:
+        self.process, self.setting, self.path, self.validity = process, setting, path, validity
+
+
+class Verdict:
+    """What speaks against a broker at one moment; the first reason is the most important one."""
+
+    __slots__ = ("certificates", "reasons", "warnings")
+
+    def __init__(self, reasons: list[Reason], warnings: list[Reason], certificates: list[Presented]) -> None:
+        self.reasons, self.warnings, self.certificates = reasons, warnings, certificates
+
+    @property
+    def ready(self) -> bool:
+        return not self.reasons
+
+    @property
+    def first(self) -> "Reason | None":
+        """The most important reason."""
+        return next(iter(self.reasons), None)
+
+    @property
+    def lifeless(self) -> "Reason | None":
+        """A stage that does nothing at all: what /healthz asks for."""
+        found = (reason for reason in self.reasons if reason.code in LIFELESS)
+        return next((reason for reason in found if not {*STAGES}.isdisjoint(reason.processes)), None)
+
+    def against(self, process: str) -> "Reason | None":
+        """The most important reason that concerns this process."""
+        return next((reason for reason in self.reasons if process in reason.processes), None)
+
+
+def judge(page: StatsPage | None, settings: Settings) -> Verdict:
+    """Judge the broker of these settings by its stats page; None where it has no page, or another's."""
+    if page is None:
+        return Verdict([_down(settings)], [], [])
+    states = {name: state_of(name, page.rows[name]) for name in PROCESSES}
+    if all(states[name] in ("down", "stopped") for name in STAGES):
+        return Verdict([_down(settings)], [], [])
+    if states["gateway"] in ("down", "stopped"):
+        del states["gateway"]  # messages come and go without it
+    lacking = {code: tuple(name for name in states if states[name] == code) for code in ROOM}
+    reasons = [_no_room(code, names, settings) for code, names in lacking.items() if names]
+    reasons += [_of_process(name, state, page.rows[name]) for name, state in states.items() if state not in _FINE]
+    certificates = [
+        used
+        for name in ("ingress", "gateway")
+        if states.get(name) not in (None, *LIFELESS)
+        for used in presented(name, page.rows[name], settings)
+    ]
+    return Verdict(sorted(reasons, key=lambda each: REASONS.index(each.code)), _warnings(certificates), certificates)
+
+
+def state_of(name: str, row: Row) -> str:
+    """The state of a process in one word: one of the codes, or ready."""
+    if not row.pid:
+        return "down"
+    if row.state_name == "stopped":
+        return "stopped"
+    if row.age_s > FRESH_S:
+        return "silent" if is_process(row.pid, name) else "dead"
+    if row.state_name in ("ready", "disk_full"):
+        return row.admission_name or row.state_name
+    return row.state_name if row.state_name in _ADVICE else "starting"
+
+
+def is_process(pid: int, name: str) -> bool:
+    """Return True if the process `pid` is that stage, or the gateway: a pid may have been given to somebody else since."""
+    module = f"kmq.{name}" if name == "gateway" else f"stages.{name}"
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return module.encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def _down(settings: Settings) -> Reason:
+    why = f"the broker of KMQ_DATA={settings.data} does not run (KMQ_INSTANCE={settings.instance})"
+    return Reason("down", "broker", why, "start it with: kmq up", PROCESSES)
+
+
+def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Reason:
+    why = f"{_LACKS[code]}: acknowledged producers are refused, others wait (said by {', '.join(names)})"
+    return Reason(code, settings.data, why, _ADVICE[code], names)
+
+
+def _of_process(name: str, state: str, row: Row) -> Reason:
+    ended = {"down": "has not been started", "stopped": "has ended"}
+    why = ended.get(state) or row.silence() or f"is {state}"
+    return Reason(state, name, f"{name} {why}", _ADVICE[state].format(pid=row.pid), (name,))
+
+
+def presented(name: str, row: Row, settings: Settings) -> list[Presented]:
+    """The certificate files that a process has in force."""
+    chain = Validity(row.certificate_from, row.certificate_until)
+    authorities = Validity(0, row.client_ca_until)
+    files = (("KMQ_TLS_CERT", settings.tls_cert, chain), ("KMQ_TLS_CLIENT_CA", settings.tls_client_ca, authorities))
+    return [Presented(name, setting, path, validity) for setting, path, validity in files if validity.not_after]
+
+
+def _warnings(certificates: list[Presented]) -> list[Reason]:
+    """One for each file, however many processes use it."""
+    now = time.time()
+    found = [(each.validity.warning(now), each) for each in certificates]
+    first = {each.setting: certificate_reason(code, each, now) for code, each in reversed(found) if code}
+    return sorted(first.values(), key=lambda each: WARNINGS.index(each.code))
+
+
+def certificate_reason(code: str, presented: Presented, now: float) -> Reason:
+    """What a warning about a certificate says."""
+    setting, path, validity = presented.setting, presented.path, presented.validity
+    until = certificate.utc(validity.not_after)
+    when = {
+        "certificate_expired": f"expired on {until}",
+        "certificate_not_yet_valid": f"is not valid before {certificate.utc(validity.not_before)}",
+        "certificate_expires": f"expires in {(validity.not_after - now) / 86_400:.1f} days, on {until}",
+    }[code]
+    is_server = setting == "KMQ_TLS_CERT"
+    who = "TLS clients cannot connect" if is_server else "clients with certificates of it cannot connect"
+    why = f"{setting}={path} {when}: {who}{' from then on' if code == 'certificate_expires' else ''}"
+    return Reason(code, path, why, _RENEW.format(key=" and KMQ_TLS_KEY" if is_server else ""), (presented.process,))

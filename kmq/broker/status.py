@@ -1,0 +1,157 @@
+"""What `kmq status` shows: how each process is, and what waits in each link. Looks only; touches nothing."""
+
+import os
+import time
+
+from kmq.broker import clock
+from kmq.broker.readiness import Verdict, judge, state_of
+from kmq.broker.stats import Row, StatsPage, peek
+from kmq.broker.supervision import Supervision
+from kmq.certificate import utc
+from kmq.links import fifo, layout
+from kmq.logfmt import pairs
+from kmq.settings import STAGES, Settings
+
+__all__ = ["StageStatus", "Status", "as_json", "collect", "collect_with_rates", "logfmt", "trust_clock"]
+_SAMPLE_S = 0.5  # rates are measured over this long
+
+
+class StageStatus:
+    """One line of the table."""
+
+    def __init__(self, name: str, row: Row) -> None:
+        self.name, self.pid = name, row.pid
+        self.messages, self.bytes, self.seq = row.messages, row.bytes, row.seq
+        self.restarts, self.refused, self.dropped, self.connections = (
+            row.restarts,
+            row.refused,
+            row.dropped,
+            row.connections,
+        )
+        self.started = row.started
+        self.age_s = row.age_s
+        self.state = state_of(name, row)
+        self.rate = 0.0
+
+
+class Status:
+    """The whole broker at one moment."""
+
+    def __init__(
+        self,
+        verdict: Verdict,
+        supervisor: str,
+        stages: list[StageStatus],
+        backlog: dict[str, int],
+        gateway: StageStatus | None = None,
+        clock: str = "",
+    ) -> None:
+        self.verdict = verdict
+        self.supervisor = supervisor  # up, killed, other or down
+        self.stages, self.backlog = stages, backlog
+        self.gateway = gateway  # None: this broker has none
+        self.clock = clock  # why the time of day is not trusted, and what to do; "": it is
+
+    @property
+    def processes(self) -> list[StageStatus]:
+        return [*self.stages, self.gateway] if self.gateway else self.stages
+
+    @property
+    def ready(self) -> bool:
+        return self.verdict.ready
+
+
+def collect(settings: Settings) -> Status:
+    """How it is now, without rates."""
+    page = peek(settings.instance)
+    supervisor = Supervision(settings).word
+    if page is None or not page.serves(settings.data):
+        return Status(judge(None, settings), supervisor, [], {})
+    page = page.copy()  # a process that gets ready while we look must not be ready in one place and starting in another
+    stages = [StageStatus(name, page.rows[name]) for name in STAGES]
+    row = page.rows["gateway"]
+    gateway = StageStatus("gateway", row) if row.pid else None
+    waiting = {"raw_bytes": 0}
+    path = f"{settings.pipes}/raw"
+    if os.path.exists(path):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        waiting["raw_bytes"] = fifo.waiting_bytes(fd)
+        os.close(fd)
+    for name in ("framed", "durable"):
+        waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
+    return Status(judge(page, settings), supervisor, stages, waiting, gateway, _clock(page))
+
+
+def _clock(page: StatsPage) -> str:
+    suspects = [page.rows[name] for name in STAGES if page.rows[name].clock_suspect]
+    if not suspects:
+        return ""
+    row = max(suspects, key=clock.steady_in_s)
+    off = clock.off_by_s(row)
+    return (
+        f"the time of day is {abs(off):,} s {'ahead' if off > 0 else 'behind'} of what it was: nothing is deleted or"
+        f" forgotten by age until it has been steady for another {clock.steady_in_s(row)} s; {clock.ADVICE}"
+    )
+
+
+def trust_clock(settings: Settings) -> None:
+    """Tell every stage that the time of day is right now."""
+    page = peek(settings.instance)
+    if page is not None and page.serves(settings.data):
+        for name in STAGES:
+            clock.trust(page.rows[name])
+
+
+def collect_with_rates(settings: Settings) -> Status:
+    """As collect, with messages per second measured over a moment."""
+    before, at = collect(settings), time.monotonic()
+    time.sleep(_SAMPLE_S)
+    now, span = collect(settings), time.monotonic() - at
+    for old, new in zip(before.stages, now.stages, strict=False):
+        new.rate = max(0.0, (new.messages - old.messages) / span)
+    return now
+
+
+def logfmt(status: Status) -> str:
+    """One line per process, one for the links, one for the verdict and each of its reasons: for scripts."""
+    lines = [
+        pairs(
+            stage=s.name,
+            pid=s.pid,
+            state=s.state,
+            restarts=s.restarts,
+            messages=s.messages,
+            bytes=s.bytes,
+            rate=round(s.rate),
+            seq=s.seq,
+            refused=s.refused,
+            dropped=s.dropped,
+            connections=s.connections,
+            heartbeat_age_s=f"{s.age_s:.1f}",
+        )
+        for s in status.processes
+    ]
+    verdict = status.verdict
+    lines += [pairs(links="backlog", **status.backlog), pairs(broker="ready" if verdict.ready else "not_ready")]
+    lines.append(pairs(supervisor=status.supervisor))
+    lines += [pairs(reason=r.code, about=r.about, why=r.why, advice=r.advice) for r in verdict.reasons]
+    lines += [pairs(warning=w.code, about=w.about, why=w.why, advice=w.advice) for w in verdict.warnings]
+    return "\n".join(lines)
+
+
+def as_json(status: Status) -> dict[str, object]:
+    """The same for programs."""
+    verdict = status.verdict
+    return {
+        "ready": verdict.ready,
+        "reasons": [reason.fields() for reason in verdict.reasons],
+        "warnings": [warning.fields() for warning in verdict.warnings],
+        "certificates": [
+            {"process": c.process, "file": c.path, "setting": c.setting, "not_after": utc(c.validity.not_after)}
+            for c in verdict.certificates
+        ],
+        "stages": [vars(stage) for stage in status.processes],
+        "backlog": status.backlog,
+        "clock": status.clock or "trusted",
+        "supervisor": status.supervisor,
+    }

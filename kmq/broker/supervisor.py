@@ -1,0 +1,198 @@
+"""Starts the four stages and the gateway on one machine, watches them and starts a dead one again: what kubelet does in a pod.
+
+Owner       pipes/supervisor.owner: one supervisor for one broker.
+Promise     A stage that ends is started again while the others go on, at once the first time, then with a growing
+            pause if it keeps dying young. An exit code that says restarting cannot help (errors.py) stops the pod with
+            that code; only the gateway then stays down alone, for messages can come and go without it.
+Stop        SIGTERM, Ctrl-C and a terminal that is closed mean the same: every process gets one SIGTERM, and they drain from the
+            front by themselves. Each is in a session of its own: the signals of a terminal go to the supervisor only, because
+            a second one would end a stage at once. Only Ctrl-C while they drain does that, by SIGKILL.
+Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway ends.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+from kmq import gateway
+from kmq.broker.readiness import is_process
+from kmq.broker.stats import StatsPage
+from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
+from kmq.links import layout
+from kmq.links.ownership import FileLock, describe
+from kmq.log.identity import open_data
+from kmq.logfmt import Log
+from kmq.settings import GRACE_S, STAGES, Settings, load
+
+_YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
+_PAUSE_S = (0.1, 5.0)  # first and longest wait
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class _Child:
+    """One process under supervision, and what comes behind `python -m`."""
+
+    def __init__(self, name: str, *command: str) -> None:
+        self.name, self.command = name, command
+        self.pid = 0
+        self.started = 0.0
+        self.pause = 0.0
+        self.due = 0.0  # when to start it, while pid is 0
+
+
+class Supervisor:
+    """Runs the stages until it is told to stop or one of them cannot go on."""
+
+    def __init__(self, settings: Settings, with_gateway: bool = True) -> None:
+        self.settings = settings
+        self.log = Log("supervisor")
+        modules = {name: f"stages.{name}" for name in STAGES}
+        if with_gateway and gateway.is_installed():
+            modules["gateway"] = "kmq.gateway"
+        self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
+        self.stopping_since = 0.0
+        self.exit_code = EXIT_OK
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
+        self.environment = kept | settings.environment()
+
+    def run(self) -> int:
+        """Supervise until the end; returns the exit code."""
+        settings = self.settings
+        os.makedirs(settings.pipes, exist_ok=True)
+        data_id = open_data(settings.data)
+        owner = FileLock(f"{settings.pipes}/supervisor.owner")
+        # Blocked here and taken by sigtimedwait, so that none can fall between a look and a wait; the children
+        # get an empty mask. First: whoever finds us by the lock may tell us to stop at once.
+        # A signal that whoever started us has ignored (nohup) stays so.
+        stops = {number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
+        awaited = {signal.SIGCHLD, *stops}
+        signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+        owner.acquire("this broker", describe("supervisor", settings.data))
+        page = StatsPage(settings.instance, data_id, settings.data)
+        for row in page.rows.values():
+            row.starts = 0
+        if not is_process(page.rows["gateway"].pid, "gateway"):
+            page.rows["gateway"].wipe()  # of one that was killed: this broker may have none
+        self._remove_drained_rings()
+        while not self._all_gone():
+            self._start_due()
+            info = signal.sigtimedwait(awaited, self._next_wait())
+            if info is not None and info.si_signo in stops:
+                self._on_stop(info.si_signo)
+            self._reap()
+            self._kill_overdue()
+            self._keep_in_place(owner, page)
+        if self.exit_code == EXIT_OK:
+            self._remove_drained_rings()
+        owner.release()
+        self.log.info("stopped", exit_code=self.exit_code)
+        return self.exit_code
+
+    def _keep_in_place(self, owner: FileLock, page: StatsPage) -> None:
+        """Make the lock file, by which `kmq down` finds us, and the stats page again where somebody has removed them."""
+        if not owner.is_in_place():
+            owner.release()
+            owner.acquire("this broker", describe("supervisor", self.settings.data))
+        page.keep_in_place("gateway")  # no row is ours, and a gateway that lives says its own again
+
+    def _all_gone(self) -> bool:
+        return bool(self.stopping_since) and not any(child.pid for child in self.children)
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for child in self.children:
+            if not child.pid and not self.stopping_since and child.due <= now:
+                argv = [sys.executable, "-m", *child.command]
+                child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[], setsid=True)
+                child.started = now
+
+    def _next_wait(self) -> float:
+        now = time.monotonic()
+        due = [child.due - now for child in self.children if not child.pid]
+        return max(0.0, min([1.0, *due]))
+
+    def _reap(self) -> None:
+        for child in self.children:
+            if not child.pid:
+                continue
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                child.pid = 0
+                self._ended(child, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, child: _Child, code: int) -> None:
+        """`code` is the exit code, or minus the signal that ended it."""
+        how = EXIT_NAMES.get(code, "killed" if code < 0 else "crashed")
+        if self.stopping_since:
+            if code != EXIT_OK:
+                self.log.warn("stage_ended", name=child.name, code=code, how=how)
+            return
+        if code in NO_RESTART and code != EXIT_OK:
+            if child.name == "gateway":
+                self.log.error("gateway_stays_down", code=code, how=how, effect="no gRPC, no HTTP until the next start")
+                child.due = float("inf")
+                return
+            self.log.error("stage_cannot_go_on", name=child.name, code=code, how=how, effect="the pod stops")
+            self._stop(code)
+            return
+        age = time.monotonic() - child.started
+        child.pause = min(max(child.pause * 2, _PAUSE_S[0]), _PAUSE_S[1]) if age < _YOUNG_S else 0.0
+        child.due = time.monotonic() + child.pause
+        self.log.warn("stage_ended", name=child.name, code=code, how=how, restart_in_s=child.pause)
+
+    def _on_stop(self, number: int) -> None:
+        if not self.stopping_since:
+            again = "the stages drain; Ctrl-C again ends them at once, and plain lines on their way may be lost"
+            self.log.info("stopping", signal=signal.Signals(number).name, effect=again)
+            self._stop(EXIT_OK)
+        elif number == signal.SIGINT:
+            self.exit_code = EXIT_FAILED
+            self._kill("Ctrl-C a second time")
+
+    def _stop(self, code: int) -> None:
+        """Tell every process once: to a stage a second signal means now."""
+        if self.stopping_since:
+            return
+        self.stopping_since = time.monotonic()
+        self.exit_code = code
+        for child in self.children:
+            if child.pid:
+                os.kill(child.pid, signal.SIGTERM)
+
+    def _kill_overdue(self) -> None:
+        if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:  # a stopped (SIGSTOP) one
+            self._kill("did not drain in time")
+
+    def _kill(self, reason: str) -> None:
+        for child in self.children:
+            if child.pid:
+                self.log.warn("stage_killed", name=child.name, reason=reason)
+                os.kill(child.pid, signal.SIGKILL)
+
+    def _remove_drained_rings(self) -> None:
+        """Rings that hold nothing are made anew from the WAL; only those with messages in them must outlive a pod.
+
+        At the end, so that a clean stop leaves nothing behind in /dev/shm. At the start, because one left by a crash may be
+        behind the WAL by now, if the directory was used under another instance name meanwhile, and would be refused.
+        """
+        names = ("framed", "durable")
+        if layout.is_drained(self.settings.instance, *names):
+            with contextlib.suppress(BusyError):  # a stage that outlived its supervisor: ours will name it and end
+                for name in names:
+                    layout.remove(self.settings.instance, name)
+
+
+def main() -> int:
+    """`python -m kmq.broker.supervisor`: what `kmq up` puts in the background. No command line, so it starts at once."""
+    try:
+        return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
+    except (KmqError, OSError) as err:
+        error = of_os_error(err) if isinstance(err, OSError) else err
+        Log("supervisor").error("failed", exit_code=error.exit_code, reason=error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

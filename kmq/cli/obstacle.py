@@ -1,0 +1,54 @@
+"""Why a broker takes no messages, as far as a producer can find out: from the stats page, or by asking ingress."""
+
+import socket
+
+from kmq import tokens
+from kmq.broker import status
+from kmq.client.lines import no_connection, read_port
+from kmq.errors import KmqError
+from kmq.settings import Settings
+
+_ASK_S = 1.0  # for ingress to reply
+
+
+def obstacle(settings: Settings) -> str:
+    """Return what keeps the broker from taking messages, as far as can be told from here."""
+    return (_is_here(settings.host) and _of_stages(settings)) or _of_greeting(settings)
+
+
+def _is_here(host: str) -> bool:
+    """Return True for an address of this machine: the stats page tells nothing of a broker elsewhere."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _of_stages(settings: Settings) -> str:
+    try:
+        found = status.collect(settings)
+    except (OSError, KmqError):  # of another user
+        return ""
+    reasons = found.verdict.reasons if found.stages else []  # else the page is of another broker
+    return "; ".join(f"{reason}; {reason.advice}" for reason in reasons)
+
+
+def _of_greeting(settings: Settings) -> str:
+    """Return what ingress replies to another connection: while it refuses messages it says why."""
+    where = settings.host
+    try:
+        port = read_port(settings, "ingress", settings.port)
+        where = f"{settings.host}:{port}"
+        token = f" token={tokens.local(settings)}" if settings.tokens else ""
+        with socket.create_connection((settings.host, port), timeout=_ASK_S) as sock:
+            sock.sendall(f"!hello acks=1{token}\n".encode())
+            reply = sock.recv(4096).decode(errors="replace").strip()
+    except TimeoutError:
+        return f"{where} does not answer: the disk there may be full, or a stage stopped; see kmq status there"
+    except (OSError, KmqError) as err:
+        return no_connection(where, err)
+    verb, _, refusal = reply.partition(" ")
+    if verb == "!err":
+        return f"it refuses messages: {refusal.removeprefix('0 ')}"
+    return "it is up, but slow, or one of its stages is stopped; see kmq status there"

@@ -1,0 +1,233 @@
+"""Which topics a message may name: those that exist, and new ones as long as KMQ_MAX_TOPICS and KMQ_AUTO_CREATE_TOPICS allow.
+
+Owner       the framer asks, before it numbers a message: what has a seq is stored and routed, whatever the settings say then.
+Invariant   A topic that is let through counts until the router has made it, so messages never make more than KMQ_MAX_TOPICS, nor
+            more than the file system has inodes for: the router never waits for one, with the lines of all others behind it.
+            `dead` is always let through. Topics that somebody declares are never refused, but they count.
+Mechanism   `known` begins with the directories under topics/ and the labels of what is numbered but not routed yet. An unknown
+            name is looked for on disk again: one stat for its label; for declared names with a dot a listing, which takes at
+            most a tenth of the time. Topics that were deleted are forgotten by a listing too: one stat in 50 ms.
+Marks       `orders.eu.@.k` names the topic `orders.eu`, exactly, and `orders.@3` a partition: the message is refused where the
+            topic does not have it. A block with marks passes as a whole where all that they name is known; else line by line.
+Cost        A block whose lines name some of the last _FEW topics is checked by the regular expression that looks at the shape of
+            its lines anyway. Else one pass finds the labels of all lines (measured: 130 ns a line).
+Memory      One name per topic; names that the router has never made (drop_oldest) are forgotten by the next listing.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import inf
+
+from kmq import record
+from kmq.broker.admission import TOPIC_INODES
+from kmq.log import deletions, topics
+from kmq.record import Marked
+from kmq.routing import AnyTopic, Table, Topic, resolve
+
+_DEAD = record.MALFORMED.partition(b".")[0]
+_LABELS = re.compile(rb"\n([A-Za-z0-9_-]+)")
+_KEYS = re.compile(rb"\n([^|\n]+)")
+_STORED_LABELS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([A-Za-z0-9_-]+)")
+_STORED_KEYS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([^|\n]+)")
+_FEW = 32  # names in the pattern: it tries them one by one
+_LISTING, _COMPILING = 10, 100  # at most such a part of the time
+_LOOK_S = 0.05  # between two looks whether topics were deleted
+
+
+Head = tuple[bytes, bytes | None]  # a topic, and the digits of a mark where there is one
+
+
+def _pattern(heads: list[bytes]) -> bytes:
+    """Of any of these, the longer one of two that begin alike first."""
+    return b"(?:" + b"|".join(map(re.escape, sorted(heads, reverse=True))) + b")(?=[.|])"
+
+
+class _Sparing:
+    """Work that takes at most a part of the time, however often there is a reason for it."""
+
+    def __init__(self, part: int) -> None:
+        self._part, self._due = part, 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        now = time.monotonic()
+        self._due = now + self._part * (now - started)
+
+
+class Catalog(AnyTopic):
+    """The topics of a data directory, and those that come."""
+
+    def __init__(
+        self,
+        data: str,
+        most: int,
+        may_create: bool,
+        routed_seq: Callable[[], int],
+        spare_inodes: Callable[[], float] = lambda: inf,
+    ) -> None:
+        """`routed_seq`: up to which seq the router has made all topics that there will be."""
+        self._data, self._most, self._may_create, self._routed_seq = data, most, may_create, routed_seq
+        self._spare_inodes = spare_inodes
+        self.known: set[bytes] = set()
+        self._coming: dict[bytes, int] = {}  # let through, not seen on disk: up to which seq a message names it
+        self._dotted = Table()  # in force, or from the message on that has named it
+        self._partitions: dict[bytes, int] = {}  # of topics that marks have named
+        self._listing, self._compiling = _Sparing(_LISTING), _Sparing(_COMPILING)
+        self._few: frozenset[Head] = frozenset()
+        self._shape = record.Shape()
+        self._deleted_ns, self._look_at = deletions.changed_ns(data), time.monotonic() + _LOOK_S
+        self._list()
+
+    def takes(self, text: bytes, next_seq: int) -> bool:
+        if time.monotonic() > self._look_at:
+            self._forget_deleted()
+        if self._few and self._shape.prefix(text) == len(text):
+            return True
+        if record.good_prefix(text) != len(text):
+            return False
+        marks = record.marks(text)
+        if marks is None or not all(map(self._takes_mark, marks)):
+            return False
+        lines = b"\n" + text[:-1]
+        named = set(_LABELS.findall(lines))
+        if self._dotted and not named <= self.known:
+            named = {resolve(self._dotted, key, next_seq).topic for key in set(_KEYS.findall(lines))}
+        unknown = {name for name in named - self.known if not self._is_on_disk(name)}
+        if unknown:
+            if not self._may_take_new(len(unknown)):
+                return False
+            self._let_through(unknown, next_seq + text.count(b"\n"))
+        self._expect(named, marks)
+        return True
+
+    def _forget_deleted(self) -> None:
+        """A topic that was deleted is a new one, with all that a new one may be refused for."""
+        self._look_at = time.monotonic() + _LOOK_S
+        changed_ns = deletions.changed_ns(self._data)
+        if changed_ns != self._deleted_ns:
+            self._deleted_ns = changed_ns
+            self._list()
+
+    def refusal(self, line: bytes, seq: int) -> str:
+        routing_key = line[: line.index(b"|")]
+        mark = record.marked(routing_key) if b".@" in routing_key else None
+        name = mark.topic if mark else routing_key.partition(b".")[0]
+        is_known = self._is_known(name, routing_key, seq)
+        if not is_known and not self._may_take_new() and self._listing.is_due:
+            self._list()
+            is_known = self._is_known(name, routing_key, seq)
+        if not is_known and not self._may_take_new():
+            return "too_many_topics" if self._may_create else "unknown_topic"
+        if mark and not self._has_partition(mark):
+            return "unknown_partition"
+        if not is_known:
+            self._let_through([name], seq)
+        return ""
+
+    def _takes_mark(self, mark: tuple[bytes, bytes]) -> bool:
+        """Whether topic and partition are known that a mark names. Names with a dot are not looked for on disk."""
+        topic, digits = mark
+        if b"." in topic:
+            is_known = topic in self._dotted
+        else:
+            is_known = topic in self.known or self._is_on_disk(topic)
+        number = record.partition_number(digits) if digits else None
+        return is_known and self._has_partition(Marked(topic, number, None))
+
+    def _has_partition(self, mark: Marked) -> bool:
+        """Whether the partition is there that the mark names. A topic that nobody has declared will have one."""
+        wanted: int | None = mark.partition
+        topic: bytes = mark.topic
+        if wanted is None or wanted < self._partitions.get(topic, 1):
+            return True
+        name = topic.decode()
+        if os.path.isdir(f"{self._data}/topics/{name}"):
+            self._partitions[topic] = topics.load(self._data, name)[0]
+        return wanted < self._partitions.get(topic, 1)
+
+    def _may_take_new(self, count: int = 1) -> bool:
+        has_inodes = TOPIC_INODES * (len(self._coming) + count) <= self._spare_inodes()
+        return self._may_create and has_inodes and len(self.known) + count <= self._most
+
+    def absorb(self, lines: bytes) -> None:
+        """These records are numbered, but their topics may not have been made yet."""
+        last_seq = int(lines[lines.rfind(b"\n", 0, -1) + 1 :].partition(b"|")[0])
+        labels = set(_STORED_LABELS.findall(lines))
+        if b".@" in lines:
+            labels |= {mark.topic for key in _STORED_KEYS.findall(lines) if (mark := record.marked(key)) is not None}
+        self._let_through([label for label in labels - self.known if not self._is_on_disk(label)], last_seq)
+
+    def _is_known(self, name: bytes, routing_key: bytes, seq: int) -> bool:
+        """`name`: what the mark names, or the first label."""
+        if b"." in name:
+            return name in self._dotted or self._is_declared(name, seq)
+        if name in self.known or self._is_on_disk(name):
+            return True
+        return bool(self._dotted) and resolve(self._dotted, routing_key, seq).topic in self._dotted
+
+    def _is_declared(self, name: bytes, seq: int) -> bool:
+        """Look once more for a topic with a dot in its name: a message that names it by a mark puts it in force."""
+        text = name.decode()
+        if not os.path.isdir(f"{self._data}/topics/{text}"):
+            return False
+        partitions, since = topics.load(self._data, text)
+        self._dotted[name] = Topic(text, partitions, seq if since is None else since)
+        self.known.add(name)
+        return True
+
+    def _is_on_disk(self, name: bytes) -> bool:
+        """Look once more: somebody may have declared it. A name with a dot counts only when it is in force."""
+        if b"." in name or not os.path.isdir(f"{self._data}/topics/{name.decode()}"):
+            return name in self.known
+        self.known.add(name)
+        self._coming.pop(name, None)
+        return True
+
+    def _let_through(self, names: Iterable[bytes], seq: int) -> None:
+        for name in names:
+            self.known.add(name)
+            self._coming[name] = seq
+            if b"." in name and name not in self._dotted:
+                self._dotted[name] = Topic(name.decode(), 1, seq)
+
+    def _expect(self, named: set[bytes], marks: set[tuple[bytes, bytes]]) -> None:
+        """Let the pattern look for the names and marks of this block too; for these alone where they are too many together."""
+        heads = {(name, None) for name in named} | marks
+        if heads <= self._few or len(heads) > _FEW or not self._compiling.is_due:
+            return
+        together = self._few | heads
+        self._few = frozenset(together if len(together) <= _FEW else heads)
+        with self._compiling.measured():
+            # Behind a name alone there may be a mark that nobody has looked at, hence no @ there.
+            names = _pattern([topic for topic, digits in self._few if digits is None]), b"@"
+            asked = [b"%b.@%b" % (topic, digits) for topic, digits in self._few if digits is not None]
+            self._shape = record.Shape(*([(_pattern(asked), b"")] if asked else []), names)
+
+    def _list(self) -> None:
+        """Read which topics there are: for names with a dot, and to forget those that never came."""
+        with self._listing.measured():
+            routed = self._routed_seq()  # first: what it covers has its directory when we look
+            names = topics.names(self._data)
+            dotted = [Topic(name, parts, since) for name, parts, since in self._declared(names) if since is not None]
+            coming = self._dotted
+            self._dotted = Table((topic.name.encode(), topic) for topic in dotted)
+            self._partitions.clear()
+            there = {name.encode() for name in names}
+            self._coming = {name: seq for name, seq in self._coming.items() if name not in there and seq > routed}
+            self._dotted |= {name: coming[name] for name in self._coming if b"." in name}
+            pending = {name for name in there if b"." in name and name not in self._dotted}
+            self.known = (there - pending) | self._coming.keys() | {_DEAD}
+        if not {topic for topic, _ in self._few} <= self.known:
+            self._few, self._shape = frozenset(), record.Shape()
+
+    def _declared(self, names: list[str]) -> Iterator[tuple[str, int, int | None]]:
+        return ((name, *topics.load(self._data, name)) for name in names if "." in name)

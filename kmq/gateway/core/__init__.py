@@ -1,0 +1,1 @@
+"""What all doors of the gateway share: reading the logs, the figures, the refusals."""

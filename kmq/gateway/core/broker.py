@@ -1,0 +1,45 @@
+"""How the broker is, as its stats page says: alive, ready (readiness.py), and what was last made durable."""
+
+import time
+from typing import Any
+
+from kmq.broker.readiness import Reason, Verdict, judge, state_of
+from kmq.broker.stats import Row, StatsPage
+from kmq.settings import STAGES, Settings
+
+
+class Broker:
+    """Looks only."""
+
+    def __init__(self, settings: Settings, page: StatsPage) -> None:
+        self.settings, self.page = settings, page
+
+    def verdict(self) -> Verdict:
+        """Whether it is ready, and why not."""
+        return judge(self.page, self.settings)
+
+    def report(self, verdict: Verdict, reason: Reason | None) -> dict[str, Any]:
+        """What /healthz and /readyz say; `reason` is why the answer is no."""
+        durability = self.page.rows["durability"]
+        synced = durability.synced
+        return {
+            "ok": reason is None,
+            "reason": str(reason or ""),
+            "code": reason.code if reason else "",
+            "advice": reason.advice if reason else "",
+            "reasons": [each.fields() for each in verdict.reasons],
+            "warnings": [each.fields() for each in verdict.warnings],
+            "last_durable_seq": durability.seq,
+            "last_durable_write": _utc(synced) if synced else None,
+            "last_durable_write_age_s": round(time.time() - synced / 1e9, 3) if synced else None,
+            "stages": {name: _stage(name, self.page.rows[name]) for name in STAGES},
+        }
+
+
+def _stage(name: str, row: Row) -> dict[str, Any]:
+    return {"state": state_of(name, row), "heartbeat_age_s": round(row.age_s, 3) if row.pid else None}
+
+
+def _utc(nanoseconds: int) -> str:
+    seconds, rest = divmod(nanoseconds, 1_000_000_000)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest // 1_000_000:03d}Z"

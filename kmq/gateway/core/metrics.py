@@ -1,0 +1,250 @@
+"""Every metric the gateway serves, each declared once with its description.
+
+Read when scraped: the stats page of the stages, what lies on disk, and what the gateway itself counts. Counters of a stage begin
+again at 0 when it is started again, as Prometheus expects of a process.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from kmq.broker.readiness import REASONS, WARNINGS
+from kmq.broker.stats import PROCESSES, STATES, Row
+from kmq.gateway.core.broker import Broker
+from kmq.links import fifo, layout
+from kmq.log import reader, segment, topics
+from kmq.settings import STAGES
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MAX_TOPICS = 100  # with an end offset each: the first of them by name, or a scrape of 10,000 would take seconds
+_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds
+
+Samples = Iterable[tuple[tuple[str, ...], float]]  # values of the labels, and the value
+
+
+class Metric(NamedTuple):
+    """One row of the list. `counter`s have names that end in _total."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    read: Callable[[Broker], Samples]
+
+
+def _rows(value: Callable[[Row], float], names: tuple[str, ...] = PROCESSES) -> Callable[[Broker], Samples]:
+    """A value of each process that has ever been started."""
+    return lambda broker: [((name,), value(row)) for name in names if (row := broker.page.rows[name]).pid]
+
+
+def _one(name: str, value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
+    """A value that only one process has."""
+    return lambda broker: [((), value(broker.page.rows[name]))]
+
+
+def _backlogs(broker: Broker) -> Samples:
+    return [((ring,), layout.backlog(broker.settings.instance, ring)) for ring in ("framed", "durable")]
+
+
+def _raw_bytes(broker: Broker) -> Samples:
+    fd = os.open(f"{broker.settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return [((), fifo.waiting_bytes(fd))]
+    finally:
+        os.close(fd)
+
+
+def _wal_bytes(broker: Broker) -> Samples:
+    return [((), sum(os.stat(path).st_size for _, path in segment.listing(f"{broker.settings.data}/append")))]
+
+
+def _disk_free(broker: Broker) -> Samples:
+    disk = os.statvfs(broker.settings.data)
+    return [((), disk.f_bavail * disk.f_frsize)]
+
+
+def _synced_age(broker: Broker) -> Samples:
+    synced = broker.page.rows["durability"].synced
+    return [((), time.time() - synced / 1e9)] if synced else []
+
+
+def _ready(broker: Broker) -> Samples:
+    return [((), broker.verdict().ready)]
+
+
+def _not_ready(broker: Broker) -> Samples:
+    found = {reason.code for reason in broker.verdict().reasons}
+    return [((code,), code in found) for code in REASONS]
+
+
+def _warnings(broker: Broker) -> Samples:
+    found = {warning.code for warning in broker.verdict().warnings}
+    return [((code,), code in found) for code in WARNINGS]
+
+
+def _certificates(broker: Broker) -> Samples:
+    return [((each.process, each.path), each.validity.not_after) for each in broker.verdict().certificates]
+
+
+def _topics(broker: Broker) -> Samples:
+    return [((), len(topics.names(broker.settings.data)))]
+
+
+def _end_offsets(broker: Broker) -> Samples:
+    data = broker.settings.data
+    for topic in topics.names(data)[:_MAX_TOPICS]:
+        for partition in range(topics.load(data, topic)[0]):
+            yield (topic, str(partition)), reader.partition(data, topic, partition).end_offset()
+
+
+_STAGE = ("stage",)
+_DOORS = ("ingress", "gateway")  # who listens
+
+SCRAPED = (
+    Metric("kmq_ready", "1: a message sent now would be made durable, as /readyz says; 0: it would not.", (), _ready),
+    Metric(
+        "kmq_not_ready", "1: this reason keeps the broker from being ready; 0: it does not.", ("reason",), _not_ready
+    ),
+    Metric("kmq_warning", "1: somebody must see to this, though the broker is ready; 0: no.", ("reason",), _warnings),
+    Metric(
+        "kmq_certificate_expires_seconds",
+        "Unix time at which a certificate file that a process uses is not valid any more.",
+        ("stage", "file"),
+        _certificates,
+    ),
+    Metric("kmq_messages_total", "Messages a stage has moved.", _STAGE, _rows(lambda r: r.messages, STAGES[1:])),
+    Metric("kmq_bytes_total", "Bytes of messages a stage has moved.", _STAGE, _rows(lambda r: r.bytes, STAGES)),
+    Metric(
+        "kmq_seq",
+        "Last seq a stage is done with: numbered by framer, on disk by durability, in its queue by router.",
+        _STAGE,
+        _rows(lambda r: r.seq, STAGES[1:]),
+    ),
+    Metric("kmq_restarts_total", "How often a process has been started again.", _STAGE, _rows(lambda r: r.restarts)),
+    Metric(
+        "kmq_state",
+        f"State of a process: the index into {', '.join(s or 'down' for s in STATES)}.",
+        _STAGE,
+        _rows(lambda r: r.state),
+    ),
+    Metric("kmq_heartbeat_age_seconds", "Since the last sign of life of a process.", _STAGE, _rows(lambda r: r.age_s)),
+    Metric(
+        "kmq_clock_trusted",
+        "1: a stage trusts the time of day; 0: it deletes and forgets nothing by age (kmq clock).",
+        _STAGE,
+        _rows(lambda r: not r.clock_suspect, STAGES[1:]),
+    ),
+    Metric(
+        "kmq_refused_total",
+        "Lines that were no messages and became dead.malformed, by the stage that refused them.",
+        _STAGE,
+        _rows(lambda r: r.refused, STAGES[:2]),
+    ),
+    Metric(
+        "kmq_dropped_total",
+        "Messages that drop_oldest has taken away; dropped.log names them.",
+        _STAGE,
+        _rows(lambda r: r.dropped, STAGES[2:]),
+    ),
+    Metric(
+        "kmq_duplicates_total",
+        "Messages answered with the seq they had been stored under before.",
+        (),
+        _one("framer", lambda r: r.duplicates),
+    ),
+    Metric("kmq_producers", "Producer names that are remembered.", (), _one("framer", lambda r: r.producers)),
+    Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", (), _one("framer", lambda r: r.remembered)),
+    Metric("kmq_connections", "Connections of producers.", (), _one("ingress", lambda r: r.connections)),
+    Metric("kmq_gateway_connections", "Connections to the gateway.", (), _one("gateway", lambda r: r.connections)),
+    Metric("kmq_askers", "Connections on the ack port.", (), _one("ingress", lambda r: r.askers)),
+    Metric(
+        "kmq_turned_away_total",
+        "Connections and calls that were refused, or gave way to others, because too many were open.",
+        _STAGE,
+        _rows(lambda r: r.turned_away, _DOORS),
+    ),
+    Metric(
+        "kmq_cut_off_total",
+        "Connections and calls that a deadline, or the limit of what nobody reads, has ended.",
+        _STAGE,
+        _rows(lambda r: r.cut_off, _DOORS),
+    ),
+    Metric(
+        "kmq_unauthorized_total",
+        "Connections and requests that brought no valid token.",
+        _STAGE,
+        _rows(lambda r: r.unauthorized, _DOORS),
+    ),
+    Metric(
+        "kmq_unanswered",
+        "Acknowledged messages that ingress has taken and not answered yet.",
+        (),
+        _one("ingress", lambda r: r.unanswered),
+    ),
+    Metric("kmq_ring_messages", "Messages that wait in a ring.", ("ring",), _backlogs),
+    Metric("kmq_raw_bytes", "Bytes that wait in the FIFO between ingress and framer.", (), _raw_bytes),
+    Metric("kmq_wal_bytes", "Bytes of the WAL's segments.", (), _wal_bytes),
+    Metric("kmq_disk_free_bytes", "Bytes free on the disk of KMQ_DATA.", (), _disk_free),
+    Metric(
+        "kmq_last_durable_write_age_seconds",
+        "Since a write was last synced to disk; absent until durability has synced one.",
+        (),
+        _synced_age,
+    ),
+    Metric("kmq_topics", "Topics there are.", (), _topics),
+    Metric(
+        "kmq_end_offset",
+        f"Offset that the next record of a partition gets; of the first {_MAX_TOPICS} topics by name.",
+        ("topic", "partition"),
+        _end_offsets,
+    ),
+)
+GRPC_REQUESTS = "kmq_grpc_requests_total", "gRPC calls that have ended, by method and status.", ("method", "code")
+GRPC_SECONDS = "kmq_grpc_seconds", "Time that unary gRPC calls took.", ("method",)
+DECLARED = [row[:3] for row in SCRAPED] + [GRPC_REQUESTS, GRPC_SECONDS]
+
+
+class _Scrape(Collector):
+    """Reads the list anew for each scrape."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+
+    def collect(self) -> Iterator[Family]:
+        for metric in SCRAPED:
+            kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
+            family = kind(metric.name, metric.help, labels=metric.labels)
+            with contextlib.suppress(FileNotFoundError):  # it has just gone, or is not there yet
+                for labels, value in metric.read(self.broker):
+                    family.add_metric(labels, value)
+            yield family
+
+    def describe(self) -> list[Family]:
+        return []  # or registering would read it all
+
+
+class Requests:
+    """What the gateway counts itself."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(*GRPC_REQUESTS, registry=self.registry)
+        self._seconds = Histogram(*GRPC_SECONDS, registry=self.registry, buckets=_BUCKETS)
+
+    def count(self, method: str, code: str, seconds: float) -> None:
+        self._requests.labels(method, code).inc()
+        if not method.endswith("Stream"):  # a stream is as long as its client wants it to be
+            self._seconds.labels(method).observe(seconds)
+
+
+def page(broker: Broker, requests: Requests) -> bytes:
+    """All metrics as text. Reads files: call it in a thread."""
+    registry = CollectorRegistry()
+    registry.register(_Scrape(broker))
+    return generate_latest(registry) + generate_latest(requests.registry)

@@ -1,0 +1,73 @@
+"""HTTP: metrics, health, and the logs (logs.py). One GET each; what a path answers is said in its row of PAGES."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from html import escape
+
+from aiohttp import web
+
+from kmq.broker.readiness import Reason, Verdict
+from kmq.gateway.core import metrics
+from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.metrics import Requests
+from kmq.gateway.http import logs
+
+_MAX_BODY = 1 << 16  # nobody has to send one yet
+
+PAGES = {
+    "/healthz": "200 while every stage gives signs of life, else 503 and the reason; with the last durable write",
+    "/readyz": "200 while a message sent now would be made durable, else 503, the reasons and what to do; and warnings",
+    "/metrics": "metrics for Prometheus",
+    **logs.PAGES,
+}
+
+
+def application(broker: Broker, requests: Requests) -> web.Application:
+    """All pages, to be served."""
+
+    async def index(request: web.Request) -> web.Response:
+        return web.Response(text=_index(broker), content_type="text/html")
+
+    app = monitoring(broker, requests)
+    app.add_routes([web.get("/", index)])
+    logs.Logs(broker).add_to(app)
+    return app
+
+
+def monitoring(broker: Broker, requests: Requests) -> web.Application:
+    """The pages that say how the broker is, and nothing of what it holds."""
+
+    async def healthz(request: web.Request) -> web.Response:
+        verdict = broker.verdict()
+        return _report(broker, verdict, verdict.lifeless)
+
+    async def readyz(request: web.Request) -> web.Response:
+        verdict = broker.verdict()
+        return _report(broker, verdict, verdict.first)
+
+    async def scrape(request: web.Request) -> web.Response:
+        page = await asyncio.to_thread(metrics.page, broker, requests)
+        return web.Response(body=page, headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    handlers: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
+        "/healthz": healthz,
+        "/readyz": readyz,
+        "/metrics": scrape,
+    }
+    app = web.Application(client_max_size=_MAX_BODY)
+    app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
+    return app
+
+
+def _report(broker: Broker, verdict: Verdict, reason: Reason | None) -> web.Response:
+    return web.json_response(broker.report(verdict, reason), status=503 if reason else 200)
+
+
+def _index(broker: Broker) -> str:
+    rows = "".join(f'<dt><a href="{path}">{path}</a></dt><dd>{escape(what)}</dd>' for path, what in PAGES.items())
+    state = escape(str(broker.verdict().first or "ready"))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>KMQ</title><h1>KMQ</h1>'
+        f"<p>Instance {escape(broker.settings.instance)}: {state}.</p><dl>{rows}</dl>"
+        "<p>gRPC: service podbus.v1.PodBus on its own port, with health and reflection.</p></html>\n"
+    )

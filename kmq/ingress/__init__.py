@@ -1,0 +1,1 @@
+"""The back room of ingress: connections of strangers, and what they may send."""

@@ -1,0 +1,1 @@
+"""The audit: does every record of the WAL lie in its queue, once and in order?"""

@@ -1,0 +1,1 @@
+"""format("kmq") for writing: from rows to acknowledged messages."""

@@ -1,0 +1,1 @@
+"""format("kmq") for reading: options, plan, and what a task of it does."""

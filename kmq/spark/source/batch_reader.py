@@ -1,0 +1,123 @@
+"""spark.read: which ranges a query reads, narrowed to where its filters may hold."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyspark.sql.types import StructType
+
+from kmq.errors import ConfigError
+from kmq.spark.source import ends, plan
+from kmq.spark.source.options import EARLIEST, LATEST, WAL, Options
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets
+from kmq.spark.source.planner import Logs
+from kmq.spark.source.reading import Reading
+
+
+class BatchReader(Reading, DataSourceReader):
+    """spark.read: plans on the driver, once per query."""
+
+    def __init__(self, schema: StructType, options: Options) -> None:
+        super().__init__(schema)
+        self._options = options
+        self._conditions: list[Filter] = []
+
+    def partitions(self) -> Sequence[InputPartition]:
+        logs = Logs(self._options)
+        bounds = logs.bounds()
+        start, end = logs.starting(bounds, EARLIEST), logs.ending(bounds)
+        self._check_within(start, end, bounds)
+        logs.check_complete(bounds)
+        kept = {key: edges for key, edges in bounds.items() if all(_may_hold(each, key) for each in self._conditions)}
+        start, end = ({key: at[key] for key in kept} for at in (start, end))
+        for each in self._conditions:
+            self._narrow(each, logs, start, end)
+        # A list, and never an empty one: Spark would call read(None). What is asked for is there, or `_check_within` spoke up.
+        return logs.tasks(plan.ranges(start, {k: max(start[k], e) for k, e in end.items()}, kept, False)) or [
+            InputPartition(None)
+        ]
+
+    def _check_within(self, start: Offsets, end: Offsets, bounds: Bounds) -> None:
+        """Raise where options ask for what is not there, or not in this order."""
+        options = self._options
+        for key, (first, stop) in bounds.items():
+            value = options.start.value(key)
+            if not options.start.is_time and value not in (None, EARLIEST, LATEST):
+                if options.fail_on_data_loss and start[key] < first:
+                    raise DataLossError(key, f"startingOffsets: {start[key]} is gone, the log begins with {first}")
+                if start[key] > stop:
+                    raise ConfigError(
+                        f"startingOffsets: {plan.name_of(key)} ends at {stop}, which is before {start[key]}"
+                    )
+            if options.fail_on_data_loss and end[key] > stop:
+                raise DataLossError(key, f"endingOffsets: {end[key]} is not there yet, the log ends at {stop}")
+            if options.fail_on_data_loss and not options.end.is_time and end[key] < first:
+                raise DataLossError(key, f"endingOffsets: all before {end[key]} is gone, the log begins with {first}")
+        ends.check_order(options.start, options.end, start, end)
+
+    def _narrow(self, condition: Filter, logs: Logs, start: Offsets, end: Offsets) -> None:
+        """Move starts and ends to where `condition` may hold; Spark still looks at each row."""
+        name, low, high = _span(condition)
+        if name == "recv_ts":
+            for key in start:
+                broker, topic, partition = key
+                if low is not None:
+                    start[key] = max(start[key], logs.brokers[broker].offset_of_time(topic, partition, low))
+                if high is not None:
+                    end[key] = min(end[key], logs.brokers[broker].offset_of_time(topic, partition, high + 1))
+        for key in start:
+            if name == "offset" or (name == "seq" and key[1] == WAL):
+                start[key] = max(start[key], low) if low is not None else start[key]
+                end[key] = min(end[key], high + 1) if high is not None else end[key]
+
+
+class PushdownReader(BatchReader):
+    """The same, told what the query filters by."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Used to read less: partitions and segment ranges. All are given back, for Spark to look at each row."""
+        self._conditions = list(filters)
+        return filters
+
+
+def _may_hold(condition: Filter, key: Key) -> bool:
+    """Whether rows of this partition may pass, by what the partition alone says."""
+    if not isinstance(condition, (EqualTo, In)) or len(condition.attribute) != 1:
+        return True
+    mine = dict(zip(("broker", "topic", "partition"), key, strict=True)).get(condition.attribute[0])
+    if mine is None:
+        return True
+    if isinstance(condition, EqualTo):
+        return bool(mine == condition.value)
+    return mine in condition.value
+
+
+def _span(condition: Filter) -> tuple[str, int | None, int | None]:
+    """(column, lowest, highest) value that may pass; for recv_ts in microseconds."""
+    kinds = (EqualTo, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual)
+    if not isinstance(condition, kinds) or len(condition.attribute) != 1:
+        return "", None, None
+    value: Any = condition.value
+    if isinstance(value, datetime):
+        aware = value if value.tzinfo else value.replace(tzinfo=UTC)
+        value = (int(aware.timestamp()) * 1_000_000) + aware.microsecond
+    if type(value) is not int:
+        return "", None, None
+    low = value + isinstance(condition, GreaterThan)
+    high = value - isinstance(condition, LessThan)
+    if isinstance(condition, (LessThan, LessThanOrEqual)):
+        return condition.attribute[0], None, high
+    if isinstance(condition, (GreaterThan, GreaterThanOrEqual)):
+        return condition.attribute[0], low, None
+    return condition.attribute[0], low, high

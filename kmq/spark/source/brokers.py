@@ -1,0 +1,172 @@
+"""What a reader needs of a broker, and the two ways to it: its data directory, or its gateway over HTTP (remote.py).
+
+Whoever asks keeps no state here that matters: each call looks anew, and any process may ask, on the driver or in a task.
+"""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kmq.broker import stats
+from kmq.errors import ConfigError
+from kmq.links.ownership import FileLock
+from kmq.log import identity, reader, topics
+from kmq.repair import ledger
+from kmq.settings import SHM
+from kmq.spark.connections import PLAIN, Access
+from kmq.spark.source.options import WAL
+
+if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status is to work without
+    from kmq.spark.source.blocks import Lines
+
+BLOCK_BYTES = reader.READ_BYTES  # of lines handed out at once
+
+
+class Broker(Protocol):
+    """One broker's logs: the partitions of its topics, and as topic `__append`, partition 0, its WAL (offset = seq)."""
+
+    name: str  # as the user names it
+
+    def identity(self) -> str:
+        """Which data directory this is: another one at the same place has another identity."""
+        ...
+
+    def marks_from(self) -> int:
+        """The first seq whose routing key may have a mark (kmq/log/identity.py)."""
+        ...
+
+    def topics(self) -> dict[str, int]:
+        """Topics and how many partitions each has; without the WAL."""
+        ...
+
+    def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        """(topic, partition) → (first offset there is, offset that comes next). Topics that do not exist are left out."""
+        ...
+
+    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
+        """Offset of the first record received then (µs since the epoch) or later; the end where there is none."""
+        ...
+
+    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
+        """Offset of the first record with this seq or a later one; the end where there is none."""
+        ...
+
+    def ledger(self) -> dict[str, Any]:
+        """What it says of itself beside its logs: see kmq.repair.ledger.read."""
+        ...
+
+    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
+        """Ascending offsets between `start` and `end` that cut what lies there into pieces of about `nbytes`."""
+        ...
+
+    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        """The whole stored lines of the offsets start…end-1, in order, checked, in blocks.
+
+        A bare newline is a record that compaction took away. Begins later where retention took the start, and ends early where
+        the log does: whoever asks looks at the offsets. Raises DamageError at what must not be served.
+        """
+        ...
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """The same as (offset of the first line, lines)."""
+        return ((lines.offset, lines.data) for lines in self.blocks(topic, partition, start, end))
+
+
+class Directory(Broker):
+    """A data directory, of a broker that is up or not."""
+
+    def __init__(self, name: str, path: str = "") -> None:
+        self.name, self.path = name, os.path.abspath(path or name)
+        self._kept: dict[tuple[str, int], reader.Log] = {}  # they know where they ended: a look at the end costs less
+
+    def identity(self) -> str:
+        try:
+            return identity.read(self.path, "id")
+        except FileNotFoundError:
+            why = "it has no file `id`" if os.path.isdir(self.path) else "it does not exist"
+            inside = os.path.join(self.name, "data")
+            advice = f"; did you mean {inside}?" if os.path.isfile(f"{inside}/id") else ""
+            raise ConfigError(f"path={self.name!r}: no data directory of KMQ: {why}{advice}") from None
+        except OSError as err:
+            raise ConfigError(
+                f"path={self.name!r}: no data directory of KMQ: {err.strerror} ({err.filename})"
+            ) from None
+
+    def marks_from(self) -> int:
+        return identity.marks_from(self.path)
+
+    def topics(self) -> dict[str, int]:
+        self.identity()  # says so where this is no data directory
+        return {name: topics.load(self.path, name)[0] for name in topics.names(self.path)}
+
+    def bounds(self, topics_asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        self.identity()  # says so where this is no data directory
+        found = {}
+        for topic in topics_asked:
+            if topic == WAL:
+                found[topic, 0] = self._wal_bounds()
+            elif os.path.isdir(f"{self.path}/topics/{topic}"):
+                for number in range(topics.load(self.path, topic)[0]):
+                    log = self._log(topic, number)
+                    end = log.end_offset()  # first: what retention takes in between is then seen as taken
+                    found[topic, number] = min(log.first_offset, end), end
+        return found
+
+    def _wal_bounds(self) -> tuple[int, int]:
+        """Up to what is on disk for good: behind it lies what durability has written and not yet synced."""
+        log = reader.wal(self.path)
+        synced = self._synced_seq()
+        end = synced + 1 if synced else log.end_offset()
+        return min(log.first_offset, end), end
+
+    def _synced_seq(self) -> int:
+        """What the stats page of the broker that writes here says; 0 where none does, or it cannot be seen from here."""
+        return self._seq_of("durability", "append")
+
+    def _seq_of(self, stage: str, owns: str) -> int:
+        """The seq of the stage that owns a directory here; 0 where none does, or its page cannot be seen from here."""
+        if not FileLock(f"{self.path}/{owns}/.owner").is_held():
+            return 0
+        mine = f"data_id={self.identity()} "
+        for path in glob.glob(f"{SHM}/*.stats"):
+            page = stats.peek(os.path.basename(path).removesuffix(".stats"))
+            if page is not None and mine in page.identity():
+                return page.rows[stage].seq
+        return 0
+
+    def _log(self, topic: str, partition: int) -> reader.Log:
+        if (topic, partition) not in self._kept:
+            log = reader.wal(self.path) if topic == WAL else reader.partition(self.path, topic, partition)
+            self._kept[topic, partition] = log
+        return self._kept[topic, partition]
+
+    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
+        return self._log(topic, partition).offset_of_time(micros)
+
+    def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
+        """(seq, recv_ts in µs) of the record before `offset`, where that was the end when `bounds` last looked."""
+        return self._log(topic, partition).stamp_at_end(offset)
+
+    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
+        return self._log(topic, partition).offset_of_seq(seq)
+
+    def ledger(self) -> dict[str, Any]:
+        return ledger.read(self.path, self._seq_of("router", "topics"))
+
+    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
+        return self._log(topic, partition).cuts(start, end, nbytes)
+
+    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        from kmq.spark.source import blocks
+
+        return blocks.read(self._log(topic, partition), start, end, BLOCK_BYTES)
+
+
+def open_broker(name: str, is_path: bool, access: Access = PLAIN) -> Broker:
+    """The broker of that name: a path, or host:port of a gateway."""
+    if is_path:
+        return Directory(name)
+    from kmq.spark.source.remote import Remote
+
+    return Remote(name, access)

@@ -1,0 +1,405 @@
+"""Stored lines → Arrow columns, without Python per line.
+
+A block of lines is one buffer. Where its bars and newlines are is found once (numpy); a column then is an array of offsets into
+that buffer, from which Arrow gathers the bytes. Only what needs decoding is touched line by line: base64 payloads, percent-
+encoded keys and headers, and text that is not UTF-8.
+
+The lines come from kmq.log.reader or the gateway, which have checked them: each has five bars, or is empty (compaction).
+"""
+
+from base64 import b64decode
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kmq.errors import ConfigError
+from kmq.spark.names import nearest
+from kmq.spark.source import digits
+from kmq.spark.source.blocks import Lines, of_bytes
+
+Numbers = np.ndarray[Any, Any]
+
+# In this order; Spark's names of types. Those of TEXT may also be asked for as binary: the exact bytes as stored.
+COLUMNS = {
+    "broker": "string",  # as named in the options
+    "topic": "string",  # where the record was read from; __append: the WAL
+    "partition": "int",
+    "offset": "bigint",  # in the WAL: the seq
+    "seq": "bigint",
+    "recv_ts": "timestamp",
+    "key": "string",  # of the routing key, percent-decoded; null without one, and in the WAL, which knows no topics
+    "routing_key": "string",
+    "producer_ts": "string",
+    "id": "string",  # without headers, percent-decoded
+    "headers": "map<string,string>",
+    "value": "binary",  # the payload as it was meant: base64 is decoded where enc=b64; null where it is empty (a tombstone)
+    "value_text": "string",  # the same; what is not UTF-8 is U+FFFD
+    "timestamp": "timestamp",  # recv_ts, as Kafka's connector names it
+    "timestampType": "int",  # as there: 1, LogAppendTime
+}
+# With option includeOrigin, or where a schema names them: where a record was stored first. The sink makes its ids of them.
+ORIGIN = {
+    "origin_broker": "string",  # the id of the data directory: no two brokers have the same
+    "origin_topic": "string",
+    "origin_partition": "int",
+    "origin_offset": "bigint",
+}
+LINE = "line"  # binary, on request: the whole stored line
+KEY_BYTES = "key_bytes"  # binary, on request: the key percent-decoded, also where it is no UTF-8
+ON_REQUEST = {LINE: "binary", KEY_BYTES: "binary", **ORIGIN}
+HEADERS_ARRAY = "array<struct<key:string,value:binary>>"  # as Kafka's connector has them; null where there are none
+TEXT = ("key", "routing_key", "producer_ts", "id", "value_text")
+_BAR = ord("|")
+_FIELDS = 6
+_LONG, _HEAD = 512, 96  # bytes: where lines are that long on average, their bars are looked for in so many at first
+_LOG_APPEND_TIME = 1  # of Kafka's timestamp types: the broker's time, not the producer's
+
+
+def ddl(with_headers: bool = False, with_origin: bool = False) -> str:
+    """The schema without one of the user's, for Spark; `with_headers`: these as Kafka's connector has them."""
+    kinds = COLUMNS | ({"headers": HEADERS_ARRAY} if with_headers else {}) | (ORIGIN if with_origin else {})
+    return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+
+
+def check(name: str, kind: str) -> None:
+    """Raises ConfigError where no column `name` of Spark's type `kind` can be had."""
+    named = COLUMNS | ON_REQUEST
+    if name not in named:
+        raise ConfigError(f"schema: there is no column {name!r}{nearest(name, named)}; there are {', '.join(named)}")
+    kinds = [named[name], *(["binary"] if name in TEXT else []), *([HEADERS_ARRAY] if name == "headers" else [])]
+    if kind not in kinds:
+        raise ConfigError(f"schema: column {name} is {' or '.join(kinds)}, not {kind}")
+
+
+def is_exact(kind: str) -> bool:
+    """Whether a column of this type holds bytes as they are, where it could hold text."""
+    return kind in ("binary", HEADERS_ARRAY)
+
+
+class Block:
+    """Whole stored lines, cut into fields. `offset` is that of the first line; of WAL lines the seq says it.
+
+    `marks_from`: the first seq whose routing key may have a mark.
+    """
+
+    def __init__(self, lines: bytes, offset: int, topic: str, by_seq: bool, marks_from: int = 0) -> None:
+        self._cut_up(of_bytes(offset, lines, False), topic, by_seq, marks_from)
+
+    @classmethod
+    def of(cls, lines: Lines, topic: str, by_seq: bool, marks_from: int = 0) -> "Block":
+        """The same of lines whose newlines are known."""
+        made = object.__new__(cls)
+        made._cut_up(lines, topic, by_seq, marks_from)
+        return made
+
+    def _cut_up(self, lines: Lines, topic: str, by_seq: bool, marks_from: int) -> None:
+        self.lines, self.offset, self.topic, self.by_seq = lines.data, lines.offset, topic, by_seq
+        self.marks_from, self.decoded = marks_from, False
+        self._buffer = pa.py_buffer(lines.data)
+        self.bytes: Numbers = np.frombuffer(lines.data, np.uint8)
+        ends = lines.newlines
+        starts = np.empty_like(ends)
+        if len(ends):
+            starts[0] = 0
+            starts[1:] = ends[:-1] + 1
+        kept = np.flatnonzero(ends > starts)
+        self.places = None if len(kept) == len(ends) else kept  # which lines are records, where not all are
+        if self.places is not None:
+            starts, ends = starts[kept], ends[kept]
+        self.count = len(ends)
+        # Where each of the six fields of each line begins and ends, one array for each field.
+        self.starts = [starts, *(bars + 1 for bars in self._bars(starts, ends))]
+        self.ends = [*(begin - 1 for begin in self.starts[1:]), ends]
+        self.ascii = lines.data.isascii()
+
+    def _bars(self, starts: Numbers, ends: Numbers) -> list[Numbers]:
+        """Where the first five bars of each line are, one array for each."""
+        if len(self.bytes) > _LONG * self.count and (near := self._bars_near(starts, ends)):
+            return near
+        bars = np.flatnonzero(self.bytes == _BAR)
+        if len(bars) == 5 * self.count:  # no payload holds a bar
+            return [bars[at::5] for at in range(_FIELDS - 1)]
+        first = np.searchsorted(bars, starts)
+        return [bars[first + at] for at in range(_FIELDS - 1)]
+
+    def _bars_near(self, starts: Numbers, ends: Numbers) -> list[Numbers] | None:
+        """The same, looked for in the first bytes of each line only; None where they are not all there."""
+        last = len(self.bytes) - _HEAD
+        if not self.count or starts[-1] > last:
+            return None
+        heads = np.ndarray((last + 1, _HEAD), np.uint8, self.bytes, strides=(1, 1))[starts]
+        found = np.flatnonzero(heads == _BAR)
+        rows = np.arange(self.count + 1) * _HEAD
+        first = np.searchsorted(found, rows)
+        if (np.diff(first) < _FIELDS - 1).any():
+            return None
+        shift = starts - rows[:-1]
+        bars = [found[first[:-1] + at] + shift for at in range(_FIELDS - 1)]
+        return bars if (bars[-1] < ends).all() else None
+
+    def only(self, low: int, high: int) -> "Block":
+        """The records with offsets low…high-1."""
+        at = self.offsets()
+        first, last = np.searchsorted(at, [low, high])
+        if first == 0 and last == self.count:
+            return self
+        made = object.__new__(Block)
+        made.__dict__.update(
+            {name: it for name, it in self.__dict__.items() if name not in ("id", "value", "_id_and_pairs")}
+        )
+        made.starts = [each[first:last] for each in self.starts]
+        made.ends = [each[first:last] for each in self.ends]
+        made.count = int(last - first)
+        made.offset = int(at[first]) if made.count else low
+        made.places = at[first:last] - made.offset if self.places is not None else None
+        return made
+
+    # --- fields ------------------------------------------------------------------------------------------------------
+
+    def span(self, begins: Numbers, ends: Numbers) -> pa.Array:
+        """The bytes begins[i]…ends[i] of the buffer as a binary array."""
+        return _cut(self._buffer, begins, ends)
+
+    def field(self, number: int) -> pa.Array:
+        """Field 0 (seq) to 5 (payload) of each record, as stored."""
+        return self.span(self.starts[number], self.ends[number])
+
+    def line(self) -> pa.Array:
+        return self.span(self.starts[0], self.ends[-1])
+
+    def number(self, begins: Numbers, ends: Numbers) -> pa.Array:
+        """The decimal numbers at the bytes begins[i]…ends[i]. Raises pa.ArrowInvalid where one is none."""
+        found = digits.parse(self.bytes, begins, ends)
+        return self.span(begins, ends).cast(pa.string()).cast(pa.int64()) if found is None else pa.array(found)
+
+    def seq(self) -> pa.Array:
+        return self.number(self.starts[0], self.ends[0])
+
+    def offsets(self) -> Numbers:
+        """The offset of each record."""
+        if self.by_seq:
+            found: Numbers = self.seq().to_numpy()
+            return found
+        return self.offset + (np.arange(self.count) if self.places is None else self.places)
+
+    def recv_ts(self) -> pa.Array:
+        """Microseconds since the epoch; six decimals by contract."""
+        begins, ends = self.starts[1], self.ends[1]
+        seconds, micros = self.number(begins, ends - 7), self.number(ends - 6, ends)
+        return pc.add(pc.multiply(seconds, 1_000_000), micros).cast(pa.timestamp("us", "UTC"))
+
+    def key(self) -> pa.Array:
+        if self.by_seq:
+            return pa.nulls(self.count, pa.binary())
+        ends = self.ends[2]
+        behind = self.starts[2] + len(self.topic.encode())
+        begins = np.minimum(behind + 1, ends)
+        has_key = begins < ends
+        if self.lines.find(b".@") >= 0:
+            mark_ends = self._mark_ends(behind)
+            has_key = np.where(mark_ends, mark_ends < ends, has_key)
+            begins = np.where(mark_ends, np.minimum(mark_ends + 1, ends), begins)
+        keys = self.span(begins, ends)
+        return keys if has_key.all() else pc.if_else(pa.array(has_key), keys, pa.scalar(None, pa.binary()))
+
+    def _mark_ends(self, begins: Numbers) -> Numbers:
+        """Where the mark of each routing key ends that has one behind its topic, at `begins`; 0: it has none."""
+        data, ends = self.bytes, self.ends[2]
+        dots, ats = data[np.minimum(begins, ends)], data[np.minimum(begins + 1, ends)]
+        is_mark = (dots == ord(".")) & (ats == ord("@"))
+        if self.marks_from:
+            is_mark &= self.seq().to_numpy() >= self.marks_from
+        at = np.where(is_mark, begins + 2, ends)
+        while (digits := (at < ends) & (data[at] >= ord("0")) & (data[at] <= ord("9"))).any():
+            at = at + digits
+        return np.where(is_mark & ((at == ends) | (data[at] == ord("."))), at, 0)
+
+    @cached_property
+    def id(self) -> tuple[pa.Array, pa.Array]:
+        """(id, headers) of each record: the id before the first `;`, and the map of what follows."""
+        ids, offsets, names, values = self._id_and_pairs
+        return ids, _maps(offsets, names, values)
+
+    def headers(self) -> pa.Array:
+        """What follows the id as structs of name and exact value; null where nothing does."""
+        _, offsets, names, values = self._id_and_pairs
+        pairs = pa.StructArray.from_arrays([_text_of(names), decoded_bytes(values)], ["key", "value"])
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pairs, mask=pa.array(np.diff(offsets) == 0))
+
+    @cached_property
+    def _id_and_pairs(self) -> tuple[pa.Array, Numbers, pa.Array, pa.Array]:
+        """(id of each record, offsets of the records in the headers, names, values), all as stored."""
+        field = self.field(4)
+        nothing = pa.array([], pa.binary())
+        if self.lines.find(b";") < 0 or not len(field):
+            return field, np.zeros(self.count + 1, np.int32), nothing, nothing
+        parts = pc.split_pattern(field, b";")
+        starts = parts.offsets.to_numpy()
+        texts = parts.flatten()
+        first = starts[:-1]
+        rest = np.ones(len(texts), bool)
+        rest[first] = False
+        ids = texts.take(pa.array(first))
+        pairs = texts.filter(pa.array(rest))
+        counts = (starts - np.arange(len(starts))).astype(np.int32)
+        return ids, counts, *_name_and_value(pairs)
+
+    @cached_property
+    def value(self) -> pa.Array:
+        """Payloads as they were meant; null where there is none. Afterwards `decoded` says whether there was any base64."""
+        payloads = self.field(5)
+        is_empty = self.starts[5] == self.ends[5]
+        if is_empty.any():
+            payloads = pc.if_else(pa.array(is_empty), pa.scalar(None, pa.binary()), payloads)
+        if self.lines.find(b";") < 0 or self.lines.find(b";enc=b64") < 0:
+            return payloads
+        ids = self.field(4)
+        encoded = np.flatnonzero(pc.match_substring_regex(ids, rb";enc=b64(;|$)").to_numpy(zero_copy_only=False))
+        if not len(encoded):
+            return payloads
+        self.decoded = True
+        decoded = payloads.to_pylist() if len(encoded) * 4 > self.count else None
+        if decoded is None:
+            chosen = np.zeros(self.count, bool)
+            chosen[encoded] = True
+            texts = [_base64(text) for text in payloads.take(pa.array(encoded)).to_pylist()]
+            return pc.replace_with_mask(payloads, pa.array(chosen), pa.array(texts, pa.binary()))
+        for at in encoded.tolist():
+            decoded[at] = _base64(decoded[at])
+        return pa.array(decoded, pa.binary())
+
+    def value_text(self) -> pa.Array:
+        payloads = self.value
+        return text(payloads, self.ascii and not self.decoded)
+
+
+def _base64(text: bytes | None) -> bytes:
+    try:
+        return b64decode(text or b"")
+    except ValueError:  # its producer said so, but it is none: as it is, not lost
+        return text or b""
+
+
+def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers) -> pa.Array:
+    """The bytes begins[i]…ends[i] of `data` as a binary array.
+
+    One array of offsets cuts the buffer into what is wanted and what lies between, without a copy; `take` gathers.
+    """
+    cuts = np.empty(2 * len(begins) + 1, np.int32)
+    cuts[0:-1:2], cuts[1:-1:2] = begins, ends
+    cuts[-1] = cuts[-2] if len(begins) else 0
+    pieces = pa.Array.from_buffers(pa.binary(), len(cuts) - 1, [None, pa.py_buffer(cuts), data])
+    return pieces.take(pa.array(np.arange(0, len(cuts) - 1, 2, dtype=np.int32)))
+
+
+def _name_and_value(pairs: pa.Array) -> tuple[pa.Array, pa.Array]:
+    """`name=value` texts as names and values; "" as value where there is no `=`."""
+    at = np.frombuffer(pairs.buffers()[1], np.int32)[pairs.offset : pairs.offset + len(pairs) + 1]
+    sign = pc.find_substring(pairs, b"=").to_numpy()
+    begins, ends = at[:-1], at[1:]
+    middle = np.where(sign < 0, ends, begins + sign)
+    data = pairs.buffers()[2]
+    return _cut(data, begins, middle), _cut(data, np.minimum(middle + 1, ends), ends)
+
+
+def _maps(offsets: Numbers, names: pa.Array, values: pa.Array) -> pa.Array:
+    return pa.MapArray.from_arrays(pa.array(offsets, pa.int32()), _text_of(names), _text_of(values))
+
+
+def _text_of(stored: pa.Array) -> pa.Array:
+    return decoded(text(stored)) if len(stored) else pa.array([], pa.string())
+
+
+# --- text ----------------------------------------------------------------------------------------------------------------
+
+
+def text(array: pa.Array, ascii: bool = False) -> pa.Array:
+    """Bytes as UTF-8 text; U+FFFD for what is none."""
+    made = array.view(pa.string()) if array.type == pa.binary() else array
+    if not ascii:
+        try:
+            made.validate(full=True)
+        except pa.ArrowInvalid:
+            return pa.array(
+                [each if each is None else each.decode(errors="replace") for each in array.to_pylist()], pa.string()
+            )
+    return made
+
+
+def decoded(array: pa.Array) -> pa.Array:
+    """Text with what is percent-encoded in it decoded."""
+    found = np.flatnonzero(pc.match_substring(array, "%").fill_null(False).to_numpy(zero_copy_only=False))
+    if not len(found):
+        return array
+    chosen = np.zeros(len(array), bool)
+    chosen[found] = True
+    texts = [unquote_to_bytes(each).decode(errors="replace") for each in array.take(pa.array(found)).to_pylist()]
+    return pc.replace_with_mask(array, pa.array(chosen), pa.array(texts, pa.string()))
+
+
+def decoded_bytes(array: pa.Array) -> pa.Array:
+    """Bytes with what is percent-encoded in them decoded."""
+    if not pc.any(pc.match_substring(array, b"%")).as_py():
+        return array
+    return pa.array([each if each is None else unquote_to_bytes(each) for each in array.to_pylist()], pa.binary())
+
+
+def _same(value: str, count: int) -> pa.Array:
+    """`count` times one text."""
+    data = value.encode()
+    offsets = np.arange(count + 1, dtype=np.int32) * len(data)
+    return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data * count)])
+
+
+# --- columns -------------------------------------------------------------------------------------------------------------
+
+
+class Where:
+    """What the columns of a block say beside its lines. `origin` is the id of the data directory."""
+
+    def __init__(self, broker: str, topic: str, partition: int, origin: str = "") -> None:
+        self.broker, self.topic, self.partition, self.origin = broker, topic, partition, origin
+
+
+_MAKE: dict[str, Callable[[Block, Where, bool], pa.Array]] = {
+    "broker": lambda block, where, exact: _same(where.broker, block.count),
+    "topic": lambda block, where, exact: _same(where.topic, block.count),
+    "partition": lambda block, where, exact: pa.array(np.full(block.count, where.partition, np.int32)),
+    "offset": lambda block, where, exact: pa.array(block.offsets(), pa.int64()),
+    "seq": lambda block, where, exact: block.seq(),
+    "recv_ts": lambda block, where, exact: block.recv_ts(),
+    "key": lambda block, where, exact: block.key() if exact else decoded(text(block.key(), block.ascii)),
+    "routing_key": lambda block, where, exact: block.field(2) if exact else text(block.field(2), block.ascii),
+    "producer_ts": lambda block, where, exact: block.field(3) if exact else text(block.field(3), block.ascii),
+    "id": lambda block, where, exact: block.id[0] if exact else decoded(text(block.id[0], block.ascii)),
+    "headers": lambda block, where, exact: block.headers() if exact else block.id[1],
+    "value": lambda block, where, exact: block.value,
+    "value_text": lambda block, where, exact: block.value if exact else block.value_text(),
+    KEY_BYTES: lambda block, where, exact: decoded_bytes(block.key()),
+    LINE: lambda block, where, exact: block.line(),
+    "timestampType": lambda block, where, exact: pa.array(np.full(block.count, _LOG_APPEND_TIME, np.int32)),
+    "origin_broker": lambda block, where, exact: _same(where.origin, block.count),
+}
+# Columns that another one says already: they are made once.
+_ALIASES = {
+    "timestamp": "recv_ts",
+    "origin_topic": "topic",
+    "origin_partition": "partition",
+    "origin_offset": "offset",
+}
+
+
+def batch(block: Block, where: Where, names: Sequence[str], exact: Sequence[bool], schema: pa.Schema) -> pa.RecordBatch:
+    """The columns `names` of a block; `exact[i]`: bytes (`is_exact`). `schema` is the Arrow schema that Spark expects."""
+    wanted = [(_ALIASES.get(name, name), as_bytes) for name, as_bytes in zip(names, exact, strict=True)]
+    made = {(name, as_bytes): _MAKE[name](block, where, as_bytes) for name, as_bytes in dict.fromkeys(wanted)}
+    arrays = [made[each] for each in wanted]
+    return pa.RecordBatch.from_arrays(
+        [each if each.type == kind.type else each.cast(kind.type) for each, kind in zip(arrays, schema, strict=True)],
+        schema=schema,
+    )

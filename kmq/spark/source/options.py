@@ -1,0 +1,273 @@
+"""The options of format("kmq"), named as in Spark's Kafka source. What is wrong with one is said with its name.
+
+path                     data directories, comma-separated, each may be a glob: pods/*/data
+kmq.bootstrap.servers    or brokers over HTTP: host:8082,host:8082 (the gateways)
+kmq.token, kmq.ssl.*, kmq.timeout, kmq.patience
+                         how these are connected to: kmq/spark/connections.py
+subscribe                topics, comma-separated; __append is the WAL
+subscribePattern         or topics by a regular expression (of the whole name; those of KMQ's own, __*, only if it names them)
+assign                   or partitions: {"orders": [0, 1]}
+startingOffsets          earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 earliest, -1 latest), for every broker, or
+                         {"host:8082": {"orders": …}} for each; default: earliest in a batch, latest in a stream
+startingOffsetsByTimestamp, startingTimestamp
+                         by time, in milliseconds since the epoch: kmq/spark/source/ends.py, also what JSON must name
+startingOffsetsByTimestampStrategy
+                         where no record is of that time or later: error, or latest; default: latest, if that time is past
+endingOffsets, endingOffsetsByTimestamp, endingTimestamp
+                         batch only: the same, for where it ends; default: latest
+maxOffsetsPerTrigger     stream: so many records in a micro-batch at most, up to one recv_ts over all partitions
+maxBytesPerTrigger       stream: about so many bytes in a micro-batch, up to one recv_ts over all partitions; with a unit: 64m
+minOffsetsPerTrigger     stream: a micro-batch waits until there are so many records, but at most maxTriggerDelay
+maxTriggerDelay          how long minOffsetsPerTrigger may keep records waiting: 90s, 15m (default), 1h
+minPartitions            at least so many tasks, where there are as many records
+maxRecordsPerPartition   at most so many records in a task
+failOnDataLoss           true: stop where records that were to be read are gone (default); false: go on behind them
+includeHeaders           true: column headers is array<struct<key:string,value:binary>>, as Kafka's connector has it, null without
+                         any; false: map<string,string> (default)
+includeOrigin            true: columns origin_broker, origin_topic, origin_partition, origin_offset, of which the sink makes ids
+"""
+
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
+
+from kmq import record
+from kmq.errors import ConfigError
+from kmq.log.reader import WAL as WAL
+from kmq.logfmt import Log
+from kmq.settings import parse_bytes, parse_duration
+from kmq.spark import connections
+from kmq.spark.connections import Access
+from kmq.spark.names import check_options
+from kmq.spark.source import ends
+from kmq.spark.source.ends import EARLIEST as EARLIEST
+from kmq.spark.source.ends import LATEST as LATEST
+
+MAX_TRIGGER_DELAY_S = 900.0
+Number = TypeVar("Number", int, float)
+_READ = (
+    *("path", "paths", "kmq.bootstrap.servers", *connections.OPTIONS, "subscribe", "subscribePattern", "assign"),
+    *("startingOffsets", "startingOffsetsByTimestamp", "startingTimestamp", ends.STRATEGY),
+    *("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
+    *("minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxRecordsPerPartition", "failOnDataLoss"),
+    *("includeHeaders", "includeOrigin"),
+)
+_STREAM_ONLY = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay")
+_BATCH_ONLY = ("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp")
+# What others call it.
+_ELSEWHERE = {
+    "topic": "subscribe",
+    "topics": "subscribe",
+    "brokers": "kmq.bootstrap.servers",
+    "kmq.producers": "kmq.bootstrap.servers",
+    "kafka.ssl.truststore.location": "kmq.ssl.ca.location",
+    "kafka.ssl.keystore.location": "kmq.ssl.certificate.location and kmq.ssl.key.location",
+}
+# Without a connection they are for nothing; a token is also for what goes back to the broker.
+_CONNECTING = [name for name in connections.OPTIONS if name != "kmq.token"]
+
+
+class Options:
+    """The read options, checked; ConfigError names what is wrong."""
+
+    cores = 0  # of the session that reads, as source.py knows them; 0: not known
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        options = {name.lower(): text for name, text in given.items()}
+        check_options(given, _READ, "reader", _ELSEWHERE)
+        self._given = options
+        self.servers, self.paths = places(options)
+        if self.paths and (vain := [name for name in _CONNECTING if name in options]):
+            raise ConfigError(
+                f"{vain[0]}: `path` is read without a connection; give kmq.bootstrap.servers, or leave the option out"
+            )
+        self.access = Access.of(options)
+        if bool(self.servers) == bool(self.paths):
+            raise ConfigError(
+                "give `path` (data directories) or `kmq.bootstrap.servers` (host:port of gateways), one of them"
+            )
+        if len(set(self.brokers)) < len(self.brokers):
+            raise ConfigError(f"{'path' if self.paths else 'kmq.bootstrap.servers'}: names a broker twice")
+        self._topics_asked()
+        self.start = ends.parse(options, "starting", self.brokers)
+        self.end = ends.parse(options, "ending", self.brokers)
+        self.time_strategy = options.get(ends.STRATEGY.lower(), "").strip().lower()
+        if self.time_strategy not in ("", "error", "latest"):
+            raise ConfigError(f"{ends.STRATEGY}={self.time_strategy!r}: must be error or latest")
+        self._limits()
+        self.fail_on_data_loss = self._flag("failOnDataLoss", True)
+        self.include_headers = self._flag("includeHeaders", False)
+        self.include_origin = self._flag("includeOrigin", False)
+
+    def _limits(self) -> None:
+        """How much a micro-batch and a task may have; 0 is no limit."""
+        self.max_offsets = self._number("maxOffsetsPerTrigger", 1)
+        self.min_offsets = self._number("minOffsetsPerTrigger", 1)
+        self.max_bytes = self._parsed("maxBytesPerTrigger", parse_bytes, 0)
+        self.max_trigger_delay_s = self._parsed("maxTriggerDelay", parse_duration, MAX_TRIGGER_DELAY_S)
+        self.min_partitions = self._number("minPartitions", 1)
+        self.max_records_per_partition = self._number("maxRecordsPerPartition", 1)
+        if self.max_offsets and self.min_offsets > self.max_offsets:
+            raise ConfigError(
+                f"minOffsetsPerTrigger={self.min_offsets}: must be at most maxOffsetsPerTrigger={self.max_offsets}"
+            )
+        if "maxtriggerdelay" in self._given and not self.min_offsets:
+            raise ConfigError("maxTriggerDelay: there is nothing to wait for without minOffsetsPerTrigger; give both")
+
+    @property
+    def token(self) -> str:
+        return self.access.token
+
+    @property
+    def brokers(self) -> list[str]:
+        """Their names, as given."""
+        return self.servers or self.paths
+
+    def _topics_asked(self) -> None:
+        asked = [name for name in ("subscribe", "subscribePattern", "assign") if name.lower() in self._given]
+        if len(asked) != 1:
+            given = f", not {' and '.join(asked)}" if asked else ""
+            raise ConfigError(f"give one of subscribe, subscribePattern, assign{given}")
+        self.topics = _list(self._given, "subscribe")
+        self.pattern: re.Pattern[str] | None = None
+        self.assigned: dict[str, list[int]] = {}
+        if asked == ["subscribePattern"]:
+            text = self._given["subscribepattern"]
+            if not text:
+                raise ConfigError("subscribePattern='': matches no topic; .* takes them all")
+            try:
+                self.pattern = re.compile(text)
+            except re.error as err:
+                raise ConfigError(f"subscribePattern={text!r}: {err}") from None
+        if asked == ["assign"]:
+            self.assigned = _assigned(self._given["assign"])
+            self.topics = list(self.assigned)
+        for topic in self.topics:
+            if not record.is_topic_name(topic):
+                raise ConfigError(
+                    f"{asked[0]}: {topic!r} is no topic name; subscribePattern takes a regular expression"
+                )
+
+    def check_schema(self, names: Collection[str]) -> None:
+        """Raise ConfigError where a schema of the user's lacks the columns that options ask for."""
+        from kmq.spark.source import columns  # here: it needs numpy, which kmq pipeline status is to work without
+
+        for option, is_on, needed in (
+            ("includeOrigin", self.include_origin, columns.ORIGIN),
+            ("includeHeaders", self.include_headers, ("headers",)),
+        ):
+            lacking = [name for name in needed if name not in names] if is_on else []
+            if lacking:
+                raise ConfigError(f"{option}: the schema given lacks {', '.join(lacking)}; a schema says what there is")
+
+    def check_batch(self) -> None:
+        """Say which options have no effect in a batch, as Kafka's connector does."""
+        for name in _STREAM_ONLY:
+            if name.lower() in self._given:
+                Log("spark").warn("option_without_effect", option=name, effect="only a stream has triggers")
+
+    def check_stream(self) -> None:
+        """Raise ConfigError at options that only a batch has."""
+        for name in _BATCH_ONLY:
+            if name.lower() in self._given:
+                raise ConfigError(f"{name}={self._given[name.lower()][:80]!r}: a stream has no end; spark.read has one")
+
+    def wants(self, topic: str, partition: int | None = None) -> bool:
+        """Whether a topic, or one of its partitions, was asked for."""
+        if self.pattern is not None:
+            own = topic.startswith("__") and not self.pattern.pattern.startswith("__")
+            return not own and self.pattern.fullmatch(topic) is not None
+        return topic in self.topics and (partition is None or partition in self.assigned.get(topic, [partition]))
+
+    def _flag(self, name: str, default: bool) -> bool:
+        text = self._given.get(name.lower(), str(default)).strip().lower()
+        if text not in ("true", "false"):
+            raise ConfigError(f"{name}={self._given[name.lower()]!r}: must be true or false")
+        return text == "true"
+
+    def _number(self, name: str, least: int) -> int:
+        """The number given, 0 without one."""
+        text = self._given.get(name.lower())
+        if text is None:
+            return 0
+        if not re.fullmatch(r"\s*[0-9]+\s*", text) or int(text) < least:
+            raise ConfigError(f"{name}={text!r}: must be a whole number of at least {least}")
+        return int(text)
+
+    def _parsed(self, name: str, parse: Callable[[str], Number], default: Number) -> Number:
+        """What `parse` makes of the text given, over 0; the default without one."""
+        text = self._given.get(name.lower())
+        if text is None:
+            return default
+        try:
+            value = parse(text)
+        except ValueError as err:
+            raise ConfigError(f"{name}={text!r}: {err}") from None
+        if not value:
+            raise ConfigError(f"{name}={text!r}: must be over 0")
+        return value
+
+
+def _assigned(text: str) -> dict[str, list[int]]:
+    table = ends.parse_json("assign", text)
+    for topic, numbers in table.items():
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ConfigError(f'assign={text[:80]!r}: must be {{"topic": [0, 1], …}}')
+        if not numbers:
+            raise ConfigError(f"assign: names no partition of {topic!r}")
+        if len(set(numbers)) < len(numbers):
+            raise ConfigError(f"assign: names a partition of {topic!r} twice")
+    if not table:
+        raise ConfigError(f'assign={text!r}: names no topic; {{"topic": [0, 1], …}}')
+    return table
+
+
+def places(options: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Gateways and data directories that options name; the names of options in lower case."""
+    paths = [path for part in _paths(options) for path in _expand(part)]
+    return _list(options, "kmq.bootstrap.servers"), paths
+
+
+def _list(options: Mapping[str, str], name: str) -> list[str]:
+    """What stands between the commas of an option, [] without it."""
+    text = options.get(name)
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ConfigError(f"{name}={text!r}: there is an empty name in it")
+    if len(set(parts)) < len(parts):
+        twice = next(part for part in parts if parts.count(part) > 1)
+        raise ConfigError(f"{name}={text!r}: names {twice!r} twice")
+    return parts
+
+
+def _paths(options: Mapping[str, str]) -> list[str]:
+    """Those of `path`, and of `paths`, as which Spark hands on load([a, b])."""
+    text = options.get("paths")
+    if text is None:
+        return _list(options, "path")
+    try:
+        paths = json.loads(text)
+    except ValueError:
+        paths = None
+    if not isinstance(paths, list) or not all(isinstance(path, str) and path for path in paths):
+        raise ConfigError(f"paths={text[:80]!r}: must be a JSON list of data directories")
+    return [*_list(options, "path"), *paths]
+
+
+def _expand(path: str) -> list[str]:
+    path = path.removeprefix("file://")
+    if not glob.has_magic(path):
+        return [path]
+    matches = sorted(glob.glob(path))
+    found = [each for each in matches if os.path.isdir(f"{each}/append")]
+    if not found:
+        what = (
+            f"; {matches[0]} is none" + (f", nor are {len(matches) - 1} more" if matches[1:] else "") if matches else ""
+        )
+        raise ConfigError(f"path={path!r}: matches no data directory{what}")
+    return found

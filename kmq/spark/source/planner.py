@@ -1,0 +1,221 @@
+"""The brokers of a query, as its planner on the driver sees them: what there is, where it begins and ends, how it is cut."""
+
+import os
+from collections.abc import Iterable
+
+from kmq.errors import ConfigError
+from kmq.logfmt import Log
+from kmq.spark.names import nearest
+from kmq.spark.source import cutting, ends, lineage, plan
+from kmq.spark.source.brokers import Broker, open_broker
+from kmq.spark.source.options import LATEST, WAL, Options
+from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range, Stamp
+from kmq.spark.source.reading import Task
+
+
+class Logs:
+    """The brokers of a query, as its planner sees them."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._cores = options.cores or len(os.sched_getaffinity(0))
+        self.brokers: dict[str, Broker] = {name: self._open(name) for name in options.brokers}
+
+    def _open(self, name: str) -> Broker:
+        return open_broker(name, bool(self.options.paths), self.options.access)
+
+    def identities(self) -> dict[str, str]:
+        """The data id of each broker. ConfigError where two brokers are one."""
+        found: dict[str, str] = {}
+        names: dict[str, str] = {}
+        for name, broker in self.brokers.items():
+            found[name] = broker.identity()
+            if found[name] in names:
+                raise ConfigError(
+                    f"{names[found[name]]} and {name} are the same data directory, or copies of one (id {found[name]});"
+                    " a stream reads it under one name"
+                )
+            names[found[name]] = name
+        return found
+
+    def bounds(self) -> Bounds:
+        """Of all partitions that were asked for and exist now."""
+        return {key: edges for name in self.brokers for key, edges in self._bounds_of(name).items()}
+
+    def _bounds_of(self, name: str) -> Bounds:
+        options, broker = self.options, self.brokers[name]
+        there = [*broker.topics(), WAL] if options.pattern else options.topics
+        found = broker.bounds([topic for topic in there if options.wants(topic)])
+        return {(name, *log): edges for log, edges in found.items() if options.wants(*log)}
+
+    # --- where records are -------------------------------------------------------------------------------------------
+
+    def cuts(self, key: Key, start: int, end: int, nbytes: int) -> list[int]:
+        return self.brokers[key[0]].cuts(key[1], key[2], start, end, nbytes)
+
+    def offset_of_time(self, key: Key, micros: int) -> int:
+        return self.brokers[key[0]].offset_of_time(key[1], key[2], micros)
+
+    def time_at(self, key: Key, start: int, end: int) -> int | None:
+        found = lineage.stamp_at(self.brokers[key[0]], key[1], key[2], start, end)
+        return found[1] if found else None
+
+    def bytes_of(self, key: Key, start: int, end: int) -> int:
+        return sum(len(lines) for _, lines in self.brokers[key[0]].read(key[1], key[2], start, end))
+
+    def stamp_before(self, key: Key, first: int, offset: int) -> Stamp | None:
+        return lineage.stamp_before(self.brokers[key[0]], key[1], key[2], first, offset)
+
+    # --- where a stream goes on --------------------------------------------------------------------------------------
+
+    def begun(self, known: Offsets, bounds: Bounds) -> Offsets:
+        """How far a stream has read, with those partitions that it has not seen yet and that begin where deleted ones ended.
+
+        Raises DataLossError where a topic was deleted before all was read, or one that was asked for by name.
+        """
+        new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
+        if not new and not lost:
+            return known
+        ends: Offsets = {}
+        for name, broker in self.brokers.items():
+            for topic, _, _, offsets in broker.ledger().get("deleted", ()):
+                ends |= {(name, topic, number): end for number, end in enumerate(offsets)}
+        for key in sorted(lost & ends.keys()):
+            unread = ends[key] > known[key]
+            if self.options.fail_on_data_loss and self.options.wants(*key[1:]) and (unread or not self.options.pattern):
+                raise DataLossError(key, f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}")
+        return {key: ends[key] for key in new & ends.keys()} | known
+
+    def check_same_records(self, read: Position, bounds: Bounds) -> None:
+        """Make sure that what was read is still there, or was there until retention or compaction took it.
+
+        Where a broker has other records now, that is a DataLossError. With failOnDataLoss=false it is a warning, `read` is set
+        back to where records begin that were received after the last one read (none of those before them is new), and
+        `bounds` are looked at again.
+        """
+        for name, broker in self.brokers.items():
+            stamps = {key: stamp for key, stamp in read.last.items() if key[0] == name}
+            if not stamps:
+                continue
+            latest = max(stamps.values(), key=lambda stamp: (stamp[1], stamp[0]))
+            has = lineage.wal_has(broker, latest)
+            if has:
+                continue
+            others = [key for key, stamp in stamps.items() if not self._is_same(key, stamp, read, bounds, has)]
+            if others and self.options.fail_on_data_loss:
+                raise DataLossError(others[0], _restored(stamps[others[0]]), _ADVICE)
+            if others:
+                self._look_anew(name, bounds)
+            for key in others:
+                self._set_back(key, read, bounds)
+
+    def _is_same(self, key: Key, stamp: Stamp, read: Position, bounds: Bounds, latest_is_there: bool | None) -> bool:
+        """Whether a partition has the record of `stamp`, or had it until it was taken."""
+        broker = self.brokers[key[0]]
+        if latest_is_there is not None and (found := lineage.wal_has(broker, stamp)) is not None:
+            return found
+        if key not in bounds:
+            return latest_is_there is None  # deleted, and `begun` has said so
+        return lineage.partition_has(broker, key[1], key[2], stamp, read.offsets[key], bounds[key][1])
+
+    def _look_anew(self, name: str, bounds: Bounds) -> None:
+        """Forget what a way to the broker remembers of files that may be others now."""
+        self.brokers[name] = self._open(name)
+        for key in [key for key in bounds if key[0] == name]:
+            del bounds[key]
+        bounds |= self._bounds_of(name)
+
+    def _set_back(self, key: Key, read: Position, bounds: Bounds) -> None:
+        micros = read.last.pop(key)[1]
+        before = read.offsets.pop(key)
+        now = None
+        if key in bounds:
+            first, end = bounds[key]
+            now = read.offsets[key] = min(max(first, self.offset_of_time(key, micros + 1)), end)
+            if stamp := self.stamp_before(key, first, now):
+                read.last[key] = stamp
+        Log("spark").warn(
+            "restored_copy_found", broker=key[0], topic=key[1], partition=key[2], read_up_to=before, resumed_at=now
+        )
+
+    # --- where a query begins and ends -------------------------------------------------------------------------------
+
+    def starting(self, bounds: Bounds, default: int) -> Offsets:
+        """Where the query begins in each partition. Raises ConfigError where options name what is not there.
+
+        Bounds grow where the log has grown until a time was looked for.
+        """
+        options = self.options
+        self._check_exist(bounds)
+        ends.check_named(options.start, bounds, options.wants)
+        starts = ends.resolve(options.start, bounds, default, self.offset_of_time)
+        ends.check_matches(options.start, starts, bounds, options.time_strategy)
+        return starts
+
+    def ending(self, bounds: Bounds) -> Offsets:
+        """Where a batch ends, in the same way."""
+        options = self.options
+        ends.check_named(options.end, bounds, options.wants)
+        return ends.resolve(options.end, bounds, LATEST, self.offset_of_time)
+
+    def check_complete(self, bounds: Bounds) -> None:
+        """Raise ConfigError where offsets are given as JSON and not for every partition."""
+        for end in (self.options.start, self.options.end):
+            ends.check_complete(end, bounds)
+
+    def _check_exist(self, bounds: Bounds) -> None:
+        """A topic asked for by name must be at one broker at least: a typing error must not look like an empty topic."""
+        there = {key[1:] for key in bounds}
+        for topic in self.options.topics:
+            wanted = self.options.assigned.get(topic)
+            if wanted is None and not any(name == topic for name, _ in there):
+                self._refuse(topic)
+            for partition in wanted or ():
+                if (topic, partition) not in there:
+                    self._refuse(topic, partition)
+
+    def _refuse(self, topic: str, partition: int = 0) -> None:
+        """Say that a topic, or this partition of it, does not exist."""
+        where = ", ".join(self.options.brokers)
+        known = {WAL: 1}
+        for broker in self.brokers.values():
+            known |= {name: max(count, known.get(name, 0)) for name, count in broker.topics().items()}
+        if topic in known:
+            has = ", ".join(map(str, range(known[topic])))
+            raise ConfigError(f"assign: there is no partition {partition} of topic {topic!r} at {where}; it has {has}")
+        raise ConfigError(
+            f"topic {topic!r} does not exist at {where}{nearest(topic, known)}; subscribePattern takes what there is"
+        )
+
+    # --- tasks -------------------------------------------------------------------------------------------------------
+
+    def cut(self, spans: list[Range]) -> dict[Key, list[int]]:
+        """Where each range is cut into tasks."""
+        options = self.options
+        return cutting.cut(spans, self.cuts, self._cores, options.min_partitions, options.max_records_per_partition)
+
+    def tasks(self, spans: Iterable[Range]) -> list[Task]:
+        """Tasks that read the ranges, cut now."""
+        spans = list(spans)
+        edges = self.cut(spans)
+        return self.as_tasks(piece for span in spans for piece in plan.cut_up(span, edges.get(span.key, ())))
+
+    def as_tasks(self, pieces: Iterable[Range]) -> list[Task]:
+        options = self.options
+        return [Task(piece, bool(options.paths), options.access, options.fail_on_data_loss) for piece in pieces]
+
+
+_ADVICE = (
+    "start with a new checkpoint to read what is there now, or go on with failOnDataLoss=false: with what was received"
+    " after that record"
+)
+
+
+def _restored(stamp: Stamp) -> str:
+    seq, micros = stamp
+    when = f"{micros // 1_000_000}.{micros % 1_000_000:06d}"
+    return (
+        f"the last record read of it, seq {seq} received at {when}, is not there:"
+        " the data directory was restored from an older copy (or lost its end in a power cut), and may have given its offsets"
+        " to other records"
+    )

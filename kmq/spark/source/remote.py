@@ -1,0 +1,237 @@
+"""A broker read from afar: the logs that its gateway serves over HTTP (kmq/gateway/http/logs.py).
+
+State       None but a connection, so any process may ask, and a Remote can be pickled: it comes to another process unconnected.
+Breaks      Whatever is asked only looks, so it is asked again, later and later, while the gateway is away or too busy; reading
+            goes on at the next offset. Only when nothing has come for kmq.patience that is an error: a gateway that is
+            restarted in the middle of a read is not noticed.
+Complete    A response says from which offset to which it goes and how many bytes that is. Only whole lines are handed out,
+            those of a partition are counted, and what breaks off is asked for again from there.
+Damage      comes as DamageError, as if the files were read here; all in front of it has been handed out before.
+"""
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, RemoteDisconnected
+from ssl import SSLContext, SSLError
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urlencode
+
+from kmq.errors import ConfigError, CorruptError, RetryError
+from kmq.log import identity
+from kmq.log.reader import DamageError
+from kmq.spark.connections import PLAIN, Access, Tls
+from kmq.spark.source.brokers import BLOCK_BYTES, Broker
+from kmq.spark.source.options import WAL
+
+if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status is to work without
+    from kmq.spark.source.blocks import Lines
+
+_PAUSES_S = (0.05, 2.0)  # before asking again: the first one, the longest one
+_LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
+_PORTS = {"http": 8082, "https": 8443}
+_NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
+_LATER = (429, 503)
+# Reasons of OpenSSL that do not go away: one of us does not trust the other, or does not speak TLS.
+_FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
+
+T = TypeVar("T")
+
+
+class Remote(Broker):
+    """The broker whose gateway listens at `name`: host:port, or https://host:port."""
+
+    _connection: HTTPConnection | None = None
+    _context: SSLContext | None = None
+
+    def __init__(self, name: str, access: Access = PLAIN) -> None:
+        self.name, self._access = name, access
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[3] or 0) > 65535:
+            raise ConfigError(f"kmq.bootstrap.servers: {name!r} is not host:port, nor https://host:port")
+        if match[1] == "http" and access.tls:
+            raise ConfigError(f"kmq.bootstrap.servers: {name!r} has no TLS, which options kmq.ssl.* ask for: https://")
+        self._scheme, self._host = match[1] or ("https" if access.tls else "http"), match[2]
+        self._port = int(match[3] or _PORTS[self._scheme])
+
+    def __del__(self) -> None:  # a Broker is not closed, it is let go
+        self.close()
+
+    def __reduce__(self) -> tuple[type["Remote"], tuple[str, Access]]:
+        return Remote, (self.name, self._access)
+
+    # --- the interface -----------------------------------------------------------------------------------------------
+
+    def identity(self) -> str:
+        return str(self._get("/v1/broker")["data_id"])
+
+    def marks_from(self) -> int:
+        return int(self._get("/v1/broker").get("marks_from", identity.NEVER))  # a gateway before this one does not say
+
+    def topics(self) -> dict[str, int]:
+        return {row["name"]: row["partitions"] for row in self._get("/v1/topics")}
+
+    def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
+        asked = urlencode([("topic", name) for name in topics])
+        # Of so many that a request line cannot name them all are asked for.
+        rows = self._get(f"/v1/logs?{asked}" if len(asked) < _LONGEST_QUERY else "/v1/logs") if topics else []
+        found = {(row["topic"], row["partition"]): (row["first_offset"], row["end_offset"]) for row in rows}
+        return {key: ends for key, ends in found.items() if key[0] in set(topics)}
+
+    def offset_of_time(self, topic: str, partition: int, micros: int) -> int:
+        return int(self._get(_at(topic, partition, "offset", time=max(0, micros)))["offset"])
+
+    def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
+        return int(self._get(_at(topic, partition, "offset", seq=seq))["offset"])
+
+    def ledger(self) -> dict[str, Any]:
+        return dict(self._get("/v1/ledger"))
+
+    def cuts(self, topic: str, partition: int, start: int, end: int, nbytes: int) -> list[int]:
+        return list(self._get(_at(topic, partition, "cuts", start=start, end=end, bytes=nbytes))["cuts"])
+
+    def blocks(self, topic: str, partition: int, start: int, end: int) -> "Iterator[Lines]":
+        from kmq.spark.source import blocks
+
+        offset, trial = start, _Trial(self._access.patience_s)
+        while offset < end:
+            target = _at(topic, partition, "records", start=offset, end=end)
+            try:
+                with closing(self._connect()) as connection:
+                    response = self._ask(connection, target)
+                    first, following = (int(response.headers[f"KMQ-{name}-Offset"]) for name in ("First", "Next"))
+                    if not response.length:  # the log ends here, or what there is begins behind `end`
+                        return
+                    offset = first
+                    for data in _blocks(response):
+                        trial.progress()
+                        lines = blocks.of_bytes(offset, data, topic == WAL)
+                        yield lines
+                        offset = lines.next_offset
+                    if response.length:
+                        raise ConnectionError("the response breaks off")
+            except _AGAIN as err:
+                self._again(trial, err, target)
+                continue
+            if offset != following and (topic != WAL or offset > following):
+                raise CorruptError(f"{self._url(target)}: {offset - first} records came of {following - first}")
+            offset = following
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _get(self, target: str) -> Any:
+        """The JSON that is answered."""
+        trial = _Trial(self._access.patience_s)
+        while True:
+            try:
+                self._connection = self._connection or self._connect()
+                return json.loads(self._ask(self._connection, target).read())
+            except _AGAIN as err:
+                self.close()
+                self._again(trial, err, target)
+
+    def close(self) -> None:
+        """Let go of the connection; what is asked next makes a new one."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _connect(self) -> HTTPConnection:
+        timeout = self._access.timeout_s
+        if self._scheme == "http":
+            return HTTPConnection(self._host, self._port, timeout=timeout)
+        if self._context is None:
+            self._context = (self._access.tls or Tls()).context()
+        return HTTPSConnection(self._host, self._port, timeout=timeout, context=self._context)
+
+    def _url(self, target: str) -> str:
+        return f"broker {self.name}: {self._scheme}://{self._host}:{self._port}{target}"
+
+    def _again(self, trial: "_Trial", err: Exception, target: str) -> None:
+        """Wait before the same is asked again. Raises RetryError when it has taken too long."""
+        advice = ""
+        if (
+            isinstance(err, RemoteDisconnected)
+            and self._scheme == "https"
+            and not (self._access.tls or Tls()).certificate
+        ):
+            advice = "; does it ask for a certificate? option kmq.ssl.certificate.location"
+        trial.failed(err, self._url(target), advice)
+
+    def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
+        """The response to a GET, its body not yet read. Raises what a refusal means."""
+        token = self._access.token
+        try:
+            connection.request("GET", target, headers={"Authorization": f"Bearer {token}"} if token else {})
+            response = connection.getresponse()
+        except SSLError as err:
+            if not _FINAL.search(str(err.reason)):
+                raise
+            advice = "options kmq.ssl.ca.location (whom to trust) and kmq.ssl.certificate.location (what to show)"
+            raise ConfigError(f"{self._url(target)}: {err}; see {advice}") from err
+        if response.status == 200:
+            return response
+        raise self._refusal(target, response.status, response.read())
+
+    def _refusal(self, target: str, status: int, body: bytes) -> Exception:
+        try:
+            said = json.loads(body)
+            code, text = said["code"], said["error"]
+        except (ValueError, KeyError, TypeError):
+            return ConfigError(
+                f"{self._url(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
+            )
+        if status in _LATER:
+            return _LaterError(f"{code}: {text}")
+        if code == "damaged":
+            fields = (said[name] for name in ("byte", "end", "first_offset", "next_offset", "what"))
+            return DamageError(f"{self.name}:{said['path']}", *fields)
+        if code == "unauthorized":
+            return ConfigError(f"{self._url(target)}: option kmq.token: {text}")
+        return (RetryError if status >= 500 else ConfigError)(f"{self._url(target)}: {code}: {text}")
+
+
+class _LaterError(Exception):
+    """The gateway says: not now."""
+
+
+_AGAIN = (OSError, HTTPException, _LaterError)
+
+
+class _Trial:
+    """How often and how long something is tried again."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.progress()
+
+    def progress(self) -> None:
+        """Something has come: the time begins anew."""
+        self._pause, self._deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
+
+    def failed(self, err: Exception, url: str, advice: str) -> None:
+        """Wait before the next time. Raises RetryError when it has taken too long."""
+        if time.monotonic() + self._pause > self._deadline:
+            raise RetryError(
+                f"{url}: {err or type(err).__name__}; nothing else for {self._patience_s:g} s (kmq.patience){advice}"
+            ) from err
+        time.sleep(self._pause * random.uniform(0.5, 1))  # not all tasks of a job at once
+        self._pause = min(2 * self._pause, _PAUSES_S[1])
+
+
+def _at(topic: str, partition: int, what: str, **query: int) -> str:
+    return f"/v1/logs/{quote(topic, safe='')}/{partition}/{what}?{urlencode(query)}"
+
+
+def _blocks(response: HTTPResponse) -> Iterator[bytes]:
+    """The body in blocks of whole lines; where it breaks off, response.length says how much has not come."""
+    while response.length:
+        data = response.read(BLOCK_BYTES) + response.readline()
+        whole = data.rfind(b"\n") + 1
+        if whole:
+            yield data[:whole]  # no copy where that is all
+        if whole < len(data) or not data:
+            return

@@ -1,0 +1,211 @@
+"""spark.readStream: how far each micro-batch goes, and what is checked before a checkpoint is gone on from.
+
+Invariant   What an offset says is all that `partitions` needs (plan.py): a batch that is read again has the same tasks. An offset
+            is returned as it was while there is nothing new, so that no batch runs.
+Unlimited   A batch without a limit ends where the partitions end. They are looked at one after the other, so one may go further
+            in time than another by as long as that takes, some milliseconds: a watermark of seconds covers it. With a limit a
+            batch ends at one recv_ts (limits.py).
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from kmq.errors import ConfigError
+from kmq.logfmt import Log
+from kmq.spark.source import cutting, limits, plan
+from kmq.spark.source.options import LATEST, Options
+from kmq.spark.source.plan import Bounds, Offsets, Position, Range
+from kmq.spark.source.planner import Logs
+from kmq.spark.source.reading import Reading
+
+
+class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """spark.readStream: one object lives in the driver's planner as long as its query; reading is elsewhere."""
+
+    def __init__(self, schema: StructType, options: Options) -> None:
+        super().__init__(schema)
+        self._options = options
+        self._logs = Logs(options)
+        self._target: Offsets | None = None  # where Trigger.AvailableNow ends
+        self._latest: dict[str, Any] | None = None
+        self._last_batch = -math.inf  # when the last batch was planned
+        self._looked = False  # at what this checkpoint has read, since this process began
+        self._planned: tuple[dict[str, Any], Bounds] | None = None  # the last offset returned, and what there was then
+
+    def initialOffset(self) -> dict[str, Any]:
+        bounds = self._logs.bounds()
+        starts = self._logs.starting(bounds, LATEST)
+        self._logs.check_complete(bounds)
+        # Of a first batch that was not committed Spark asks again; its end must say where it began, for `latest` has moved.
+        position = Position(starts, self._logs.identities(), begins=dict(starts))
+        self._remember(position, position.offsets, bounds)
+        return position.to_json()
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = {key: end for key, (_, end) in self._logs.bounds().items()}
+
+    # --- how far a batch goes ----------------------------------------------------------------------------------------
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        read, bounds = self._read_up_to(start)
+        before = dict(read.offsets)
+        if not self._looked or self._there(bounds) != before:
+            self._logs.check_same_records(read, bounds)
+            self._check_begins(read, bounds)
+            self._looked = True
+        self._latest = plan.to_json({key: end for key, (_, end) in bounds.items()}, read.identities)
+        begun = self._logs.begun(read.offsets, bounds)
+        spans = plan.wanted(begun, self._there(bounds))  # a partition that ends before what was read of it is held
+        if not spans and read.offsets == before:
+            return start
+        if not isinstance(limit, ReadAllAvailable) and self._waits(spans):
+            return start
+        position = self._batch(read, before, begun, spans, bounds, limit)
+        table = position.to_json()
+        self._planned = table, bounds
+        return table
+
+    def _check_begins(self, read: Position, bounds: Bounds) -> None:
+        """Raise ConfigError where the stream was told to begin beyond the end of a log.
+
+        Of what was read there is a stamp, so that a log which is shorter for a while, in a recovery, is another case.
+        """
+        for key in (read.offsets.keys() & bounds.keys()) - read.last.keys():
+            begin, end = read.offsets[key], bounds[key][1]
+            if read.cuts is None or begin <= end:
+                continue
+            what = f"startingOffsets: {plan.name_of(key)} ends at {end}, which is before {begin}"
+            if self._options.fail_on_data_loss:
+                raise ConfigError(f"{what}; failOnDataLoss=false begins at the end")
+            Log("spark").warn("start_beyond_end", what=what)
+            read.offsets[key] = end
+
+    def _there(self, bounds: Bounds) -> Offsets:
+        """How far this stream may go now."""
+        if self._target is None:
+            return {key: end for key, (_, end) in bounds.items()}
+        return {key: min(bounds.get(key, (0, 0))[1], end) for key, end in self._target.items()}
+
+    def _waits(self, spans: list[Range]) -> bool:
+        """Whether minOffsetsPerTrigger keeps what there is waiting, as it does for maxTriggerDelay since the last batch."""
+        least, now = self._options.min_offsets, time.monotonic()
+        is_late = now - self._last_batch >= self._options.max_trigger_delay_s
+        if least and self._target is None and sum(map(len, spans)) < least and not is_late:
+            return True
+        self._last_batch = now
+        return False
+
+    def _read_up_to(self, start: dict[str, Any]) -> tuple[Position, Bounds]:
+        """What an offset of Spark's says, under the names that the brokers have now, and what there is."""
+        identities = self._logs.identities()
+        return self._with_names_of_now(Position.of_json(start), identities), self._logs.bounds()
+
+    def _batch(
+        self, read: Position, before: Offsets, begun: Offsets, spans: list[Range], bounds: Bounds, limit: ReadLimit
+    ) -> Position:
+        """The end of the next batch: its offsets, and what a replay needs."""
+        there = [plan.within(span, bounds) for span in spans]  # what retention took is no part of a limit
+        reached = {span.key: span.end for span in spans}
+        if not isinstance(limit, ReadAllAvailable):
+            options = self._options
+            reached |= limits.limited(there, options.max_offsets, options.max_bytes, self._logs.cuts, self._logs)
+        offsets = begun | reached
+        order = {key: offsets[key] for key in sorted(offsets)}
+        pieces = [Range(span.key, span.start, reached[span.key]) for span in sorted(there, key=lambda span: span.key)]
+        is_first = read.begins == before
+        begins = {key: at for key, at in begun.items() if is_first or at != before.get(key, plan.least(key[1]))}
+        position = Position(order, read.identities, dict(read.last), self._logs.cut(pieces), begins)
+        self._remember(position, reached, bounds)
+        return position
+
+    def _remember(self, position: Position, reached: Offsets, bounds: Bounds) -> None:
+        """Put the stamps of the last records before these offsets into the position."""
+        for key, offset in position.offsets.items():
+            first, end = bounds.get(key, (offset, offset))
+            is_known = key in position.last and key not in reached
+            if first < offset <= end and not is_known and (stamp := self._logs.stamp_before(key, first, offset)):
+                position.last[key] = stamp
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """That there is a limit; `latestOffset` obeys all options, of which Spark has a word for one only."""
+        options = self._options
+        if options.max_offsets:
+            return ReadMaxRows(options.max_offsets)
+        if options.max_bytes:
+            return ReadMaxBytes(options.max_bytes)
+        return ReadMinRows(options.min_offsets) if options.min_offsets else ReadAllAvailable()
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        return self._latest
+
+    # --- what a batch reads ------------------------------------------------------------------------------------------
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        bounds = None
+        if self._planned is not None and self._planned[0] == end:
+            bounds = self._planned[1]
+        read, ends, bounds = self._ends_of(start, end, bounds)
+        spans = plan.wanted(read.offsets | ends.begins, ends.offsets)
+        if self._options.fail_on_data_loss:
+            self._check_forward(read, ends)
+            plan.check_there(spans, bounds)
+        if ends.cuts is None:
+            return self._logs.as_tasks(self._as_format_1(spans, bounds))
+        pieces = [piece for span in spans for piece in plan.cut_up(span, ends.cuts.get(span.key, ()))]
+        return self._logs.as_tasks(plan.within(piece, bounds) for piece in pieces)
+
+    def _ends_of(
+        self, start: dict[str, Any], end: dict[str, Any], bounds: Bounds | None
+    ) -> tuple[Position, Position, Bounds]:
+        """Both offsets of a batch and what there is; without `bounds` the batch was planned by an earlier process."""
+        identities = self._logs.identities()
+        read, ends = (self._with_names_of_now(Position.of_json(table), identities) for table in (start, end))
+        if bounds is None:
+            bounds = self._logs.bounds()
+            if self._options.fail_on_data_loss:
+                self._logs.check_same_records(ends, bounds)
+        if ends.cuts is None:
+            read.offsets = self._logs.begun(read.offsets, bounds)
+        return read, ends, bounds
+
+    def _check_forward(self, read: Position, ends: Position) -> None:
+        for key, stop in ends.offsets.items():
+            begin = ends.begins.get(key, read.offsets.get(key, 0))
+            if begin > stop:
+                raise plan.DataLossError(key, f"offsets went back from {begin} to {stop}")
+
+    def _as_format_1(self, spans: list[Range], bounds: Bounds) -> list[Range]:
+        there = [piece for span in spans if len(piece := plan.within(span, bounds))]
+        return cutting.cut_as_format_1(there, self._logs.cuts, self._options.min_partitions)
+
+    def _with_names_of_now(self, position: Position, now: dict[str, str]) -> Position:
+        """The position by the brokers of this query: the data id says which is which.
+
+        Offsets of one data directory mean nothing in another.
+        """
+        names = {identity: name for name, identity in now.items()}
+        for broker, identity in position.identities.items():
+            if identity in names:
+                continue
+            if broker not in now:
+                raise ConfigError(f"{broker} is in the checkpoint, but not among the brokers of this query")
+            raise ConfigError(
+                f"{broker} has another data directory (id {now[broker]}) than the one this checkpoint is of ({identity}):"
+                " start with a new checkpoint"
+            )
+        renamed = position.renamed({broker: names[identity] for broker, identity in position.identities.items()})
+        renamed.identities = now
+        return renamed

@@ -1,0 +1,1 @@
+"""What every streaming query has: its start, progress, lag, checkpoint and end."""

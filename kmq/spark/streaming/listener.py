@@ -1,0 +1,186 @@
+"""What each streaming query of a session does, kept beside its checkpoint for `kmq pipeline status`; a warning where it loses.
+
+Owns        In the directory of a checkpoint on this machine's file system: kmq-status.json, replaced as a whole at most once
+            a second, a few KiB; and the lock kmq-owner, held as long as the query runs (`kmq pipeline reset` takes it too).
+Invariant   Nothing here fails or holds up a query: whatever goes wrong is passed over, and then there is only no status. The
+            position that counts is Spark's own, in the checkpoint; this file adds what that does not say (rates, what is
+            there to read, what was left out, who runs it).
+Crash       A kill leaves the last status, and gives the lock back. Nothing is synced to disk.
+Cost        Two calls to the JVM for each batch, in place of the fifty that pyspark's own events take.
+Not covered Checkpoints in object stores, and sessions over Spark Connect.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from pyspark.sql.streaming.listener import StreamingQueryListener
+
+from kmq.links.ownership import FileLock
+from kmq.logfmt import Log
+from kmq.spark.streaming import late
+from kmq.spark.streaming.checkpoint import OWNER, STATUS
+from kmq.spark.streaming.lag import batch_figures
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+WRITE_S = 1.0  # between two writes of one query's status
+_SAID = 500  # characters of an error that are kept
+
+
+def listen(spark: "SparkSession") -> None:
+    """Add a listener to a session, unless it has one. Never fails."""
+    with suppress(Exception):
+        if getattr(spark, "_kmq_listener", None) is None:
+            listener = Listener(spark)
+            spark.streams.addListener(listener)
+            spark._kmq_listener = listener  # type: ignore[attr-defined]
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    @wraps(method)
+    def call(self: Any, event: Any) -> None:
+        with suppress(Exception):
+            method(self, event)
+
+    return call
+
+
+class _Query:
+    """One run of a query."""
+
+    def __init__(self, event: Any, root: str) -> None:
+        self.directory = root if os.path.isdir(root) else ""
+        self.written = 0.0
+        self.status: dict[str, Any] = {
+            **{"name": event.name(), "id": str(event.id()), "run_id": str(event.runId()), "state": "running"},
+            **{"pid": os.getpid(), "host": socket.gethostname(), "cwd": os.getcwd(), "started": _now(), "late": 0},
+        }
+
+    def write(self, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if not self.directory or (not at_once and now - self.written < WRITE_S):
+            return
+        self.written = now
+        making = f"{self.directory}/.{STATUS}.new"
+        with open(making, "w", encoding="utf-8") as file:
+            json.dump(self.status, file)
+        os.replace(making, f"{self.directory}/{STATUS}")
+
+
+class Listener(StreamingQueryListener):
+    """See the module. Called by the JVM, one event after the other."""
+
+    def __init__(self, spark: "SparkSession") -> None:
+        self._session = spark
+        self._log = Log("spark")
+        self._queries: dict[str, _Query] = {}  # by run
+        self._locks: dict[str, FileLock] = {}  # by directory: a run may begin before the end of the last one is told
+        self._turn = threading.Lock()
+
+    @property
+    def _jlistener(self) -> Any:
+        """Take events as they come from the JVM: pyspark's own would fetch each field of each by a call."""
+        from pyspark import SparkContext
+
+        if not hasattr(self, "_jlistenerobj"):
+            assert SparkContext._jvm is not None
+            self._jlistenerobj = SparkContext._jvm.PythonStreamingQueryListenerWrapper(_Events(self))
+        return self._jlistenerobj
+
+    @_harmless
+    def onQueryStarted(self, event: Any) -> None:
+        """Called while the query starts and waits for this."""
+        running = self._session._jsparkSession.streams().get(str(event.id()))
+        root = str(running.streamingQuery().resolvedCheckpointRoot())
+        path = unquote(root.removeprefix("file:")) if root.startswith("file:") else root
+        query = _Query(event, path.replace("//", "/") if path.startswith("//") else path)
+        with self._turn:
+            self._queries[query.status["run_id"]] = query
+            if query.directory and query.directory not in self._locks:
+                lock = FileLock(f"{query.directory}/{OWNER}")
+                if lock.try_acquire(f"pid={os.getpid()} host={socket.gethostname()}"):
+                    self._locks[query.directory] = lock
+        query.write(at_once=True)
+
+    @_harmless
+    def onQueryProgress(self, event: Any) -> None:
+        progress = json.loads(event.progress().json())
+        query = self._queries[progress["runId"]]
+        figures = batch_figures(query.status["name"] or "stream", progress)
+        if missing := late.dropped(progress):
+            self._warn(figures["query"], progress, missing)
+        query.status["late"] += missing
+        query.status |= {
+            **{name: figures[name] for name in ("batch", "rows", "rows_per_s", "ms", "behind")},
+            **{"batch_at": _now(), "watermark": progress.get("eventTime", {}).get("watermark")},
+            "sources": [
+                {"end": source.get("endOffset"), "latest": source.get("latestOffset")} for source in progress["sources"]
+            ],
+        }
+        query.write()
+
+    @_harmless
+    def onQueryIdle(self, event: Any) -> None:
+        self._queries[str(event.runId())].write()
+
+    @_harmless
+    def onQueryTerminated(self, event: Any) -> None:
+        with self._turn:
+            query = self._queries.pop(str(event.runId()))
+        said = event.exception()
+        query.status |= {
+            "state": "failed" if said.isDefined() else "ended",
+            "ended": _now(),
+            "error": str(said.get())[:_SAID] if said.isDefined() else None,
+        }
+        try:
+            query.write(at_once=True)
+        finally:
+            with self._turn:
+                if not any(other.directory == query.directory for other in self._queries.values()):
+                    self._locks.pop(query.directory).release()
+
+    def _warn(self, name: str, progress: dict[str, Any], missing: int) -> None:
+        self._log.warn(
+            "rows_dropped",
+            query=name,
+            batch=progress["batchId"],
+            rows=missing,
+            watermark=progress.get("eventTime", {}).get("watermark"),
+            effect="they came later than the watermark and are in no result; a longer one in withWatermark keeps them",
+        )
+
+
+class _Events:
+    """What the JVM calls."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def onQueryStarted(self, event: Any) -> None:
+        self._listener.onQueryStarted(event)
+
+    def onQueryProgress(self, event: Any) -> None:
+        self._listener.onQueryProgress(event)
+
+    def onQueryIdle(self, event: Any) -> None:
+        self._listener.onQueryIdle(event)
+
+    def onQueryTerminated(self, event: Any) -> None:
+        self._listener.onQueryTerminated(event)
+
+    class Java:
+        implements = ["org.apache.spark.sql.streaming.PythonStreamingQueryListener"]
+
+
+def _now() -> float:
+    return round(time.time(), 3)

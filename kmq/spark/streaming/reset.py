@@ -1,0 +1,256 @@
+"""`kmq pipeline reset`: a query's next batch begins elsewhere. Changes plain files; needs neither pyspark nor Java.
+
+What is written is one more batch, which holds nothing and ends where the next one is to begin: offsets/<n> and commits/<n>, with
+n behind every batch there is. So nothing is overwritten, and numbers of batches go on rising: a table of ours passes over a batch
+whose number it knows, so a number that came again for other records would be records lost.
+
+Invariant   Refused while the query runs; nothing is removed, and no number of a batch is used twice.
+Crash       offsets/<n> without commits/<n>: the next start finds a batch to run, from where the query was to where it was to go
+            on. It is run as any batch, or refused as it goes back; reset again is right after it, and before it.
+Backup      kmq-reset-<n>.json beside it: the offsets before, those after, and when; "before" may be given to --to again.
+Not covered Queries with state: their windows have counted what was read. They are refused, and begin with a new checkpoint.
+            A query that is started in this very moment, and neither writes to a table of ours nor has our listener.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from kmq.errors import BusyError, ConfigError
+from kmq.links.ownership import describe
+from kmq.log.disk import replace_file
+from kmq.spark.source.brokers import Broker
+from kmq.spark.source.plan import Key, Offsets, least, to_json
+from kmq.spark.streaming.checkpoint import Checkpoint, Logged, identities, is_ours
+from kmq.spark.streaming.lag import positions
+from kmq.spark.streaming.status import AS_NAMED, Sources
+
+EARLIEST, LATEST = "earliest", "latest"
+
+
+class Move(NamedTuple):
+    """What changes for one partition."""
+
+    key: Key
+    before: int
+    after: int
+    first: int  # that there is now
+    latest: int
+
+    @property
+    def again(self) -> int:
+        """Records that are read a second time."""
+        return max(0, min(self.before, self.latest) - max(self.after, self.first))
+
+    @property
+    def skipped(self) -> int:
+        """Records that are never read."""
+        return max(0, min(self.after, self.latest) - max(self.before, self.first))
+
+
+class Plan(NamedTuple):
+    """What a reset would do."""
+
+    checkpoint: Checkpoint
+    batch: int  # the number of the empty one
+    unfinished: int | None
+    logged: Logged
+    lines: list[str]  # the sources of the new batch
+    moves: list[Move]
+
+
+def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED) -> Plan:
+    """Work out what `to` (earliest, latest, JSON of offsets, or a time) means. Changes nothing."""
+    if checkpoint.has_state():
+        raise ConfigError(
+            f"{checkpoint.path}: the query keeps state (windows, or rows to tell duplicates by), which has counted what was"
+            " read; it cannot begin elsewhere: give it a new checkpoint and a new table"
+        )
+    _, logged = checkpoint.committed()
+    unfinished = checkpoint.unfinished()
+    if logged is None:
+        raise ConfigError(f"{checkpoint.path}: no batch is through yet; remove it and give startingOffsets")
+    if not any(map(is_ours, logged.sources)):
+        raise ConfigError(f"{checkpoint.path}: the query reads nothing with format('kmq')")
+    said = checkpoint.status()
+    lines, moves = [], []
+    for line in logged.sources:
+        if is_ours(line):
+            wanted, changed = _source(line, to, sources, str(said.get("cwd") or os.getcwd()))
+            moves += changed
+            line = json.dumps(wanted)
+        lines.append(line)
+    batch = max([*checkpoint.batches("offsets"), *checkpoint.batches("commits"), _of_table(checkpoint)]) + 1
+    if batch - 1 not in checkpoint.batches("offsets"):
+        raise ConfigError(
+            f"{checkpoint.path}: its table has batch {batch - 1} already, which the checkpoint does not know; was it restored"
+            " from an older copy? Begin with a new table and a new checkpoint"
+        )
+    return Plan(checkpoint, batch, unfinished, logged, lines, moves)
+
+
+def _of_table(checkpoint: Checkpoint) -> int:
+    try:
+        with open(f"{checkpoint.table}/.kmq/batch", encoding="utf-8") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return -1
+
+
+def _source(line: str, to: str, sources: Sources, cwd: str) -> tuple[dict[str, Any], list[Move]]:
+    known, before = identities(line), positions(line)
+    wanted: Offsets = {}
+    moves = []
+    for name, identity in known.items():
+        broker = sources.open(name, identity, cwd)
+        topics = sorted({topic for at, topic, _ in before if at == name})
+        bounds = {(name, *at): edges for at, edges in broker.bounds(topics).items()}
+        target = _targets(to, name, bounds, broker)
+        for key in sorted({key for key in before if key[0] == name} | bounds.keys()):
+            begun = before.get(key, least(key[1]))
+            first, latest = bounds.get(key, (begun, begun))
+            wanted[key] = target.get(key, begun)
+            moves.append(Move(key, begun, wanted[key], first, latest))
+    return to_json(wanted, known), moves
+
+
+def _targets(to: str, name: str, bounds: dict[Key, tuple[int, int]], broker: Broker) -> Offsets:
+    if to == EARLIEST:
+        return {key: first for key, (first, _) in bounds.items()}
+    if to == LATEST:
+        return {key: latest for key, (_, latest) in bounds.items()}
+    if not to.lstrip().startswith("{"):
+        micros = _micros(to)
+        return {key: broker.offset_of_time(key[1], key[2], micros) for key in bounds}
+    return _named(to, name, bounds)
+
+
+def _named(to: str, name: str, bounds: dict[Key, tuple[int, int]]) -> Offsets:
+    """Offsets as startingOffsets has them: {"topic": {"0": 5}} for every broker, or by broker; -2 earliest, -1 latest."""
+    try:
+        table = json.loads(to)
+        topics = table[name] if name in table else {} if any(map(_is_broker, table.values())) else table
+        asked = {
+            (name, topic, int(number)): at
+            for topic, each in topics.items()
+            if topic[:2] != "__" or topic == "__append"
+            for number, at in each.items()
+        }
+    except (ValueError, AttributeError, TypeError) as err:
+        raise ConfigError(
+            f'--to {to[:80]!r}: must be {{"topic": {{"0": 23}}}} or {{"broker": {{"topic": …}}}}: {err}'
+        ) from None
+    for key, at in asked.items():
+        if key not in bounds:
+            there = ", ".join(f"{topic}/{number}" for _, topic, number in sorted(bounds))
+            raise ConfigError(f"--to: unknown partition {key[1]}/{key[2]} at {name}; expected one of {there}")
+        first, latest = bounds[key]
+        asked[key] = at = {-2: first, -1: latest}.get(at, at)
+        if type(at) is not int or not least(key[1]) <= at <= latest:
+            raise ConfigError(
+                f"--to: {key[1]}/{key[2]} at {name} has offsets {first} to {latest}; {at} is none of them"
+            )
+    return asked
+
+
+def _is_broker(topics: Any) -> bool:
+    return isinstance(topics, dict) and any(isinstance(each, dict) for each in topics.values())
+
+
+def _micros(text: str) -> int:
+    """A time as microseconds since the epoch: milliseconds as Spark's options have it, or ISO 8601, UTC where it says nothing."""
+    if re.fullmatch(r"\d+", text):
+        return int(text) * 1000
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"--to {text!r}: must be earliest, latest, JSON of offsets, milliseconds since the epoch, or a time such as"
+            " 2026-11-22T10:00"
+        ) from None
+    return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1_000_000)
+
+
+def apply(found: Plan) -> str:
+    """Do it; returns the path of the backup. Raises BusyError while the query runs."""
+    checkpoint = found.checkpoint
+    with _alone(checkpoint):
+        if checkpoint.batches("offsets")[-1] >= found.batch:
+            raise BusyError(f"{checkpoint.path}: the query has gone on in the meantime; try again")
+        about = {**found.logged.about, "batchTimestampMs": int(time.time() * 1000)}
+        offsets = "\n".join((found.logged.version, json.dumps(about), *found.lines))
+        backup = f"{checkpoint.path}/kmq-reset-{found.batch}.json"
+        note = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "before": [json.loads(line) if is_ours(line) else line for line in found.logged.sources],
+            "after": [json.loads(line) if is_ours(line) else line for line in found.lines],
+            "unfinished_batch": found.unfinished,
+        }
+        replace_file(backup, json.dumps(note, indent=1).encode())
+        watermark = json.dumps({"nextBatchWatermarkMs": about.get("batchWatermarkMs", 0)})
+        _write(f"{checkpoint.path}/offsets/{found.batch}", offsets)
+        _write(f"{checkpoint.path}/commits/{found.batch}", f"v1\n{watermark}")
+    return backup
+
+
+def _write(path: str, text: str) -> None:
+    """With no checksum beside it: one left by an earlier file of this name would belie the new one."""
+    directory, name = os.path.split(path)
+    making = f"{directory}/.{name}.kmq"
+    with open(making, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    with suppress(FileNotFoundError):
+        os.remove(f"{directory}/.{name}.crc")
+    os.rename(making, path)
+
+
+@contextmanager
+def _alone(checkpoint: Checkpoint) -> Iterator[None]:
+    """Hold the locks of the query."""
+    taken = []
+    try:
+        for lock in checkpoint.locks():
+            if not lock.try_acquire(describe("reset", checkpoint.path)):
+                raise BusyError(f"{checkpoint.path}: its query runs ({lock.holder()}); stop it first")
+            taken.append(lock)
+        yield
+    finally:
+        for lock in taken:
+            lock.release()
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+def text(found: Plan) -> list[str]:
+    """What it means, in lines."""
+    lines = []
+    for move in found.moves:
+        broker, topic, number = move.key
+        what = [f"{count:,} {how}" for count, how in ((move.again, "read again"), (move.skipped, "skipped")) if count]
+        lines.append(
+            f"{broker} {topic}/{number}: {move.before} → {move.after}" + (f" ({', '.join(what)})" if what else "")
+        )
+    again, skipped = sum(move.again for move in found.moves), sum(move.skipped for move in found.moves)
+    lines.append(f"in all: {again:,} records are read again, {skipped:,} are skipped")
+    if again:
+        lines.append(
+            "read again means stored again where the rows of a batch go by its number: a table of ours (Parquet, Delta) gets"
+            " them twice, so remove them there first, or begin a new table; a topic gets them twice, except where ids are those"
+            " of the records (origin_… columns, mirror, dead letters): the broker then stores nothing twice, nor again"
+        )
+    if skipped:
+        lines.append("skipped means that no result of this query will ever have them")
+    if found.unfinished is not None:
+        lines.append(
+            f"batch {found.unfinished} was begun and not finished: it will not be run again, and what it has added already"
+            " stays; its records count as not read above"
+        )
+    return lines

@@ -1,0 +1,212 @@
+"""How far streaming queries are, for `kmq pipeline status`: from their checkpoints, and from the brokers as they are now.
+
+The checkpoint says what was read and when; the broker what there is by now, so that the lag is true for a query that is down,
+too. What the query's listener left (listener.py) adds its name, rates and late rows. Needs neither pyspark nor Java.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from kmq import record
+from kmq.errors import KmqError
+from kmq.log import reader
+from kmq.spark.connections import PLAIN, Access
+from kmq.spark.source.brokers import Broker, Directory, open_broker
+from kmq.spark.source.options import WAL
+from kmq.spark.source.plan import Key, least
+from kmq.spark.streaming.checkpoint import Checkpoint, identities, offsets_of
+
+_ADDRESS = re.compile(r"https?://.*|[^/]+:\d+")
+PATIENCE = "5s"  # for a broker that may be away
+_LINE_BYTES = 1 << 12  # read to see when a record came
+
+
+class Sources(NamedTuple):
+    """Where to ask; without anything as each checkpoint names its brokers."""
+
+    paths: tuple[str, ...] = ()
+    servers: tuple[str, ...] = ()
+    access: Access = PLAIN
+    ask: bool = True  # False: nobody is asked, and no lag is known
+
+    def open(self, name: str, identity: str, cwd: str) -> Broker:
+        """The broker that a checkpoint calls `name`. Raises KmqError where it is away, or another one."""
+        if not self.ask:
+            raise KmqError(f"{name}: not asked (--offline)")
+        for given, is_path in (*((path, True) for path in self.paths), *((server, False) for server in self.servers)):
+            broker = open_broker(given, is_path, self.access)
+            if broker.identity() == identity:
+                return broker
+        is_path = not _ADDRESS.fullmatch(name)
+        broker = Directory(name, os.path.join(cwd, name)) if is_path else open_broker(name, False, self.access)
+        if (now := broker.identity()) != identity:
+            raise KmqError(f"{name}: is another data directory now (id {now}, was {identity})")
+        return broker
+
+
+AS_NAMED = Sources()
+
+
+def of(checkpoint: Checkpoint, sources: Sources = AS_NAMED) -> dict[str, Any]:
+    """All that is known about a query, for --json."""
+    said, files = checkpoint.status(), checkpoint.size()
+    batch, logged = checkpoint.committed()
+    holder = checkpoint.holder()
+    partitions, problems = _partitions(offsets_of(logged), logged.sources if logged else (), sources, said)
+    lags = [each["lag"] for each in partitions if each["lag"] is not None]
+    ages = [each["oldest_unread_s"] for each in partitions if each["oldest_unread_s"] is not None]
+    unfinished = checkpoint.unfinished()
+    return {
+        "query": said.get("name") or os.path.basename(checkpoint.table or checkpoint.path),
+        "checkpoint": checkpoint.path,
+        "table": checkpoint.table or None,
+        "id": checkpoint.id(),
+        "running": bool(holder),
+        "holder": holder or None,
+        "error": said.get("error") if not holder else None,
+        "batch": batch if batch >= 0 else None,
+        "unfinished_batch": unfinished,
+        "seen_s": _rounded(checkpoint.seen_age_s()),
+        "last_commit_s": _rounded(checkpoint.commit_age_s()),
+        "lag": sum(lags) if lags else None,
+        "oldest_unread_s": max(ages, default=None),
+        "rows_per_s": said.get("rows_per_s") if holder else None,
+        "late": said.get("late"),
+        "watermark": said.get("watermark"),
+        "has_state": checkpoint.has_state(),
+        "files": files[0],
+        "bytes": files[1],
+        "partitions": partitions,
+        "problems": problems if sources.ask else [],
+    }
+
+
+def not_alive(each: Mapping[str, Any], limit_s: float) -> str:
+    """Return why a query does not count as alive; "" where it runs and was heard of in the last `limit_s` seconds."""
+    if not each["running"]:
+        return f"{each['query']}: does not run"
+    seen = each["seen_s"]
+    if seen is None or seen > limit_s:
+        return f"{each['query']}: runs, but was last heard of {'never' if seen is None else f'{seen:.0f} s ago'}"
+    return ""
+
+
+def _partitions(
+    offsets: Mapping[Key, int], lines: Iterable[str], sources: Sources, said: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """(one entry for each partition that was read or is there to be read, what could not be asked)."""
+    known = {name: identity for line in lines for name, identity in identities(line).items()}
+    found, problems = [], []
+    for name, identity in known.items():
+        mine = {key: offset for key, offset in offsets.items() if key[0] == name}
+        try:
+            broker: Broker | None = sources.open(name, identity, str(said.get("cwd") or os.getcwd()))
+            assert broker is not None
+            bounds = broker.bounds(sorted({topic for _, topic, _ in mine}))
+        except KmqError as error:
+            problems.append(str(error))
+            broker, bounds = None, {}
+        keys = mine.keys() | {(name, *at) for at in bounds}
+        for key in sorted(keys):
+            first, latest = bounds.get(key[1:], (None, None))
+            found.append(_partition(key, mine.get(key, least(key[1])), first, latest, broker))
+    return found, problems
+
+
+def _partition(key: Key, offset: int, first: int | None, latest: int | None, broker: Broker | None) -> dict[str, Any]:
+    lag = None if latest is None or first is None else max(0, latest - max(offset, first))
+    return {
+        **{"broker": key[0], "topic": key[1], "partition": key[2], "offset": offset, "first": first, "latest": latest},
+        "lag": lag,
+        "lost": max(0, first - offset) if first is not None else None,
+        "oldest_unread_s": _age(broker, key, max(offset, first or 0)) if broker and lag else None,
+    }
+
+
+def _age(broker: Broker, key: Key, offset: int) -> float | None:
+    """Seconds since the record at an offset was received."""
+    _, topic, partition = key
+    try:
+        if isinstance(broker, Directory):
+            log = reader.wal(broker.path) if topic == WAL else reader.partition(broker.path, topic, partition)
+            lines = log.read(offset, _LINE_BYTES)[1]
+        else:
+            lines = next((lines for _, lines in broker.read(topic, partition, offset, offset + 1)), b"")
+    except KmqError:
+        return None
+    stamps = (record.parse_stored(line) for line in lines.split(b"\n"))
+    stamp = next((stamp for stamp in stamps if stamp), None)  # what compaction took away says nothing
+    return _rounded(max(0.0, time.time() - stamp[1] / 1e6)) if stamp else None
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
+
+
+# --- for a terminal ------------------------------------------------------------------------------------------------
+
+
+def as_table(found: Iterable[Mapping[str, Any]]) -> Table:
+    """One line for each query."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    columns = ("query", "source", "runs", "batch", "lag", "oldest unread", "last commit", "late", "files", "bytes")
+    for number, title in enumerate((*columns, "checkpoint")):
+        shown.add_column(title, justify="right" if 3 <= number < 10 else "left", overflow="fold")
+    for each in found:
+        topics = sorted({(part["broker"], part["topic"]) for part in each["partitions"]})
+        shown.add_row(
+            each["query"],
+            " ".join(f"{broker}:{topic}" for broker, topic in topics[:3]) + (" …" if len(topics) > 3 else ""),
+            "yes" if each["running"] else "failed" if each["error"] else "no",
+            *(_number(each[name]) for name in ("batch", "lag")),
+            *(_ago(each[name]) for name in ("oldest_unread_s", "last_commit_s")),
+            *(_number(each[name]) for name in ("late", "files", "bytes")),
+            os.path.relpath(each["checkpoint"])
+            if len(os.path.relpath(each["checkpoint"])) < 60
+            else each["checkpoint"],
+        )
+    return shown
+
+
+def as_offsets(each: Mapping[str, Any]) -> Table:
+    """The partitions of one query."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("broker", "topic", "partition", "offset", "latest", "lag", "oldest unread"):
+        shown.add_column(title, justify="left" if title in ("broker", "topic") else "right", overflow="fold")
+    for part in each["partitions"]:
+        figures = (_number(part[name]) for name in ("partition", "offset", "latest", "lag"))
+        shown.add_row(part["broker"], part["topic"], *figures, _ago(part["oldest_unread_s"]))
+    return shown
+
+
+def notes(each: Mapping[str, Any]) -> list[str]:
+    """What the table does not say, in lines."""
+    lines = list(each["problems"])
+    if each["unfinished_batch"] is not None and not each["running"]:
+        lines.append(f"batch {each['unfinished_batch']} was begun and not finished: it is run again at the next start")
+    lost = sum(part["lost"] or 0 for part in each["partitions"])
+    if lost:
+        lines.append(f"{lost:,} records between its offsets and the logs are gone (retention, or a deleted topic)")
+    if each["late"]:
+        lines.append(f"{each['late']:,} rows came later than the watermark in its last run, and are in no result")
+    if each["error"]:
+        lines.append(f"its last run failed: {each['error'].splitlines()[0][:200]}")
+    return [f"{each['query']}: {line}" for line in lines]
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else f"{value:,}"
+
+
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

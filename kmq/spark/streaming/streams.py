@@ -1,0 +1,134 @@
+"""Streams of Spark's, run to their end: what every pipeline that follows topics does in the same way.
+
+A stream that could not get a Python worker in time is started again from its checkpoint: the JVM waits 10 seconds for a fresh
+Python interpreter, which no setting changes, and on a busy machine that is not enough. Nothing is lost by it, the batch is run
+again as after a kill.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kmq.errors import ConfigError
+from kmq.logfmt import Log
+from kmq.spark import failures
+from kmq.spark.streaming import checkpoint, late
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+EVERY = "10 seconds"
+STARTS = 5  # times in a row that a stream is started without getting through a batch
+_PAUSE_S = 1.0  # before the second of them; twice as long before each further one
+_LOOK_S = 1  # between two looks at what a running stream has left out
+
+stopping = threading.Event()  # set: this process is to end, and no stream is started any more
+
+
+def run(stream: "DataStreamWriter", once: bool = True, every: str = EVERY, on_late: str = late.FAIL) -> None:
+    """`once`: all there is now, then return. Else on and on, a batch `every` so often, until the stream is stopped.
+
+    Raises LateError when a batch has left out late rows, unless `on_late` is drop.
+    """
+    triggered = stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)
+    starts, pause = 0, _PAUSE_S
+    while not stopping.is_set():
+        starts += 1
+        query = triggered.start()
+        try:
+            _to_its_end(query, on_late)
+            return
+        except Exception as error:
+            if not failures.is_worker_timeout(error):
+                raise
+            if query.lastProgress is not None:  # it has got through a batch since
+                starts, pause = 1, _PAUSE_S
+            if starts >= STARTS:
+                raise
+            Log("spark").warn(
+                "stream_restarted",
+                query=query.name or "stream",
+                start=starts + 1,
+                of=STARTS,
+                reason="a Python worker was not up within Spark's 10 s: the machine is busy",
+                effect="goes on from its checkpoint",
+            )
+            stopping.wait(pause)
+            pause *= 2
+        finally:
+            query.stop()
+
+
+def _to_its_end(query: "StreamingQuery", on_late: str) -> None:
+    """Wait for a query to end. Looks while it runs, and at the end at all that Spark still knows of its batches."""
+    while not query.awaitTermination(_LOOK_S):
+        _check(query, [query._jsq.lastProgress()], on_late)
+    _check(query, query._jsq.recentProgress(), on_late)
+
+
+def _check(query: "StreamingQuery", said: Any, on_late: str) -> None:
+    for each in said if on_late == late.FAIL else ():
+        progress = json.loads(each.json()) if each is not None else {}
+        if missing := late.dropped(progress):
+            kept = "its other rows were sent already"
+            raise late.LateError(query.name or "stream", progress["batchId"], missing, kept)
+
+
+def check_checkpoint(path: str, name: str) -> None:
+    """Raise ConfigError where a checkpoint cannot be written, or is of another query; before anything is started."""
+    local = path.removeprefix("file://")
+    if "://" in local:
+        return
+    try:
+        os.makedirs(local, exist_ok=True)
+    except OSError as err:
+        raise ConfigError(f"--checkpoint {path}: must be a directory that can be written: {err.strerror}") from None
+    if not os.access(local, os.W_OK | os.X_OK):
+        raise ConfigError(f"--checkpoint {path}: must be a directory that can be written by user {os.getuid()}")
+    if not checkpoint.is_checkpoint(local):
+        return
+    found = checkpoint.Checkpoint(local)
+    writer = found.status().get("name")
+    if writer and writer != name:
+        raise ConfigError(
+            f"--checkpoint {path}: was written by {writer}, not by {name}; give each pipeline one of its own"
+        )
+    _, logged = found.committed()
+    if logged and not any(map(checkpoint.is_ours, logged.sources)):
+        raise ConfigError(
+            f"--checkpoint {path}: was written by a query that reads no topics; give {name} one of its own"
+        )
+
+
+def follow(
+    rows: "DataFrame",
+    add: "Callable[[DataFrame, int], None]",
+    name: str,
+    where: str,
+    once: bool = True,
+    every: str = EVERY,
+) -> None:
+    """Hand a stream to `add(batch, batch id)`, batch by batch; none is at work any more on return. `where`: its checkpoint.
+
+    `add` itself looks for rows that came too late, where the stream keeps windows: before it commits (late.dropped_so_far).
+    """
+    check_checkpoint(where, name)
+    turn = threading.Lock()
+
+    def in_turn(batch: "DataFrame", batch_id: int) -> None:
+        with turn:
+            # In place of Spark's, which has the ids of query and run, and says nothing of what is read.
+            text = checkpoint.batch_text(where, batch_id)
+            context = batch.sparkSession.sparkContext
+            context.setJobDescription(f"{name}, batch {batch_id}" + (f": {text}" if text else ""))
+            add(batch, batch_id)
+
+    stream = rows.writeStream.queryName(name).foreachBatch(in_turn).option("checkpointLocation", where)
+    try:
+        run(stream, once, every, late.DROP)
+    finally:
+        turn.acquire()  # a batch that Spark does not wait for any more may still be in its commit
