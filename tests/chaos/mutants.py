@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: an older connection of a producer goes on",
-        [(INGRESS, '            older.refusing = b"fenced a newer connection of this producer has said hello"\n', "")],
+        [(INGRESS, '            older.refusing = refusals.reason("fenced").encode()\n', "")],
         [DEDUPE],
     ),
     Mutant(
