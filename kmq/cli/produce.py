@@ -3,9 +3,10 @@
 import os
 from collections.abc import Iterable, Iterator
 
+from kmq.client.delivery import Delivery
+from kmq.client.failures import NotAnswered
 from kmq.client.lines import LineSender
 from kmq.client.producer import Producer
-from kmq.client.protocol import Delivery, NotAnswered
 from kmq.client.waiting import STALL_S, Patience, say
 from kmq.errors import KmqError, RetryError
 from kmq.settings import KIB

@@ -31,6 +31,7 @@ from kmq.settings import MIB, Settings
 _T = TypeVar("_T")
 _BLOCK = MIB // 4  # bytes gathered before a send
 _CONNECT_S = 5.0
+_MAX_TOPICS = 10_000  # routing keys remembered as bytes
 _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
 
 
@@ -104,6 +105,16 @@ def make_routing_key(topic: str, key: str | bytes | None = None, partition: int 
         return topic.encode()
     head = f"{topic}.@{'' if partition is None else int(partition)}"
     return (head if key is None else f"{head}.{key_text(key)}").encode()
+
+
+class RoutingKeys(dict[str, bytes]):
+    """The routing keys of topics without key or partition, made once each: `keys[topic]`."""
+
+    def __missing__(self, topic: str) -> bytes:
+        if len(self) >= _MAX_TOPICS:
+            self.clear()
+        key = self[topic] = make_routing_key(topic)
+        return key
 
 
 def key_text(key: str | bytes) -> str:
@@ -296,6 +307,7 @@ def _once(attempt: Callable[[], _T]) -> _T:
 __all__ = [
     "KmqError",
     "LineSender",
+    "RoutingKeys",
     "decode",
     "decode_bytes",
     "decode_payload",
