@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from secrets import token_hex
 
-from kmq.client.lines import make_id
+from kmq.client.lines import format_headers, make_id
 from kmq.client.options import Options
 
 _MAX_DIGITS = 18  # of a producer's id (kmq/framing/parser.py: MAX_ID)
@@ -56,7 +56,7 @@ class Ids:
     def make_field(self, id: str | int | None, headers: Mapping[str, str] | None) -> bytes:
         """Return the id field with its headers, for the user's `id` or a made one."""
         if id is None:
-            return make_id(self.make().decode(), headers)
+            return self.make() + format_headers(headers or {})
         if self.name:
             text = str(id)
             if not text.isdecimal() or not text.isascii() or len(text) > _MAX_DIGITS:

@@ -125,9 +125,14 @@ def key_text(key: str | bytes) -> str:
 
 
 def make_id(id: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """The id field: the id and its headers. Raises ValueError for a header name that is KMQ's own."""
-    field = percent_encode(id)
-    for name, value in (headers or {}).items():
+    """Return the id field: the id and its headers. Raises ValueError for a header name that is KMQ's own."""
+    return percent_encode(id).encode() + format_headers(headers or {})
+
+
+def format_headers(headers: Mapping[str, str]) -> bytes:
+    """Return what follows the id in its field: `;name=value` for each header."""
+    field = ""
+    for name, value in headers.items():
         if len(name) < 2 or name in _OWN_HEADERS or percent_encode(name) != name or "=" in name:
             raise ValueError(f"header {name!r}: names of one letter and {', '.join(_OWN_HEADERS)} are KMQ's own")
         field += f";{name}={percent_encode(value)}"
@@ -311,6 +316,7 @@ __all__ = [
     "decode",
     "decode_bytes",
     "decode_payload",
+    "format_headers",
     "format_many",
     "format_message",
     "format_text",

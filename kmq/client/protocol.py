@@ -24,7 +24,7 @@ from kmq.client.ids import Ids
 from kmq.client.lines import RoutingKeys, format_many, format_text
 from kmq.client.options import Options
 from kmq.client.window import Pacing, Window
-from kmq.client.wire import Greeting, Replies, Reply, format_hello
+from kmq.client.wire import Greeting, Replies, format_hello
 from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.refusals import RETRYABLE
 from kmq.settings import MIB
@@ -168,21 +168,27 @@ class Core:
         for line in replies.split(data):
             answered = replies.answered
             try:
-                self._apply(replies.read(line))
+                verb, number, text = line.split(b" ", 2)
+                count = replies.count_to(int(number))
+                if verb == b"!ack":
+                    self.window.stored(count, int(text) - count + 1)
+                elif count == 1:
+                    self._received_one(verb, text)
+                else:
+                    raise ValueError(number)
             except (ValueError, IndexError):
                 raise Refused(f"protocol the broker says {line[:100]!r} after {answered} replies") from None
         if replies.refusing and not self.window.flying:
             raise Refused(replies.refusing)  # the next connection may do better
 
-    def _apply(self, reply: Reply) -> None:
-        if reply.verb == b"!ack":
-            self.window.stored(reply.count, int(reply.text) - reply.count + 1)
-        elif reply.verb == b"!dup":
-            self._stored_before(int(reply.text))
-        elif reply.verb == b"!err":
-            self._refused(reply.text.decode(errors="replace"))
+    def _received_one(self, verb: bytes, text: bytes) -> None:
+        """Take a reply to the next message alone."""
+        if verb == b"!dup":
+            self._stored_before(int(text))
+        elif verb == b"!err":
+            self._refused(text.decode(errors="replace"))
         else:
-            raise ValueError(reply.verb)
+            raise ValueError(verb)
 
     def _stored_before(self, seq: int) -> None:
         delivery = self.window.flying[0]

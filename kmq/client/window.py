@@ -1,7 +1,7 @@
 """The messages of a producer that have no outcome yet, and when those not yet written go."""
 
-import time
 from collections import deque
+from time import monotonic
 
 from kmq.client.delivery import Delivery, Outcomes
 from kmq.client.failures import NotAnswered, Refused
@@ -54,7 +54,7 @@ class Window:
     def enqueue(self, delivery: Delivery, data: bytes, count: int) -> None:
         """Add the `count` lines of `data`."""
         size = len(data)
-        delivery.data, delivery.count, delivery.size, delivery.since = data, count, size, time.monotonic()
+        delivery.data, delivery.count, delivery.size, delivery.since = data, count, size, monotonic()
         self.queue.append(delivery)
         self.queued_bytes += size
         self.bytes += size
@@ -102,21 +102,25 @@ class Window:
         """The next `count` messages in flight are stored, from `seq` on. Raises IndexError if fewer are in flight."""
         flying, finish = self.flying, self._outcomes.finish
         self.unanswered -= count
-        while count:
-            delivery = flying[0]
-            if delivery.count == 1:
-                delivery.seq, delivery.answered = seq, 1
-                flying.popleft()
-                self.bytes -= delivery.size
-                finish(delivery)
-                count -= 1
-                seq += 1
-                continue
-            part = min(count, delivery.count - delivery.answered)
-            delivery.stored(part, seq)
-            self._finish_if_answered(delivery)
-            count -= part
-            seq += part
+        freed = 0  # bytes
+        try:
+            while count:
+                delivery = flying[0]
+                if delivery.count == 1:
+                    delivery.seq, delivery.answered = seq, 1
+                    flying.popleft()
+                    freed += delivery.size
+                    finish(delivery)
+                    count -= 1
+                    seq += 1
+                    continue
+                part = min(count, delivery.count - delivery.answered)
+                delivery.stored(part, seq)
+                self._finish_if_answered(delivery)
+                count -= part
+                seq += part
+        finally:
+            self.bytes -= freed
 
     def refuse(self, error: Refused) -> None:
         """The next message in flight is refused."""

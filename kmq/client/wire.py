@@ -50,15 +50,6 @@ class Greeting:
         return int(id)
 
 
-class Reply:
-    """What became of the next `count` messages in flight: `verb` !ack, !dup or !err, and what follows the number."""
-
-    __slots__ = ("count", "text", "verb")
-
-    def __init__(self, verb: bytes, count: int, text: bytes) -> None:
-        self.verb, self.count, self.text = verb, count, text
-
-
 class Replies:
     """The replies on one connection."""
 
@@ -74,14 +65,13 @@ class Replies:
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         return lines
 
-    def read(self, line: bytes) -> Reply:
-        """Return the reply in `line`, and count what it answers. Raises ValueError if that cannot be."""
-        verb, number, text = line.split(b" ", 2)
-        count = int(number) - self.answered
-        if count < 1 or (count > 1 and verb != b"!ack"):
+    def count_to(self, number: int) -> int:
+        """Return how many messages a reply to the `number`th answers. Raises ValueError if all of them had replies."""
+        count = number - self.answered
+        if count < 1:
             raise ValueError(number)
-        self.answered += count
-        return Reply(verb, count, text)
+        self.answered = number
+        return count
 
 
-__all__ = ["Greeting", "Replies", "Reply", "format_hello"]
+__all__ = ["Greeting", "Replies", "format_hello"]

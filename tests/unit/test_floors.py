@@ -46,8 +46,6 @@ STILL = {
     "file": {
         "kmq/cli/app.py",
         "kmq/cli/pipelines.py",
-        "kmq/client/producer.py",
-        "kmq/client/protocol.py",
         "kmq/log/reader.py",
         "kmq/router/queues.py",
         "kmq/spark/audit/judge.py",
@@ -64,9 +62,6 @@ STILL = {
         "kmq/spark/pipelines/archive.py: run",
     },
     "class": {
-        "kmq/client/aio.py: AsyncProducer",
-        "kmq/client/producer.py: Producer",
-        "kmq/client/protocol.py: Core",
         "kmq/gateway/http/logs.py: Logs",
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
