@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kmq import errors, settings
+from kmq import errors, record, refusals, settings
 from kmq.broker import readiness
 from kmq.gateway.core import metrics
 
@@ -97,6 +97,23 @@ def test_every_alert_of_the_manifests_has_a_runbook():
         for name in re.findall(r"(?m)^\s*-? ?alert: (\w+)", path.read_text())
     }
     assert alerts - told == set()
+
+
+def test_every_reason_for_dead_malformed_is_in_the_protocol():
+    told = _first_cells(_section("docs/protocol.md", "## Lines that are no message")) - {"reason", "---"}
+    lines = [b"", b"x", b"|a", b".a|", b"append|x", b"a|\0", b"!a|"]
+    reasons = {record.refusal(line) for line in lines} | {"too_long", "no_newline"}
+    assert len(reasons) == 9
+    assert told == reasons | {"too_many_topics", "unknown_topic", "unknown_partition"}  # those of the framer's catalog
+
+
+def test_every_refusal_code_is_in_the_protocol():
+    told = _first_cells(_section("docs/protocol.md", "## Refusal codes")) - {"code", "---"}
+    assert told == {row.code for row in refusals.table()}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_every_metric_is_in_operations_with_its_description():
