@@ -21,9 +21,10 @@ from secrets import token_hex
 from types import MappingProxyType
 from typing import TypedDict
 
-from kmq.client.lines import RETRYABLE, format_many, format_text, make_id, make_routing_key, renumber
+from kmq.client.lines import format_many, format_text, make_id, make_routing_key, renumber
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
 from kmq.ids import MADE_UP, MAX_ID_DIGITS, NAME_PATTERN
+from kmq.refusals import RETRYABLE
 from kmq.settings import KIB, MIB
 
 CHUNK_BYTES = 256 * KIB  # of one write: what ingress receives at once
@@ -675,4 +676,4 @@ class Core:
         return f"{text}; the broker is connected and does not answer: it waits for its disk, or a stage of it is down"
 
 
-__all__ = ["RETRYABLE", "Core", "Delivery", "Fenced", "NotAnswered", "Options", "Refused"]
+__all__ = ["Core", "Delivery", "Fenced", "NotAnswered", "Options", "Refused"]
