@@ -260,7 +260,7 @@ def paste_all(name: str, page: str) -> list[str]:
             if code == OUT_OF_STEP:
                 return wrong
             wait_idle()
-    if any(stage.pid for stage in status.collect(load({})).stages):
+    if any(stage.state not in ("down", "stopped") for stage in status.collect(load({})).stages):
         wrong.append(f"{name}: the page leaves a broker running")
     left = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
     return [
