@@ -21,7 +21,7 @@ from kmq.log.partition import end_offset
 from kmq.log.requests import Request
 from kmq.log.segment import LIMITS, Limits, survey
 from kmq.logfmt import pairs
-from kmq.settings import SETTINGS, Settings, load
+from kmq.settings import FOREVER, SETTINGS, Settings, load
 
 topics_app = typer.Typer(
     no_args_is_help=True,
@@ -249,7 +249,7 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
         source = _source(limit, pending, limits)
         if pending.get(limit) != declared.limits.get(limit):
             source += ", when the router has adopted it"
-        rows[limit] = {"value": None if value in (0, float("inf")) else value, "from": source}
+        rows[limit] = {"value": None if value in (0, FOREVER) else value, "from": source}
     logs = [_log(settings.data, name, number) for number in range(declared.partitions)]
     return {
         "name": name,
