@@ -116,6 +116,7 @@ def up(
 ) -> None:
     """Start the broker: four stages and the gateway under a supervisor, in the background. Returns when all are ready."""
     settings = load()
+    with_gateway = with_gateway and gateway.is_installed()
     open_data(settings.data)  # a directory that cannot be written is said here, not in a log file
     os.close(open_fifo(settings.pipes, "raw"))
     holder = FileLock(f"{settings.pipes}/supervisor.owner")
@@ -143,7 +144,7 @@ def up(
             stderr=log,
             start_new_session=True,
         )
-    awaited = len(STAGES) + (with_gateway and gateway.is_installed())
+    awaited = len(STAGES) + with_gateway
     deadline = time.monotonic() + _UP_S
     full_since = 0.0  # a start that finds no room waits for it as long as it takes
     while time.monotonic() < deadline:
