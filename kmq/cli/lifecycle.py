@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kmq import gateway
 from kmq.broker import supervision
 from kmq.broker.status import StageStatus, Status
 from kmq.cli.helptext import examples
@@ -43,6 +44,7 @@ def up(
 ) -> None:
     """Start the broker in the background: four stages and the gateway, under a supervisor. Returns when all are ready."""
     settings = load()
+    with_gateway = with_gateway and gateway.is_installed()
     # Here, because what is wrong with the two directories would otherwise stand in a log file only.
     open_data(settings.data)
     os.close(open_fifo(settings.pipes, "raw"))
