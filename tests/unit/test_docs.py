@@ -117,7 +117,9 @@ def test_the_readme_is_short():
 
 
 def test_the_way_of_a_line_names_functions_that_are_there():
-    steps = re.findall(r"(?m)^\| (\d+)\. .*? \| `(\S+)` \| `(\w+)` \|$", _section("docs/architecture.md", "## The way of a line"))
+    steps = re.findall(
+        r"(?m)^\| (\d+)\. .*? \| `(\S+)` \| `(\w+)` \|$", _section("docs/architecture.md", "## The way of a line")
+    )
     assert [int(number) for number, *_ in steps] == list(range(1, len(steps) + 1)) and len(steps) > 10
     for _, path, function in steps:
         assert re.search(rf"^ *def {function}\(", (ROOT / path).read_text(), re.M), f"{path}: {function}"
