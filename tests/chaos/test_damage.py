@@ -22,6 +22,7 @@ from chaos.pod import Pod
 from kmq.log import reader, show, topics
 from kmq.repair import rebuild as repair
 from kmq.repair import verify
+from kmq.repair.finding import Finding
 
 MESSAGES = 12_000
 PAGE = 4096
@@ -94,8 +95,8 @@ def everything(log: reader.Log) -> dict[int, bytes]:
         offset = numbers[-1] + 1
 
 
-def findings(data: Path, notes: bool = False) -> list[verify.Finding]:
-    return [each for each in verify.verify(verify.Directory(str(data), is_live=False), []) if each.is_damage or notes]
+def findings(data: Path, notes: bool = False) -> list[Finding]:
+    return [each for each in verify.Verifier(str(data), is_live=False).findings() if each.is_damage or notes]
 
 
 def damage(text: bytes, rng: random.Random) -> tuple[str, bytes]:
