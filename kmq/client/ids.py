@@ -5,8 +5,7 @@ from secrets import token_hex
 
 from kmq.client.lines import format_headers, make_id
 from kmq.client.options import Options
-
-_MAX_DIGITS = 18  # of a producer's id (kmq/framing/parser.py: MAX_ID)
+from kmq.ids import MADE_UP, MAX_ID_DIGITS
 
 
 class Ids:
@@ -29,7 +28,7 @@ class Ids:
         elif options.dedupe:
             self.are_made = options.first_id is None
             self._next = 1 if options.first_id is None else options.first_id
-            self.name = self.name or f"auto-{token_hex(12)}"  # of all names the broker forgets such ones first
+            self.name = self.name or f"{MADE_UP}{token_hex(12)}"  # of all names the broker forgets such ones first
 
     @property
     def last(self) -> int:
@@ -59,9 +58,9 @@ class Ids:
             return self.make() + format_headers(headers or {})
         if self.name:
             text = str(id)
-            if not text.isdecimal() or not text.isascii() or len(text) > _MAX_DIGITS:
+            if not text.isdecimal() or not text.isascii() or len(text) > MAX_ID_DIGITS:
                 raise ValueError(
-                    f"id {id!r}: a producer's id must be a number of at most {_MAX_DIGITS} digits, above the last one"
+                    f"id {id!r}: a producer's id must be a number of at most {MAX_ID_DIGITS} digits, above the last one"
                 )
             if self.is_provisional:
                 self.is_provisional, self._provisional = False, self.last

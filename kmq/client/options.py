@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from kmq.errors import ConfigError
+from kmq.ids import NAME_PATTERN
 from kmq.refusals import RETRYABLE
 from kmq.settings import KIB, MIB
 
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_NAME = re.compile(NAME_PATTERN)
 
 
 @dataclass(frozen=True, kw_only=True)
