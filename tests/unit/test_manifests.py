@@ -23,7 +23,7 @@ import pytest
 import yaml
 from agreement import containers, named, of_kind, pods, selects
 
-from kmq import probe, settings
+from kmq import __version__, probe, settings
 from kmq.links import layout
 from kmq.settings import STAGES
 
@@ -623,7 +623,7 @@ def test_both_brokers_of_the_readme_render_and_are_two(render, tmp_path):
         (workload,) = of_kind(documents, "StatefulSet")
         labels = workload["spec"]["template"]["metadata"]["labels"]
         assert labels["app.kubernetes.io/instance"] == instance
-        assert {c["image"] for c in containers(pods(documents)[0])} == {"registry.example.com/kmq:0.1.0"}
+        assert {c["image"] for c in containers(pods(documents)[0])} == {f"registry.example.com/kmq:{__version__}"}
     assert of_kind(first, "ServiceMonitor")
     assert not {d["metadata"]["name"] for d in first} & {d["metadata"]["name"] for d in second}
 
