@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import agreement
@@ -526,7 +525,7 @@ def test_every_check_has_been_seen_to_fail():
 
 
 def test_the_base_runs_the_version_of_this_checkout(render):
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = __version__
     (workload,) = of_kind(render("base"), "StatefulSet")
     assert {container["image"] for container in workload["spec"]["template"]["spec"]["containers"]} == {
         f"kmq:{version}"
@@ -565,7 +564,7 @@ def test_the_sidecar_component_leaves_what_is_yours_alone(tmp_path, kind):
     assert new["initContainers"][-1:] == old["initContainers"]
     changed = {key for key in new if new[key] != old.get(key)}
     assert changed == {"initContainers", "volumes", "shareProcessNamespace"}
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = __version__
     assert {c["image"] for c in new["initContainers"][:-1]} == {f"kmq:{version}"}
 
 
