@@ -52,7 +52,6 @@ STILL = {
         "kmq/spark/audit/judge.py",
         "scripts/bench.py",
         "scripts/play.py",
-        "stages/ingress.py",
     },
     "function": {
         "kmq/cli/app.py: redrive",
@@ -73,7 +72,6 @@ STILL = {
         "kmq/spark/source/planner.py: Logs",
         "kmq/spark/tables/base.py: Table",
         "scripts/play.py: Pod",
-        "stages/ingress.py: Ingress",
     },
 }
 
