@@ -43,7 +43,6 @@ STILL = {
         "kmq/spark/source/brokers.py <-> kmq/spark/source/remote.py",
     },
     "file": {
-        "kmq/cli/app.py",
         "kmq/cli/pipelines.py",
         "kmq/client/producer.py",
         "kmq/client/protocol.py",
@@ -54,8 +53,6 @@ STILL = {
         "scripts/play.py",
     },
     "function": {
-        "kmq/cli/app.py: redrive",
-        "kmq/cli/app.py: up",
         "kmq/cli/pipelines.py: archive",
         "kmq/gateway/grpc/podbus.py: handler",
         "kmq/router/queues.py: Queues._mend",
