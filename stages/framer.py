@@ -39,8 +39,9 @@ from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 from kmq.log import checkpoint, dropped, numbered, producers, wal
+from kmq.log.damage import DamageError
+from kmq.log.lines import last_line
 from kmq.log.producers import Producers
-from kmq.log.reader import DamageError, last_line
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
 _DRAIN_POLL_S = 0.01  # while draining: how often we look whether ingress is gone

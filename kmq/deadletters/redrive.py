@@ -179,7 +179,7 @@ class Dropped:
             for text in reader.read(self._data, low, high):
                 for line in text.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
-                    topic = resolve(self._table, line.split(b"|", 3)[2], seq).topic.decode()
+                    topic = resolve(self._table, record.routing_key_of(line), seq).topic.decode()
                     if topic and self.topic in ("", topic):  # without a name: it was deleted since
                         yield Record(reader.WAL, 0, seq, topic, line, seq >= self._table.marks_from)
 
@@ -187,7 +187,7 @@ class Dropped:
 def select(records: Iterable[Record], template: str, key_glob: str, from_seq: int) -> Iterator[tuple[Record, bytes]]:
     """(record, new routing key) of those to redrive, in order. ConfigError at the first that cannot have one."""
     for each in records:
-        routing_key = each.line.split(b"|", 3)[2]
+        routing_key = record.routing_key_of(each.line)
         key = (key_behind(each.topic.encode(), routing_key, each.has_marks) or b"").decode(errors=_ANY_BYTES)
         if record.seq_of(each.line) >= from_seq and fnmatchcase(key, key_glob):
             yield each, rewrite(template, each.topic, routing_key, each.has_marks)

@@ -81,7 +81,7 @@ class Conflicts:
 
     def _stands_in_its_queue(self, line: bytes) -> bool:
         table, seq = topics.table(self.data), record.seq_of(line)
-        route = routing.resolve(table, line.split(b"|", 3)[2], seq)
+        route = routing.resolve(table, record.routing_key_of(line), seq)
         topic = table.get(route.topic)
         if topic is None:
             return False

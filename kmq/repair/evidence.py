@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from kmq import record
 from kmq.log.index import Entry
-from kmq.log.reader import bad_line
+from kmq.log.lines import bad_line
 from kmq.repair.scan import Part, Scan
 
 Lines = dict[int, bytes]  # seq → line with its newline
@@ -69,10 +69,10 @@ def explained(data: bytes, entry: Entry | None) -> bytes | None:
         return None
     found, text = zlib.crc32(data), b"%d" % entry.crc
     for at, bit in ((at, 1 << bit) for at in range(len(text)) for bit in range(8)):
-        if text[:at] + bytes([text[at] ^ bit]) + text[at + 1 :] == b"%d" % found and bad_line(data) < 0:
+        if text[:at] + bytes([text[at] ^ bit]) + text[at + 1 :] == b"%d" % found and bad_line(data) is None:
             return data
     mended = one_bit(data, entry.crc)
-    return mended if mended is not None and mended.endswith(b"\n") and bad_line(mended) < 0 else None
+    return mended if mended is not None and mended.endswith(b"\n") and bad_line(mended) is None else None
 
 
 def agreed(parts: Iterable[Part], position: int, lines: Iterable[tuple[int, bytes | None]]) -> Lines:

@@ -144,7 +144,7 @@ class QueueHealer:
             for block in reader.read(self.data, first, last):
                 for line in block.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
-                    route = routing.resolve(self.table, line.split(b"|", 3)[2], seq)
+                    route = routing.resolve(self.table, record.routing_key_of(line), seq)
                     if route.topic == self.topic.name.encode() and self.topic.partition_of(route, seq) == self.number:
                         records[seq] = line + b"\n"
         return records

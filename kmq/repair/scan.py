@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kmq import record, routing
-from kmq.log import reader, topics
+from kmq.log import topics
+from kmq.log.damage import DamageError
 from kmq.log.index import Entry, label, lineage_of, parse_label, parse_line, place_of
-from kmq.log.reader import Segment, bad_line, seqs_of
+from kmq.log.lines import bad_line, seqs_of
+from kmq.log.reader import Segment
 
 _CHUNK = 1 << 20
 
@@ -156,7 +158,7 @@ def _block(held: Segment, entry: Entry, following: Entry | None, found: Scan, at
     else:
         try:
             end = held.covered(entry)
-        except reader.DamageError as err:
+        except DamageError as err:
             end = max(err.end, entry.position)
             if b"\n" not in os.pread(held.fd, _CHUNK, end):  # its last newline may be what has been damaged
                 end = max(end, held.size)
@@ -165,7 +167,7 @@ def _block(held: Segment, entry: Entry, following: Entry | None, found: Scan, at
     if zlib.crc32(data) != entry.crc or len(data) < end - entry.position:
         return Part(entry.position, end, False, 0, 0, 0, _where(data, entry.position), entry)
     bad = bad_line(data)
-    if bad >= 0:  # the crc is right: it was written so
+    if bad is not None:  # the crc is right: it was written so
         what = f"byte {entry.position + bad}: not a stored line in order of seq"
         return Part(entry.position, end, False, 0, 0, 0, what, entry)
     seqs = seqs_of(data)
@@ -179,8 +181,8 @@ def _block(held: Segment, entry: Entry, following: Entry | None, found: Scan, at
 
 def _where(data: bytes, position: int) -> str:
     """What is wrong with a block whose crc is: the line, where its syntax tells."""
-    bad = bad_line(data) if data else -1
-    return f"crc mismatch, and byte {position + bad} begins no stored line" if bad >= 0 else "crc mismatch"
+    bad = bad_line(data)
+    return "crc mismatch" if bad is None else f"crc mismatch, and byte {position + bad} begins no stored line"
 
 
 def _rest(held: Segment, end: int, found: Scan, progress: Callable[[int], None]) -> Scan:
@@ -194,7 +196,7 @@ def _rest(held: Segment, end: int, found: Scan, progress: Callable[[int], None])
             want *= 2
             continue
         bad = bad_line(whole, after)
-        good = whole[:bad] if bad >= 0 else whole
+        good = whole[:bad]
         if good:
             seqs = seqs_of(good) or [0]
             found.parts.append(Part(end, end + len(good), True, seqs[0], seqs[-1], good.count(b"\n")))
@@ -202,7 +204,7 @@ def _rest(held: Segment, end: int, found: Scan, progress: Callable[[int], None])
             unindexed += len(good)
             end += len(good)
             progress(len(good))
-        if bad >= 0 or not whole:
+        if bad is not None or not whole:
             rest = os.pread(held.fd, held.size - end, end)
             if held.sealed or _holds_records(rest):
                 found.parts.append(Part(end, held.size, False, 0, 0, 0, "not a stored line in order of seq"))

@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kmq.log import checkpoint, deletions, dropped, identity, index, producers, reader, segment, topics
-from kmq.log.reader import Log, seqs_of
+from kmq.log.lines import seqs_of
+from kmq.log.reader import Log
 from kmq.repair import copies
 from kmq.repair.scan import Part, Scan, scan
 
@@ -43,7 +44,7 @@ class Directory:
 
     def __init__(self, data: str, is_live: bool, progress: Callable[[int], None] = lambda _: None) -> None:
         self.data, self.is_live, self._progress = data, is_live, progress
-        self._named: dict[str, list[dropped.Range]] = {}  # by ring
+        self._named: dict[str, list[dropped.SeqRange]] = {}  # by ring
 
     # --- what is there -----------------------------------------------------------------------------------------------
 
@@ -58,7 +59,7 @@ class Directory:
     def total_bytes(self, logs: list[Log]) -> int:
         return sum(each.size for log in logs for each in segment.survey(log.directory))
 
-    def named_gaps(self, ring: str = "framed") -> list[dropped.Range]:
+    def named_gaps(self, ring: str = "framed") -> list[dropped.SeqRange]:
         """Ranges of seqs that the WAL (of the ring durable: a queue) need not have, in order: dropped by name, or lost for good.
 
         What is damaged in dropped.log names nothing.
@@ -68,7 +69,7 @@ class Directory:
             lines = [line for line in _read(f"{self.data}/dropped.log").split(b"\n")[:-1] if dropped.is_range(line)]
             rows = [line.split(b"|") for line in lines if line.startswith(ring.encode())]
             lost = dropped.quarantined(self.data, "append/" if ring == "framed" else "topics/")
-            every = [*(dropped.Range(ring, int(row[1]), int(row[2])) for row in rows), *lost]
+            every = [*(dropped.SeqRange(int(row[1]), int(row[2])) for row in rows), *lost]
             found = self._named[ring] = sorted(every, key=lambda gone: gone.first)
         return found
 

@@ -71,7 +71,7 @@ class WalHealer:
         evidence = Evidence(found, bad, before + 1, 1 << 62)
         return max([before, *evidence.own, *(seq for seq in evidence.doubtful if seq <= at_most)])
 
-    def _unnamed(self, first: int, last: int) -> list[tuple[int, int]]:
+    def _unnamed(self, first: int, last: int) -> list[dropped.SeqRange]:
         return dropped.without(first, last, self.directory.named_gaps())
 
     def _lines(self, found: Scan, stretch: Stretch) -> Iterator[Line]:

@@ -5,20 +5,21 @@ from pathlib import Path
 
 # Checkpoints and index notes after every group, where due: what is made now and then is made all the time.
 _HURRIED = """
-from kmq.log import producers, queues
+from kmq.log import producers
+from kmq.router import checkpoints, queues
 
 def route(self, blocks, route=queues.Queues.route):
     written = route(self, blocks)
     self.tick()
     return written
 
-producers.CHECKPOINT_BYTES = queues.CHECKPOINT_BYTES = 1 << 20
+producers.CHECKPOINT_BYTES = checkpoints.CHECKPOINT_BYTES = 1 << 20
 queues.Queues.route = route
 """
 
 
 _BRISK = """
-from kmq import stage
+from kmq.broker import stage
 
 stage.DRAIN_S = 1.0
 """

@@ -212,7 +212,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint speaks of lines that wait for their topic",
-        [("kmq/router/queues.py", "checkpoint.text(self.routed_seq,", "checkpoint.text(self.sorted_seq,")],
+        [("kmq/router/checkpoints.py", "text(self._sorter.routed_seq,", "text(self._sorter.sorted_seq,")],
         ["tests/unit/test_queues.py::test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint"],
     ),
     Mutant(
@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "router: a queue does not pass over what it has",
         [
-            ("kmq/router/queues.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
+            ("kmq/router/logs.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
             (PARTITION, "        if first_seq <= state.last_seq:\n", "        if False:\n"),
         ],
         [crash("router"), KILLS],
@@ -425,7 +425,7 @@ MUTANTS = [
     ),
     Mutant(
         "a declaration that the first message overtakes is ignored",
-        [("kmq/router/queues.py", "            return self._adopt(topic.name, seq)\n", "            pass\n")],
+        [("kmq/router/declarations.py", "            return self.adopt(topic.name, seq)\n", "            pass\n")],
         [FILES],
     ),
     Mutant(

@@ -20,6 +20,8 @@ from chaos.checker import Stream, check
 from chaos.load import FifoLoad, Lines
 from chaos.pod import Pod
 from kmq.log import reader, show, topics
+from kmq.log.damage import DamageError
+from kmq.log.lines import seqs_of
 from kmq.repair import rebuild as repair
 from kmq.repair import verify
 
@@ -81,7 +83,7 @@ def everything(log: reader.Log) -> dict[int, bytes]:
     while True:
         try:
             first, text = log.read(offset)
-        except reader.DamageError as err:
+        except DamageError as err:
             if err.next_offset <= offset:
                 return found
             offset = err.next_offset
@@ -89,7 +91,7 @@ def everything(log: reader.Log) -> dict[int, bytes]:
         lines = text.split(b"\n")[:-1]
         if not lines:
             return found
-        numbers = reader.seqs_of(text) if log.by_seq else range(first, first + len(lines))
+        numbers = seqs_of(text) if log.by_seq else range(first, first + len(lines))
         found.update(zip(numbers, lines, strict=True))
         offset = numbers[-1] + 1
 

@@ -28,7 +28,7 @@ from kmq.gateway.core.answers import INTERNAL, Answer
 from kmq.gateway.core.feed import Feed, Record, Watermark
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, Calls, longest_message, longest_waiting
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.logfmt import Log
 from kmq.settings import Settings
 
