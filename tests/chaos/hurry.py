@@ -5,7 +5,7 @@ from pathlib import Path
 
 # Checkpoints and index notes after every group, where due: what is made now and then is made all the time.
 _HURRIED = """
-from kmq.log import producers
+from kmq.framing import checkpointer
 from kmq.router import checkpoints, queues
 
 def route(self, blocks, route=queues.Queues.route):
@@ -13,13 +13,13 @@ def route(self, blocks, route=queues.Queues.route):
     self.tick()
     return written
 
-producers.CHECKPOINT_BYTES = checkpoints.CHECKPOINT_BYTES = 1 << 20
+checkpointer.CHECKPOINT_BYTES = checkpoints.CHECKPOINT_BYTES = 1 << 20
 queues.Queues.route = route
 """
 
 
 _BRISK = """
-from kmq.broker import stage
+from kmq import stage
 
 stage.DRAIN_S = 1.0
 """

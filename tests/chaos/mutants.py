@@ -19,6 +19,7 @@ COPIED = ("kmq", "stages", "tests/chaos", "tests/unit", "tests/brokers.py", "tes
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
+PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
 
 Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
 
@@ -49,7 +50,8 @@ DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
-FRAMING, PRODUCERS, INGRESS = "kmq/framing/parser.py", "kmq/log/producers.py", "stages/ingress.py"
+FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "stages/ingress.py"
+DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
 
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
@@ -96,17 +98,17 @@ MUTANTS = [
     ),
     Mutant(
         "acks: the table is not made from its checkpoint",
-        [(PRODUCERS, '        return seq, ""\n', '        self.__init__(1, 1, 1, 1)\n        return seq, ""\n')],
+        [(DEDUPE_TABLE, "        return saved.seq\n", "        self._clear()\n        return saved.seq\n")],
         [crash("framer", "acks"), DEDUPE],
     ),
     Mutant(
         "acks: the checkpoint speaks of what is not synced",
-        [(PRODUCERS, "        if synced is None or synced < seq or self.busy:\n", "        if self.busy:\n")],
+        [(DEDUPE_SAVER, "        if synced is None or synced < seq or self.busy:\n", "        if self.busy:\n")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
         "acks: the crc of the checkpoint is not looked at",
-        [(PRODUCERS, "            if _crc(seq, body) != crc:\n", "            if False:\n")],
+        [(DEDUPE_FILE, "        if checksum(self.seq, self._text) != crc:\n", "        if False:\n")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
@@ -141,12 +143,12 @@ MUTANTS = [
     ),
     Mutant(
         "ids: a record from a clock that was ahead makes the others old",
-        [(PRODUCERS, "min(int(seconds_text), now)", "int(seconds_text)")],
+        [(DEDUPE_TABLE, "min(int(seconds_text), now)", "int(seconds_text)")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
         "ids: names are not kept in the order of their last messages",
-        [(PRODUCERS, "        self.names.move_to_end(name)\n", "")],
+        [(DEDUPE_TABLE, "        self.names.move_to_end(name)\n", "")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
@@ -253,7 +255,7 @@ MUTANTS = [
     ),
     Mutant(
         "no cut of a torn tail in a queue",
-        [(PARTITION, "        if tail.size < here.size:\n", "        if False:\n")],
+        [(PARTITION_RECOVERY, "        if tail.size < part.size:\n", "        if False:\n")],
         [WRITES, FILES],
     ),
     Mutant(
@@ -430,7 +432,7 @@ MUTANTS = [
     ),
     Mutant(
         "a queue of the size that the checkpoint knows is not looked at",
-        [(PARTITION, " and ends_as(last.path, last.size, known.last_seq)", "")],
+        [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, known.last_seq)", "")],
         [FILES],
     ),
 ]
