@@ -69,7 +69,7 @@ def run(spark, data, **options):
 
 
 def damages(data):
-    return [str(each) for each in verify.verify(verify.Directory(data, False), []) if each.is_damage]
+    return [str(each) for each in verify.Verifier(data, is_live=False).findings() if each.is_damage]
 
 
 def test_the_latest_record_of_each_key_stays_at_its_offset_in_every_partition(spark, tmp_path):

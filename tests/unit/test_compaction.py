@@ -99,7 +99,7 @@ def lay_out(data):
 
 
 def findings(data):
-    return [str(each) for each in verify.verify(verify.Directory(data, False), [])]
+    return [str(each) for each in verify.Verifier(data, is_live=False).findings()]
 
 
 def state(queues):

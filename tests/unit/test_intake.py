@@ -7,8 +7,8 @@ import socket
 from base64 import b64encode
 
 import pytest
-from test_fifo_writer import read_all
-from test_framing import Steps, frame, one_by_one, table
+from fifo_reading import read_all
+from framing_steps import Steps, frame, one_by_one, table
 
 from kmq import record
 from kmq.ingress import hello

@@ -18,6 +18,7 @@ from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import evidence, verify
 from kmq.repair import rebuild as repair
+from kmq.repair.directory import Directory
 from kmq.router.queues import Queues
 
 KEYS = [b"test.probe", b"test", b"jobs.k1", b"jobs.k2", b"jobs", b"jobs.k3", b"a.b.c", b"a.x"]
@@ -63,7 +64,7 @@ def files(data):
 
 
 def findings(data):
-    return [each for each in verify.verify(verify.Directory(data, is_live=False), []) if each.is_damage]
+    return [each for each in verify.Verifier(data, is_live=False).findings() if each.is_damage]
 
 
 def damage(text, rng, kind=None):
@@ -93,7 +94,7 @@ def check_healed(before, data):
 
 def test_a_whole_directory_has_no_findings(original):
     assert findings(original) == []
-    assert list(verify.verify(verify.Directory(original, is_live=False), [])) == []
+    assert list(verify.Verifier(original, is_live=False).findings()) == []
     assert repair.Repair(original).run() == []
 
 
@@ -230,7 +231,7 @@ def spoil(log, seq, text=b"spoiled"):
 
 def logs_of(data, seq):
     """The WAL, and the queue that holds record `seq`."""
-    queues = [reader.partition(data, *at) for at in verify.Directory(data, False).queues()]
+    queues = [reader.partition(data, *at) for at in Directory(data).queues()]
     return reader.wal(data), next(log for log in queues if log.find(seq, 0)[3].startswith(b"%d|" % seq))
 
 
@@ -337,7 +338,7 @@ def test_two_records_of_one_seq_are_both_kept(data, original):
     assert again == [line.split(b"|", 2)[2] for line in bytes(others.data).splitlines(keepends=True)]
     go_on(data)
     assert findings(data) == []
-    for topic, number in verify.Directory(data, False).queues():
+    for topic, number in Directory(data).queues():
         name = f"{topic}/{number}"
         kept = everything(reader.partition(original, topic, number))
         assert kept.items() <= everything(reader.partition(data, topic, number)).items(), name

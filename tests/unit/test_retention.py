@@ -139,7 +139,7 @@ def test_the_active_segment_stays_while_it_is_within_its_limits(data):
 
 
 def damage_of_queues(data):
-    found = verify.verify(verify.Directory(data, is_live=False), [])
+    found = verify.Verifier(data, is_live=False).findings()
     return [each for each in found if each.is_damage and each.path.startswith("topics/")]
 
 
