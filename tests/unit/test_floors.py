@@ -45,27 +45,22 @@ STILL = {
     "file": {
         "kmq/cli/pipelines.py",
         "kmq/log/reader.py",
-        "kmq/router/queues.py",
         "kmq/spark/audit/judge.py",
         "scripts/bench.py",
         "scripts/play.py",
-        "stages/ingress.py",
     },
     "function": {
         "kmq/cli/pipelines.py: archive",
         "kmq/gateway/grpc/podbus.py: handler",
-        "kmq/router/queues.py: Queues._mend",
         "kmq/spark/pipelines/archive.py: run",
     },
     "class": {
         "kmq/gateway/http/logs.py: Logs",
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
-        "kmq/router/queues.py: Queues",
         "kmq/spark/source/planner.py: Logs",
         "kmq/spark/tables/base.py: Table",
         "scripts/play.py: Pod",
-        "stages/ingress.py: Ingress",
     },
 }
 
