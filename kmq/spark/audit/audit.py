@@ -24,7 +24,8 @@ from kmq.log import identity, segment
 from kmq.log.reader import DamageError
 from kmq.spark.audit.judge import FINDINGS, NOTES, Judge, Place, Row, Snapshot, Span, Task
 from kmq.spark.connections import Access
-from kmq.spark.source.brokers import Broker, Directory, open_broker
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.cutting import SPLIT_BYTES
 from kmq.spark.source.options import WAL, Options
 

@@ -31,7 +31,7 @@ from kmq.log.dropped import Range, without
 from kmq.log.reader import DamageError
 from kmq.routing import DELETED, Topic, lives, resolve, table
 from kmq.spark.source.blocks import Lines
-from kmq.spark.source.brokers import Broker
+from kmq.spark.source.broker import Broker
 from kmq.spark.source.columns import Block, Numbers
 from kmq.spark.source.options import WAL
 

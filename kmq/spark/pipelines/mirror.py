@@ -45,7 +45,8 @@ from kmq.log import topics as declarations
 from kmq.spark.sink.routing import unambiguous
 from kmq.spark.sink.targets import Target
 from kmq.spark.sink.write_options import STOP, TRUST
-from kmq.spark.source.brokers import Broker, Directory, open_broker
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import Options
 from kmq.spark.streaming import streams
 
