@@ -1,4 +1,4 @@
-"""What a broker says of itself beside its logs, for whoever compares them: kmq/spark/audit/judge.py.
+"""What a broker says of itself beside its logs, for whoever compares them: kmq/spark/audit/snapshot.py.
 
 Read in this order, so that of two ledgers with the ends of the logs taken in between the first one's `routed_seq`, and the
 second one's table and names, hold for these ends: how far it has routed only grows, and so do the others.
