@@ -17,6 +17,8 @@ from binascii import b2a_base64
 from collections import namedtuple
 from zlib import crc32
 
+from kmq.ids import MAX_ID_DIGITS
+
 MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
 RESERVED = (b"append", b"dropped")  # their symlinks <topic>.log would be the broker's own files
 MALFORMED = b"dead.malformed"
@@ -27,7 +29,7 @@ CONTROL = b"!+-"  # first bytes of the FIFO's control lines (kmq/ingress/intake.
 # The first label of a routing key. Every legal topic begins with one, so a key is legal exactly when this is:
 # the text before the first dot is a topic name, and a longer declared topic was checked when it was declared.
 _LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
-_NUMBERED = re.compile(rb"(?m)^(" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|([^|\n]*+)\|(\d{1,18})\|(.*+)\n")
+_NUMBERED = re.compile(rb"(?m)^(" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|([^|\n]*+)\|(\d{1,%d})\|(.*+)\n" % MAX_ID_DIGITS)
 _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")

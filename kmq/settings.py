@@ -4,7 +4,7 @@ Order of precedence: environment, then `kmq.toml` in the working directory, then
 `RB_*` name is an error, because a typo that is ignored is a broker that runs with other limits than its owner
 believes. The one exception is what Kubernetes injects for a Service named kmq (`service_links`).
 
-Flags, `--help` texts and the README's table are all derived from `SETTINGS`.
+Flags, `--help` texts and docs/settings.md are all derived from `SETTINGS`.
 """
 
 import os
@@ -382,6 +382,6 @@ def _suggest(name: str, known: dict[str, Setting]) -> str:
 
 
 def table() -> str:
-    """The settings as the README shows them; a test keeps the two alike."""
+    """The settings as docs/settings.md shows them; a test keeps the two alike."""
     rows = [f"| `{row.env}` | {f'`{row.default}`' if row.default else ''} | {row.help} |" for row in SETTINGS]
     return "\n".join(["| name | default | what |", "|---|---|---|", *rows])

@@ -32,14 +32,15 @@ from kmq.broker.stage import Stage, main
 from kmq.errors import CorruptError, RetryError
 from kmq.framing import parser
 from kmq.framing.catalog import Catalog
+from kmq.framing.checkpointer import Checkpointer
+from kmq.framing.dedupe import DedupeTable
 from kmq.links import fifo
 from kmq.links.fifo import waiting_bytes
 from kmq.links.layout import Commit, field
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
-from kmq.log import checkpoint, dropped, numbered, producers, wal
-from kmq.log.producers import Producers
+from kmq.log import checkpoint, dedupe_file, dropped, numbered, wal
 from kmq.log.reader import DamageError, last_line
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
@@ -115,19 +116,20 @@ def read_wal(stage: Stage, low: int, high: int) -> Iterator[bytes]:
     yield from wal.read(data, low, high)
 
 
-def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[Producers, bool]:
+def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, bool]:
     """What has been stored already, up to the next seq: from the checkpoint, the WAL, and the blocks that still wait.
 
     True beside it where the checkpoint did not say all of it.
     """
     settings = stage.settings
-    table = Producers(settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age)
+    table = DedupeTable(settings.producers, settings.producer_ttl, settings.dedupe_count, settings.dedupe_age)
     blocks = [block for block in ring.waiting() if block.count]  # before the WAL is read: durability moves them there
     in_wal = (blocks[0].first_seq if blocks else ring.last.next_seq) - 1
-    seq, reason = table.load(settings.data, ring.last.next_seq - 1, stage.beat)
-    if reason:
-        path = producers.path(settings.data)
-        stage.log.warn("producers_unreadable", file=path, reason=reason, effect="it is removed and the WAL read")
+    try:
+        seq = table.load(settings.data, ring.last.next_seq - 1, stage.beat)
+    except ValueError as err:
+        seq, path = 0, dedupe_file.path(settings.data)
+        stage.log.warn("producers_unreadable", file=path, reason=str(err), effect="it is removed and the WAL read")
         os.unlink(path)  # the seqs it speaks of may yet come, as other messages
     read = max(seq, wal.first_seq(settings.data) - 1)  # retention may have taken what no checkpoint speaks of any more
     for lines in read_wal(stage, read + 1, in_wal):
@@ -178,7 +180,7 @@ class Framer:
         self.table, is_behind = remember(stage, ring, self.now)
         self.topics = known_topics(stage, ring)
         self.parser = parser.Parser(stage.settings.max_line, self.table, self.topics)
-        self.checkpointer = producers.Checkpointer(stage.settings.data, self.table, stage.beat, is_behind)
+        self.checkpointer = Checkpointer(stage.settings.data, self.table, stage.beat, is_behind)
 
     def turn(self) -> bool:
         """Frame the whole lines that are staged, as many as one turn may; whether there were any."""

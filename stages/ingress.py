@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from kmq import descriptors
+from kmq import descriptors, refusals
 from kmq.broker.admission import Room
 from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stage import Stage, main
@@ -58,11 +58,9 @@ _FULL = 64 << 10  # bytes: where more than this waits in a socket, more may wait
 _BEHIND = 8 << 20  # which holds at most this much (tcp_wmem)
 _ANSWER_S = 2.0  # and how long we wait for the replies to what was taken
 _ROOM_S = 0.1  # while producers are refused: how often we look whether there is room again
-_UNAUTHORIZED = "unauthorized say: !hello acks=0|1|all token=<token>, with one that `kmq token new` has made"
-REFUSALS = {
-    "disk_full": "the disk has no room for more; what is on the way will be stored",
-    "quota": "KMQ_DATA_QUOTA is reached; what is on the way will be stored",
-}
+_UNAUTHORIZED = refusals.reason(
+    "unauthorized", "say: !hello acks=0|1|all token=<token>, with one that `kmq token new` has made"
+)
 
 
 def listen(stage: Stage, name: str, setting: str, host: str, port: int) -> socket.socket:
@@ -211,7 +209,7 @@ class Ingress:
     def _follow_disk(self) -> None:
         """Refuse exactly while there is no room for more than what is on the way."""
         reason = self.room.refusal() or self.stage.page.rows["durability"].admission_name
-        refusing = f"{reason} {REFUSALS[reason]}".encode() if reason else b""
+        refusing = refusals.reason(reason).encode() if reason else b""
         if refusing == self.refusing:
             return
         before, self.refusing = self.refusing, refusing
@@ -366,13 +364,13 @@ class Ingress:
             self.strangers.refuse(connection.peer, "no valid token")
             raise Refused(_UNAUTHORIZED)
         if (self.stage.settings.policy_framed or self.stage.settings.policy) == "drop_oldest":
-            raise Refused("drop_oldest the ring framed may drop messages, so none can be acknowledged")
+            raise Refused(refusals.reason("drop_oldest"))
         if self.refusing:
             raise Refused(self.refusing.decode())
         older = self.by_name.pop(hello.producer, None)
         if older is not None:
             self.incidents.note("fenced", older.peer, f"producer={hello.producer.decode()} by={connection.peer}")
-            older.refusing = b"fenced a newer connection of this producer has said hello"
+            older.refusing = refusals.reason("fenced").encode()
             older.producer = b""
         if not (hello.acks or hello.tag):
             return  # goes on as if it had not said hello: what is refused becomes dead.malformed, for nobody would be told

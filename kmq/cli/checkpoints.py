@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kmq.cli.helptext import examples
-from kmq.cli.pipelines import From, grouped, pipeline_app, seconds
+from kmq.cli.options import grouped
+from kmq.cli.pipelines import From, pipeline_app, seconds
 from kmq.errors import BusyError, ConfigError, KmqError
 
 if TYPE_CHECKING:

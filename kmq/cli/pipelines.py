@@ -15,16 +15,15 @@ Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fa
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from kmq.cli.helptext import examples
+from kmq.cli.options import grouped
 from kmq.errors import EXIT_OK, ConfigError
 
 if TYPE_CHECKING:
@@ -136,28 +135,6 @@ class On(NamedTuple):
 
 
 _HERE = On()
-
-
-def grouped(function: Callable[..., None]) -> Callable[..., None]:
-    """A command for Typer: in place of a parameter of the classes above it has that class's options, one by one."""
-    groups: dict[str, Any] = {
-        n: kind for n, kind in get_type_hints(function).items() if kind in (From, Target, Topics, On)
-    }
-
-    @wraps(function)
-    def command(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{option: given.pop(option) for option in group._fields})
-        function(**given)
-
-    flat = [
-        option.replace(kind=Parameter.KEYWORD_ONLY)
-        for each in signature(function).parameters.values()
-        for option in (signature(groups[each.name]).parameters.values() if each.name in groups else [each])
-    ]
-    command.__signature__ = Signature(flat)  # type: ignore[attr-defined]
-    command.__annotations__ = {option.name: option.annotation for option in flat}
-    return command
 
 
 def _token(path: str) -> str:

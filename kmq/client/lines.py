@@ -25,13 +25,12 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 
 from kmq.client.waiting import Patience
 from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.refusals import RETRYABLE
 from kmq.settings import MIB, Settings
 
 _T = TypeVar("_T")
 _BLOCK = MIB // 4  # bytes gathered before a send
 _CONNECT_S = 5.0
-# Refusals that pass. The rest of the connection is refused with the same code: reconnect later, and send again.
-RETRYABLE = frozenset(("disk_full", "quota", "stopping", "busy", "connections"))
 _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
 
 
@@ -295,7 +294,6 @@ def _once(attempt: Callable[[], _T]) -> _T:
 
 
 __all__ = [
-    "RETRYABLE",
     "KmqError",
     "LineSender",
     "decode",

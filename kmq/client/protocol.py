@@ -21,12 +21,14 @@ from secrets import token_hex
 from types import MappingProxyType
 from typing import TypedDict
 
-from kmq.client.lines import RETRYABLE, format_many, format_text, make_id, make_routing_key, renumber
+from kmq.client.lines import format_many, format_text, make_id, make_routing_key, renumber
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
+from kmq.ids import MADE_UP, MAX_ID_DIGITS, NAME_PATTERN
+from kmq.refusals import RETRYABLE
 from kmq.settings import KIB, MIB
 
 CHUNK_BYTES = 256 * KIB  # of one write: what ingress receives at once
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_NAME = re.compile(NAME_PATTERN)
 _MAX_TOPICS = 10_000  # routing keys remembered as bytes
 _NONE: Mapping[int, "Refused"] = MappingProxyType({})  # shared by all messages that are not refused
 _MAX_UNTOLD = 1000  # failed messages kept until somebody is told
@@ -274,7 +276,7 @@ class Core:
             if self.name:
                 self._next_id = 1 if options.first_id is None else options.first_id
             else:
-                self.name, self._next_id = f"auto-{token_hex(12)}", 1  # the broker forgets such names first
+                self.name, self._next_id = f"{MADE_UP}{token_hex(12)}", 1  # the broker forgets such names first
 
     @property
     def last_id(self) -> int:
@@ -335,9 +337,9 @@ class Core:
         else:
             delivery.may_be_stored = True
             if self.name:
-                if not str(id).isdecimal() or not str(id).isascii() or len(str(id)) > 18:
+                if not str(id).isdecimal() or not str(id).isascii() or len(str(id)) > MAX_ID_DIGITS:
                     raise ValueError(
-                        f"id {id!r}: those of a producer are numbers of at most 18 digits, each above the last"
+                        f"id {id!r}: those of a producer are numbers of at most {MAX_ID_DIGITS} digits, each above the last"
                     )
                 self._next_id, self._is_provisional = max(self._next_id, int(id) + 1), False
         return make_id(str(id), headers)
@@ -674,4 +676,4 @@ class Core:
         return f"{text}; the broker is connected and does not answer: it waits for its disk, or a stage of it is down"
 
 
-__all__ = ["RETRYABLE", "Core", "Delivery", "Fenced", "NotAnswered", "Options", "Refused"]
+__all__ = ["Core", "Delivery", "Fenced", "NotAnswered", "Options", "Refused"]

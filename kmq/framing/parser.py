@@ -23,8 +23,8 @@ from operator import lt
 from zlib import crc32
 
 from kmq import record
-from kmq.ids import NEW, TOO_OLD
-from kmq.log.producers import MAX_ID, MAX_WINDOW_ID, Producers
+from kmq.framing.dedupe import DedupeTable
+from kmq.ids import MAX_ID_DIGITS, MAX_WINDOW_ID, NAME_PATTERN, NEW, TOO_OLD
 from kmq.routing import AnyTopic
 from kmq.settings import PIPE_BUF
 
@@ -37,11 +37,11 @@ MAX_GROUP = 128  # messages in a group: with their numbers, names and replies th
 TURN = 8192
 _GROUP = b"!c "
 _HEADER = re.compile(
-    rb"!c (\d{1,20}\.\d{1,20}) (\d{1,18}) (\d{1,3})(?: l=(\d{1,4}))?(?: ([pw])=([A-Za-z0-9_.:-]{1,64}))?\n"
+    rb"!c (\d{1,20}\.\d{1,20}) (\d{1,18}) (\d{1,3})(?: l=(\d{1,4}))?(?: ([pw])=(" + NAME_PATTERN.encode() + rb"))?\n"
 )
 _NEWLINE = 10
 _REFUSED = b"!e "
-_LAST = re.compile(rb"!l (\d{1,20}\.\d{1,20}) p=([A-Za-z0-9_.:-]{1,64})")
+_LAST = re.compile(rb"!l (\d{1,20}\.\d{1,20}) p=(" + NAME_PATTERN.encode() + rb")")
 
 
 class Batch:
@@ -111,15 +111,15 @@ def replies(answers: list[Answer], start: int, next_seq: int) -> bytes:
 class Parser:
     """Makes a batch of any whole, untangled lines: control lines are obeyed, what is no message is wrapped or refused."""
 
-    def __init__(self, max_line: int, producers: Producers, topics: AnyTopic = _ANY_TOPIC) -> None:
-        self.max_line, self.producers, self.topics = max_line, producers, topics
+    def __init__(self, max_line: int, table: DedupeTable, topics: AnyTopic = _ANY_TOPIC) -> None:
+        self.max_line, self.table, self.window, self.topics = max_line, table, table.window, topics
         self.duplicates = 0
         self._start_of = record.Starts().__getitem__
 
     def parse(self, text: bytes, next_seq: int, seconds: int) -> Batch:
         """`next_seq` is what the first line will get; `seconds` since the epoch is now. About TURN lines at a time.
 
-        The table of producers is taken to hold what is returned: the caller frames all of it, or the process ends.
+        The dedupe table is taken to hold what is returned: the caller frames all of it, or the process ends.
         """
         self._text, self._next_seq, self._seconds = text, next_seq, seconds
         self._lines: list[bytes] = []
@@ -195,7 +195,7 @@ class Parser:
 
     def _say_last(self, at: int, conn: bytes, name: bytes) -> None:
         count = len(self._lines)
-        self._answers.append((at, count, conn, 0, 0, b"!last %d" % self.producers.last_id(name)))
+        self._answers.append((at, count, conn, 0, 0, b"!last %d" % self.table.last_id(name)))
         self._cuts.append((count, at))
 
     def _seq(self) -> int:
@@ -305,17 +305,17 @@ class Parser:
             return None
         numbers = [int(id) for _, _, id, _ in fields]
         first, count = numbers[0], len(numbers)
-        producer = self.producers.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
+        producer = self.table.producer(name, self._seconds)  # only now: a name that stores nothing takes no place
         if producer is None or first <= producer.last_id:
             return None
         seq = self._seq()
         start_of = self._start_of
         prints = [crc32(payload, start_of(routing_key)) for routing_key, _, _, payload in fields]
         if numbers == list(range(first, first + count)):
-            self.producers.stored(producer, first, seq, count, self._seconds, prints)
+            self.table.remember(producer, first, seq, count, self._seconds, prints)
         elif all(map(lt, numbers, numbers[1:])):
             for ahead, number in enumerate(numbers):
-                self.producers.stored(producer, number, seq + ahead, 1, self._seconds, prints[ahead : ahead + 1])
+                self.table.remember(producer, number, seq + ahead, 1, self._seconds, prints[ahead : ahead + 1])
         else:
             return None
         mark = b";p=" + name
@@ -352,15 +352,15 @@ class Parser:
         return reply
 
     def _one_increasing(self, id: bytes, n: int, name: bytes, seq: int, print: int) -> bytes:
-        if not id.isdigit() or len(id) > MAX_ID:
-            return b"!err %d bad_id a producer's ids are decimal numbers of at most %d digits" % (n, MAX_ID)
-        producer = self.producers.producer(name, self._seconds)
+        if not id.isdigit() or len(id) > MAX_ID_DIGITS:
+            return b"!err %d bad_id a producer's ids are decimal numbers of at most %d digits" % (n, MAX_ID_DIGITS)
+        producer = self.table.producer(name, self._seconds)
         if producer is None:
             return b"!err %d producers_full KMQ_PRODUCERS names are remembered already" % n
         number = int(id)
         found = producer.find(number)
         if found == NEW:
-            self.producers.stored(producer, number, seq, 1, self._seconds, (print,))
+            self.table.remember(producer, number, seq, 1, self._seconds, (print,))
             return b""
         if found == TOO_OLD:
             return b"!err %d id_too_old" % n
@@ -369,11 +369,11 @@ class Parser:
     def _one_arbitrary(self, id: bytes, n: int, scope: bytes, seq: int, print: int) -> bytes:
         if not 0 < len(id) <= MAX_WINDOW_ID:
             return b"!err %d bad_id a message in a window needs an id of 1 to %d bytes" % (n, MAX_WINDOW_ID)
-        found = self.producers.seen(scope, id, self._seconds)
+        found = self.window.find(scope, id, self._seconds)
         if found == NEW:
-            self.producers.remember(scope, id, seq, self._seconds, print)
+            self.window.add(scope, id, seq, self._seconds, print)
             return b""
-        return self._known(n, found, print, self.producers.print_of(scope, id))
+        return self._known(n, found, print, self.window.print_of(scope, id))
 
     def _known(self, n: int, seq: int, print: int, print_then: int) -> bytes:
         """The reply to an id that is stored as `seq`, with the content of that `print_then`; 0: that is forgotten."""

@@ -13,13 +13,15 @@ from typing import Any
 import grpc
 from aiohttp import web
 
+from kmq import refusals
 from kmq.broker.incidents import Strangers
 from kmq.broker.tls import Certificates
 from kmq.errors import ConfigError
-from kmq.gateway.core.answers import STATUS
+from kmq.gateway.core.answers import Answer
 from kmq.gateway.doors import Doors, listening
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
+from kmq.gateway.grpc.statuses import refuse
 from kmq.log.disk import replace_file
 from kmq.settings import KIB, Settings
 from kmq.tokens import Tokens
@@ -54,7 +56,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @staticmethod
     async def _refuse(requests: Any, context: Any) -> None:
-        await context.abort(STATUS["unauthorized"].grpc, f"unauthorized: {_UNAUTHORIZED}")
+        await refuse(context, Answer("unauthorized", _UNAUTHORIZED))
 
 
 def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
@@ -67,7 +69,7 @@ def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
         strangers.refuse(request.remote or "", "HTTP without a valid token")
         return web.json_response(
             {"code": "unauthorized", "error": _UNAUTHORIZED},
-            status=STATUS["unauthorized"].http,
+            status=refusals.known("unauthorized").http,
             headers={"WWW-Authenticate": "Bearer"},
         )
 

@@ -13,8 +13,10 @@ percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Produc
 
 import re
 
+from kmq.ids import NAME_PATTERN
+
 MAX_BYTES = 4096  # of the line
-_NAME = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
+_NAME = re.compile(NAME_PATTERN.encode())
 _FIELDS = (b"acks", b"producer", b"window", b"last", b"token")
 _USAGE = "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [token=<token>]"
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kmq.errors import RetryError
-from kmq.log import producers, remnant, segment, spare
+from kmq.log import dedupe_file, remnant, segment, spare
 from kmq.log.deletions import Deleted
 from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log.partition import EMPTY, State
@@ -93,8 +93,8 @@ def routed_seq(data: str) -> int:
 
 
 def wal_is_free_up_to(data: str) -> int:
-    """Up to this seq nobody would need the WAL again after a crash: not the router, not the framer's memory of producers."""
-    return min(routed_seq(data), producers.checkpoint_seq(data))
+    """Up to this seq nobody would need the WAL again after a crash: not the router, not the framer's dedupe table."""
+    return min(routed_seq(data), dedupe_file.checkpoint_seq(data))
 
 
 class Checkpointer:

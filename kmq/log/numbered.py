@@ -13,7 +13,7 @@ import os
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, deletions, dropped, producers, segment, topics, wal
+from kmq.log import checkpoint, dedupe_file, deletions, dropped, segment, topics, wal
 from kmq.log.disk import find_tail
 from kmq.log.partition import EMPTY, directory_of
 from kmq.log.reader import is_stored
@@ -30,7 +30,7 @@ def agreed_end(data: str, ask_queues: bool) -> tuple[int, int]:
     seq, recv_ts = end(data)
     others = {
         "router.ckpt": checkpoint.routed_seq(data),
-        "producers.ckpt": producers.checkpoint_seq(data),
+        "producers.ckpt": dedupe_file.checkpoint_seq(data),
         deletions.NAME: deletions.last_seq(data),
     }
     if ask_queues:

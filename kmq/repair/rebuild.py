@@ -16,7 +16,7 @@ Crash       See rewriting.py and places.py: the next repair goes on with what is
 
 from collections.abc import Callable
 
-from kmq.log import deletions, producers, reader
+from kmq.log import dedupe_file, deletions, reader
 from kmq.repair.conflicts import Conflicts
 from kmq.repair.places import Places
 from kmq.repair.queues import QueueHealer
@@ -60,5 +60,5 @@ class Repair:
         queues = [rewriter.last_seq(reader.partition(self.data, *at)) for at in directory.queues()]
         deleted = deletions.last_seq(self.data)
         return max(
-            [routed, deleted, producers.checkpoint_seq(self.data), *(row.last_seq for row in rows.values()), *queues]
+            [routed, deleted, dedupe_file.checkpoint_seq(self.data), *(row.last_seq for row in rows.values()), *queues]
         )

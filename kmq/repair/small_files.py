@@ -7,12 +7,12 @@ from collections import Counter
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, deletions, identity, reader, topics
+from kmq.log import checkpoint, dedupe_file, deletions, identity, reader, topics
 from kmq.log.disk import QUARANTINE, replace_file, sync_directory
 from kmq.log.segment import LIMITS
 from kmq.repair import places
 from kmq.repair.rewriting import Rewriter, text_of
-from kmq.repair.verify import Directory, dropped_faults, label_lineages, producers_fault
+from kmq.repair.verify import Directory, dropped_faults, label_lineages
 
 _ID = re.compile(r"[0-9a-f]{32}\n")
 
@@ -66,7 +66,7 @@ class SmallFiles:
             checkpoint.load(data)
         except (ValueError, LookupError):
             self._set_aside("router.ckpt", "the next start finds out by the queues and the WAL")
-        if producers_fault(data):
+        if dedupe_file.fault(data):
             oldest = reader.first_seq(data)
             forgotten = f"; who stored something before seq {oldest} is forgotten" if oldest > 1 else ""
             self._set_aside("producers.ckpt", f"the next start reads the whole WAL instead{forgotten}")

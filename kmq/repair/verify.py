@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from kmq.log import checkpoint, deletions, dropped, identity, index, producers, reader, segment, topics
+from kmq.log import checkpoint, dedupe_file, deletions, dropped, identity, index, reader, segment, topics
 from kmq.log.reader import Log, seqs_of
 from kmq.repair import copies
 from kmq.repair.scan import Part, Scan, scan
@@ -217,7 +217,7 @@ class Directory:
             yield Finding("router.ckpt", 0, 0, 0, f"cannot be read: {err}")
         for name, what in deletions.faults(self.data).items():
             yield Finding(name, 0, 0, 0, what, not self.is_live)
-        what = producers_fault(self.data)
+        what = dedupe_file.fault(self.data)
         if what:
             yield Finding("producers.ckpt", 0, 0, 0, what)
         for at, line in dropped_faults(self.data):
@@ -242,11 +242,6 @@ def label_lineages(data: str) -> Counter[str]:
         if fields or text:
             found[fields[0] if fields else ""] += 1
     return found
-
-
-def producers_fault(data: str) -> str:
-    """Why producers.ckpt cannot be used, if it cannot."""
-    return producers.Producers(1 << 62, float("inf"), 1 << 62, float("inf")).load(data, 1 << 62)[1]
 
 
 def dropped_faults(data: str) -> list[tuple[int, bytes]]:

@@ -5,14 +5,15 @@ from pathlib import Path
 
 # Checkpoints and index notes after every group, where due: what is made now and then is made all the time.
 _HURRIED = """
-from kmq.log import producers, queues
+from kmq.framing import checkpointer
+from kmq.router import queues
 
 def route(self, blocks, route=queues.Queues.route):
     written = route(self, blocks)
     self.tick()
     return written
 
-producers.CHECKPOINT_BYTES = queues.CHECKPOINT_BYTES = 1 << 20
+checkpointer.CHECKPOINT_BYTES = queues.CHECKPOINT_BYTES = 1 << 20
 queues.Queues.route = route
 """
 

@@ -49,7 +49,8 @@ DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
-FRAMING, PRODUCERS, INGRESS = "kmq/framing/parser.py", "kmq/log/producers.py", "stages/ingress.py"
+FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "stages/ingress.py"
+DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
 
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
@@ -96,17 +97,17 @@ MUTANTS = [
     ),
     Mutant(
         "acks: the table is not made from its checkpoint",
-        [(PRODUCERS, '        return seq, ""\n', '        self.__init__(1, 1, 1, 1)\n        return seq, ""\n')],
+        [(DEDUPE_TABLE, "        return saved.seq\n", "        self._clear()\n        return saved.seq\n")],
         [crash("framer", "acks"), DEDUPE],
     ),
     Mutant(
         "acks: the checkpoint speaks of what is not synced",
-        [(PRODUCERS, "        if synced is None or synced < seq or self.busy:\n", "        if self.busy:\n")],
+        [(DEDUPE_SAVER, "        if synced is None or synced < seq or self.busy:\n", "        if self.busy:\n")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
         "acks: the crc of the checkpoint is not looked at",
-        [(PRODUCERS, "            if _crc(seq, body) != crc:\n", "            if False:\n")],
+        [(DEDUPE_FILE, "        if checksum(self.seq, self._text) != crc:\n", "        if False:\n")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
@@ -141,12 +142,12 @@ MUTANTS = [
     ),
     Mutant(
         "ids: a record from a clock that was ahead makes the others old",
-        [(PRODUCERS, "min(int(seconds_text), now)", "int(seconds_text)")],
+        [(DEDUPE_TABLE, "min(int(seconds_text), now)", "int(seconds_text)")],
         [UNIT_PRODUCERS],
     ),
     Mutant(
         "ids: names are not kept in the order of their last messages",
-        [(PRODUCERS, "        self.names.move_to_end(name)\n", "")],
+        [(DEDUPE_TABLE, "        self.names.move_to_end(name)\n", "")],
         [UNIT_PRODUCERS],
     ),
     Mutant(

@@ -24,8 +24,8 @@ import pytest
 
 from kmq.broker import stats
 from kmq.framing import parser
+from kmq.framing.dedupe import DedupeTable
 from kmq.links import layout
-from kmq.log.producers import Producers
 
 STAGES = ("ingress", "framer", "durability", "router")
 MIB = 1 << 20
@@ -755,7 +755,7 @@ def test_whatever_stands_in_the_fifo_the_framer_goes_on():
     """Each line it stores is one, what it answers goes up, and nothing is left that would never be read."""
     rng = random.Random(5)
     for _ in range(5000):
-        known = Producers(100, 1e6, 100, 1e6)
+        known = DedupeTable(100, 1e6, 100, 1e6)
         text = parser.untangle(random_group_text(rng))
         batch = parser.Parser(8192, known).parse(text, 1, 0)
         assert all(re.fullmatch(rb"[^|\n]+\|[^|\n]*\|[^|\n]*\|[^\n]*", line) for line in batch.lines)

@@ -17,7 +17,7 @@ BARE = """
 import sys
 for name in ("pyspark", "pyarrow", "numpy", "pandas", "py4j"):
     sys.modules[name] = None
-from kmq.cli import main
+from kmq.cli.app import main
 main()
 """
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from kmq import settings
 from kmq.errors import ConfigError
+from kmq.framing.checkpointer import CHECKPOINT_BYTES
 from kmq.links import layout
 from kmq.links.staging import area_bytes
-from kmq.log.producers import CHECKPOINT_BYTES
 from kmq.probe import LIVE_S
 from kmq.settings import DRAIN_S, GRACE_S, MIB, SETTINGS, SHM, STAGES, Settings
 

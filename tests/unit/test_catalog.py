@@ -7,8 +7,8 @@ import pytest
 from kmq import record
 from kmq.framing import parser
 from kmq.framing.catalog import Catalog
+from kmq.framing.dedupe import DedupeTable
 from kmq.log import topics
-from kmq.log.producers import Producers
 
 TEXT = b"%b|0|1|x\n"
 
@@ -49,7 +49,7 @@ def test_messages_make_topics_up_to_the_limit_and_then_only_known_ones_pass(worl
 
 def test_a_block_that_would_pass_the_limit_is_let_through_up_to_it(world):
     catalog = world.catalog(most=3)
-    batch = parser.Parser(8192, Producers(9, 9, 9, 9), catalog).parse(TEXT % b"a" + TEXT % b"b" + TEXT % b"c", 1, 0)
+    batch = parser.Parser(8192, DedupeTable(9, 9, 9, 9), catalog).parse(TEXT % b"a" + TEXT % b"b" + TEXT % b"c", 1, 0)
     assert batch.lines[:2] == [b"a|0|1|x", b"b|0|1|x"]
     assert batch.lines[2] == b"dead.malformed||;reason=too_many_topics;len=7|c|0|1|x"
 
@@ -108,7 +108,7 @@ def test_an_acknowledged_message_of_a_topic_too_many_is_refused_and_the_rest_is_
     catalog = world.catalog(most=2)
     lines = [b"a|0|1|x", b"b|0|2|x", b"a|0|3|x"]
     text = b"!c 1.1 1 3 p=me\n" + b"".join(line + b"\n" for line in lines)
-    batch = parser.Parser(8192, Producers(9, 9, 9, 9), catalog).parse(text, 1, 0)
+    batch = parser.Parser(8192, DedupeTable(9, 9, 9, 9), catalog).parse(text, 1, 0)
     assert batch.lines == [b"a|0|1;p=me|x", b"a|0|3;p=me|x"]
     assert parser.replies(batch.answers, 0, 1) == (b"1.1 1 !ack 1 1\n1.1 2 !err 2 too_many_topics\n1.1 3 !ack 3 2\n")
 
@@ -164,7 +164,7 @@ def test_a_partition_must_be_there(world):
 def test_a_mark_behind_what_is_no_topic_is_refused_and_no_line_beside_it(world, key):
     catalog = world.catalog()
     assert not takes(catalog, b"t.@.k", key) and record.refusal(key + b"|0|1|x") == "bad_topic"
-    batch = parser.Parser(8192, Producers(9, 9, 9, 9), catalog).parse(TEXT % b"t.@.k" + TEXT % key, 1, 0)
+    batch = parser.Parser(8192, DedupeTable(9, 9, 9, 9), catalog).parse(TEXT % b"t.@.k" + TEXT % key, 1, 0)
     assert batch.lines == [b"t.@.k|0|1|x", record.malformed("bad_topic", (TEXT % key)[:-1], len(TEXT % key) - 1, 8192)]
 
 

@@ -1,9 +1,14 @@
-"""What the documents point at is there."""
+"""What the documents point at is there, and what the code has to tell users stands in them."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from kmq import errors, settings
+from kmq.broker import readiness
+from kmq.gateway.core import metrics
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests/README.md", ROOT / "pipes/README.md"]
@@ -30,3 +35,81 @@ def test_every_guarantee_names_tests_that_are_there():
 def test_the_tests_readme_has_every_folder():
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == set(re.findall(r"^\| `(\w+)/` \|", (ROOT / "tests/README.md").read_text(), re.M))
+
+
+# --- what the code has, and the documents must name ----------------------------------------------------------------
+
+_LOGS = {"info", "warn", "error", "_info", "_warn", "_error"}  # functions that write a log event
+_NOTES = {"note"}  # and those of Incidents and Strangers
+_NOTERS = re.compile(r"(?:.*\b_?)?(?:incidents|strangers)|self")
+_EVENT = re.compile(r"[a-z]+(?:_[a-z]+)*")
+
+
+def _sources():
+    return [*(ROOT / "kmq").rglob("*.py"), *(ROOT / "stages").rglob("*.py")]
+
+
+def _logged(source):
+    """The log events that a module writes: the first argument of what logs, where it is one word."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+            logs = name in _LOGS or (name in _NOTES and _NOTERS.fullmatch(owner))
+            if logs and isinstance(node.args[0].value, str) and _EVENT.fullmatch(node.args[0].value):
+                yield node.args[0].value
+
+
+def _section(path, title):
+    """The text under a heading, up to the next heading of its level or above."""
+    level, text = len(title) - len(title.lstrip("#")), (ROOT / path).read_text()
+    found = re.search(rf"(?ms)^{re.escape(title)}\n(.*?)(?=^#{{1,{level}}} |\Z)", text)
+    assert found, f"{path} has no section {title}"
+    return found[1]
+
+
+def _first_cells(text):
+    return set(re.findall(r"(?m)^\| `?([^`|]+?)`? \|", text))
+
+
+def test_every_log_event_is_in_operations_and_no_other():
+    code = {event for path in _sources() for event in _logged(path.read_text())} | set(readiness.WARNINGS)
+    told = _first_cells(_section("docs/operations.md", "## Log events")) - {"event", "---"}
+    assert code - told == set(), "write them into docs/operations.md, Log events, with what to do"
+    assert told - code == set(), "docs/operations.md explains log events that nothing writes"
+
+
+def test_every_exit_code_is_in_operations_and_no_other():
+    told = _first_cells(_section("docs/operations.md", "## Exit codes")) - {"code", "---"}
+    assert told == {str(code) for code in (*errors.EXIT_NAMES, 2)}
+
+
+def test_every_reason_not_to_be_ready_and_every_warning_has_a_runbook():
+    told = set(re.findall(r"(?m)^### (\w+)$", _section("docs/operations.md", "## Runbook")))
+    assert {*readiness.REASONS, *readiness.WARNINGS} <= told
+
+
+def test_every_alert_of_the_manifests_has_a_runbook():
+    told = set(re.findall(r"(?m)^### (\w+)$", _section("docs/operations.md", "## Runbook")))
+    alerts = {
+        name
+        for path in (ROOT / "k8s").rglob("*.yaml")
+        for name in re.findall(r"(?m)^\s*-? ?alert: (\w+)", path.read_text())
+    }
+    assert alerts - told == set()
+
+
+def test_every_metric_is_in_operations_with_its_description():
+    told = re.findall(r"(?m)^\| `(kmq_\w+)` \| (.*?) \| (.*) \|$", _section("docs/operations.md", "## Metrics"))
+    assert told == [(name, ", ".join(f"`{each}`" for each in labels), help) for name, help, labels in metrics.DECLARED]
+
+
+def test_the_settings_table_is_the_one_the_code_has():
+    block = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", (ROOT / "docs/settings.md").read_text(), re.S)
+    assert block and block[1] == settings.table(), "paste: python -c 'from kmq.settings import table; print(table())'"
+
+
+def test_the_scan_for_log_events_sees_calls_of_loggers_and_no_other_text():
+    events = ['log.info("a_b", x=1)', 'self._warn("c")', 'warn("d_e", 1)', 'self._incidents.note("g", "")']
+    others = ['verify.note("h")', 'log.error("not one word")', 'print("f")', "log.warn(code)"]
+    assert set(_logged("\n".join(events + others))) == {"a_b", "c", "d_e", "g"}

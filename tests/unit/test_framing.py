@@ -12,9 +12,9 @@ import pytest
 
 from kmq import record
 from kmq.framing import parser
+from kmq.framing.dedupe import DedupeTable
 from kmq.links import layout
 from kmq.links.fifo import Sender, pieces
-from kmq.log.producers import Producers
 from kmq.settings import PIPE_BUF
 from stages.framer import Framer
 
@@ -22,7 +22,7 @@ MAX = 8192
 
 
 def table(producers=1000, ttl=1e6, count=1000, age=1e6):
-    return Producers(producers, ttl, count, age)
+    return DedupeTable(producers, ttl, count, age)
 
 
 def frame(text):

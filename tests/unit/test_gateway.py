@@ -16,24 +16,25 @@ from aiohttp.test_utils import TestClient, TestServer
 from google.protobuf import descriptor_pb2
 from made_up import Silent, stored
 
-from kmq import gateway
+from kmq import gateway, refusals
 from kmq.broker import stats
 from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
-from kmq.client.protocol import RETRYABLE
 from kmq.errors import ConfigError
 from kmq.gateway import listeners
-from kmq.gateway.core import answers, feed, metrics
+from kmq.gateway.core import feed, metrics
 from kmq.gateway.core.answers import Answer
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.feed import Feed, Watermark
 from kmq.gateway.doors import Doors
 from kmq.gateway.grpc import podbus
 from kmq.gateway.grpc.calls import Calls
+from kmq.gateway.grpc.statuses import status_of
 from kmq.gateway.http import web
 from kmq.gateway.server import Changes
 from kmq.log.identity import open_data
 from kmq.log.reader import DamageError
+from kmq.refusals import RETRYABLE
 from kmq.routing import Topic
 from kmq.settings import STAGES, load
 
@@ -341,12 +342,13 @@ def test_records_over_the_limit_are_refused_while_others_wait_for_room(data, mon
 
 
 def test_what_a_producer_may_send_again_is_unavailable_over_grpc_and_503_over_http():
-    assert {answers.STATUS[code] for code in RETRYABLE} == {answers.Status(grpc.StatusCode.UNAVAILABLE, 503)}
+    assert {(status_of(code), refusals.known(code).http) for code in RETRYABLE} == {(grpc.StatusCode.UNAVAILABLE, 503)}
 
 
 def test_a_code_that_nobody_knows_is_an_internal_error():
-    assert Answer("never_heard", "").status == answers.INTERNAL
-    assert all(isinstance(row.grpc, grpc.StatusCode) and 400 <= row.http < 600 for row in answers.STATUS.values())
+    assert status_of("never_heard") == grpc.StatusCode.INTERNAL and Answer("never_heard", "").refusal.http == 500
+    assert all(isinstance(status_of(row.code), grpc.StatusCode) for row in refusals.table())
+    assert all(400 <= row.http < 600 for row in refusals.table())
 
 
 @pytest.mark.parametrize("kind", ["grpc", "http"])

@@ -10,9 +10,12 @@ from test_framing import P, Steps, W, group, mine, one_by_one, random_traffic, r
 
 import kmq.ids
 from kmq.errors import RetryError
+from kmq.framing import checkpointer as saver
+from kmq.framing import dedupe
+from kmq.framing.checkpointer import Checkpointer
+from kmq.framing.dedupe import DedupeTable
 from kmq.ids import NEW, PRINTS, TOO_OLD, Producer
-from kmq.log import producers
-from kmq.log.producers import Checkpointer, Producers, Snapshot, text
+from kmq.log import dedupe_file
 from kmq.record import fingerprint
 
 NOW = 1_700_000_000
@@ -30,9 +33,9 @@ def state(known):
         )
         for name, p in known.names.items()
     } | {b"prints": [list(p.prints[-PRINTS:]) for p in known.names.values()]}
-    assert list(known.window) == list(known._order)
+    assert list(known.window.ids) == list(known.window._order)
     assert known._prints == sum(len(p.prints) for p in known.names.values())
-    return names, list(known.window.items()), known._runs
+    return names, list(known.window.ids.items()), known._runs
 
 
 NOTHING = {b"prints": []}, [], 0
@@ -107,11 +110,11 @@ def test_ids_that_follow_one_another_stay_known_however_many_runs_are_forgotten(
 
 
 def test_ranges_are_bounded_in_all_and_idle_names_lose_theirs_first(monkeypatch):
-    monkeypatch.setattr(producers, "MAX_RANGES", 1000)
+    monkeypatch.setattr(dedupe, "MAX_RANGES", 1000)
     known = table(count=50, producers=200)
     for n in range(200):
         for id in range(0, 60, 2):
-            known.stored(known.producer(b"%d" % n, n), id, 100 * id + 1, 1, n)
+            known.remember(known.producer(b"%d" % n, n), id, 100 * id + 1, 1, n)
         assert known._ranges == sum(len(p.firsts) for p in known.names.values()) <= 1000
     found = [known.names[b"%d" % n].find(0) for n in range(200)]
     assert found[-1] == FORGOTTEN and TOO_OLD in found and found == sorted(found, key=lambda seq: seq == FORGOTTEN)
@@ -138,11 +141,11 @@ def test_the_content_of_the_last_ids_is_remembered():
 
 
 def test_fingerprints_are_bounded_in_all_and_idle_names_lose_theirs_first(monkeypatch):
-    monkeypatch.setattr(producers, "MAX_PRINTS", 1000)
+    monkeypatch.setattr(dedupe, "MAX_PRINTS", 1000)
     known = table()
     for n in range(100):
         for name in (b"%d" % n, b"busy"):
-            known.stored(known.producer(name, n), 20 * n, 1, 20, n, range(1, 21))
+            known.remember(known.producer(name, n), 20 * n, 1, 20, n, range(1, 21))
         assert known._prints == sum(len(p.prints) for p in known.names.values()) <= 1000
     assert known.names[b"99"].print_of(20 * 99) == known.names[b"busy"].print_of(20 * 99) == 1
     assert not known.names[b"0"].prints
@@ -170,12 +173,12 @@ def test_every_id_of_a_random_history_is_found():
 
 
 def test_runs_are_bounded_for_each_and_for_all_together(monkeypatch):
-    monkeypatch.setattr(producers, "_RUNS", 32)
+    monkeypatch.setattr(dedupe, "_RUNS", 32)
     known = table(count=200)
     for id in range(0, 4000, 2):  # no two of them follow one another
         for name in range(40):
-            known.stored(known.producer(b"%d" % name, 0), id, 1 + id * 40 + name, 1, 0)
-            assert known._runs <= 200 + 40 * producers._MIN_RUNS
+            known.remember(known.producer(b"%d" % name, 0), id, 1 + id * 40 + name, 1, 0)
+            assert known._runs <= 200 + 40 * dedupe._MIN_RUNS
         assert max(len(p.ids) for p in known.names.values()) <= 33
     assert known._runs == sum(len(p.ids) for p in known.names.values())
     assert all(p.find(p.last_id) > 0 and p.find(0) in (FORGOTTEN, TOO_OLD) for p in known.names.values())
@@ -184,7 +187,7 @@ def test_runs_are_bounded_for_each_and_for_all_together(monkeypatch):
 def test_a_full_table_takes_a_new_name_once_an_idle_one_is_forgotten():
     known = table(producers=2, ttl=100)
     for name, seconds in ((b"a", 1000), (b"b", 1050)):
-        known.stored(known.producer(name, seconds), 1, 1, 1, seconds)
+        known.remember(known.producer(name, seconds), 1, 1, 1, seconds)
     assert known.producer(b"c", 1100) is None  # a has been idle for just the time to live
     assert known.producer(b"c", 1101) is not None
     assert set(known.names) == {b"b", b"c"}
@@ -194,7 +197,7 @@ def test_a_full_table_takes_a_new_name_once_an_idle_one_is_forgotten():
 def test_names_that_programs_made_up_for_themselves_give_way_in_a_full_table_and_only_there():
     known = table(producers=3, ttl=100_000)
     for name, seconds in ((b"auto-1", 1000), (b"till", 1000)):
-        known.stored(known.producer(name, seconds), 1, 1, 1, seconds)
+        known.remember(known.producer(name, seconds), 1, 1, 1, seconds)
     known.forget_idle(2000)
     assert set(known.names) == {b"auto-1", b"till"}  # there is room: nobody gives way
     known.producer(b"auto-2", 1500)
@@ -209,19 +212,19 @@ def test_names_that_programs_made_up_for_themselves_give_way_in_a_full_table_and
 def test_a_window_is_bounded_by_count_the_oldest_go_first():
     known = table(count=3)
     for seq, id in enumerate([b"a", b"b", b"c", b"a", b"d"], start=1):
-        known.remember(b"s", id, seq, 0)
-    assert [known.seen(b"s", id, 0) for id in (b"a", b"b", b"c", b"d")] == [4, NEW, 3, 5]
+        known.window.add(b"s", id, seq, 0)
+    assert [known.window.find(b"s", id, 0) for id in (b"a", b"b", b"c", b"d")] == [4, NEW, 3, 5]
 
 
 def test_a_window_is_bounded_by_age():
     known = table(age=10)
-    known.remember(b"s", b"a", 1, 100)
-    assert known.seen(b"s", b"a", 110) == 1
-    assert known.seen(b"s", b"a", 111) == NEW
-    known.remember(b"s", b"b", 2, 110)
+    known.window.add(b"s", b"a", 1, 100)
+    assert known.window.find(b"s", b"a", 110) == 1
+    assert known.window.find(b"s", b"a", 111) == NEW
+    known.window.add(b"s", b"b", 2, 110)
     assert len(known.window) == 2
-    known.remember(b"s", b"c", 3, 111)
-    assert list(known.window) == [b"s|b", b"s|c"]  # what is too old also goes out of the memory
+    known.window.add(b"s", b"c", 3, 111)
+    assert list(known.window.ids) == [b"s|b", b"s|c"]  # what is too old also goes out of the memory
 
 
 def cpu_s(work):
@@ -236,25 +239,25 @@ def test_a_full_window_forgets_about_as_fast_as_it_learns():
 
     def learn(first):
         for seq in range(first, first + 50_000):
-            known.remember(b"s", b"%d" % seq, seq, 0)
+            known.window.add(b"s", b"%d" % seq, seq, 0)
 
     learning = cpu_s(lambda: learn(0))
     assert min(cpu_s(lambda first=first: learn(first)) for first in (50_000, 100_000)) < 10 * learning
-    assert len(known.window) == len(known._order) == 50_000
+    assert len(known.window.ids) == len(known.window._order) == 50_000
 
 
 def test_the_same_id_in_two_scopes_is_two_messages():
     known = table()
-    known.remember(b"s", b"a", 1, 0)
-    assert known.seen(b"t", b"a", 0) == NEW
+    known.window.add(b"s", b"a", 1, 0)
+    assert known.window.find(b"t", b"a", 0) == NEW
 
 
 @pytest.mark.parametrize("seq", [1, 2**40, 10**18])
 @pytest.mark.parametrize("seconds", [0, 1_700_000_000, (1 << 34) - 1])
 def test_seq_and_time_share_a_number_without_mixing(seq, seconds):
     known = table(age=0)
-    known.remember(b"s", b"a", seq, seconds)
-    assert known.seen(b"s", b"a", seconds) == seq and known.seen(b"s", b"a", seconds + 1) == NEW
+    known.window.add(b"s", b"a", seq, seconds)
+    assert known.window.find(b"s", b"a", seconds) == seq and known.window.find(b"s", b"a", seconds + 1) == NEW
 
 
 # --- from the records --------------------------------------------------------------------------------------------------
@@ -293,20 +296,19 @@ class Killed(Steps):
             return False
         self.kills += 1
         self.known = self.make()
-        seq, reason = self.known.load(self.data, len(self.lines))
-        assert not reason
+        seq = self.known.load(self.data, len(self.lines))
         self.known.absorb(b"".join(self.stamped[seq:]), self.seconds)
         return True
 
     def checkpoint(self):
         """As Checkpointer does once all of it is synced."""
-        with open(producers.path(self.data), "wb") as file:
-            file.write(text(len(self.lines), Snapshot(self.known)))
+        with open(dedupe_file.path(self.data), "wb") as file:
+            file.write(self.known.snapshot().encode(len(self.lines)))
 
 
 @pytest.mark.parametrize("limits", [{}, {"count": 12}, {"age": 6}], ids=["roomy", "few ids and runs", "young ids"])
 def test_a_framer_killed_at_any_commit_gives_the_same_answers_and_stores_the_same(tmp_path, limits, monkeypatch):
-    monkeypatch.setattr(producers, "_RUNS", 16)
+    monkeypatch.setattr(dedupe, "_RUNS", 16)
     rng, kills, kinds = random.Random(9), 0, set()
     for n in range(300):
         data = tmp_path / str(n)
@@ -356,68 +358,71 @@ def filled():
 
 
 def write(data, content):
-    with open(producers.path(data), "wb") as file:
+    with open(dedupe_file.path(data), "wb") as file:
         file.write(content)
 
 
 def test_what_is_written_is_what_is_read(data):
     known, again = filled(), table(count=50)
-    write(data, text(240, Snapshot(known)))
-    assert again.load(data, 240) == (240, "") and state(again) == state(known)
-    assert producers.checkpoint_seq(data) == 240
+    write(data, known.snapshot().encode(240))
+    assert again.load(data, 240) == 240 and state(again) == state(known)
+    assert dedupe_file.checkpoint_seq(data) == 240
 
 
 def test_the_first_version_of_the_file_is_read(data):
     """As release 1.0 wrote it: no fingerprints, and `1` where older runs had been forgotten."""
     body = b"p|me|9|1700|1|5:101:3,9:110:1\np|you|3|1600|0|1:1:3\nw|s|a|7|1500\n"
-    write(data, b"240|%d\n%b" % (producers._crc(240, body), body))
+    write(data, b"240|%d\n%b" % (dedupe_file.checksum(240, body), body))
     known = table()
-    assert known.load(data, 240) == (240, "") and list(known.names) == [b"you", b"me"]
+    assert known.load(data, 240) == 240 and list(known.names) == [b"you", b"me"]
     me = known.names[b"me"]
     assert [me.find(id) for id in (4, 5, 7, 8, 9, 10)] == [TOO_OLD, 101, 103, TOO_OLD, 110, NEW]
-    assert me.print_of(5) == 0 and known.seen(b"s", b"a", 1500) == 7 and known.print_of(b"s", b"a") == 0
-    known.stored(me, 10, 111, 2, 1700, [3, 4])
+    assert me.print_of(5) == 0 and known.window.find(b"s", b"a", 1500) == 7 and known.window.print_of(b"s", b"a") == 0
+    known.remember(me, 10, 111, 2, 1700, [3, 4])
     assert [me.print_of(id) for id in (9, 10, 11)] == [0, 3, 4]
 
 
 def test_a_version_that_is_not_known_is_passed_over_whole(data):
-    write(data, text(7, Snapshot(filled())).replace(b"|2\n", b"|3\n", 1))
-    assert table().load(data, 7) == (0, "format 3 is not known here")
+    write(data, filled().snapshot().encode(7).replace(b"|2\n", b"|3\n", 1))
+    with pytest.raises(ValueError, match=r"^format 3 is not known here$"):
+        table().load(data, 7)
 
 
 def test_an_empty_table_is_worth_a_file_too(data):
-    write(data, text(7, Snapshot(table())))
-    assert table().load(data, 7) == (7, "")
+    write(data, table().snapshot().encode(7))
+    assert table().load(data, 7) == 7
 
 
 def test_a_snapshot_does_not_move_with_the_table(data):
     known = filled()
-    before, snapshot = text(240, Snapshot(known)), Snapshot(known)
-    known.stored(known.names[b"me"], 1000, 5000, 9, 0)
-    known.remember(b"me", b"more", 6000, 1_700_000_000)
-    assert text(240, snapshot) == before
+    before, snapshot = known.snapshot().encode(240), known.snapshot()
+    known.remember(known.names[b"me"], 1000, 5000, 9, 0)
+    known.window.add(b"me", b"more", 6000, 1_700_000_000)
+    assert snapshot.encode(240) == before
 
 
 def test_no_file_is_no_fault(data):
-    assert table().load(data, 7) == (0, "") and producers.checkpoint_seq(data) == 0
+    assert table().load(data, 7) == 0 and dedupe_file.checkpoint_seq(data) == 0
 
 
 def test_a_file_that_is_damaged_anywhere_is_passed_over_whole(data):
-    whole = text(240, Snapshot(filled()))
+    whole = filled().snapshot().encode(240)
     damaged = [whole[:at] + bytes([whole[at] ^ 1 << at % 7]) + whole[at + 1 :] for at in range(len(whole))]
     damaged += [whole[:at] for at in (*range(0, len(whole), 50), len(whole) - 1)]
     damaged += [b"", b"\0" * len(whole), whole + b"x", whole[:200] + bytes(100) + whole[300:]]
     for content in damaged:
         write(data, content)
         again = table()
-        seq, reason = again.load(data, 10**9)
-        assert seq == 0 and reason and state(again) == NOTHING, content[:40]
+        with pytest.raises(ValueError, match=r".") as refused:
+            again.load(data, 10**9)
+        assert state(again) == NOTHING and dedupe_file.fault(data) == str(refused.value), content[:40]
 
 
 def test_a_file_that_speaks_of_more_than_there_is_is_passed_over_whole(data):
-    write(data, text(240, Snapshot(filled())))
+    write(data, filled().snapshot().encode(240))
     again = table()
-    assert again.load(data, 239) == (0, "it speaks of seq 240, the WAL ends at 239")
+    with pytest.raises(ValueError, match=r"^it speaks of seq 240, the WAL ends at 239$"):
+        again.load(data, 239)
     assert state(again) == NOTHING
 
 
@@ -429,7 +434,7 @@ def wait_until(condition):
 
 
 def seq_on_disk(data):
-    return producers.checkpoint_seq(data)
+    return dedupe_file.checkpoint_seq(data)
 
 
 def test_a_checkpoint_waits_until_all_that_it_speaks_of_is_synced(data):
@@ -440,12 +445,12 @@ def test_a_checkpoint_waits_until_all_that_it_speaks_of_is_synced(data):
         assert checkpointer.pending and not checkpointer.finish(synced) and not checkpointer.busy
     checkpointer.framed(1, 250, 240, NOW)
     wait_until(lambda: checkpointer.finish(240))
-    assert seq_on_disk(data) == 240 and table().load(data, 240) == (240, "")
+    assert seq_on_disk(data) == 240 and table().load(data, 240) == 240
 
 
-@pytest.mark.parametrize(("make", "times"), [(filled, 1), (table, producers._EMPTY_TIMES)])
+@pytest.mark.parametrize(("make", "times"), [(filled, 1), (table, saver._EMPTY_TIMES)])
 def test_a_checkpoint_is_taken_every_so_many_bytes(data, make, times):
-    checkpointer, most = Checkpointer(data, make()), times * producers.CHECKPOINT_BYTES
+    checkpointer, most = Checkpointer(data, make()), times * saver.CHECKPOINT_BYTES
     checkpointer.framed(most - 1, 250, 0, NOW)
     assert not checkpointer.pending
     checkpointer.framed(1, 251, 0, NOW)
@@ -458,8 +463,8 @@ def test_a_checkpoint_is_taken_every_so_many_bytes(data, make, times):
 
 def test_a_checkpoint_forgets_idle_producers(data):
     known = table(ttl=10)
-    known.stored(known.producer(b"gone", 0), 1, 1, 1, NOW - 12)
-    known.stored(known.producer(b"here", 0), 1, 2, 1, NOW)
+    known.remember(known.producer(b"gone", 0), 1, 1, 1, NOW - 12)
+    known.remember(known.producer(b"here", 0), 1, 2, 1, NOW)
     Checkpointer(data, known).take(2, NOW)
     assert set(known.names) == {b"here"}
 
@@ -475,12 +480,12 @@ def test_a_full_disk_leaves_the_old_file_and_goes_on(data, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(producers, "replace_file", full)
+        patch.setattr(saver, "replace_file", full)
         checkpointer.take(250, NOW)
         wait_until(lambda: checkpointer.finish(250))
     assert seq_on_disk(data) == 240
     with pytest.raises(FileNotFoundError):
-        open(f"{producers.path(data)}.new", "rb")
+        open(f"{dedupe_file.path(data)}.new", "rb")
     checkpointer.take(260, NOW)
     wait_until(lambda: checkpointer.finish(260))
     assert seq_on_disk(data) == 260
@@ -497,13 +502,13 @@ def test_a_checkpoint_that_is_owed_comes_though_nobody_writes(data, monkeypatch,
             raise OSError(errno.ENOSPC, "No space left on device", path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(producers, "replace_file", full)
+            patch.setattr(saver, "replace_file", full)
             checkpointer.take(250, NOW)
             wait_until(lambda: checkpointer.finish(250))
     checkpointer.framed(0, 251, 250, NOW)
     assert not checkpointer.pending and not seq_on_disk(data), "not at once"
     now = time.monotonic() + 10.1
-    monkeypatch.setattr(producers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(saver.time, "monotonic", lambda: now)
     checkpointer.framed(0, 251, 250, NOW)
     monkeypatch.undo()
     wait_until(lambda: checkpointer.finish(250))
@@ -514,7 +519,7 @@ def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
     def broken(path, content):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(producers, "replace_file", broken)
+    monkeypatch.setattr(saver, "replace_file", broken)
     checkpointer = Checkpointer(data, filled())
     checkpointer.take(240, NOW)
     with pytest.raises(RetryError, match=r"producers\.ckpt: cannot be written"):
@@ -523,13 +528,13 @@ def test_a_disk_that_fails_ends_the_framer(data, monkeypatch):
 
 def largest_table():
     """As large as the default settings let it become."""
-    known = Producers(10_000, 1e6, 100_000, 1e6)
+    known = DedupeTable(10_000, 1e6, 100_000, 1e6)
     for n in range(10_000):
         producer = known.producer(b"producer-%d" % n, 5)
         for run in range(10):
-            known.stored(producer, 100 * run, 1000 * run * n + 1, 50, 5)
+            known.remember(producer, 100 * run, 1000 * run * n + 1, 50, 5)
     for n in range(100_000):
-        known.remember(b"podbus", b"message-%032d" % n, n, 5)
+        known.window.add(b"podbus", b"message-%032d" % n, n, 5)
     return known
 
 
@@ -546,12 +551,12 @@ def test_the_largest_table_is_read_about_as_fast_as_it_was_filled(data):
         known = largest_table()
 
     def read():
-        again = Producers(10_000, 1e6, 100_000, 1e6)
-        assert again.load(data, 10**9, lambda: beats.append(1)) == (10**9, "")
+        again = DedupeTable(10_000, 1e6, 100_000, 1e6)
+        assert again.load(data, 10**9, lambda: beats.append(1)) == 10**9
         assert state(again) == state(known)
 
     filling = cpu_s(fill)
-    write(data, text(10**9, Snapshot(known)))
+    write(data, known.snapshot().encode(10**9))
     assert min(cpu_s(read) for _ in range(2)) < 10 * filling
     assert len(beats) >= 2 * 110_000 // 1024  # and nobody takes the stage for dead meanwhile
     beats.clear()
@@ -578,7 +583,7 @@ def test_a_name_that_is_not_known_is_refused_without_a_look_at_all_those_that_ar
     known = table(producers=2000, ttl=100)
     known.names, known._made_up = Order(), Order()
     for n in range(2000):
-        known.stored(known.producer(b"auto-%d" % n if n % 2 else b"%d" % n, 1000), 1, n + 1, 1, 1000)
+        known.remember(known.producer(b"auto-%d" % n if n % 2 else b"%d" % n, 1000), 1, n + 1, 1, 1000)
     Order.looks = 0
     for _ in range(100):
         assert known.producer(b"stranger", 1100) is None
@@ -590,9 +595,9 @@ def test_a_name_that_is_not_known_is_refused_without_a_look_at_all_those_that_ar
 def test_names_keep_the_order_of_their_last_messages_over_a_file(data):
     known, again = table(producers=3, ttl=100), table(producers=3, ttl=100)
     for name, seconds in ((b"a", 1000), (b"auto-b", 1001), (b"c", 1002), (b"a", 1003)):
-        known.stored(known.producer(name, seconds), seconds, seconds, 1, seconds)
-    write(data, text(2000, Snapshot(known)))
-    assert again.load(data, 2000) == (2000, "") and list(again.names) == list(known.names) == [b"auto-b", b"c", b"a"]
+        known.remember(known.producer(name, seconds), seconds, seconds, 1, seconds)
+    write(data, known.snapshot().encode(2000))
+    assert again.load(data, 2000) == 2000 and list(again.names) == list(known.names) == [b"auto-b", b"c", b"a"]
     assert again.producer(b"new", 1102) is not None and list(again.names) == [b"c", b"a", b"new"]
 
 
@@ -603,6 +608,6 @@ def test_a_record_from_a_clock_that_was_ahead_makes_no_other_id_old():
     records = [b"1|%d.0|t|1|a;w=me|x", b"2|%d.0|t|1|1;p=me|x", b"3|%d.0|t|1|b;w=me|x", b"4|%d.0|t|1|1;p=you|x"]
     times = NOW, NOW, NOW + month, NOW + month
     known.absorb(b"".join(line % at + b"\n" for line, at in zip(records, times, strict=True)), NOW + 5)
-    assert known.seen(b"me", b"a", NOW + 5) == 1 and known.names[b"me"].find(1) == 2
+    assert known.window.find(b"me", b"a", NOW + 5) == 1 and known.names[b"me"].find(1) == 2
     assert known.producer(b"new", NOW + 6) is None
-    assert known.seen(b"me", b"b", NOW + 86_406) == NEW
+    assert known.window.find(b"me", b"b", NOW + 86_406) == NEW

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kmq import errors, record, settings
+from kmq import errors, record
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-
-
-def test_the_settings_table_is_the_one_the_code_has():
-    block = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", README.read_text(), re.S)
-    assert block and block[1] == settings.table(), "paste: python -c 'from kmq.settings import table; print(table())'"
 
 
 def test_every_exit_code_is_explained():

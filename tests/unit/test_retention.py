@@ -10,8 +10,9 @@ import pytest
 from made_up import Silent, no_room, stored, write_wal
 
 from kmq import record
+from kmq.framing.dedupe import DedupeTable
 from kmq.links.layout import Block
-from kmq.log import checkpoint, disk, dropped, index, partition, producers, remnant, segment, topics
+from kmq.log import checkpoint, dedupe_file, disk, dropped, index, partition, remnant, segment, topics
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
@@ -385,9 +386,7 @@ def test_the_wal_is_free_up_to_what_both_checkpoints_have_passed(data, router, t
     if router is not None:
         pathlib.Path(f"{data}/router.ckpt").write_bytes(checkpoint.text(router, {}, []))
     if table is not None:
-        pathlib.Path(producers.path(data)).write_bytes(
-            producers.text(table, producers.Producers(1, 1, 1, 1).snapshot())
-        )
+        pathlib.Path(dedupe_file.path(data)).write_bytes(DedupeTable(1, 1, 1, 1).snapshot().encode(table))
     assert checkpoint.wal_is_free_up_to(data) == free
 
 

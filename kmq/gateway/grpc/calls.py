@@ -21,6 +21,7 @@ import grpc
 from kmq.broker.incidents import Strangers
 from kmq.gateway.core.answers import Answer
 from kmq.gateway.grpc.front import Front, Relay
+from kmq.gateway.grpc.statuses import refuse
 from kmq.settings import KIB, MIB, Settings
 
 ENVELOPE = 64 * KIB  # of a gRPC message around the record: the id, and gRPC's own framing
@@ -135,7 +136,7 @@ class Calls:
         try:
             yield call
         except Answer as answer:
-            await context.abort(answer.status.grpc, f"{answer.code}: {answer}")
+            await refuse(context, answer)
         except asyncio.CancelledError:
             if call.task is None or not call.is_told:
                 raise
@@ -145,7 +146,7 @@ class Calls:
                 time.monotonic(),
             )  # the deadline is also one for the status
             call.task.uncancel()
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"too_many: {why}")
+            await refuse(context, Answer("too_many", why))
         finally:
             if relay is not None:
                 relay.calls.discard(call)

@@ -24,10 +24,11 @@ from kmq.broker.incidents import Incidents, Strangers
 from kmq.client.aio import AsyncProducer
 from kmq.client.protocol import NotAnswered, Refused
 from kmq.errors import KmqError
-from kmq.gateway.core.answers import INTERNAL, Answer
+from kmq.gateway.core.answers import Answer
 from kmq.gateway.core.feed import Feed, Record, Watermark
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, Calls, longest_message, longest_waiting
+from kmq.gateway.grpc.statuses import refuse, status_of
 from kmq.log.reader import DamageError
 from kmq.logfmt import Log
 from kmq.settings import Settings
@@ -239,7 +240,7 @@ def _forget(reply: "asyncio.Future[int] | Answer | None") -> None:
 def _answer_of(err: KmqError) -> Answer:
     """What became of a message that the producer has given up."""
     if isinstance(err, Refused):
-        return Answer(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, "refused by the broker"))
+        return Answer(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, ""))
     return Answer("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))
 
 
@@ -273,15 +274,15 @@ def handler(bus: PodBus, calls: Calls, requests: Requests, incidents: Incidents)
         try:
             yield
         except Answer as answer:
-            code = answer.status.grpc
-            await context.abort(code, f"{answer.code}: {answer}")
+            code = status_of(answer.code)
+            await refuse(context, answer)
         except (asyncio.CancelledError, GeneratorExit):
             code = grpc.StatusCode.CANCELLED  # by the client, or because its deadline has passed
             raise
         except Exception as err:
-            code = INTERNAL.grpc
+            code = status_of("internal")
             incidents.note("request_failed", method, type(err).__name__)
-            await context.abort(code, f"internal: {err}")
+            await refuse(context, Answer("internal", str(err)))
         finally:
             requests.count(method, code.name, time.perf_counter() - begin)
 

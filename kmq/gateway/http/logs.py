@@ -276,7 +276,7 @@ def _fields(err: DamageError) -> dict[str, Any]:
 
 
 def _refusal(answer: Answer, **fields: object) -> web.Response:
-    return web.json_response({"code": answer.code, "error": str(answer), **fields}, status=answer.status.http)
+    return web.json_response({"code": answer.code, "error": str(answer), **fields}, status=answer.refusal.http)
 
 
 def _number(name: str, text: str, least: int = 0) -> int:

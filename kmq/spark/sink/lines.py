@@ -31,9 +31,9 @@ import pyarrow.compute as pc
 from kmq import record
 from kmq.client.lines import is_text, make_routing_key, percent_encode
 from kmq.errors import EXIT_CONFIG, KmqError
+from kmq.ids import MAX_ID_DIGITS
 from kmq.routing import exact
 
-MAX_ID_DIGITS = 18  # what the broker takes as a producer's id
 _STORED_ONLY = ("p", "w", "enc")  # headers of the record that was read, not of the message
 
 Mask = npt.NDArray[np.bool_]

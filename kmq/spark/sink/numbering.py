@@ -23,8 +23,9 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 
 from kmq.errors import ConfigError, KmqError
+from kmq.ids import MAX_NAME
 from kmq.spark.sink.lines import Ints, RowError, numbers
-from kmq.spark.sink.write_options import MAX_NAME, NAME
+from kmq.spark.sink.write_options import NAME
 
 # Of what runs a task (Spark's own names, guarded by a test): set in streams, and in what foreachBatch does.
 QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"

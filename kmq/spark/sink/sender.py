@@ -21,11 +21,11 @@ from hashlib import sha256
 from kmq import record
 from kmq.client.producer import Delivery, Fenced, NotAnswered, Refused
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
-from kmq.ids import PRINTS
+from kmq.ids import MAX_NAME, PRINTS
 from kmq.settings import MIB
 from kmq.spark.sink.stored import Sent, Stored, says_the_same
 from kmq.spark.sink.targets import check, producer
-from kmq.spark.sink.write_options import AGAIN, MAX_NAME, TRUST, WriteOptions
+from kmq.spark.sink.write_options import AGAIN, TRUST, WriteOptions
 
 _IN_FLIGHT_BYTES = 16 * MIB
 _OPEN = 8  # connections of a task whose rows have many producers

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from kmq.client.lines import RETRYABLE
 from kmq.client.producer import Producer, local_address
 from kmq.errors import ConfigError
+from kmq.refusals import RETRYABLE
 from kmq.spark.connections import Access, Tls, duration, tls_of
 
 _PORT, _TLS_PORT = 5673, 5443

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from kmq.errors import ConfigError
+from kmq.ids import NAME_PATTERN
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, duration
 from kmq.spark.names import check_options
 from kmq.spark.sink.targets import addresses
@@ -18,8 +19,7 @@ _OPTIONS = (
 )
 _OF_SPARK = ("queryname", "checkpointlocation")  # told to every sink of a stream
 _TIMEOUT_S = 600.0
-MAX_NAME = 64  # characters of a producer's name
-NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME}}}")  # of a producer
+NAME = re.compile(NAME_PATTERN)  # of a producer
 STOP, AGAIN, TRUST = REPLAY = ("stop", "again", "trust")  # what a row does whose id is another row's
 
 

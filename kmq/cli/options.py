@@ -1,0 +1,28 @@
+"""Options that travel together are one value: a parameter whose type is a NamedTuple stands for all of its fields."""
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, get_type_hints
+
+
+def grouped(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for Typer that has the fields of each NamedTuple parameter as options, in the place of the parameter."""
+    groups: dict[str, Any] = {n: kind for n, kind in get_type_hints(function).items() if hasattr(kind, "_fields")}
+
+    @wraps(function)
+    def command(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{option: given.pop(option) for option in group._fields})
+        function(**given)
+
+    flat = [
+        option.replace(kind=Parameter.KEYWORD_ONLY)
+        for parameter in signature(function).parameters.values()
+        for option in (
+            signature(groups[parameter.name]).parameters.values() if parameter.name in groups else [parameter]
+        )
+    ]
+    command.__signature__ = Signature(flat)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in flat}
+    return command

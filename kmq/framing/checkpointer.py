@@ -1,0 +1,104 @@
+"""Saves the dedupe table to producers.ckpt, so that a start has only the last seconds of the WAL to read again.
+
+Owner       the framer.
+Invariant   The file never covers a record that is not on disk: a snapshot waits until durability has synced its last seq. When
+            all stages die with the rings, ids that were lost with them must be accepted again.
+Crash       Killed while writing: the file is replaced atomically, so the old one stays.
+Disk full   The old file stays, and the save is tried again. Until it succeeds, retention keeps what the old file does not cover.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from kmq.errors import RetryError
+from kmq.framing.dedupe import DedupeTable
+from kmq.log import dedupe_file, spare
+from kmq.log.dedupe_file import Snapshot
+from kmq.log.disk import FULL, replace_file
+from kmq.settings import MIB
+
+CHECKPOINT_BYTES = 32 * MIB  # of framed lines between two saves: a start then reads for at most a third of a second
+CHECKPOINT_S = 30.0  # longest time between two saves: the WAL must keep what the file does not cover (retention)
+_EMPTY_TIMES = 4  # an empty table is saved after so many times CHECKPOINT_BYTES: a start then reads that much faster
+_BEHIND_S = 10.0  # until the first save, if the file that was loaded did not cover the whole table
+_RETRY_S = 2.0  # after a save that found the disk full
+
+
+class Checkpointer:
+    """Takes a snapshot now and then, and a thread writes it once all that it covers is on disk."""
+
+    def __init__(
+        self, data: str, table: DedupeTable, beat: Callable[[], None] = lambda: None, is_behind: bool = False
+    ) -> None:
+        """`is_behind`: the file does not cover the whole table, so save it soon even if nothing is framed."""
+        self._path, self._table, self._beat = dedupe_file.path(data), table, beat
+        self._snapshot: tuple[int, Snapshot] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._bytes = int(is_behind)  # framed since the last snapshot
+        self._taken_at = time.monotonic() - is_behind * (CHECKPOINT_S - _BEHIND_S)
+        self._found_full = False  # whether the last save found the disk full
+
+    def framed(self, nbytes: int, next_seq: int, synced: int | None, now: int) -> None:
+        """Call after each turn, also an idle one: `nbytes` were framed, durability has synced up to `synced`, it is `now`."""
+        self._bytes += nbytes
+        if self._snapshot is not None:
+            self._write_if(synced)
+            return
+        is_much = self._bytes >= CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES)
+        age_s = time.monotonic() - self._taken_at
+        is_due = is_much or (self._bytes and age_s > CHECKPOINT_S) or (self._found_full and age_s > _RETRY_S)
+        if is_due and not self.busy:
+            self.take(next_seq - 1, now)
+
+    def take(self, seq: int, now: int) -> None:
+        """Take a snapshot of the table as of `seq`."""
+        self._bytes, self._taken_at, self._found_full = 0, time.monotonic(), False
+        self._table.forget_idle(now)
+        self._snapshot = seq, self._table.snapshot(self._beat)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a snapshot waits for durability."""
+        return self._snapshot is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the file is being written. Raises RetryError if that failed."""
+        if self._error is not None:
+            raise RetryError(f"{self._path}: cannot be written: {self._error}") from self._error
+        return self._thread is not None and self._thread.is_alive()
+
+    def _write_if(self, synced: int | None) -> None:
+        assert self._snapshot is not None
+        seq, snapshot = self._snapshot
+        if synced is None or synced < seq or self.busy:
+            return
+        self._snapshot = None
+        self._thread = threading.Thread(target=self._write, args=(seq, snapshot), daemon=True)
+        self._thread.start()
+
+    def finish(self, synced: int | None) -> bool:
+        """Return True if nothing is left to write. Call again until then."""
+        if self._snapshot is not None:
+            self._write_if(synced)
+        return not self.pending and not self.busy
+
+    def _write(self, seq: int, snapshot: Snapshot) -> None:
+        try:
+            replace_file(self._path, snapshot.encode(seq))
+        except OSError as err:
+            if err.errno in FULL:
+                self._remove_half()
+                self._found_full = True
+                spare.release(os.path.dirname(self._path))  # for the next time
+            else:
+                self._error = err
+
+    def _remove_half(self) -> None:
+        try:
+            os.unlink(f"{self._path}.new")
+        except FileNotFoundError:
+            pass

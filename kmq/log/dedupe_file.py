@@ -1,0 +1,135 @@
+"""producers.ckpt: the dedupe table as of one seq, with its encoder and decoder.
+
+    <seq>|<crc32 of the seq and the rows>|<version>
+    p|<name>|<last id>|<seconds>|<first>:<last>,…|<id>:<seq>:<count>,…|<fingerprints>      one row for each producer
+    w|<scope>|<id>|<seq>|<seconds>|<fingerprint>                                           one row for each id of a window
+
+`<first>:<last>` are ranges of ids whose seqs are forgotten, `<id>:<seq>:<count>` are runs of ids that follow one another. The
+fingerprints of a producer are base64 of 32-bit words, the lower byte first. Version 1 had no fingerprints and no ranges.
+
+Owner       the framer writes the file (kmq/framing/checkpointer.py). The start, retention and repair read it.
+Invariant   The file is used as a whole or not at all: its crc covers the seq and all rows.
+"""
+
+import sys
+from array import array
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from zlib import crc32
+
+from kmq.ids import PRINTS, Producer, pack, unpack
+
+_VERSION = 2
+ROWS_PER_BEAT = 1024  # rows handled between two signs of life: how many rows there are depends on the limits
+
+_Name = tuple[bytes, int, int, "array[int]", "array[int]", list[int], list[int], list[int], "array[int]"]
+WindowRow = tuple[bytes, int]  # scope|id and its packed value
+
+
+def path(data: str) -> str:
+    return f"{data}/producers.ckpt"
+
+
+def checkpoint_seq(data: str) -> int:
+    """Return the seq that producers.ckpt covers; 0 if there is no file. Later records must stay in the WAL."""
+    try:
+        with open(path(data), "rb") as file:
+            return int(file.readline().split(b"|")[0])
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+class Snapshot:
+    """A dedupe table at one moment. Making one only copies lists; its text is made later, in a thread."""
+
+    def __init__(
+        self, producers: Iterable[Producer], window: Mapping[bytes, int], beat: Callable[[], None] = lambda: None
+    ) -> None:
+        """`beat` is called now and then: how long this takes depends on the limits."""
+        self._names: list[_Name] = []
+        for number, p in enumerate(producers):
+            lists = p.firsts[:], p.lasts[:], p.ids[:], p.seqs[:], p.counts[:], p.prints[-PRINTS:]
+            self._names.append((p.name, p.last_id, p.seconds, *lists))
+            if number % ROWS_PER_BEAT == 0:
+                beat()
+        self._window = list(window.items())
+
+    def _rows(self) -> Iterator[bytes]:
+        for name, last_id, seconds, firsts, lasts, ids, seqs, counts, prints in self._names:
+            ranges = b",".join(b"%d:%d" % ends for ends in zip(firsts, lasts, strict=True))
+            runs = b",".join(b"%d:%d:%d" % run for run in zip(ids, seqs, counts, strict=True))
+            if sys.byteorder == "big":
+                prints.byteswap()
+            fingerprints = b2a_base64(prints, newline=False)
+            yield b"p|%b|%d|%d|%b|%b|%b\n" % (name, last_id, seconds, ranges, runs, fingerprints)
+        for key, value in self._window:
+            yield b"w|%b|%d|%d|%d\n" % (key, *unpack(value))
+
+    def encode(self, seq: int) -> bytes:
+        """Return the content of the file, for a table as of `seq`."""
+        rows = b"".join(self._rows())
+        return b"%d|%d|%d\n%b" % (seq, checksum(seq, rows), _VERSION, rows)
+
+
+class Saved:
+    """A producers.ckpt whose crc and version are right."""
+
+    def __init__(self, content: bytes) -> None:
+        """Raises ValueError if `content` is damaged, or of an unknown version."""
+        head, _, self._text = content.partition(b"\n")
+        self.seq, crc, version = (int(field) for field in (head + b"|1" * (head.count(b"|") == 1)).split(b"|"))
+        if checksum(self.seq, self._text) != crc:
+            raise ValueError("its crc does not match")
+        if version not in (1, _VERSION):
+            raise ValueError(f"format {version} is not known here")
+
+    def rows(self) -> Iterator[Producer | WindowRow]:
+        """Yield the producers and the ids of windows, in the order of the file."""
+        return map(_decode_row, self._text.splitlines())
+
+
+def read(data: str) -> Saved | None:
+    """Return what producers.ckpt says; None if there is no file. Raises ValueError if it cannot be used."""
+    try:
+        with open(path(data), "rb") as file:
+            return Saved(file.read())
+    except FileNotFoundError:
+        return None
+
+
+def fault(data: str) -> str:
+    """Return why producers.ckpt cannot be used; "" if it can, or if there is no file."""
+    try:
+        saved = read(data)
+        for _ in saved.rows() if saved is not None else ():
+            pass
+    except ValueError as err:
+        return str(err)
+    return ""
+
+
+def checksum(seq: int, rows: bytes) -> int:
+    """Return the crc of the first line."""
+    return crc32(rows, crc32(b"%d" % seq))
+
+
+def _decode_row(row: bytes) -> Producer | WindowRow:
+    kind, name, *fields = row.split(b"|")
+    if kind == b"w":
+        id, seq, seconds, print = fields if len(fields) == 4 else (*fields, b"0")
+        return b"%b|%b" % (name, id), pack(int(seq), int(seconds), int(print))
+    last_id, seconds, ranges, runs, prints = fields if len(fields) == 5 else (*fields[:2], b"", fields[3], b"")
+    producer = Producer(name, int(last_id), int(seconds))
+    for ends in ranges.split(b",") if ranges else ():
+        first, last = map(int, ends.split(b":"))
+        producer.firsts.append(first)
+        producer.lasts.append(last)
+    for run in runs.split(b",") if runs else ():
+        first_id, first_seq, count = map(int, run.split(b":"))
+        producer.ids.append(first_id)
+        producer.seqs.append(first_seq)
+        producer.counts.append(count)
+    producer.prints.frombytes(a2b_base64(prints))
+    if sys.byteorder == "big":
+        producer.prints.byteswap()
+    return producer

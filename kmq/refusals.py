@@ -1,0 +1,109 @@
+"""Every reason for which a request is not served: one code, and what it means on each protocol.
+
+    !err <n> <code> <text>            line protocol                    kmq/ingress, kmq/framing
+    {"code": <code>, "error": …}      HTTP, with the status `http`     kmq/gateway/http
+    <grpc>: "<code>: <text>"          gRPC, with the status `grpc`     kmq/gateway/grpc
+    kmq.Refused.code                  Python clients                   kmq/client
+
+Invariant   A code never changes its meaning, and nothing sends a code that has no row here (tests/unit/test_refusals.py).
+Not covered How often a code was sent (kmq/gateway/core/metrics.py), and `reason` of stages that are not ready
+            (kmq/broker/readiness.py): those describe a broker, not a request.
+"""
+
+# What is refused.
+MESSAGE = "message"  # one message: the connection goes on; sent as a plain line it becomes a record of dead.malformed
+CONNECTION = "connection"  # a connection, or everything that it still sends
+REQUEST = "request"  # one request to the gateway
+CLIENT = "client"  # nothing that a broker sends: the client ends its connection
+
+# Rows that agree in more than one column: gRPC status, HTTP status, name of the exit code (kmq.errors.EXIT_NAMES).
+_BAD = ("INVALID_ARGUMENT", 400, "failed")
+_LONG = ("RESOURCE_EXHAUSTED", 413, "failed")
+_MANY = ("RESOURCE_EXHAUSTED", 429, "failed")
+_UNKNOWN = ("NOT_FOUND", 404, "failed")
+_LATER = ("UNAVAILABLE", 503, "retry")
+_STALE = ("FAILED_PRECONDITION", 409, "failed")
+_NEVER = ("FAILED_PRECONDITION", 409, "config")  # not while the broker has these settings
+_BUG = ("INTERNAL", 500, "config")  # broker and client do not understand one another
+
+
+class Refusal:
+    """One row. `is_retryable`: the same request may be served later, unchanged, so whoever sent it tries again."""
+
+    __slots__ = ("code", "exit", "grpc", "http", "is_retryable", "scope", "text")
+
+    def __init__(self, scope: str, code: str, meaning: tuple[str, int, str], text: str, retry: bool = False) -> None:
+        self.scope, self.code, self.text, self.is_retryable = scope, code, text, retry
+        self.grpc, self.http, self.exit = meaning
+
+
+_ROWS = (
+    Refusal(MESSAGE, "empty_line", _BAD, "the line is empty"),
+    Refusal(MESSAGE, "control_byte", _BAD, "the line begins with !, + or -"),
+    Refusal(MESSAGE, "nul", _BAD, "the line holds a NUL"),
+    Refusal(MESSAGE, "no_separator", _BAD, "the line has no |, so it has no fields"),
+    Refusal(MESSAGE, "empty_routing_key", _BAD, "the routing key is empty"),
+    Refusal(MESSAGE, "bad_topic", _BAD, "the topic's name must match [A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"),
+    Refusal(MESSAGE, "reserved_topic", _BAD, "append, dropped and names that begin with __ are KMQ's own"),
+    Refusal(MESSAGE, "too_long", _LONG, "the line is over KMQ_MAX_LINE bytes"),
+    Refusal(MESSAGE, "no_newline", _BAD, "the connection ended before the line did"),
+    Refusal(MESSAGE, "too_many_topics", _MANY, "KMQ_MAX_TOPICS topics exist, or no inodes are left for another one"),
+    Refusal(MESSAGE, "unknown_topic", _UNKNOWN, "no such topic is declared, and KMQ_AUTO_CREATE_TOPICS is off"),
+    Refusal(MESSAGE, "unknown_partition", _UNKNOWN, "the topic has no such partition"),
+    Refusal(MESSAGE, "bad_id", _BAD, "the id is none that this connection may send"),
+    Refusal(MESSAGE, "id_reused", ("ALREADY_EXISTS", 409, "failed"), "the id was stored before with other content"),
+    Refusal(MESSAGE, "id_too_old", _STALE, "the id is below the last one stored, and not known as stored itself"),
+    Refusal(MESSAGE, "producers_full", _MANY, "KMQ_PRODUCERS names are remembered already"),
+    Refusal(CONNECTION, "disk_full", _LATER, "the disk has no room for more; what is on the way will be stored", True),
+    Refusal(CONNECTION, "quota", _LATER, "KMQ_DATA_QUOTA is reached; what is on the way will be stored", True),
+    Refusal(CONNECTION, "stopping", _LATER, "the process is stopping", True),
+    Refusal(CONNECTION, "busy", _LATER, "too much waits for the broker already", True),
+    Refusal(
+        CONNECTION, "connections", _LATER, "KMQ_CONNECTIONS, or as many as ulimit -n allows, are open already", True
+    ),
+    Refusal(CONNECTION, "fenced", _STALE, "a newer connection of this producer has said hello"),
+    Refusal(
+        CONNECTION, "bad_hello", ("INVALID_ARGUMENT", 400, "config"), "the first line is no !hello that ingress knows"
+    ),
+    Refusal(
+        CONNECTION, "unauthorized", ("UNAUTHENTICATED", 401, "config"), "a token that `kmq token new` made is required"
+    ),
+    Refusal(CONNECTION, "drop_oldest", _NEVER, "the ring framed may drop messages, so none can be acknowledged"),
+    Refusal(REQUEST, "bad_request", _BAD, "an argument is missing or wrong"),
+    Refusal(REQUEST, "empty_id", _BAD, "message_id must not be empty: a retry is recognised by it"),
+    Refusal(REQUEST, "not_found", _UNKNOWN, "nothing is stored there"),
+    Refusal(REQUEST, "too_many", _MANY, "as many as may be open at a time are open already", True),
+    Refusal(
+        REQUEST, "not_answered", _LATER, "the message may or may not be stored; the same id again stores it once", True
+    ),
+    Refusal(REQUEST, "not_routed", _LATER, "the record is on disk and not in its queue yet", True),
+    Refusal(REQUEST, "not_ready", _LATER, "the broker has not recovered yet", True),
+    Refusal(REQUEST, "damaged", ("DATA_LOSS", 500, "corrupt"), "the files are damaged there"),
+    Refusal(REQUEST, "internal", _BUG, "the broker or the gateway failed; its log says more"),
+    Refusal(CLIENT, "not_kmq", _LATER, "what listens there does not answer !hello as KMQ does", True),
+    Refusal(CLIENT, "protocol", _LATER, "the broker sent a reply that does not fit what it was sent", True),
+)
+_BY_CODE = {row.code: row for row in _ROWS}
+_INTERNAL = _BY_CODE["internal"]
+# Refusals of a broker that pass. Everything else on that connection is refused too: reconnect later, and send it again.
+RETRYABLE = frozenset(row.code for row in _ROWS if row.is_retryable and row.scope == CONNECTION)
+
+
+def table() -> tuple[Refusal, ...]:
+    """Return all rows in the order in which a reader meets them: messages, connections, requests, the client's own."""
+    return _ROWS
+
+
+def known(code: str) -> Refusal:
+    """Return the row of `code`, which this version sends. Raises KeyError for any other."""
+    return _BY_CODE[code]
+
+
+def find(code: str) -> Refusal:
+    """Return the row of `code` as received; a code of another version counts as `internal`."""
+    return _BY_CODE.get(code, _INTERNAL)
+
+
+def reason(code: str, text: str = "") -> str:
+    """Return what follows `!err <n> `: the code and `text`, or the code and its own text."""
+    return f"{code} {text or _BY_CODE[code].text}"

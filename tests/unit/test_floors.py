@@ -1,0 +1,319 @@
+"""The rooms of the house and what each may import: arrows run down only, and nothing grows too large to read.
+
+Reads the source only (`ast`): imports inside functions and under `if TYPE_CHECKING` count like those at the top of a module.
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_FILE, MAX_FUNCTION, MAX_CLASS = 450, 50, 20
+
+# From the top down. A module may import from its own room and from every lower floor; rooms of one floor never import one
+# another. A room is one string of packages and modules; the longest name that fits decides (`kmq.spark.sink` before `kmq.spark`).
+FLOORS = [
+    ["scripts kmq.__main__ kmq.probe kmq.spark.submit"],
+    ["kmq.cli"],
+    ["stages.ingress", "stages.framer", "stages.durability", "stages.router", "stages", "kmq.gateway", "kmq.spark"],
+    ["kmq.gateway.http", "kmq.gateway.grpc", "kmq.spark.pipelines", "kmq.spark.audit", "kmq.spark.sql"],
+    ["kmq.gateway.core", "kmq.spark.tables"],
+    ["kmq.spark.sink", "kmq.spark.streaming"],
+    ["kmq.spark.source"],
+    ["kmq.spark.connections kmq.spark.names kmq.spark.failures kmq.spark.pinned kmq.spark.arrow"],
+    ["kmq.ingress", "kmq.framing", "kmq.router", "kmq.repair", "kmq.deadletters"],
+    ["kmq.broker"],
+    ["kmq.client kmq"],
+    ["kmq.log"],
+    ["kmq.links"],
+    ["kmq.settings kmq.routing kmq.tokens kmq.terminal kmq.descriptors"],
+    ["kmq.record kmq.refusals kmq.errors kmq.logfmt kmq.watch kmq.certificate kmq.ids"],
+]
+
+# What breaks the rules today, one entry a line. The list only shrinks: an entry that no longer breaks a rule has to go.
+STILL = {
+    "arrow": {
+        "kmq/broker/supervisor.py -> kmq/gateway/__init__.py",
+        "kmq/spark/source/source.py -> kmq/spark/sink/sink.py",
+    },
+    "circle": {
+        "kmq/spark/__init__.py <-> kmq/spark/sessions.py",
+        "kmq/spark/audit/audit.py <-> kmq/spark/audit/report.py",
+        "kmq/spark/source/brokers.py <-> kmq/spark/source/remote.py",
+    },
+    "file": {
+        "kmq/cli/app.py",
+        "kmq/cli/pipelines.py",
+        "kmq/client/producer.py",
+        "kmq/client/protocol.py",
+        "kmq/log/reader.py",
+        "kmq/router/queues.py",
+        "kmq/spark/audit/judge.py",
+        "scripts/bench.py",
+        "scripts/play.py",
+        "stages/ingress.py",
+    },
+    "function": {
+        "kmq/cli/app.py: redrive",
+        "kmq/cli/app.py: up",
+        "kmq/cli/pipelines.py: archive",
+        "kmq/gateway/grpc/podbus.py: handler",
+        "kmq/router/queues.py: Queues._mend",
+        "kmq/spark/pipelines/archive.py: run",
+    },
+    "class": {
+        "kmq/client/aio.py: AsyncProducer",
+        "kmq/client/producer.py: Producer",
+        "kmq/client/protocol.py: Core",
+        "kmq/gateway/http/logs.py: Logs",
+        "kmq/links/ring.py: RingWriter",
+        "kmq/log/reader.py: Segment",
+        "kmq/router/queues.py: Queues",
+        "kmq/spark/source/planner.py: Logs",
+        "kmq/spark/tables/base.py: Table",
+        "scripts/play.py: Pod",
+        "stages/ingress.py: Ingress",
+    },
+}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def read_sources() -> dict[str, tuple[str, str]]:
+    """Every Python file under kmq, stages and scripts: name of the module → (path, text)."""
+    paths = [path for top in ("kmq", "stages", "scripts") for path in sorted((ROOT / top).rglob("*")) if path.is_file()]
+    scripts = [path for path in paths if not path.suffix and path.read_bytes().startswith(b"#!/usr/bin/env python3")]
+    is_python = [path for path in paths if path.suffix == ".py"] + scripts
+    names = [path.relative_to(ROOT) for path in is_python]
+    return {module_name(name): (str(name), (ROOT / name).read_text()) for name in names}
+
+
+@cache
+def parsed(path: str, text: str) -> ast.Module:
+    return ast.parse(text, path)
+
+
+@cache
+def names_taken(importer: str, path: str, text: str) -> list[tuple[str, str]]:
+    """What a module imports: (module, name) for each name of `from module import name`, (module, module) for `import module`."""
+    pairs = []
+    for node in ast.walk(parsed(path, text)):
+        if isinstance(node, ast.Import):
+            pairs += [(alias.name, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module or ""
+            if node.level:  # relative: `from .` or `from ..package`
+                inside = importer.split(".") if path.endswith("__init__.py") else importer.split(".")[:-1]
+                package = ".".join([*inside[: len(inside) - node.level + 1], *filter(None, [node.module])])
+            pairs += [(package, alias.name) for alias in node.names]
+    return pairs
+
+
+def imports(sources: dict[str, tuple[str, str]]) -> dict[tuple[str, str], set[str]]:
+    """(importing module, imported module of ours) → the names taken."""
+    taken: dict[tuple[str, str], set[str]] = {}
+    for importer, (path, text) in sources.items():
+        for package, name in names_taken(importer, path, text):
+            targets = [f"{package}.{name}", package, f"scripts.{package}"]  # scripts import each other by the bare name
+            target = next((target for target in targets if target in sources), None)
+            if target and target != importer:
+                taken.setdefault((importer, target), set()).add(name)
+    return taken
+
+
+@cache
+def place(module: str) -> tuple[int, str]:
+    """The floor of a module, counted from the top, and its room."""
+    rooms = [(part, floor, room) for floor, row in enumerate(FLOORS) for room in row for part in room.split()]
+    # `kmq` alone is the package's own __init__: a new module or package beneath it has to be given a floor.
+    matching = [
+        found for found in rooms if module == found[0] or (found[0] != "kmq" and module.startswith(f"{found[0]}."))
+    ]
+    assert matching, f"{module} has no floor: give it one in FLOORS"
+    _, floor, room = max(matching, key=lambda found: len(found[0]))
+    return floor, room
+
+
+def wrong_arrows(sources: dict[str, tuple[str, str]]) -> dict[str, str]:
+    wrong = {}
+    for (importer, target), names in imports(sources).items():
+        (floor, room), (lower, other) = place(importer), place(target)
+        if room != other and lower <= floor:
+            key = f"{sources[importer][0]} -> {sources[target][0]}"
+            wrong[key] = f"{key}: takes {', '.join(sorted(names))}; {room!r} must not import {other!r}"
+    return wrong
+
+
+def circles(sources: dict[str, tuple[str, str]]) -> dict[str, str]:
+    """Every set of modules that import one another in a circle."""
+    arrows: dict[str, set[str]] = {module: set() for module in sources}
+    taken = imports(sources)
+    for importer, target in taken:
+        arrows[importer].add(target)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [*arrows[start]]
+        while waiting:
+            module = waiting.pop()
+            if module not in seen:
+                seen.add(module)
+                waiting += arrows[module]
+        return seen
+
+    reach = {module: reached(module) for module in sources}
+    found = {}
+    for module in sources:
+        if module in reach[module]:
+            members = {other for other in reach[module] if module in reach[other]}
+            inner = [(a, b, names) for (a, b), names in taken.items() if a in members and b in members]
+            key = " <-> ".join(sorted(sources[member][0] for member in members))
+            found[key] = "; ".join(
+                f"{sources[a][0]} takes {', '.join(sorted(n))} of {sources[b][0]}" for a, b, n in inner
+            )
+    return found
+
+
+def long_files(sources: dict[str, tuple[str, str]]) -> dict[str, str]:
+    lengths = {path: len(text.splitlines()) for path, text in sources.values()}
+    return {path: f"{path} has {lines} lines" for path, lines in lengths.items() if lines > MAX_FILE}
+
+
+def definitions(sources: dict[str, tuple[str, str]], kind: type[ast.AST] | tuple[type[ast.AST], ...]):
+    """Every definition of a kind, with its path and its dotted name inside the file."""
+
+    def inside(node: ast.AST, prefix: str):
+        for child in ast.iter_child_nodes(node):
+            name = getattr(child, "name", None) if isinstance(child, DEFINITIONS) else None
+            dotted = f"{prefix}.{name}" if prefix and name else name or prefix
+            if isinstance(child, kind):
+                yield dotted, child
+            yield from inside(child, dotted)
+
+    for path, text in sources.values():
+        for name, node in inside(parsed(path, text), ""):
+            yield f"{path}: {name}", node
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+
+
+def long_functions(sources: dict[str, tuple[str, str]]) -> dict[str, str]:
+    lengths = {name: node.end_lineno - node.lineno + 1 for name, node in definitions(sources, FUNCTIONS)}
+    return {name: f"{name} has {lines} lines" for name, lines in lengths.items() if lines > MAX_FUNCTION}
+
+
+def large_classes(sources: dict[str, tuple[str, str]]) -> dict[str, str]:
+    classes = definitions(sources, ast.ClassDef)
+    methods = {name: sum(isinstance(child, FUNCTIONS) for child in node.body) for name, node in classes}
+    return {name: f"{name} has {count} methods" for name, count in methods.items() if count > MAX_CLASS}
+
+
+CHECKS = {
+    "arrow": wrong_arrows,
+    "circle": circles,
+    "file": long_files,
+    "function": long_functions,
+    "class": large_classes,
+}
+
+
+def broken(rule: str, sources: dict[str, tuple[str, str]], still: set[str]) -> list[str]:
+    """What breaks a rule and is not in `still`, and what is in `still` and breaks it no longer."""
+    found = CHECKS[rule](sources)
+    mended = [f"{key!r} no longer breaks the rule: remove it from STILL" for key in sorted(still - found.keys())]
+    return [text for key, text in found.items() if key not in still] + mended
+
+
+@pytest.mark.parametrize("rule", CHECKS)
+def test_the_house_keeps_the_rule_of(rule):
+    wrong = broken(rule, read_sources(), STILL[rule])
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_an_entry_that_breaks_no_rule_any_more_has_to_go():
+    assert broken("file", {"kmq.log.new": ("kmq/log/new.py", "")}, {"kmq/log/new.py"}) == [
+        "'kmq/log/new.py' no longer breaks the rule: remove it from STILL"
+    ]
+
+
+def test_every_name_in_the_floors_exists():
+    sources = read_sources()
+    parts = [part for row in FLOORS for room in row for part in room.split()]
+    absent = [part for part in parts if part != "scripts" and part not in sources and part != "kmq.refusals"]
+    assert not absent and len(parts) == len(set(parts))
+
+
+def sources_with(**added: str) -> dict[str, tuple[str, str]]:
+    """The sources as they are, and modules beside them whose text is given: `kmq__log__new="import …"`."""
+    names = {name.replace("__", "."): text for name, text in added.items()}
+    return read_sources() | {name: (name.replace(".", "/") + ".py", text) for name, text in names.items()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from kmq.router import newcomers",
+        "import kmq.router.newcomers",
+        "from kmq.router.newcomers import Newcomers",
+        "from ..router import newcomers",
+        "def later():\n    from kmq.router import newcomers",
+        "TYPE_CHECKING = False\nif TYPE_CHECKING:\n    from kmq.router import newcomers",
+    ],
+)
+def test_an_arrow_that_runs_up_is_found_and_named(text):
+    wrong = wrong_arrows(sources_with(kmq__log__new=text))
+    [said] = [said for key, said in wrong.items() if key == "kmq/log/new.py -> kmq/router/newcomers.py"]
+    assert "takes" in said and "ewcomers; 'kmq.log' must not import 'kmq.router'" in said
+
+
+@pytest.mark.parametrize(
+    ("importer", "target"),
+    [
+        ("kmq/gateway/http/new.py", "kmq/gateway/grpc/front.py"),
+        ("kmq/gateway/core/new.py", "kmq/gateway/server.py"),
+        ("kmq/repair/new.py", "kmq/router/queues.py"),
+        ("kmq/spark/source/new.py", "kmq/spark/sink/sink.py"),
+        ("stages/router.py", "stages/framer.py"),
+        ("kmq/cli/new.py", "scripts/demo.py"),
+    ],
+)
+def test_rooms_of_one_floor_and_higher_ones_are_not_imported(importer, target):
+    added = {module_name(Path(importer)).replace(".", "__"): f"import {module_name(Path(target))}"}
+    assert f"{importer} -> {target}" in wrong_arrows(sources_with(**added))
+
+
+def test_an_arrow_down_and_one_inside_a_room_are_allowed():
+    wrong = wrong_arrows(sources_with(kmq__log__new="from kmq.links import fifo\nfrom kmq.log import disk\nimport os"))
+    assert not [key for key in wrong if key.startswith("kmq/log/new.py")]
+
+
+def test_a_circle_is_found_with_its_names():
+    found = circles(
+        sources_with(kmq__log__a="from kmq.log import b", kmq__log__b="def f():\n    from kmq.log.a import X")
+    )
+    text = found["kmq/log/a.py <-> kmq/log/b.py"]
+    assert "kmq/log/a.py takes b of kmq/log/b.py" in text and "kmq/log/b.py takes X of kmq/log/a.py" in text
+
+
+def test_what_grows_too_large_is_found():
+    grown = (
+        "class C:\n"
+        + "    def f(self): pass\n" * (MAX_CLASS + 1)
+        + "    async def g(self):\n"
+        + "        1\n" * MAX_FUNCTION
+    )
+    sources = sources_with(kmq__log__new=grown, kmq__log__longer="\n" * (MAX_FILE + 1))
+    assert "kmq/log/longer.py" in long_files(sources) and "kmq/log/new.py" not in long_files(sources)
+    assert "kmq/log/new.py: C.g" in long_functions(sources) and "kmq/log/new.py: C.f" not in long_functions(sources)
+    assert large_classes(sources)["kmq/log/new.py: C"] == f"kmq/log/new.py: C has {MAX_CLASS + 2} methods"
+
+
+def test_a_module_without_a_floor_is_found():
+    with pytest.raises(AssertionError, match=r"kmq\.newcomer has no floor"):
+        place("kmq.newcomer")
