@@ -19,8 +19,7 @@ FLOORS = [
     ["kmq.cli"],
     ["stages.ingress", "stages.framer", "stages.durability", "stages.router", "stages", "kmq.gateway", "kmq.spark"],
     ["kmq.gateway.http", "kmq.gateway.grpc", "kmq.spark.pipelines", "kmq.spark.audit", "kmq.spark.sql"],
-    ["kmq.gateway.core", "kmq.spark.tables"],
-    ["kmq.spark.sink", "kmq.spark.streaming"],
+    ["kmq.gateway.core", "kmq.spark.tables", "kmq.spark.streaming", "kmq.spark.sink"],
     ["kmq.spark.source"],
     ["kmq.spark.connections kmq.spark.names kmq.spark.failures kmq.spark.pinned kmq.spark.arrow"],
     ["kmq.ingress", "kmq.framing", "kmq.router", "kmq.repair", "kmq.deadletters"],
@@ -36,13 +35,8 @@ FLOORS = [
 STILL = {
     "arrow": {
         "kmq/broker/supervisor.py -> kmq/gateway/__init__.py",
-        "kmq/spark/source/source.py -> kmq/spark/sink/sink.py",
     },
-    "circle": {
-        "kmq/spark/__init__.py <-> kmq/spark/sessions.py",
-        "kmq/spark/audit/audit.py <-> kmq/spark/audit/report.py",
-        "kmq/spark/source/brokers.py <-> kmq/spark/source/remote.py",
-    },
+    "circle": set(),
     "file": {
         "kmq/cli/app.py",
         "kmq/cli/pipelines.py",
@@ -50,7 +44,6 @@ STILL = {
         "kmq/client/protocol.py",
         "kmq/log/reader.py",
         "kmq/router/queues.py",
-        "kmq/spark/audit/judge.py",
         "scripts/bench.py",
         "scripts/play.py",
         "stages/ingress.py",

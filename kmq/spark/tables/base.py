@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 TARGET_BYTES = 128 << 20  # of a merged file; smaller than half of it is small
 MERGE_FILES = 8  # so many small files in one directory are merged
-MARKS = {
-    "parquet": "",
-    "delta": "_delta_log",
-    "iceberg": "metadata",
-}  # format → the directory that only its tables have
+PARQUET, DELTA, ICEBERG = "parquet", "delta", "iceberg"
+MARKS = {PARQUET: "", DELTA: "_delta_log", ICEBERG: "metadata"}  # format → the directory that only its tables have
 
 
 class Table:
@@ -197,7 +194,7 @@ class Table:
         """Refuse a directory that holds another kind of table, and a store that cannot be reached."""
         found = next((name for name, mark in MARKS.items() if mark and self.place.has(mark)), "")
         if not found and (os.path.exists(f"{self.state}/batch") or disk.directories(self.path)):
-            found = "parquet"
+            found = PARQUET
         if found and found != self.format:
             raise ConfigError(f"--to {self.path}: holds a {found} table, not {self.format}; name another --to")
 
