@@ -288,6 +288,11 @@ def seq_of(line: bytes) -> int:
     return int(line[: line.index(b"|")])
 
 
+def routing_key_of(line: bytes) -> bytes:
+    """Routing key of a stored line."""
+    return line.split(b"|", 3)[2]
+
+
 def format_ts(micros: int) -> bytes:
     """Microseconds since the epoch as a recv_ts field: seconds with six decimals."""
     return b"%d.%06d" % divmod(micros, 1_000_000)

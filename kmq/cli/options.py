@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for Typer that has the fields of each NamedTuple parameter as options, in the place of the parameter."""
+    """Return a command for Typer in which the fields of each NamedTuple parameter are options."""
     groups: dict[str, Any] = {n: kind for n, kind in get_type_hints(function).items() if hasattr(kind, "_fields")}
 
     @wraps(function)

@@ -34,6 +34,8 @@ pipeline_app = typer.Typer(
 run_app = typer.Typer(no_args_is_help=True, help="Run a pipeline on Spark.", epilog=examples("kmq pipeline list"))
 pipeline_app.add_typer(run_app, name="run")
 
+_EVERY_SECOND = Follow(every="1 second")
+
 
 @pipeline_app.command("list", epilog=examples("kmq pipeline list"))
 def list_pipelines() -> None:
@@ -301,7 +303,7 @@ def mirror(
     target: Target,
     origin: From,
     topics: Topics,
-    follow: Follow = Follow(every="1 second"),
+    follow: Follow = _EVERY_SECOND,
     on: On,
 ) -> None:
     """Topics of a broker into another one: each message once, where it was in its headers, the same key together."""
