@@ -50,7 +50,7 @@ def bind(self, query, batch_id):
 
 Table.bind = bind
 if point == "letters":  # sent, and not yet in the table
-    dying(archive._Letters, "send", False)
+    dying(archive.DeadLetters, "send", False)
 elif point == "staged":
     dying(Table, "stage", False)
 elif point == "sealed":  # none of its files is moved

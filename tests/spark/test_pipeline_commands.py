@@ -176,7 +176,7 @@ def test_a_stream_whose_worker_is_not_up_in_time_is_started_again(spark, tmp_pat
             counts.append(batch.count())
             described.append(spark.sparkContext.getLocalProperty("spark.job.description"))
 
-        streams.follow(rows, add, "copy", str(tmp_path / "c"))
+        streams.follow(rows, add, "copy", streams.Trigger(checkpoint=str(tmp_path / "c")))
     finally:
         spark.sparkContext.environment.pop("PYTHONPATH")
         register(spark)

@@ -51,8 +51,11 @@ def test_dead_letters_metrics_and_redrives_go_over_tls_as_the_command_says(spark
     secured.broker.wait(lambda: time.time() > first + 3, "the end of the first window")
     send(spark, secured, "later", "x")
     metrics.run(
-        *(spark, secured.origin.options() | {"subscribe": "orders,later"}, "", "parquet", "figures"),
-        *(secured.producers, "1 second", True, str(tmp_path / "figures")),
+        *(spark, secured.origin.options() | {"subscribe": "orders,later"}),
+        topic="figures",
+        producers=secured.producers,
+        window="1 second",
+        checkpoint=str(tmp_path / "figures"),
         connection=connection,
         watermark="1 second",
     )

@@ -188,7 +188,6 @@ class Sending(NamedTuple):
 class Options(TypedDict, total=False):
     """The keyword arguments of `run`: fields of Redrive, Sending and Destination."""
 
-    condition: str
     dropped: bool
     name: str
     rate: float
@@ -202,6 +201,7 @@ def run(
     where: Mapping[str, str],
     topic: str,
     to: str,
+    condition: str = "",
     *,
     progress: Any = None,
     **options: Unpack[Options],
@@ -213,7 +213,7 @@ def run(
     `connection`: options of the sink for its token, TLS and timeout; None: the token of `where`.
     """
     given = Keywords("run", options)
-    asked = given.value(Redrive, where=where, topic=topic, to=to)
+    asked = given.value(Redrive, where=where, topic=topic, to=to, condition=condition)
     sending, destination = given.value(Sending), given.value(Destination)
     given.check_all_taken()
     return start(spark, asked, sending, destination, progress)
