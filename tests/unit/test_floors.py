@@ -57,7 +57,6 @@ STILL = {
         "kmq/log/reader.py: Segment",
         "kmq/router/queues.py: Queues",
         "kmq/spark/source/planner.py: Logs",
-        "kmq/spark/tables/base.py: Table",
         "scripts/play.py: Pod",
         "stages/ingress.py: Ingress",
     },

@@ -33,7 +33,7 @@ def follow(
     """
     trigger = trigger.at(f"{table.state}/checkpoint")
     where = trigger.checkpoint.removeprefix("file://")
-    table.check_checkpoint(where)
+    table.stream.check_checkpoint(where)
     added = batches = merged = 0
 
     def add(batch: "DataFrame", batch_id: int) -> None:

@@ -106,7 +106,7 @@ class Tables:
         return self._files.add(rows, batch_id, self._stage) or 0
 
     def check_checkpoint(self, path: str) -> None:
-        self._files.check_checkpoint(path)
+        self._files.stream.check_checkpoint(path)
 
     def _stage(self, rows: DataFrame, query: str) -> None:
         order = ("topic", "partition", "broker", "seq")

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kmq.errors import ConfigError
-from kmq.spark.tables import base
+from kmq.spark.tables import checks
 from kmq.spark.tables.base import Table
 from kmq.spark.tables.delta import Delta
 from kmq.spark.tables.iceberg import Iceberg
@@ -44,8 +44,8 @@ from kmq.spark.tables.parquet import Parquet
 
 __all__ = ["FORMATS", "PARQUET", "Delta", "Iceberg", "Parquet", "Table", "TableSpec", "open_table"]
 
-FORMATS = tuple(base.MARKS)
-PARQUET = base.PARQUET
+FORMATS = tuple(checks.MARKS)
+PARQUET = checks.PARQUET
 
 
 class TableSpec(NamedTuple):
