@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import PATIENCE_S, clean_env, wait
 from made_data import write_data
 from pyspark.sql import functions as F
 from rich.console import Console
@@ -22,7 +23,6 @@ from kmq.spark import register
 from kmq.spark.streaming import streams
 from kmq.spark.streaming.progress import Progress
 
-PATIENCE_S = 240.0  # for a JVM to start on a machine that others use too: reached only by a bug
 pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 
 # For JVMs that live for seconds.
@@ -74,17 +74,6 @@ def main() -> None:
 
 typer.run(main)
 """.replace("{quick}", QUICK)
-
-
-def clean_env():
-    return {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
-
-
-def wait(condition, what=str):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,11 @@ STILL = {
         "kmq/client/producer.py",
         "kmq/client/protocol.py",
         "kmq/log/reader.py",
-        "kmq/router/queues.py",
         "scripts/bench.py",
         "scripts/play.py",
-        "stages/ingress.py",
     },
     "function": {
         "kmq/gateway/grpc/podbus.py: handler",
-        "kmq/router/queues.py: Queues._mend",
     },
     "class": {
         "kmq/client/aio.py: AsyncProducer",
@@ -55,10 +52,8 @@ STILL = {
         "kmq/gateway/http/logs.py: Logs",
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
-        "kmq/router/queues.py: Queues",
         "kmq/spark/source/planner.py: Logs",
         "scripts/play.py: Pod",
-        "stages/ingress.py: Ingress",
     },
 }
 

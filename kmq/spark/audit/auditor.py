@@ -17,8 +17,8 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
+from kmq.log.damage import DamageError
 from kmq.log.dropped import without
-from kmq.log.reader import DamageError
 from kmq.spark.audit.arrivals import Arrivals
 from kmq.spark.audit.comparison import Comparison
 from kmq.spark.audit.evidence import Evidence

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kmq.spark.source.options import WAL
 
 if TYPE_CHECKING:
-    from kmq.log.reader import DamageError
+    from kmq.log.damage import DamageError
 
 Place = tuple[str, int]  # topic, partition
 OffsetRange = tuple[int, int]  # first, and the one behind the last

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.spark.audit.comparison import Comparison
 from kmq.spark.audit.findings import OffsetRange, Row
 from kmq.spark.audit.reading import Unreadable

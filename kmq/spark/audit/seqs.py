@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kmq.log.dropped import Range
+from kmq.log import dropped
 from kmq.spark.audit.findings import SeqRange
 from kmq.spark.source.columns import Numbers
 
@@ -19,7 +19,7 @@ class SeqRanges:
                 joined[-1][1] = max(joined[-1][1], last)
             else:
                 joined.append([first, last])
-        self.ranges = [Range("", first, last) for first, last in joined]
+        self.ranges = [dropped.SeqRange(first, last) for first, last in joined]
         self._firsts = np.array([first for first, _ in joined], np.int64)
         self._lasts = np.array([last for _, last in joined], np.int64)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kmq.log import identity, segment
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, SeqRange
 from kmq.spark.connections import Access
 from kmq.spark.source.broker import Broker

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.spark.audit.findings import THE_WAL, OffsetRange, Place
 from kmq.spark.audit.snapshot import Snapshot
 from kmq.spark.source.broker import Broker
