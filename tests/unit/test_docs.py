@@ -203,9 +203,9 @@ def _unknown_commands(page):
         words = re.sub(r"(?:\s#|\s-- ).*|\\|<[^>]*>|\[|\]|…", " ", line).split()
         names = next((tuple(words[:n]) for n in (4, 3, 2) if tuple(words[:n]) in known), None)
         options = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-        if names is None and tuple(words[:2]) not in {each[:2] for each in known}:
-            wrong.append(line)
-        elif names and options - known[names]:
+        if (names is None and tuple(words[:2]) not in {each[:2] for each in known}) or (
+            names and options - known[names]
+        ):
             wrong.append(line)
     return wrong
 
