@@ -17,7 +17,7 @@ from kmq import refusals
 from kmq.broker.incidents import Strangers
 from kmq.broker.tls import Certificates
 from kmq.errors import ConfigError
-from kmq.gateway.core.answers import Answer
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.doors import Doors, listening
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
@@ -56,7 +56,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @staticmethod
     async def _refuse(requests: Any, context: Any) -> None:
-        await refuse(context, Answer("unauthorized", _UNAUTHORIZED))
+        await refuse(context, RequestRefused("unauthorized", _UNAUTHORIZED))
 
 
 def http_guard(tokens: Tokens, strangers: Strangers) -> Any:

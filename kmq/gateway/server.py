@@ -26,7 +26,9 @@ from kmq.gateway.core.metrics import Requests
 from kmq.gateway.doors import Doors
 from kmq.gateway.grpc.calls import Calls
 from kmq.gateway.grpc.health import HEALTH, Health
-from kmq.gateway.grpc.podbus import SERVICE, PodBus, handler
+from kmq.gateway.grpc.podbus import PodBus
+from kmq.gateway.grpc.schema import SERVICE
+from kmq.gateway.grpc.service import Service
 from kmq.gateway.http.web import application, monitoring
 from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http, listen_metrics
 from kmq.logfmt import Log
@@ -107,7 +109,8 @@ class Gateway:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         server = grpc_server(self.settings, self.tokens, self.strangers, self.calls, SERVICE)
-        server.add_generic_rpc_handlers((handler(self.bus, self.calls, self.requests, self.incidents),))
+        service = Service(self.bus, self.calls, self.requests, self.incidents)
+        server.add_generic_rpc_handlers((service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.broker, self.requests))

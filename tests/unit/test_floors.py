@@ -40,9 +40,7 @@ STILL = {
         "scripts/bench.py",
         "scripts/play.py",
     },
-    "function": {
-        "kmq/gateway/grpc/podbus.py: handler",
-    },
+    "function": {},
     "class": {
         "kmq/gateway/http/logs.py: Logs",
         "kmq/links/ring.py: RingWriter",

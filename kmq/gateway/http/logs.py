@@ -31,9 +31,9 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from kmq.gateway.core.answers import Answer
 from kmq.gateway.core.bounds import Bounds
 from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.spans import Range, Span
 from kmq.log import identity, reader, topics
 from kmq.log.damage import DamageError
@@ -126,7 +126,7 @@ class Logs:
     async def logs(self, request: web.Request) -> web.Response:
         asked = request.query.getall("topic", [])
         if "" in asked:
-            raise Answer("bad_request", "topic=: must be the name of a topic, or be left out")
+            raise RequestRefused("bad_request", "topic=: must be the name of a topic, or be left out")
 
         def look() -> list[dict[str, Any]]:
             found = []
@@ -162,7 +162,7 @@ class Logs:
         """The highest we have seen: durability that starts again counts from 0 until it has recovered."""
         self._durable = max(self._durable, self._durability.seq)
         if not self._durable and self._durability.state_name != "ready":
-            raise Answer("not_ready", "what of the WAL is durable is known when durability has recovered")
+            raise RequestRefused("not_ready", "what of the WAL is durable is known when durability has recovered")
         return self._durable
 
     # --- one log -----------------------------------------------------------------------------------------------------
@@ -170,13 +170,13 @@ class Logs:
     def _asked(self, request: web.Request) -> tuple[str, Log]:
         topic, partition = request.match_info["topic"], _number("partition", request.match_info["partition"])
         if partition >= self._partitions(topic):
-            raise Answer("not_found", f"there is no partition {partition} of topic {topic!r}")
+            raise RequestRefused("not_found", f"there is no partition {partition} of topic {topic!r}")
         return topic, self._log(topic, partition)
 
     async def offset(self, request: web.Request) -> web.Response:
         given = [name for name in ("time", "seq") if name in request.query]
         if len(given) != 1:
-            raise Answer("bad_request", "give time=<microseconds since the epoch> or seq=<number>, one of them")
+            raise RequestRefused("bad_request", "give time=<microseconds since the epoch> or seq=<number>, one of them")
         target = _number(given[0], request.query[given[0]])
 
         def look() -> int:
@@ -237,7 +237,7 @@ class Logs:
     @contextmanager
     def _stream(self) -> Iterator[None]:
         if len(self._sending) >= _STREAMS:
-            raise Answer("too_many", f"{_STREAMS} responses with records are being read already")
+            raise RequestRefused("too_many", f"{_STREAMS} responses with records are being read already")
         task = asyncio.current_task()
         self._sending.add(task)
         try:
@@ -265,8 +265,8 @@ def _answering(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except DamageError as err:
-            return _refusal(Answer("damaged", str(err)), **_fields(err))
-        except Answer as err:
+            return _refusal(RequestRefused("damaged", str(err)), **_fields(err))
+        except RequestRefused as err:
             return _refusal(err)
 
     return answer
@@ -276,11 +276,11 @@ def _fields(err: DamageError) -> dict[str, Any]:
     return {name: getattr(err, name) for name in ("path", "byte", "end", "first_offset", "next_offset", "what")}
 
 
-def _refusal(answer: Answer, **fields: object) -> web.Response:
+def _refusal(answer: RequestRefused, **fields: object) -> web.Response:
     return web.json_response({"code": answer.code, "error": str(answer), **fields}, status=answer.refusal.http)
 
 
 def _number(name: str, text: str, least: int = 0) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= _NEVER):
-        raise Answer("bad_request", f"{name}={text[:40]!r}: is a whole number of at least {least}")
+        raise RequestRefused("bad_request", f"{name}={text[:40]!r}: is a whole number of at least {least}")
     return int(text)
