@@ -42,7 +42,6 @@ STILL = {
     },
     "function": {},
     "class": {
-        "kmq/gateway/http/logs.py: Logs",
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
         "kmq/spark/source/planner.py: Logs",
