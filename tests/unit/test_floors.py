@@ -50,7 +50,6 @@ STILL = {
         "kmq/spark/audit/judge.py",
         "scripts/bench.py",
         "scripts/play.py",
-        "stages/ingress.py",
     },
     "function": {
         "kmq/cli/pipelines.py: archive",
@@ -67,7 +66,6 @@ STILL = {
         "kmq/spark/source/planner.py: Logs",
         "kmq/spark/tables/base.py: Table",
         "scripts/play.py: Pod",
-        "stages/ingress.py: Ingress",
     },
 }
 
