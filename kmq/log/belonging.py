@@ -1,6 +1,7 @@
 """Does a segment belong where it lies? A restore that puts a file where another one was is damage, not data.
 
-Invariant   A segment is believed only where its index and its first record agree with its place: lineage, log, first record.
+Invariant   A segment is believed only where its index and its first record agree with its place: lineage, log, first
+            record.
 """
 
 import os

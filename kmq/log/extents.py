@@ -1,4 +1,5 @@
-"""Whole blocks of a segment, read at once, for readers that count lines faster than this package may (it imports no numpy).
+"""Whole blocks of a segment, read at once, for readers that count lines faster than this package may (it imports no
+numpy).
 
 Invariant   Every block of an extent has the right crc. Its records are counted by the caller.
             An extent never says why it ends: kmq/log/reader.py continues there.
@@ -29,7 +30,8 @@ class Extent:
 def read_extents(segment: SegmentReader, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
     """Blocks from the one that holds `offset` to before record `end`, about `nbytes` at once, as far as they are final.
 
-    Ends in front of a block that differs from the index, of the block that is still open, and of what no index line covers.
+    Ends in front of a block that differs from the index, of the block that is still open, and of what no index line
+    covers.
     """
     line = segment.index.last(lambda entry: entry.offset <= offset)
     if line is None:

@@ -1,7 +1,7 @@
 """Finding a record of a log by its seq or its time, in O(log n) reads of a few bytes: by segment, then by index line.
 
-Invariant   What an index line leads to is checked against the data: a damaged line leads to an error or to a longer search, not to
-            a wrong answer.
+Invariant   What an index line leads to is checked against the data: a damaged line leads to an error or to a longer
+            search, not to a wrong answer.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,8 @@ def _find_in(segment: SegmentReader, target: int, field: int) -> FoundRecord | N
         is_first_line, found = next(_hits(segment, probe.entry.offset, target, field), (False, None))
         if not is_first_line:
             return found
-        # The first line of a block that begins before the target: a damaged index led too far. Search from the beginning.
+        # The first line of a block that begins before the target: a damaged index led too far. Search from the
+        # beginning.
     return next(_hits(segment, segment.first, target, field), (False, None))[1]
 
 

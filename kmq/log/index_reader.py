@@ -1,8 +1,8 @@
 """Reading one index file: its label, and its lines by halving or in order. The format is in index.py.
 
 Owner       nobody: read-only, needs no lock.
-Invariant   A line that is being written is not among those that are read. What is no index line, or does not follow from the line
-            before it, raises DamageError as soon as it is reached.
+Invariant   A line that is being written is not among those that are read. What is no index line, or does not follow
+            from the line before it, raises DamageError as soon as it is reached.
 """
 
 import contextlib

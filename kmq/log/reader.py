@@ -1,13 +1,14 @@
 """Reading a log, the WAL or a partition, while it grows, rolls and is retained: lookups and checked blocks.
 
 Owner       nobody: read-only, needs no lock.
-Invariant   Every byte that is handed out was checked (segment_reader.py). Damage raises DamageError, never before what is good
-            in front of it has been handed out.
-Numbers     A record's offset is its seq in the WAL, its position in a partition. Lookups are O(log n) reads of a few bytes.
-Live        Each call looks anew. A log whose open block gets longer, or gets its final line, between two calls is looked at again.
-            What retention takes away while it is read is read to its end; what it took before is not there: a read that begins
-            below `first_offset` answers from there, and its offset says so. A segment that compaction swaps is read as it
-            was, or as it is.
+Invariant   Every byte that is handed out was checked (segment_reader.py). Damage raises DamageError, never before what
+            is good in front of it has been handed out.
+Numbers     A record's offset is its seq in the WAL, its position in a partition. Lookups are O(log n) reads of a few
+            bytes.
+Live        Each call looks anew. A log whose open block gets longer, or gets its final line, between two calls is
+            looked at again. What retention takes away while it is read is read to its end; what it took before is not
+            there: a read that begins below `first_offset` answers from there, and its offset says so. A segment that
+            compaction swaps is read as it was, or as it is.
 """
 
 import contextlib
@@ -71,6 +72,7 @@ class Log:
     def _end_of_partition(self, active: SegmentReader) -> int:
         line = active.index.last(lambda _: True)
         start = LineStart(line.entry.offset, line.entry.position) if line else LineStart(active.first, 0)
+        offset: int
         offset, position = max(start, self._known_in(active))
         while position < active.size:
             data = os.pread(active.fd, READ_BYTES, position)
@@ -230,7 +232,8 @@ def read(data: str, low: int, high: int) -> Iterator[bytes]:
 def indexed_end(path: str, first: int, by_seq: bool) -> int:
     """Up to which byte its index covers the segment at `path`, which begins with record `first`.
 
-    Raises DamageError where the segment differs from its index: a writer must not take that for a torn end, nor append to it.
+    Raises DamageError where the segment differs from its index: a writer must not take that for a torn end, nor append
+    to it.
     """
     entries = read_entries(segment.index_path(path), 1 << 62)  # without a torn last line, which a kill leaves
     if not entries:

@@ -1,12 +1,12 @@
 """Reading one segment, of the WAL or of a partition: whole lines, checked block by block against its index.
 
 Owner       nobody: read-only, needs no lock.
-Invariant   No byte of a block is handed out before the block's crc was found right. What no index line covers yet, at most the
-            last second of writes, is checked line by line: syntax, no NUL, seqs that rise. Damage raises DamageError as
-            soon as it is reached, never before what is good in front of it has been handed out, and nothing is skipped
-            in silence.
-Live        The index is opened before the log: it may say less than the log holds, never more. What was opened is read to its
-            end, also where retention or compaction takes its name away.
+Invariant   No byte of a block is handed out before the block's crc was found right. What no index line covers yet, at
+            most the last second of writes, is checked line by line: syntax, no NUL, seqs that rise. Damage raises
+            DamageError as soon as it is reached, never before what is good in front of it has been handed out, and
+            nothing is skipped in silence.
+Live        The index is opened before the log: it may say less than the log holds, never more. What was opened is read
+            to its end, also where retention or compaction takes its name away.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ class SegmentReader:
             yield IndexedBlock(*pending, None)
 
     def fault(self, entry: Entry, data: bytes, following: int) -> str:
-        """What contradicts the entry in `data`, the whole block; "" for nothing. `following`: offset of the next one, if known."""
+        """What in `data`, the whole block, contradicts its entry; "" for nothing. `following`: the next offset, or 0."""
         if what := self.misfit(entry, data):
             return what
         if following and not self.by_seq and entry.offset + data.count(b"\n") != following:

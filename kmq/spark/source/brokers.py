@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kmq.broker import stats
 from kmq.errors import ConfigError
 from kmq.links.ownership import FileLock
-from kmq.log import identity, reader, topics
+from kmq.log import identity, reader, segment_reader, topics
 from kmq.repair import ledger
 from kmq.settings import SHM
 from kmq.spark.connections import PLAIN, Access
@@ -20,7 +20,7 @@ from kmq.spark.source.options import WAL
 if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status is to work without
     from kmq.spark.source.blocks import Lines
 
-BLOCK_BYTES = reader.READ_BYTES  # of lines handed out at once
+BLOCK_BYTES = segment_reader.READ_BYTES  # of lines handed out at once
 
 
 class Broker(Protocol):
