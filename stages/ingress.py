@@ -27,14 +27,14 @@ from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stage import Stage, main
 from kmq.broker.stats import ADMISSIONS
 from kmq.errors import ConfigError, Stopped
-from kmq.framing.parser import MAX_GROUP
 from kmq.ingress.askers import Askers, most_askers
 from kmq.ingress.deadlines import SWEEP_S, UNREAD, Deadlines
 from kmq.ingress.hello import Refused
 from kmq.ingress.hello import parse as parse_hello
 from kmq.ingress.intake import Connection, Intake, Unread
 from kmq.links.acks import AckReader
-from kmq.links.fifo import FifoWriter, Sender, waiting_bytes
+from kmq.links.fifo import FifoWriter, waiting_bytes
+from kmq.links.raw import MAX_GROUP, Sender
 from kmq.log.disk import replace_file, with_room
 from kmq.settings import DRAIN_S
 

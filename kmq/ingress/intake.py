@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterable
 
 from kmq import record
 from kmq.ingress import hello
-from kmq.links.fifo import FifoWriter, Sender
+from kmq.links.fifo import FifoWriter
+from kmq.links.raw import Sender
 from kmq.settings import KIB, MIB
 
 TYPE_CHECKING = False

@@ -9,7 +9,8 @@ import pytest
 
 from kmq.ingress.deadlines import Deadlines
 from kmq.ingress.intake import Connection, Intake
-from kmq.links.fifo import FifoWriter, Sender, open_fifo
+from kmq.links.fifo import FifoWriter, open_fifo
+from kmq.links.raw import Sender
 
 
 @pytest.fixture

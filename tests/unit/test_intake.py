@@ -14,7 +14,8 @@ from kmq import record
 from kmq.ingress import hello
 from kmq.ingress import intake as intake_module
 from kmq.ingress.intake import Connection, Intake
-from kmq.links.fifo import FifoWriter, Sender, open_fifo
+from kmq.links.fifo import FifoWriter, open_fifo
+from kmq.links.raw import Sender
 
 MAX = 8192
 
