@@ -81,7 +81,7 @@ def test_a_reader_exits_and_the_ring_remains(start, instance, tmp_path):
     assert os.path.exists(writer.path)
     again = open_writer(instance, "block")
     assert not again.created and again.last.next_seq == 1 + count
-    again.append(b"later", 1 + count, 1, 0, 0)
+    again.append(Framed(b"later", Stamp(1 + count, 1, 0, 0)))
     reader = RingReader.attach(instance, "framed", identity("block"), "another")
     assert [bytes(block.data) for block in reader.take()] == [b"later"]
     for end in (again, reader):
