@@ -1,10 +1,10 @@
-"""Every setting there is: name, default, unit, limits and reason. `Settings` below gives their types.
+"""Every setting there is, each declared once: name, type, default, limits and help are one line of `Settings`.
 
-Order of precedence: environment, then `kmq.toml` in the working directory, then the default. An unknown `KMQ_*` or
-`RB_*` name is an error, because a typo that is ignored is a broker that runs with other limits than its owner
-believes. The one exception is what Kubernetes injects for a Service named kmq (`service_links`).
+The environment wins over `kmq.toml` in the working directory, and that file wins over the default. An unknown `KMQ_*`
+or `RB_*` name is an error, because a typo that is ignored is a broker that runs with other limits than its owner
+believes. Names that Kubernetes injects for a Service named kmq are the one exception (`service_links`).
 
-Flags, `--help` texts and docs/settings.md are all derived from `SETTINGS`.
+The table in docs/settings.md is made from the declarations (`table`).
 """
 
 import os
@@ -13,30 +13,30 @@ from collections.abc import Callable
 
 from kmq.errors import ConfigError
 
+TYPE_CHECKING = False  # stages do not import typing: it would take longer than all the rest of this module
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    _T = TypeVar("_T")
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 STAGES = ("ingress", "framer", "durability", "router")  # in the order a message passes them
 SHM = "/dev/shm"  # where Linux keeps POSIX shared memory
-PIPE_BUF = 4096  # bytes one FIFO write may have and still be atomic (Linux)
+PIPE_BUF = 4096  # most bytes that one FIFO write may have and still be atomic (Linux)
 DRAIN_S = 10.0  # after SIGTERM a stage finishes queued work for at most this long
-GRACE_S = DRAIN_S + 5.0  # and is killed then: by our supervisor, and by the kubelet (terminationGracePeriodSeconds)
-OWNER_WAIT_S = 2.0  # a second instance waits this long for the first to go before it gives up
+GRACE_S = DRAIN_S + 5.0  # then the supervisor or the kubelet (terminationGracePeriodSeconds) kills the stage
+FOREVER = float("inf")  # as an age or a time: no limit
+OWNER_WAIT_S = 2.0  # a second instance waits this long for the first to end before it gives up
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": KIB,
-    "kb": KIB,
-    "kib": KIB,
-    "m": MIB,
-    "mb": MIB,
-    "mib": MIB,
-    "g": GIB,
-    "gb": GIB,
-    "gib": GIB,
-}
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {unit + b: size for unit, size in (("k", KIB), ("m", MIB), ("g", GIB)) for b in ("", "b", "ib")}
+_DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SERVICE_LINK = re.compile(r"KMQ_(?:.*_)?(?:SERVICE_(?:HOST|PORT)(?:_.*)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_.*)?)")
 _LINK_VALUE = re.compile(r"(?:tcp|udp|sctp)://")
+
+
+# --- parsers ----------------------------------------------------------------------------------------------------------
 
 
 def parse_bytes(text: str) -> int:
@@ -45,9 +45,6 @@ def parse_bytes(text: str) -> int:
     if not match or match[2].lower() not in _UNITS:
         raise ValueError("expected a number of bytes, optionally with KiB, MiB or GiB")
     return int(match[1]) * _UNITS[match[2].lower()]
-
-
-_DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_duration(text: str) -> float:
@@ -65,18 +62,18 @@ def _duration(text: str) -> float:
     return seconds
 
 
-def _or(word: str, value: int | float, parse: Callable[[str], int | float]) -> Callable[[str], int | float]:
-    """`parse`, or `value` where the text is `word`."""
+def _or(word: str, value: "_T", parse: "Callable[[str], _T]") -> "Callable[[str], _T]":
+    """Return `parse` with one more text, `word`, that means `value`."""
     return lambda text: value if text.strip().lower() == word else parse(text)
 
 
 def parse_fsync(text: str) -> float:
-    """Seconds between two fsyncs: 0 for `always` (each group commit), infinity for `never`, else of `interval:<ms>`."""
+    """Return the seconds between two fsyncs: 0 for `always` (each group commit), FOREVER for `never`."""
     mode, _, millis = text.strip().partition(":")
     if mode == "interval" and millis.isdigit() and 1 <= int(millis) <= 60_000:
         return int(millis) / 1000
     if mode in ("always", "never") and not millis:
-        return 0.0 if mode == "always" else float("inf")
+        return 0.0 if mode == "always" else FOREVER
     raise ValueError("must be always, never or interval:<ms> with 1 to 60000 ms")
 
 
@@ -127,178 +124,172 @@ def _path(text: str) -> str:
     return _text(text)
 
 
-class Setting:
-    """One row of the table: `env` name, attribute of Settings, default as text, parser, one line of help."""
-
-    def __init__(
-        self,
-        env: str,
-        attribute: str,
-        default: str,
-        parse: Callable[[str], int | float | str],
-        help: str,
-        is_used: bool = True,
-    ) -> None:
-        self.env, self.attribute, self.default, self.parse, self.help = env, attribute, default, parse, help
-        self.is_used = is_used  # else its name is kept for later: whoever sets it is told that it does nothing
-
-
 _PORT = _ranged(_parse_int, 0, 65535, "")
 _BYTES = _ranged(parse_bytes, 64 * KIB, 64 * GIB, " bytes")
 _POLICY = _one_of("block", "drop_oldest")
 _COUNT = _ranged(_parse_int, 1, 10_000_000, "")
-_AGE = _or("never", float("inf"), _duration)
+_AGE = _or("never", FOREVER, _duration)
 _LIMIT = _or("none", 0, _ranged(parse_bytes, MIB, 1 << 62, " bytes"))
+_SLOTS = _ranged(_parse_int, 4, 1 << 24, " messages")
+_LINE = _ranged(parse_bytes, PIPE_BUF, 256 * MIB, " bytes")
 
-SETTINGS = (
-    Setting("KMQ_DATA", "data", "./data", _path, "directory of the WAL and the queue files"),
-    Setting("KMQ_PIPES", "pipes", "./pipes", _path, "directory of the FIFOs, port files and owner files"),
-    Setting("KMQ_INSTANCE", "instance", "kmq", _instance, "name of the shared memory in /dev/shm; one per broker"),
-    Setting("KMQ_HOST", "host", "127.0.0.1", _text, "address the listeners bind to"),
-    Setting("KMQ_PORT", "port", "5673", _PORT, "lines in, one message a line; 0: any free port"),
-    Setting("KMQ_EGRESS_PORT", "egress_port", "5674", _PORT, "lines out (gateway); nobody listens yet", is_used=False),
-    Setting("KMQ_ACK_PORT", "ack_port", "5675", _PORT, "GET_ACK <seq>: is it durable? 0: any free port"),
-    Setting(
-        "KMQ_STATUS_PORT",
-        "status_port",
-        "5676",
-        _PORT,
-        "GET_STATUS <seq>: is it processed? (gateway); nobody listens yet",
-        is_used=False,
-    ),
-    Setting("KMQ_HTTP_PORT", "http_port", "8082", _PORT, "HTTP API (gateway)"),
-    Setting("KMQ_GRPC_PORT", "grpc_port", "8080", _PORT, "gRPC API (gateway)"),
-    Setting(
-        "KMQ_METRICS_HOST", "metrics_host", "", _text, "address of a port for metrics and health alone; none without it"
-    ),
-    Setting("KMQ_METRICS_PORT", "metrics_port", "8083", _PORT, "that port: /metrics, /healthz, /readyz (gateway)"),
-    Setting("RB_OVERFLOW_POLICY", "policy", "block", _POLICY, "full ring: block the writer, or drop_oldest"),
-    Setting("RB_OVERFLOW_POLICY_FRAMED", "policy_framed", "", _POLICY, "the same for the ring `framed` only"),
-    Setting("RB_OVERFLOW_POLICY_DURABLE", "policy_durable", "", _POLICY, "the same for the ring `durable` only"),
-    Setting("RB_SLOTS", "ring_slots", "8192", _ranged(_parse_int, 4, 1 << 24, " messages"), "messages a ring holds"),
-    Setting("RB_BYTES", "ring_bytes", "4 MiB", _BYTES, "bytes a ring holds; at least 3 x KMQ_MAX_LINE"),
-    Setting(
-        "KMQ_MAX_LINE",
-        "max_line",
-        "1 MiB",
-        _ranged(parse_bytes, PIPE_BUF, 256 * MIB, " bytes"),
-        "longest message; a longer one becomes dead.malformed",
-    ),
-    Setting("KMQ_FSYNC", "fsync", "always", parse_fsync, "when the WAL is fsynced: always, interval:<ms>, never"),
-    Setting("KMQ_SEGMENT_BYTES", "segment_bytes", "1 GiB", _BYTES, "a log goes on in a new segment at this size"),
-    Setting("KMQ_SEGMENT_AGE", "segment_age", "7d", _AGE, "and at this age; or never"),
-    Setting(
-        "KMQ_RETENTION_AGE", "retention_age", "never", _AGE, "segments are deleted at this age (topic.toml has its own)"
-    ),
-    Setting(
-        "KMQ_RETENTION_BYTES",
-        "retention_bytes",
-        "none",
-        _LIMIT,
-        "most bytes of the WAL, and of each partition; whole segments",
-    ),
-    Setting(
-        "KMQ_DATA_QUOTA",
-        "data_quota",
-        "none",
-        _LIMIT,
-        "most bytes under KMQ_DATA: producers are refused before it is reached",
-    ),
-    Setting("KMQ_DEDUPE_COUNT", "dedupe_count", "100000", _COUNT, "arbitrary message ids that are remembered"),
-    Setting("KMQ_DEDUPE_AGE", "dedupe_age", "24h", _duration, "and for how long"),
-    Setting(
-        "KMQ_PRODUCERS",
-        "producers",
-        "10000",
-        _COUNT,
-        "producer names that are remembered; new ones are refused over it",
-    ),
-    Setting("KMQ_PRODUCER_TTL", "producer_ttl", "30d", _duration, "a producer idle for so long is forgotten"),
-    Setting(
-        "KMQ_MAX_TOPICS", "max_topics", "10000", _COUNT, "topics there may be before messages make no more of them"
-    ),
-    Setting(
-        "KMQ_AUTO_CREATE_TOPICS",
-        "auto_create_topics",
-        "on",
-        _one_of("on", "off"),
-        "whether a message makes the topic that it names; off: only declared ones",
-    ),
-    Setting("KMQ_CONNECTIONS", "connections", "10000", _COUNT, "most connections of producers at a time"),
-    Setting("KMQ_IDLE", "idle", "never", _AGE, "a producer's connection that sends nothing for so long is closed"),
-    Setting(
-        "KMQ_LINE_DEADLINE",
-        "line_deadline",
-        "60s",
-        _AGE,
-        "a line, TLS handshake, request or GET_ACK that was begun must be whole by then, and replies be read",
-    ),
-    Setting("KMQ_TLS_CERT", "tls_cert", "", _path, "certificate chain (PEM); with it the TLS listeners open"),
-    Setting("KMQ_TLS_KEY", "tls_key", "", _path, "its private key (PEM)"),
-    Setting("KMQ_TLS_CLIENT_CA", "tls_client_ca", "", _path, "with it TLS clients must show a certificate of this CA"),
-    Setting("KMQ_TLS_HOST", "tls_host", "0.0.0.0", _text, "address the TLS listeners bind to"),
-    Setting("KMQ_TLS_PORT", "tls_port", "5443", _PORT, "lines in over TLS; 0: any free port"),
-    Setting("KMQ_HTTPS_PORT", "https_port", "8443", _PORT, "HTTP API over TLS (gateway)"),
-    Setting("KMQ_GRPCS_PORT", "grpcs_port", "8444", _PORT, "gRPC API over TLS (gateway)"),
-    Setting("KMQ_TOKENS", "tokens", "", _path, "file of bearer tokens, hashed; with it every listener wants one"),
-    Setting("KMQ_PODBUS_TOPIC", "podbus_topic", "podbus", _topic, "where the records of gRPC Produce go (gateway)"),
-)
+
+# --- declarations -----------------------------------------------------------------------------------------------------
+
+
+class Setting:
+    """One declaration: environment name, default as text ("": not set), parser, help and attribute of Settings."""
+
+    attribute: str
+
+    def __init__(self, env: str, default: str, parse: Callable[[str], int | float | str], help: str) -> None:
+        self.env, self.default, self.parse, self.help = env, default, parse, help
+        self.is_used = True  # else the name is reserved: whoever sets it is told that it has no effect
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.attribute = name
+
+
+def _setting(env: str, default: str, parse: "Callable[[str], _T]", help: str) -> "_T":
+    """Declare a setting. On an instance of Settings the attribute is what `parse` returns, and has its type."""
+    return Setting(env, default, parse, help)  # type: ignore[arg-type, return-value]
+
+
+def _reserved(env: str, default: str, parse: "Callable[[str], _T]", help: str) -> "_T":
+    """Declare a setting that has no effect yet."""
+    row = Setting(env, default, parse, help)  # type: ignore[arg-type]
+    row.is_used = False
+    return row  # type: ignore[return-value]
 
 
 class Settings:
-    """The values in force. Read once at start; see SETTINGS for what each means."""
+    """The values in force, read once at the start of a process. Each line below declares one setting."""
 
-    data: str
-    pipes: str
-    instance: str
-    host: str
-    port: int
-    egress_port: int
-    ack_port: int
-    status_port: int
-    http_port: int
-    grpc_port: int
-    metrics_host: str  # "": no such port
-    metrics_port: int
-    policy: str
-    policy_framed: str
-    policy_durable: str
-    ring_slots: int
-    ring_bytes: int
-    max_line: int
-    fsync: float  # seconds between two fsyncs; 0: each group commit, infinity: never
-    segment_bytes: int
-    segment_age: float
-    retention_age: float
-    retention_bytes: int  # 0: no limit
-    data_quota: int  # 0: none
-    dedupe_count: int
-    dedupe_age: float
-    producers: int
-    producer_ttl: float
-    max_topics: int
-    auto_create_topics: str  # on | off
-    connections: int
-    idle: float
-    line_deadline: float
-    tls_cert: str
-    tls_key: str
-    tls_client_ca: str
-    tls_host: str
-    tls_port: int
-    https_port: int
-    grpcs_port: int
-    tokens: str
-    podbus_topic: str
+    data: str = _setting("KMQ_DATA", "./data", _path, "directory of the WAL and the queue files")
+    pipes: str = _setting("KMQ_PIPES", "./pipes", _path, "directory of the FIFOs, port files and owner files")
+    instance: str = _setting(
+        "KMQ_INSTANCE", "kmq", _instance, "name of the shared memory in /dev/shm; each broker has its own"
+    )
+    host: str = _setting("KMQ_HOST", "127.0.0.1", _text, "address that the plain listeners bind to")
+    port: int = _setting("KMQ_PORT", "5673", _PORT, "port for lines in, one message a line; 0: any free port")
+    egress_port: int = _reserved(
+        "KMQ_EGRESS_PORT", "5674", _PORT, "port for lines out (gateway); no effect yet: nothing listens there"
+    )
+    ack_port: int = _setting(
+        "KMQ_ACK_PORT", "5675", _PORT, "port for GET_ACK <seq>: is this record durable? 0: any free port"
+    )
+    status_port: int = _reserved(
+        "KMQ_STATUS_PORT",
+        "5676",
+        _PORT,
+        "port for GET_STATUS <seq>: is this record processed? (gateway); no effect yet: nothing listens there",
+    )
+    http_port: int = _setting("KMQ_HTTP_PORT", "8082", _PORT, "port of the HTTP API (gateway)")
+    grpc_port: int = _setting("KMQ_GRPC_PORT", "8080", _PORT, "port of the gRPC API (gateway)")
+    metrics_host: str = _setting(
+        "KMQ_METRICS_HOST", "", _text, "address of a separate port for metrics and health; without it there is none"
+    )
+    metrics_port: int = _setting(
+        "KMQ_METRICS_PORT",
+        "8083",
+        _PORT,
+        "the separate port for /metrics, /healthz and /readyz (gateway); needs KMQ_METRICS_HOST",
+    )
+    policy: str = _setting(
+        "RB_OVERFLOW_POLICY", "block", _POLICY, "what a full ring does: block its writer, or drop_oldest"
+    )
+    policy_framed: str = _setting(
+        "RB_OVERFLOW_POLICY_FRAMED", "", _POLICY, "overflow policy of the ring `framed`; default: RB_OVERFLOW_POLICY"
+    )
+    policy_durable: str = _setting(
+        "RB_OVERFLOW_POLICY_DURABLE", "", _POLICY, "overflow policy of the ring `durable`; default: RB_OVERFLOW_POLICY"
+    )
+    ring_slots: int = _setting("RB_SLOTS", "8192", _SLOTS, "maximum messages in a ring")
+    ring_bytes: int = _setting("RB_BYTES", "4 MiB", _BYTES, "maximum bytes in a ring; at least 3 x KMQ_MAX_LINE")
+    max_line: int = _setting(
+        "KMQ_MAX_LINE", "1 MiB", _LINE, "maximum bytes of a message; a longer message becomes dead.malformed"
+    )
+    # Seconds between two fsyncs; 0: each group commit.
+    fsync: float = _setting("KMQ_FSYNC", "always", parse_fsync, "when the WAL is fsynced: always, interval:<ms>, never")
+    segment_bytes: int = _setting("KMQ_SEGMENT_BYTES", "1 GiB", _BYTES, "size at which a log starts a new segment")
+    segment_age: float = _setting("KMQ_SEGMENT_AGE", "7d", _AGE, "age at which a log starts a new segment; or never")
+    retention_age: float = _setting(
+        "KMQ_RETENTION_AGE",
+        "never",
+        _AGE,
+        "age at which a segment is deleted; a topic may have its own (kmq topics set)",
+    )
+    retention_bytes: int = _setting(  # 0: no limit
+        "KMQ_RETENTION_BYTES",
+        "none",
+        _LIMIT,
+        "maximum bytes of the WAL, and of each partition; the oldest whole segments are deleted beyond it",
+    )
+    data_quota: int = _setting(  # 0: no quota
+        "KMQ_DATA_QUOTA",
+        "none",
+        _LIMIT,
+        "maximum bytes under KMQ_DATA; producers are refused before it is reached",
+    )
+    dedupe_count: int = _setting(
+        "KMQ_DEDUPE_COUNT", "100000", _COUNT, "maximum arbitrary message ids that are remembered for deduplication"
+    )
+    dedupe_age: float = _setting("KMQ_DEDUPE_AGE", "24h", _duration, "how long an arbitrary message id is remembered")
+    producers: int = _setting(
+        "KMQ_PRODUCERS", "10000", _COUNT, "maximum producer names that are remembered; beyond it new names are refused"
+    )
+    producer_ttl: float = _setting(
+        "KMQ_PRODUCER_TTL", "30d", _duration, "idle time after which a producer name is forgotten"
+    )
+    max_topics: int = _setting(
+        "KMQ_MAX_TOPICS", "10000", _COUNT, "maximum topics that messages may create; `kmq topics create` may add more"
+    )
+    auto_create_topics: str = _setting(
+        "KMQ_AUTO_CREATE_TOPICS",
+        "on",
+        _one_of("on", "off"),
+        "on: a message creates the topic that it names; off: only declared topics are accepted",
+    )
+    connections: int = _setting("KMQ_CONNECTIONS", "10000", _COUNT, "maximum simultaneous connections of producers")
+    idle: float = _setting(
+        "KMQ_IDLE", "never", _AGE, "idle time after which the connection of a producer is closed; or never"
+    )
+    line_deadline: float = _setting(
+        "KMQ_LINE_DEADLINE",
+        "60s",
+        _AGE,
+        "maximum time to complete a line, TLS handshake, request or GET_ACK, and to read replies; or never",
+    )
+    tls_cert: str = _setting(
+        "KMQ_TLS_CERT", "", _path, "file of the certificate chain (PEM); with it the TLS listeners open"
+    )
+    tls_key: str = _setting("KMQ_TLS_KEY", "", _path, "file of the private key of KMQ_TLS_CERT (PEM)")
+    tls_client_ca: str = _setting(
+        "KMQ_TLS_CLIENT_CA",
+        "",
+        _path,
+        "file of a certificate authority (PEM); with it TLS clients must show a certificate that it signed",
+    )
+    tls_host: str = _setting("KMQ_TLS_HOST", "0.0.0.0", _text, "address that the TLS listeners bind to")
+    tls_port: int = _setting("KMQ_TLS_PORT", "5443", _PORT, "port for lines in over TLS; 0: any free port")
+    https_port: int = _setting("KMQ_HTTPS_PORT", "8443", _PORT, "port of the HTTP API over TLS (gateway)")
+    grpcs_port: int = _setting("KMQ_GRPCS_PORT", "8444", _PORT, "port of the gRPC API over TLS (gateway)")
+    tokens: str = _setting(
+        "KMQ_TOKENS", "", _path, "file of hashed bearer tokens; with it every listener requires a token"
+    )
+    podbus_topic: str = _setting(
+        "KMQ_PODBUS_TOPIC", "podbus", _topic, "topic of the records that arrive over gRPC Produce (gateway)"
+    )
+
     texts: dict[str, str]  # each setting as it was given, by its environment name
-    unused: list[str]  # settings that somebody has set and that do nothing
-    ignored: list[str]  # service links of Kubernetes that were passed over
+    unused: list[str]  # names of settings that were given and have no effect
+    ignored: list[str]  # names that Kubernetes injected (service_links)
 
     def __init__(self, values: dict[str, object]) -> None:
         self.__dict__.update(values)
 
     def environment(self) -> dict[str, str]:
-        """These values as environment variables, for a child process in any working directory."""
+        """Return these values as environment variables, for a child process in any working directory."""
         values = dict(self.texts)
         for row in SETTINGS:
             if row.env not in values:
@@ -311,10 +302,16 @@ class Settings:
         return values
 
 
-def service_links(environ: dict[str, str]) -> list[str]:
-    """Names that Kubernetes injected for a Service named kmq (or kmq-…), which are not settings.
+SETTINGS = tuple(row for row in vars(Settings).values() if isinstance(row, Setting))
 
-    A Service port named like one of our settings must not turn an address into a setting, so the value decides too.
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def service_links(environ: dict[str, str]) -> list[str]:
+    """Return the names that Kubernetes injected for a Service named kmq (or kmq-…). They are not settings.
+
+    The value counts too: a port of that Service may be named like a setting of ours, but its value is then an address.
     """
     known = {row.env for row in SETTINGS}
     return sorted(
@@ -342,7 +339,7 @@ def _from_file(path: str) -> dict[str, str]:
 
 
 def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Settings:
-    """Settings from the environment, the file and the defaults. Raises ConfigError naming setting and limit."""
+    """Return the settings from environment, file and defaults. Raises ConfigError that names setting and limit."""
     environ = dict(os.environ) if environ is None else environ
     links = service_links(environ)
     from_env = {n: v for n, v in environ.items() if n.startswith(("KMQ_", "RB_")) and n not in links}
@@ -369,7 +366,7 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
     if settings.ring_bytes < 3 * settings.max_line:
         raise ConfigError(
             f"RB_BYTES={settings.ring_bytes}: must be at least 3 x KMQ_MAX_LINE ({3 * settings.max_line} bytes),"
-            " or the longest line would not fit beside another"
+            " so that the longest line fits beside another"
         )
     return settings
 
@@ -382,6 +379,6 @@ def _suggest(name: str, known: dict[str, Setting]) -> str:
 
 
 def table() -> str:
-    """The settings as docs/settings.md shows them; a test keeps the two alike."""
+    """Return the table in docs/settings.md; a test compares the two."""
     rows = [f"| `{row.env}` | {f'`{row.default}`' if row.default else ''} | {row.help} |" for row in SETTINGS]
-    return "\n".join(["| name | default | what |", "|---|---|---|", *rows])
+    return "\n".join(["| name | default | meaning |", "|---|---|---|", *rows])

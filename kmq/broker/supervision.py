@@ -16,6 +16,8 @@ from kmq.links.layout import field
 from kmq.links.ownership import FileLock
 from kmq.settings import STAGES, Settings
 
+# Words of the command line of a supervisor: `up` in the foreground, and the module; older releases had it elsewhere.
+_SUPERVISORS = {b"up", b"kmq.broker.supervisor", b"kmq.supervisor"}
 _BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
 KILLED = (
     "no supervisor: it was killed; the stages go on, but nothing starts one again that ends."
@@ -90,7 +92,7 @@ def _is_supervisor(pid: int) -> bool:
             arguments = file.read().split(b"\0")
     except OSError:
         return False
-    return b"kmq.broker.supervisor" in arguments or b"up" in arguments
+    return not _SUPERVISORS.isdisjoint(arguments)
 
 
 def elsewhere(settings: Settings) -> str:

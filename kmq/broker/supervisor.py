@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 
-from kmq import gateway
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import StatsPage
 from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
@@ -45,11 +44,12 @@ class _Child:
 class Supervisor:
     """Runs the stages until it is told to stop or one of them cannot go on."""
 
-    def __init__(self, settings: Settings, with_gateway: bool = True) -> None:
+    def __init__(self, settings: Settings, with_gateway: bool) -> None:
+        """`with_gateway`: its extra must be installed."""
         self.settings = settings
         self.log = Log("supervisor")
         modules = {name: f"stages.{name}" for name in STAGES}
-        if with_gateway and gateway.is_installed():
+        if with_gateway:
             modules["gateway"] = "kmq.gateway"
         self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
         self.stopping_since = 0.0
@@ -185,7 +185,7 @@ class Supervisor:
 
 
 def main() -> int:
-    """`python -m kmq.broker.supervisor`: what `kmq up` puts in the background. No command line, so it starts at once."""
+    """Run `python -m kmq.broker.supervisor [--no-gateway]`, which `kmq up` starts in the background."""
     try:
         return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
     except (KmqError, OSError) as err:

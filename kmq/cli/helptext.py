@@ -1,6 +1,6 @@
-"""Ends of help texts."""
+"""What help texts share."""
 
 
 def examples(*lines: str) -> str:
-    """The end of a help text: examples that work when pasted. At most 74 columns, or a terminal of 80 breaks them."""
+    """Return the end of a help text: commands to paste, each of at most 74 columns for a terminal of 80."""
     return "\b\nExamples:\n\n" + "\n\n".join(f"    {line}" for line in lines)

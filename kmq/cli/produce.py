@@ -1,21 +1,96 @@
-"""`kmq produce`: blocks of lines in; out, what became of them."""
+"""`kmq produce`: send messages as blocks of lines, and report what became of them."""
 
+import itertools
+import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
 
-from kmq.client.lines import LineSender
-from kmq.client.producer import Producer
-from kmq.client.protocol import Delivery, NotAnswered
+import typer
+
+from kmq.cli.helptext import examples
+from kmq.cli.obstacle import obstacle
+from kmq.cli.progress import counted
+from kmq.client.lines import LineSender, format_message, read_port
 from kmq.client.waiting import STALL_S, Patience, say
-from kmq.errors import KmqError, RetryError
-from kmq.settings import KIB
+from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.settings import KIB, Settings, load
 
-PATIENCE_S = 60.0  # for replies, where the user says nothing else
+if TYPE_CHECKING:
+    from kmq.client.protocol import Delivery
+
+_REPLY_S = 60.0  # longest wait for replies without --timeout
 _BLOCK_BYTES = 64 * KIB
 
 
-def read_blocks(fd: int) -> Iterator[list[bytes]]:
-    """The lines that come from `fd`, as many at a time as are there: what is typed, or comes slowly, is sent at once."""
+def produce(
+    routing_key: Annotated[str, typer.Argument(help="<topic> or <topic>.<key>; not with --raw.")] = "",
+    message: Annotated[
+        list[str] | None, typer.Option("--message", "-m", help="A payload; may be given several times.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Each line of stdin is a whole message: routing_key|producer_ts|id|payload")
+    ] = False,
+    acks: Annotated[
+        bool,
+        typer.Option("--acks", help="Wait until every message is on disk; send again after a broken connection."),
+    ] = False,
+    producer: Annotated[
+        str,
+        typer.Option(
+            help="A producer name, which implies --acks: lines sent again under the same name are stored once."
+            " With --raw the ids must be numbers."
+        ),
+    ] = "",
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            metavar="SECONDS",
+            help="Give up when the broker has accepted nothing for this time. \\[default: never; 60 with --acks]",
+        ),
+    ] = None,
+) -> None:
+    """Send messages: one for each -m, or one for each line of stdin.
+
+    Without --acks nothing confirms that a message was stored. While the
+    broker accepts nothing, because its disk is full or a stage is stopped,
+    the command waits and says why.
+    """
+    settings = load()
+    if raw == bool(routing_key):
+        raise ConfigError("give a routing key, or --raw for lines with routing keys of their own")
+    if "|" in routing_key or "\n" in routing_key:
+        raise ConfigError(f"routing key {routing_key!r}: must not hold | or a newline")
+
+    payloads = [[os.fsencode(text) for text in message]] if message else _read_blocks(sys.stdin.fileno())
+    acks = acks or bool(producer)
+    ids = map(b"%d".__mod__, itertools.count(1)) if acks else itertools.repeat(b"")
+    blocks = _as_lines(payloads, os.fsencode(routing_key), ids)
+    shown = counted(blocks, "sending", len) if message or not sys.stdin.isatty() else blocks
+    patience = Patience(lambda: obstacle(settings), math.inf if acks or timeout is None else timeout)
+    if acks:
+        print(_store(shown, producer, bool(producer) or not raw, patience, timeout))
+    else:
+        print(_send(shown, line_sender(settings, patience)))
+
+
+def line_sender(settings: Settings, patience: Patience) -> LineSender:
+    """Return a connection to the ingress of this broker, with a token if one is needed."""
+    token = ""
+    if settings.tokens:
+        from kmq import tokens
+
+        token = tokens.local(settings)
+    return LineSender(settings.host, read_port(settings, "ingress", settings.port), token, patience)
+
+
+# --- what to send --------------------------------------------------------------------------------------------------
+
+
+def _read_blocks(fd: int) -> Iterator[list[bytes]]:
+    """Yield the lines of `fd`, as many at a time as are available: a line that is typed is sent at once."""
     if os.isatty(fd):
         say("reading messages from the terminal, one per line; end with Ctrl-D")
     unfinished: list[bytes] = []
@@ -29,8 +104,20 @@ def read_blocks(fd: int) -> Iterator[list[bytes]]:
         yield [last]
 
 
-def send(blocks: Iterable[list[bytes]], sender: LineSender) -> str:
-    """Send whole lines without acknowledgement, each block as soon as it is there."""
+def _as_lines(payloads: Iterable[list[bytes]], key: bytes, ids: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """Yield whole lines: the payloads under `key`; without a key the payloads are whole messages already."""
+    for block in payloads:
+        if key:
+            yield [format_message(key, payload, next(ids)) for payload in block]
+        else:
+            yield [payload + b"\n" for payload in block]
+
+
+# --- without and with replies ----------------------------------------------------------------------------------------
+
+
+def _send(blocks: Iterable[list[bytes]], sender: LineSender) -> str:
+    """Send whole lines without acknowledgement, each block as soon as it is available."""
     try:
         with sender:
             for block in blocks:
@@ -46,14 +133,14 @@ def send(blocks: Iterable[list[bytes]], sender: LineSender) -> str:
 
 
 class Stored:
-    """What the replies add up to."""
+    """The sum of all replies."""
 
     def __init__(self, patience: Patience) -> None:
         self.given = self.count = self.refused = self.last_seq = 0
         self.error: KmqError | None = None  # the first
         self._patience = patience
 
-    def add(self, delivery: Delivery) -> None:
+    def add(self, delivery: "Delivery") -> None:
         if delivery.answered:
             self._patience.moved()
         self.error = self.error or delivery.error
@@ -65,26 +152,29 @@ class Stored:
         return f"stored {self.count}, last seq {self.last_seq}"
 
     def outcome(self) -> str:
-        """With what has no reply yet."""
+        """Return the same with the number of messages that have no reply yet."""
         return f"{self}; {self.given - self.count - self.refused} without a reply, which may or may not be stored"
 
 
-def produce(
-    blocks: Iterable[list[bytes]], producer: str, dedupe: bool, patience: Patience, timeout_s: float | None = None
+def _store(
+    blocks: Iterable[list[bytes]], producer: str, dedupe: bool, patience: Patience, timeout_s: float | None
 ) -> Stored:
-    """Send whole lines, with ids of their own, and wait until they are stored. Raises KmqError naming what was refused."""
+    """Send whole lines that have ids, and wait until they are stored. Raises KmqError naming the first refusal."""
+    from kmq.client.producer import Producer
+    from kmq.client.protocol import NotAnswered
+
     stored = Stored(patience)
     sender = Producer.local(
         producer=producer,
         first_id=1 if producer else None,
         dedupe=dedupe,
-        timeout_s=PATIENCE_S if timeout_s is None else timeout_s,
+        timeout_s=_REPLY_S if timeout_s is None else timeout_s,
         stall_s=STALL_S,
         on_stall=lambda _: patience.stalled(),
     )
     try:
         with sender:
-            for block in _of_a_size(blocks):
+            for block in _limited(blocks):
                 stored.given += len(block)
                 sender.send_lines(b"".join(block), callback=stored.add)
     except KeyboardInterrupt:
@@ -97,8 +187,8 @@ def produce(
     return stored
 
 
-def _of_a_size(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
-    """The same lines in the same order, no block much larger than `_BLOCK_BYTES`."""
+def _limited(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
+    """Yield the same lines in the same order, in blocks not much larger than `_BLOCK_BYTES`."""
     for lines in blocks:
         block: list[bytes] = []
         size = 0
@@ -110,3 +200,15 @@ def _of_a_size(blocks: Iterable[list[bytes]]) -> Iterator[list[bytes]]:
                 block, size = [], 0
         if block:
             yield block
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command to `kmq`."""
+    app.command(
+        epilog=examples(
+            "kmq produce test.probe -m hello",
+            "kmq produce notes.host < /etc/hostname",
+            "printf 'test.probe|0|1|hi\\n' | kmq produce --raw",
+            "seq 1 1000 | kmq produce invoices --producer import-7",
+        )
+    )(produce)

@@ -1,4 +1,4 @@
-"""`kmq topics set|show|delete`: a topic's own limits, what there is of it, and its end."""
+"""`kmq topics …`: declare topics, list them, change their limits, delete them."""
 
 import difflib
 import json
@@ -8,29 +8,37 @@ import time
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from kmq import terminal
 from kmq.broker import status as statuses
-from kmq.cli.helptext import examples as _examples
+from kmq.cli.data import existing_data
+from kmq.cli.helptext import examples
 from kmq.errors import ConfigError, KmqError
 from kmq.log import reader, requests, topics
+from kmq.log.identity import open_data
+from kmq.log.partition import end_offset
 from kmq.log.requests import Request
 from kmq.log.segment import LIMITS, Limits, survey
-from kmq.settings import SETTINGS, Settings, load
+from kmq.logfmt import pairs
+from kmq.settings import FOREVER, SETTINGS, Settings, load
 
-_TAKE_UP_S = 5.0  # how long the router may take to carry out what it is asked
+topics_app = typer.Typer(
+    no_args_is_help=True,
+    help="Declare topics, list them, change their limits.",
+    epilog=examples("kmq topics create orders --partitions 4", "kmq topics list"),
+)
+
+_ADOPT_S = 5.0  # how long the router may take to adopt a declaration or to carry out a request
 _POLL_S = 0.02
 _ENV = {row.attribute: row.env for row in SETTINGS}
 _BYTES = ((" GiB", 1 << 30), (" MiB", 1 << 20), (" KiB", 1 << 10), (" B", 1))
 _AGES = (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001))
 _NAME = typer.Argument(help="A topic; see kmq topics list.")
 
-out = Console()
 
-
-def _existing(settings: Settings, name: str) -> None:
-    """Raise ConfigError, with the nearest name there is, where there is no such topic."""
+def _require(settings: Settings, name: str) -> None:
+    """Raise ConfigError, with the nearest name that exists, if there is no such topic."""
     names = topics.names(settings.data) if os.path.isdir(f"{settings.data}/topics") else []
     if name in names:
         return
@@ -40,8 +48,8 @@ def _existing(settings: Settings, name: str) -> None:
 
 
 def _is_carried_out(settings: Settings, request: Request) -> bool:
-    """Wait as long as there is a router that may carry it out, some seconds at most."""
-    deadline = time.monotonic() + _TAKE_UP_S
+    """Return True once the router has carried out the request; False if the broker is not ready, or too slow."""
+    deadline = time.monotonic() + _ADOPT_S
     while request.is_waiting:
         if not statuses.collect(settings).ready or time.monotonic() > deadline:
             return False
@@ -49,49 +57,130 @@ def _is_carried_out(settings: Settings, request: Request) -> bool:
     return True
 
 
+# --- create ------------------------------------------------------------------------------------------------------
+
+
+@topics_app.command(
+    "create",
+    epilog=examples(
+        "kmq topics create orders --partitions 4",
+        "kmq topics create jobs.eu",
+        "kmq topics create audit --set retention_age=30d",
+    ),
+)
+def create(
+    name: Annotated[str, typer.Argument(help="[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")],
+    partitions: Annotated[int, typer.Option("--partitions", "-p", help="1 to 1024; cannot be changed later.")] = 1,
+    own: Annotated[
+        list[str] | None,
+        typer.Option("--set", help=f"<limit>=<value>, in place of the setting: {', '.join(LIMITS)}."),
+    ] = None,
+) -> None:
+    """Declare a topic. It is in force from the next routed message on."""
+    settings = load()
+    open_data(settings.data)
+    limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
+    topics.declare(settings.data, name, partitions, limits)
+    deadline = time.monotonic() + _ADOPT_S
+    while statuses.collect(settings).ready and time.monotonic() < deadline:
+        from_seq = topics.load(settings.data, name)[1]
+        if from_seq is not None:
+            print(f"topic {name}: {partitions} partition(s), in force from seq {from_seq}")
+            return
+        time.sleep(_POLL_S)
+    where = os.path.abspath(settings.data)
+    print(f"topic {name}: {partitions} partition(s), declared in {where}, in force when the router has adopted it")
+
+
+# --- list --------------------------------------------------------------------------------------------------------
+
+
+@topics_app.command("list", epilog=examples("kmq topics list", "kmq topics list --logfmt", "kmq topics list --json"))
+def list_topics(
+    as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per partition.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
+) -> None:
+    """List topics with their partitions, messages and bytes.
+
+    --json: {"topics": [{"topic", "partition", "messages", "bytes",
+    "from_seq"}, …]}, one object per partition. from_seq is null until the
+    router has adopted the declaration.
+    """
+    data = existing_data()
+    rows = [
+        {"topic": name, "partition": partition, "messages": messages, "bytes": size, "from_seq": from_seq}
+        for name, partitions, from_seq in topics.listing(data)
+        for partition in range(partitions)
+        for messages, size in [end_offset(data, name, partition)]
+    ]
+    if as_json:
+        print(json.dumps({"topics": rows}))
+    elif as_logfmt:
+        for row in rows:
+            print(pairs(**row | {"from_seq": row["from_seq"] or 0}))
+    else:
+        table = Table("topic", box=None, pad_edge=False, header_style="bold")
+        for title in ("partition", "messages", "bytes", "in force from seq"):
+            table.add_column(title, justify="right")
+        for row in rows:
+            since = "pending" if row["from_seq"] is None else str(row["from_seq"])
+            table.add_row(str(row["topic"]), str(row["partition"]), f"{row['messages']:,}", f"{row['bytes']:,}", since)
+        terminal.console().print(table)
+
+
 # --- set ---------------------------------------------------------------------------------------------------------
 
 
+@topics_app.command(
+    "set",
+    epilog=examples(
+        "kmq topics set orders retention_bytes=10GiB retention_age=30d",
+        "kmq topics set orders --unset retention_age",
+        "kmq topics set orders cleanup=compact",
+    ),
+)
 def set_limits(
     name: Annotated[str, _NAME],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(help=f"{', '.join(LIMITS)}: <limit>=<value>; without a value the setting is in force again."),
+        typer.Argument(help=f"<limit>=<value>; <limit>= goes back to the setting. Limits: {', '.join(LIMITS)}."),
     ] = None,
-    unset: Annotated[list[str] | None, typer.Option("--unset", help="A limit to take away; as <limit>= does.")] = None,
+    unset: Annotated[
+        list[str] | None, typer.Option("--unset", help="A limit that goes back to the setting; the same as <limit>=.")
+    ] = None,
 ) -> None:
-    """Change a topic's own limits, in place of the settings. A living broker takes them up at once, without a restart.
+    """Change a topic's own limits, which replace the settings. A running broker adopts them at once, without a restart.
 
-    Lowering retention deletes: whole sealed segments, oldest first, within seconds.
+    A lower retention limit deletes whole sealed segments, oldest first, within seconds.
     """
     settings = load()
-    _existing(settings, name)
-    asked = _parse_changes(name, [*(changes or []), *(f"{each}=" for each in unset or [])])
+    _require(settings, name)
+    asked = _parse_changes(name, [*(changes or []), *(f"{limit}=" for limit in unset or [])])
     own = _with_pending(settings.data, name, topics.read(settings.data, name).limits)
     _apply(own, asked)
     Limits().but(own)
     request = requests.lay_down(settings.data, requests.SET, name, asked)
-    said = " ".join(f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items())
+    changed = " ".join(f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items())
     if not _is_carried_out(settings, request):
-        print(f"topic {name}: {said}, in force when the router has taken it up")
+        print(f"topic {name}: {changed}, in force when the router has adopted it")
         return
     now = topics.read(settings.data, name).limits if name in topics.names(settings.data) else {}
     if any(now.get(limit, "") != value for limit, value in asked.items()):
         raise KmqError(
             f"topic {name}: was not changed as asked; the log of the broker says why (event request_refused)"
         )
-    print(f"topic {name}: {said}, in force")
+    print(f"topic {name}: {changed}, in force")
 
 
 def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
-    """Limit → text, "" to take it away. Raises ConfigError where there is none, or at what is no limit."""
+    """Return limit → text, "" to go back to the setting. Raises ConfigError without a pair, or at an unknown limit."""
     asked = {}
     for pair in pairs:
         limit, equals, value = (part.strip() for part in pair.partition("="))
         if limit == "partitions":
             raise ConfigError(
-                f"topic {name}: partitions cannot be changed: the partition of a key would be another one than that of its"
-                f" stored records; create a new topic with them, and send the records there:"
+                f"topic {name}: partitions cannot be changed: new records of a key would go to another partition"
+                f" than its stored records; create a new topic, and send the records there:"
                 f" kmq topics create <new> --partitions {value or 'n'}, kmq redrive {name} --to '<new>.{{key}}'"
             )
         if not equals:
@@ -112,7 +201,7 @@ def _apply(own: dict[str, str], changes: dict[str, str]) -> None:
 
 
 def _with_pending(data: str, name: str, own: dict[str, str]) -> dict[str, str]:
-    """A topic's own limits as they will be when the router has carried out what it has been asked."""
+    """Return a topic's own limits as they will be once the router has carried out all requests."""
     for request in requests.waiting(data):
         if request.verb == requests.SET and request.topic == name:
             _apply(own, request.limits)
@@ -122,13 +211,14 @@ def _with_pending(data: str, name: str, own: dict[str, str]) -> dict[str, str]:
 # --- show --------------------------------------------------------------------------------------------------------
 
 
+@topics_app.command("show", epilog=examples("kmq topics show orders", "kmq topics show orders --json"))
 def show(
     name: Annotated[str, _NAME],
-    as_json: Annotated[bool, typer.Option("--json", help="One object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False,
 ) -> None:
-    """Show a topic: its limits and where each comes from, and what there is of each partition."""
+    """Show a topic: its limits and where each comes from, and the size of each partition."""
     settings = load()
-    _existing(settings, name)
+    _require(settings, name)
     found = describe(settings, name)
     if as_json:
         print(json.dumps(found))
@@ -144,12 +234,12 @@ def show(
     for number, row in enumerate(found["logs"]):
         last = "" if row["last_offset"] is None else f"{row['last_offset']:,}"
         logs.add_row(str(number), f"{row['messages']:,}", f"{row['bytes']:,}", f"{row['first_offset']:,}", last)
-    out.print(limits)
-    out.print(logs)
+    terminal.console().print(limits)
+    terminal.console().print(logs)
 
 
 def describe(settings: Settings, name: str) -> dict[str, Any]:
-    """A topic, ready for JSON; null: no limit, no message."""
+    """Return a topic, ready for JSON; null stands for no limit and for no message."""
     declared = topics.read(settings.data, name)
     pending = _with_pending(settings.data, name, dict(declared.limits))
     limits = Limits.of(settings).but(pending)
@@ -158,8 +248,8 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
         value = getattr(limits, limit)
         source = _source(limit, pending, limits)
         if pending.get(limit) != declared.limits.get(limit):
-            source += ", when the router has taken it up"
-        rows[limit] = {"value": None if value in (0, float("inf")) else value, "from": source}
+            source += ", when the router has adopted it"
+        rows[limit] = {"value": None if value in (0, FOREVER) else value, "from": source}
     logs = [_log(settings.data, name, number) for number in range(declared.partitions)]
     return {
         "name": name,
@@ -178,20 +268,20 @@ def _source(limit: str, own: dict[str, str], limits: Limits) -> str:
     if limit == "cleanup":
         return "default"
     is_table = limits.cleanup == "compact" and limit.startswith("retention")
-    return "cleanup=compact: settings do not count" if is_table else _ENV[limit]
+    return "cleanup=compact: settings do not apply" if is_table else _ENV[limit]
 
 
 def _log(data: str, name: str, number: int) -> dict[str, int | None]:
     log = reader.partition(data, name, number)
-    end = log.end_offset()  # first: what retention takes in between is then seen as taken
+    end = log.end_offset()  # before first_offset: retention may delete segments between the two
     first = min(log.first_offset, end)
-    nbytes = sum(each.size for each in survey(f"{data}/topics/{name}/{number}"))
+    nbytes = sum(segment.size for segment in survey(f"{data}/topics/{name}/{number}"))
     last = end - 1 if end > first else None
     return {"messages": end - first, "bytes": nbytes, "first_offset": first, "last_offset": last}
 
 
 def _text(limit: str, value: str | float | None) -> str:
-    """A limit as a person writes it."""
+    """Return a limit as a person writes it."""
     if value is None:
         return "none" if limit == "retention_bytes" else "never"
     if isinstance(value, str):
@@ -204,45 +294,37 @@ def _text(limit: str, value: str | float | None) -> str:
 # --- delete ------------------------------------------------------------------------------------------------------
 
 
+@topics_app.command("delete", epilog=examples("kmq topics delete audit --yes"))
 def delete(
     name: Annotated[str, _NAME],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Delete a topic with its records, for good. Its queue files go at once, and their space is free.
+    """Delete a topic with its records, for good. Its queue files are deleted at once, which frees their space.
 
-    The WAL is never rewritten: it keeps the records until its own retention takes them, and no rebuild brings them back.
-    A message that comes later makes the topic anew; its offsets go on.
+    The WAL is never rewritten: it keeps the records until its own retention deletes them, but no rebuild brings them
+    back. A later message creates the topic again; its offsets continue after those of the deleted records.
     """
     settings = load()
     if name.startswith("__"):
-        raise ConfigError(f"topic {name}: is KMQ's own and cannot be deleted")
-    _existing(settings, name)
+        raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be deleted")
+    _require(settings, name)
     found = describe(settings, name)
     what = f"topic {name}: {found['messages']:,} messages, {found['bytes']:,} bytes, {found['partitions']} partition(s)"
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"{what}: give --yes to delete it; there is no terminal to ask on")
+            raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete it")
         typer.confirm(f"{what}. Delete it for good?", abort=True)
     request = requests.lay_down(settings.data, requests.DELETE, name, {})
     if not _is_carried_out(settings, request):
-        print(f"{what}; deleted when the router has taken it up: at the next kmq up, if it is down")
+        print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
         return
     if name in topics.names(settings.data):
         if topics.load(settings.data, name)[1] == found["from_seq"]:
             raise KmqError(f"topic {name}: was not deleted; the log of the broker says why (event request_refused)")
-        what += "; a message has made it anew"
-    print(f"{what}: deleted, and their space is free. The WAL keeps the messages until its retention takes them")
+        what += "; a message has created it again"
+    print(f"{what}: deleted, and their space is free. The WAL keeps the messages until its retention deletes them")
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make these commands of `kmq topics`."""
-    app.command(
-        "set",
-        epilog=_examples(
-            "kmq topics set orders retention_bytes=10GiB retention_age=30d",
-            "kmq topics set orders --unset retention_age",
-            "kmq topics set orders cleanup=compact",
-        ),
-    )(set_limits)
-    app.command("show", epilog=_examples("kmq topics show orders", "kmq topics show orders --json"))(show)
-    app.command("delete", epilog=_examples("kmq topics delete audit --yes"))(delete)
+    """Add these commands to `kmq`."""
+    app.add_typer(topics_app, name="topics")

@@ -20,7 +20,8 @@ from kmq.links.layout import Block
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.log import checkpoint, dedupe_file, dropped, numbered, wal
-from kmq.log.reader import DamageError, last_line
+from kmq.log.damage import DamageError
+from kmq.log.lines import last_line
 
 _UNROUTED = 1 << 20  # records searched for topics that are about to be made; more wait only if router.ckpt is missing
 

@@ -1,11 +1,12 @@
-"""What is wrong with a data directory, and how it is made good: `kmq verify [--repair]`. Needs no process, and knows no link.
+"""What is wrong with a data directory, and how it is made good: `kmq verify [--repair]`.
 
-verify.py       everything that is wrong          check.py      the command
-scan.py         one segment, byte by byte         ledger.py     what a broker says of itself, for auditors
-copies.py       both copies of each record
-rebuild.py      the order in which all is healed
-places.py       segments that lie where others belong
+check.py        the command                       directory.py  the logs and named gaps of a data directory
+verify.py       everything that is wrong          finding.py    one thing that is wrong
+scan.py         one segment, byte by byte         faults.py     the small files: what is wrong
+copies.py       both copies of each record        ledger.py     what a broker states about its logs, for audits
+rebuild.py      the order of healing              places.py     segments that lie where others belong
 wal.py          the WAL from the queues           queues.py     queues from the WAL
-evidence.py     what can still be believed of damaged bytes
-rewriting.py    segments written anew             small_files.py   all that is no log
+conflicts.py    two records under one seq         small_files.py  the small files: healing
+evidence.py     what can still be believed        rewriting.py  segments written anew, and the report
+quarantine.py   what is set aside
 """

@@ -1,27 +1,35 @@
-"""Where both copies of a seq are whole, and yet not the same: two records have been given one number.
+"""Two different records under one seq: both copies are whole, and yet not the same.
 
-That happens where a WAL has lost its end and its numbers were given out again (numbered.py refuses that today). Both
-records may have been acknowledged, so both are kept. The one in the queue stays under its seq, because consumers may
-have it, and offsets must not change; the WAL gets it there. The one that the WAL had gets a new seq, at the end: the
-router brings it to its queue at the next start.
+That happens when a WAL has lost its end and its seqs were given out again (numbered.py refuses that today). Both
+records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because consumers may have
+it and offsets must not change; the WAL gets that record there. The record that the WAL had gets a new seq, at the end:
+the router brings it to its queue at the next start.
 
-A queue most of whose records the WAL does not have under these seqs is another thing: it was never written from this
-WAL. Its segments are set aside, and it is rebuilt.
+A queue most of whose records the WAL does not have under these seqs was never written from this WAL: its segments are
+set aside, and the queue is rebuilt.
 """
 
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kmq import record, routing
 from kmq.log import dropped, reader, segment, topics, wal
-from kmq.log.disk import QUARANTINE, sync_directory
+from kmq.log.disk import QUARANTINE
 from kmq.log.partition import directory_of
-from kmq.repair import places
 from kmq.repair.copies import Copies, Difference
-from kmq.repair.rewriting import Line, Rewriter, Stretch
+from kmq.repair.directory import At
+from kmq.repair.rewriting import Line, Patch, Rewriter
 
-At = tuple[str, int]
+
+class _Edit(NamedTuple):
+    """A line of a log that is to be replaced."""
+
+    byte: int
+    seq: int
+    old: bytes  # without its newline
+    new: bytes  # with its newline
 
 
 class Conflicts:
@@ -31,55 +39,50 @@ class Conflicts:
         self.data, self.rewriter, self._progress = data, rewriter, progress
 
     def settle(self) -> bool:
-        """Whether anything had to be done, so that the logs have to be looked at again."""
+        """Keep both records of each seq; return True if anything changed, so that the logs must be looked at again."""
         end = reader.wal(self.data).end_offset() - 1
         found: defaultdict[At, list[Difference]] = defaultdict(list)
-        for each in Copies(self.data, end, [], is_live=False, progress=self._progress).differences(routed=0):
-            found[each.topic, each.partition].append(each)
-        kept: list[tuple[At, Difference]] = []
+        for difference in Copies(self.data, end, [], is_live=False, progress=self._progress).differences(routed=0):
+            found[difference.topic, difference.partition].append(difference)
+        kept: list[Difference] = []
         for at, differences in found.items():
             log = reader.partition(self.data, *at)
             if 2 * len(differences) > log.end_offset() - log.first_offset:
                 self._set_aside(at)
             else:
-                kept += [(at, each) for each in differences]
+                kept += differences
         if kept:
-            self._keep_both([each for each in kept if each[1].kind in ("differs", "unknown")])
+            self._keep_both([difference for difference in kept if difference.kind in ("differs", "unknown")])
         return bool(found)
 
     def _set_aside(self, at: At) -> None:
         directory = directory_of(self.data, *at)
-        os.makedirs(f"{self.data}/{QUARANTINE}", exist_ok=True)
-        for _, path in segment.listing(directory):
-            self.rewriter.forget(path)
-            for each in (path, segment.index_path(path)):
-                if os.path.exists(each):
-                    name = os.path.relpath(each, self.data).replace("/", ".")
-                    os.rename(each, places.free_name(f"{self.data}/{QUARANTINE}/{name}.unknown"))
-        sync_directory(directory)
-        sync_directory(f"{self.data}/{QUARANTINE}")
-        self.rewriter.report(
-            directory, f"most of its records are not this WAL's: set aside in {QUARANTINE}/, and rebuilt"
-        )
+        quarantine = self.rewriter.quarantine
+        for _, log_path in segment.listing(directory):
+            self.rewriter.scans.forget(log_path)
+            for path in filter(os.path.exists, (log_path, segment.index_path(log_path))):
+                quarantine.set_aside(path, f"{quarantine.flat(path)}.unknown")
+        what = f"most of its records are not this WAL's: set aside in {QUARANTINE}/, and rebuilt"
+        self.rewriter.report.add(directory, what)
 
-    def _keep_both(self, kept: list[tuple[At, Difference]]) -> None:
-        in_wal = reader.wal(self.data)
-        again: list[bytes] = []  # records that get a new seq
-        edits: defaultdict[str, list[tuple[int, int, bytes, bytes]]] = defaultdict(list)  # path → (byte, seq, old, new)
-        for at, each in kept:
-            _, path, byte, line = reader.partition(self.data, *at).find(each.seq, 0)
-            _, wal_path, wal_byte, wal_line = in_wal.find(each.seq, 0)
-            if not wal_line.startswith(b"%d|" % each.seq) or self._stands_in_its_queue(wal_line):
-                edits[path].append((byte, each.seq, line, b"\n"))
-                again.append(line)
+    def _keep_both(self, differences: list[Difference]) -> None:
+        wal_log = reader.wal(self.data)
+        renumbered: list[bytes] = []  # records that get a new seq
+        edits: defaultdict[str, list[_Edit]] = defaultdict(list)  # by path
+        for seq, _, topic, partition, _ in differences:
+            _, path, byte, line = reader.partition(self.data, topic, partition).find(seq, 0)
+            _, wal_path, wal_byte, wal_line = wal_log.find(seq, 0)
+            if not wal_line.startswith(b"%d|" % seq) or self._is_in_its_queue(wal_line):
+                edits[path].append(_Edit(byte, seq, line, b"\n"))
+                renumbered.append(line)
             else:
-                edits[wal_path].append((wal_byte, each.seq, wal_line, line + b"\n"))
-                again.append(wal_line)
+                edits[wal_path].append(_Edit(wal_byte, seq, wal_line, line + b"\n"))
+                renumbered.append(wal_line)
         for path, changes in edits.items():
             self._edit(path, sorted(changes))
-        self._append(sorted(again, key=record.seq_of))
+        self._append(sorted(renumbered, key=record.seq_of))
 
-    def _stands_in_its_queue(self, line: bytes) -> bool:
+    def _is_in_its_queue(self, line: bytes) -> bool:
         table, seq = topics.table(self.data), record.seq_of(line)
         route = routing.resolve(table, line.split(b"|", 3)[2], seq)
         topic = table.get(route.topic)
@@ -88,28 +91,23 @@ class Conflicts:
         log = reader.partition(self.data, topic.name, topic.partition_of(route, seq))
         return log.find(seq, 0)[3] == line
 
-    def _edit(self, path: str, changes: list[tuple[int, int, bytes, bytes]]) -> None:
-        """Put other lines in the place of some."""
+    def _edit(self, path: str, edits: list[_Edit]) -> None:
+        """Replace some lines of a segment."""
         by_seq = os.path.basename(os.path.dirname(path)) == "append"
-        new = {seq: text for _, seq, _, text in changes}
-        stretches = [Stretch(byte, byte + len(old) + 1, seq, seq, []) for byte, seq, old, _ in changes]
-        found = self.rewriter.scan_of(path, by_seq)
-        self.rewriter.rewrite(
-            found, stretches, lambda _, stretch: iter([Line(stretch.first_seq, new[stretch.first_seq])]), by_seq
-        )
+        new = {edit.seq: edit.new for edit in edits}
+        patches = [Patch(edit.byte, edit.byte + len(edit.old) + 1, edit.seq, edit.seq, []) for edit in edits]
+        scan = self.rewriter.scans.of_segment(path, by_seq)
+        self.rewriter.rewrite(scan, patches, lambda _, patch: iter([Line(patch.first_seq, new[patch.first_seq])]))
 
     def _append(self, lines: list[bytes]) -> None:
         """Give records a new seq each, at the end of the WAL."""
         seq, recv_ts = wal.last_stored(self.data)
-        seq = max([seq, *(gone.last for gone in dropped.accounted(self.data))])
+        seq = max([seq, *(gap.last for gap in dropped.accounted(self.data))])
         stamp = record.format_ts(recv_ts)
         renumbered = [b"%d|%b|%b\n" % (seq + n, stamp, line.split(b"|", 2)[2]) for n, line in enumerate(lines, 1)]
         path = segment.listing(f"{self.data}/append")[-1][1]
-        found = self.rewriter.scan_of(path, by_seq=True)
-        end = Stretch(found.size, found.size, seq + 1, seq + len(lines), [])
-        self.rewriter.rewrite(
-            found, [end], lambda *_: (Line(seq + n, text) for n, text in enumerate(renumbered, 1)), by_seq=True
-        )
-        self.rewriter.report(
-            path, f"{len(lines)} records had the seq of another one: they are seq {seq + 1} to {seq + len(lines)} now"
-        )
+        scan = self.rewriter.scans.of_segment(path, by_seq=True)
+        end = Patch(scan.size, scan.size, seq + 1, seq + len(lines), [])
+        self.rewriter.rewrite(scan, [end], lambda *_: (Line(seq + n, text) for n, text in enumerate(renumbered, 1)))
+        seqs = f"seq {seq + 1} to {seq + len(lines)}"
+        self.rewriter.report.add(path, f"{len(lines)} records had the seq of another one: they are {seqs} now")

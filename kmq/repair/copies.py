@@ -1,17 +1,16 @@
-"""Each record is on disk twice: do both copies say the same? Read-only; what a crc cannot tell, because both crcs are
-right.
+"""Each record is on disk twice: do both copies say the same? No crc can tell, because each copy has a right one.
 
 The WAL is read in windows of seqs, each line reduced to its crc32 and to the partition that it belongs to. Then each
-queue reads the records of that window and compares. So every byte is read once, memory is bounded by the window, and a
-queue is only touched where it has something to compare.
+queue reads the records of that window and compares. So every byte is read once, and a queue is read only if it has
+something to compare.
 
+Invariant   Copies never writes.
 Memory      12 bytes per record of a window, and some numbers per queue.
-Live        Compared is what router.ckpt had routed at the start: the router is past it, nobody writes there. What
-            retention or compaction takes meanwhile is not missed: on a live directory only what differs counts.
-Not covered What a reader refuses as damaged is passed over here; verify reports it by its block.
+Live        Only what router.ckpt had routed at the start is compared: the router no longer writes there. Retention and
+            compaction may take records meanwhile, so on a live directory a missing record is no difference.
+Not covered What a reader refuses as damaged is skipped here; verify reports it by its block.
 """
 
-import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -19,15 +18,16 @@ from typing import NamedTuple
 
 from kmq import record, routing
 from kmq.log import compaction, dropped, reader, topics
-from kmq.log.reader import DamageError, Log
+from kmq.log.damage import DamageError
+from kmq.log.lines import last_line
+from kmq.log.reader import Log
+from kmq.repair.directory import At, queues
 from kmq.routing import Topic
 
 WINDOW_BYTES = 32 << 20  # of the WAL
 _READ = 1 << 20
 _NOWHERE = -1  # no record in the WAL
 _NEVER = 1 << 62
-
-At = tuple[str, int]  # topic, partition
 
 
 class Difference(NamedTuple):
@@ -48,6 +48,18 @@ WHAT = {
 }
 
 
+class _Window(NamedTuple):
+    """Consecutive seqs of the WAL, from `base` on."""
+
+    base: int
+    crcs: "array[int]"  # crc32 of each record; 0: no record
+    queues: "array[int]"  # number of the queue that each record belongs to, or _NOWHERE
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.crcs)
+
+
 class _Cursor:
     """How far a queue has been compared."""
 
@@ -65,38 +77,36 @@ class Copies:
         self,
         data: str,
         upto: int,
-        gone: list[dropped.Range],
+        gaps: list[dropped.SeqRange],
         is_live: bool,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Up to seq `upto`. `gone`, in order: seqs that a queue need not have, dropped by name or lost and named by a repair."""
+        """Compare up to seq `upto`. `gaps`, in order: seqs that a queue may lack."""
         self.data, self._upto, self._is_live, self._progress = data, upto, is_live, progress
         self._table = topics.table(data)
         bounds = (seq for topic in self._table.values() for seq in topic.bounds())
         self._cuts = sorted([self._table.marks_from, *bounds])
-        self._cursors = {at: _Cursor(data, at) for at in _queues(data)}
+        self._cursors = {at: _Cursor(data, at) for at in queues(data)}
         self._numbers = {at: number for number, at in enumerate(self._cursors)}
         self._targets: dict[bytes, int | Topic] = {}
-        self._gone = gone
+        self._gaps = gaps
         self._compacted = {name for name in topics.names(data) if compaction.is_compacted(data, name)}
 
     def differences(self, routed: int) -> Iterator[Difference]:
-        """`routed`: up to this seq every record has to be in its queue."""
-        for base, crcs, where in self._windows():
-            high = base + len(crcs) - 1
-            seen = bytearray(len(crcs))
+        """Yield the seqs whose copies disagree. `routed`: up to this seq every record has to be in its queue."""
+        for window in self._windows():
+            seen = bytearray(len(window.crcs))
             for cursor in self._cursors.values():
-                if cursor.next_seq <= high:
-                    yield from self._compare(cursor, base, crcs, where, seen)
+                if cursor.next_seq < window.end:
+                    yield from self._compare(cursor, window, seen)
             if not self._is_live:
-                yield from self._missing(base, where, seen, min(high, routed))
+                yield from self._missing(window, seen, min(window.end - 1, routed))
 
     # --- the WAL -----------------------------------------------------------------------------------------------------
 
-    def _windows(self) -> Iterator[tuple[int, "array[int]", "array[int]"]]:
-        """(first seq, crc32 of each record, number of the queue of each or _NOWHERE)."""
+    def _windows(self) -> Iterator[_Window]:
         log = reader.wal(self.data)
-        base, crcs, where, size = log.first_offset, array("I"), array("i"), 0
+        base, crcs, numbers, size = log.first_offset, array("I"), array("i"), 0
         for lines in _all_lines(log, base, self._upto):
             for line in lines:
                 seq_text, _, key, _ = line.split(b"|", 3)
@@ -107,21 +117,20 @@ class Copies:
                 if gap > 0 and not crcs:
                     base, gap = seq, 0
                 crcs.extend([0] * gap)
-                where.extend([_NOWHERE] * gap)
+                numbers.extend([_NOWHERE] * gap)
                 crcs.append(zlib.crc32(line))
-                where.append(self._number_of(key, seq))
+                numbers.append(self._number_of(key, seq))
                 size += len(line)
             self._progress(sum(map(len, lines)))
             if size >= WINDOW_BYTES:
-                yield base, crcs, where
-                base, crcs, where, size = base + len(crcs), array("I"), array("i"), 0
+                yield _Window(base, crcs, numbers)
+                base, crcs, numbers, size = base + len(crcs), array("I"), array("i"), 0
         if crcs:
-            yield base, crcs, where
+            yield _Window(base, crcs, numbers)
 
     def _number_of(self, key: bytes, seq: int) -> int:
-        while (
-            self._cuts and seq >= self._cuts[0]
-        ):  # a topic came into force: it may take keys from a shorter one; or marks
+        # A topic came into force and may take keys from a shorter one; or marks did.
+        while self._cuts and seq >= self._cuts[0]:
             del self._cuts[0]
             self._targets.clear()
         target = self._targets.get(key)
@@ -144,11 +153,9 @@ class Copies:
 
     # --- a queue -----------------------------------------------------------------------------------------------------
 
-    def _compare(
-        self, cursor: _Cursor, base: int, crcs: "array[int]", where: "array[int]", seen: bytearray
-    ) -> Iterator[Difference]:
-        """Everything in the queue up to the end of the window."""
-        number, end = self._numbers[cursor.at], base + len(crcs)
+    def _compare(self, cursor: _Cursor, window: _Window, seen: bytearray) -> Iterator[Difference]:
+        """Compare everything in the queue up to the end of the window."""
+        number, base, end = self._numbers[cursor.at], window.base, window.end
         while True:
             try:
                 first, text = cursor.log.read(cursor.offset, _READ)
@@ -169,7 +176,7 @@ class Copies:
                         cursor.offset, cursor.next_seq = offset, seq
                         return
                     if seq >= base:
-                        kind = self._kind(line, seq - base, number, crcs, where)
+                        kind = self._kind(line, seq - base, number, window)
                         seen[seq - base] |= kind not in ("unknown", "misrouted")
                         if kind:
                             yield Difference(seq, kind, *cursor.at, offset)
@@ -177,22 +184,23 @@ class Copies:
             self._progress(len(text))
 
     @staticmethod
-    def _kind(line: bytes, at: int, number: int, crcs: "array[int]", where: "array[int]") -> str:
-        if where[at] == number:
-            return "" if crcs[at] == zlib.crc32(line) else "differs"
-        if crcs[at] == zlib.crc32(line):
+    def _kind(line: bytes, at: int, number: int, window: _Window) -> str:
+        """Return how a record of queue `number` disagrees with record `at` of the window, or an empty text."""
+        if window.queues[at] == number:
+            return "" if window.crcs[at] == zlib.crc32(line) else "differs"
+        if window.crcs[at] == zlib.crc32(line):
             return "misrouted"
-        return "differs" if crcs[at] else "unknown"
+        return "differs" if window.crcs[at] else "unknown"
 
-    def _missing(self, base: int, where: "array[int]", seen: bytearray, high: int) -> Iterator[Difference]:
-        """Records that the WAL has, and the queue should have, for nobody has taken them from it."""
+    def _missing(self, window: _Window, seen: bytearray, high: int) -> Iterator[Difference]:
+        """Yield the records that the WAL has and the queue lacks, although nothing has taken them from it."""
         if 0 not in seen:
             return
-        by_number = list(self._cursors.values())
-        for low, last in dropped.without(base, high, self._gone):
+        by_number, base = list(self._cursors.values()), window.base
+        for low, last in dropped.without(base, high, self._gaps):
             at = seen.find(0, low - base, last - base + 1)
             while at >= 0:
-                number = where[at]
+                number = window.queues[at]
                 if number != _NOWHERE:
                     cursor = by_number[number]
                     starts = cursor.first_seq if cursor.first_seq else (_NEVER if cursor.log.first_offset else 0)
@@ -201,16 +209,8 @@ class Copies:
                 at = seen.find(0, at + 1, last - base + 1)
 
 
-def _queues(data: str) -> list[At]:
-    found = []
-    for name in topics.names(data):
-        numbers = [entry for entry in os.listdir(f"{data}/topics/{name}") if entry.isdigit()]
-        found += [(name, int(number)) for number in sorted(numbers, key=int)]
-    return found
-
-
 def _all_lines(log: Log, offset: int, upto: int) -> Iterator[list[bytes]]:
-    """The records of the WAL, and behind what is damaged on from there."""
+    """Yield the records of the WAL; a damaged block is skipped."""
     while offset <= upto:
         try:
             _, text = log.read(offset, _READ)
@@ -222,4 +222,4 @@ def _all_lines(log: Log, offset: int, upto: int) -> Iterator[list[bytes]]:
         if not text:
             return
         yield text.split(b"\n")[:-1]
-        offset = record.seq_of(reader.last_line(text)) + 1
+        offset = record.seq_of(last_line(text)) + 1

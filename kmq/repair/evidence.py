@@ -1,55 +1,50 @@
-"""What can still be believed of bytes that are not as their index says, or that no index speaks of."""
+"""What can still be believed of bytes that are not as their index says, or that no index covers."""
 
 import zlib
 from collections.abc import Iterable
 
 from kmq import record
 from kmq.log.index import Entry
-from kmq.log.reader import bad_line
-from kmq.repair.scan import Part, Scan
+from kmq.log.lines import bad_line
+from kmq.repair.scan import Block, Scan
 
 Lines = dict[int, bytes]  # seq → line with its newline
 
 
 class Evidence:
-    """The records of some parts of a segment, by what speaks for them.
+    """The records of some blocks of a segment, by how well they are confirmed.
 
-    own         the block's crc, once a single flipped bit in block or index line is taken back
-    unindexed   nothing but that they look like records: no index line speaks of them, so none contradicts them either
-    doubtful    nothing but that: the crc of their block says that something in it is wrong
+    proven      the crc of the block confirms them, once a single flipped bit in block or index line is taken back
+    unindexed   they look like records, and no index line covers them: nothing confirms or contradicts them
+    doubtful    they look like records, but the crc of their block says that something in it is wrong
     """
 
-    def __init__(self, found: Scan, parts: Iterable[Part], low: int, high: int) -> None:
-        """Of records low…high only."""
-        self.own: Lines = {}
+    def __init__(self, scan: Scan, blocks: Iterable[Block], low: int, high: int) -> None:
+        """Take only the records low…high."""
+        self.proven: Lines = {}
         self.unindexed: Lines = {}
         self.doubtful: Lines = {}
-        for part in parts:
-            data = bytes_of(found, part)
-            block = explained(data, part.entry)
-            kind = self.own if block else self.unindexed if part.is_good and part.entry is None else self.doubtful
-            for line in (block or data).split(b"\n"):
+        for block in blocks:
+            data = scan.read(block)
+            explained = explain(data, block.entry)
+            is_unindexed = block.is_good and block.entry is None
+            kind = self.proven if explained else self.unindexed if is_unindexed else self.doubtful
+            for line in (explained or data).split(b"\n"):
                 stamp = record.parse_stored(line)
                 if stamp and low <= stamp[0] <= high:
                     kind[stamp[0]] = line + b"\n"
 
     @property
     def unsure(self) -> Lines:
-        """What nobody vouches for: good where the other copy says the same."""
+        """Return what nothing confirms yet: good where the other copy says the same."""
         return self.doubtful | self.unindexed
 
 
-def bytes_of(found: Scan, part: Part) -> bytes:
-    with open(found.path, "rb") as file:
-        file.seek(part.position)
-        return file.read(part.end - part.position)
-
-
 def one_bit(data: bytes, crc: int) -> bytes | None:
-    """`data` with the one bit flipped that makes its crc32 right; None where there is no such bit.
+    """Return `data` with the one bit flipped that makes its crc32 right; None if there is no such bit.
 
-    The crc is linear: a flipped bit changes it by a pattern that depends only on how far the bit is from the end. So
-    the difference is taken back byte by byte until it is that of one bit.
+    The crc is linear: a flipped bit changes it by a pattern that depends only on its distance from the end. So the
+    difference is followed back byte by byte until it is the pattern of one bit.
     """
     table = [zlib.crc32(bytes([n]), 0xFFFFFFFF) ^ 0xFFFFFFFF for n in range(256)]
     back = {value >> 24: n for n, value in enumerate(table)}
@@ -63,31 +58,34 @@ def one_bit(data: bytes, crc: int) -> bytes | None:
     return None
 
 
-def explained(data: bytes, entry: Entry | None) -> bytes | None:
-    """The block that `entry` spoke of, if one flipped bit, in it or in the crc of its index line, explains why they differ."""
+def explain(data: bytes, entry: Entry | None) -> bytes | None:
+    """Return the block that `entry` covered, if one flipped bit in it or in its crc explains the mismatch."""
     if entry is None or not data:
         return None
-    found, text = zlib.crc32(data), b"%d" % entry.crc
+    actual, text = b"%d" % zlib.crc32(data), b"%d" % entry.crc
     for at, bit in ((at, 1 << bit) for at in range(len(text)) for bit in range(8)):
-        if text[:at] + bytes([text[at] ^ bit]) + text[at + 1 :] == b"%d" % found and bad_line(data) < 0:
+        if text[:at] + bytes([text[at] ^ bit]) + text[at + 1 :] == actual and bad_line(data) is None:
             return data
     mended = one_bit(data, entry.crc)
-    return mended if mended is not None and mended.endswith(b"\n") and bad_line(mended) < 0 else None
+    return mended if mended is not None and mended.endswith(b"\n") and bad_line(mended) is None else None
 
 
-def agreed(parts: Iterable[Part], position: int, lines: Iterable[tuple[int, bytes | None]]) -> Lines:
-    """Those of `lines`, all that lies from byte `position` on as far as anybody can tell, in blocks whose crc is right so."""
-    found: Lines = {}
+def confirmed_lines(blocks: Iterable[Block], position: int, lines: Iterable[tuple[int, bytes | None]]) -> Lines:
+    """Return those of `lines` that lie in blocks whose crc confirms them.
+
+    `lines` is all that lies from byte `position` on, as far as can be told.
+    """
+    confirmed: Lines = {}
     known = list(lines)
-    for part in parts:
+    for block in blocks:
         at, crc, inside = position, 0, Lines()
         for seq, line in known:
             if line is None:
                 break
-            if part.position <= at < part.end:
+            if block.position <= at < block.end:
                 crc = zlib.crc32(line, crc)
                 inside[seq] = line
             at += len(line)
-        if part.entry is not None and crc == part.entry.crc:
-            found.update(inside)
-    return found
+        if block.entry is not None and crc == block.entry.crc:
+            confirmed.update(inside)
+    return confirmed

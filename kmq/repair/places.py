@@ -1,14 +1,15 @@
-"""Segments that lie where others belong: swapped, copied over one another, of another topic or broker, out of nowhere.
+"""Segments that lie where others belong: swapped, copied over one another, of another topic or broker, or of unknown
+origin.
 
-A restore by hand does that. A segment is known by the index that describes it (crcs that fit its blocks), and that index
-by its first line, or, in format 1, by where it lies. So a log file finds its index wherever that is now, and both go to
-the place that the first line names. Where that place has the right one already, or the segment is of another lineage, it
-is set aside in quarantine/, whole and under its old name. A log file that no index describes stays where its records may
-belong, and is compared with the other copy later; else it is set aside too. A place that has lost its file gets an empty
-one, which is then filled from the other copy.
+A restore by hand causes that. A segment is known by the index that describes it (crcs that fit its blocks), and that
+index by its first line, or, in format 1, by its place. So a log file finds its index wherever that is now, and both go
+to the place that the first line names. If that place has the right segment already, or the segment is of another
+lineage, the segment is set aside in quarantine/, whole and under its old name. A log file that no index describes stays
+if its records may belong there, and is compared with the other copy later; else it is set aside too. A place that has
+lost its file gets an empty file, which is then filled from the other copy.
 
-Crash       Everything that moves goes to quarantine/moving/ first, under the name of where it is going, and from there
-            to its place. A repair begins by finishing that.
+Crash       Everything that moves goes to quarantine/moving/ first, under the name of its target, and from there to its
+            place. A repair begins by finishing what a crash left there.
 """
 
 import os
@@ -18,11 +19,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kmq import record
-from kmq.log import checkpoint, dropped, segment, topics
+from kmq.log import checkpoint, dropped, segment
 from kmq.log.disk import QUARANTINE, find_tail, replace_file, sync_directory
 from kmq.log.index import Entry, lineage_of, parse_label, place_of, read_entries
+from kmq.log.lines import is_stored
 from kmq.log.partition import EMPTY
-from kmq.log.reader import Segment, is_stored
+from kmq.log.reader import Segment
+from kmq.repair.directory import queues
+from kmq.repair.quarantine import Quarantine
 from kmq.repair.scan import claimed
 
 _ASIDE = "aside"
@@ -32,8 +36,8 @@ _BLOCK_BYTES = 1 << 20  # more than a block has, unless a single line is longer
 Done = tuple[str, str]  # path, what was done
 
 
-class _Found(NamedTuple):
-    """A log file, and what it is."""
+class _LogFile(NamedTuple):
+    """A log file, and where it belongs."""
 
     path: str
     described_by: str  # the index that fits it; "": none
@@ -45,21 +49,24 @@ class _Found(NamedTuple):
 
 
 class Places:
-    """One run over a data directory."""
+    """One run over a data directory.
 
-    def __init__(self, data: str, had: int, rows: checkpoint.Rows) -> None:
-        """`had`: the last seq that queues and checkpoints know of; `rows`: what router.ckpt says of the queues."""
-        self.data, self.had, self.rows = data, had, rows
+    `known`: the last seq that queues and checkpoints have seen; `rows`: of router.ckpt.
+    """
+
+    def __init__(self, data: str, known: int, rows: checkpoint.Rows) -> None:
+        self.data, self.known, self.rows = data, known, rows
         self.done: list[Done] = []
+        self._quarantine = Quarantine(data)
         self._moving = f"{data}/{QUARANTINE}/moving"
 
     def tidy(self) -> list[Done]:
-        """Put every segment where it belongs; what was done."""
+        """Put every segment where it belongs; return what was done."""
         self._finish()
         files = [self._identify(path) for path in self._logs()]
         for file in files:
             if file.is_right and _by_seq(file.path):
-                self.had = max(self.had, _last_seq(file.path))
+                self.known = max(self.known, _last_seq(file.path))
         moves = self._moves([self._by_records(file, files) for file in files])
         if moves:
             os.makedirs(self._moving, exist_ok=True)
@@ -72,35 +79,31 @@ class Places:
         return self.done
 
     def _directories(self) -> list[str]:
-        """append/, and those of the partitions."""
-        found = [f"{self.data}/append"]
-        for name in topics.names(self.data):
-            numbers = [entry for entry in os.listdir(f"{self.data}/topics/{name}") if entry.isdigit()]
-            found += [f"{self.data}/topics/{name}/{number}" for number in numbers]
-        return found
+        """Return append/ and the directories of the partitions."""
+        return [f"{self.data}/append", *(f"{self.data}/topics/{topic}/{number}" for topic, number in queues(self.data))]
 
     def _logs(self) -> list[str]:
         return [path for directory in self._directories() for _, path in segment.listing(directory)]
 
     @cached_property
     def _indexes(self) -> dict[bytes, list[str]]:
-        """Every index, by the time of the first record that it speaks of."""
-        found: defaultdict[bytes, list[str]] = defaultdict(list)
+        """Return every index, by the time of the first record that it covers."""
+        indexes: defaultdict[bytes, list[str]] = defaultdict(list)
         for directory in self._directories():
             for name in sorted(os.listdir(directory)):
                 entries = read_entries(f"{directory}/{name}", 1 << 62) if name.endswith(".idx") else []
                 if entries:
-                    found[entries[0].recv_ts].append(f"{directory}/{name}")
-        return found
+                    indexes[entries[0].recv_ts].append(f"{directory}/{name}")
+        return indexes
 
     # --- which is which ----------------------------------------------------------------------------------------------
 
-    def _identify(self, path: str) -> _Found:
+    def _identify(self, path: str) -> _LogFile:
         own = segment.index_path(path)
         described_by = own if _describes(own, path) else self._other_index_of(path)
         if described_by:
-            return _Found(path, described_by, self._place_by(described_by))
-        return _Found(path, "", path)
+            return _LogFile(path, described_by, self._place_by(described_by))
+        return _LogFile(path, "", path)
 
     def _other_index_of(self, path: str) -> str:
         with open(path, "rb") as file:
@@ -108,8 +111,8 @@ class Places:
         candidates = self._indexes.get(fields[1], []) if len(fields) == 3 else []
         return next((index for index in candidates if _describes(index, path)), "")
 
-    def _by_records(self, file: _Found, files: list[_Found]) -> _Found:
-        """Where a log that no index describes belongs by its records: they are compared with the other copy later."""
+    def _by_records(self, file: _LogFile, files: list[_LogFile]) -> _LogFile:
+        """Place a log that no index describes by its records; they are compared with the other copy later."""
         if file.described_by:
             return file
         place = place_of(file.path)
@@ -119,29 +122,29 @@ class Places:
             return file._replace(target=self._wal_target(file.path, place[2], seq or place[2], files))
         if seq < 0 or not self._is_a_place(file.path):
             return file._replace(target="")
-        # Of those in one partition that no index describes the records say at least the order.
-        beside = [each.path for each in files if os.path.dirname(each.path) == os.path.dirname(file.path)]
-        lost = [each.path for each in files if each.path in beside and not each.described_by]
+        # For the logs of one partition that no index describes, the records say at least the order.
+        directory = os.path.dirname(file.path)
+        lost = [other.path for other in files if os.path.dirname(other.path) == directory and not other.described_by]
         places = sorted(path for path in lost if self._first_seq(path) > 0)
         in_order = sorted(places, key=self._first_seq)
         return file._replace(target=places[in_order.index(file.path)] if file.path in in_order else file.path)
 
-    def _wal_target(self, path: str, base: int, seq: int, files: list[_Found]) -> str:
-        """Where a segment of the WAL belongs that begins with `seq`: at that number, or behind what is named as missing."""
-        if base <= seq <= self.had + 1 and not dropped.without(base, seq - 1, dropped.accounted(self.data)):
+    def _wal_target(self, path: str, base: int, seq: int, files: list[_LogFile]) -> str:
+        """Return the place of a WAL segment that begins with `seq`: that number, or after a gap that is named."""
+        if base <= seq <= self.known + 1 and not dropped.without(base, seq - 1, dropped.accounted(self.data)):
             return path
         target = f"{os.path.dirname(path)}/{segment.name(seq)}"
-        return target if target != path and any(each.path == target for each in files) else ""
+        return target if target != path and any(file.path == target for file in files) else ""
 
     def _first_seq(self, path: str) -> int:
-        """Of the first record; 0: there is none that can be read, -1: it belongs to another queue."""
-        with Segment(path, int(os.path.basename(path)[:20]), _by_seq(path), sealed=False, trust=True) as held:
-            held.index.label = b""  # it speaks of another file
-            is_elsewhere = not _by_seq(path) and held.misplaced()
-            return -1 if is_elsewhere else max(0, held.first_record()[0])
+        """Return the seq of the first record; 0: none can be read, -1: it belongs to another queue."""
+        with Segment(path, int(os.path.basename(path)[:20]), _by_seq(path), sealed=False, trust=True) as opened:
+            opened.index.label = b""  # it speaks of another file
+            is_elsewhere = not _by_seq(path) and opened.misplaced()
+            return -1 if is_elsewhere else max(0, opened.first_record()[0])
 
     def _place_by(self, index: str) -> str:
-        """Where the log that `index` describes belongs; "" where that is nowhere here."""
+        """Return the place of the log that `index` describes; "": it belongs nowhere here."""
         log = index.removesuffix(".idx") + ".log"
         place = place_of(log)
         assert place is not None
@@ -152,8 +155,8 @@ class Places:
         ours = (lineage_of(place[0]), *place[1:])
         if fields != ours and os.path.exists(log):
             first = next((entry.offset for entry in read_entries(index, 1 << 62)), -1)
-            with Segment(log, place[2], _by_seq(log), sealed=False, trust=True) as held:
-                fields = claimed(held, first) or ours
+            with Segment(log, place[2], _by_seq(log), sealed=False, trust=True) as opened:
+                fields = claimed(opened, first) or ours
         lineage, name, base = fields
         directory = f"{self.data}/append" if name == "append" else f"{self.data}/topics/{name}"
         return f"{directory}/{segment.name(base)}" if lineage == ours[0] and os.path.isdir(directory) else ""
@@ -161,8 +164,8 @@ class Places:
     # --- moving ------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _moves(files: list[_Found]) -> dict[str, str]:
-        """Path → where it goes, "" to be set aside. What lies right stays; of two that belong at one place one gets it."""
+    def _moves(files: list[_LogFile]) -> dict[str, str]:
+        """Return path → target, "" to be set aside. If two segments belong at one place, one of them gets it."""
         taken = {file.path for file in files if file.is_right}
         moves: dict[str, str] = {}
         for file in files:
@@ -186,17 +189,14 @@ class Places:
         return {path: target for path, target in moves.items() if path != target}
 
     def _finish(self) -> None:
-        """What is on its way goes to its place, or, where that is taken, aside."""
+        """Move everything in moving/ to its place, or aside if the place is taken."""
         if not os.path.isdir(self._moving):
             return
         for name in sorted(os.listdir(self._moving)):
             where = name.replace("|", "/")
             path = f"{self.data}/{where.removeprefix(f'{_ASIDE}/')}"
             if where.startswith(f"{_ASIDE}/") or os.path.exists(path):
-                aside = free_name(
-                    f"{self.data}/{QUARANTINE}/{os.path.relpath(path, self.data).replace('/', '.')}.misplaced"
-                )
-                os.rename(f"{self._moving}/{name}", aside)
+                aside = self._quarantine.set_aside(f"{self._moving}/{name}", f"{self._quarantine.flat(path)}.misplaced")
                 what = f"belongs elsewhere: set aside as {os.path.relpath(aside, self.data)}"
             else:
                 os.rename(f"{self._moving}/{name}", path)
@@ -210,7 +210,7 @@ class Places:
     # --- what is left empty ------------------------------------------------------------------------------------------
 
     def _fill(self, vacated: set[str]) -> None:
-        """An empty file where one has gone, or where only its index is left; the healing fills it."""
+        """Make an empty log where one has gone, or where only its index is left; the healing fills it."""
         for directory in self._directories():
             for name in os.listdir(directory):
                 log = f"{directory}/{name.removesuffix('.idx')}.log"
@@ -222,24 +222,24 @@ class Places:
                 self.done.append((log, "was missing"))
 
     def _is_a_place(self, log: str) -> bool:
-        """Whether a segment could have begun there: not inside another one, nor beyond what anybody knows of."""
+        """Return True if a segment could begin there: not inside another segment, nor beyond all that is known."""
         place = place_of(log)
         assert place is not None
         _, name, base = place
-        others = [each for each in segment.listing(os.path.dirname(log)) if each[0] != base]
+        others = [(first, path) for first, path in segment.listing(os.path.dirname(log)) if first != base]
         before = [path for first, path in others if first < base]
         entries = read_entries(segment.index_path(before[-1]), 1 << 62) if before else []
         if entries and entries[-1].offset >= base:
             return False
         if _by_seq(log):
-            return base <= self.had + 1
+            return base <= self.known + 1
         topic, _, number = name.rpartition("/")
         is_known = base <= self.rows.get((topic, int(number)), EMPTY).end_offset or len(before) < len(others)
         return is_known or (bool(entries) and _end_offset(before[-1], entries[-1]) == base)
 
 
 def _end_offset(log: str, last: Entry) -> int:
-    """The offset behind a queue's segment, of whose last block `last` speaks."""
+    """Return the offset after the last record of a queue's segment; `last`: the entry of its last block."""
     with open(log, "rb") as file:
         file.seek(last.position)
         return last.offset + sum(data.count(b"\n") for data in iter(lambda: file.read(_BLOCK_BYTES), b""))
@@ -257,7 +257,7 @@ def _last_seq(path: str) -> int:
 
 
 def _describes(index: str, path: str) -> bool:
-    """Whether some blocks of a log are as an index says."""
+    """Return True if some blocks of a log are as an index says."""
     entries = read_entries(index, os.path.getsize(path))
     pairs = list(zip(entries, [*(entry.position for entry in entries[1:]), 0], strict=False))
     with open(path, "rb") as file:
@@ -270,18 +270,10 @@ def _describes(index: str, path: str) -> bool:
 
 
 def _begins_with(data: bytes, crc: int) -> bool:
-    """Whether some of the first lines of `data` have this crc: of an open block the index may speak of a part."""
+    """Return True if some of the first lines of `data` have this crc: the index may cover a part of an open block."""
     found = 0
     for line in data.split(b"\n")[:-1]:
         found = zlib.crc32(b"\n", zlib.crc32(line, found))
         if found == crc:
             return True
     return False
-
-
-def free_name(path: str) -> str:
-    """`path`, or with a number behind it where there is such a file."""
-    number, name = 1, path
-    while os.path.exists(name):
-        number, name = number + 1, f"{path}.{number + 1}"
-    return name

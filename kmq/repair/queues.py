@@ -1,9 +1,9 @@
 """Queues from the WAL, which has been healed by now.
 
-What of a queue is not good is written again from the WAL: its records between the good ones on both sides. Offsets
-stay, so each record that nobody has leaves a bare newline, as compaction does. What no index line speaks of is compared
-with the WAL, record by record; where retention has taken the WAL's copy, it is kept as it is, and said to have no
-second witness.
+Whatever of a queue is not good is written again from the WAL: the records between the good ones on both sides. Offsets
+stay, so each record that no copy has leaves a bare newline, as compaction does. Bytes that no index line covers are
+compared with the WAL, record by record; where retention has taken the WAL's copy, they are kept as they are and
+reported as not confirmed.
 """
 
 import os
@@ -14,11 +14,11 @@ from kmq import record, routing
 from kmq.log import compaction, deletions, dropped, reader, segment, topics
 from kmq.log.disk import replace_file
 from kmq.log.partition import EMPTY, State, directory_of
-from kmq.repair.evidence import Evidence, agreed, bytes_of
+from kmq.repair.directory import Directory
+from kmq.repair.evidence import Evidence, confirmed_lines
 from kmq.repair.evidence import Lines as Records
-from kmq.repair.rewriting import Line, Rewriter, Stretch
-from kmq.repair.scan import Part, Scan
-from kmq.repair.verify import Directory
+from kmq.repair.rewriting import Line, Patch, Rewriter
+from kmq.repair.scan import Block, Scan
 from kmq.routing import Topic
 
 
@@ -36,109 +36,115 @@ class QueueHealer:
     def heal(self) -> None:
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
         self._make_front(row)
-        for at in range(len(self.rewriter.scan(self.log))):
-            scans = self.rewriter.scan(self.log)  # anew: what has been healed says where what follows begins
+        for at in range(len(self.rewriter.scans.of_log(self.log))):
+            scans = self.rewriter.scans.of_log(self.log)  # anew: a healed segment says where the next one begins
             scans[at], unwitnessed = self._compared(scans[at])
-            found = scans[at]
-            stretches = self._stretches(scans, at, row or EMPTY)
-            if stretches or found.wrong or found.unindexed:
-                self.rewriter.rewrite(found, stretches, self._lines, by_seq=False, unwitnessed=unwitnessed)
+            scan = scans[at]
+            patches = self._patches(scans, at, row or EMPTY)
+            if patches or scan.wrong or scan.unindexed:
+                self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=unwitnessed)
 
     def _make_front(self, row: State | None) -> None:
-        """Where the first segments are missing, one to be filled. `row`: what the checkpoint says of the queue."""
+        """Make an empty segment, to be filled, where the first segments are missing.
+
+        `row`: the queue in router.ckpt.
+        """
         segments = self.log.segments()
-        has_rest = self.wal_first <= self.topic.from_seq  # else retention may have taken them here, too
+        has_rest = self.wal_first <= self.topic.from_seq  # else retention may have taken the records here, too
         begins = deletions.Deleted.of(self.data).first_offset(self.topic.name, self.number)
         start = row.start if row else begins if has_rest or not segments else segments[0][0]
         if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
             replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
 
-    def _compared(self, found: Scan) -> tuple[Scan, list[int]]:
-        """What no index line speaks of, compared with the WAL: good where it says the same, else to be written again.
+    def _compared(self, scan: Scan) -> tuple[Scan, list[int]]:
+        """Compare with the WAL what no index line covers: good where both say the same, else to be written again.
 
-        Also the seqs for which there is no WAL any more.
+        Return also the seqs that the WAL no longer has.
         """
-        parts: list[Part] = []
-        alone: list[int] = []
-        taken_may_lack = compaction.is_compacted(self.data, self.topic.name)
-        for part in found.parts:
-            if part.is_good and part.entry is None and part.first_seq:
-                ours = Evidence(found, [part], 1, 1 << 62).unindexed
-                theirs = self._from_wal(max(part.first_seq, self.wal_first), min(part.last_seq, self.wal_end))
-                alone += [seq for seq in ours if seq < self.wal_first]
-                both = {seq: line for seq, line in ours.items() if seq >= self.wal_first}
-                is_same = both.items() <= theirs.items() and (taken_may_lack or len(both) == len(theirs))
-                part = part if is_same else part._replace(is_good=False)
-            parts.append(part)
-        return found._replace(parts=parts), alone
+        blocks: list[Block] = []
+        unwitnessed: list[int] = []
+        may_lack_records = compaction.is_compacted(self.data, self.topic.name)
+        for block in scan.blocks:
+            if block.is_good and block.entry is None and block.first_seq:
+                here = Evidence(scan, [block], 1, 1 << 62).unindexed
+                wal = self._from_wal(max(block.first_seq, self.wal_first), min(block.last_seq, self.wal_end))
+                unwitnessed += [seq for seq in here if seq < self.wal_first]
+                both = {seq: line for seq, line in here.items() if seq >= self.wal_first}
+                is_same = both.items() <= wal.items() and (may_lack_records or len(both) == len(wal))
+                block = block if is_same else block._replace(is_good=False)
+            blocks.append(block)
+        return scan._replace(blocks=blocks), unwitnessed
 
-    def _stretches(self, scans: list[Scan], at: int, row: State) -> list[Stretch]:
-        """What of a segment has to be written again. `row`: what the queue held by the checkpoint."""
-        had = row.last_seq
-        found, stretches = scans[at], list[Stretch]()
-        following = scans[at + 1].first if at + 1 < len(scans) else -1
-        before = max([0, *(part.last_seq for each in scans[:at] for part in each.parts)])
-        later = next((part.first_seq for each in scans[at + 1 :] for part in each.parts if part.first_seq), 0)
-        offset, bad = found.first, list[Part]()  # of the next record; -1: not known
-        for number, part in enumerate([*found.parts, None]):
-            if part is not None and not part.is_good:
-                bad.append(part)
+    def _patches(self, scans: list[Scan], at: int, row: State) -> list[Patch]:
+        """Return what of segment `at` has to be written again. `row`: what the queue held by router.ckpt."""
+        scan, patches = scans[at], list[Patch]()
+        next_base = scans[at + 1].first if at + 1 < len(scans) else None
+        last_seq = max([0, *(before.last_seq for before in scans[:at])])
+        later = next(filter(None, (after.seq_from(0) for after in scans[at + 1 :])), 0)
+        offset: int | None = scan.first  # of the next record; None: not known
+        bad: list[Block] = []
+        for number, block in enumerate([*scan.blocks, None]):
+            if block is not None and not block.is_good:
+                bad.append(block)
                 continue
-            ahead = next((each.first_seq for each in found.parts[number:] if each.first_seq), later)
-            if part is None:
-                next_offset = following
-            else:  # a line of a damaged index is not asked: it would invent records, or lose them
-                next_offset = part.entry.offset if part.entry is not None and not found.wrong else -1
-            is_short = (
-                part is None and not bad and ((offset >= 0 and following > offset) or (following < 0 and had > before))
-            )
-            if bad or is_short:
-                position = part.position if part else found.size - found.torn
-                start = min(bad[0].position, found.size) if bad else position
-                last = ahead - 1 if ahead else max(had, self._last_in(found, bad, before))
-                records = next_offset - offset if next_offset >= 0 and offset >= 0 else -1
-                is_end = not ahead and following < 0
-                if is_end and not bad and offset >= 0 and row.end_offset > offset:
+            next_offset = next_base if block is None else _offset_by_index(scan, block)
+            if bad or (block is None and self._is_short(offset, next_base, last_seq, row)):
+                position = block.position if block else scan.size - scan.torn
+                start = min(bad[0].position, scan.size) if bad else position
+                ahead = scan.seq_from(number) or later
+                last = ahead - 1 if ahead else max(row.last_seq, self._last_in(scan, bad, last_seq))
+                records: int | None = None
+                if offset is not None and next_offset is not None and next_offset >= offset:
+                    records = next_offset - offset
+                is_end = not ahead and next_base is None
+                if is_end and not bad and offset is not None and row.end_offset > offset:
                     records = row.end_offset - offset
-                stretches.append(Stretch(start, position, before + 1, last, bad, offset, records, is_end))
+                patches.append(Patch(start, position, last_seq + 1, last, bad, offset, records, is_end))
                 offset = next_offset
-            if part is not None:
-                offset = offset + part.records if offset >= 0 else -1
-                before, bad = part.last_seq or before, []
-        return stretches
+            if block is not None:
+                offset = offset + block.records if offset is not None else None
+                last_seq, bad = block.last_seq or last_seq, []
+        return patches
 
-    def _last_in(self, found: Scan, bad: list[Part], before: int) -> int:
-        """The last seq that a damaged end speaks of, as far as that can be read."""
-        evidence = Evidence(found, bad, before + 1, 1 << 62)
-        return max([before, *evidence.own, *(seq for seq in evidence.doubtful if seq <= self.wal_end)])
+    @staticmethod
+    def _is_short(offset: int | None, next_base: int | None, last_seq: int, row: State) -> bool:
+        """Return True if records are missing at the end of a segment that ends at `offset` and `last_seq`."""
+        if next_base is None:
+            return row.last_seq > last_seq
+        return offset is not None and next_base > offset
 
-    def _lines(self, found: Scan, stretch: Stretch) -> Iterator[Line]:
-        """The records of a stretch, in order."""
-        evidence = Evidence(found, stretch.parts, stretch.first_seq, 1 << 62 if stretch.is_end else stretch.last_seq)
-        high = self.wal_end if stretch.is_end else min(stretch.last_seq, self.wal_end)
-        has = max(stretch.first_seq, self.wal_first)
-        records = evidence.own | self._from_wal(has, high)
+    def _last_in(self, scan: Scan, bad: list[Block], last_seq: int) -> int:
+        """Return the last seq in a damaged end, as far as it can be read."""
+        evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
+        return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= self.wal_end)])
+
+    def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:
+        """Yield the records of a patch, in order."""
+        evidence = Evidence(scan, patch.blocks, patch.first_seq, 1 << 62 if patch.is_end else patch.last_seq)
+        high = self.wal_end if patch.is_end else min(patch.last_seq, self.wal_end)
+        low = max(patch.first_seq, self.wal_first)
+        records = evidence.proven | self._from_wal(low, high)
         seqs = sorted(records)
-        if stretch.is_end:
-            seqs = self._end(stretch, seqs, records)
-            if stretch.first_seq == 1 and found.first and stretch.records >= 0:
-                seqs = seqs[max(0, len(seqs) - stretch.records) :]  # retention took those before
-        elif stretch.records >= 0:
+        if patch.is_end:
+            seqs = self._end(patch, seqs, records)
+            if patch.first_seq == 1 and scan.first and patch.records is not None:
+                seqs = seqs[max(0, len(seqs) - patch.records) :]  # retention took the records before
+        elif patch.records is not None:
             # The WAL may have more: of what retention took here, or of a bad end in the next segment.
-            at_front = stretch.first_seq == 1 and found.first > 0
-            before, behind = _bare_lines(found, stretch)  # the WAL has those as well that compaction took on both sides
-            if at_front or has > stretch.first_seq:
+            at_front = patch.first_seq == 1 and scan.first > 0
+            before, behind = _bare_lines(scan, patch)  # the WAL also has what compaction took on both sides
+            if at_front or low > patch.first_seq:
                 end = max(0, len(seqs) - behind)
-                seqs = seqs[max(0, end - stretch.records) : end]
+                seqs = seqs[max(0, end - patch.records) : end]
             else:
-                seqs = seqs[before : before + stretch.records]
-        if stretch.records > len(seqs):
-            yield from self._with_holes(found, stretch, {seq: records[seq] for seq in seqs}, evidence)
+                seqs = seqs[before : before + patch.records]
+        if patch.records is not None and patch.records > len(seqs):
+            yield from self._with_holes(scan, patch, {seq: records[seq] for seq in seqs}, evidence.doubtful)
         else:
             yield from (Line(seq, records[seq]) for seq in seqs)
 
     def _from_wal(self, low: int, high: int) -> Records:
-        """The records low…high of this partition, less those that drop_oldest took."""
+        """Return the records low…high of this partition, without those that drop_oldest took."""
         records: Records = {}
         for first, last in dropped.without(low, high, dropped.read(self.data, "durable")):
             for block in reader.read(self.data, first, last):
@@ -149,46 +155,59 @@ class QueueHealer:
                         records[seq] = line + b"\n"
         return records
 
-    def _with_holes(self, found: Scan, stretch: Stretch, records: Records, evidence: Evidence) -> Iterator[Line]:
-        """The records of a stretch, and a None in the place of each that nobody has.
+    def _with_holes(self, scan: Scan, patch: Patch, records: Records, doubtful: Records) -> Iterator[Line]:
+        """Yield the records of a patch, of which the number is known, and a None in the place of each that no copy has.
 
         A bare newline is no loss where compaction left it.
         """
-        taken = b"\n" if compaction.is_compacted(self.data, self.topic.name) else None
-        both = {**evidence.doubtful, **records}
-        known = records | agreed(stretch.parts, stretch.position, ((seq, both[seq]) for seq in sorted(both)))
-        missing = stretch.records - len(known)
+        compacted = b"\n" if compaction.is_compacted(self.data, self.topic.name) else None
+        candidates = {**doubtful, **records}
+        in_order = ((seq, candidates[seq]) for seq in sorted(candidates))
+        known = records | confirmed_lines(patch.blocks, patch.position, in_order)
+        count = patch.records or 0
+        missing = count - len(known)
         slots: list[Line] = []
-        for part in stretch.parts:
-            for line in bytes_of(found, part).split(b"\n")[:-1]:
+        for block in patch.blocks:
+            for line in scan.read(block).split(b"\n")[:-1]:
                 stamp = record.parse_stored(line)
                 seq = stamp[0] if stamp else 0
-                slots.append(Line(seq, known.get(seq) or (None if line else taken)))
-        there = sum(text is not None and text != b"\n" for _, text in slots)
-        if len(slots) != stretch.records or there != stretch.records - missing:
+                slots.append(Line(seq, known.get(seq) or (None if line else compacted)))
+        filled = sum(text is not None and text != b"\n" for _, text in slots)
+        if len(slots) != count or filled != count - missing:
             slots = [*[Line(0, None)] * missing, *(Line(seq, text) for seq, text in sorted(known.items()))]
         yield from slots
 
-    def _end(self, stretch: Stretch, seqs: list[int], lines: Records) -> list[int]:
-        """Those that the end of a queue had: as far as its index line says, else as far as can be told."""
-        entry = stretch.parts[-1].entry if stretch.parts else None
-        crc, at = 0, stretch.position
+    def _end(self, patch: Patch, seqs: list[int], lines: Records) -> list[int]:
+        """Return those seqs that the end of a queue had: as its index line says, else as far as can be told."""
+        entry = patch.blocks[-1].entry if patch.blocks else None
+        crc, position = 0, patch.position
         for count, seq in enumerate(seqs if entry is not None else [], 1):
-            if entry is not None and at >= entry.position:
+            if entry is not None and position >= entry.position:
                 crc = zlib.crc32(lines[seq], crc)
                 if crc == entry.crc:
                     return seqs[:count]
-            at += len(lines[seq])
-        return [seq for seq in seqs if seq <= stretch.last_seq]
+            position += len(lines[seq])
+        return [seq for seq in seqs if seq <= patch.last_seq]
 
 
-def _bare_lines(found: Scan, stretch: Stretch) -> tuple[int, int]:
-    """How many bare newlines lie right before a stretch, and right behind it; compaction leaves a segment's ends as they are."""
+def _offset_by_index(scan: Scan, block: Block) -> int | None:
+    """Return the offset of a block's first record.
+
+    A damaged index is not asked: it would invent records, or lose them.
+    """
+    return block.entry.offset if block.entry is not None and not scan.wrong else None
+
+
+def _bare_lines(scan: Scan, patch: Patch) -> tuple[int, int]:
+    """Return how many bare newlines lie right before a patch, and right behind it.
+
+    Compaction never removes the ends of a segment.
+    """
     before = behind = 0
-    with open(found.path, "rb") as file:
-        at = stretch.position
-        while at > 1 and os.pread(file.fileno(), 2, at - 2) == b"\n\n":
-            before, at = before + 1, at - 1
-        while os.pread(file.fileno(), 1, stretch.end + behind) == b"\n":
+    with open(scan.path, "rb") as file:
+        position = patch.position
+        while position > 1 and os.pread(file.fileno(), 2, position - 2) == b"\n\n":
+            before, position = before + 1, position - 1
+        while os.pread(file.fileno(), 1, patch.end + behind) == b"\n":
             behind += 1
     return before, behind

@@ -1,28 +1,28 @@
 """Healing: each record is on disk twice, in the WAL and in its queue, byte for byte the same.
 
-In this order: what was deleted; who the directory is; segments that lie where others belong go to their places; checkpoints and
-declarations; the WAL from the queues; the queues from the WAL; and where both copies of a seq are whole and yet differ,
+In this order: the list of deleted topics; id, lineage and format; segments that lie where others belong; checkpoints
+and declarations; the WAL from the queues; the queues from the WAL. Where both copies of a seq are whole and yet differ,
 both are kept.
 
-What cannot be healed goes to `quarantine/<segment>.<byte>`, as it was found, and is named in `quarantine/log` by file,
-byte and seqs. In a queue each such record leaves a bare newline, as compaction does, so every offset stays; in the WAL,
-where a record brings its number, it leaves nothing. The alternative, to leave the block in place and have every reader
-refuse it for ever, ends no incident: consumers stand still before it, a router that has to replay over it never starts.
-So the loss is told once, by name, the bytes are kept, and the broker goes on.
+Bytes that cannot be healed go to `quarantine/<segment>.<byte>`, as they were found, and their records are named in
+`quarantine/log` by file, byte and seqs. In a queue each lost record leaves a bare newline, as compaction does, so every
+offset stays; in the WAL, where a record carries its seq, it leaves nothing. The alternative is to leave the block in
+place and have every reader refuse it for ever: consumers would stop before it, and a router that must replay it would
+never start. So the loss is reported once, by name, the bytes are kept, and the broker runs.
 
-Owner       the caller holds append/.owner and topics/.owner: the broker is down.
-Crash       See rewriting.py and places.py: the next repair goes on with what is left.
+Owner       The caller holds append/.owner and topics/.owner: the broker is down.
+Crash       The next repair continues with what is left; see rewriting.py and places.py.
 """
 
 from collections.abc import Callable
 
-from kmq.log import dedupe_file, deletions, reader
+from kmq.log import dedupe_file, deletions
 from kmq.repair.conflicts import Conflicts
+from kmq.repair.directory import Directory
 from kmq.repair.places import Places
 from kmq.repair.queues import QueueHealer
 from kmq.repair.rewriting import Healed, Rewriter
 from kmq.repair.small_files import SmallFiles
-from kmq.repair.verify import Directory
 from kmq.repair.wal import WalHealer
 
 
@@ -30,35 +30,35 @@ class Repair:
     """One run over a data directory."""
 
     def __init__(self, data: str, progress: Callable[[int], None] = lambda _: None) -> None:
-        self.data, self._progress = data, progress
+        self._directory, self._rewriter = Directory(data), Rewriter(data, progress)
+        self._conflicts = Conflicts(data, self._rewriter, progress)
 
     def run(self) -> list[Healed]:
-        """Heal everything; what was done, file by file."""
-        directory, rewriter = Directory(self.data, is_live=False), Rewriter(self.data, self._progress)
-        small = SmallFiles(directory, rewriter)
+        """Heal everything; return what was done, file by file."""
+        report, scans = self._rewriter.report, self._rewriter.scans
+        small = SmallFiles(self._directory, report)
         small.heal_deletions()
         small.heal_identity()
-        for path, what in Places(self.data, self._known(directory, rewriter), directory.load_checkpoint()[1]).tidy():
-            rewriter.report(path, what)
-        rewriter.forget()
+        for path, what in Places(self._directory.data, self._known(), self._directory.load_checkpoint()[1]).tidy():
+            report.add(path, what)
+        scans.forget_all()
         small.heal()
         small.heal_dropped()
-        self._logs(directory, rewriter)
-        conflicts = Conflicts(self.data, rewriter, self._progress)
-        if conflicts.settle():
-            self._logs(Directory(self.data, is_live=False), rewriter)
-        return rewriter.healed
+        self._heal_logs()
+        if self._conflicts.settle():
+            self._heal_logs()
+        return report.healed
 
-    def _logs(self, directory: Directory, rewriter: Rewriter) -> None:
-        WalHealer(directory, rewriter).heal(self._known(directory, rewriter))
-        for at in directory.queues():
-            QueueHealer(directory, rewriter, *at).heal()
+    def _heal_logs(self) -> None:
+        directory = Directory(self._directory.data)  # anew: it keeps the named gaps, and the steps before may name more
+        WalHealer(directory, self._rewriter).heal(self._known())
+        for topic, number in directory.queues():
+            QueueHealer(directory, self._rewriter, topic, number).heal()
 
-    def _known(self, directory: Directory, rewriter: Rewriter) -> int:
-        """The last seq that anything but the WAL knows of."""
+    def _known(self) -> int:
+        """Return the last seq that anything but the WAL has seen."""
+        directory = self._directory
         routed, rows, _ = directory.load_checkpoint()
-        queues = [rewriter.last_seq(reader.partition(self.data, *at)) for at in directory.queues()]
-        deleted = deletions.last_seq(self.data)
-        return max(
-            [routed, deleted, dedupe_file.checkpoint_seq(self.data), *(row.last_seq for row in rows.values()), *queues]
-        )
+        others = [routed, deletions.last_seq(directory.data), dedupe_file.checkpoint_seq(directory.data)]
+        queues = [self._rewriter.scans.last_seq(directory.queue(at)) for at in directory.queues()]
+        return max([*others, *(row.last_seq for row in rows.values()), *queues])

@@ -1,193 +1,198 @@
-"""Segments written anew, and what is said of it.
+"""Segments written anew, and the report of what was done.
 
-Crash       Each file is written anew, synced, and renamed, the index before its log: whatever is there after a crash,
-            the next repair finds the rest of the damage again and heals it the same way.
+Crash       Each file is written beside the old one, synced, and renamed, the index before its log. So after a crash the
+            next repair finds the rest of the damage again and heals it the same way.
 """
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
-from kmq import record
 from kmq.log import reader, segment
-from kmq.log.disk import QUARANTINE, replace_file, sync_directory
+from kmq.log.disk import replace_file, sync_directory
 from kmq.log.index import IndexWriter
-from kmq.repair.scan import Part, Scan, scan
+from kmq.repair.quarantine import Quarantine, SeqRange
+from kmq.repair.scan import Block, Scan, scan_segment
 
 _CHUNK = 1 << 20
-Span = tuple[int, int]  # first and last seq
 
 
 class Healed(NamedTuple):
-    """What was done to a file."""
+    """What was done to a file. The fields are the keys of `kmq verify --repair --json`."""
 
     path: str
     what: str
-    lost: list[Span] = []  # seqs that could not be healed
+    lost: list[SeqRange] = []  # seqs that could not be healed
     unwitnessed: list[
-        Span
-    ] = []  # seqs that are kept as they are, for no checksum and no second copy speaks for or against them
+        SeqRange
+    ] = []  # seqs kept as they are: no checksum and no second copy confirms or contradicts them
 
 
-class Stretch(NamedTuple):
-    """A part of a segment to be written again: records between two good ones."""
+class Patch(NamedTuple):
+    """Bytes of a segment that are to be replaced by the records between two good ones."""
 
-    position: int  # bytes of it as they are now
+    position: int  # of the bytes as they are now
     end: int
-    first_seq: int  # the records to be found, at most
-    last_seq: int
-    parts: list[Part]
-    offset: int = 0  # of its first record, in a queue
-    records: int = -1  # in a queue; -1: as many as there are
-    is_end: bool = False  # of a queue, with nothing behind it
+    first_seq: int  # of the records that belong there, at least
+    last_seq: int  # at most
+    blocks: list[Block]  # what is there now
+    offset: int | None = None  # of its first record, in a queue; None: not known
+    records: int | None = None  # in a queue; None: as many as there are
+    is_end: bool = False  # of a queue: nothing follows
 
 
 class Line(NamedTuple):
-    """A record of a stretch as it is to be written."""
+    """A record of a patch as it is to be written."""
 
     seq: int
-    text: bytes | None  # None: it cannot be healed
+    text: bytes | None  # None: no copy of it is left
 
 
-Lines = Callable[[Scan, Stretch], Iterator[Line]]
+Lines = Callable[[Scan, Patch], Iterator[Line]]
 
 
-class Rewriter:
-    """The segments of a data directory: scanned once, and written anew where something is wrong."""
+class Report:
+    """What a repair has done, file by file."""
 
-    def __init__(self, data: str, progress: Callable[[int], None]) -> None:
-        self.data, self._progress = data, progress
+    def __init__(self, data: str) -> None:
+        self._data = data
         self.healed: list[Healed] = []
+
+    def add(self, path: str, what: str, lost: Sequence[SeqRange] = (), unwitnessed: Sequence[SeqRange] = ()) -> None:
+        self.healed.append(Healed(os.path.relpath(path, self._data), what, list(lost), list(unwitnessed)))
+
+
+class Scans:
+    """The segments of a data directory, each scanned once until it changes."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self._progress = progress
         self._scans: dict[str, Scan] = {}
 
-    def report(self, path: str, what: str, lost: Iterable[Span] = (), unwitnessed: Iterable[Span] = ()) -> None:
-        self.healed.append(Healed(os.path.relpath(path, self.data), what, list(lost), list(unwitnessed)))
-
-    def scan(self, log: reader.Log) -> list[Scan]:
-        """Each segment of a log as it is now."""
+    def of_log(self, log: reader.Log) -> list[Scan]:
         paths = [path for _, path in log.segments()]
         return [self._scan(path, log.by_seq, sealed=path != paths[-1]) for path in paths]
 
-    def scan_of(self, path: str, by_seq: bool) -> Scan:
-        """One segment of a log as it is now."""
+    def of_segment(self, path: str, by_seq: bool) -> Scan:
         paths = [path for _, path in segment.listing(os.path.dirname(path))]
         return self._scan(path, by_seq, sealed=path != paths[-1])
+
+    def last_seq(self, log: reader.Log) -> int:
+        """Return the last seq of a log that a checksum confirms, or 0."""
+        blocks = (block for scan in self.of_log(log) if not scan.misplaced for block in scan.blocks)
+        return max([0, *(block.last_seq for block in blocks if block.is_witnessed)])
+
+    def forget(self, path: str) -> None:
+        """A segment has changed."""
+        self._scans.pop(path, None)
+
+    def forget_all(self) -> None:
+        self._scans.clear()
 
     def _scan(self, path: str, by_seq: bool, sealed: bool) -> Scan:
         if path not in self._scans:
             first = int(os.path.basename(path)[:20])
-            self._scans[path] = scan(first, path, by_seq, sealed, self._progress)
+            self._scans[path] = scan_segment(first, path, by_seq, sealed, self._progress)
         return self._scans[path]
 
-    def last_seq(self, log: reader.Log) -> int:
-        """Of the records that a checksum vouches for."""
-        parts = (part for each in self.scan(log) if not each.misplaced for part in each.parts)
-        return max([0, *(part.last_seq for part in parts if part.is_witnessed)])
 
-    def forget(self, path: str = "") -> None:
-        """A segment has changed; all of them may have."""
-        if path:
-            self._scans.pop(path, None)
-        else:
-            self._scans.clear()
+class Rewriter:
+    """Writes segments anew where something is wrong."""
 
-    def rewrite(
-        self, found: Scan, stretches: list[Stretch], lines: Lines, by_seq: bool, unwitnessed: Sequence[int] = ()
-    ) -> None:
-        """Give a segment its stretches back, and its index. `unwitnessed`: seqs that it keeps on its own word alone."""
-        self.forget(found.path)
-        if not stretches and not found.torn:
-            self._reindex(found, found.path, by_seq)
-            self.report(segment.index_path(found.path), "rebuilt from the log", (), ranges(unwitnessed))
+    def __init__(self, data: str, progress: Callable[[int], None]) -> None:
+        self.scans, self.report = Scans(progress), Report(data)
+        self.quarantine = Quarantine(data)
+
+    def rewrite(self, scan: Scan, patches: list[Patch], lines: Lines, unwitnessed: Sequence[int] = ()) -> None:
+        """Apply the patches to a segment and make its index anew. `unwitnessed`: seqs kept without any confirmation."""
+        self.scans.forget(scan.path)
+        index_path = segment.index_path(scan.path)
+        if not patches and not scan.torn:
+            _reindex(scan, scan.path)
+            self.report.add(index_path, "rebuilt from the log", unwitnessed=ranges(unwitnessed))
             return
-        making = f"{found.path}.repaired"
-        lost: list[Span] = []
-        with open(found.path, "rb") as old, open(making, "wb") as new:
-            at = 0
-            for stretch in stretches:
-                _copy(old, new, at, stretch.position)
-                gone: list[int] = []
-                for seq, text in lines(found, stretch):
+        new_path = f"{scan.path}.repaired"
+        lost = self._write(scan, new_path, patches, lines)
+        _reindex(scan, new_path)
+        is_same = _is_same(scan.path, new_path)
+        if is_same:
+            os.unlink(new_path)
+        else:
+            os.rename(new_path, scan.path)
+        sync_directory(os.path.dirname(scan.path))
+        what = "rebuilt from the log" if is_same else "healed" if not lost else "healed in part"
+        self.report.add(index_path if is_same else scan.path, what, lost, ranges(unwitnessed))
+
+    def _write(self, scan: Scan, new_path: str, patches: list[Patch], lines: Lines) -> list[SeqRange]:
+        """Write the patched segment to `new_path`; return the seqs that are lost."""
+        lost: list[SeqRange] = []
+        with open(scan.path, "rb") as old, open(new_path, "wb") as new:
+            copied = 0
+            for patch in patches:
+                _copy(old, new, copied, patch.position)
+                missing: list[int] = []
+                for seq, text in lines(scan, patch):
                     if text is not None:
                         new.write(text)
                     else:
-                        gone.append(seq)
-                        if not by_seq:
-                            new.write(b"\n")
-                if gone:
-                    lost += self.quarantine(found.path, (stretch.position, stretch.end), stretch, gone)
-                at = stretch.end
-            _copy(old, new, at, max(at, found.size - found.torn))
+                        missing.append(seq)
+                        if not scan.by_seq:
+                            new.write(b"\n")  # the offsets behind it stay
+                if missing:
+                    lost += self._give_up(scan, patch, missing)
+                copied = patch.end
+            _copy(old, new, copied, max(copied, scan.size - scan.torn))
             new.flush()
             os.fsync(new.fileno())
-        self._reindex(found, making, by_seq)
-        is_same = _same(found.path, making)
-        if is_same:
-            os.unlink(making)
+        return lost
+
+    def _give_up(self, scan: Scan, patch: Patch, missing: list[int]) -> list[SeqRange]:
+        """Keep the bytes of a patch that could not be healed, and name its lost records.
+
+        `missing`: 0 where a seq is not known.
+        """
+        self.quarantine.keep(scan.path, patch.position, patch.end)
+        if all(missing):
+            seqs = ranges(missing)
+            self.quarantine.name_lost(scan.path, patch.position, seqs)
         else:
-            os.rename(making, found.path)
-        sync_directory(os.path.dirname(found.path))
-        path = segment.index_path(found.path) if is_same else found.path
-        what = "rebuilt from the log" if is_same else "healed" if not lost else "healed in part"
-        self.report(path, what, lost, ranges(unwitnessed))
-
-    def _reindex(self, found: Scan, log_path: str, by_seq: bool) -> None:
-        """A new index for what is now in `log_path`."""
-        path = segment.index_path(found.path)
-        making = f"{path}.repaired"
-        if os.path.exists(making):
-            os.unlink(making)
-        replace_file(making, b"")
-        fd = os.open(log_path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            writer = IndexWriter(making, no_room, by_seq, label_of=found.path)
-            writer.resume(fd, os.fstat(fd).st_size, found.first)
-            writer.seal()
-        finally:
-            os.close(fd)
-        with open(making, "rb") as file:
-            os.fsync(file.fileno())
-        os.rename(making, path)
-
-    def quarantine(self, path: str, extent: tuple[int, int], stretch: Stretch, gone: list[int]) -> list[Span]:
-        """Keep the bytes of a stretch that could not be healed, and name its records."""
-        name, (begin, end) = os.path.relpath(path, self.data), extent
-        os.makedirs(f"{self.data}/{QUARANTINE}", exist_ok=True)
-        with open(path, "rb") as file:
-            file.seek(begin)
-            kept = file.read(end - begin)
-        replace_file(f"{self.data}/{QUARANTINE}/{name.replace('/', '.')}.{begin}", kept)
-        spans = ranges(gone) if all(gone) else [(stretch.first_seq, stretch.last_seq)]
-        stamp = record.format_ts(time.time_ns() // 1000).decode()
-        rows = [f"{name}|{begin}|{a}|{b}|{b - a + 1 if all(gone) else len(gone)}|{stamp}\n" for a, b in spans]
-        log = f"{self.data}/{QUARANTINE}/log"
-        before = text_of(log)
-        replace_file(log, (before + "".join(row for row in rows if row.rpartition("|")[0] not in before)).encode())
-        return spans
+            seqs = [(patch.first_seq, patch.last_seq)]
+            self.quarantine.name_lost(scan.path, patch.position, seqs, count=len(missing))
+        return seqs
 
 
-def no_room(path: str) -> None:
-    raise OSError(f"{path}: no room on the disk; nothing was changed")
-
-
-def text_of(path: str) -> str:
+def _reindex(scan: Scan, log_path: str) -> None:
+    """Make the index of a segment anew, from what is now in `log_path`."""
+    path = segment.index_path(scan.path)
+    new_path = f"{path}.repaired"
+    if os.path.exists(new_path):
+        os.unlink(new_path)
+    replace_file(new_path, b"")
+    fd = os.open(log_path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with open(path, "rb") as file:
-            return file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
+        writer = IndexWriter(new_path, _no_space, scan.by_seq, label_of=scan.path)
+        writer.resume(fd, os.fstat(fd).st_size, scan.first)
+        writer.seal()
+    finally:
+        os.close(fd)
+    with open(new_path, "rb") as file:
+        os.fsync(file.fileno())
+    os.rename(new_path, path)
 
 
-def ranges(seqs: Iterable[int]) -> list[Span]:
-    """Numbers that follow one another as (first, last)."""
-    spans: list[Span] = []
+def _no_space(path: str) -> None:
+    raise OSError(f"{path}: no space on the disk; nothing was changed")
+
+
+def ranges(seqs: Iterable[int]) -> list[SeqRange]:
+    """Return consecutive seqs as (first, last)."""
+    found: list[SeqRange] = []
     for seq in seqs:
-        if spans and spans[-1][1] + 1 == seq:
-            spans[-1] = spans[-1][0], seq
+        if found and found[-1][1] + 1 == seq:
+            found[-1] = found[-1][0], seq
         else:
-            spans.append((seq, seq))
-    return spans
+            found.append((seq, seq))
+    return found
 
 
 def _copy(old: BinaryIO, new: BinaryIO, start: int, end: int) -> None:
@@ -200,7 +205,7 @@ def _copy(old: BinaryIO, new: BinaryIO, start: int, end: int) -> None:
         start += len(data)
 
 
-def _same(one: str, other: str) -> bool:
+def _is_same(one: str, other: str) -> bool:
     if os.path.getsize(one) != os.path.getsize(other):
         return False
     with open(one, "rb") as a, open(other, "rb") as b:

@@ -1,8 +1,8 @@
 """The WAL from the queues.
 
-A record is believed when a block with a right crc holds it, or when both copies say the same. So what of the WAL is not
-good is written again from the queues. What no index line speaks of (the index was lost) is compared with the queues,
-record by record; where they have nothing, it is kept as it is, and said to have no second witness.
+A record is believed if a block with a right crc holds it, or if both copies say the same. So whatever of the WAL is not
+good is written again from the queues. Bytes that no index line covers (the index was lost) are compared with the
+queues, record by record; where the queues have nothing, the bytes are kept as they are and reported as not confirmed.
 """
 
 import heapq
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from kmq import record
 from kmq.log import dropped, reader, segment
 from kmq.log.disk import replace_file
-from kmq.repair.evidence import Evidence, agreed, bytes_of
-from kmq.repair.rewriting import Line, Rewriter, Stretch
-from kmq.repair.scan import Part, Scan
-from kmq.repair.verify import Directory
+from kmq.repair.directory import Directory
+from kmq.repair.evidence import Evidence, confirmed_lines
+from kmq.repair.rewriting import Line, Patch, Rewriter
+from kmq.repair.scan import Block, Scan
 
 
 class WalHealer:
@@ -22,103 +22,109 @@ class WalHealer:
 
     def __init__(self, directory: Directory, rewriter: Rewriter) -> None:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
-        self._alone: list[int] = []  # seqs of the segment at hand that are kept on its own word alone
+        self._unwitnessed: list[int] = []  # seqs of the current segment that nothing else confirms
 
-    def heal(self, had: int) -> None:
-        """`had`: the last seq that anything else on disk knows of."""
-        log = reader.wal(self.data)
-        if not log.segments() and had:
+    def heal(self, known: int) -> None:
+        """`known`: the last seq that anything else on disk has seen."""
+        log = self.directory.wal()
+        if not log.segments() and known:
             replace_file(f"{self.data}/append/{segment.name(self._oldest())}", b"")
-        scans = self.rewriter.scan(log)
-        for number, found in enumerate(scans):
+        scans = self.rewriter.scans.of_log(log)
+        for number, scan in enumerate(scans):
             is_last = number + 1 == len(scans)
-            until = max(had, found.first - 1) if is_last else scans[number + 1].first - 1
-            stretches = self._stretches(found, until)
-            if stretches or found.wrong or found.unindexed:
-                self._alone = []
-                self.rewriter.rewrite(found, stretches, self._lines, by_seq=True, unwitnessed=self._alone)
+            until = max(known, scan.first - 1) if is_last else scans[number + 1].first - 1
+            patches = self._patches(scan, until)
+            if patches or scan.wrong or scan.unindexed:
+                self._unwitnessed = []
+                self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=self._unwitnessed)
 
     def _oldest(self) -> int:
-        """Where a WAL of which nothing is left begins: with the first record, unless retention has taken that from a queue."""
-        scans = [
-            scan for at in self.directory.queues() for scan in self.rewriter.scan(reader.partition(self.data, *at))[:1]
-        ]
-        firsts = [next((part.first_seq for part in scan.parts if part.first_seq), 1) for scan in scans]
-        return min(firsts, default=1) if any(scan.first for scan in scans) else 1
+        """Return where a WAL of which nothing is left begins.
 
-    def _stretches(self, found: Scan, until: int) -> list[Stretch]:
-        """What of a segment has to be written again: what is not good, and what is missing, up to seq `until` at its end."""
-        stretches: list[Stretch] = []
-        before, bad = found.first - 1, list[Part]()
-        for part in [*found.parts, None]:
-            if part is not None and not part.is_good:
-                bad.append(part)
+        That is seq 1, unless retention has taken the first records of a queue.
+        """
+        logs = map(self.directory.queue, self.directory.queues())
+        scans = [scan for log in logs for scan in self.rewriter.scans.of_log(log)[:1]]
+        return min([scan.seq_from(0) or 1 for scan in scans], default=1) if any(scan.first for scan in scans) else 1
+
+    def _patches(self, scan: Scan, until: int) -> list[Patch]:
+        """Return what of a segment has to be written again: what is not good, and what is missing.
+
+        `until`: the seq that its last record must have, at least.
+        """
+        patches: list[Patch] = []
+        last_seq, bad = scan.first - 1, list[Block]()
+        for block in [*scan.blocks, None]:
+            if block is not None and not block.is_good:
+                bad.append(block)
                 continue
-            position = part.position if part else found.size - found.torn
+            position = block.position if block else scan.size - scan.torn
             # A damaged digit must not say that there were a million more.
-            at_most = before + sum(bytes_of(found, each).count(b"\n") for each in bad) + 1
-            last = part.first_seq - 1 if part else max(until, self._last_in(found, bad, before, at_most))
-            if bad or (last > before and self._unnamed(before + 1, last)):
+            at_most = last_seq + sum(scan.read(damaged).count(b"\n") for damaged in bad) + 1
+            last = block.first_seq - 1 if block else max(until, self._last_in(scan, bad, last_seq, at_most))
+            if bad or (last > last_seq and self._unnamed(last_seq + 1, last)):
                 start = bad[0].position if bad else position
-                stretches.append(Stretch(min(start, found.size), position, before + 1, last, bad))
-            if part is not None and not part.is_witnessed:
-                stretches.append(Stretch(position, part.end, max(before + 1, part.first_seq), part.last_seq, [part]))
-            before, bad = part.last_seq if part else last, []
-        return stretches
+                patches.append(Patch(min(start, scan.size), position, last_seq + 1, last, bad))
+            if block is not None and not block.is_witnessed:
+                first = max(last_seq + 1, block.first_seq)
+                patches.append(Patch(position, block.end, first, block.last_seq, [block]))
+            last_seq, bad = block.last_seq if block else last, []
+        return patches
 
-    def _last_in(self, found: Scan, bad: list[Part], before: int, at_most: int) -> int:
-        """The last seq that a damaged end speaks of, as far as that can be read."""
-        evidence = Evidence(found, bad, before + 1, 1 << 62)
-        return max([before, *evidence.own, *(seq for seq in evidence.doubtful if seq <= at_most)])
+    def _last_in(self, scan: Scan, bad: list[Block], last_seq: int, at_most: int) -> int:
+        """Return the last seq in a damaged end, as far as it can be read."""
+        evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
+        return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= at_most)])
 
-    def _unnamed(self, first: int, last: int) -> list[tuple[int, int]]:
+    def _unnamed(self, first: int, last: int) -> list[dropped.SeqRange]:
         return dropped.without(first, last, self.directory.named_gaps())
 
-    def _lines(self, found: Scan, stretch: Stretch) -> Iterator[Line]:
-        """The records of a stretch, in order."""
-        low, high = stretch.first_seq, stretch.last_seq
-        evidence = Evidence(found, stretch.parts, low, high)
-        logs = [reader.partition(self.data, *at) for at in self.directory.queues()]
-        merged = self._merged(stretch, heapq.merge(*(self._between(log, low, high) for log in logs)), evidence)
-        if not stretch.parts:
+    def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:
+        """Yield the records of a patch, in order."""
+        low, high = patch.first_seq, patch.last_seq
+        evidence = Evidence(scan, patch.blocks, low, high)
+        logs = map(self.directory.queue, self.directory.queues())
+        merged = self._merged(patch, heapq.merge(*(self._between(log, low, high) for log in logs)), evidence)
+        if not patch.blocks:
             yield from merged
             return
         lines = list(merged)
-        more = agreed(
-            stretch.parts, stretch.position, ((seq, text or evidence.doubtful.get(seq)) for seq, text in lines)
-        )
-        yield from (Line(seq, text or more.get(seq)) for seq, text in lines)
+        candidates = ((seq, text or evidence.doubtful.get(seq)) for seq, text in lines)
+        confirmed = confirmed_lines(patch.blocks, patch.position, candidates)
+        yield from (Line(seq, text or confirmed.get(seq)) for seq, text in lines)
 
-    def _merged(
-        self, stretch: Stretch, others: Iterator[tuple[int, bytes, bool]], evidence: Evidence
-    ) -> Iterator[Line]:
-        following, unsure = next(others, None), evidence.unsure
-        for first, last in self._unnamed(stretch.first_seq, stretch.last_seq):
+    def _merged(self, patch: Patch, copies: Iterator[tuple[int, bytes, bool]], evidence: Evidence) -> Iterator[Line]:
+        """Yield each record by the best that is left of it.
+
+        `copies`: the records of the queues, as `_between` yields them.
+        """
+        copy, unsure = next(copies, None), evidence.unsure
+        for first, last in self._unnamed(patch.first_seq, patch.last_seq):
             for seq in range(first, last + 1):
-                text = evidence.own.get(seq)
-                while following is not None and following[0] <= seq:
-                    if following[0] == seq and (following[2] or unsure.get(seq) == following[1]):
-                        text = following[1]
-                    following = next(others, None)
+                text = evidence.proven.get(seq)
+                while copy is not None and copy[0] <= seq:
+                    if copy[0] == seq and (copy[2] or unsure.get(seq) == copy[1]):
+                        text = copy[1]
+                    copy = next(copies, None)
                 if text is None and seq in evidence.unindexed:
                     text = evidence.unindexed[seq]
-                    self._alone.append(seq)
+                    self._unwitnessed.append(seq)
                 yield Line(seq, text)
 
     def _between(self, log: reader.Log, low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
-        """(seq, line, whether a checksum vouches for it) of the records low…high of a queue, in order."""
-        for found in self.rewriter.scan(log):
-            before = 0
-            for number, part in enumerate(found.parts):
-                if part.is_good and (part.last_seq < low or part.first_seq > high):
-                    before = max(before, part.last_seq)
+        """Yield (seq, line, whether a checksum confirms it) of the records low…high of a queue, in order."""
+        for scan in self.rewriter.scans.of_log(log):
+            last_seq = 0
+            for number, block in enumerate(scan.blocks):
+                if block.is_good and (block.last_seq < low or block.first_seq > high):
+                    last_seq = max(last_seq, block.last_seq)
                     continue
-                ahead = next((each.first_seq for each in found.parts[number + 1 :] if each.first_seq), 1 << 63)
-                if ahead <= low or before >= high:
+                ahead = scan.seq_from(number + 1) or 1 << 63
+                if ahead <= low or last_seq >= high:
                     continue
-                for line in bytes_of(found, part).split(b"\n"):
+                for line in scan.read(block).split(b"\n"):
                     stamp = record.parse_stored(line) if line else None
-                    if stamp and before < stamp[0] < ahead:
+                    if stamp and last_seq < stamp[0] < ahead:
                         if low <= stamp[0] <= high:
-                            yield stamp[0], line + b"\n", part.is_witnessed
-                        before = stamp[0]
+                            yield stamp[0], line + b"\n", block.is_witnessed
+                        last_seq = stamp[0]

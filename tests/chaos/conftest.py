@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,3 +53,17 @@ def loads(cleanup: ExitStack) -> Callable[[Load], Load]:
         return load
 
     return start
+
+
+@pytest.fixture(scope="module")
+def strace() -> str:
+    """Return the path of strace, installed if that is possible; skip the test if it cannot trace (in CI: fail)."""
+    if not shutil.which("strace") and os.geteuid() == 0 and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "install", "-qq", "strace"], capture_output=True, timeout=120)
+    found = shutil.which("strace")
+    if found and subprocess.run([found, "-qq", "-e", "trace=none", "true"], capture_output=True).returncode == 0:
+        return found
+    reason = "strace is not there, or may not trace: fdatasync cannot be made to fail"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)

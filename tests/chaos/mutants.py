@@ -19,6 +19,7 @@ COPIED = ("kmq", "stages", "tests/chaos", "tests/unit", "tests/brokers.py", "tes
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
+PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
 
 Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
 
@@ -49,7 +50,7 @@ DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
-FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "stages/ingress.py"
+FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/greeter.py"
 ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.py", "kmq/links/raw.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
@@ -133,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "ids: a reply overtakes the last id that was asked for",
-        [("kmq/ingress/intake.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
+        [("kmq/ingress/replies.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -168,17 +169,17 @@ MUTANTS = [
     ),
     Mutant(
         "acks: an older connection of a producer goes on",
-        [(INGRESS, '            older.refusing = b"fenced a newer connection of this producer has said hello"\n', "")],
+        [(INGRESS, '            older.replies.refusal = refusals.reason("fenced").encode()\n', "")],
         [DEDUPE],
     ),
     Mutant(
         "acks: a hole in the replies is not seen",
-        [("kmq/ingress/intake.py", "        if first != self.answered + 1:\n", "        if False:\n")],
+        [("kmq/ingress/replies.py", "        if first != self.answered + 1:\n", "        if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
         "acks: after a refusal the rest of the connection is taken",
-        [("kmq/ingress/intake.py", "            if connection.refusing:\n", "            if False:\n")],
+        [("kmq/ingress/intake.py", "            if replies.refusal:\n", "            if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -214,7 +215,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint speaks of lines that wait for their topic",
-        [("kmq/router/queues.py", "checkpoint.text(self.routed_seq,", "checkpoint.text(self.sorted_seq,")],
+        [("kmq/router/checkpoints.py", "text(self._sorter.routed_seq,", "text(self._sorter.sorted_seq,")],
         ["tests/unit/test_queues.py::test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint"],
     ),
     Mutant(
@@ -237,7 +238,7 @@ MUTANTS = [
     Mutant(
         "router: a queue does not pass over what it has",
         [
-            ("kmq/router/queues.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
+            ("kmq/router/logs.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
             (PARTITION, "        if first_seq <= state.last_seq:\n", "        if False:\n"),
         ],
         [crash("router"), KILLS],
@@ -255,7 +256,7 @@ MUTANTS = [
     ),
     Mutant(
         "no cut of a torn tail in a queue",
-        [(PARTITION, "        if tail.size < here.size:\n", "        if False:\n")],
+        [(PARTITION_RECOVERY, "        if tail.size < part.size:\n", "        if False:\n")],
         [WRITES, FILES],
     ),
     Mutant(
@@ -366,7 +367,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stage does not look whether its rings and lock files are in place",
-        [("kmq/broker/stage.py", "                if not held.is_in_place():\n", "                if False:\n")],
+        [("kmq/broker/holdings.py", "            if not held.is_in_place():\n", "            if False:\n")],
         [REMOVED],
     ),
     Mutant(
@@ -422,17 +423,17 @@ MUTANTS = [
     ),
     Mutant(
         "ingress does not announce its start",
-        [("stages/ingress.py", "    ingress.announce()\n", "")],
+        [("stages/ingress.py", "    loop.announce()\n", "")],
         [KILLS + "::test_killing_a_stage_loses_and_doubles_nothing[ingress]", KILLS],
     ),
     Mutant(
         "a declaration that the first message overtakes is ignored",
-        [("kmq/router/queues.py", "            return self._adopt(topic.name, seq)\n", "            pass\n")],
+        [("kmq/router/declarations.py", "            return self.adopt(topic.name, seq)\n", "            pass\n")],
         [FILES],
     ),
     Mutant(
         "a queue of the size that the checkpoint knows is not looked at",
-        [(PARTITION, " and ends_as(last.path, last.size, known.last_seq)", "")],
+        [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, known.last_seq)", "")],
         [FILES],
     ),
 ]

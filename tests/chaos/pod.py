@@ -194,3 +194,11 @@ class Pod:
         report = check(self.data, sent)
         assert not report.counts, f"{report}\n{self.tail()}"
         return report
+
+
+SHM = Path("/dev/shm")
+
+
+def remove_shared_memory(instance: str) -> None:
+    for path in [*SHM.glob(f"{instance}.*"), *SHM.glob(f"sem.{instance}.*")]:
+        path.unlink()

@@ -13,10 +13,9 @@ import pytest
 from chaos import attacks_ids, attacks_ports, attacks_topics
 from chaos.acked import AckedLoad, account
 from chaos.load import Load
-from chaos.pod import STAGES, Pod
-from chaos.test_clock import WallClock
-from chaos.test_misplaced import CASES, SEGMENT_BYTES, Restore
-from chaos.test_removed import remove_shared_memory
+from chaos.pod import STAGES, Pod, remove_shared_memory
+from chaos.restores import CASES, SEGMENT_BYTES, Restore
+from chaos.wall_clock import WallClock
 from kmq.repair import rebuild
 
 Make = Callable[..., Pod]

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from chaos import test_fsync
 from chaos.by_hand import Client, message
 from chaos.pod import Pod
+from chaos.wall_clock import WallClock
 
-strace = test_fsync.strace
 Make = Callable[..., Pod]
 
 
@@ -33,21 +32,6 @@ def test_no_stage_sleeps_by_a_clock_that_can_be_set(make_pod: Make, strace: str,
     )
     by_time_of_day = [line for line in trace.read_text().splitlines() if "CLOCK_REALTIME" in line]
     assert not by_time_of_day, by_time_of_day[:3]
-
-
-class WallClock:
-    """The time of day of the processes that run `under` it; the monotonic clock goes on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.set(0)
-        paths = f"{Path(__file__).with_name('wallclock')}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-        self.under = ["env", f"PYTHONPATH={paths}", f"WALL_OFFSET={path}"]
-
-    def set(self, ahead_s: int) -> None:
-        making = self._path.with_suffix(".new")
-        making.write_text(f"{ahead_s}\n")
-        making.rename(self._path)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ real broker in many segments, and left by an orderly stop or by SIGKILL. Stated 
 neither indexed nor routed; the directories here are older than that.
 """
 
-import contextlib
 import os
 import random
 import shutil
@@ -17,17 +16,16 @@ from typing import NamedTuple
 import pytest
 
 from chaos.checker import Stream, check
-from chaos.load import FifoLoad, Lines
+from chaos.directories import AFTER, everything, findings, goes_on
+from chaos.load import FifoLoad
 from chaos.pod import Pod
-from kmq.log import reader, show, topics
+from kmq.log import show, topics
 from kmq.repair import rebuild as repair
-from kmq.repair import verify
 
 MESSAGES = 12_000
 PAGE = 4096
 SKIPPED = ".owner"  # who holds a lock, in words
 
-AFTER = Stream("after", Lines("after").line, 1)
 
 Make = Callable[..., Pod]
 
@@ -73,29 +71,6 @@ def files(data: Path) -> dict[str, bytes]:
     found = [path for path in data.rglob("*") if path.is_file() and not path.is_symlink()]
     named = {str(path.relative_to(data)): path for path in found if path.name != SKIPPED}
     return {name: path.read_bytes() for name, path in named.items() if not name.startswith("quarantine")}
-
-
-def everything(log: reader.Log) -> dict[int, bytes]:
-    """All that a reader gets out of a log; behind what it refuses it goes on."""
-    offset, found = 0, dict[int, bytes]()
-    while True:
-        try:
-            first, text = log.read(offset)
-        except reader.DamageError as err:
-            if err.next_offset <= offset:
-                return found
-            offset = err.next_offset
-            continue
-        lines = text.split(b"\n")[:-1]
-        if not lines:
-            return found
-        numbers = reader.seqs_of(text) if log.by_seq else range(first, first + len(lines))
-        found.update(zip(numbers, lines, strict=True))
-        offset = numbers[-1] + 1
-
-
-def findings(data: Path, notes: bool = False) -> list[verify.Finding]:
-    return [each for each in verify.verify(verify.Directory(str(data), is_live=False), []) if each.is_damage or notes]
 
 
 def damage(text: bytes, rng: random.Random) -> tuple[str, bytes]:
@@ -175,37 +150,6 @@ def damage_and_heal(original: Original, data: Path, seed: int, pod: Pod | None =
         report = check(data, sent)
         assert not report.counts, f"{where}: {report}"
     return f"{kind} healed" if found else f"{kind} harmless"
-
-
-def goes_on(pod: Pod, sent: list[Stream]) -> bool:
-    """Start the broker and send one more message; False where it refuses to start, and says why."""
-    pod.start()
-    if not is_ready_or_refused(pod):
-        for process in pod.processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-        assert "kmq verify --repair" in pod.log() or "/data': format" in pod.log()
-        return False
-    (pod.pipes / "raw").write_bytes(AFTER.line(0) + b"\n")
-    pod.wait(lambda: pod.seq("router") > sum(stream.count for stream in sent), "the message after it")
-    pod.stop()
-    return True
-
-
-def is_ready_or_refused(pod: Pod) -> bool:
-    """True when all stages are ready, False when one has ended with 65."""
-    refused = False
-
-    def is_decided() -> bool:
-        nonlocal refused
-        codes = {process.poll() for process in pod.processes.values()}
-        refused = not codes.isdisjoint({65, 78})
-        assert refused or codes == {None}, f"{codes}\n{pod.tail()}"
-        return refused or all(pod.state(name) == "ready" for name in pod.processes)
-
-    pod.wait(is_decided, "it is ready or refuses to start")
-    return not refused
 
 
 @pytest.mark.parametrize("seed", range(16))

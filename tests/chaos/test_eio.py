@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from chaos import test_fsync
 from chaos.acked import AckedLoad, account
 from chaos.hurry import hurried
 from chaos.load import Load
@@ -19,7 +18,6 @@ from chaos.pod import Pod
 from kmq.links import layout
 
 EX_TEMPFAIL = 75
-strace = test_fsync.strace
 
 Start = Callable[[Load], Load]
 

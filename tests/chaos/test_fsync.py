@@ -1,29 +1,13 @@
 """G7: after a failed fdatasync nothing unsynced is trusted: the process ends, the next one goes on in a new segment."""
 
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 
 import pytest
 
 from chaos.load import FifoLoad, Load
 from chaos.pod import Pod
-
-
-@pytest.fixture(scope="module")
-def strace() -> str:
-    """Where strace is; installed where that can be had."""
-    if not shutil.which("strace") and os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-qq", "strace"], capture_output=True, timeout=120)
-    found = shutil.which("strace")
-    if found and subprocess.run([found, "-qq", "-e", "trace=none", "true"], capture_output=True).returncode == 0:
-        return found
-    reason = "strace is not there, or may not trace: fdatasync cannot be made to fail"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.mark.parametrize("nth", [3, 40])

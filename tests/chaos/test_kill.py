@@ -4,10 +4,8 @@ The FIFO is kept alive by the writer, so even a kill of all four stages at once 
 when the FIFO dies with them, has tests of its own at the end.
 """
 
-import itertools
 import random
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,25 +14,15 @@ import pytest
 
 from chaos.checker import Stream
 from chaos.hurry import brisk
+from chaos.kills import PAIRS, SMALL, blow, moment
 from chaos.load import FifoLoad, Lines, Load, TcpLoad
 from chaos.pod import STAGES, Pod
 
 AT_LEAST = 50_000  # messages of every run; most of them come while the blows fall
 SINGLES = [(name,) for name in STAGES]
-PAIRS = list(itertools.combinations(STAGES, 2))
-SMALL = {
-    "RB_SLOTS": 256,
-    "RB_BYTES": 256 << 10,
-    "KMQ_MAX_LINE": 64 << 10,
-}  # rings that are full, and wrap, all the time
 
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]
-
-
-def moment(rng: random.Random, longest_s: float) -> None:
-    """Let a random time pass: the instant of the next blow is what these tests try."""
-    time.sleep(rng.random() ** 2 * longest_s)
 
 
 @contextmanager
@@ -64,20 +52,6 @@ def declare(pod: Pod, partitions: int = 3) -> None:
         except OSError:  # a message was faster: then it has one partition
             (directory / "topic.toml").unlink()
             directory.rmdir()
-
-
-def blow(pod: Pod, rng: random.Random, victims: tuple[str, ...]) -> None:
-    """Kill them at once, start them in any order, and sometimes kill them again while they recover."""
-    moment(rng, 0.15)
-    pod.kill(*victims)
-    for _ in range(rng.choice([0, 0, 1, 3])):
-        pod.start(*rng.sample(victims, len(victims)))
-        moment(rng, 0.3)
-        pod.kill(*victims)
-    moment(rng, 0.1)
-    pod.start(*rng.sample(victims, len(victims)))
-    if rng.random() < 0.7:
-        pod.wait_ready(*victims)
 
 
 def storm(pod: Pod, rng: random.Random, start: Start, blows: list[tuple[str, ...]], **options: int) -> None:

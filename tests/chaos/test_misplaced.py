@@ -16,16 +16,15 @@ from typing import NamedTuple
 import pytest
 
 from chaos.checker import Stream, check
+from chaos.directories import everything, findings, goes_on
 from chaos.load import FifoLoad, Lines
 from chaos.pod import Pod
-from chaos.test_damage import everything, findings, goes_on
+from chaos.restores import CASES, OTHER, QUEUE, SEGMENT_BYTES, WAL, Restore
 from kmq.log import show
 from kmq.repair import rebuild
 
 MESSAGES = 40_000
 AFTER = Stream("after", Lines("after").line, 1)
-QUEUE, OTHER, WAL = "topics/jobs/0", "topics/test/0", "append"
-SEGMENT_BYTES = 128 << 10
 
 Make = Callable[..., Pod]
 
@@ -66,96 +65,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Original]:
 # --- what can go wrong -------------------------------------------------------------------------------------------------
 
 
-class Restore:
-    """A clumsy hand. `indexes`: whether they go "along" with their logs, stay "behind", or are "lost"."""
-
-    def __init__(self, data: Path, foreign: Path, indexes: str) -> None:
-        self.data, self.foreign, self.indexes = data, foreign, indexes
-
-    def segment(self, place: str, number: int) -> Path:
-        return sorted((self.data / place).glob("*.log"))[number]
-
-    def swap(self, one: Path, other: Path) -> None:
-        for a, b in self._files(one, other):
-            spare = a.with_suffix(".spare")
-            a.rename(spare)
-            b.rename(a)
-            spare.rename(b)
-        self._lose(one, other)
-
-    def copy(self, source: Path, target: Path) -> None:
-        for a, b in self._files(source, target):
-            shutil.copyfile(a, b)
-        self._lose(target)
-
-    def move(self, source: Path, target: Path) -> None:
-        for a, b in self._files(source, target):
-            a.rename(b)
-        self._lose(target)
-
-    def delete(self, *paths: Path) -> None:
-        for path in paths:
-            for file, _ in self._files(path, path):
-                file.unlink()
-            self._lose(path)
-
-    def _files(self, one: Path, other: Path) -> list[tuple[Path, Path]]:
-        suffixes = (".log", ".idx") if self.indexes == "along" else (".log",)
-        return [(one.with_suffix(suffix), other.with_suffix(suffix)) for suffix in suffixes]
-
-    def _lose(self, *paths: Path) -> None:
-        for path in paths:
-            if self.indexes == "lost":
-                path.with_suffix(".idx").unlink(missing_ok=True)
-
-
-CASES: dict[str, Callable[[Restore], object]] = {}
-for _place, _name in ((WAL, "the WAL"), (QUEUE, "a queue")):
-    CASES |= {
-        f"two sealed segments of {_name} swapped": lambda r, p=_place: r.swap(r.segment(p, 0), r.segment(p, 2)),
-        f"a sealed and the active segment of {_name} swapped": lambda r, p=_place: r.swap(
-            r.segment(p, 1), r.segment(p, -1)
-        ),
-        f"a segment of {_name} copied over the next": lambda r, p=_place: r.copy(r.segment(p, 1), r.segment(p, 2)),
-        f"a segment of {_name} copied over the active one": lambda r, p=_place: r.copy(
-            r.segment(p, 1), r.segment(p, -1)
-        ),
-        f"the active segment of {_name} copied over the first": lambda r, p=_place: r.copy(
-            r.segment(p, -1), r.segment(p, 0)
-        ),
-        f"a segment of another topic in {_name}": lambda r, p=_place: r.copy(r.segment(OTHER, 1), r.segment(p, 1)),
-        f"the active segment of another topic in {_name}": lambda r, p=_place: r.copy(
-            r.segment(OTHER, -1), r.segment(p, -1)
-        ),
-        f"another broker's segment in {_name}": lambda r, p=_place: r.copy(
-            sorted((r.foreign / p).glob("*.log"))[1], r.segment(p, 1)
-        ),
-        f"another broker's first segment in {_name}": lambda r, p=_place: r.copy(
-            min((r.foreign / p).glob("*.log")), r.segment(p, 0)
-        ),
-        f"another broker's active segment in {_name}": lambda r, p=_place: r.copy(
-            sorted((r.foreign / p).glob("*.log"))[-1], r.segment(p, -1)
-        ),
-        f"a segment of {_name} under a later number": lambda r, p=_place: r.copy(
-            r.segment(p, 1), r.data / p / f"{9_000_000:020d}.log"
-        ),
-        f"a segment of {_name} renamed to a later number": lambda r, p=_place: r.move(
-            r.segment(p, 1), r.data / p / f"{9_000_000:020d}.log"
-        ),
-        f"another broker's segment behind {_name}": lambda r, p=_place: r.copy(
-            sorted((r.foreign / p).glob("*.log"))[2], r.data / p / f"{9_000_000:020d}.log"
-        ),
-        f"a segment of {_name} deleted": lambda r, p=_place: r.delete(r.segment(p, 1)),
-        f"the last two segments of {_name} deleted": lambda r, p=_place: r.delete(r.segment(p, -2), r.segment(p, -1)),
-        f"all segments of {_name} deleted": lambda r, p=_place: r.delete(*(r.data / p).glob("*.log")),
-    }
-CASES |= {
-    "a segment of the WAL in a queue": lambda r: r.copy(r.segment(WAL, 1), r.segment(QUEUE, 1)),
-    "a segment of a queue in the WAL": lambda r: r.copy(r.segment(QUEUE, 1), r.segment(WAL, 1)),
-    "segments of two queues swapped": lambda r: r.swap(r.segment(QUEUE, 1), r.segment(OTHER, 1)),
-    "active segments of two queues swapped": lambda r: r.swap(r.segment(QUEUE, -1), r.segment(OTHER, -1)),
-    "an empty file under a later number of the WAL": lambda r: (r.data / WAL / f"{9_000_000:020d}.log").touch(),
-}
 EVERY = list(product(CASES, ("along", "behind", "lost")))
 # All of them: the soak. Only the index tells another broker's first segment from ours: it has the same place and numbers.
 SAMPLE = [

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from brokers import Broker
 
-from chaos import test_fsync
 from chaos.acked import AckedLoad, account
 from chaos.load import FifoLoad, Load
-from chaos.pod import STAGES, Pod
+from chaos.pod import SHM, STAGES, Pod, remove_shared_memory
 from kmq import record
 from kmq.links import layout
 from kmq.links.ring import RingWriter
@@ -27,15 +26,8 @@ from kmq.logfmt import Log
 from kmq.settings import load
 
 EX_CORRUPT, EX_TEMPFAIL = 65, 75
-strace = test_fsync.strace
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]
-SHM = Path("/dev/shm")
-
-
-def remove_shared_memory(instance: str) -> None:
-    for path in [*SHM.glob(f"{instance}.*"), *SHM.glob(f"sem.{instance}.*")]:
-        path.unlink()
 
 
 def until_all_run_again(pod: Pod) -> None:

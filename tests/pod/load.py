@@ -17,8 +17,8 @@ from pathlib import Path
 from chaos.acked import AckedLoad, account
 from chaos.checker import Stream, check
 from chaos.load import Lines, Load, TcpLoad
-from chaos.test_acked import ProducerLoad
-from chaos.test_acked import judge as judge_producers
+from chaos.producer_load import ProducerLoad
+from chaos.producer_load import judge as judge_producers
 from play import Pod
 
 from kmq.broker import stats

@@ -145,7 +145,7 @@ def test_a_deletion_while_the_broker_is_down_is_carried_out_by_its_start(broker)
     send(broker, "orders.k", *range(10))
     broker.kill()
     said = delete(broker)
-    assert "deleted when the router has taken it up: at the next kmq up" in said
+    assert "deleted when the router has adopted it: at the next kmq up" in said
     check_whole(broker)
     broker.up()
     broker.wait(lambda: not traces(broker), "the deletion")
@@ -157,7 +157,7 @@ def test_a_router_killed_with_the_request_in_front_of_it_carries_it_out_when_it_
     broker.up()
     send(broker, "orders.k", *range(10))
     os.kill(broker.pids()["router"], signal.SIGSTOP)
-    assert "deleted when the router has taken it up" in delete(broker)
+    assert "deleted when the router has adopted it" in delete(broker)
     assert names(broker) == ["orders"]
     broker.kill("router")
     broker.wait(lambda: not traces(broker), "the deletion")

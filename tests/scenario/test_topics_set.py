@@ -83,11 +83,11 @@ def test_limits_set_while_the_broker_is_down_or_killed_are_in_force_after_its_st
     broker.kill()
     done = broker.kmq("topics", "set", "orders", "retention_age=30d", "cleanup=compact")
     assert done.stdout == (
-        "topic orders: retention_age=30d cleanup=compact, in force when the router has taken it up\n"
+        "topic orders: retention_age=30d cleanup=compact, in force when the router has adopted it\n"
     ), done.stderr
     assert shown(broker)["limits"]["retention_age"] == {
         "value": 30 * 86400.0,
-        "from": "topic.toml, when the router has taken it up",
+        "from": "topic.toml, when the router has adopted it",
     }
     broker.kmq("topics", "set", "orders", "--unset", "cleanup")
     broker.up()

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import clean_env, wait
 from made_data import append, write_data
-from test_pipeline_commands import clean_env, wait
 
 from kmq.spark.streaming import checkpoint, reset, status
 

@@ -57,7 +57,7 @@ def files(data):
 
 
 def damages(data):
-    return [each for each in verify.verify(verify.Directory(data, False, lambda n: None), []) if each.is_damage]
+    return [each for each in verify.Verifier(data, is_live=False).findings() if each.is_damage]
 
 
 def same(pod, to):

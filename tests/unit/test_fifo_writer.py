@@ -6,7 +6,8 @@ import random
 import threading
 
 import pytest
-from test_framing import Steps, one_by_one, table
+from fifo_reading import read_all
+from framing_steps import Steps, one_by_one, table
 
 from kmq.errors import ConfigError
 from kmq.links import fifo
@@ -41,14 +42,6 @@ def writes(monkeypatch, raw):
     monkeypatch.setattr(fifo.os, "write", record)
     monkeypatch.setattr(fifo.os, "writev", record_parts)
     return seen
-
-
-def read_all(fd):
-    data = b""
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            data += os.read(fd, 1 << 20)
-    return data
 
 
 def put_all(writer, raw, chunks, sender=None, margin=0):

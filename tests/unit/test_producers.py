@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 
 import pytest
-from test_framing import P, Steps, W, group, mine, one_by_one, random_traffic, randomly, table
+from framing_steps import P, Steps, W, group, mine, one_by_one, random_traffic, randomly, table
 
 import kmq.ids
 from kmq.errors import RetryError

@@ -91,7 +91,7 @@ def test_what_was_dropped_is_read_from_the_wal_and_what_never_came_there_is_coun
     assert [each.offset for each in found.records()] == [5, 6, 7, 8, 9, 20, 21]
     assert {(each.log, each.partition) for each in found.records()} == {("__append", 0)}
     assert (found.never_stored, found.retired) == (10, 0)
-    chosen = list(redrive.select(found.records(), "{topic}.again_{key}", "*", 9))
+    chosen = list(redrive.Selected(found, "{topic}.again_{key}", "*", 9))
     assert [new for _, new in chosen] == [b"t0.again_k9", b"t2.again_k20", b"t0.again_k21"]
 
 
@@ -131,7 +131,7 @@ def test_what_retention_has_taken_from_the_wal_is_counted(data):
 
 
 def test_numbers_rise_within_a_producer(dropping):
-    chosen = redrive.select(redrive.Dropped(dropping).records(), "{routing_key}", "*", 1)
+    chosen = redrive.Selected(redrive.Dropped(dropping), "{routing_key}", "*", 1)
     pairs = list(redrive.numbered(chosen, dropping, "x"))
     assert len({name for name, _ in pairs}) == 1
     assert [line.split(b"|")[2].split(b";")[0] for _, line in pairs] == [b"6", b"7", b"8", b"9", b"10", b"21", b"22"]
@@ -166,4 +166,4 @@ def test_a_pace_lets_so_many_go_a_second_and_no_more_after_a_pause(monkeypatch):
     pace.wait(5)
     pace.wait(5)
     assert slept[-1] == pytest.approx(0.1)
-    assert redrive.Pace(0.5).most == 1
+    assert redrive.Pace(0.5).block_limit == 1

@@ -12,10 +12,13 @@ from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
 from kmq import record
 from kmq.errors import CorruptError
 from kmq.log import dropped, identity, reader, show, topics
+from kmq.log.damage import DamageError
+from kmq.log.lines import seqs_of
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import evidence, verify
 from kmq.repair import rebuild as repair
+from kmq.repair.directory import Directory
 from kmq.router.queues import Queues
 
 KEYS = [b"test.probe", b"test", b"jobs.k1", b"jobs.k2", b"jobs", b"jobs.k3", b"a.b.c", b"a.x"]
@@ -61,7 +64,7 @@ def files(data):
 
 
 def findings(data):
-    return [each for each in verify.verify(verify.Directory(data, is_live=False), []) if each.is_damage]
+    return [each for each in verify.Verifier(data, is_live=False).findings() if each.is_damage]
 
 
 def damage(text, rng, kind=None):
@@ -91,7 +94,7 @@ def check_healed(before, data):
 
 def test_a_whole_directory_has_no_findings(original):
     assert findings(original) == []
-    assert list(verify.verify(verify.Directory(original, is_live=False), [])) == []
+    assert list(verify.Verifier(original, is_live=False).findings()) == []
     assert repair.Repair(original).run() == []
 
 
@@ -143,7 +146,7 @@ def everything(log):
     while True:
         try:
             first, text = log.read(offset)
-        except reader.DamageError as err:
+        except DamageError as err:
             if err.next_offset <= offset:
                 return found
             offset = err.next_offset
@@ -228,7 +231,7 @@ def spoil(log, seq, text=b"spoiled"):
 
 def logs_of(data, seq):
     """The WAL, and the queue that holds record `seq`."""
-    queues = [reader.partition(data, *at) for at in verify.Directory(data, False).queues()]
+    queues = [reader.partition(data, *at) for at in Directory(data).queues()]
     return reader.wal(data), next(log for log in queues if log.find(seq, 0)[3].startswith(b"%d|" % seq))
 
 
@@ -290,7 +293,7 @@ def test_an_index_that_was_lost_is_made_anew_only_of_what_the_other_copy_says_to
 def test_what_has_no_second_witness_is_kept_and_said_to_have_none(data):
     _, queue = logs_of(data, 200)
     path = queue.find(200, 0)[1]
-    seqs = reader.seqs_of(pathlib.Path(path).read_bytes())
+    seqs = seqs_of(pathlib.Path(path).read_bytes())
     first, last = seqs[0], seqs[-1]
     for number, wal_path in reader.wal(data).segments():  # as retention does
         if number <= last:
@@ -335,7 +338,7 @@ def test_two_records_of_one_seq_are_both_kept(data, original):
     assert again == [line.split(b"|", 2)[2] for line in bytes(others.data).splitlines(keepends=True)]
     go_on(data)
     assert findings(data) == []
-    for topic, number in verify.Directory(data, False).queues():
+    for topic, number in Directory(data).queues():
         name = f"{topic}/{number}"
         kept = everything(reader.partition(original, topic, number))
         assert kept.items() <= everything(reader.partition(data, topic, number)).items(), name

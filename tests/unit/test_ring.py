@@ -4,27 +4,12 @@ import random
 
 import pytest
 from heard import Heard
+from ring_ends import put, taken
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import layout, ring
 from kmq.links.layout import Commit, Consumed, Framed, Stamp
 from kmq.links.ring import RingReader, RingWriter
-
-
-def put(writer, data, count=1):
-    """Append a block if it fits; whether it did."""
-    if not writer.has_room(len(data), count):
-        return False
-    writer.append(Framed(data, Stamp(writer.last.next_seq, count, 0, 5)))
-    return True
-
-
-def taken(reader):
-    blocks = reader.take()
-    found = [(bytes(block.data), block.first_seq, block.count) for block in blocks]
-    if blocks:
-        reader.release(blocks[-1])
-    return found
 
 
 def test_a_block_comes_out_as_it_went_in(rings):

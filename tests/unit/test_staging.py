@@ -4,7 +4,7 @@ import os
 import random
 
 import pytest
-from test_ring import put, taken
+from ring_ends import put, taken
 
 from kmq.links.layout import Commit, Consumed, Framed, Stamp
 from kmq.links.staging import READ_BYTES, Staging, area_bytes

@@ -53,8 +53,7 @@ class Broker:
         self.queues.tick()
 
     def findings(self):
-        directory = verify.Directory(self.data, is_live=False)
-        return [str(each) for each in verify.verify(directory, []) if each.is_damage]
+        return [str(each) for each in verify.Verifier(self.data, is_live=False).findings() if each.is_damage]
 
     def segments(self, topic):
         found = sorted(Path(self.data, "topics", topic).glob("*/*.log"))

@@ -1,0 +1,13 @@
+"""The data directory of a command that only reads."""
+
+from kmq.broker import supervision
+from kmq.errors import ConfigError
+from kmq.settings import load
+
+
+def existing_data() -> str:
+    """Return KMQ_DATA, which is never made here. Raises ConfigError unless it is a data directory."""
+    settings = load()
+    if not supervision.is_data(settings.data):
+        raise ConfigError(supervision.why_not_here(settings))
+    return settings.data

@@ -1,0 +1,176 @@
+"""`kmq up|down|gateway`: start the broker of this directory, and stop it."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from kmq import gateway
+from kmq.broker import supervision
+from kmq.broker.status import StageStatus, Status
+from kmq.cli.helptext import examples
+from kmq.cli.startup import Startup
+from kmq.client.lines import read_port
+from kmq.errors import BusyError, ConfigError, KmqError
+from kmq.links.fifo import open_fifo
+from kmq.links.ownership import FileLock
+from kmq.log.identity import open_data
+from kmq.settings import GRACE_S, Settings, load
+
+_DOWN_S = GRACE_S + 5.0
+_POLL_S = 0.02
+
+
+# --- up ----------------------------------------------------------------------------------------------------------
+
+
+def up(
+    foreground: Annotated[
+        bool,
+        typer.Option(
+            "--foreground",
+            "-f",
+            help="Stay in the foreground, log to stderr. Ctrl-C drains; a second Ctrl-C ends at once.",
+        ),
+    ] = False,
+    with_gateway: Annotated[
+        bool,
+        typer.Option("--gateway/--no-gateway", help="Serve gRPC and HTTP, if the extra kmq\\[gateway] is installed."),
+    ] = True,
+) -> None:
+    """Start the broker in the background: four stages and the gateway, under a supervisor. Returns when all are ready."""
+    settings = load()
+    with_gateway = with_gateway and gateway.is_installed()
+    # Here, because what is wrong with the two directories would otherwise stand in a log file only.
+    open_data(settings.data)
+    os.close(open_fifo(settings.pipes, "raw"))
+    _refuse_second_start(settings, foreground)
+    if foreground:
+        from kmq.broker.supervisor import Supervisor
+
+        raise typer.Exit(Supervisor(settings, with_gateway).run())
+    _refuse_shared_data(settings)
+    if settings.unused:
+        names = ", ".join(settings.unused)
+        print(f"kmq: {names}: has no effect yet, because nothing listens there; leave it out", file=sys.stderr)
+    startup = Startup(settings, with_gateway)
+    _print_started(settings, startup, startup.wait())
+
+
+def _refuse_second_start(settings: Settings, foreground: bool) -> None:
+    """Raise BusyError if this broker runs already."""
+    holder = FileLock(f"{settings.pipes}/supervisor.owner")
+    if not foreground and holder.is_held():  # in the foreground the supervisor itself waits for one that is just ending
+        raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
+    found = supervision.settled(settings)
+    if found.others:
+        raise BusyError(f"this broker is up already: {_started_elsewhere(found)}; see: kmq status")
+    if found.orphans:
+        pids = ", ".join(str(stage.pid) for stage in found.orphans)
+        raise BusyError(f"stages are still running without their supervisor (pid {pids}); stop them with: kmq down")
+
+
+def _refuse_shared_data(settings: Settings) -> None:
+    """Raise BusyError if another broker writes this WAL, before a half-started broker accepts what it cannot store."""
+    wal = FileLock(f"{settings.data}/append/.owner")
+    if wal.is_held():
+        raise BusyError(f"KMQ_DATA={settings.data} is held by {wal.holder()}: one broker per directory")
+
+
+def _started_elsewhere(found: supervision.Supervision) -> str:
+    return (
+        f"not started by kmq up: {', '.join(map(str, found.others))}; end them where they were started"
+        " (in Kubernetes: kubectl scale statefulset <name> --replicas=0)"
+    )
+
+
+def _print_started(settings: Settings, startup: Startup, status: Status) -> None:
+    port = read_port(settings, "ingress", settings.port)
+    print(f"kmq: up; lines in on {settings.host}:{port}, data in {settings.data}, log in {startup.log_path}")
+    if status.gateway:
+        _print_gateway(settings, startup, status.gateway)
+    for warning in status.verdict.warnings:
+        print(f"kmq: {warning}; {warning.advice}", file=sys.stderr)
+
+
+def _print_gateway(settings: Settings, startup: Startup, process: StageStatus) -> None:
+    """Print where the gateway listens, or why it does not: producers of lines do not depend on it."""
+    if process.state == "ready":
+        grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
+        print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")
+    else:
+        startup.print_errors("kmq: the gateway could not start: no gRPC, no HTTP")
+
+
+# --- down --------------------------------------------------------------------------------------------------------
+
+
+def down() -> None:
+    """Stop the broker: stages drain from the front, nothing is left in the links.
+
+    Exit code 0 also if the broker is down already; 69 if something other than `kmq up` started its stages, which are
+    left alone; 78 if KMQ_DATA is no data directory, or not the one that this instance is up with.
+    """
+    settings = load()
+    pids = _to_stop(settings)
+    if not pids:
+        if reason := supervision.why_not_here(settings):
+            raise ConfigError(f"not up: {reason}")
+        print(f"kmq: not up (data in {os.path.abspath(settings.data)})")
+        return
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGCONT)  # a process stopped with Ctrl-Z cannot handle SIGTERM
+    deadline = time.monotonic() + _DOWN_S
+    while time.monotonic() < deadline:
+        if not any(_is_alive(pid) for pid in pids):
+            print("kmq: down")
+            return
+        time.sleep(_POLL_S)
+    raise KmqError(f"still running after {_DOWN_S:.0f} s: pid {', '.join(map(str, pids))}")
+
+
+def _to_stop(settings: Settings) -> list[int]:
+    """Return the supervisor's pid, else the pids of stages it left behind. Raises BusyError if they are not ours."""
+    found = supervision.settled(settings)
+    if found.others:
+        raise BusyError(f"nothing was stopped: {_started_elsewhere(found)}")
+    if found.holder and not found.supervisor:
+        raise BusyError(f"the supervisor ({found.holder}) is not visible from here; run kmq down where it was started")
+    return [found.supervisor] if found.supervisor else [stage.pid for stage in found.orphans]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- gateway -----------------------------------------------------------------------------------------------------
+
+
+def run_gateway() -> None:
+    """Run the gateway alone, in the foreground: gRPC and HTTP for a broker whose stages run elsewhere in the pod."""
+    os.execv(sys.executable, [sys.executable, "-m", "kmq.gateway"])  # a fresh process has none of the CLI's modules
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.command(
+        epilog=examples(
+            "kmq up",
+            "KMQ_INSTANCE=b KMQ_DATA=b/d KMQ_PIPES=b/p KMQ_PORT=0 KMQ_ACK_PORT=0 kmq up",
+            "kmq up --foreground",
+        )
+    )(up)
+    app.command(epilog=examples("kmq down"))(down)
+    app.command("gateway", epilog=examples("kmq gateway", "KMQ_HTTP_PORT=80 KMQ_GRPC_PORT=50051 kmq gateway"))(
+        run_gateway
+    )

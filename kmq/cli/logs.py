@@ -1,0 +1,157 @@
+"""`kmq log …` and `kmq verify`: what the files of the WAL and of the queues hold."""
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from kmq import terminal
+from kmq.cli.data import existing_data
+from kmq.cli.helptext import examples
+from kmq.cli.progress import counting
+from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
+from kmq.logfmt import pairs
+
+if TYPE_CHECKING:
+    from kmq.log.show import Stat
+
+log_app = typer.Typer(
+    no_args_is_help=True,
+    help="Read the WAL and the queues: lines, places, sizes. Nothing is changed; the broker may run.",
+    epilog=examples("kmq log stat", "kmq log cat append --count 3", "kmq log find append --seq 1"),
+)
+
+_LOG = typer.Argument(help="append (the WAL), <topic> or <topic>/<partition>.")
+_MB = 1e6
+
+
+# --- log ---------------------------------------------------------------------------------------------------------
+
+
+@log_app.command("cat", epilog=examples("kmq log cat append --count 3", "kmq log cat test --since 10m"))
+def cat(
+    log: Annotated[str, _LOG] = "append",
+    from_seq: Annotated[int, typer.Option("--from-seq", help="Only records with this seq or a later one.")] = 0,
+    offset: Annotated[
+        int | None, typer.Option("--offset", help="Only records with this offset or a later one; needs one partition.")
+    ] = None,
+    since: Annotated[
+        str, typer.Option("--since", help="Only records received at this time or later: 10m (ago), or a time.")
+    ] = "",
+    until: Annotated[str, typer.Option("--until", help="Only records received before this time.")] = "",
+    count: Annotated[int, typer.Option("--count", "-n", help="Print at most this many records; 0: all.")] = 0,
+) -> None:
+    """Print stored lines, each checked against the index. A damaged line is never printed: an error names its place."""
+    from kmq.log import show
+
+    lines = islice(show.cat(existing_data(), log, from_seq, offset, since, until), count or None)
+    for line in terminal.while_read(lines):
+        sys.stdout.buffer.write(line + b"\n")
+    sys.stdout.buffer.flush()
+
+
+@log_app.command("find", epilog=examples("kmq log find append --seq 1", "kmq log find test --time 10m"))
+def find(
+    log: Annotated[str, _LOG] = "append",
+    seq: Annotated[int | None, typer.Option("--seq", help="The record with this seq, else the next one.")] = None,
+    offset: Annotated[
+        int | None,
+        typer.Option("--offset", help="The record with this offset, else the next one; needs one partition."),
+    ] = None,
+    at: Annotated[
+        str, typer.Option("--time", help="The first record received at this time or later: 10m (ago), or a time.")
+    ] = "",
+) -> None:
+    """Print where a record is: file, byte, offset and the line. Takes a few small reads, however long the log is."""
+    from kmq.log import show
+
+    if (seq is not None) + (offset is not None) + bool(at) != 1:
+        raise ConfigError("give one of --seq, --offset, --time")
+    places = list(show.find(existing_data(), log, seq, offset, at))
+    for place in places:
+        name = "seq" if place.name == "append" else "offset"
+        text = place.line.decode(errors="replace")
+        print(f"log={place.name} file={place.path} byte={place.byte} {name}={place.offset}\n{text}")
+    raise typer.Exit(EXIT_OK if places else EXIT_FAILED)
+
+
+@log_app.command("stat", epilog=examples("kmq log stat", "kmq log stat append --logfmt", "kmq log stat --json"))
+def stat(
+    log: Annotated[str, typer.Argument(help="append, <topic> or <topic>/<partition>; without it all logs.")] = "",
+    as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per log.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
+) -> None:
+    """Show the size of each log: segments, first and last record, bytes, blocks, ages in seconds.
+
+    --json: {"logs": [{"log", "segments", "first", "last", "bytes", "blocks",
+    "oldest_s", "newest_s"}, …]}. first and last are seqs of the WAL, offsets
+    of a partition. A log without records has last = first - 1 and ages of -1.
+    """
+    from kmq.log import show
+
+    rows = [_stat_row(found) for found in show.stat(existing_data(), log)]
+    if as_json:
+        print(json.dumps({"logs": rows}))
+    elif as_logfmt:
+        for row in rows:
+            print(pairs(**row))
+    else:
+        terminal.console().print(_stat_table(rows))
+
+
+def _stat_row(found: "Stat") -> dict[str, str | int | float]:
+    return {
+        "log": found.name,
+        "segments": found.segments,
+        "first": found.first,
+        "last": found.end - 1,
+        "bytes": found.bytes,
+        "blocks": found.blocks,
+        "oldest_s": round(found.oldest_s, 1),
+        "newest_s": round(found.newest_s, 1),
+    }
+
+
+def _stat_table(rows: Sequence[dict[str, str | int | float]]) -> Table:
+    table = Table("log", box=None, pad_edge=False, header_style="bold")
+    for title in ("segments", "first", "last", "bytes", "blocks", "oldest s", "newest s"):
+        table.add_column(title, justify="right")
+    for name, *numbers in map(dict.values, rows):
+        table.add_row(str(name), *(f"{number:,}" for number in numbers))
+    return table
+
+
+# --- verify ------------------------------------------------------------------------------------------------------
+
+
+def verify(
+    only: Annotated[
+        list[str] | None, typer.Argument(help="Topics to check, or append for the WAL; without it everything.")
+    ] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair the damage found; the broker must be down.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line: each finding, each repaired file.")
+    ] = False,
+) -> None:
+    """Check every byte on disk, also of a running broker. Exit code 0: no damage; 1: damage; 65: damage beyond repair.
+
+    --repair rebuilds the WAL from the queues, queues from the WAL, indexes
+    from the data, byte by byte the same. Records that no copy holds any more
+    go to the directory quarantine and are named there by seq.
+    """
+    from kmq.repair import check
+
+    data = existing_data()
+    with counting("checked {task.completed:,.0f} MB") as advance:
+        code = check.run(data, only or [], repair, as_json, lambda nbytes: advance(nbytes / _MB))
+    raise typer.Exit(code)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.command(epilog=examples("kmq verify", "kmq verify append", "kmq verify --repair"))(verify)
+    app.add_typer(log_app, name="log")

@@ -1,0 +1,98 @@
+"""A broker that `kmq up` has started in the background and that is not ready yet.
+
+Not covered What the supervisor does when a process ends: kmq/broker/supervisor.py.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import typer
+
+from kmq.broker import status as statuses
+from kmq.broker.readiness import NO_SPACE
+from kmq.broker.status import Status
+from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError, RetryError
+from kmq.settings import STAGES, Settings
+
+_READY_S = 60.0  # longest wait for a broker to be ready, recovery of a long WAL included
+_FULL_S = 1.0  # a start is given up for lack of space only after this time: a small volume may regain space in a moment
+_POLL_S = 0.02
+_LOG_MODE = 0o640  # the user and the group of the broker, as for its FIFOs
+
+
+class Startup:
+    """The supervisor's process, what it has to bring up, and what the log says since it was started."""
+
+    def __init__(self, settings: Settings, with_gateway: bool) -> None:
+        """Start the supervisor."""
+        self.log_path = Path(settings.pipes) / "kmq.log"
+        self._settings = settings
+        self._log_begin = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._expected = len(STAGES) + with_gateway
+        self._full_since = 0.0
+        self._launched = time.monotonic_ns()
+        with _open_log(self.log_path) as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kmq.broker.supervisor", *([] if with_gateway else ["--no-gateway"])],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self) -> Status:
+        """Return the status once all processes are ready. Raises KmqError or typer.Exit if they will not be."""
+        deadline = time.monotonic() + _READY_S
+        while time.monotonic() < deadline:
+            status = statuses.collect(self._settings)
+            is_started = sum(process.started > self._launched for process in status.processes) == self._expected
+            if is_started and status.ready:
+                return status
+            self._check_space(status, is_started)
+            self._check_supervisor()
+            time.sleep(_POLL_S)
+        raise KmqError(
+            f"not ready after {_READY_S:.0f} s: {status.verdict.first}; the start continues in the background."
+            f" See: kmq status, {self.log_path}"
+        )
+
+    def _check_space(self, status: Status, is_started: bool) -> None:
+        """Raise KmqError if all processes run, but have refused messages for lack of space for a while."""
+        no_space = next((reason for reason in status.verdict.reasons if reason.code in NO_SPACE), None)
+        if not (is_started and no_space):
+            self._full_since = 0.0
+            return
+        self._full_since = self._full_since or time.monotonic()
+        if time.monotonic() - self._full_since > _FULL_S:
+            raise KmqError(f"up, but not ready: {no_space}; {no_space.advice}")
+
+    def _check_supervisor(self) -> None:
+        """Raise RetryError or typer.Exit if the supervisor has ended."""
+        code = self._process.poll()
+        if code is None:
+            return
+        if code in (EXIT_OK, -signal.SIGTERM):
+            raise RetryError("was told to stop (kmq down) before it was ready; nothing runs; start it with: kmq up")
+        self.print_errors("kmq: could not start")
+        raise typer.Exit(code if code > 0 else EXIT_FAILED)
+
+    def print_errors(self, summary: str) -> None:
+        """Print the errors that the log holds since the start, or its last lines, then `summary`."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_begin)
+            lines = [line.rstrip() for line in log.read().decode(errors="replace").splitlines()]
+        for line in [line for line in lines if "level=error" in line or line.startswith("kmq: ")] or lines[-5:]:
+            print(line, file=sys.stderr)
+        print(f"{summary}; the whole log is in {self.log_path}", file=sys.stderr)
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """Open the log for appending; a log that an older release made gets today's mode."""
+    log = open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _LOG_MODE), "ab")
+    os.fchmod(log.fileno(), _LOG_MODE)
+    return log

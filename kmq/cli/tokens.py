@@ -1,0 +1,54 @@
+"""`kmq token …`: the bearer tokens of producers and consumers."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from kmq.cli.helptext import examples
+from kmq.errors import ConfigError
+from kmq.logfmt import pairs
+from kmq.settings import load
+
+token_app = typer.Typer(
+    no_args_is_help=True,
+    help="Bearer tokens of producers and consumers, in the file KMQ_TOKENS.",
+    epilog=examples("KMQ_TOKENS=tokens kmq token new orders", "KMQ_TOKENS=tokens kmq token list"),
+)
+
+
+def _token_file() -> str:
+    settings = load()
+    if not settings.tokens:
+        raise ConfigError("KMQ_TOKENS is not set; set it to the path of the file of hashed tokens")
+    return settings.tokens
+
+
+@token_app.command("new", epilog=examples("KMQ_TOKENS=tokens kmq token new orders"))
+def new_token(
+    name: Annotated[str, typer.Argument(help="Whose token it is: A-Z a-z 0-9 _ -. A name may have several tokens.")],
+) -> None:
+    """Make a token and print it, only this once: the file keeps a hash of it. It is valid within a second or two."""
+    from kmq import tokens
+
+    print(tokens.new(_token_file(), name))
+
+
+@token_app.command("list", epilog=examples("KMQ_TOKENS=tokens kmq token list"))
+def list_tokens(
+    as_json: Annotated[bool, typer.Option("--json", help='{"tokens": [{"name", "tokens"}, …]}')] = False,
+) -> None:
+    """List the names that have tokens, and how many. To revoke a token, delete its line in the file."""
+    from kmq import tokens
+
+    rows = [{"name": name, "tokens": len(hashes)} for name, hashes in tokens.read(_token_file()).items()]
+    if as_json:
+        print(json.dumps({"tokens": rows}))
+    else:
+        for row in rows:
+            print(pairs(**row))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.add_typer(token_app, name="token")
