@@ -50,7 +50,6 @@ STILL = {
         "kmq/client/producer.py: Producer",
         "kmq/client/protocol.py: Core",
         "kmq/gateway/http/logs.py: Logs",
-        "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
         "kmq/spark/source/planner.py: Logs",
         "scripts/play.py: Pod",
