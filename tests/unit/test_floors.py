@@ -48,7 +48,6 @@ STILL = {
         "kmq/client/protocol.py",
         "kmq/log/reader.py",
         "kmq/spark/audit/judge.py",
-        "scripts/bench.py",
         "scripts/play.py",
     },
     "function": {
