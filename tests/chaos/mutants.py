@@ -366,7 +366,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stage does not look whether its rings and lock files are in place",
-        [("kmq/broker/stage.py", "                if not held.is_in_place():\n", "                if False:\n")],
+        [("kmq/broker/holdings.py", "            if not held.is_in_place():\n", "            if False:\n")],
         [REMOVED],
     ),
     Mutant(
