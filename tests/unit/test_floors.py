@@ -36,14 +36,10 @@ STILL = {
     "arrow": set(),
     "circle": set(),
     "file": {
-        "kmq/log/reader.py",
-        "scripts/bench.py",
         "scripts/play.py",
     },
-    "function": {},
+    "function": set(),
     "class": {
-        "kmq/links/ring.py: RingWriter",
-        "kmq/log/reader.py: Segment",
         "kmq/spark/source/planner.py: Logs",
         "scripts/play.py: Pod",
     },
