@@ -37,7 +37,6 @@ STILL = {
     "circle": set(),
     "file": {
         "kmq/log/reader.py",
-        "scripts/play.py",
     },
     "function": {
         "kmq/gateway/grpc/podbus.py: handler",
@@ -47,7 +46,6 @@ STILL = {
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
         "kmq/spark/source/planner.py: Logs",
-        "scripts/play.py: Pod",
     },
 }
 
