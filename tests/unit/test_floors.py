@@ -36,15 +36,12 @@ STILL = {
     "arrow": set(),
     "circle": set(),
     "file": {
-        "kmq/log/reader.py",
     },
     "function": {
         "kmq/gateway/grpc/podbus.py: handler",
     },
     "class": {
         "kmq/gateway/http/logs.py: Logs",
-        "kmq/links/ring.py: RingWriter",
-        "kmq/log/reader.py: Segment",
         "kmq/spark/source/planner.py: Logs",
     },
 }
