@@ -35,8 +35,7 @@ FLOORS = [
 STILL = {
     "arrow": set(),
     "circle": set(),
-    "file": {
-    },
+    "file": set(),
     "function": {
         "kmq/gateway/grpc/podbus.py: handler",
     },
