@@ -14,6 +14,8 @@ import random
 import sys
 import time
 
+from fake_logger import FakeLogger
+
 from kmq.errors import CorruptError
 from kmq.links import layout
 from kmq.links.doorbell import Doorbell
@@ -24,18 +26,12 @@ SLOTS, RING_BYTES = 512, 1 << 16
 ROUNDS = 10_000
 
 
-class Silent:
-    def info(self, event: str, **fields: object) -> None: ...
-
-    warn = info
-
-
 def identity(policy: str) -> layout.Identity:
     return layout.make_identity("contract", SLOTS, RING_BYTES, 0, policy)
 
 
 def open_writer(instance: str, policy: str) -> RingWriter:
-    return RingWriter(instance, "framed", identity(policy), f"pid={os.getpid()}", lambda: (1, 0), Silent())
+    return RingWriter(instance, "framed", identity(policy), f"pid={os.getpid()}", lambda: (1, 0), FakeLogger())
 
 
 def lock_of(instance: str) -> RingLock:

@@ -10,7 +10,8 @@ import threading
 import time
 
 import pytest
-from made_up import FIRST_TS, Silent, block, no_room, stored
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room, stored
 
 from kmq.errors import BusyError, ConfigError, CorruptError
 from kmq.log import compaction, identity, index, reader, segment, topics
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def start(data, high):
-    queues = Queues(data, no_room, Silent(), LIMITS)
+    queues = Queues(data, no_room, FakeLogger(), LIMITS)
     queues.recover(high, lambda: None)
     return queues
 

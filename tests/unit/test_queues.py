@@ -7,7 +7,8 @@ import shutil
 import zlib
 
 import pytest
-from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
@@ -20,29 +21,11 @@ from kmq.router.newcomers import AT_ONCE
 from kmq.router.queues import Queues
 from kmq.routing import Topic
 
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(index, "BLOCK_BYTES", 1024)
-
-
-class Heard(Silent):
-    """A Log that remembers."""
-
-    def __init__(self):
-        self.events = []
-
-    def info(self, event, **fields):
-        self.events.append((event, fields))
-
-    warn = error = info
-
-    def of(self, event):
-        return [fields for name, fields in self.events if name == event]
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def open_queues(data, high, limits=None, log=None, check=lambda: None):
-    made = Queues(data, no_room, log or Silent(), limits)
+    made = Queues(data, no_room, log or FakeLogger(), limits)
     made.recover(high, check)
     return made
 
@@ -241,7 +224,7 @@ def test_a_segment_is_rebuilt_from_the_wal_with_the_same_name_and_bytes(data, se
     open_queues(data, len(lines), SMALL).close()
     assert files(data) == before
     check_logs(data)
-    heard = Heard()
+    heard = FakeLogger()
     open_queues(data, len(lines), SMALL, heard).close()
     assert not heard.events and files(data) == before
 
@@ -481,7 +464,7 @@ def test_a_rebuild_of_any_length_gives_signs_of_life(data, monkeypatch):
         before_and_after.append(len(signs))
 
     monkeypatch.setattr(Queues, "_fill", counted)
-    again = Queues(data, no_room, Silent(), Limits(segment_bytes=2000))
+    again = Queues(data, no_room, FakeLogger(), Limits(segment_bytes=2000))
     again.recover(400, lambda: signs.append(None))
     again.close()
     before, after = before_and_after
@@ -503,7 +486,7 @@ def test_indexes_that_are_made_anew_give_signs_of_life(data):
     assert len(signs) >= pieces > 2
     signs.clear()
     os.unlink(segment.index_path(f"{data}/topics/t/0/{segment.name(0)}"))
-    again = Queues(data, no_room, Silent())
+    again = Queues(data, no_room, FakeLogger())
     again.recover(3000, lambda: signs.append(None))
     again.close()
     assert len(signs) >= pieces

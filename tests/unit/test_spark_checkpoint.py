@@ -2,15 +2,11 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-sys.path.append(str(Path(__file__).parents[1] / "spark"))
-
 from made_data import write_data
+from typer.testing import CliRunner
 
 from kmq.cli.app import app
 from kmq.errors import BusyError, ConfigError

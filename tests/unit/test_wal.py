@@ -18,10 +18,7 @@ from kmq.log.wal import Wal
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 90)) for n in range(1, 301)]
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (index, reader):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def path_of(data, first=1):

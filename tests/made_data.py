@@ -1,11 +1,7 @@
 """Data directories made without a broker: a WAL of given lines, routed into queues."""
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
-from made_up import FIRST_TS, Silent, block, no_room
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room
 
 from kmq.log import identity, topics
 from kmq.log.segment import Limits
@@ -25,7 +21,7 @@ def write_data(path, lines, declared=None, segment_bytes=1 << 30, group=1000, cl
     for name, partitions in (declared or {}).items():
         topics.declare(data, name, partitions)
     limits = Limits(segment_bytes=segment_bytes)
-    wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, Silent(), limits)
+    wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, FakeLogger(), limits)
     queues.recover(0, lambda: None)
     made = [wal, queues, 1]
     append(made, lines, group)
