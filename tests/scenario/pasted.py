@@ -1,9 +1,10 @@
-"""README.md as a newcomer pastes it: every block in order, in a fresh clone, and what is printed compared by its shape.
+"""A page as a newcomer pastes it: every block in order, in a fresh clone, and what is printed compared by its shape.
 
-    python tests/scenario/pasted.py <checkout> <empty directory>       as root; test_readme_pasted.py runs it
+    python tests/scenario/pasted.py <checkout> <empty directory> <page>       as root; test_pages_pasted.py runs it
 
-Place       A network, /dev/shm and process ids of its own (unshare), so that the README's ports and names are free. The clone
+Place       A network, /dev/shm and process ids of its own (unshare), so that the page's ports and names are free. The clone
             lies over the checkout, with the checkout's .venv in it: the paths in there are right. All processes end with this.
+            The README puts .venv/bin on the PATH itself; every other page is read after it.
 Console     One bash for all blocks. Lines that begin with `$ ` are commands, those below them what is printed; a command with
             nothing below may print what it likes. Exit code 0 is demanded. Nothing is typed before the broker is idle.
 Python      One process for all blocks, like a notebook: lines of comment at the margin are what is printed above them.
@@ -35,8 +36,9 @@ from kmq.broker import status
 from kmq.settings import load
 
 PATIENCE_S = 300.0  # for one command; reached only by a bug
-_BLOCK = re.compile(r"(?:<!-- not pasted: ([^\n]*) -->\n+)?```(console|python|yaml|toml|sh|bash)\n(.*?)```", re.S)
-# Not of the README: progress, which on a terminal is a bar that goes away, and the options that make short JVMs quick.
+_BLOCK = re.compile(r"(?ms)(?:^<!-- not pasted: ([^\n]*) -->\n+)?^```(\w*)\n(.*?)^```$")
+_NOT_TYPED = ("", "text", "json")  # drawings and formats: nothing for a shell or for Python
+# Not of the page: progress, which on a terminal is a bar that goes away, and the options that make short JVMs quick.
 _ASIDE = re.compile(r"ts=\S+ level=info stage=\S+ event=(?:step|progress|batch) |Picked up JAVA_TOOL_OPTIONS")
 _FOLLOWS = re.compile(r"\btail -[fF]\b|--follow\b")
 _DONE = "--done--"
@@ -45,7 +47,7 @@ OUT_OF_STEP = -1  # a command that does not end: what is said from then on belon
 
 @dataclass
 class Block:
-    """A block of the README: what language, where, what for, and why it is left out."""
+    """A block of a page: what language, where, what for, and why it is left out."""
 
     language: str
     line: int
@@ -55,18 +57,28 @@ class Block:
 
 @dataclass
 class Step:
-    """Something to paste, and the lines that the README prints below it."""
+    """Something to paste, and the lines that the page prints below it."""
 
     line: int
     code: str
     printed: list[str]
 
 
-def blocks(readme: str) -> list[Block]:
+def blocks(page: str) -> list[Block]:
+    """The blocks that somebody may type."""
     return [
-        Block(match[2], readme.count("\n", 0, match.start(3)) + 1, match[3], match[1] or "")
-        for match in _BLOCK.finditer(readme)
+        Block(match[2], page.count("\n", 0, match.start(3)) + 1, match[3], match[1] or "")
+        for match in _BLOCK.finditer(page)
+        if match[2] not in _NOT_TYPED
     ]
+
+
+def unpasted(page: str) -> list[str]:
+    """Lines that look like commands and stand where nothing pastes them: indented, or in a block that is no console."""
+    outside = _BLOCK.sub("", page)
+    indented = re.findall(r"(?m)^\n((?: {4}|\t)\S.*)", outside)
+    hidden = [line for match in _BLOCK.finditer(page) if match[2] in _NOT_TYPED for line in match[3].splitlines()]
+    return indented + [line for line in hidden if re.match(r"\s*(?:\$|kmq|make|kubectl|python|pip) ", line)]
 
 
 def steps(block: Block) -> Iterator[Step]:
@@ -100,7 +112,7 @@ def shape(line: str) -> str:
 
 
 def is_like(printed: list[str], said: list[str]) -> bool:
-    """Whether what was said has the shape of what the README prints."""
+    """Whether what was said has the shape of what the page prints."""
     pattern = ""
     for line in printed:
         escaped = ".*".join(re.escape(shape(part)) for part in line.split("…"))
@@ -171,9 +183,9 @@ def notebook() -> None:
         try:
             for statement in ast.parse(json.loads(line)).body:
                 if isinstance(statement, ast.Expr):
-                    exec(compile(ast.Interactive([statement]), "README.md", "single"), names)
+                    exec(compile(ast.Interactive([statement]), "page", "single"), names)
                 else:
-                    exec(compile(ast.Module([statement], []), "README.md", "exec"), names)
+                    exec(compile(ast.Module([statement], []), "page", "exec"), names)
         except BaseException:
             code = 1
             traceback.print_exc(file=sys.stdout)
@@ -223,31 +235,33 @@ def wait_idle() -> None:
         time.sleep(0.05)
 
 
-def paste_all(readme: str) -> list[str]:
-    """What is not as the README says, step by step."""
+def paste_all(name: str, page: str) -> list[str]:
+    """What is not as the page says, step by step."""
     wrong: list[str] = []
     shell, python = Shell(), Notebook()
-    for block in blocks(readme):
+    for block in blocks(page):
         if block.mark:
-            print(f"README.md:{block.line}: not pasted: {block.mark}")
+            print(f"{name}:{block.line}: not pasted: {block.mark}")
             continue
         if block.language not in ("console", "python"):
-            wrong.append(f"README.md:{block.line}: nothing here runs a block of {block.language}; mark it, and say why")
+            wrong.append(f"{name}:{block.line}: nothing here runs a block of {block.language}; mark it, and say why")
             continue
         for step in steps(block):
             begin = time.monotonic()
             code, said = (shell if block.language == "console" else python).paste(step)
             print(
-                f"README.md:{step.line}: {time.monotonic() - begin:.1f} s: {step.code.strip().splitlines()[0]}",
+                f"{name}:{step.line}: {time.monotonic() - begin:.1f} s: {step.code.strip().splitlines()[0]}",
                 flush=True,
             )
             if code or (step.printed and not is_like(step.printed, said)):
-                parts = [f"README.md:{step.line}: exit code {code}", step.code, "--- README", *step.printed]
+                parts = [f"{name}:{step.line}: exit code {code}", step.code, "--- the page", *step.printed]
                 wrong.append("\n".join([*parts, "--- printed here", *said]))
                 print(wrong[-1], flush=True)
             if code == OUT_OF_STEP:
                 return wrong
             wait_idle()
+    if any(stage.state not in ("down", "stopped") for stage in status.collect(load({})).stages):
+        wrong.append(f"{name}: the page leaves a broker running")
     left = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
     return [
         *wrong,
@@ -255,13 +269,15 @@ def paste_all(readme: str) -> list[str]:
     ]
 
 
-def main(checkout: Path, scratch: Path) -> int:
+def main(checkout: Path, scratch: Path, name: str) -> int:
     clone = scratch / "clone"
     clone.mkdir()
     copy_files(checkout, clone)
     move_in(checkout, clone)
     os.environ |= {"HOME": str(scratch), "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
-    wrong = paste_all((checkout / "README.md").read_text())
+    if name != "README.md":
+        os.environ["PATH"] = f"{checkout}/.venv/bin:{os.environ['PATH']}"
+    wrong = paste_all(name, (checkout / name).read_text())
     times = [process.cpu_times() for process in psutil.process_iter()]  # of this namespace
     print(f"{sum(t.user + t.system + t.children_user + t.children_system for t in times):.0f} s of CPU")
     print(*wrong, sep="\n\n", file=sys.stderr)
@@ -272,4 +288,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--notebook"]:
         notebook()
     else:
-        sys.exit(main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()))
+        sys.exit(main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kmq import errors, settings
+from kmq import errors, record, refusals, settings
 from kmq.broker import readiness
 from kmq.gateway.core import metrics
 
@@ -97,6 +97,45 @@ def test_every_alert_of_the_manifests_has_a_runbook():
         for name in re.findall(r"(?m)^\s*-? ?alert: (\w+)", path.read_text())
     }
     assert alerts - told == set()
+
+
+def test_every_reason_for_dead_malformed_is_in_the_protocol():
+    told = _first_cells(_section("docs/protocol.md", "## Lines that are no message")) - {"reason", "---"}
+    lines = [b"", b"x", b"|a", b".a|", b"append|x", b"a|\0", b"!a|"]
+    reasons = {record.refusal(line) for line in lines} | {"too_long", "no_newline"}
+    assert len(reasons) == 9
+    assert told == reasons | {"too_many_topics", "unknown_topic", "unknown_partition"}  # those of the framer's catalog
+
+
+def test_every_refusal_code_is_in_the_protocol():
+    told = _first_cells(_section("docs/protocol.md", "## Refusal codes")) - {"code", "---"}
+    assert told == {row.code for row in refusals.table()}
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_way_of_a_line_names_functions_that_are_there():
+    steps = re.findall(
+        r"(?m)^\| (\d+)\. .*? \| `(\S+)` \| `(\w+)` \|$", _section("docs/architecture.md", "## The way of a line")
+    )
+    assert [int(number) for number, *_ in steps] == list(range(1, len(steps) + 1)) and len(steps) > 10
+    for _, path, function in steps:
+        assert re.search(rf"^ *def {function}\(", (ROOT / path).read_text(), re.M), f"{path}: {function}"
+
+
+def test_every_room_and_module_has_its_floor_in_architecture():
+    told = set(re.findall(r"`([\w/.]+)`", _section("docs/architecture.md", "## Rooms and floors")))
+    entries = {path for path in (ROOT / "kmq").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    names = {f"kmq/{path.name}/" if path.is_dir() else path.stem for path in entries} - {"__init__"}
+    assert {name for name in names if name not in told and f"kmq/{name}.py" not in told} == set()
+
+
+def test_every_page_and_decision_is_in_the_list():
+    links = set(re.findall(r"\]\(([^)#]+)", (ROOT / "docs/README.md").read_text()))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert pages - links == set()
 
 
 def test_every_metric_is_in_operations_with_its_description():

@@ -601,14 +601,14 @@ def selections(documents):
 
 @pytest.fixture(scope="session")
 def neighbours(tmp_path_factory):
-    """The broker as it is, and one as the README makes a second: a namePrefix and an instance of its own."""
+    """The broker as it is, and one as docs/kubernetes.md makes a second: a namePrefix and an instance of its own."""
     second = {"pairs": {"app.kubernetes.io/instance": "b"}, "includeSelectors": True}
     more = ({}, {"namePrefix": "b-", "labels": [second]})
     return [kustomize(overlay(tmp_path_factory.mktemp("broker"), COMPONENTS, **each)) for each in more]
 
 
-def test_both_brokers_of_the_readme_render_and_are_two(render, tmp_path):
-    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+def test_both_brokers_of_the_page_render_and_are_two(render, tmp_path):
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/kubernetes.md").read_text(), re.S)
     mine = [block for block in blocks if "k8s/base" in block]
     found = []
     for number, block in enumerate(mine):

@@ -1,4 +1,4 @@
-"""Everything in README.md works when pasted in order by a newcomer (pasted.py does it)."""
+"""Everything in README.md and docs/ works when pasted in order by a newcomer, a page at a time (pasted.py does it)."""
 
 import os
 import subprocess
@@ -9,7 +9,28 @@ import pasted
 import pytest
 from brokers import ROOT
 
-README = ROOT / "README.md"
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+# What cannot run here: why, and how many blocks. Who marks a block changes this too, and somebody sees it.
+MARKED = {
+    "README.md": {"needs a cluster": 1},
+    "docs/kubernetes.md": {"needs a cluster": 4, "tests/unit/test_kubernetes_page.py renders it": 2},
+    "docs/performance.md": {"takes minutes, and what it prints depends on the machine": 1},
+    "docs/spark.md": {
+        "needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1,
+        "needs an object store and a catalog; tests/unit/test_spark_table_s3.py writes to a store": 1,
+        "needs an object store; tests/unit/test_spark_table_s3.py writes to one": 1,
+    },
+}
+
+
+def text(page):
+    return (ROOT / page).read_text()
+
+
+def pasted_blocks(page):
+    return [block for block in pasted.blocks(text(page)) if not block.mark]
+
+
 UNSHARE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 CLEAN = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8", "COLUMNS": "120"}
 
@@ -17,20 +38,26 @@ CLEAN = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-
 @pytest.mark.root
 @pytest.mark.java
 @pytest.mark.timeout(1800)
-def test_everything_pasted_in_order_works_as_printed(tmp_path):
+@pytest.mark.parametrize("page", [page for page in PAGES if pasted_blocks(page)])
+def test_everything_pasted_in_order_works_as_printed(page, tmp_path):
     if os.geteuid() != 0:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("namespaces of its own need root")
     java = {"JAVA_HOME": os.environ["JAVA_HOME"]} if "JAVA_HOME" in os.environ else {}
-    command = [*UNSHARE, sys.executable, pasted.__file__, ROOT, tmp_path]
+    command = [*UNSHARE, sys.executable, pasted.__file__, ROOT, tmp_path, page]
     done = subprocess.run(command, env=CLEAN | java, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
     print(done.stdout)  # what was pasted, and how long it took
     assert done.returncode == 0, done.stderr
 
 
-def test_only_blocks_that_cannot_run_here_are_left_out():
-    """Who marks a block changes this too, and somebody sees it."""
-    marks = Counter(block.mark for block in pasted.blocks(README.read_text()) if block.mark)
-    assert marks == {"needs a cluster": 4, "tests/unit/test_readme.py renders it": 2}
+@pytest.mark.parametrize("page", PAGES)
+def test_only_blocks_that_cannot_run_here_are_left_out(page):
+    marks = Counter(block.mark for block in pasted.blocks(text(page)) if block.mark)
+    assert marks == MARKED.get(page, {})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_command_stands_where_nothing_pastes_it(page):
+    assert pasted.unpasted(text(page)) == []
 
 
 @pytest.mark.parametrize(
@@ -64,3 +91,8 @@ def test_a_block_falls_into_commands_and_what_they_print():
     ]
     assert (second.mark, second.line) == ("no ssh", 9)
     assert [(step.code, step.printed) for step in pasted.steps(third)] == [("x = 1\nx", ["1"]), ("y", [])]
+
+
+def test_commands_outside_of_consoles_are_found():
+    page = "a\n\n    kmq up\n\n```\n$ kmq down\n```\n```text\na drawing\n```\n```console\n$ kmq up\n```\n"
+    assert pasted.unpasted(page) == ["    kmq up", "$ kmq down"]
