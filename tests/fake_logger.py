@@ -1,16 +1,15 @@
 """A logger that writes nothing and remembers what it was told."""
 
+from kmq.logfmt import Log
 
-class FakeLogger:
-    stage = "test"
 
+class FakeLogger(Log):
     def __init__(self) -> None:
+        super().__init__("test")
         self.events: list[tuple[str, dict[str, object]]] = []
 
-    def info(self, event: str, **fields: object) -> None:
+    def _write(self, level: str, event: str, fields: dict[str, object]) -> None:
         self.events.append((event, fields))
-
-    warn = error = info
 
     @property
     def names(self) -> list[str]:

@@ -1,5 +1,7 @@
 """Data directories made without a broker: a WAL of given lines, routed into queues."""
 
+from typing import Any
+
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room
 
@@ -11,7 +13,14 @@ from kmq.router.queues import Queues
 __all__ = ["FIRST_TS", "append", "write_data"]
 
 
-def write_data(path, lines, declared=None, segment_bytes=1 << 30, group=1000, closed=True):
+def write_data(
+    path: object,
+    lines: list[bytes],
+    declared: dict[str, int] | None = None,
+    segment_bytes: int = 1 << 30,
+    group: int = 1000,
+    closed: bool = True,
+) -> Any:
     """A data directory with these lines (as sent) in its WAL and routed; `declared`: {topic: partitions}.
 
     recv_ts of the record with seq n is FIRST_TS + n µs. With closed=False: (wal, queues, next seq), to go on with `append`.
@@ -23,7 +32,7 @@ def write_data(path, lines, declared=None, segment_bytes=1 << 30, group=1000, cl
     limits = Limits(segment_bytes=segment_bytes)
     wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, FakeLogger(), limits)
     queues.recover(0, lambda: None)
-    made = [wal, queues, 1]
+    made: list[Any] = [wal, queues, 1]
     append(made, lines, group)
     if not closed:
         return made
@@ -32,7 +41,7 @@ def write_data(path, lines, declared=None, segment_bytes=1 << 30, group=1000, cl
     return data
 
 
-def append(made, lines, group=1000):
+def append(made: list[Any], lines: list[bytes], group: int = 1000) -> None:
     """More lines for a directory that is not closed."""
     wal, queues, seq = made
     for at in range(0, len(lines), group):

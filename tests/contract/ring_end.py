@@ -97,7 +97,7 @@ class Sleeps:
 
     def __init__(self, bell: Doorbell) -> None:
         self._wait, self._timed_out, self.lost = bell.wait, False, 0
-        bell.wait = self.wait  # type: ignore[method-assign]
+        bell.wait = self.wait  # type: ignore[assignment,method-assign]
 
     def wait(self) -> bool:
         self._timed_out = not self._wait()

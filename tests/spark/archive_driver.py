@@ -48,7 +48,7 @@ def bind(self, query, batch_id):
         begun.append(batch_id)
 
 
-Table.bind = bind
+Table.bind = bind  # type: ignore[method-assign]
 if point == "letters":  # sent, and not yet in the table
     dying(archive._Letters, "send", False)
 elif point == "staged":
