@@ -283,14 +283,14 @@ def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:
     return b"".join(parts), added
 
 
-def seq_of(line: bytes) -> int:
-    """Sequence number of a stored line."""
-    return int(line[: line.index(b"|")])
-
-
 def routing_key_of(line: bytes) -> bytes:
     """Routing key of a stored line."""
     return line.split(b"|", 3)[2]
+
+
+def seq_of(line: bytes) -> int:
+    """Sequence number of a stored line."""
+    return int(line[: line.index(b"|")])
 
 
 def format_ts(micros: int) -> bytes:

@@ -41,7 +41,8 @@ from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 from kmq.log import checkpoint, dedupe_file, dropped, numbered, wal
-from kmq.log.reader import DamageError, last_line
+from kmq.log.damage import DamageError
+from kmq.log.lines import last_line
 
 _IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
 _DRAIN_POLL_S = 0.01  # while draining: how often we look whether ingress is gone

@@ -91,9 +91,9 @@ def run(stage: Stage) -> None:
         most_open=stage.most_files - descriptors.OWN,
     )
     queues.recover(ring.committed().next_seq - 1, stage.check)
-    queues.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
+    queues.context.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
     room = Room(settings, lambda: stage.page.rows["durability"].bytes)
-    queues.before_topic = partial(wait_for_quota, stage, queues, room)
+    queues.declarations.before_topic = partial(wait_for_quota, stage, queues, room)
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=queues.count)
 

@@ -10,6 +10,8 @@ import fcntl
 import os
 import re
 import time
+from collections import namedtuple
+from collections.abc import Sequence
 
 from kmq import record
 from kmq.errors import CorruptError
@@ -19,16 +21,13 @@ _LINE_BYTES = 256  # a line is shorter
 _LINE = re.compile(rb"(?:framed|durable)\|(\d+)\|(\d+)\|(\d+)\|\d+\.\d{6}")
 
 
-class Range:
-    """Seqs first…last of `ring`, dropped."""
+class SeqRange(namedtuple("SeqRange", ("first", "last"))):
+    """The seqs first…last, both included."""
 
-    __slots__ = ("first", "last", "ring")
-
-    def __init__(self, ring: str, first: int, last: int) -> None:
-        self.ring, self.first, self.last = ring, first, last
+    __slots__ = ()
 
 
-def read(data: str, ring: str) -> list[Range]:
+def read(data: str, ring: str) -> list[SeqRange]:
     """The named ranges of one ring, in order."""
     try:
         with open(f"{data}/dropped.log", "rb") as file:
@@ -43,23 +42,23 @@ def read(data: str, ring: str) -> list[Range]:
         at += len(line) + 1
         name, first, last = line.split(b"|")[:3]
         if name.decode() == ring:
-            ranges.append(Range(ring, int(first), int(last)))
+            ranges.append(SeqRange(int(first), int(last)))
     return ranges
 
 
-def accounted(data: str) -> list[Range]:
+def accounted(data: str) -> list[SeqRange]:
     """Ranges of seqs that the WAL need not have, in order: dropped from the ring framed, or lost and named by a repair."""
     return sorted([*read(data, "framed"), *quarantined(data)], key=lambda gone: gone.first)
 
 
-def quarantined(data: str, where: str = "append/") -> list[Range]:
+def quarantined(data: str, where: str = "append/") -> list[SeqRange]:
     """What the WAL (or, `topics/…`, queues) lost for good, by quarantine/log: file|byte|first_seq|last_seq|count|ts."""
     try:
         with open(f"{data}/{QUARANTINE}/log", "rb") as file:
             rows = [line.split(b"|") for line in file.read().splitlines()]
     except FileNotFoundError:
         return []
-    return [Range("", int(row[2]), int(row[3])) for row in rows if row[0].startswith(where.encode())]
+    return [SeqRange(int(row[2]), int(row[3])) for row in rows if row[0].startswith(where.encode())]
 
 
 def is_range(line: bytes) -> bool:
@@ -88,15 +87,15 @@ def append(data: str, ring: str, first: int, last: int, wait_for_room: WaitForRo
         file.close()
 
 
-def without(first: int, last: int, ranges: list[Range]) -> list[tuple[int, int]]:
-    """first…last less `ranges` (in order), as (low, high) spans: what of a gap was not missing before."""
-    spans = []
+def without(first: int, last: int, ranges: Sequence[SeqRange]) -> list[SeqRange]:
+    """first…last without `ranges` (in order)."""
+    rest = []
     for gone in ranges:
         if gone.last < first or gone.first > last:
             continue
         if gone.first > first:
-            spans.append((first, gone.first - 1))
+            rest.append(SeqRange(first, gone.first - 1))
         first = max(first, gone.last + 1)
     if first <= last:
-        spans.append((first, last))
-    return spans
+        rest.append(SeqRange(first, last))
+    return rest

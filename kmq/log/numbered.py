@@ -15,8 +15,8 @@ from kmq import record
 from kmq.errors import CorruptError
 from kmq.log import checkpoint, dedupe_file, deletions, dropped, segment, topics, wal
 from kmq.log.disk import find_tail
+from kmq.log.lines import is_stored
 from kmq.log.partition import EMPTY, directory_of
-from kmq.log.reader import is_stored
 
 
 def end(data: str) -> tuple[int, int]:

@@ -18,17 +18,16 @@ Live        Each call looks anew. The index is opened before the log: it may say
 
 import contextlib
 import os
-import re
 import zlib
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from kmq import record
-from kmq.errors import CorruptError
 from kmq.log import identity, segment
+from kmq.log.damage import DamageError, MisplacedError
 from kmq.log.disk import find_tail
 from kmq.log.index import BLOCK_BYTES, LABEL, MAX_LABEL, Entry, label, parse_line, read_entries, read_label
+from kmq.log.lines import CheckedLines, bad_line, first_at, is_stored, last_line, seqs_of, within
 
 WAL = "__append"  # what the WAL is called among topics: no topic can be
 READ_BYTES = 1 << 20  # handed out at once, unless one line is longer
@@ -36,34 +35,6 @@ _INDEX_LINE = 256  # bytes; an index line is shorter
 _TAIL = 1 << 12  # bytes in front of a record's end in which its beginning is looked for
 _HEAD = 1 << 12  # bytes of a segment that its first record's topic lies in
 _WINDOW = 1 << 14  # bytes of an index read at once in order: some 300 blocks
-
-# Whole stored lines; a bare newline is what compaction leaves. Possessive: a bad line must not be tried twice.
-_LINES = re.compile(rb"(?:(?:\d{1,19}\|\d{1,12}\.\d{6}\|[^|\n\0]++\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+)?+\n)*+")
-_SEQS = re.compile(rb"(?m)^(\d+)\|")
-
-
-class DamageError(CorruptError):
-    """Bytes that must not be served: those of `path` from `byte` to `end`. `next_offset` is the first record after them."""
-
-    def __init__(self, path: str, byte: int, end: int, first_offset: int, next_offset: int, what: str) -> None:
-        self.path, self.byte, self.end = path, byte, end
-        self.first_offset, self.next_offset, self.what = first_offset, next_offset, what
-        kind = "seq" if f"{os.sep}append{os.sep}" in path else "offset"
-        records = f"{kind} {first_offset}" + (f" to {next_offset - 1}" if next_offset > first_offset + 1 else "")
-        super().__init__(f"{path}: damaged at byte {byte} ({records}): {what}; run kmq verify --repair")
-
-
-class MisplacedError(DamageError):
-    """A whole segment of which it is not certain that it belongs where it lies."""
-
-
-class Piece:
-    """Checked whole lines of a segment: the records from `offset` to before `next_offset`, at byte `position`."""
-
-    __slots__ = ("lines", "next_offset", "offset", "position")
-
-    def __init__(self, offset: int, position: int, lines: bytes, next_offset: int) -> None:
-        self.offset, self.position, self.lines, self.next_offset = offset, position, lines, next_offset
 
 
 class Extent:
@@ -76,32 +47,6 @@ class Extent:
 
     def __init__(self, data: bytes, edges: list[int], offsets: list[int]) -> None:
         self.data, self.edges, self.offsets = data, edges, offsets
-
-
-def is_stored(line: bytes) -> bool:
-    return record.parse_stored(line) is not None
-
-
-def seqs_of(lines: bytes) -> list[int]:
-    """The seqs of whole stored lines, without what compaction took away."""
-    return [int(line[: line.index(b"|")]) for line in lines.split(b"\n") if line]
-
-
-def bad_line(lines: bytes, after: int = 0) -> int:
-    """Where in whole lines the first one begins that is not a stored line, or whose seq does not rise; -1: nowhere.
-
-    `after` is the seq that comes before them.
-    """
-    match = _LINES.match(lines)
-    end = match.end() if match else 0
-    seqs = [after, *seqs_of(lines[:end])]
-    if any(a >= b for a, b in pairwise(seqs)):
-        last = after
-        for found in _SEQS.finditer(lines):
-            if int(found[1]) <= last:
-                return found.start()
-            last = int(found[1])
-    return end if end < len(lines) else -1
 
 
 class Index:
@@ -323,7 +268,7 @@ class Segment:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def pieces(self, offset: int, known: tuple[int, int] = (0, 0)) -> Iterator[Piece]:
+    def pieces(self, offset: int, known: tuple[int, int] = (0, 0)) -> Iterator[CheckedLines]:
         """Checked lines from the block that holds `offset` on. `known`: (offset, position) of some line start."""
         found = self.index.last(lambda entry: entry.offset <= offset)
         if found is None and not self.index.is_empty:
@@ -336,7 +281,7 @@ class Segment:
         self._check_start(*found)
         yield from self.pieces_from(found[0], offset, known)
 
-    def pieces_from(self, at: int, offset: int = 0, known: tuple[int, int] = (0, 0)) -> Iterator[Piece]:
+    def pieces_from(self, at: int, offset: int = 0, known: tuple[int, int] = (0, 0)) -> Iterator[CheckedLines]:
         """The same from the index line at byte `at` on."""
         for _, entry, following in self.blocks(at):
             end = following.position if following else self.covered(entry)
@@ -346,7 +291,7 @@ class Segment:
             if what:
                 raise self.damage(entry.position, end, entry.offset, after or entry.offset + 1, what)
             after = after or self._next(entry.offset, data)
-            yield Piece(entry.offset, entry.position, data, after)
+            yield CheckedLines(entry.offset, entry.position, data, after)
         counted = (after, end)
         yield from self._unindexed(known if counted < known and known[0] <= offset else counted, data)
 
@@ -413,7 +358,7 @@ class Segment:
                 if before[2].offset + data.count(b"\n") != entry.offset:
                     raise self.index.damage(start, "does not follow from the line before it")
 
-    def _unindexed(self, start: tuple[int, int], before: bytes = b"\n") -> Iterator[Piece]:
+    def _unindexed(self, start: tuple[int, int], before: bytes = b"\n") -> Iterator[CheckedLines]:
         """What follows `start`, (offset, position), where the index ends; `before` are the lines in front of it."""
         offset, position = start
         after = max([0, *seqs_of(last_line(before))])
@@ -425,13 +370,13 @@ class Segment:
                 want *= 2
                 continue
             bad = bad_line(data, after)
-            data = data[:bad] if bad >= 0 else data
+            data = data[:bad]
             if data:
                 following = self._next(offset, data)
-                yield Piece(record.seq_of(data) if self.by_seq else offset, position, data, following)
+                yield CheckedLines(record.seq_of(data) if self.by_seq else offset, position, data, following)
                 after = max([after, *seqs_of(data[data.rstrip(b"\n").rfind(b"\n") + 1 :])])
                 offset, position = following, position + len(data)
-            if bad >= 0:
+            if bad is not None:
                 first = after + 1 if self.by_seq else offset
                 raise self.damage(position, self.size, first, first + 1, "not a stored line in order of seq")
             if not data:
@@ -566,7 +511,7 @@ class Log:
             self._known = held.inode, held.first, following, end
         return first, text
 
-    def _from(self, piece: Piece, offset: int) -> tuple[int, bytes]:
+    def _from(self, piece: CheckedLines, offset: int) -> tuple[int, bytes]:
         """(offset, lines) of a piece less the lines before `offset`."""
         if not self.by_seq:
             ahead = max(0, offset - piece.offset)
@@ -674,7 +619,7 @@ class Log:
         for start in (found[2].offset if found else held.first, held.first):
             for number, piece in enumerate(held.pieces(start)):
                 lines = piece.lines.split(b"\n")[:-1]
-                at = _first_at(lines, target, field)
+                at = first_at(lines, target, field)
                 if at is None:
                     continue
                 if not number and not at and start != held.first:
@@ -685,18 +630,6 @@ class Log:
             else:
                 return None
         return None
-
-
-def _first_at(lines: list[bytes], target: int, field: int) -> int | None:
-    """Which of checked lines is the first whose seq (field 0) or recv_ts (field 1) is at least `target`; None where none is."""
-
-    def stamp(at: int) -> int:
-        found = record.parse_stored(lines[at])
-        return found[field] if found else -1
-
-    kept = [at for at, line in enumerate(lines) if line]  # less what compaction took away
-    found = bisect_left(kept, target, key=stamp)
-    return kept[found] if found < len(kept) else None
 
 
 def wal(data: str) -> Log:
@@ -745,16 +678,3 @@ def check_place(path: str, first: int, by_seq: bool) -> None:
     """MisplacedError where a segment is another one than its place says; for its owner, before it goes on with it."""
     with Segment(path, first, by_seq, sealed=False, owner=True):
         pass
-
-
-def last_line(lines: bytes) -> bytes:
-    """The last of whole `lines`."""
-    return lines[lines.rfind(b"\n", 0, -1) + 1 :]
-
-
-def within(lines: bytes, low: int, high: int) -> bytes:
-    """Those of `lines` (whole, in order of seq) whose seq is in low…high."""
-    if not lines or (record.seq_of(lines) >= low and record.seq_of(last_line(lines)) <= high):
-        return lines
-    kept = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]
-    return b"\n".join(kept) + b"\n" if kept else b""

@@ -16,8 +16,9 @@ import zlib
 
 from kmq import record
 from kmq.log import index, reader, segment, spare
+from kmq.log.damage import DamageError
 from kmq.log.disk import FULL, find_tail, sync_directory
-from kmq.log.reader import DamageError
+from kmq.log.lines import is_stored
 from kmq.log.segment import Segment
 
 _SUFFIX = ".kept"
@@ -32,7 +33,7 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
     try:
         reader.indexed_end(last.path, last.first, by_seq)  # what is damaged gets no crc of its own
         with open(last.path, "rb") as file:
-            tail = find_tail(file.fileno(), last.size, reader.is_stored)
+            tail = find_tail(file.fileno(), last.size, is_stored)
     except DamageError:
         return None
     found = record.parse_stored(tail.last)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kmq import record
 from kmq.errors import ConfigError
 from kmq.log import reader, segment, topics
+from kmq.log.lines import is_stored, last_line
 from kmq.log.reader import Log
 from kmq.settings import parse_duration
 
@@ -67,7 +68,7 @@ def records(log: Log, offset: int) -> Iterator[tuple[int, int, bytes]]:
             stamp = record.parse_stored(line) if line else None
             if stamp is not None:
                 yield *stamp, line
-        offset = record.seq_of(reader.last_line(lines)) + 1 if log.by_seq else offset + lines.count(b"\n")
+        offset = record.seq_of(last_line(lines)) + 1 if log.by_seq else offset + lines.count(b"\n")
 
 
 def cat(
@@ -140,7 +141,7 @@ def _last(path: str) -> bytes:
 
     for _, each in reversed([at for at in segment.listing(os.path.dirname(path)) if at[1] <= path]):
         with open(each, "rb") as file:
-            found = find_tail(file.fileno(), os.fstat(file.fileno()).st_size, reader.is_stored)
+            found = find_tail(file.fileno(), os.fstat(file.fileno()).st_size, is_stored)
         if found.last:
             return found.last
     return b""

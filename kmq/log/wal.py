@@ -30,7 +30,7 @@ from functools import partial
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
-from kmq.log import dropped, reader, remnant, segment, spare
+from kmq.log import dropped, lines, reader, remnant, segment, spare
 from kmq.log.disk import (
     FULL,
     AppendFile,
@@ -352,4 +352,4 @@ def _lines_from(fd: int, position: int, size: int) -> Iterator[tuple[int, bytes]
 
 
 first_seq, read = reader.first_seq, reader.read  # what most callers need of it
-last_line, within = reader.last_line, reader.within
+last_line, within = lines.last_line, lines.within

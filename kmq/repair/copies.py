@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from kmq import record, routing
 from kmq.log import compaction, dropped, reader, topics
-from kmq.log.reader import DamageError, Log
+from kmq.log.damage import DamageError
+from kmq.log.lines import last_line
+from kmq.log.reader import Log
 from kmq.repair.directory import At, queues
 from kmq.routing import Topic
 
@@ -75,7 +77,7 @@ class Copies:
         self,
         data: str,
         upto: int,
-        gaps: list[dropped.Range],
+        gaps: list[dropped.SeqRange],
         is_live: bool,
         progress: Callable[[int], None] = lambda _: None,
     ) -> None:
@@ -220,4 +222,4 @@ def _all_lines(log: Log, offset: int, upto: int) -> Iterator[list[bytes]]:
         if not text:
             return
         yield text.split(b"\n")[:-1]
-        offset = record.seq_of(reader.last_line(text)) + 1
+        offset = record.seq_of(last_line(text)) + 1

@@ -12,7 +12,7 @@ class Directory:
 
     def __init__(self, data: str) -> None:
         self.data = data
-        self._gaps: dict[str, list[dropped.Range]] = {}  # by ring
+        self._gaps: dict[str, list[dropped.SeqRange]] = {}  # by ring
 
     def queues(self) -> list[At]:
         """Return (topic, partition) of all partition logs."""
@@ -42,7 +42,7 @@ class Directory:
         except (ValueError, LookupError):
             return 0, {}, {}
 
-    def named_gaps(self, ring: str = "framed") -> list[dropped.Range]:
+    def named_gaps(self, ring: str = "framed") -> list[dropped.SeqRange]:
         """Return the ranges of seqs that may be missing, in order: dropped by name, or lost for good and named so.
 
         Of the ring `framed` the WAL may lack them, of the ring `durable` a queue. A damaged line of dropped.log names
@@ -51,7 +51,7 @@ class Directory:
         if ring not in self._gaps:
             lines = [line for line in self.read("dropped.log").split(b"\n")[:-1] if dropped.is_range(line)]
             rows = [line.split(b"|") for line in lines if line.startswith(ring.encode())]
-            gaps = [dropped.Range(ring, int(row[1]), int(row[2])) for row in rows]
+            gaps = [dropped.SeqRange(int(row[1]), int(row[2])) for row in rows]
             gaps += dropped.quarantined(self.data, "append/" if ring == "framed" else "topics/")
             self._gaps[ring] = sorted(gaps, key=lambda gap: gap.first)
         return self._gaps[ring]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from kmq import record
 from kmq.log.index import Entry
-from kmq.log.reader import bad_line
+from kmq.log.lines import bad_line
 from kmq.repair.scan import Block, Scan
 
 Lines = dict[int, bytes]  # seq → line with its newline
@@ -64,10 +64,10 @@ def explain(data: bytes, entry: Entry | None) -> bytes | None:
         return None
     actual, text = b"%d" % zlib.crc32(data), b"%d" % entry.crc
     for at, bit in ((at, 1 << bit) for at in range(len(text)) for bit in range(8)):
-        if text[:at] + bytes([text[at] ^ bit]) + text[at + 1 :] == actual and bad_line(data) < 0:
+        if text[:at] + bytes([text[at] ^ bit]) + text[at + 1 :] == actual and bad_line(data) is None:
             return data
     mended = one_bit(data, entry.crc)
-    return mended if mended is not None and mended.endswith(b"\n") and bad_line(mended) < 0 else None
+    return mended if mended is not None and mended.endswith(b"\n") and bad_line(mended) is None else None
 
 
 def confirmed_lines(blocks: Iterable[Block], position: int, lines: Iterable[tuple[int, bytes | None]]) -> Lines:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kmq import record, routing
-from kmq.log import reader, topics
+from kmq.log import topics
+from kmq.log.damage import DamageError
 from kmq.log.index import Entry, label, lineage_of, parse_label, parse_line, place_of
-from kmq.log.reader import Segment, bad_line, seqs_of
+from kmq.log.lines import bad_line, seqs_of
+from kmq.log.reader import Segment
 
 _CHUNK = 1 << 20
 
@@ -184,7 +186,7 @@ def _covered_block(segment: Segment, entry: Entry, following: Entry | None) -> t
     else:
         try:
             end = segment.covered(entry)
-        except reader.DamageError as err:
+        except DamageError as err:
             end = max(err.end, entry.position)
             if b"\n" not in os.pread(segment.fd, _CHUNK, end):  # its last newline may be what has been damaged
                 end = max(end, segment.size)
@@ -193,7 +195,7 @@ def _covered_block(segment: Segment, entry: Entry, following: Entry | None) -> t
     if zlib.crc32(data) != entry.crc or len(data) < end - entry.position:
         return Block.bad(entry.position, end, _mismatch(data, entry.position), entry), ""
     bad = bad_line(data)
-    if bad >= 0:  # the crc is right: it was written so
+    if bad is not None:  # the crc is right: it was written so
         what = f"byte {entry.position + bad}: not a stored line in order of seq"
         return Block.bad(entry.position, end, what, entry), ""
     fault = segment.fault(entry, data, following.offset if following else 0)
@@ -202,8 +204,8 @@ def _covered_block(segment: Segment, entry: Entry, following: Entry | None) -> t
 
 def _mismatch(data: bytes, position: int) -> str:
     """Say what is wrong with a block whose crc is: the line, where its syntax tells."""
-    bad = bad_line(data) if data else -1
-    return f"crc mismatch, and byte {position + bad} begins no stored line" if bad >= 0 else "crc mismatch"
+    bad = bad_line(data)
+    return "crc mismatch" if bad is None else f"crc mismatch, and byte {position + bad} begins no stored line"
 
 
 def _uncovered(segment: Segment, end: int, scan: Scan, progress: Callable[[int], None]) -> Scan:
@@ -217,7 +219,7 @@ def _uncovered(segment: Segment, end: int, scan: Scan, progress: Callable[[int],
             want *= 2
             continue
         bad = bad_line(whole, last_seq)
-        good = whole[:bad] if bad >= 0 else whole
+        good = whole[:bad]
         if good:
             block = Block.good(end, good)
             scan.blocks.append(block)
@@ -225,7 +227,7 @@ def _uncovered(segment: Segment, end: int, scan: Scan, progress: Callable[[int],
             unindexed += len(good)
             end += len(good)
             progress(len(good))
-        if bad >= 0 or not whole:
+        if bad is not None or not whole:
             rest = os.pread(segment.fd, segment.size - end, end)
             if segment.sealed or _holds_records(rest):
                 scan.blocks.append(Block.bad(end, segment.size, "not a stored line in order of seq"))

@@ -9,6 +9,7 @@ from itertools import product
 from kmq import record
 from kmq.errors import CorruptError
 from kmq.log import checkpoint, dedupe_file, deletions, identity, reader, topics
+from kmq.log.damage import DamageError
 from kmq.log.disk import QUARANTINE, replace_file
 from kmq.log.segment import LIMITS
 from kmq.repair import faults
@@ -106,7 +107,7 @@ class SmallFiles:
     def _first_seq(self, name: str, partitions: int) -> int:
         try:
             heads = [reader.partition(self.data, name, number).find(0, 0) for number in range(partitions)]
-        except reader.DamageError:
+        except DamageError:
             return 1
         return min([record.seq_of(line) for *_, line in heads if line], default=1)
 
@@ -147,7 +148,7 @@ class SmallFiles:
         try:
             after = [record.seq_of(found[3]) for log in logs if (found := log.find(first, 0))[3]]
             before = [record.seq_of(found[3]) for log in logs if (found := log.find(first - 1, 0))[3]]
-        except reader.DamageError:
+        except DamageError:
             return False
         return min(after, default=last + 1) == last + 1 and (first == 1 or min(before, default=0) == first - 1)
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 from kmq.log import checkpoint, deletions, dropped, segment
-from kmq.log.reader import Log, seqs_of
+from kmq.log.lines import seqs_of
+from kmq.log.reader import Log
 from kmq.repair import copies, faults
 from kmq.repair.directory import At, Directory
 from kmq.repair.finding import Finding

@@ -76,7 +76,7 @@ class WalHealer:
         evidence = Evidence(scan, bad, last_seq + 1, 1 << 62)
         return max([last_seq, *evidence.proven, *(seq for seq in evidence.doubtful if seq <= at_most)])
 
-    def _unnamed(self, first: int, last: int) -> list[tuple[int, int]]:
+    def _unnamed(self, first: int, last: int) -> list[dropped.SeqRange]:
         return dropped.without(first, last, self.directory.named_gaps())
 
     def _lines(self, scan: Scan, patch: Patch) -> Iterator[Line]:

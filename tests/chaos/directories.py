@@ -7,6 +7,8 @@ from chaos.checker import Stream
 from chaos.load import Lines
 from chaos.pod import Pod
 from kmq.log import reader
+from kmq.log.damage import DamageError
+from kmq.log.lines import seqs_of
 from kmq.repair import verify
 from kmq.repair.finding import Finding
 
@@ -19,7 +21,7 @@ def everything(log: reader.Log) -> dict[int, bytes]:
     while True:
         try:
             first, text = log.read(offset)
-        except reader.DamageError as err:
+        except DamageError as err:
             if err.next_offset <= offset:
                 return found
             offset = err.next_offset
@@ -27,7 +29,7 @@ def everything(log: reader.Log) -> dict[int, bytes]:
         lines = text.split(b"\n")[:-1]
         if not lines:
             return found
-        numbers = reader.seqs_of(text) if log.by_seq else range(first, first + len(lines))
+        numbers = seqs_of(text) if log.by_seq else range(first, first + len(lines))
         found.update(zip(numbers, lines, strict=True))
         offset = numbers[-1] + 1
 

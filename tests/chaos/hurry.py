@@ -6,14 +6,14 @@ from pathlib import Path
 # Checkpoints and index notes after every group, where due: what is made now and then is made all the time.
 _HURRIED = """
 from kmq.framing import checkpointer
-from kmq.router import queues
+from kmq.router import checkpoints, queues
 
 def route(self, blocks, route=queues.Queues.route):
     written = route(self, blocks)
     self.tick()
     return written
 
-checkpointer.CHECKPOINT_BYTES = queues.CHECKPOINT_BYTES = 1 << 20
+checkpointer.CHECKPOINT_BYTES = checkpoints.CHECKPOINT_BYTES = 1 << 20
 queues.Queues.route = route
 """
 

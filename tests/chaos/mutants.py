@@ -19,6 +19,7 @@ COPIED = ("kmq", "stages", "tests/chaos", "tests/unit", "tests/brokers.py", "tes
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
+PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
 
 Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
 
@@ -213,7 +214,7 @@ MUTANTS = [
     ),
     Mutant(
         "a checkpoint speaks of lines that wait for their topic",
-        [("kmq/router/queues.py", "checkpoint.text(self.routed_seq,", "checkpoint.text(self.sorted_seq,")],
+        [("kmq/router/checkpoints.py", "text(self._sorter.routed_seq,", "text(self._sorter.sorted_seq,")],
         ["tests/unit/test_queues.py::test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint"],
     ),
     Mutant(
@@ -236,7 +237,7 @@ MUTANTS = [
     Mutant(
         "router: a queue does not pass over what it has",
         [
-            ("kmq/router/queues.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
+            ("kmq/router/logs.py", "        if last_seq <= log.state.last_seq:\n", "        if False:\n"),
             (PARTITION, "        if first_seq <= state.last_seq:\n", "        if False:\n"),
         ],
         [crash("router"), KILLS],
@@ -254,7 +255,7 @@ MUTANTS = [
     ),
     Mutant(
         "no cut of a torn tail in a queue",
-        [(PARTITION, "        if tail.size < here.size:\n", "        if False:\n")],
+        [(PARTITION_RECOVERY, "        if tail.size < part.size:\n", "        if False:\n")],
         [WRITES, FILES],
     ),
     Mutant(
@@ -426,12 +427,12 @@ MUTANTS = [
     ),
     Mutant(
         "a declaration that the first message overtakes is ignored",
-        [("kmq/router/queues.py", "            return self._adopt(topic.name, seq)\n", "            pass\n")],
+        [("kmq/router/declarations.py", "            return self.adopt(topic.name, seq)\n", "            pass\n")],
         [FILES],
     ),
     Mutant(
         "a queue of the size that the checkpoint knows is not looked at",
-        [(PARTITION, " and ends_as(last.path, last.size, known.last_seq)", "")],
+        [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, known.last_seq)", "")],
         [FILES],
     ),
 ]

@@ -43,7 +43,7 @@ from kmq.log.checkpoint import Checkpointer
 from kmq.log.disk import AppendFile, point_symlink, replace_file
 from kmq.log.partition import PartitionLog
 from kmq.log.wal import Wal
-from kmq.router.queues import Queues
+from kmq.router.retention import Retention
 from kmq.settings import Settings, load
 from stages import durability, framer, router
 
@@ -564,8 +564,8 @@ def lines_of(*functions: Callable[..., object]) -> dict[str, set[int]]:
 
 
 LINES_OF = lines_of(
-    *(Wal.roll, Wal.retain, Wal._keep_record_of, Wal._point_link, PartitionLog.roll, Queues._has_rolled),
-    *(Queues.retire, Queues._retire_all, Checkpointer._run, segment.begin, segment.remove, point_symlink),
+    *(Wal.roll, Wal.retain, Wal._keep_record_of, Wal._point_link, PartitionLog.roll, Retention._has_rolled),
+    *(Retention.retire, Retention._retire_all, Checkpointer._run, segment.begin, segment.remove, point_symlink),
     *(remnant.lay_out, remnant.settle, replace_file),
 )
 

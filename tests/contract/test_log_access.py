@@ -13,7 +13,7 @@ from made_data import FIRST_TS, append, write_data
 from kmq import record
 from kmq.gateway.core import spans
 from kmq.log import index, reader, topics
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.spark.source import brokers, remote
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import WAL

@@ -7,7 +7,7 @@ from certificates import Authority
 
 from kmq import record
 from kmq.errors import ConfigError, RetryError
-from kmq.log.reader import last_line
+from kmq.log.lines import last_line
 from kmq.spark.connections import Access, Tls
 from kmq.spark.source import remote
 from kmq.spark.source.options import WAL

@@ -187,8 +187,8 @@ def test_what_was_laid_out_by_a_run_that_was_killed_is_installed_by_the_next(spa
 def test_the_router_installs_while_it_goes_on_and_its_next_start_finds_everything(spark, tmp_path, monkeypatch):
     data, made = make(tmp_path, some(900, 20), closed=False)
     queues = made[1]
-    queues._checkpoint([])  # as every 30 s
-    queues._checkpointer.finish()
+    queues.checkpoints.start()  # as every 30 s
+    queues.settle()
     wanted = expected(records(data), data)
     settle = compaction.settle
     lock = compaction.FileLock(f"{data}/topics/.owner")
@@ -198,7 +198,7 @@ def test_the_router_installs_while_it_goes_on_and_its_next_start_finds_everythin
         append(made, some(50, 20, 3))
         while compaction.waiting(data):
             queues.tick()
-            queues._checkpointer.finish()
+            queues.settle()
         settle(data, timeout_s=0)
 
     monkeypatch.setattr(compaction, "settle", as_the_router_does)
@@ -209,9 +209,9 @@ def test_the_router_installs_while_it_goes_on_and_its_next_start_finds_everythin
     made[0].close()
     queues.close()
     lock.release()
-    again = Queues(data, queues._wait_for_room, queues.log, queues._limits)
+    again = Queues(data, queues.context.wait_for_room, queues.context.logger, queues.in_force.default_limits)
     again.recover(1000, lambda: None)
-    assert again._states["users", 0].values() == queues._states["users", 0].values()
+    assert again.logs.states["users", 0].values() == queues.logs.states["users", 0].values()
     assert records(data) == after and damages(data) == []
 
 

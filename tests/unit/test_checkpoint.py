@@ -10,7 +10,7 @@ from made_up import no_room
 from kmq.errors import RetryError
 from kmq.log import checkpoint, dropped
 from kmq.log.checkpoint import Checkpointer
-from kmq.log.dropped import Range, without
+from kmq.log.dropped import SeqRange, without
 from kmq.log.partition import State
 from kmq.routing import Topic
 
@@ -125,4 +125,4 @@ def test_nothing_was_dropped_where_there_is_no_file(data):
     ],
 )
 def test_without_leaves_what_was_not_dropped(first, last, gone, left):
-    assert without(first, last, [Range("framed", a, b) for a, b in gone]) == left
+    assert without(first, last, [SeqRange(a, b) for a, b in gone]) == left

@@ -16,6 +16,7 @@ from made_up import FIRST_TS, block, no_room, stored
 from kmq.errors import BusyError, ConfigError, CorruptError
 from kmq.log import compaction, identity, index, reader, segment, topics
 from kmq.log.compaction import Sealed
+from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter
 from kmq.log.segment import COMPACT, Limits
 from kmq.log.wal import Wal
@@ -103,7 +104,7 @@ def findings(data):
 
 
 def state(queues):
-    return queues._states["users", 0]
+    return queues.logs.states["users", 0]
 
 
 def bytes_of(data):
@@ -132,7 +133,7 @@ def test_a_damaged_segment_is_not_laid_out(data):
     with open(which.path(data), "r+b") as file:
         file.seek(3000)
         file.write(b"\xff")
-    with compaction.compactor(data) as where, pytest.raises(reader.DamageError):
+    with compaction.compactor(data) as where, pytest.raises(DamageError):
         compaction.lay_out(data, which, gone[which.first], where)
     assert compaction.waiting(data) == [] and os.listdir(compaction.outbox(data)) == [".owner"]
 
@@ -201,23 +202,23 @@ def test_the_router_installs_at_its_tick_and_checkpoints_at_once(data):
     queues = start(data, COUNT)
     _, kept = lay_out(data)
     queues.tick()
-    queues._checkpointer.finish()
+    queues.settle()
     assert compaction.waiting(data) == [] and records(data) == kept
     assert state(queues).size == bytes_of(data)
     again = start(data, COUNT)  # killed: the checkpoint alone says
-    assert state(again).values() == state(queues).values() and "users" not in str(again._unsynced)
+    assert state(again).values() == state(queues).values() and "users" not in str(again.logs.unsynced)
 
 
 def test_the_router_waits_with_a_sealed_segment_that_is_not_on_disk_until_it_is(data):
     queues = start(data, COUNT)
     lay_out(data)
     queues.route([block([b"users.x|0|0|%b" % (b"y" * 7000)] * 2, COUNT + 1)])
-    assert queues._logs["users", 0].unsynced
+    assert queues.logs.log_of(queues.in_force.table[b"users"], 0).unsynced
     queues.tick()
     assert compaction.waiting(data)
-    queues._checkpointer.finish()
+    queues.settle()
     queues.tick()
-    queues._checkpointer.finish()
+    queues.settle()
     assert compaction.waiting(data) == []
     again = start(data, COUNT + 2)
     assert state(again).values() == state(queues).values()
@@ -231,7 +232,7 @@ def test_what_retention_or_a_rebuild_has_changed_meanwhile_is_discarded(data):
     state(queues).retire(1)
     untouched = pathlib.Path(sealed[1].path(data)).read_bytes()
     queues.tick()
-    queues._checkpointer.finish()
+    queues.settle()
     assert compaction.waiting(data) == []
     assert os.path.exists(sealed[0].path(data)) and pathlib.Path(sealed[1].path(data)).read_bytes() == untouched
     assert findings(data) == []
@@ -301,7 +302,7 @@ def test_a_kill_at_every_step_of_the_swap_loses_nothing_and_is_finished_later(da
     assert kept.items() <= records(data).items()
     queues.route([block([b"users.new|0|0|after"], COUNT + 1)])
     queues.tick()
-    queues._checkpointer.finish()
+    queues.settle()
     queues.close()
     assert compaction.waiting(data) == []
     after = records(data)
@@ -537,7 +538,7 @@ def test_cleanup_is_declared_kept_and_checked(data):
     assert compaction.is_compacted(data, "users")
     topics.declare(data, "plain", 1)
     assert not compaction.is_compacted(data, "plain")
-    assert start(data, COUNT)._topic_limits["users"].cleanup == COMPACT
+    assert start(data, COUNT).in_force.limits_of("users").cleanup == COMPACT
 
 
 def test_retention_takes_from_a_compacted_topic_only_by_limits_of_its_own():

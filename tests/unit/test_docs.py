@@ -21,6 +21,12 @@ def test_every_link_leads_to_a_file_of_the_repository(path):
     assert not missing
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_of_the_repository_that_is_named_is_there(path):
+    named = re.findall(r"`((?:kmq|stages|tests|scripts|k8s|docs)/[\w./-]+)`", path.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_every_guarantee_names_tests_that_are_there():
     text = (ROOT / "docs/guarantees.md").read_text()
     parts = re.split(r"(?m)^## ", text)[1:]

@@ -47,7 +47,6 @@ STILL = {
         "kmq/client/producer.py",
         "kmq/client/protocol.py",
         "kmq/log/reader.py",
-        "kmq/router/queues.py",
         "kmq/spark/audit/judge.py",
         "scripts/bench.py",
         "scripts/play.py",
@@ -56,7 +55,6 @@ STILL = {
     "function": {
         "kmq/cli/pipelines.py: archive",
         "kmq/gateway/grpc/podbus.py: handler",
-        "kmq/router/queues.py: Queues._mend",
         "kmq/spark/pipelines/archive.py: run",
     },
     "class": {
@@ -66,7 +64,6 @@ STILL = {
         "kmq/gateway/http/logs.py: Logs",
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
-        "kmq/router/queues.py: Queues",
         "kmq/spark/source/planner.py: Logs",
         "kmq/spark/tables/base.py: Table",
         "scripts/play.py: Pod",

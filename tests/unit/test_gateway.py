@@ -33,8 +33,8 @@ from kmq.gateway.grpc.calls import Calls
 from kmq.gateway.grpc.statuses import status_of
 from kmq.gateway.http import web
 from kmq.gateway.server import Changes
+from kmq.log.damage import DamageError
 from kmq.log.identity import open_data
-from kmq.log.reader import DamageError
 from kmq.refusals import RETRYABLE
 from kmq.routing import Topic
 from kmq.settings import STAGES, load

@@ -6,8 +6,9 @@ import pytest
 from made_up import no_room, stored
 
 from kmq.errors import RetryError
-from kmq.log import index, partition, segment
-from kmq.log.partition import EMPTY, PartitionLog, State
+from kmq.log import index, partition, partition_recovery, segment
+from kmq.log.partition import EMPTY, PartitionLog, PartitionPlace, State
+from kmq.log.partition_recovery import WalRange
 
 LINES = stored([b"t|1|%d|%b" % (n, b"x" * (n % 50)) for n in range(1, 101)], 11)
 ENDS = [sum(map(len, LINES[:n])) for n in range(101)]
@@ -18,7 +19,7 @@ KNOWN = State(60, 70, ENDS[60])  # what the checkpoint saw: 60 records, the last
 def path(data, monkeypatch):
     """A log of 100 records, seqs 11 to 110, with its index."""
     monkeypatch.setattr(index, "BLOCK_BYTES", 512)
-    log = PartitionLog(data, "t", 0, "t.log", State(0, 0, 0), no_room)
+    log = PartitionLog(PartitionPlace(data, "t", 0, "t.log"), State(0, 0, 0), no_room)
     log.open(no_warning)
     for at in range(0, 100, 10):
         log.append(b"".join(LINES[at : at + 10]), 10, at + 11, at + 20)
@@ -57,7 +58,7 @@ DAMAGED = [
 def recover(path, known, high):
     """Of a log in one segment, with a WAL that has everything: (state, bytes cut)."""
     here = segment.Segment(0, path, os.path.getsize(path))
-    found = partition.recover([here], known, high, True, 0)
+    found = partition_recovery.recover([here], known, WalRange(1, high, has_rest=True), 0)
     return found.state, found.cut
 
 
@@ -94,7 +95,7 @@ def test_lines_that_the_wal_does_not_have_are_not_ours(path):
 
 
 def test_a_line_that_is_there_already_is_passed_over(data, path):
-    log = PartitionLog(data, "t", 0, "t.log", copy_of(ALL), no_room)
+    log = PartitionLog(PartitionPlace(data, "t", 0, "t.log"), copy_of(ALL), no_room)
     log.open(no_warning)
     more = stored([b"t|||more"], 111)[0]
     assert log.append(b"".join(LINES[90:]) + more, 11, 101, 111) == len(more)
@@ -107,7 +108,7 @@ def test_a_line_that_is_there_already_is_passed_over(data, path):
 @pytest.mark.parametrize("while_open", [True, False])
 def test_a_log_that_somebody_cut_is_not_written_on(data, path, while_open):
     """Going on would leave a hole that no restart could see: its size would fit its checkpoint again."""
-    log = PartitionLog(data, "t", 0, "t.log", copy_of(ALL), no_room)
+    log = PartitionLog(PartitionPlace(data, "t", 0, "t.log"), copy_of(ALL), no_room)
     if while_open:
         log.open(no_warning)
     os.truncate(path, ENDS[50])
@@ -123,7 +124,7 @@ def test_a_symlink_that_leads_elsewhere_is_left_alone_and_told(data, path):
     warned = []
     os.unlink(f"{data}/t.log")
     os.symlink("elsewhere", f"{data}/t.log")
-    log = PartitionLog(data, "t", 0, "t.log", copy_of(ALL), no_room)
+    log = PartitionLog(PartitionPlace(data, "t", 0, "t.log"), copy_of(ALL), no_room)
     log.open(lambda event, **fields: warned.append((event, fields["symlink"])))
     log.close()
     assert warned == [("symlink_taken", "t.log")] and os.readlink(f"{data}/t.log") == "elsewhere"

@@ -16,7 +16,8 @@ from kmq.log import checkpoint, dropped, identity, index, partition, segment, to
 from kmq.log.partition import State
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
-from kmq.router import queues
+from kmq.router import logs, queues
+from kmq.router.mending import Mender
 from kmq.router.newcomers import AT_ONCE
 from kmq.router.queues import Queues
 from kmq.routing import Topic
@@ -105,8 +106,8 @@ def test_lines_that_wait_for_their_topic_survive_a_kill_behind_a_checkpoint(data
     made = open_queues(data, 0)
     made.route([block(lines, 1)])
     assert made.has_newcomers
-    made._checkpoint([])
-    made._checkpointer.finish()
+    made.checkpoints.start()
+    made.settle()
     del made  # killed: nothing is closed, and the ring has been given back
     again = open_queues(data, 100)
     assert len(topics.names(data)) == again.routed_seq == 100
@@ -145,7 +146,7 @@ def build(data, lines, seed, limits=None):
         else:
             route(made, lines[at : at + size], at + 1)
         at += size
-        made.sorted_seq = min(at, len(lines))
+        made.sorter.sorted_seq = min(at, len(lines))
     made.close()
     return files(data)
 
@@ -259,8 +260,8 @@ def test_a_router_killed_anywhere_among_its_segments_goes_on(data, seed):
         at += size
         made.tick()
         if rng.randrange(4) == 0:
-            made._checkpoint([])
-        made._checkpointer.finish()
+            made.checkpoints.start()
+        made.settle()
         if rng.randrange(3) == 0:  # killed: no close; then the power goes
             _, rows, _ = checkpoint.load(data)
             for directory in {os.path.dirname(name) for name in files(data)}:
@@ -364,7 +365,7 @@ def test_messages_without_a_key_are_spread_by_seq_and_stay_in_order_among_the_ke
 
 
 def test_more_topics_than_descriptors(data, monkeypatch):
-    monkeypatch.setattr(queues, "MAX_OPEN", 8)
+    monkeypatch.setattr(logs, "MAX_OPEN", 8)
     rng = random.Random(1)
     lines = [b"t%d|||%d" % (rng.randrange(60), n) for n in range(2000)]
     write_wal(data, lines).close()
@@ -393,7 +394,7 @@ def test_a_producer_of_long_routing_keys_does_not_fill_the_memory(data):
     write_wal(data, lines).close()
     made = open_queues(data, 0)
     route(made, lines, 1)
-    assert sum(map(len, made._routes)) < 50_000
+    assert made.sorter.remembered_bytes < 50_000
     made.close()
 
 
@@ -456,14 +457,15 @@ def test_a_rebuild_of_any_length_gives_signs_of_life(data, monkeypatch):
     made.close()
     _, lost, *_ = segment.survey(f"{data}/topics/t/0")
     os.unlink(lost.path)
-    signs, before_and_after, fill = [], [], Queues._fill
+    signs, before_and_after, fill = [], [], Mender._fill
 
     def counted(*args, **named):
         before_and_after.append(len(signs))
-        fill(*args, **named)
+        filled = fill(*args, **named)
         before_and_after.append(len(signs))
+        return filled
 
-    monkeypatch.setattr(Queues, "_fill", counted)
+    monkeypatch.setattr(Mender, "_fill", counted)
     again = Queues(data, no_room, FakeLogger(), Limits(segment_bytes=2000))
     again.recover(400, lambda: signs.append(None))
     again.close()
@@ -541,8 +543,8 @@ def test_a_topic_that_a_mark_names_has_the_lines_behind_it_also_while_it_is_to_b
     made.route([block(lines, 1)])
     first = len(flood) + 1
     assert not os.path.exists(f"{data}/topics/jobs.eu")
-    made._checkpoint([])
-    made._checkpointer.finish()
+    made.checkpoints.start()
+    made.settle()
     with open(f"{data}/router.ckpt") as file:
         assert "jobs.eu" not in file.read()
     made.route([block([b"jobs.eu.y|||4"], first + 3)])

@@ -8,9 +8,10 @@ import pytest
 from made_up import FIRST_TS, no_room, stored
 
 from kmq.log import reader, segment
+from kmq.log.damage import DamageError
 from kmq.log.disk import AppendFile
 from kmq.log.index import IndexWriter
-from kmq.log.reader import DamageError
+from kmq.log.lines import seqs_of, within
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n * 37 % 200)) for n in range(3000)]
 SEQS = range(1, 6001, 2)  # of the partition's records: every other record of the WAL
@@ -134,7 +135,7 @@ def read_all(log):
         if not text:
             return got
         got += text
-        offset = reader.seqs_of(text)[-1] + 1 if log.by_seq else first + text.count(b"\n")
+        offset = seqs_of(text)[-1] + 1 if log.by_seq else first + text.count(b"\n")
 
 
 def damaged(text, rng):
@@ -235,4 +236,4 @@ def test_reading_past_a_long_line_takes_no_more_memory_than_a_few_such_lines(dat
 )
 def test_within(low, high, kept):
     lines = stored(LINES[3:6], 4)
-    assert reader.within(b"".join(lines), low, high) == b"".join(lines[seq - 4] for seq in kept)
+    assert within(b"".join(lines), low, high) == b"".join(lines[seq - 4] for seq in kept)

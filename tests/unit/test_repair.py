@@ -13,6 +13,8 @@ from made_up import FIRST_TS, block, no_room, stored, write_wal
 from kmq import record
 from kmq.errors import CorruptError
 from kmq.log import dropped, identity, reader, show, topics
+from kmq.log.damage import DamageError
+from kmq.log.lines import seqs_of
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import evidence, verify
@@ -145,7 +147,7 @@ def everything(log):
     while True:
         try:
             first, text = log.read(offset)
-        except reader.DamageError as err:
+        except DamageError as err:
             if err.next_offset <= offset:
                 return found
             offset = err.next_offset
@@ -292,7 +294,7 @@ def test_an_index_that_was_lost_is_made_anew_only_of_what_the_other_copy_says_to
 def test_what_has_no_second_witness_is_kept_and_said_to_have_none(data):
     _, queue = logs_of(data, 200)
     path = queue.find(200, 0)[1]
-    seqs = reader.seqs_of(pathlib.Path(path).read_bytes())
+    seqs = seqs_of(pathlib.Path(path).read_bytes())
     first, last = seqs[0], seqs[-1]
     for number, wal_path in reader.wal(data).segments():  # as retention does
         if number <= last:

@@ -17,6 +17,7 @@ from kmq.log import checkpoint, dedupe_file, disk, dropped, index, partition, re
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
+from kmq.router import checkpoints
 from kmq.router.queues import Queues
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 60)) for n in range(1, 401)]
@@ -43,7 +44,7 @@ def route(made, lines, first_seq):
 def settle(made):
     """A tick, and the checkpoint that it began."""
     made.tick()
-    made._checkpointer.finish()
+    made.settle()
 
 
 def segments_of(data, topic="t", number=0):
@@ -99,13 +100,13 @@ def test_the_checkpoint_says_so_before_they_are_deleted(data, monkeypatch):
     monkeypatch.undo()
     assert segments_of(data)[0].first == 0
     made = open_queues(data)
-    assert segments_of(data)[0].first == start and made._states["t", 0].values()[0] == 400
+    assert segments_of(data)[0].first == start and made.logs.states["t", 0].values()[0] == 400
     made.close()
 
 
 def test_nothing_happens_where_nothing_is_due(data):
     made = retained(data)
-    made._checkpoint_at = 1 << 62  # not due by time
+    made.checkpoints.started_at = 1 << 62  # not due by time
     before = os.stat(f"{data}/router.ckpt").st_mtime_ns
     for _ in range(3):
         settle(made)
@@ -138,7 +139,7 @@ def idle(data, why, log=None):
     wide.close()
     limits, later_s = IDLE[why]
     made = open_queues(data, 40, limits, log)
-    made.now_s = lambda: time.time() + later_s
+    made.context.now_s = lambda: time.time() + later_s
     return made
 
 
@@ -152,7 +153,7 @@ def test_of_a_log_over_its_limits_only_the_last_record_stays_though_nothing_come
     assert [each["bytes"] for each in heard.of("segment_deleted")] == [sum(map(len, stored(LINES[:40])))]
     assert not damage_of_queues(data)
     before = os.stat(f"{data}/router.ckpt").st_mtime_ns
-    made._rolled_at = made._checkpoint_at = -(1 << 62)
+    made.retention.rolled_at = made.checkpoints.started_at = -(1 << 62)
     settle(made)
     assert os.stat(f"{data}/router.ckpt").st_mtime_ns == before, "what is as small as it can be is left alone"
     made.close()
@@ -175,9 +176,9 @@ def test_a_kill_while_the_last_record_is_kept_leaves_every_record_at_its_offset_
         raise Killed
 
     made = idle(data, why)
-    monkeypatch.setattr(made._checkpointer, "start", made._checkpointer._run)  # here, not in a thread
+    monkeypatch.setattr(made.checkpoints.writer, "start", made.checkpoints.writer._run)  # here, not in a thread
     where = {
-        "laid out": (made._checkpointer, "start"),
+        "laid out": (made.checkpoints.writer, "start"),
         "checkpoint": (segment, "remove"),
         "removed": (remnant, "settle"),
         "named": (remnant, "sync_directory"),
@@ -207,11 +208,11 @@ def test_a_log_that_has_no_room_to_be_sealed_goes_on_as_it_is_and_is_sealed_late
         raise OSError(errno.ENOSPC, "No space left on device", path)
 
     for module, name in ((segment, "AppendFile"), (index, "AppendFile"), (disk.os, "symlink"), (remnant, "open")):
-        before = made._states["t", 0].values()
+        before = made.logs.states["t", 0].values()
         with monkeypatch.context() as patched:
             patched.setattr(module, name, full, raising=False)
             settle(made)
-            assert made._states["t", 0].values() == before and content(data) == b"".join(stored(LINES[:40])), name
+            assert made.logs.states["t", 0].values() == before and content(data) == b"".join(stored(LINES[:40])), name
     told = heard.of("roll_postponed")
     assert [each["queues"] for each in told] == [1], "once"
     settle(made)
@@ -236,11 +237,11 @@ def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(d
         return real(file, buffers)
 
     def waited(path):
-        made._checkpointer.finish()
+        made.settle()
         assert segments_of(data)[0].first > 0, "retention has made room"
         shutil.copytree(data, image, symlinks=True)
 
-    made._wait_outside = waited
+    made.context.wait_outside = waited
     with monkeypatch.context() as patched:
         patched.setattr(disk.AppendFile, "_write", full_once)
         route(made, lines[300:], 301)
@@ -392,12 +393,10 @@ def test_under_a_lax_fsync_the_checkpoint_is_never_ahead_of_the_wal_on_disk(data
 
 
 def test_a_checkpoint_is_due_by_bytes_at_every_turn_not_once_a_second(data, monkeypatch):
-    from kmq.router import queues
-
-    monkeypatch.setattr(queues, "CHECKPOINT_BYTES", 2000)
+    monkeypatch.setattr(checkpoints, "CHECKPOINT_BYTES", 2000)
     write_wal(data, LINES).close()
     made = open_queues(data, 0, NEVER)
     route(made, LINES[:200], 1)  # and no tick
-    made._checkpointer.finish()
+    made.settle()
     assert checkpoint.routed_seq(data) > 9
     made.close()

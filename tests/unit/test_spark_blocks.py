@@ -8,7 +8,7 @@ from made_data import write_data
 
 from kmq import record
 from kmq.log import index, reader
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 
 np = pytest.importorskip("numpy")
 blocks = pytest.importorskip("kmq.spark.source.blocks")

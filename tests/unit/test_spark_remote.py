@@ -12,7 +12,7 @@ from made_data import write_data
 
 from kmq import tokens
 from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.spark.connections import Access
 from kmq.spark.source import remote
 from kmq.spark.source.brokers import open_broker

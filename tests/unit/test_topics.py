@@ -58,7 +58,7 @@ def test_the_router_keeps_a_topics_own_limits_when_it_writes_its_seq_and_follows
     topics.declare(data, "t", 2, OWN)
     for _ in range(2):  # adopted, then read at a start
         made = adopt(data)
-        limits = made._topic_limits["t"]
+        limits = made.in_force.limits_of("t")
         assert [getattr(limits, name) for name in LIMITS] == [1 << 20, 86400, 30 * 86400, 1 << 30, "delete"]
         assert topics.read(data, "t").limits == OWN and topics.load(data, "t") == (2, 1)
         made.close()
@@ -71,6 +71,6 @@ def test_a_limit_that_is_none_is_refused_at_the_declaration_and_passed_over_by_t
     (topics_dir(data, "t") / "topic.toml").write_text('partitions = 1\nretention_age = "soon"\n')
     logger = FakeLogger()
     made = adopt(data, logger)
-    assert "t" not in made._topic_limits and logger.names == ["topic_limits_ignored"]
+    assert not made.in_force.has_own_limits("t") and logger.names == ["topic_limits_ignored"]
     assert "retention_age = 'soon'" in str(logger.events[0][1]["reason"])
     made.close()

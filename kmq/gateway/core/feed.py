@@ -73,7 +73,7 @@ class Feed:
         return sizes
 
     def fill(self, upto: int) -> None:
-        """Have more in `ready`, of what the router had written when it was at `upto`. Raises reader.DamageError."""
+        """Have more in `ready`, of what the router had written when it was at `upto`. Raises DamageError."""
         if not self._cursors and not self._open():
             return
         before = self._look()  # what comes while we read is a change

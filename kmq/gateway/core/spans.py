@@ -16,7 +16,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from kmq import record
-from kmq.log.reader import DamageError, Log, Piece, Segment, within
+from kmq.log.damage import DamageError
+from kmq.log.lines import CheckedLines, within
+from kmq.log.reader import Log, Segment
 
 PIECE_BYTES = 2 << 20  # checked, then sent: a few milliseconds of work
 _NEVER = 1 << 63
@@ -133,17 +135,17 @@ def _check_whole(held: Segment, offset: int, following: int) -> None:
         raise held.damage(held.size, held.size, offset, following, "the log ends before the next segment")
 
 
-def _holding(held: Segment, offset: int) -> Piece | None:
+def _holding(held: Segment, offset: int) -> CheckedLines | None:
     """The piece that holds the first record at `offset` or later, without what lies in front of that."""
     for piece in held.pieces(offset):
         if piece.next_offset > offset:
             lines = _rest(piece, offset, held.by_seq)
             first = record.seq_of(lines) if held.by_seq else max(offset, piece.offset)
-            return Piece(first, piece.position + len(piece.lines) - len(lines), lines, piece.next_offset)
+            return CheckedLines(first, piece.position + len(piece.lines) - len(lines), lines, piece.next_offset)
     return None
 
 
-def _rest(piece: Piece, offset: int, by_seq: bool) -> bytes:
+def _rest(piece: CheckedLines, offset: int, by_seq: bool) -> bytes:
     """The lines of a piece from record `offset` on."""
     if by_seq:
         return within(piece.lines, offset, _NEVER)
@@ -151,7 +153,7 @@ def _rest(piece: Piece, offset: int, by_seq: bool) -> bytes:
     return piece.lines.split(b"\n", ahead)[ahead] if ahead > 0 else piece.lines
 
 
-def _cut(held: Segment, piece: Piece, limit: int) -> int:
+def _cut(held: Segment, piece: CheckedLines, limit: int) -> int:
     """The offset at which a range that begins in `piece` ends with a block, up to byte `limit`, but not before the piece does."""
     if limit >= held.size:
         return _NEVER

@@ -29,7 +29,7 @@ from kmq.gateway.core.feed import Feed, Record, Watermark
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, Calls, longest_message, longest_waiting
 from kmq.gateway.grpc.statuses import refuse, status_of
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.logfmt import Log
 from kmq.settings import Settings
 

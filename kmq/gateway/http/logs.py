@@ -36,7 +36,8 @@ from kmq.gateway.core.bounds import Bounds
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.spans import Range, Span
 from kmq.log import identity, reader, topics
-from kmq.log.reader import WAL, DamageError, Log
+from kmq.log.damage import DamageError
+from kmq.log.reader import WAL, Log
 from kmq.repair import ledger
 
 PAGES = {

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
 from kmq.log import identity, segment
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.spark.audit.judge import FINDINGS, NOTES, Judge, Place, Row, Snapshot, Span, Task
 from kmq.spark.connections import Access
 from kmq.spark.source.brokers import Broker, Directory, open_broker

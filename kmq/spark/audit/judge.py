@@ -27,8 +27,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kmq import record
-from kmq.log.dropped import Range, without
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
+from kmq.log.dropped import SeqRange, without
 from kmq.routing import DELETED, Topic, lives, resolve, table
 from kmq.spark.source.blocks import Lines
 from kmq.spark.source.brokers import Broker
@@ -652,7 +652,7 @@ class _Ranges:
                 joined[-1][1] = max(joined[-1][1], last)
             else:
                 joined.append([first, last])
-        self.ranges = [Range("", first, last) for first, last in joined]
+        self.ranges = [SeqRange(first, last) for first, last in joined]
         self._firsts = np.array([each[0] for each in joined], np.int64)
         self._lasts = np.array([each[1] for each in joined], np.int64)
 

@@ -38,7 +38,8 @@ from kmq.links.ownership import FileLock, describe
 from kmq.log import checkpoint, deletions, dropped, identity, reader, segment, topics
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.index import IndexWriter
-from kmq.log.partition import EMPTY, PartitionLog, State, directory_of, fits, recover
+from kmq.log.partition import EMPTY, PartitionLog, PartitionPlace, State, directory_of
+from kmq.log.partition_recovery import WalRange, fits, recover
 from kmq.log.segment import Limits
 from kmq.routing import Table, Topic, lives, table
 from kmq.settings import load
@@ -313,7 +314,7 @@ def _open_log(
     segments, state = segment.survey(directory), State(*known.values())
     is_whole = fits(segments, known)
     if not is_whole:
-        found = recover(segments, known, _ANY_SEQ, True, known.start)
+        found = recover(segments, known, WalRange(1, _ANY_SEQ, has_rest=True), known.start)
         state = found.state
         if found.gaps or state.end_offset < known.end_offset:
             raise CorruptError(f"{directory}: is not what router.ckpt says; remove {to} and begin again")
@@ -323,7 +324,7 @@ def _open_log(
     if segments:
         state.holds(segments)
     link = (table.get(topic.encode()) or Topic(topic, 1, 0)).log_names()[number]
-    log = PartitionLog(to, topic, number, link, state, _no_room, limits.get(topic, limits[""]))
+    log = PartitionLog(PartitionPlace(to, topic, number, link), state, _no_room, limits.get(topic, limits[""]))
     log.open(lambda *_, **__: None, was_cut=not is_whole)
     return log
 

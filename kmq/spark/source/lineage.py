@@ -16,7 +16,7 @@ Not covered  Damage: what cannot be read is not compared, reading it is an error
 
 from kmq import record
 from kmq.errors import RetryError
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.spark.source.brokers import Broker, Directory
 from kmq.spark.source.options import WAL
 from kmq.spark.source.plan import Stamp

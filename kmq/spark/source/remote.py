@@ -22,7 +22,7 @@ from urllib.parse import quote, urlencode
 
 from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import identity
-from kmq.log.reader import DamageError
+from kmq.log.damage import DamageError
 from kmq.spark.connections import PLAIN, Access, Tls
 from kmq.spark.source.brokers import BLOCK_BYTES, Broker
 from kmq.spark.source.options import WAL

@@ -1,0 +1,20 @@
+"""The errors of a reader that must not go on: bytes that are damaged, and segments that lie in the wrong place."""
+
+import os
+
+from kmq.errors import CorruptError
+
+
+class DamageError(CorruptError):
+    """Bytes that must not be served: those of `path` from `byte` to `end`. `next_offset` is the first record after them."""
+
+    def __init__(self, path: str, byte: int, end: int, first_offset: int, next_offset: int, what: str) -> None:
+        self.path, self.byte, self.end = path, byte, end
+        self.first_offset, self.next_offset, self.what = first_offset, next_offset, what
+        kind = "seq" if f"{os.sep}append{os.sep}" in path else "offset"
+        records = f"{kind} {first_offset}" + (f" to {next_offset - 1}" if next_offset > first_offset + 1 else "")
+        super().__init__(f"{path}: damaged at byte {byte} ({records}): {what}; run kmq verify --repair")
+
+
+class MisplacedError(DamageError):
+    """A whole segment of which it is not certain that it belongs where it lies."""

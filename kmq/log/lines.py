@@ -1,0 +1,89 @@
+"""Whole stored lines, and what can be said of them without an index. A bare newline is a record that compaction removed.
+
+Invariant   A line is good when it has the syntax of a stored line, without NUL, and its seq is above the one before it.
+"""
+
+import os
+import re
+from bisect import bisect_left
+from itertools import pairwise
+
+from kmq import record
+
+SEQ, RECV_TS = 0, 1  # the fields of a stamp, (seq, recv_ts in µs), by which a record is looked up
+_CHUNK = 1 << 20
+
+# Possessive: a bad line must not be tried twice.
+_LINES = re.compile(rb"(?:(?:\d{1,19}\|\d{1,12}\.\d{6}\|[^|\n\0]++\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+)?+\n)*+")
+_SEQS = re.compile(rb"(?m)^(\d+)\|")
+
+
+class CheckedLines:
+    """Checked whole lines of a segment: the records from `offset` to before `next_offset`, at byte `position`."""
+
+    __slots__ = ("lines", "next_offset", "offset", "position")
+
+    def __init__(self, offset: int, position: int, lines: bytes, next_offset: int) -> None:
+        self.offset, self.position, self.lines, self.next_offset = offset, position, lines, next_offset
+
+    @property
+    def end(self) -> int:
+        """The byte behind them."""
+        return self.position + len(self.lines)
+
+
+def is_stored(line: bytes) -> bool:
+    """Return True if this is a stored line, without its newline."""
+    return record.parse_stored(line) is not None
+
+
+def seqs_of(lines: bytes) -> list[int]:
+    """The seqs of whole stored lines, without the records that compaction removed."""
+    return [int(line[: line.index(b"|")]) for line in lines.split(b"\n") if line]
+
+
+def bad_line(lines: bytes, after: int = 0) -> int | None:
+    """At which byte of whole lines the first one begins that is not a stored line, or whose seq does not rise.
+
+    None where all are good. `after` is the seq that comes before them.
+    """
+    match = _LINES.match(lines)
+    end = match.end() if match else 0
+    seqs = [after, *seqs_of(lines[:end])]
+    if any(a >= b for a, b in pairwise(seqs)):
+        last = after
+        for number in _SEQS.finditer(lines):
+            if int(number[1]) <= last:
+                return number.start()
+            last = int(number[1])
+    return end if end < len(lines) else None
+
+
+def last_line(lines: bytes) -> bytes:
+    """The last of whole `lines`."""
+    return lines[lines.rfind(b"\n", 0, -1) + 1 :]
+
+
+def within(lines: bytes, low: int, high: int) -> bytes:
+    """Those of `lines` (whole, in order of seq) whose seq is in low…high."""
+    if not lines or (record.seq_of(lines) >= low and record.seq_of(last_line(lines)) <= high):
+        return lines
+    kept = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]
+    return b"\n".join(kept) + b"\n" if kept else b""
+
+
+def first_at(lines: list[bytes], target: int, field: int) -> int | None:
+    """Which of checked lines is the first whose SEQ or RECV_TS is at least `target`; None where none is."""
+
+    def stamp(at: int) -> int:
+        parsed = record.parse_stored(lines[at])
+        return parsed[field] if parsed else -1
+
+    kept = [at for at, line in enumerate(lines) if line]
+    first = bisect_left(kept, target, key=stamp)
+    return kept[first] if first < len(kept) else None
+
+
+def count_lines(fd: int, position: int, end: int) -> int:
+    """How many lines end between two bytes of a file."""
+    return sum(os.pread(fd, min(_CHUNK, end - at), at).count(b"\n") for at in range(position, end, _CHUNK))

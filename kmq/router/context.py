@@ -1,0 +1,35 @@
+"""What every part of the router is given: the data directory, the logger, the clock, and how to wait for room.
+
+Owner       the router process. One object for all parts, so a part never needs another one just to wait or to be heard.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kmq.log import spare
+from kmq.log.disk import WaitForRoom, replace_file, with_room
+from kmq.logfmt import Log
+
+
+class Context:
+    """See the module."""
+
+    __slots__ = ("check", "data", "logger", "make_room", "now_s", "wait_outside", "wal_is_synced")
+
+    def __init__(self, data: str, wait_for_room: WaitForRoom, logger: Log, wal_is_synced: bool) -> None:
+        self.data, self.logger, self.wal_is_synced = data, logger, wal_is_synced
+        self.wait_outside = wait_for_room
+        # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.
+        self.make_room: Callable[[], object] = partial(spare.release, data)
+        self.check: Callable[[], None] = lambda: None  # a sign of life, called again and again in long work
+        self.now_s: Callable[[], float] = time.time  # for ages; the stage gives its trusted clock (clock.py)
+
+    def wait_for_room(self, path: str) -> None:
+        """The disk is full, perhaps in the middle of an append. Make room first, then wait."""
+        self.make_room()
+        self.wait_outside(path)
+
+    def replace(self, path: str, content: bytes) -> None:
+        """Replace a file, waiting for room where the disk is full."""
+        with_room(path, self.wait_for_room, lambda: replace_file(path, content))

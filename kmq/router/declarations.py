@@ -1,0 +1,136 @@
+"""How a topic comes into force: declared in topic.toml, named by a message, or known by the checkpoint of the last run.
+
+Owner       the router process; no other writes the topic.toml of a topic in force.
+Invariant   A topic's `from_seq` is on disk before a record is routed by it, except for topics without a dot in their name that a
+            message created: those have one partition from the start, which their directory says as well.
+Crash       Every topic.toml is replaced atomically. A topic that a message created is found half made by the next start, and is
+            made by the same message again. What the checkpoint knows of a topic outlives its directory.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+from kmq.errors import CorruptError
+from kmq.log import checkpoint, topics
+from kmq.log.disk import with_room
+from kmq.router.context import Context
+from kmq.router.in_force import TopicsInForce
+from kmq.router.logs import Logs
+from kmq.routing import Topic
+
+
+class Declarations:
+    """See the module."""
+
+    def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs) -> None:
+        self._context, self._in_force, self._logs = context, in_force, logs
+        self.before_topic: Callable[[], object] = lambda: None  # called before a message makes a topic; may wait
+
+    def create(self, name: bytes, seq: int) -> Topic:
+        """Make a topic that a message named: one partition, in force from that message on.
+
+        Where a declaration came before the router looked, it is adopted with that message: routing to one partition
+        under a file that says several would make a rebuilt queue another one.
+        """
+        topic = Topic(name.decode(), 1, seq)
+        data = self._context.data
+        path = topics.toml_path(data, topic.name)
+        if os.path.exists(path):
+            return self.adopt(topic.name, seq)
+        self.before_topic()
+
+        def write() -> None:
+            if b"." in name:  # other topics depend on its from_seq, which cannot be guessed after a power cut
+                topics.make(data, topic.name, topics.Declaration(1, seq))
+                return
+            os.makedirs(f"{data}/topics/{topic.name}/0", exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(topics.Declaration(1, seq).text())
+
+        with_room(path, self._context.wait_for_room, write)
+        self._in_force.put(topic)
+        return topic
+
+    def adopt(self, name: str, next_seq: int) -> Topic:
+        """Put a declared topic in force: from `next_seq` on, unless its file already says from when."""
+        logger = self._context.logger
+        declared = topics.read(self._context.data, name)
+        if declared.is_guessed:
+            path = topics.toml_path(self._context.data, name)
+            logger.warn("topic_guessed", file=path, partitions=declared.partitions)
+        if declared.from_seq is None or declared.is_guessed:
+            declared.from_seq = next_seq
+        topic = Topic(name, declared.partitions, declared.from_seq)
+        self._write(topic, declared)
+        self._in_force.set_limits(name, declared)
+        self._in_force.put(topic)
+        for log in self._logs.of_topic(topic):
+            self._context.check()
+            self._logs.use(log)
+        logger.info("topic_adopted", topic=name, partitions=topic.partitions, from_seq=topic.from_seq)
+        return topic
+
+    def _write(self, topic: Topic, declared: topics.Declaration) -> None:
+        self._context.replace(topics.toml_path(self._context.data, topic.name), declared.text())
+
+    # --- at a start ----------------------------------------------------------------------------------------------
+
+    def load(self, rows: checkpoint.Rows, since: dict[str, int]) -> list[Topic]:
+        """Put the topics in force, with those whose directory is gone but which the checkpoint still knows."""
+        topics.check_names(self._context.data)
+        found: dict[str, Topic] = {}
+        guessed: set[str] = set()
+        for name in topics.names(self._context.data):
+            declared = self._read(name, is_known=name in since)
+            if declared.is_guessed and not self._is_blank(name):
+                guessed.add(name)
+            if declared.from_seq is not None or name in since:
+                found[name] = Topic(name, declared.partitions, declared.from_seq or 0)
+                self._in_force.set_limits(name, declared)
+        self._correct(found, guessed, rows, since)
+        self._restore_missing(found, rows, since)
+        for topic in found.values():
+            if self._is_blank(topic.name):  # a kill or a power cut came before its text
+                os.makedirs(f"{self._context.data}/topics/{topic.name}", exist_ok=True)
+                self._write(topic, topics.Declaration(topic.partitions, topic.from_seq))
+        self._in_force.load(found.values())
+        return list(found.values())
+
+    def _read(self, name: str, is_known: bool) -> topics.Declaration:
+        """The declaration of a topic. Raises CorruptError where neither it nor the checkpoint says what the topic is."""
+        data = self._context.data
+        declared = topics.read(data, name)
+        if not is_known and not self._is_blank(name) and (what := topics.fault(data, name, at_start=True)):
+            path = topics.toml_path(data, name)
+            raise CorruptError(f"{path}: {what}; run kmq verify --repair")  # other partitions would be other queues
+        return declared
+
+    def _is_blank(self, name: str) -> bool:
+        """Return True if a topic's file is missing or empty."""
+        try:
+            return os.stat(topics.toml_path(self._context.data, name)).st_size == 0
+        except FileNotFoundError:
+            return True
+
+    def _correct(
+        self, found: dict[str, Topic], guessed: set[str], rows: checkpoint.Rows, since: dict[str, int]
+    ) -> None:
+        """Where a file and the checkpoint differ, the checkpoint is right: it has a crc."""
+        counts = Counter(name for name, _ in rows)
+        for name in [name for name in found if name in since]:
+            topic, known = found[name], Topic(name, counts[name], since[name])
+            if name in guessed or (topic.partitions, topic.from_seq) != (known.partitions, known.from_seq):
+                self._context.logger.warn(
+                    "topic_mended", topic=name, partitions=known.partitions, from_seq=known.from_seq
+                )
+                found[name] = known  # other partitions would be another queue
+                limits = topics.read(self._context.data, name).limits
+                self._write(known, topics.Declaration(known.partitions, known.from_seq, limits))
+
+    def _restore_missing(self, found: dict[str, Topic], rows: checkpoint.Rows, since: dict[str, int]) -> None:
+        for name, partition in rows:
+            if name not in found:
+                self._context.logger.warn("topic_missing", topic=name, effect="it is rebuilt from the WAL")
+                found[name] = Topic(name, 1, since.get(name, 1))
+            found[name].partitions = max(found[name].partitions, partition + 1)

@@ -1,0 +1,89 @@
+"""The topics in force, those that were deleted, and the limits of each.
+
+Owner       the router process; the only place in it where a topic begins or ceases to be in force.
+Invariant   `table` always is one object, so that whoever routes may keep it. Remembered routes are forgotten before a line is
+            routed by a table that has changed.
+Crash       In memory only. A start loads it from topic.toml, router.ckpt and deletions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kmq.errors import ConfigError
+from kmq.log import deletions, identity, topics
+from kmq.log.disk import with_room
+from kmq.log.partition import State
+from kmq.log.segment import Limits
+from kmq.router.context import Context
+from kmq.routing import Table, Topic
+
+
+class TopicsInForce:
+    """See the module."""
+
+    def __init__(self, context: Context, limits: Limits) -> None:
+        """`limits`: those of the settings, for every topic without limits of its own."""
+        self._context, self.default_limits = context, limits
+        self.table = Table()  # with the deleted topics
+        self.deleted = deletions.Deleted.of(context.data)
+        self.forget_routes: Callable[[], None] = lambda: None  # set by who remembers routes
+        self._own_limits: dict[str, Limits] = {}
+
+    @property
+    def count(self) -> int:
+        """How many topics there are."""
+        return sum(not topic.is_gone for topic in self.table.values())
+
+    def load(self, found: Iterable[Topic]) -> None:
+        """Begin with these topics, and with those that were deleted."""
+        self.table.clear()
+        self.table.marks_from = identity.marks_from(self._context.data)
+        self.table.update((name.encode(), Topic.gone(name, lives)) for name, lives in self.deleted.lives.items())
+        for topic in found:
+            self.put(topic)
+
+    def put(self, topic: Topic) -> None:
+        """The topic is in force from its `from_seq` on."""
+        topic.lives = self.deleted.lives.get(topic.name, ())
+        self.table[topic.name.encode()] = topic
+        self.forget_routes()
+
+    def forget(self, topic: Topic) -> None:
+        """The topic was deleted."""
+        name = topic.name.encode()
+        self._own_limits.pop(topic.name, None)
+        del self.table[name]
+        if topic.name in self.deleted.lives:
+            self.table[name] = Topic.gone(topic.name, self.deleted.lives[topic.name])
+        self.forget_routes()
+
+    def has(self, name: str) -> bool:
+        """Return True if a topic of this name is in force."""
+        topic = self.table.get(name.encode())
+        return topic is not None and not topic.is_gone
+
+    def first_state(self, name: str, partition: int) -> State:
+        """The state of a partition without records. It continues where a deleted partition of its name ended."""
+        first = self.deleted.first_offset(name, partition)
+        return State(first, 0, 0, first)
+
+    def limits_of(self, name: str) -> Limits:
+        return self._own_limits.get(name, self.default_limits)
+
+    def has_own_limits(self, name: str) -> bool:
+        return name in self._own_limits
+
+    def set_limits(self, name: str, declared: topics.Declaration) -> None:
+        """Use the limits that a topic declares in place of the settings."""
+        try:
+            limits = self.default_limits.but(declared.limits)
+            if declared.limits or name in self._own_limits:
+                self._own_limits[name] = limits
+        except ConfigError as err:
+            path = topics.toml_path(self._context.data, name)
+            self._context.logger.warn("topic_limits_ignored", file=path, reason=err)
+
+    def write_deletions(self, every: Sequence[deletions.Deletion]) -> None:
+        """These are all deletions from now on; on disk when this returns."""
+        wait = self._context.wait_for_room
+        deletions.write(self._context.data, every, lambda path, action: with_room(path, wait, action))
+        self.deleted = deletions.Deleted(every)

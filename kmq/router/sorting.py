@@ -1,0 +1,191 @@
+"""Routing: sorting stored lines into the partition logs of their topics. The hot path of the router.
+
+Owner       the router process.
+Invariant   Every record up to `routed_seq` is in its log (in the page cache; the checkpoint says what is on disk), except what
+            dropped.log names and the records of deleted topics. Every record up to `sorted_seq` is in its log, or waits for its
+            topic to be made. Routing depends only on the line and on the topics in force at its seq.
+Crash       Nothing is lost with the memory: the next start replays the WAL from the checkpoint, and each log skips what it has.
+Memory      Remembered routing keys: _MAX_ROUTES of at most _MAX_ROUTE bytes. For the lines that wait see newcomers.py.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from kmq import record
+from kmq.links.layout import Block
+from kmq.log import wal
+from kmq.log.dropped import SeqRange
+from kmq.log.partition import PartitionLog
+from kmq.router.context import Context
+from kmq.router.declarations import Declarations
+from kmq.router.in_force import TopicsInForce
+from kmq.router.logs import Logs
+from kmq.router.newcomers import Newcomer, Newcomers
+from kmq.router.wal_records import WalRecords
+from kmq.routing import DELETED, Topic, resolve
+
+_STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
+_MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory,
+_MAX_ROUTE = 256  # nor one with long keys: bytes of a routing key that is remembered
+
+# Where a routing key leads. A Topic: its partition depends on the seq. A Newcomer: it has to be made first.
+# None: nowhere, because its topic was deleted after this record.
+Target = PartitionLog | Topic | Newcomer | None
+
+
+class Sorter:
+    """See the module."""
+
+    def __init__(
+        self, context: Context, in_force: TopicsInForce, logs: Logs, declarations: Declarations, records: WalRecords
+    ) -> None:
+        self._context, self._in_force, self._records = context, in_force, records
+        self._create = declarations.create
+        self._table, self._log_of, self._deliver = in_force.table, logs.log_of, logs.deliver
+        self.newcomers = Newcomers()
+        self._making: Newcomer | None = None  # whose lines are on the way to their log
+        self._routes: dict[bytes, Target] = {}
+        in_force.forget_routes = self._routes.clear
+        self.sorted_seq = 0
+        self.routed_bytes = 0  # since the start of the process
+
+    @property
+    def routed_seq(self) -> int:
+        """Every record up to this seq is in its log."""
+        oldest = self._making or self.newcomers.oldest
+        return oldest.first_seq - 1 if oldest else self.sorted_seq
+
+    @property
+    def remembered_bytes(self) -> int:
+        """How long the remembered routing keys are together."""
+        return sum(map(len, self._routes))
+
+    def route(self, blocks: list[Block]) -> int:
+        """Append consecutive blocks, all after sorted_seq, to their partition logs; bytes written.
+
+        Lines of a topic that has to be made wait in `newcomers`.
+        """
+        written = 0
+        mixed: list[bytes] = []
+        for block in blocks:
+            if block.key_length:  # earlier lines first: a topic is in force from its first message on
+                written += self._route_lines(mixed)
+                mixed = []
+            target = self._common_target(block)
+            if target is None:
+                mixed.append(bytes(block.data))
+                continue
+            written += self._deliver(target, block.data, block.count, block.first_seq, block.last_seq)
+        written += self._route_lines(mixed)
+        self.routed_bytes += written
+        self.sorted_seq = blocks[-1].last_seq
+        return written
+
+    def make_topics(self, most: int | None = None) -> int:
+        """Make the topics that messages have named, all or the `most` oldest, and route their lines; bytes written."""
+        written = made = 0
+        while made != most and (newcomer := self.newcomers.oldest):
+            self._context.check()
+            self._create(newcomer.name, newcomer.first_seq)
+            self._making = newcomer
+            written += self._route_lines([self.newcomers.remove(newcomer)])
+            self._making = None
+            self._routes.clear()  # routes of these older lines may not hold for newer ones, as theirs did not for these
+            made += 1
+        self.routed_bytes += written
+        return written
+
+    def replay(self, seqs: SeqRange) -> None:
+        """Route these records from the WAL, except what dropped.log names; each log skips what it has."""
+        for first, last in self._records.ranges(seqs):
+            self._routes.clear()
+            for lines in wal.read(self._context.data, first, last):
+                self.routed_bytes += self._route_lines([lines])
+                self.make_topics()
+                self._context.check()
+        self.sorted_seq = max(self.sorted_seq, seqs.last)
+        self._routes.clear()
+
+    def _common_target(self, block: Block) -> PartitionLog | None:
+        """The one log where all lines of a block go, if the framer saw that they share their routing key."""
+        if not block.key_length or block.first_seq < self._table.marks_from <= block.last_seq:
+            return None
+        head = bytes(block.data[: _STAMP_BYTES + block.key_length])
+        at = head.index(b"|", head.index(b"|") + 1) + 1
+        target = self._target(head[at : at + block.key_length], block.first_seq)
+        return target if isinstance(target, PartitionLog) else None
+
+    def _route_lines(self, chunks: list[bytes]) -> int:
+        """Sort stored lines, which follow one another, by partition; the one loop over single messages."""
+        if not chunks:
+            return 0
+        lines = b"".join(chunks).split(b"\n")
+        lines.pop()
+        routes = self._routes
+        groups: defaultdict[Target, list[bytes]] = defaultdict(list)
+        for line in lines:
+            key = line.split(b"|", 3)[2]  # record.routing_key_of, without the call
+            try:
+                target = routes[key]
+            except KeyError:
+                target = self._target(key, record.seq_of(line))
+            groups[target].append(line)
+        written = 0
+        groups.pop(None, None)
+        for target in [target for target in groups if isinstance(target, Newcomer)]:
+            self.newcomers.add(target, groups.pop(target))
+        for log, queued in _spread(groups, self._log_of).items():
+            first, last = record.seq_of(queued[0]), record.seq_of(queued[-1])
+            count = len(queued)
+            queued.append(b"")  # the newline of the last line
+            written += self._deliver(log, b"\n".join(queued), count, first, last)
+        return written
+
+    def _target(self, routing_key: bytes, seq: int) -> Target:
+        target = self._routes.get(routing_key)
+        if target is not None:
+            return target
+        route = resolve(self._table, routing_key, seq)
+        topic = self._table.get(route.topic)
+        if route.topic == DELETED:
+            target = None
+        elif topic is None or topic.is_gone or route.topic in self.newcomers:
+            return self._newcomer(route.topic, seq)
+        elif topic.partitions > 1 and route.is_spread:
+            target = topic
+        else:
+            target = self._log_of(topic, topic.partition_of(route, seq))
+        if len(self._routes) >= _MAX_ROUTES:
+            self._routes.clear()
+        may_change = seq < self._table.marks_from and b".@" in routing_key  # a mark in later records
+        if len(routing_key) <= _MAX_ROUTE and not may_change:
+            self._routes[routing_key] = target
+        return target
+
+    def _newcomer(self, name: bytes, seq: int) -> Newcomer:
+        """The topic to be made that a message names.
+
+        With a dot in its name it is in force for all messages from this one on.
+        """
+        topic = self._table.get(name)
+        if b"." in name and (topic is None or topic.is_gone):
+            self._in_force.put(Topic(name.decode(), 1, seq))
+        return self.newcomers.named(name, seq)
+
+
+def _spread(
+    groups: dict[Target, list[bytes]], log_of: Callable[[Topic, int], PartitionLog]
+) -> dict[PartitionLog, list[bytes]]:
+    """The groups by log alone: lines without a key go to the partition of their seq, in order among the others."""
+    logs = {target: lines for target, lines in groups.items() if isinstance(target, PartitionLog)}
+    touched: set[PartitionLog] = set()
+    for topic, lines in groups.items():
+        if isinstance(topic, Topic):
+            for line in lines:
+                seq = record.seq_of(line)
+                log = log_of(topic, seq % topic.partitions)
+                logs.setdefault(log, []).append(line)
+                touched.add(log)
+    for log in touched:
+        logs[log].sort(key=record.seq_of)
+    return logs
