@@ -214,7 +214,7 @@ def test_a_group_cut_by_the_death_of_the_fifo_is_forgotten_whole(make_pod: Make)
 
 
 def test_an_idle_producer_is_forgotten_and_its_place_given_to_another(make_pod: Make) -> None:
-    pod = make_pod(KMQ_PRODUCERS=1, KMQ_PRODUCER_TTL="1s")
+    pod = make_pod(KMQ_PRODUCERS=1, KMQ_PRODUCER_TTL="4s")  # longer than a busy machine takes between two replies
     pod.start()
     pod.wait_ready()
     with Client(pod, "producer=a") as other, Client(pod, "producer=b") as client:
