@@ -71,6 +71,6 @@ def test_a_limit_that_is_none_is_refused_at_the_declaration_and_passed_over_by_t
     (topics_dir(data, "t") / "topic.toml").write_text('partitions = 1\nretention_age = "soon"\n')
     logger = FakeLogger()
     made = adopt(data, logger)
-    assert not made.in_force.has_own_limits("t") and logger.names == ["topic_limits_ignored"]
+    assert not made.in_force.has_own_limits("t") and logger.names == ["topic_limits_ignored", "topic_adopted"]
     assert "retention_age = 'soon'" in str(logger.events[0][1]["reason"])
     made.close()
