@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # so that type checkers know what __getattr__ gives
     from kmq.client.protocol import Refused as Refused
     from kmq.errors import KmqError as KmqError
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # written here only: pyproject.toml reads it, a test compares the manifests
 
 _EXPORTS = {
     "AsyncProducer": "kmq.client.aio",

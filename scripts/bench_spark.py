@@ -306,13 +306,14 @@ def memory(bench: Bench) -> Iterator[Figure]:
 def audit(bench: Bench) -> Iterator[Figure]:
     """The WAL against all queues, every block and every record; the large one as a user runs it, session and all."""
     from kmq.spark.audit import audit as pipeline
+    from kmq.spark.audit.snapshot import sources
 
     for name, nbytes in SIZES.items():
         data, records = bench.data(nbytes)
         say(f"auditing {records:,} records of {name}")
 
         def audited(data: str = data) -> None:
-            result = pipeline.audit(bench.spark, pipeline.sources({"path": data}))
+            result = pipeline.audit(bench.spark, sources({"path": data}))
             assert result.is_good, data
 
         cost = median(bench.in_turns({"audit": audited}, 3)["audit"])

@@ -21,7 +21,8 @@ import demo_input
 import typer
 from rich.table import Table
 
-from kmq.cli.pipelines import On, running
+from kmq.cli.pipeline_options import On
+from kmq.cli.pipeline_session import running
 from kmq.client.lines import LineSender, format_message
 from kmq.errors import EXIT_FAILED, EXIT_OK, EXIT_RETRY, KmqError, RetryError
 from kmq.spark.sessions import find_java, require_spark

@@ -124,7 +124,7 @@ def _sizes(top: str) -> Iterator[int]:
                 yield 512 * blocks
 
 
-class Room:
+class Admission:
     """The answers for one process; it looks itself, so nobody else needs to be alive."""
 
     def __init__(self, settings: Settings, appended: Callable[[], int]) -> None:

@@ -12,11 +12,11 @@ Not covered Where containers do not share process ids, `dead` may be said of a p
 import time
 
 from kmq import certificate
-from kmq.broker.stats import FRESH_S, PROCESSES, Row, StatsPage
+from kmq.broker.stats import ADMISSIONS, FRESH_S, PROCESSES, Row, StatsPage
 from kmq.certificate import Validity
 from kmq.settings import STAGES, Settings
 
-ROOM = ("disk_full", "quota")
+NO_SPACE = ADMISSIONS[1:]
 LIFELESS = ("down", "stopped", "dead", "silent")  # the processes that these speak of do nothing at all
 _AGAIN = "it is started again within seconds; if not, its log says why: kmq down, then kmq up"
 _ADVICE = {  # the order is that of the reasons: the cause comes before what follows from it
@@ -33,7 +33,7 @@ _ADVICE = {  # the order is that of the reasons: the cause comes before what fol
     "waiting": "wait: its log says for whom",
     "starting": "wait; if it lasts, its log says why",
 }
-_FINE = ("ready", *ROOM)  # lack of room is one reason for all processes together
+_FINE = ("ready", *NO_SPACE)  # lack of room is one reason for all processes together
 _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
@@ -105,7 +105,7 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
         return Verdict([_down(settings)], [], [])
     if states["gateway"] in ("down", "stopped"):
         del states["gateway"]  # messages come and go without it
-    lacking = {code: tuple(name for name in states if states[name] == code) for code in ROOM}
+    lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
     reasons = [_no_room(code, names, settings) for code, names in lacking.items() if names]
     reasons += [_of_process(name, state, page.rows[name]) for name, state in states.items() if state not in _FINE]
     certificates = [

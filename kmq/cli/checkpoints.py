@@ -11,7 +11,8 @@ import typer
 
 from kmq.cli.helptext import examples
 from kmq.cli.options import grouped
-from kmq.cli.pipelines import From, pipeline_app, seconds
+from kmq.cli.pipeline_options import From, seconds
+from kmq.cli.pipelines import pipeline_app
 from kmq.errors import BusyError, ConfigError, KmqError
 
 if TYPE_CHECKING:

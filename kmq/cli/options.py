@@ -16,13 +16,17 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
             given[name] = group(**{option: given.pop(option) for option in group._fields})
         function(**given)
 
-    flat = [
-        option.replace(kind=Parameter.KEYWORD_ONLY)
-        for parameter in signature(function).parameters.values()
-        for option in (
-            signature(groups[parameter.name]).parameters.values() if parameter.name in groups else [parameter]
-        )
-    ]
+    flat = [option for parameter in signature(function).parameters.values() for option in _options(parameter, groups)]
     command.__signature__ = Signature(flat)  # type: ignore[attr-defined]
     command.__annotations__ = {option.name: option.annotation for option in flat}
     return command
+
+
+def _options(parameter: Parameter, groups: dict[str, Any]) -> list[Parameter]:
+    """Return a parameter as options: a group's fields, with the values of its default as theirs, or the one that it is."""
+    options = [parameter]
+    if parameter.name in groups:
+        options = list(signature(groups[parameter.name]).parameters.values())
+        if parameter.default is not Parameter.empty:
+            options = [option.replace(default=getattr(parameter.default, option.name)) for option in options]
+    return [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]

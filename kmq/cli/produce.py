@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,11 +13,12 @@ from kmq.cli.helptext import examples
 from kmq.cli.obstacle import obstacle
 from kmq.cli.progress import counted
 from kmq.client.lines import LineSender, format_message, read_port
-from kmq.client.producer import Producer
-from kmq.client.protocol import Delivery, NotAnswered
 from kmq.client.waiting import STALL_S, Patience, say
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.settings import KIB, Settings, load
+
+if TYPE_CHECKING:
+    from kmq.client.protocol import Delivery
 
 _REPLY_S = 60.0  # longest wait for replies without --timeout
 _BLOCK_BYTES = 64 * KIB
@@ -139,7 +140,7 @@ class Stored:
         self.error: KmqError | None = None  # the first
         self._patience = patience
 
-    def add(self, delivery: Delivery) -> None:
+    def add(self, delivery: "Delivery") -> None:
         if delivery.answered:
             self._patience.moved()
         self.error = self.error or delivery.error
@@ -159,6 +160,9 @@ def _store(
     blocks: Iterable[list[bytes]], producer: str, dedupe: bool, patience: Patience, timeout_s: float | None
 ) -> Stored:
     """Send whole lines that have ids, and wait until they are stored. Raises KmqError naming the first refusal."""
+    from kmq.client.producer import Producer
+    from kmq.client.protocol import NotAnswered
+
     stored = Stored(patience)
     sender = Producer.local(
         producer=producer,

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 _REDRAW = 1024  # items between two updates, where each is small
 
@@ -16,8 +15,13 @@ _T = TypeVar("_T")
 def counting(text: str) -> Iterator[Callable[[float], None]]:
     """Show `text` while the block runs; its {task.completed} grows by what the yielded function is given."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda amount: None
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     columns = (SpinnerColumn(), TextColumn(text), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda amount: progress.advance(task, amount)
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -14,9 +14,11 @@ from kmq.cli.options import grouped
 from kmq.cli.produce import line_sender
 from kmq.cli.progress import counted
 from kmq.client.waiting import Patience
-from kmq.deadletters import redrive as rules
 from kmq.errors import ConfigError
 from kmq.settings import Settings, load
+
+if TYPE_CHECKING:
+    from kmq.deadletters import redrive as rules
 
 
 class Selection(NamedTuple):
@@ -70,6 +72,8 @@ def redrive(
 
     See `kmq pipeline run redrive` for many brokers, selection and new keys by SQL.
     """
+    from kmq.deadletters import redrive as rules
+
     settings = load()
     if not (topic or selection.dropped) or (to is None and not selection.dropped):
         raise ConfigError("give the topic to read and --to, the new routing key; or --dropped")
@@ -87,8 +91,10 @@ def redrive(
         print(f"redriven {total} {source.text}")
 
 
-def _open(data: str, topic: str, dropped: bool) -> rules.Queue | rules.Dropped:
+def _open(data: str, topic: str, dropped: bool) -> "rules.Queue | rules.Dropped":
     """Return what to read, as it is now: what is sent may end in this very queue."""
+    from kmq.deadletters import redrive as rules
+
     if not dropped:
         return rules.Queue(data, topic)
     found = rules.Dropped(data, topic)
@@ -99,7 +105,7 @@ def _open(data: str, topic: str, dropped: bool) -> rules.Queue | rules.Dropped:
     return found
 
 
-def _check(chosen: rules.Selected, show: Callable[[rules.Record, bytes], None] | None) -> int:
+def _check(chosen: "rules.Selected", show: "Callable[[rules.Record, bytes], None] | None") -> int:
     """Count the records. Raises ConfigError at the first bad new key, before any record is sent."""
     total = 0
     for found, new_key in chosen:
@@ -109,14 +115,15 @@ def _check(chosen: rules.Selected, show: Callable[[rules.Record, bytes], None] |
     return total
 
 
-def _print_change(found: rules.Record, new_key: bytes) -> None:
+def _print_change(found: "rules.Record", new_key: bytes) -> None:
     old_key = record.routing_key_of(found.line)
     print(f"{old_key.decode(errors='replace')} -> {new_key.decode(errors='replace')}")
 
 
-def _send_once(settings: Settings, chosen: rules.Selected, sending: Sending) -> int:
+def _send_once(settings: Settings, chosen: "rules.Selected", sending: Sending) -> int:
     """Send the records under producer names, and return how many of them were stored before."""
     from kmq.client.producer import Producer
+    from kmq.deadletters import redrive as rules
 
     redrive_id = (sending.name, chosen.template, chosen.key_glob, str(chosen.from_seq))
     lines = rules.numbered(chosen, settings.data, *redrive_id)
@@ -124,8 +131,10 @@ def _send_once(settings: Settings, chosen: rules.Selected, sending: Sending) -> 
     return rules.send(counted(lines, "redriving"), lambda name: Producer.local(producer=name, first_id=0), pace)
 
 
-def _send(settings: Settings, chosen: Iterable[tuple[rules.Record, bytes]], rate: float) -> None:
+def _send(settings: Settings, chosen: "Iterable[tuple[rules.Record, bytes]]", rate: float) -> None:
     """Send the records without acknowledgement."""
+    from kmq.deadletters import redrive as rules
+
     lines = (rules.as_sent(found.line, new_key) for found, new_key in chosen)
     with line_sender(settings, Patience(lambda: obstacle(settings))) as sender:
         for block in rules.blocks(counted(lines, "redriving"), rules.Pace(rate)):

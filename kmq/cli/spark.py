@@ -1,9 +1,9 @@
-"""`kmq sql`, `kmq audit`, `kmq pipeline …`: the commands that run on Spark (pipelines.py, checkpoints.py)."""
+"""`kmq sql`, `kmq audit`, `kmq pipeline …`: the commands that run on Spark (sql.py, pipelines.py, checkpoints.py)."""
 
 import typer
 
 from kmq.cli import checkpoints as checkpoints  # adds its commands to pipeline_app
-from kmq.cli import pipelines
+from kmq.cli import pipelines, sql
 from kmq.cli.helptext import examples
 
 
@@ -16,6 +16,6 @@ def add_to(app: typer.Typer) -> None:
             """kmq sql "select get_json_object(value_text, '$.user') from test" """.strip(),
             "kmq sql",
         )
-    )(pipelines.sql)
+    )(sql.sql)
     app.command("audit", epilog=examples("kmq audit", "kmq audit --path data --report audit.html"))(pipelines.audit)
     app.add_typer(pipelines.pipeline_app, name="pipeline")

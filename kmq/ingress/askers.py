@@ -2,10 +2,11 @@
 
     GET_ACK <seq> [token=<token>]     ACK (durable), PENDING, or ERR and why; a token is needed where KMQ_TOKENS is set
 
-Memory      At most `most` connections, each with an unfinished question of at most MAX_QUESTION bytes. Replies are never
-            kept: a connection whose kernel takes no more of them is closed.
+Memory      At most `most` connections, each with an unfinished question of at most MAX_QUESTION bytes. Replies are
+            never kept: a connection whose kernel takes no more replies is closed.
 Deadline    KMQ_LINE_DEADLINE from the connection, or from its last answer, to the next question that can be answered.
-Full        The connection that has been without an answer for longest gives way to a newcomer, so silent ones shut nobody out.
+Full        A newcomer evicts the connection that has been without an answer for longest, so silent connections shut
+            nobody out.
 """
 
 import contextlib
@@ -16,10 +17,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kmq.broker.incidents import Strangers
+from kmq.broker.stage import Stage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kmq.broker.stats import Row
     from kmq.tokens import Tokens
 
 MAX_QUESTION = 256  # bytes of a line: a token is at most 108
@@ -30,12 +31,12 @@ _USAGE = b"ERR expected: GET_ACK <seq>\n"
 
 
 def most_askers(descriptors: int) -> int:
-    """How many connections the ack port may have where a process may have so many descriptors."""
+    """Return how many connections the ack port may have if the process may have this many descriptors."""
     return min(256, max(8, descriptors // 16))
 
 
 def answer(question: bytes, durable_seq: int, is_token: Callable[[bytes], object] | None = None) -> bytes:
-    """The reply to one line. `is_token`: tokens are asked for, and this checks one."""
+    """Return the reply to one line. `is_token` checks a token; None: no token is required."""
     verb, _, rest = question.strip().partition(b" ")
     number, _, shown = rest.partition(b" ")
     name, _, token = shown.strip().partition(b"=")
@@ -49,26 +50,25 @@ def answer(question: bytes, durable_seq: int, is_token: Callable[[bytes], object
 class Askers:
     """The connections of the ack port."""
 
-    def __init__(
-        self, poll: select.epoll, most: int, deadline_s: float, row: "Row", durability: "Row", strangers: Strangers
-    ) -> None:
-        self.most = most
-        self.tokens: Tokens | None = None
-        self._poll, self._deadline_s = poll, deadline_s
-        self._row, self._durability, self._strangers = row, durability, strangers
+    def __init__(self, stage: Stage, poll: select.epoll, tokens: "Tokens | None", strangers: Strangers) -> None:
+        """`poll`: where the connections are registered; whoever waits for it calls `serve`."""
+        self.most = most_askers(stage.most_files)
+        self._poll, self._deadline_s = poll, stage.settings.line_deadline
+        self._is_token = tokens.check if tokens is not None else None
+        self._row, self._durability, self._strangers = stage.row, stage.page.rows["durability"], strangers
         self._unfinished: dict[int, bytes] = {}
-        # Without an answer since; the longest first.
+        # Socket, peer, and since when it has had no answer; the longest first.
         self._waiting: OrderedDict[int, tuple[socket.socket, str, float]] = OrderedDict()
 
     def __contains__(self, fd: int) -> bool:
         return fd in self._waiting
 
     def take(self, sock: socket.socket, peer: str) -> None:
-        """A new connection."""
+        """Serve a new connection, and evict another one for it if there are too many."""
         if len(self._waiting) >= self.most:
-            oldest, (_, last, _) = next(iter(self._waiting.items()))
+            oldest, (_, evicted, _) = next(iter(self._waiting.items()))
             self._row.turned_away += 1
-            self._strangers.note("asker_gave_way", last, f"{self.most} are open on the ack port")
+            self._strangers.note("asker_evicted", evicted, f"{self.most} are open on the ack port")
             self._close(oldest)
         fd = sock.fileno()
         self._waiting[fd], self._unfinished[fd] = (sock, peer, time.monotonic()), b""
@@ -93,13 +93,13 @@ class Askers:
         self._close(fd)
 
     def _answer(self, question: bytes, peer: str) -> bytes:
-        reply = answer(question, self._durability.seq, self.tokens.check if self.tokens is not None else None)
+        reply = answer(question, self._durability.seq, self._is_token)
         if reply is _UNAUTHORIZED:
             self._strangers.refuse(peer, "GET_ACK without a valid token")
         return reply
 
     def sweep(self) -> None:
-        """Close those whose time is over. Call about once a second."""
+        """Close the connections that have missed their deadline. Call about once a second."""
         latest = time.monotonic() - self._deadline_s
         for fd, (_, peer, since) in list(self._waiting.items()):
             if since > latest:

@@ -2,13 +2,14 @@
 
     !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [token=<token>]
 
-`producer`: ids are decimal and increasing over all connections of that name. `window`: ids are
-text of 1 to 256 bytes and remembered for a while; what the gateway uses for gRPC's message_id. Neither: acknowledged, stored
-as often as sent. `last=?`, with acks and a producer: a line `!last <id>` says the last id stored of this name (0: unknown
-name) before the first reply, so that a program that starts anew can go on from there.
+    producer    ids are decimal numbers that increase over all connections of that name
+    window      ids are text of 1 to 256 bytes and remembered for a while; the gateway uses it for gRPC's message_id
+    neither     messages are acknowledged, and stored as often as they are sent
+    last=?      with acks and a producer: a line `!last <id>` comes before the first reply and says the last id stored of
+                this name (0: the name is unknown), so that a restarted program can resume there
 
-An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that take any text for an id
-percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.
+An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that accept any text
+as an id percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.
 """
 
 import re
@@ -22,7 +23,7 @@ _USAGE = "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last
 
 
 class Refused(Exception):
-    """A hello that is not taken; its text is a code and the reason."""
+    """A hello that is refused; its text is a code and the reason."""
 
 
 class Hello:
@@ -36,7 +37,7 @@ class Hello:
 
 
 def parse(line: bytes) -> Hello:
-    """The hello in `line` (without newline). Raises Refused naming the field and what it may be."""
+    """Return the hello in `line` (without newline). Raises Refused, which names the field and what it may be."""
     verb, *words = line.rstrip(b"\r").split()
     if verb != b"!hello":
         raise Refused(f"bad_hello {_USAGE}")

@@ -4,7 +4,8 @@ spark = kmq.spark.session()                                     # or any session
 spark.read.format("kmq").option("path", "data").option("subscribe", "orders").load().show()
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -14,28 +15,24 @@ def register(spark: "SparkSession") -> None:
     """Make format("kmq") known to `spark`, with filters pushed down to offset ranges.
 
     Not needed where discovery finds it (pip install kmq[spark] on driver and executors), but then filters are not pushed down:
-    Spark does that for Python sources only where its conf says so, and a source cannot ask.
+    Spark pushes filters to Python sources only if its conf says so, and a source cannot ask for it.
     """
-    from kmq.spark.connections import SECRETS
-    from kmq.spark.source.source import source_for
+    from kmq.spark import format
 
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    # Spark's own pattern (spark.redaction.regex) has both, but whoever sets another one thinks of names of their own.
-    redacted = spark.conf.get("spark.sql.redaction.options.regex") or ""
-    if SECRETS not in redacted:
-        spark.conf.set("spark.sql.redaction.options.regex", f"{redacted}|{SECRETS}" if redacted else SECRETS)
-    try:
-        cores = spark.sparkContext.defaultParallelism
-    except AttributeError:  # over Spark Connect nobody says
-        cores = 0
-    spark.dataSource.register(source_for(cores))
+    format.register(spark)
 
 
-def session(*args: Any, **kwargs: Any) -> "SparkSession":
-    """See kmq.spark.sessions.session."""
+def session(
+    master: str | None = None,
+    app: str = "kmq",
+    conf: Mapping[str, str] | None = None,
+    log_level: str = "error",
+    listen: bool = True,
+) -> "SparkSession":
+    """Return a session with format("kmq") registered: see kmq.spark.sessions.session."""
     from kmq.spark import sessions
 
-    return sessions.session(*args, **kwargs)
+    return sessions.session(master, app, conf, log_level, listen)
 
 
 __all__ = ["register", "session"]

@@ -56,7 +56,7 @@ def session(
     from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
-    from kmq.spark import register
+    from kmq.spark.format import register
 
     given = _submitted() | dict(conf or {})
     master = master or given.get("spark.master") or "local[*]"

@@ -7,8 +7,8 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # Python looks for modules beside a script first: ours there are kmq.spark.sql and so on, and not sql.
-    sys.path[:] = [each for each in sys.path if each != os.path.dirname(os.path.abspath(__file__))]
+    # Python looks for modules beside a script first, where `names` or `sql` would be ours by the wrong name.
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
     from kmq.cli.app import main
 
     sys.argv[1:1] = ["pipeline", "run"]

@@ -50,7 +50,7 @@ DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
-FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "stages/ingress.py"
+FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/greeter.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
 
@@ -133,7 +133,7 @@ MUTANTS = [
     ),
     Mutant(
         "ids: a reply overtakes the last id that was asked for",
-        [("kmq/ingress/intake.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
+        [("kmq/ingress/replies.py", "            if not text.startswith(LAST):\n", "            if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -168,17 +168,17 @@ MUTANTS = [
     ),
     Mutant(
         "acks: an older connection of a producer goes on",
-        [(INGRESS, '            older.refusing = b"fenced a newer connection of this producer has said hello"\n', "")],
+        [(INGRESS, '            older.replies.refusal = refusals.reason("fenced").encode()\n', "")],
         [DEDUPE],
     ),
     Mutant(
         "acks: a hole in the replies is not seen",
-        [("kmq/ingress/intake.py", "        if first != self.answered + 1:\n", "        if False:\n")],
+        [("kmq/ingress/replies.py", "        if first != self.answered + 1:\n", "        if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
         "acks: after a refusal the rest of the connection is taken",
-        [("kmq/ingress/intake.py", "            if connection.refusing:\n", "            if False:\n")],
+        [("kmq/ingress/intake.py", "            if replies.refusal:\n", "            if False:\n")],
         [UNIT_INTAKE],
     ),
     Mutant(
@@ -366,7 +366,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stage does not look whether its rings and lock files are in place",
-        [("kmq/broker/stage.py", "                if not held.is_in_place():\n", "                if False:\n")],
+        [("kmq/broker/holdings.py", "            if not held.is_in_place():\n", "            if False:\n")],
         [REMOVED],
     ),
     Mutant(
@@ -422,7 +422,7 @@ MUTANTS = [
     ),
     Mutant(
         "ingress does not announce its start",
-        [("stages/ingress.py", "    ingress.announce()\n", "")],
+        [("stages/ingress.py", "    loop.announce()\n", "")],
         [KILLS + "::test_killing_a_stage_loses_and_doubles_nothing[ingress]", KILLS],
     ),
     Mutant(

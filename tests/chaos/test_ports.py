@@ -30,7 +30,7 @@ def test_silent_askers_shut_out_nobody(make_pod: Make) -> None:
     attacks.silent_askers(pod, 200)
     row = pod.row("ingress")
     assert row is not None and row.turned_away >= 180
-    pod.wait(lambda: pod.events("asker_gave_way"), "a word in the log")
+    pod.wait(lambda: pod.events("asker_evicted"), "a word in the log")
 
 
 def test_askers_that_ask_nothing_are_cut_off_at_the_line_deadline(make_pod: Make) -> None:

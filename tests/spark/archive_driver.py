@@ -10,8 +10,10 @@ import sys
 import warnings
 
 from kmq.spark.pipelines import archive
+from kmq.spark.pipelines.dead_letters import DeadLetters
 from kmq.spark.sessions import session
 from kmq.spark.tables import Delta, Iceberg, Parquet, Table
+from kmq.spark.tables.bound import BoundStream
 
 point, batch, whole_group, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "group", json.loads(sys.argv[4])
 
@@ -39,7 +41,7 @@ def dying(owner, name, before):
 
 
 begun: list[int] = []
-real_bind = Table.bind
+real_bind = BoundStream.bind
 
 
 def bind(self, query, batch_id):
@@ -48,9 +50,9 @@ def bind(self, query, batch_id):
         begun.append(batch_id)
 
 
-Table.bind = bind  # type: ignore[method-assign]
+BoundStream.bind = bind  # type: ignore[method-assign]
 if point == "letters":  # sent, and not yet in the table
-    dying(archive._Letters, "send", False)
+    dying(DeadLetters, "send", False)
 elif point == "staged":
     dying(Table, "stage", False)
 elif point == "sealed":  # none of its files is moved

@@ -15,6 +15,7 @@ from pyspark.sql import functions as F
 
 from kmq.spark import session
 from kmq.spark.audit import audit
+from kmq.spark.audit.snapshot import sources
 from kmq.spark.pipelines import archive
 
 PATIENCE_S = 300
@@ -49,7 +50,7 @@ def main(master, servers, lines, directory, gate=""):
     say(job="write", rows=rows.count())
     done = archive.run(spark, where, f"{directory}/archive", schema="n int", producers=lines)
     say(job="archive", rows=done.rows, bad=done.bad, **figures_of(spark, f"{directory}/archive"))
-    say(job="audit", findings=audit.audit(spark, audit.sources({"kmq.bootstrap.servers": servers})).findings)
+    say(job="audit", findings=audit.audit(spark, sources({"kmq.bootstrap.servers": servers})).findings)
     if gate:
         through_gate(rows, gate).write.parquet(f"{directory}/gated")
         say(job="gated", **figures_of(spark, f"{directory}/gated"))

@@ -23,11 +23,11 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import InputPartition, WriterCommitMessage
 
+from kmq.spark.format import KmqDataSource
 from kmq.spark.sessions import session
 from kmq.spark.sink.numbering import BATCH_ID
 from kmq.spark.sink.sink import KmqStreamWriter, KmqWriter
 from kmq.spark.source.options import Options
-from kmq.spark.source.source import KmqDataSource
 from kmq.spark.source.stream_reader import StreamReader
 
 Plan = dict[str, Any]

@@ -51,7 +51,7 @@ def main() -> None:
     if plan["target"] != "sink":
         sys.modules["replay_driver"] = sys.modules["__main__"]  # by that name `archive` finds `keep`
         to, kind, checkpoint = plan["to"], plan["target"], plan["checkpoint"]
-        archive.run(spark, where, to, kind, "none", "replay_driver:keep", checkpoint=checkpoint)
+        archive.run(spark, where, to, kind, schema="none", enrich_with="replay_driver:keep", checkpoint=checkpoint)
         return
     rows = spark.readStream.format("kmq").options(**where).option("includeOrigin", "true").load()
     found = keep(rows)

@@ -377,7 +377,7 @@ def test_small_files_become_few_and_the_rows_stay(spark, tmp_path, monkeypatch, 
     monkeypatch.setattr(tables.base, "MERGE_FILES", 3)
     data = write_data(tmp_path / "data", list(lines(0, 300)))
     to, where = str(tmp_path / "t"), {"path": data, "subscribe": "orders", "maxOffsetsPerTrigger": "100"}
-    done = archive.run(spark, where, to, format, "n bigint, user string", bad="drop")
+    done = archive.run(spark, where, to, format, schema="n bigint, user string", bad="drop")
     assert (done.rows, done.batches, done.merged) == (300, 3, 3)
     assert sorted(row["n"] for row in read(to, format)) == list(range(300))
     now = DeltaTable(to).file_uris() if format == "delta" else list(Path(to).glob("topic=*/*/*/*.parquet"))

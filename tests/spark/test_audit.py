@@ -17,8 +17,11 @@ from made_up import no_room
 from kmq.errors import EXIT_FAILED, EXIT_OK
 from kmq.log import index, reader, requests, segment, topics
 from kmq.log.index import IndexWriter
-from kmq.spark.audit import audit, judge
-from kmq.spark.audit.judge import FINDINGS, Judge
+from kmq.spark.audit import audit
+from kmq.spark.audit.auditor import audit_task
+from kmq.spark.audit.findings import FINDINGS, NOTES
+from kmq.spark.audit.snapshot import sources
+from kmq.spark.audit.tasks import plan
 
 COUNT = 600
 MANY, ONE = 4096, 1 << 30  # bytes of a stretch
@@ -59,12 +62,12 @@ def judged(data, nbytes=ONE):
 
 
 def judged_at(where, nbytes=ONE):
-    [source] = audit.sources(where)
+    [source] = sources(where)
     broker = source.open()
     return [
         row
-        for task in audit.plan(broker, source.snapshot, nbytes)
-        for row in Judge(broker, source.snapshot, task, source.bucket).run()
+        for task in plan(broker, source.snapshot, nbytes)
+        for row in audit_task(broker, source.snapshot, task, source.bucket)
     ]
 
 
@@ -81,7 +84,7 @@ def noted(rows):
     """note → records."""
     sums = {}
     for row in rows:
-        if row.what in judge.NOTES:
+        if row.what in NOTES:
             sums[row.what] = sums.get(row.what, 0) + row.records
     return sums
 
@@ -118,11 +121,11 @@ def test_records_of_deleted_topics_are_a_note_and_nothing_else(tmp_path, nbytes)
 def test_a_topic_deleted_while_it_is_judged_is_not_lost(tmp_path):
     made = write_data(tmp_path, [line(n) for n in range(1, 301)], {"orders": 4}, closed=False, group=50)
     data = str(tmp_path)
-    [source] = audit.sources({"path": data})
+    [source] = sources({"path": data})
     broker = source.open()
-    tasks = audit.plan(broker, source.snapshot, ONE)
+    tasks = plan(broker, source.snapshot, ONE)
     delete(made, data, "orders")
-    rows = [row for task in tasks for row in Judge(broker, source.snapshot, task, source.bucket).run()]
+    rows = [row for task in tasks for row in audit_task(broker, source.snapshot, task, source.bucket)]
     assert found(rows) == {}
     assert noted(rows)["deleted"] == sum(line(n).startswith(b"orders") for n in range(1, 301))
 
@@ -249,12 +252,12 @@ def test_a_clean_history_has_no_finding_and_each_record_is_counted(tmp_path, nby
 
 
 def test_many_stretches_are_as_good_as_one_and_tile_every_queue(tmp_path):
-    [source] = audit.sources({"path": make(tmp_path)})
-    tasks = audit.plan(source.open(), source.snapshot, MANY)
+    [source] = sources({"path": make(tmp_path)})
+    tasks = plan(source.open(), source.snapshot, MANY)
     assert len(tasks) > 10
     assert all(a.high == b.low for a, b in pairwise(tasks))
     for place, (first, end) in source.snapshot.queues.items():
-        spans = [task.spans[place] for task in tasks]
+        spans = [task.queues[place] for task in tasks]
         assert spans[0][0] == first and spans[-1][1] == end
         assert all(a[1] == b[0] for a, b in pairwise(spans))
 
@@ -545,7 +548,7 @@ def test_a_broker_that_is_written_to_has_no_finding_by_files_or_over_http(broker
     broker.wait_routed(sum(sent))  # ingress has taken them all, which is less than durable
     rows = judged_at({"kmq.bootstrap.servers": address})
     assert (found(rows), noted(rows)) == ({}, {})
-    [source] = audit.sources({"kmq.bootstrap.servers": address})
+    [source] = sources({"kmq.bootstrap.servers": address})
     assert {name for name, _, _ in source.snapshot.topics} == {"test", "orders", "jobs", "new"}
     assert source.snapshot.routed == sum(sent)
 
@@ -593,7 +596,7 @@ def test_an_audit_with_spark_says_of_two_brokers_what_there_is_to_say(spark, tmp
 def test_stretches_make_no_difference_to_what_spark_adds_up(spark, tmp_path):
     data = make(tmp_path)
     without(data, "test/0", 248)
-    one, many = (audit.audit(spark, audit.sources({"path": data}), nbytes) for nbytes in (ONE, MANY))
+    one, many = (audit.audit(spark, sources({"path": data}), nbytes) for nbytes in (ONE, MANY))
     assert (one.findings, one.notes) == (many.findings, many.notes) == ({"lost": 1}, {})
     assert one.hours == many.hours and one.moments == many.moments
     assert sum(each.records for each in one.hours) == COUNT

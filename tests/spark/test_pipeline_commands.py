@@ -29,7 +29,8 @@ pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
 QUICK = "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"
 STREAM = """
 import sys, typer
-from kmq.spark.commands import On, running
+from kmq.cli.pipeline_options import On
+from kmq.cli.pipeline_session import running
 
 def main(kind: str) -> None:
     with running("stream", On("local[1]", ["{quick}"]), continuous=kind == "continuous") as job:
@@ -44,8 +45,9 @@ typer.run(main)
 # Signalled when there is no stream yet; the one that is started then has nothing to do, so no job that could be cancelled.
 EARLY = """
 import sys, time, typer
-from kmq.spark import streams
-from kmq.spark.commands import On, running
+from kmq.spark.streaming import streams
+from kmq.cli.pipeline_options import On
+from kmq.cli.pipeline_session import running
 
 def main(data: str) -> None:
     with running("stream", On("local[1]", ["{quick}"]), continuous=True) as job:
@@ -59,8 +61,9 @@ typer.run(main)
 # A JVM that answers nothing any more.
 HUNG = """
 import os, signal, typer
-from kmq.spark import stopping
-from kmq.spark.commands import On, running
+from kmq.spark.streaming import stopping
+from kmq.cli.pipeline_options import On
+from kmq.cli.pipeline_session import running
 
 def main() -> None:
     stopping.STOP_S = 2.0
@@ -110,7 +113,8 @@ def test_a_signal_before_its_stream_is_active_stops_it_too(tmp_path):
 STARTING = """
 import typer
 from kmq.spark import sessions
-from kmq.spark.commands import On, running
+from kmq.cli.pipeline_options import On
+from kmq.cli.pipeline_session import running
 
 launch = sessions._launched
 def launched(conf):
@@ -161,7 +165,7 @@ def test_a_stream_whose_worker_is_not_up_in_time_is_started_again(spark, tmp_pat
             counts.append(batch.count())
             described.append(spark.sparkContext.getLocalProperty("spark.job.description"))
 
-        streams.follow(rows, add, "copy", str(tmp_path / "c"))
+        streams.follow(rows, add, "copy", streams.Trigger(checkpoint=str(tmp_path / "c")))
     finally:
         spark.sparkContext.environment.pop("PYTHONPATH")
         register(spark)

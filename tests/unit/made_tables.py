@@ -12,21 +12,29 @@ from deltalake import DeltaTable
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.table import StaticTable
 
-from kmq.spark.tables import Iceberg, base, delta, disk, places, synced
+from kmq.spark.tables import Iceberg, bound, delta, disk, places, staging, synced
 
 SCHEMA = pa.schema([("n", pa.int64()), ("text", pa.string()), ("topic", pa.string())])
 QUERY = "b5c2ae0e-0000-0000-0000-000000000000"
 # What a table does to files and to what names them: (owner, name). To die behind one is to die before the next.
 STEPS: list[tuple[Any, str]] = [
-    (base, "replace_file"),
-    (base, "sync_directory"),
-    (base, "sync_file"),
-    (disk, "sync_directory"),
+    (staging, "replace_file"),
+    (bound, "replace_file"),
+    (staging, "sync_directory"),
+    (staging, "sync_file"),
 ]
+STEPS += [(disk, "sync_directory")]
 STEPS += [(disk, "sync_file"), (delta, "sync_directory"), (os, "rename"), (os, "makedirs"), (shutil, "rmtree")]
 STEPS += [(places, "replace_file"), (places, "sync_directory"), (synced, "sync_directory")]
 STEPS += [(DeltaTable, "create_write_transaction"), (SqlCatalog, "commit_table")]
-S3_STEPS = [*STEPS[-2:], (places.S3, "_store"), (places.S3, "replace"), (base, "replace_file"), (shutil, "rmtree")]
+S3_STEPS = [
+    *STEPS[-2:],
+    (places.S3, "_store"),
+    (places.S3, "replace"),
+    (staging, "replace_file"),
+    (bound, "replace_file"),
+    (shutil, "rmtree"),
+]
 FORMATS = ["parquet", "delta", "iceberg"]
 
 
@@ -36,24 +44,24 @@ class Killed(BaseException):
 
 def stage(table, numbers):
     """What Spark would write: a file for each topic, in directories, and what else it leaves there."""
-    table._attempt = f"{table._making}/attempt"
+    attempt = table.staging.begin()
     for topic in ("a.b", "x%y"):
         copy = "of__" if isinstance(table, Iceberg) else ""
-        directory = f"{table._attempt}/{copy}topic={topic.replace('%', '%25')}"
+        directory = f"{attempt}/{copy}topic={topic.replace('%', '%25')}"
         os.makedirs(directory)
         mine = [n for n in numbers if n % 2 == (topic == "a.b")]
         rows = pa.table({"n": mine, "text": [f"t{n}" for n in mine], "topic": [topic] * len(mine)}, schema=SCHEMA)
         if not copy:
             rows = rows.drop_columns("topic")
         pq.write_table(rows, f"{directory}/part-0000{topic[0]}.zstd.parquet")
-    open(f"{table._attempt}/_SUCCESS", "w").close()
+    open(f"{attempt}/_SUCCESS", "w").close()
     if table.known_columns() is None:
         table.create(SCHEMA)
 
 
 def add(table, batch, numbers):
     """What a pipeline's foreachBatch does."""
-    table.bind(QUERY, batch)
+    table.stream.bind(QUERY, batch)
     if not table.has(batch):
         stage(table, numbers)
         table.commit(batch)

@@ -7,8 +7,9 @@ from math import inf
 
 import pytest
 
+from kmq.ingress.connection import ACKED, CLOSING, Connection
 from kmq.ingress.deadlines import Deadlines
-from kmq.ingress.intake import Connection, Intake
+from kmq.ingress.intake import Intake
 from kmq.links.fifo import FifoWriter, Sender, open_fifo
 
 
@@ -94,10 +95,10 @@ def test_a_handshake_is_late_until_it_is_done(connection):
 def test_a_producer_that_reads_no_replies_is_late(intake, connection):
     deadlines = Deadlines(idle=inf, line=2)
     _, far = connection
-    far.fresh = False
-    far.unsaid += b"!err 1 fenced\n"
+    far.phase = ACKED
+    far.replies.pending += b"!err 1 fenced\n"
     assert sweep(deadlines, far, 3) == "reads no replies"
-    far.heard = True  # has taken some of them
+    far.was_active = True  # has taken some of them
     assert sweep(deadlines, far, 2) is None
     assert sweep(deadlines, far, 2) == "reads no replies"
 
@@ -105,13 +106,13 @@ def test_a_producer_that_reads_no_replies_is_late(intake, connection):
 def test_who_waits_for_us_is_not_late(intake, connection):
     deadlines = Deadlines(idle=2, line=2)
     _, far = connection
-    far.sender, far.fresh = Sender(b"1.1"), False
-    far.taken = far.passed = 5  # messages that have had no replies
+    far.sender, far.phase = Sender(b"1.1"), ACKED
+    far.replies.taken = far.replies.passed = 5  # messages that have had no replies
     assert sweep(deadlines, far, 9) is None
-    far.answered = 5
+    far.replies.answered = 5
     assert sweep(deadlines, far, 2) == "idle"
-    far.heard = True
-    far.awaited = select.EPOLLET  # no room: we do not read it, and only want to know of a hang-up
+    far.was_active = True
+    far.interest = select.EPOLLET  # no room: we do not read it, and only want to know of a hang-up
     far.length = 9
     assert sweep(deadlines, far, 9) is None
 
@@ -120,12 +121,12 @@ def test_who_takes_no_replies_is_late_and_who_takes_them_slowly_is_not(connectio
     deadlines = Deadlines(idle=2, line=inf)
     near, far = connection
     far.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    far.unsaid += b"x" * (1 << 20)
-    far.ended, far.awaited = True, select.EPOLLOUT
-    assert far.say() and far.unsaid
+    far.replies.pending += b"x" * (1 << 20)
+    far.phase, far.interest = CLOSING, select.EPOLLOUT
+    assert far.send_replies() and far.replies.pending
     for _ in range(5):
         assert near.recv(1 << 16)
-        assert far.say() and sweep(deadlines, far) is None
+        assert far.send_replies() and sweep(deadlines, far) is None
     assert sweep(deadlines, far, 3) == "idle"
 
 

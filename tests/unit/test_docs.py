@@ -21,6 +21,20 @@ def test_every_link_leads_to_a_file_of_the_repository(path):
     assert not missing
 
 
+def anchors(page):
+    """What `#…` may name: each heading in lower case, without punctuation, with - for blanks."""
+    headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?ms)^```.*?^```", "", page))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_into_a_page_leads_to_a_heading(path):
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", re.sub(r"(?ms)^```.*?^```", "", path.read_text()))
+    within = [(name, anchor) for name, anchor in links if "://" not in name]
+    pages = {name: (path.parent / name if name else path).read_text() for name, _ in within}
+    assert [f"{name}#{anchor}" for name, anchor in within if anchor not in anchors(pages[name])] == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_of_the_repository_that_is_named_is_there(path):
     named = re.findall(r"`((?:kmq|stages|tests|scripts|k8s|docs)/[\w./-]+)`", path.read_text())

@@ -19,8 +19,7 @@ FLOORS = [
     ["kmq.cli"],
     ["stages.ingress", "stages.framer", "stages.durability", "stages.router", "stages", "kmq.gateway", "kmq.spark"],
     ["kmq.gateway.http", "kmq.gateway.grpc", "kmq.spark.pipelines", "kmq.spark.audit", "kmq.spark.sql"],
-    ["kmq.gateway.core", "kmq.spark.tables"],
-    ["kmq.spark.sink", "kmq.spark.streaming"],
+    ["kmq.gateway.core", "kmq.spark.tables", "kmq.spark.streaming", "kmq.spark.sink"],
     ["kmq.spark.source"],
     ["kmq.spark.connections kmq.spark.names kmq.spark.failures kmq.spark.pinned kmq.spark.arrow"],
     ["kmq.ingress", "kmq.framing", "kmq.router", "kmq.repair", "kmq.deadletters"],
@@ -34,28 +33,17 @@ FLOORS = [
 
 # What breaks the rules today, one entry a line. The list only shrinks: an entry that no longer breaks a rule has to go.
 STILL = {
-    "arrow": {
-        "kmq/spark/source/source.py -> kmq/spark/sink/sink.py",
-    },
-    "circle": {
-        "kmq/spark/__init__.py <-> kmq/spark/sessions.py",
-        "kmq/spark/audit/audit.py <-> kmq/spark/audit/report.py",
-        "kmq/spark/source/brokers.py <-> kmq/spark/source/remote.py",
-    },
+    "arrow": set(),
+    "circle": set(),
     "file": {
-        "kmq/cli/pipelines.py",
         "kmq/client/producer.py",
         "kmq/client/protocol.py",
         "kmq/log/reader.py",
-        "kmq/spark/audit/judge.py",
         "scripts/bench.py",
         "scripts/play.py",
-        "stages/ingress.py",
     },
     "function": {
-        "kmq/cli/pipelines.py: archive",
         "kmq/gateway/grpc/podbus.py: handler",
-        "kmq/spark/pipelines/archive.py: run",
     },
     "class": {
         "kmq/client/aio.py: AsyncProducer",
@@ -65,9 +53,7 @@ STILL = {
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
         "kmq/spark/source/planner.py: Logs",
-        "kmq/spark/tables/base.py: Table",
         "scripts/play.py: Pod",
-        "stages/ingress.py: Ingress",
     },
 }
 

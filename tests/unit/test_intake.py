@@ -11,9 +11,11 @@ from fifo_reading import read_all
 from framing_steps import Steps, frame, one_by_one, table
 
 from kmq import record
-from kmq.ingress import hello
-from kmq.ingress import intake as intake_module
-from kmq.ingress.intake import Connection, Intake
+from kmq.ingress import budgets, hello
+from kmq.ingress import connection as connection_module
+from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection
+from kmq.ingress.intake import Intake
+from kmq.ingress.replies import REFUSALS_BYTES
 from kmq.links.fifo import FifoWriter, Sender, open_fifo
 
 MAX = 8192
@@ -32,8 +34,9 @@ class Wire:
     def greet(self, connection, line):
         said = hello.parse(line)
         self.greeted += 1
-        connection.acks, connection.producer = said.acks, said.producer
-        connection.asks_last = said.asks_last
+        connection.producer = said.producer
+        connection.replies.expect(said)
+        connection.phase = ACKED if said.acks else PLAIN
         connection.sender = Sender(b"1.%d" % self.greeted, said.tag)
 
     def connect(self):
@@ -204,14 +207,14 @@ def test_an_unfinished_line_keeps_no_more_than_the_limit(wire):
 
 
 def test_unfinished_lines_together_stay_within_their_budget(wire, monkeypatch):
-    monkeypatch.setattr(intake_module, "PARTIAL_BYTES", 10 * MAX)
+    monkeypatch.setattr(budgets, "PARTIAL_BYTES", 10 * MAX)
     open_connections = []
     for n in range(40):
         near, connection = wire.connect()
         near.sendall(b"x" * (MAX - 100 + n))
         assert wire.receive(connection)
         open_connections.append(connection)
-        for over in wire.intake.over_budget(open_connections):
+        for over in wire.intake.partial.exceeded_by(open_connections):
             wire.intake.finish(over)
             open_connections.remove(over)
             over.sock.close()
@@ -226,7 +229,7 @@ def test_unfinished_lines_together_stay_within_their_budget(wire, monkeypatch):
 
 def test_a_thousand_unfinished_lines_at_once_are_cut_back_to_the_budget(wire, monkeypatch):
     """They may all arrive between two looks at the budget."""
-    monkeypatch.setattr(intake_module, "PARTIAL_BYTES", 10 * MAX)
+    monkeypatch.setattr(budgets, "PARTIAL_BYTES", 10 * MAX)
     open_connections = []
     for _ in range(60):
         near, connection = wire.connect()
@@ -234,7 +237,7 @@ def test_a_thousand_unfinished_lines_at_once_are_cut_back_to_the_budget(wire, mo
         assert wire.receive(connection)
         near.close()
         open_connections.append(connection)
-    over = wire.intake.over_budget(open_connections)
+    over = wire.intake.partial.exceeded_by(open_connections)
     for connection in over:
         wire.intake.finish(connection)
     assert sum(len(c.partial) for c in open_connections) <= 10 * MAX
@@ -312,7 +315,7 @@ def test_each_line_after_the_hello_is_numbered_and_answered_however_it_arrives(w
     lines, said = answers(wire)
     assert [line.split(b"|")[2] for line in lines] == [id + b";p=me" for id in ids]
     assert said == {(b"1.1", n): reply for n, reply in enumerate(replies, start=1)}
-    assert connection.taken == connection.passed == len(replies)
+    assert connection.replies.taken == connection.replies.passed == len(replies)
 
 
 def test_messages_of_plain_and_acknowledged_connections_stay_apart(wire):
@@ -349,27 +352,27 @@ def test_a_hello_that_never_ends_is_refused_at_its_limit_and_one_that_is_cut_off
     near, connection = wire.connect()
     wire.send(near, connection, b"!hello acks=1 token=secret")
     wire.finish(near, connection)
-    assert wire.text == b"" and wire.intake._partial_bytes == 0
+    assert wire.text == b"" and wire.intake.partial.bytes == 0
 
 
 def test_replies_go_to_the_producer_in_order_and_those_said_again_are_passed_over(wire):
     near, connection = greeted(wire)
     wire.send(near, connection, b"".join(b"t|1|%d|x\n" % n for n in range(1, 6)))
     for first, text in ((1, b"!ack 2 102"), (1, b"!ack 2 102"), (3, b"!dup 3 7"), (1, b"!ack 2 102"), (3, b"!dup 3 7")):
-        assert connection.reply(first, text)
-    assert connection.reply(4, b"!err 4 bad_id") and connection.reply(5, b"!ack 5 103")
-    assert connection.say() and read(near) == b"!ack 2 102\n!dup 3 7\n!err 4 bad_id\n!ack 5 103\n"
-    assert connection.answered == connection.taken == 5
+        assert connection.replies.reply(first, text)
+    assert connection.replies.reply(4, b"!err 4 bad_id") and connection.replies.reply(5, b"!ack 5 103")
+    assert connection.send_replies() and read(near) == b"!ack 2 102\n!dup 3 7\n!err 4 bad_id\n!ack 5 103\n"
+    assert connection.replies.answered == connection.replies.taken == 5
     wire.finish(near, connection)
 
 
 def test_a_hole_in_the_replies_is_seen(wire):
     near, connection = greeted(wire)
     wire.send(near, connection, b"t|1|1|x\n" * 5)
-    assert connection.reply(1, b"!ack 1 101")
-    assert not connection.reply(3, b"!ack 4 103")
-    connection.say()
-    assert read(near) == b"!ack 1 101\n" and connection.answered == 1
+    assert connection.replies.reply(1, b"!ack 1 101")
+    assert not connection.replies.reply(3, b"!ack 4 103")
+    connection.send_replies()
+    assert read(near) == b"!ack 1 101\n" and connection.replies.answered == 1
     wire.finish(near, connection)
 
 
@@ -377,16 +380,17 @@ def test_who_asks_for_its_last_id_is_told_that_first_and_once(wire):
     """The question goes to the framer in its place: behind what older connections of this name have sent."""
     near, connection = greeted(wire, HELLO.replace(b"\n", b" last=?\n") + b"t|1|5|x\n")
     assert wire.text.startswith(b"!l %b p=me\n!c %b 1 1 " % (connection.sender.name, connection.sender.name))
-    assert connection.asks_last and not connection.reply(1, b"!ack 1 101")  # it was lost on the way
-    connection.refusing = b"fenced a newer one"
+    assert connection.replies.asks_last and not connection.replies.reply(1, b"!ack 1 101")  # it was lost on the way
+    connection.replies.refusal = b"fenced a newer one"
     wire.send(near, connection, b"t|1|6|x\n")
     assert read(near) == b"" and not connection.is_done
-    assert connection.reply(0, b"!last 4") and connection.reply(0, b"!last 4") and connection.reply(1, b"!ack 1 101")
-    connection.say_refused()
-    assert connection.say() and read(near) == b"!last 4\n!ack 1 101\n!err 2 fenced a newer one\n"
+    assert all(connection.replies.reply(0, b"!last 4") for _ in range(2))
+    assert connection.replies.reply(1, b"!ack 1 101")
+    connection.replies.write_refusals()
+    assert connection.send_replies() and read(near) == b"!last 4\n!ack 1 101\n!err 2 fenced a newer one\n"
     near.close()
     assert not wire.receive(connection)
-    connection.ended = True
+    connection.phase = CLOSING
     assert connection.is_done
     wire.finish(near, connection)
 
@@ -394,10 +398,12 @@ def test_who_asks_for_its_last_id_is_told_that_first_and_once(wire):
 def test_with_acks_0_replies_are_counted_and_not_said(wire):
     near, connection = greeted(wire, b"!hello acks=0 producer=me\n")
     wire.send(near, connection, b"t|1|1|x\nt|1|2|x\n")
-    assert connection.reply(1, b"!ack 2 102") and connection.answered == 2
-    connection.refusing = b"busy later"
+    assert connection.replies.reply(1, b"!ack 2 102") and connection.replies.answered == 2
+    connection.replies.refusal = b"busy later"
     wire.send(near, connection, b"t|1|3|x\n")
-    assert connection.say() and read(near) == b"" and connection.answered == connection.taken == 3
+    assert (
+        connection.send_replies() and read(near) == b"" and connection.replies.answered == connection.replies.taken == 3
+    )
     wire.finish(near, connection)
 
 
@@ -405,76 +411,76 @@ def test_what_is_refused_is_told_behind_what_was_taken_and_stores_nothing(wire):
     near, connection = greeted(wire)
     wire.send(near, connection, b"t|1|1|x\nt|1|2|x\n")
     taken = wire.text
-    connection.refusing = b"disk_full no room"
+    connection.replies.refusal = b"disk_full no room"
     wire.send(near, connection, b"t|1|3|x\n\nt|1|4|x\n")
     wire.send(near, connection, b"t|1|5|" + b"x" * 9000 + b"\n")
-    connection.say()
+    connection.send_replies()
     assert read(near) == b"" and wire.text == taken  # the first two are still on their way
-    connection.reply(1, b"!ack 1 101")
-    connection.say_refused()
-    connection.reply(2, b"!ack 2 102")
-    connection.say_refused()
-    connection.say()
+    connection.replies.reply(1, b"!ack 1 101")
+    connection.replies.write_refusals()
+    connection.replies.reply(2, b"!ack 2 102")
+    connection.replies.write_refusals()
+    connection.send_replies()
     refused = b"".join(b"!err %d disk_full no room\n" % n for n in range(3, 7))
     assert read(near) == b"!ack 1 101\n!ack 2 102\n" + refused
     wire.send(near, connection, b"t|1|6|x\n")
-    connection.say()
+    connection.send_replies()
     assert read(near) == b"!err 7 disk_full no room\n" and wire.text == taken
-    assert connection.answered == connection.taken == 7 and connection.passed == 2
+    assert connection.replies.answered == connection.replies.taken == 7 and connection.replies.passed == 2
     wire.finish(near, connection)
 
 
 def test_refusals_are_made_as_fast_as_they_are_read_and_all_of_them(wire):
     near, connection = greeted(wire)
-    connection.refusing = b"fenced by another"
+    connection.replies.refusal = b"fenced by another"
     wire.send(near, connection, b"\n" * 100_000)
-    while connection.taken < 100_000:
+    while connection.replies.taken < 100_000:
         assert wire.receive(connection)
     told, most = b"", 0
-    while connection.answered < connection.taken or connection.unsaid:
-        assert connection.say()
-        most = max(most, len(connection.unsaid))
+    while connection.replies.answered < connection.replies.taken or connection.replies.pending:
+        assert connection.send_replies()
+        most = max(most, len(connection.replies.pending))
         told += near.recv(1 << 16)
     near.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while data := near.recv(1 << 16):
             told += data
     assert told == b"".join(b"!err %d fenced by another\n" % n for n in range(1, 100_001))
-    assert most < intake_module.REFUSALS_BYTES + 100
+    assert most < REFUSALS_BYTES + 100
     wire.finish(near, connection)
 
 
 def test_the_connection_with_the_most_unread_replies_is_broken_when_all_take_too_much(wire, monkeypatch):
-    monkeypatch.setattr(intake_module, "UNREAD_BYTES", 1000)
-    unread, wires = intake_module.Unread(), [wire.connect() for _ in range(3)]
+    monkeypatch.setattr(budgets, "UNREAD_BYTES", 1000)
+    unread, wires = budgets.UnreadBudget(), [wire.connect() for _ in range(3)]
     connections = [connection for _, connection in wires]
     for connection, size in zip(connections, (300, 500, 200), strict=True):
-        connection.unsaid += b"x" * size
+        connection.replies.pending += b"x" * size
         unread.follow(connection)
-    assert unread.over_budget(connections) == []
-    connections[2].unsaid += b"x"
+    assert unread.exceeded_by(connections) == []
+    connections[2].replies.pending += b"x"
     unread.follow(connections[2])
-    assert unread.over_budget(connections) == [connections[1]]
+    assert unread.exceeded_by(connections) == [connections[1]]
     unread.forget(connections[1])
-    assert unread.bytes == 501 and unread.over_budget(connections) == []
+    assert unread.bytes == 501 and unread.exceeded_by(connections) == []
     for near, connection in wires:
         connection.sock.close()
         near.close()
 
 
-def test_a_producer_that_has_too_much_on_the_way_or_reads_no_replies_is_choked(wire, monkeypatch):
-    monkeypatch.setattr(intake_module, "MAX_UNANSWERED", 10)
-    monkeypatch.setattr(intake_module, "MAX_UNSAID", 1000)
+def test_a_producer_that_has_too_much_on_the_way_or_reads_no_replies_is_not_read(wire, monkeypatch):
+    monkeypatch.setattr(connection_module, "MAX_UNANSWERED", 10)
+    monkeypatch.setattr(connection_module, "MAX_PENDING", 1000)
     near, connection = greeted(wire)
     wire.send(near, connection, b"t|1|1|x\n" * 10)
-    assert not connection.is_choked
+    assert connection.may_receive(b"")
     wire.send(near, connection, b"t|1|1|x\n")
-    assert connection.is_choked
-    connection.reply(1, b"!ack 1 101")
-    assert not connection.is_choked
-    connection.unsaid += b"x" * 1000
-    assert connection.is_choked
-    assert connection.say() and not connection.is_choked
+    assert not connection.may_receive(b"")
+    connection.replies.reply(1, b"!ack 1 101")
+    assert connection.may_receive(b"")
+    connection.replies.pending += b"x" * 1000
+    assert not connection.may_receive(b"")
+    assert connection.send_replies() and connection.may_receive(b"")
     wire.finish(near, connection)
 
 
@@ -484,11 +490,11 @@ def test_a_connection_that_has_sent_all_is_done_when_it_has_been_told_all(wire):
     near.shutdown(socket.SHUT_WR)
     assert not wire.receive(connection)
     wire.intake.finish(connection)
-    connection.ended = True
+    connection.phase = CLOSING
     assert not connection.is_done
-    connection.reply(1, b"!ack 2 102")
+    connection.replies.reply(1, b"!ack 2 102")
     assert not connection.is_done
-    assert connection.say() and connection.is_done
+    assert connection.send_replies() and connection.is_done
     wire.finish(near, connection)
 
 
@@ -496,19 +502,53 @@ def test_a_producer_that_is_gone_cannot_be_told(wire):
     near, connection = greeted(wire)
     wire.send(near, connection, b"t|1|1|x\n")
     near.close()
-    connection.reply(1, b"!ack 1 101")
-    assert not connection.say()
+    connection.replies.reply(1, b"!ack 1 101")
+    assert not connection.send_replies()
     connection.sock.close()
 
 
 def test_where_a_hello_is_asked_for_other_lines_are_refused_and_stored_nowhere(wire):
-    wire.intake.only_hello = "unauthorized say hello with a token"
+    wire.intake.hello_required = b"unauthorized say hello with a token"
     near, connection = wire.connect()
     near.sendall(b"t|1|1|x\n")
     assert not wire.receive(connection)
-    connection.say()
+    connection.send_replies()
     assert near.recv(100) == b"!err 0 unauthorized say hello with a token\n"
     assert wire.text == b""
     connection.sock.close()
     near.close()
     wire.finish(*greeted(wire))
+
+
+# --- what may be received ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "while_accepted", "while_refused"),
+    [(GREETING, True, True), (PLAIN, True, False), (ACKED, True, True), (CLOSING, False, False)],
+)
+def test_what_may_be_received_depends_on_the_phase_and_on_the_admission(wire, phase, while_accepted, while_refused):
+    _, connection = wire.connect()
+    connection.phase = phase
+    assert connection.may_receive(b"") is while_accepted
+    assert connection.may_receive(b"disk_full no room") is while_refused
+
+
+@pytest.mark.parametrize(
+    ("acks", "refusal", "taken", "passed", "then"),
+    [
+        (True, b"", 5, 5, b"quota"),  # the next message is the first that is refused
+        (False, b"", 0, 0, b"quota"),
+        (True, b"fenced", 5, 5, b"fenced"),
+        (True, b"disk_full", 5, 5, b"quota"),
+        (True, b"disk_full", 6, 5, b"disk_full"),  # one was refused, so all behind it are
+        (False, b"disk_full", 0, 0, b"quota"),
+    ],
+)
+def test_a_change_of_the_admission_reaches_connections_without_refused_messages(
+    wire, acks, refusal, taken, passed, then
+):
+    replies = wire.connect()[1].replies
+    replies.acks, replies.refusal, replies.taken, replies.passed = acks, refusal, taken, passed
+    replies.follow(b"disk_full" if refusal else b"", b"quota")
+    assert replies.refusal == then

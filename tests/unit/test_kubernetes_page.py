@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kmq import __version__
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/kubernetes.md"
 
@@ -21,5 +23,5 @@ def test_the_kustomization_of_your_own_renders(tmp_path):
     (tmp_path / "kustomization.yaml").write_text(mine)
     done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "image: registry.example.com/kmq:0.1.0" in done.stdout and 'KMQ_MAX_TOPICS: "500"' in done.stdout
+    assert f"image: registry.example.com/kmq:{__version__}" in done.stdout and 'KMQ_MAX_TOPICS: "500"' in done.stdout
     assert "kind: ServiceMonitor" in done.stdout and "containerPort: 5443" in done.stdout

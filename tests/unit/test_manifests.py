@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import agreement
@@ -23,7 +22,7 @@ import pytest
 import yaml
 from agreement import containers, named, of_kind, pods, selects
 
-from kmq import probe, settings
+from kmq import __version__, probe, settings
 from kmq.links import layout
 from kmq.settings import STAGES
 
@@ -526,7 +525,7 @@ def test_every_check_has_been_seen_to_fail():
 
 
 def test_the_base_runs_the_version_of_this_checkout(render):
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = __version__
     (workload,) = of_kind(render("base"), "StatefulSet")
     assert {container["image"] for container in workload["spec"]["template"]["spec"]["containers"]} == {
         f"kmq:{version}"
@@ -565,7 +564,7 @@ def test_the_sidecar_component_leaves_what_is_yours_alone(tmp_path, kind):
     assert new["initContainers"][-1:] == old["initContainers"]
     changed = {key for key in new if new[key] != old.get(key)}
     assert changed == {"initContainers", "volumes", "shareProcessNamespace"}
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = __version__
     assert {c["image"] for c in new["initContainers"][:-1]} == {f"kmq:{version}"}
 
 
@@ -623,7 +622,7 @@ def test_both_brokers_of_the_page_render_and_are_two(render, tmp_path):
         (workload,) = of_kind(documents, "StatefulSet")
         labels = workload["spec"]["template"]["metadata"]["labels"]
         assert labels["app.kubernetes.io/instance"] == instance
-        assert {c["image"] for c in containers(pods(documents)[0])} == {"registry.example.com/kmq:0.1.0"}
+        assert {c["image"] for c in containers(pods(documents)[0])} == {f"registry.example.com/kmq:{__version__}"}
     assert of_kind(first, "ServiceMonitor")
     assert not {d["metadata"]["name"] for d in first} & {d["metadata"]["name"] for d in second}
 

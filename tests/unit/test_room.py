@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kmq.broker import admission
-from kmq.broker.admission import Room, Usage
+from kmq.broker.admission import Admission, Usage
 from kmq.settings import GIB, MIB, load
 
 
@@ -25,7 +25,7 @@ class Broker:
         return inodes | {"f_bavail": self.free // 4096, "f_blocks": self.whole // 4096, "f_frsize": 4096}
 
     def room(self, quota="none"):
-        return Room(load({"KMQ_DATA": self.data, "KMQ_DATA_QUOTA": quota}, "none"), lambda: self.appended)
+        return Admission(load({"KMQ_DATA": self.data, "KMQ_DATA_QUOTA": quota}, "none"), lambda: self.appended)
 
     def usage(self):
         return Usage(self.data, lambda: self.appended)

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
-from kmq.cli import pipelines
+from kmq.cli import pipeline_options, pipelines
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
-from kmq.spark import failures, sessions, sql
+from kmq.spark import failures, sessions
+from kmq.spark.sql import results
+from kmq.spark.sql import shell as sql
 from kmq.spark.streaming import lag, streams
 
 
@@ -25,31 +27,31 @@ def test_the_command_line_starts_without_spark_and_arrow():
 def test_lines_come_from_directories_or_over_http_and_not_from_both(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KMQ_DATA", "here")
-    assert pipelines.From().options() == {"path": "here"}
-    assert pipelines.From(path="a,b").options() == {"path": "a,b"}
-    assert pipelines.From(brokers="a:1,b:1").options() == {"kmq.bootstrap.servers": "a:1,b:1"}
+    assert pipeline_options.From().options() == {"path": "here"}
+    assert pipeline_options.From(path="a,b").options() == {"path": "a,b"}
+    assert pipeline_options.From(brokers="a:1,b:1").options() == {"kmq.bootstrap.servers": "a:1,b:1"}
     (tmp_path / "token").write_text("secret\n")
-    assert pipelines.From(brokers="a:1", token_file="token").options()["kmq.token"] == "secret"
+    assert pipeline_options.From(brokers="a:1", token_file="token").options()["kmq.token"] == "secret"
     with pytest.raises(ConfigError, match="not both"):
-        pipelines.From("a", "b:1").options()
+        pipeline_options.From("a", "b:1").options()
     with pytest.raises(ConfigError, match="--token-file 'none': No such file"):
-        pipelines.From(brokers="a:1", token_file="none").options()
+        pipeline_options.From(brokers="a:1", token_file="none").options()
 
 
 def test_topics_come_by_name_or_by_pattern():
-    assert pipelines.Topics("a,b").options() == {"subscribe": "a,b"}
-    assert pipelines.Topics("", "a.*").options() == {"subscribePattern": "a.*"}
-    assert pipelines.Topics().options(".*") == {"subscribePattern": ".*"}
+    assert pipeline_options.Topics("a,b").options() == {"subscribe": "a,b"}
+    assert pipeline_options.Topics("", "a.*").options() == {"subscribePattern": "a.*"}
+    assert pipeline_options.Topics().options(".*") == {"subscribePattern": ".*"}
     for wrong in (("a", "b"), ("", "")):
         with pytest.raises(ConfigError, match="--topics or --pattern"):
-            pipelines.Topics(*wrong).options()
+            pipeline_options.Topics(*wrong).options()
 
 
 def test_a_conf_that_is_no_pair_is_named():
-    assert pipelines._pair("spark.x=a=b") == ("spark.x", "a=b")
+    assert pipeline_options._pair("spark.x=a=b") == ("spark.x", "a=b")
     for wrong in ("spark.x", "=1"):
         with pytest.raises(ConfigError, match="must be name=value"):
-            pipelines._pair(wrong)
+            pipeline_options._pair(wrong)
 
 
 def test_the_list_has_every_pipeline_with_what_it_does(capsys):
@@ -252,9 +254,9 @@ def test_a_statement_ends_with_a_semicolon_that_is_not_quoted():
 
 
 def test_long_and_unprintable_values_are_cut_and_escaped_in_a_table():
-    assert sql._cut(None) == "NULL"
-    assert sql._cut("a\tb\n") == "a\\tb\\n"
-    assert sql._cut("x" * 100) == "x" * 59 + "…"
+    assert results._cut(None) == "NULL"
+    assert results._cut("a\tb\n") == "a\\tb\\n"
+    assert results._cut("x" * 100) == "x" * 59 + "…"
 
 
 # --- progress ------------------------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ def test_what_a_stream_is_behind_is_the_sum_over_all_partitions():
 def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(tmp_path):
     for name in ("ours", "theirs"):
         (tmp_path / name).write_text(f"{name}\n")
-    origin = pipelines.From("", "https://a", str(tmp_path / "ours"), "ca", "cert", "key", "5s")
+    origin = pipeline_options.From("", "https://a", str(tmp_path / "ours"), "ca", "cert", "key", "5s")
     tls = {
         "kmq.token": "ours",
         "kmq.ssl.ca.location": "ca",
@@ -288,13 +290,13 @@ def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(t
         "kmq.ssl.key.location": "key",
     }
     assert origin.options() == {"kmq.bootstrap.servers": "https://a", "kmq.patience": "5s", **tls}
-    assert pipelines.Target().options(origin) == tls
-    assert pipelines.Target(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
-    target = pipelines.Target(str(tmp_path / "theirs"), "other")
+    assert pipeline_options.Target().options(origin) == tls
+    assert pipeline_options.Target(timeout="1m").options(origin) == {**tls, "kmq.timeout": "1m"}
+    target = pipeline_options.Target(str(tmp_path / "theirs"), "other")
     assert target.options(origin) == {"kmq.token": "theirs", "kmq.ssl.ca.location": "other"}
-    assert pipelines.Target().options() == {}
+    assert pipeline_options.Target().options() == {}
     with pytest.raises(ConfigError, match="--patience: is how long a gateway may be away"):
-        pipelines.From("data", patience="5s").options()
+        pipeline_options.From("data", patience="5s").options()
 
 
 @pytest.mark.parametrize("name", ["archive", "metrics", "mirror", "redrive"])

@@ -272,7 +272,7 @@ def test_a_session_says_how_many_cores_there_are(tmp_path):
     """A topic of 20 MiB is cut so that each of them has two tasks."""
     from pyspark.serializers import CloudPickleSerializer
 
-    from kmq.spark.source.source import source_for
+    from kmq.spark.format import source_for
 
     path = write_data(tmp_path / "data", [b"t|0|%d|%b" % (n, b"x" * 10_000) for n in range(2000)])
     for cores, tasks in ((1, 2), (2, 3), (64, 5)):

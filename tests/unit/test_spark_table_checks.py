@@ -125,17 +125,17 @@ def test_a_checkpoint_of_other_rows_is_refused(tmp_path, checkpoint, table_has, 
     path = checkpoint(stream_has, batches) if stream_has else str(tmp_path / "ckpt")
     with open_table(str(tmp_path / "t"), "parquet", []) as table:
         if table_has:
-            table.bind(table_has, 0)
+            table.stream.bind(table_has, 0)
         with pytest.raises(ConfigError, match=what):
-            table.check_checkpoint(path)
+            table.stream.check_checkpoint(path)
 
 
 @pytest.mark.parametrize(("table_has", "batches"), [(QUERY, (0, 1)), ("", ())])
 def test_a_checkpoint_of_these_rows_or_of_none_is_taken(tmp_path, checkpoint, table_has, batches):
     with open_table(str(tmp_path / "t"), "parquet", []) as table:
         if table_has:
-            table.bind(table_has, 0)
-        table.check_checkpoint(checkpoint(QUERY, batches))
+            table.stream.bind(table_has, 0)
+        table.stream.check_checkpoint(checkpoint(QUERY, batches))
 
 
 def test_a_checkpoint_that_cannot_be_one_is_refused(tmp_path):

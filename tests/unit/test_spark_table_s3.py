@@ -77,7 +77,7 @@ def test_a_table_on_s3_of_another_checkpoint_or_format_is_refused(s3, tmp_path):
         add(table, 0, range(3))
     other, refused = open_table(to, "delta", ["topic"], checkpoint=str(tmp_path / "b")), "of another checkpoint; name"
     with other, pytest.raises(ConfigError, match=refused):
-        other.bind("other", 0)
+        other.stream.bind("other", 0)
     with pytest.raises(ConfigError, match="holds a delta table, not iceberg"):
         open_table(to, "iceberg", ["topic"], checkpoint=str(tmp_path / "c")).__enter__()
 

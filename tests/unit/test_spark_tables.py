@@ -80,9 +80,9 @@ def test_another_checkpoint_is_refused_and_so_is_an_old_one_for_a_new_table(tmp_
     with open_table(str(tmp_path / "t"), "parquet", ["topic"]) as table:
         add(table, 0, range(3))
         with pytest.raises(ConfigError, match="of another checkpoint"):
-            table.bind("other", 0)
+            table.stream.bind("other", 0)
     with open_table(str(tmp_path / "new"), "parquet", []) as table, pytest.raises(ConfigError, match="in the middle"):
-        table.bind(QUERY, 7)
+        table.stream.bind(QUERY, 7)
 
 
 @pytest.mark.parametrize(("first", "second"), [("parquet", "delta"), ("delta", "iceberg"), ("iceberg", "parquet")])

@@ -14,7 +14,8 @@ from fake_logger import FakeLogger
 
 from kmq.broker import stats, tls
 from kmq.errors import ConfigError
-from kmq.ingress.intake import Connection, Intake
+from kmq.ingress.connection import Connection
+from kmq.ingress.intake import Intake
 from kmq.links.fifo import FifoWriter, open_fifo
 from kmq.settings import load
 
@@ -201,17 +202,17 @@ def test_replies_that_the_socket_does_not_take_wait_as_of_a_plain_one(connect, f
     connection = Connection(server, "test", server)
     expected, got = bytearray(), bytearray()
     for n in range(20_000):
-        connection.unsaid += b"!ack %d %d\n" % (n, n)
+        connection.replies.pending += b"!ack %d %d\n" % (n, n)
         expected += b"!ack %d %d\n" % (n, n)
         if n % 500 == 0:
-            assert connection.say()
-    assert connection.unsaid
+            assert connection.send_replies()
+    assert connection.replies.pending
     while len(got) < len(expected):
         try:
             got += client.read(1000)
         except ssl.SSLWantReadError:
-            assert connection.say()
-    assert got == expected and not connection.unsaid
+            assert connection.send_replies()
+    assert got == expected and not connection.replies.pending
 
 
 def test_a_server_flight_longer_than_the_socket_takes_asks_for_room(connect, files):
@@ -293,9 +294,9 @@ def test_what_waits_for_the_fifo_is_not_overwritten_by_what_comes_next(connect, 
 
 def receive_line(intake, connection):
     """One receive; whether it took anything."""
-    connection.heard = False
+    connection.was_active = False
     assert intake.receive(connection)
-    return connection.heard
+    return connection.was_active
 
 
 def drained(intake, raw):

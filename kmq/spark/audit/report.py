@@ -1,39 +1,25 @@
-"""What an audit found, to be read: tables for a terminal, JSON, and one HTML file with plots that needs no network."""
+"""What an audit found, in words: as a table on a terminal, and as JSON. page.py: as a page with plots."""
 
-import io
-import os
-from collections import defaultdict
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kmq.spark.audit.judge import FINDINGS, NOTES
+from kmq.spark.audit.findings import FINDINGS, NOTES
+from kmq.spark.audit.found import Found, Moment, Result
 from kmq.spark.source.options import WAL
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from kmq.spark.audit.audit import Found, Moment, Result
 
 _WIDTH = 240  # columns of a table on a terminal, at most
 _HOURS = 100  # topics and hours there
-_SHOWN = 200  # findings in the table of the page
-_ROWS = 24  # logs in the map of seqs
-_TOPICS = 8  # that have a colour of their own
-_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6", "#bab0ac")
-_RED, _AMBER, _GREY, _TEXT = "#d62728", "#e6a700", "#dfe5ec", "#3b4654"
-_OTHERS = "others"
 
 
-def where(found: "Found", with_broker: bool = False) -> str:
+def where(found: Found, with_broker: bool = False) -> str:
     """The log it is in: append, or <topic>/<partition>."""
     row = found.row
     log = "append" if row.topic == WAL else f"{row.topic}/{row.partition}"
     return f"{found.broker} {log}" if with_broker else log
 
 
-def at(found: "Found") -> str:
+def at(found: Found) -> str:
     """Where in the log: an offset of a queue, a byte of damage."""
     row = found.row
     if row.path:
@@ -41,7 +27,7 @@ def at(found: "Found") -> str:
     return f"offset {row.offset:,}" if row.offset >= 0 else ""
 
 
-def seqs(found: "Found") -> str:
+def seqs(found: Found) -> str:
     """Its seqs: `17`, or `17 to 20`."""
     first, last = found.row.first_seq, found.row.last_seq
     if not first:
@@ -49,7 +35,7 @@ def seqs(found: "Found") -> str:
     return f"{first}" if first == last else f"{first} to {last}"
 
 
-def what(found: "Found") -> str:
+def what(found: Found) -> str:
     """What it means, in words."""
     row = found.row
     return f"{FINDINGS.get(row.what) or NOTES[row.what]}" + (f" ({row.detail})" if row.detail else "")
@@ -58,7 +44,7 @@ def what(found: "Found") -> str:
 # --- JSON ------------------------------------------------------------------------------------------------------------------
 
 
-def table(result: "Result", limit: int) -> dict[str, Any]:
+def table(result: Result, limit: int) -> dict[str, Any]:
     """The whole result, with at most `limit` findings one by one."""
     return {
         "result": "pass" if result.is_good else "fail",
@@ -72,7 +58,7 @@ def table(result: "Result", limit: int) -> dict[str, Any]:
             }
             for each in result.sources
         ],
-        "records": _records(result),
+        "records": records(result),
         "findings": result.findings,
         "notes": result.notes,
         "shown": [{"broker": each.broker, "file": each.file} | each.row._asdict() for each in result.found[:limit]],
@@ -80,19 +66,19 @@ def table(result: "Result", limit: int) -> dict[str, Any]:
     }
 
 
-def _records(result: "Result") -> int:
+def records(result: Result) -> int:
     return sum(each.records for each in result.hours)
 
 
-def _found(result: "Result") -> int:
+def found(result: Result) -> int:
     return sum(result.findings.values())
 
 
 # --- the terminal ------------------------------------------------------------------------------------------------------------
 
 
-def show(result: "Result", limit: int) -> None:
-    """Print tables: findings first, then notes, then what came when."""
+def show(result: Result, limit: int) -> None:
+    """Print tables: findings first, then records and bytes by hour, then what was compared, and the verdict."""
     from rich.console import Console
     from rich.markup import escape as escape_markup
     from rich.table import Table
@@ -118,9 +104,9 @@ def show(result: "Result", limit: int) -> None:
     counts = Table("topic", "hour (UTC)", box=None, pad_edge=False, header_style="bold")
     counts.add_column("records", justify="right")
     counts.add_column("bytes", justify="right")
-    rows = _by_topic_and_hour(result.hours, many)
-    for topic, hour, records, nbytes in rows[:_HOURS]:
-        counts.add_row(escape_markup(topic), hour, f"{records:,}", f"{nbytes:,}")
+    rows = by_topic_and_hour(result.hours, many)
+    for topic, hour, count, nbytes in rows[:_HOURS]:
+        counts.add_row(escape_markup(topic), hour, f"{count:,}", f"{nbytes:,}")
     out.print(counts)
     if len(rows) > _HOURS:
         print(f"… and {len(rows) - _HOURS:,} more; all with --json")
@@ -132,20 +118,20 @@ def show(result: "Result", limit: int) -> None:
         print(f"finding: {kind} {count:,} ({FINDINGS[kind]})")
     for kind, count in result.notes.items():
         print(f"note: {kind} {count:,} ({NOTES[kind]})")
-    print(f"audit: {_records(result):,} records, {verdict(result)}")
+    print(f"audit: {records(result):,} records, {verdict(result)}")
 
 
-def verdict(result: "Result") -> str:
+def verdict(result: Result) -> str:
     """`all good`, or the findings and how many records each is about."""
     return ", ".join(f"{kind} {count:,}" for kind, count in result.findings.items()) or "all good"
 
 
-def _by_topic_and_hour(hours: Iterable["Moment"], many: bool) -> list[tuple[str, str, int, int]]:
+def by_topic_and_hour(hours: Iterable[Moment], many: bool) -> list[tuple[str, str, int, int]]:
     rows = sorted(hours, key=lambda each: (each.broker, each.topic, each.time))
     return [
         (
             f"{each.broker} {each.topic}" if many else each.topic,
-            f"{_time(each.time):%Y-%m-%d %H}h",
+            f"{as_time(each.time):%Y-%m-%d %H}h",
             each.records,
             each.nbytes,
         )
@@ -153,271 +139,5 @@ def _by_topic_and_hour(hours: Iterable["Moment"], many: bool) -> list[tuple[str,
     ]
 
 
-def _time(micros: int) -> datetime:
+def as_time(micros: int) -> datetime:
     return datetime.fromtimestamp(micros / 1e6, UTC)
-
-
-# --- the page ------------------------------------------------------------------------------------------------------------------
-
-_STYLE = """
-:root{--text:#1d2733;--soft:#5b6878;--line:#dfe5ec;--good:#1a7f37;--bad:#c62828}
-*{box-sizing:border-box}body{margin:0;background:#f6f8fa;color:var(--text);font:15px/1.5 system-ui,sans-serif}
-main{max-width:1080px;margin:0 auto;padding:28px 20px 60px}h1{font-size:26px;margin:0}h2{font-size:17px;margin:0 0 10px}
-header{border-left:6px solid var(--good);padding:2px 0 2px 16px;margin-bottom:22px}header.bad{border-color:var(--bad)}
-header p{margin:2px 0 0;color:var(--soft)}.tiles{display:flex;flex-wrap:wrap;gap:12px;margin-bottom:18px}
-.tile,section{background:#fff;border:1px solid var(--line);border-radius:8px}
-.tile{padding:10px 16px;min-width:130px;flex:1}.tile b{display:block;font-size:21px}.tile span{color:var(--soft);font-size:13px}
-section{padding:16px 18px;margin-bottom:18px;overflow-x:auto}svg{max-width:100%;height:auto;display:block}
-table{border-collapse:collapse;width:100%;font-size:13.5px}th{text-align:left;color:var(--soft);font-weight:600}
-th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--line);vertical-align:top}td.n,th.n{text-align:right}
-td:last-child{padding-right:0}td.kind{color:var(--bad);font-weight:600;white-space:nowrap}td.file,td.seq{white-space:nowrap;font-size:12.5px}
-.soft{color:var(--soft)}footer{color:var(--soft);font-size:13px}
-"""
-
-
-def write(result: "Result", path: str) -> None:
-    """The page, as one file; a reader never sees half of it."""
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(f"{path}.new", "w", encoding="utf-8") as file:
-        file.write(page(result))
-    os.replace(f"{path}.new", path)
-
-
-def page(result: "Result") -> str:
-    """The page."""
-    title = "all good" if result.is_good else f"{_found(result):,} records with findings"
-    names = ", ".join(each.name for each in result.sources)
-    parts = [
-        f'<header class="{"good" if result.is_good else "bad"}"><h1>KMQ audit: {title}</h1>'
-        f"<p>{escape(names)}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC</p></header>",
-        _tiles(result),
-        _findings(result),
-        _section(
-            "Sequence numbers", _seq_map(result), "Red: findings. Amber: notes, such as ranges that dropped.log names."
-        ),
-        _section("Throughput", _throughput(result)),
-        _section("Records by topic and hour", _hours(result), table=_hours_table(result)),
-        "<footer>Every block of the WAL and of the queues was checked against the crc in its index.</footer>",
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>KMQ audit: {escape(title)}</title><style>{_STYLE}</style></head><body><main>"
-        + "\n".join(filter(None, parts))
-        + "</main></body></html>\n"
-    )
-
-
-def _section(title: str, plot: str, note: str = "", table: str = "") -> str:
-    if not plot and not table:
-        return ""
-    text = f'<p class="soft">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{text}{plot}{table}</section>"
-
-
-def _tiles(result: "Result") -> str:
-    tiles = [
-        (f"{_records(result):,}", "records in the WAL"),
-        (_size(sum(each.nbytes for each in result.hours)), "in the WAL"),
-        (f"{len({(each.broker, each.topic) for each in result.hours}):,}", "topics"),
-        (f"{sum(len(each.snapshot.queues) for each in result.sources):,}", "queues"),
-        (f"{_found(result):,}", "records with findings"),
-    ]
-    return (
-        '<div class="tiles">'
-        + "".join(f'<div class="tile"><b>{a}</b><span>{b}</span></div>' for a, b in tiles)
-        + "</div>"
-    )
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
-
-
-def _html_table(
-    titles: list[str], rows: Iterable[Iterable[str]], numbers: tuple[int, ...], classes: dict[int, str]
-) -> str:
-    def cell(tag: str, column: int, text: str) -> str:
-        name = "n" if column in numbers else classes.get(column, "") if tag == "td" else ""
-        return f'<{tag} class="{name}">{escape(text)}</{tag}>' if name else f"<{tag}>{escape(text)}</{tag}>"
-
-    def line(tag: str, texts: Iterable[str]) -> str:
-        return "<tr>" + "".join(cell(tag, column, text) for column, text in enumerate(texts)) + "</tr>"
-
-    return (
-        f"<table><thead>{line('th', titles)}</thead><tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
-    )
-
-
-def _findings(result: "Result") -> str:
-    many = len(result.sources) > 1
-    parts = []
-    if result.found:
-        rows = (
-            (each.row.what, where(each, many), seqs(each), f"{each.row.records:,}", each.file, at(each), what(each))
-            for each in result.found[:_SHOWN]
-        )
-        titles = ["finding", "where", "seq", "records", "file", "at", "what"]
-        parts.append(_html_table(titles, rows, (3,), {0: "kind", 2: "seq", 4: "file", 5: "seq"}))
-        if len(result.found) > _SHOWN:
-            parts.append(
-                f'<p class="soft">The first {_SHOWN} are shown; all are counted: {escape(verdict(result))}.</p>'
-            )
-    parts += [f'<p class="soft">Note: {count:,} {escape(NOTES[kind])}.</p>' for kind, count in result.notes.items()]
-    return f"<section><h2>Findings</h2>{''.join(parts) or '<p>None.</p>'}</section>"
-
-
-def _hours_table(result: "Result") -> str:
-    rows = _by_topic_and_hour(result.hours, len(result.sources) > 1)
-    lines = (
-        (topic, hour, f"{records:,}", _size(nbytes), f"{nbytes / max(records, 1):,.0f} B")
-        for topic, hour, records, nbytes in rows[:_SHOWN]
-    )
-    more = f'<p class="soft">… and {len(rows) - _SHOWN:,} more.</p>' if len(rows) > _SHOWN else ""
-    return _html_table(["topic", "hour (UTC)", "records", "bytes", "mean size"], lines, (2, 3, 4), {}) + more
-
-
-# --- plots ---------------------------------------------------------------------------------------------------------------------
-
-
-def _plot(height: float, columns: int = 1) -> tuple[Any, Any]:
-    """(figure, axes) in the page's style; nothing is asked of a display."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with rc_context({"font.size": 9}):
-        figure = Figure(figsize=(10.2, height), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.subplots(1, columns)
-    return figure, axes
-
-
-def _tidy(axes: "Axes", grid: str) -> None:
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color("#b8c2cd")
-    axes.tick_params(colors=_TEXT, length=0)
-    axes.grid(axis=grid, color="#edf1f5")  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
-
-
-def _svg(figure: Any) -> str:
-    from matplotlib import rc_context
-
-    text = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kmq", "font.family": "sans-serif"}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def _seq_map(result: "Result") -> str:
-    """Findings (red) and notes (amber) of each log over the seqs; the WAL first, then the queues that have any."""
-    marks: defaultdict[tuple[str, str, int], list[Found]] = defaultdict(list)
-    for each in [*result.noted, *result.found]:
-        if each.row.first_seq:
-            marks[each.broker, each.row.topic, each.row.partition].append(each)
-    logs = [(source, WAL, 0) for source in result.sources]
-    logs += [(source, *place) for source in result.sources for place in sorted(source.snapshot.queues)]
-    logs.sort(key=lambda log: (log[1] != WAL, not marks.get((log[0].name, log[1], log[2]))))
-    logs = logs[:_ROWS]
-    many = len(result.sources) > 1
-    figure, axes = _plot(0.7 + 0.27 * len(logs))
-    ends = [source.snapshot.wal for source in result.sources]
-    low, high = min(first for first, _ in ends), max(end for _, end in ends)
-    least = (high - low) / 400  # a single record must be seen
-    labels = []
-    for y, (source, topic, partition) in enumerate(logs):
-        first, end = source.snapshot.wal
-        axes.broken_barh([(first, end - first)], (y - 0.36, 0.72), color=_GREY)
-        for is_finding, colour in ((False, _AMBER), (True, _RED)):
-            spans = [
-                (max(each.row.first_seq, low), max(each.row.last_seq + 1 - each.row.first_seq, least))
-                for each in marks[source.name, topic, partition]
-                if (each.row.what in FINDINGS) == is_finding
-            ]
-            axes.broken_barh(spans, (y - 0.36, 0.72), color=colour)
-        name = "append (WAL)" if topic == WAL else f"{topic}/{partition}"
-        labels.append(f"{source.name} {name}" if many else name)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set_xlim(low, max(high, low + 1))
-    axes.set_xlabel("seq", color=_TEXT)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _tidy(axes, "x")
-    return _svg(figure)
-
-
-def _by_topic(moments: list["Moment"]) -> tuple[list[str], dict[tuple[str, int], int]]:
-    """(topics, most records first, and `others`; records by topic and time)."""
-    sums: defaultdict[str, int] = defaultdict(int)
-    for each in moments:
-        sums[each.topic] += each.records
-    names = sorted(sums, key=lambda name: (-sums[name], name))
-    kept = names if len(names) <= _TOPICS + 1 else names[:_TOPICS]
-    counts: defaultdict[tuple[str, int], int] = defaultdict(int)
-    for each in moments:
-        counts[each.topic if each.topic in kept else _OTHERS, each.time] += each.records
-    return kept if len(kept) == len(names) else [*kept, _OTHERS], counts
-
-
-def _throughput(result: "Result") -> str:
-    """Records a second over time, one colour a topic."""
-    if not result.moments:
-        return ""
-    bucket = max(each.bucket for each in result.sources)
-    names, counts = _by_topic([each._replace(time=each.time // bucket * bucket) for each in result.moments])
-    times = [time for _, time in counts]
-    ticks = range(min(times) - bucket, max(times) + 2 * bucket, bucket)
-    if len(ticks) > 5_000:  # days without a message between: only where there are any
-        ticks = sorted({*times, *(time - bucket for time in times), *(time + bucket for time in times)})  # type: ignore[assignment]
-    figure, axes = _plot(2.7)
-    rates = [[counts.get((name, time), 0) / (bucket / 1e6) for time in ticks] for name in names]
-    axes.stackplot([_time(time) for time in ticks], rates, labels=names, colors=_COLOURS, step="post")
-    axes.set_ylabel("records/s", color=_TEXT)
-    axes.set_ylim(0)
-    axes.margins(x=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _time_axis(axes)
-    _tidy(axes, "y")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=_TEXT)
-    return _svg(figure)
-
-
-def _time_axis(axes: "Axes") -> None:
-    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
-
-    locator = AutoDateLocator()  # type: ignore[no-untyped-call]
-    axes.xaxis.set_major_locator(locator)
-    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
-
-
-def _hours(result: "Result") -> str:
-    """Records by hour, one colour a topic; topics alone where there is one hour."""
-    if not result.hours:
-        return ""
-    names, counts = _by_topic(result.hours)
-    hours = sorted({time for _, time in counts})
-    if len(hours) == 1:
-        figure, axes = _plot(0.6 + 0.3 * len(names))
-        axes.barh(names, [counts[name, hours[0]] for name in names], color=_COLOURS[: len(names)], height=0.7)
-        axes.invert_yaxis()
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.set_xlabel("records", color=_TEXT)
-        _tidy(axes, "x")
-        return _svg(figure)
-    figure, axes = _plot(2.7)
-    below = [0] * len(hours)
-    for name, colour in zip(names, _COLOURS, strict=False):
-        heights = [counts.get((name, hour), 0) for hour in hours]
-        axes.bar([_time(hour) for hour in hours], heights, 0.036, below, label=name, color=colour, align="edge")
-        below = [a + b for a, b in zip(below, heights, strict=True)]
-    axes.set_ylabel("records", color=_TEXT)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _time_axis(axes)
-    _tidy(axes, "y")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, labelcolor=_TEXT)
-    return _svg(figure)

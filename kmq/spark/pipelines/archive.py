@@ -10,56 +10,48 @@ become part of the table.
 Invariant   Every record of the topics is in the table once, or in its dead-letter topic once, with the reason (bad="keep": in the
             table with the reason; bad="drop": counted). No field of a record is dropped without being asked for: what an inferred
             schema does not know, at any depth, is in column `rest`.
-Crash       before the table's commit   the batch is run again. Dead letters that went out are known to the broker by producer
-                                        (this archive and their partition) and id (offset + 1): not stored again;
+Crash       before the table's commit   the batch is run again; dead letters that were sent are not stored again;
             after it, before Spark's    the table has the batch: skipped (kmq/spark/tables).
-            A broker that is down stops the archive before the commit, so that nothing is taken for archived that is not.
-Bad         What payloads.py says. JSON to the letter: one object, nothing behind it, no NaN, no single quotes.
+Bad         See payloads.py. JSON to the letter: one object, nothing behind it, no NaN, no single quotes.
 """
 
 import importlib
-import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import add
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
-from pyspark.sql import Column, DataFrame, Observation, SparkSession
+from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, MapType, StructType, VariantType
 
-from kmq.errors import ConfigError, KmqError
-from kmq.log import topics as declarations
-from kmq.log.disk import replace_file
-from kmq.settings import load
+from kmq.errors import ConfigError
 from kmq.spark import failures
 from kmq.spark.names import nearest
 from kmq.spark.pinned import pinned, utc_date, utc_hour
+from kmq.spark.pipelines import schemas
+from kmq.spark.pipelines.dead_letters import DeadLetters, dead_letters
+from kmq.spark.pipelines.following import BATCH_BYTES, starting
+from kmq.spark.pipelines.into_table import follow
+from kmq.spark.pipelines.keywords import Keywords
 from kmq.spark.pipelines.payloads import infer, parse
-from kmq.spark.sink.targets import Target, producer
-from kmq.spark.source.brokers import Directory, open_broker
-from kmq.spark.source.options import Options
-from kmq.spark.tables import Table, follow, open_table
+from kmq.spark.pipelines.schemas import INFER, NONE
+from kmq.spark.sink.targets import Destination
+from kmq.spark.source.options import Options as ReadOptions
+from kmq.spark.streaming.streams import EVERY, Trigger
+from kmq.spark.tables import PARQUET, Table, TableSpec
 
-# What the source is asked for. The key as bytes: a dead letter keeps it to the last one.
+__all__ = ["BAD", "EVERY", "INFER", "NONE", "READ", "Archive", "Archived", "Payloads"]
+__all__ += ["dead_letters", "enrich", "infer", "parse", "run", "start", "with_text"]
+
+# The columns that are read. The key as bytes: a dead letter keeps it to the last one.
 READ = (
     "broker string, topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key string,"
     " routing_key binary, producer_ts string, id string, headers map<string,string>, value binary"
 )
 PARTITION_BY = ("topic", "date", "hour")
 BAD = ("dlq", "keep", "drop")
-INFER, NONE = "infer", "none"  # schemas that are none
-DLQ = ".dlq"  # behind the topic
-BATCH_BYTES = "64m"  # of lines in a micro-batch
-EVERY = "10 seconds"  # between two of them: each makes a file in each directory that it adds to
-SAMPLE = 10_000  # records that a schema is inferred from
-
-_BESIDE = ("routing_key", "producer_ts", "id", "reason")  # what a dead letter's line holds beside headers and payload
-_ADOPT_S = 30.0  # how long a router may take to take up a new topic
 
 
 # --- functions of DataFrames -----------------------------------------------------------------------------------------
@@ -92,59 +84,60 @@ def with_text(rows: DataFrame) -> DataFrame:
     return rows.withColumns({"value_text": F.when(good, text), "value": F.when(~good, F.col("value"))})
 
 
-def dead_letters(bad: DataFrame, archive: str, max_line: int = 1 << 20) -> DataFrame:
-    """Rows of `parse` with a reason as messages to <topic>.dlq, for format("kmq").
+# --- what is asked for -----------------------------------------------------------------------------------------------
 
-    Payload, key, producer_ts and headers are kept. Headers tell the reason, `from` (topic-partition-offset) and the `id` it had.
-    Headers with names that only raw lines can have (one letter, or what must be encoded) are in header `other`, as JSON.
-    A payload that these make too long for a line is cut; header `len` is then its length. Where it is from, all of it is.
-    """
-    source = F.sha2(F.concat_ws("|", "broker", "topic"), 256).substr(1, 16)
-    text, size = F.col("value").cast("string"), F.octet_length("value")
-    beside = (F.octet_length(F.coalesce(each, F.lit(""))) for each in (*map(F.col, _BESIDE), F.to_json("headers")))
-    room = F.lit(max_line - 1024) - 3 * reduce(add, beside)  # percent-encoded: three bytes for one
-    plain = F.is_valid_utf8(text) & ~text.rlike(
-        r"[\x00-\x08\x0a-\x1f\x7f]"
-    )  # all else goes as base64: four bytes for three
-    short = F.greatest((room * 3 / 4).cast("int"), F.lit(0))
-    cut = size > F.when(plain, room).otherwise(short)
-    odd = F.map_filter(
-        "headers", lambda name, _: ~_is_plain(name) & ~name.isin("p", "w", "enc")
-    )  # of how it was stored
-    ours = {
-        "reason": F.col("reason"),
-        "from": F.concat_ws("-", "topic", "partition", "offset"),
-        "id": F.col("id"),
-        "len": F.when(cut, size.cast("string")),  # a header that is null is not sent
-        "other": F.when(F.size(odd) > 0, F.to_json(odd)),
-    }
-    names = F.array_distinct(F.map_keys("headers"))  # a name may come twice
-    kept = F.filter(names, lambda name: _is_plain(name) & ~name.isin("enc", *ours))
-    theirs = F.map_from_arrays(kept, F.transform(kept, lambda name: F.element_at("headers", name)))
-    why = F.create_map(*(part for name, text in ours.items() for part in (F.lit(name), text)))
-    letters = bad.select(
-        F.concat(F.concat("topic", F.lit(f"{DLQ}.@")).cast("binary"), _dot_and_key()).alias("routing_key"),
-        "producer_ts",
-        F.concat_ws("-", F.lit(f"archive-{archive}"), source, "partition").alias("producer"),
-        (F.col("offset") + 1).alias("id"),
-        F.map_concat(theirs, why).alias("headers"),
-        F.when(cut, F.substring("value", F.lit(1), short)).otherwise(F.col("value")).alias("value"),
+
+class Payloads(NamedTuple):
+    """What becomes of payloads."""
+
+    schema: str = (
+        INFER  # DDL, a file of it, `infer` (of a sample at the first start, then the same ever after), or `none`: text
     )
-    return letters.repartition("producer").sortWithinPartitions("producer", "id")
+    bad: str = "dlq"  # payloads that are none of the schema: see BAD
+    rest: bool | None = None  # a column of fields that the schema lacks; None: where it is inferred
+    enrich_with: str = ""  # module:function, from a DataFrame of the good rows to the one that is stored
+
+    @property
+    def keeps_rest(self) -> bool:
+        return self.rest if self.rest is not None else self.schema == INFER
 
 
-def _dot_and_key() -> Column:
-    """`.<key>` of a routing key, binary, whether there is a mark between topic and key or not; empty without a key."""
-    behind = F.expr("substring(routing_key, octet_length(topic) + 1)")
-    mark = F.regexp_extract(behind.cast("string"), r"\A(\.@[0-9]*)(?:\.|\z)", 1)
-    return F.when(mark != "", F.substring(behind, F.length(mark) + 1, F.lit((1 << 31) - 1))).otherwise(behind)
+class Host(NamedTuple):
+    """Where records come from that do not say it: None is what this process knows of itself."""
+
+    host: str | None = None
+    pod: str | None = None
 
 
-def _is_plain(name: Column) -> Column:
-    return name.rlike("^[A-Za-z0-9_.-]{2,}$")
+class Archive(NamedTuple):
+    """An archive as it is asked for."""
+
+    where: Mapping[str, str]  # options of format("kmq")
+    table: TableSpec
+    payloads: Payloads = Payloads()
+    dead_letters: Destination = Destination()
+    trigger: Trigger = Trigger()
+    batch_bytes: str = BATCH_BYTES
+    host: Host = Host()
 
 
-# --- the pipeline ----------------------------------------------------------------------------------------------------
+class Options(TypedDict, total=False):
+    """The keyword arguments of `run`: fields of Payloads, Destination, Trigger, TableSpec and Host, and `batch_bytes`."""
+
+    schema: str
+    bad: str
+    rest: bool | None
+    enrich_with: str
+    producers: str
+    connection: Mapping[str, str] | None
+    once: bool
+    every: str
+    checkpoint: str
+    partition_by: Sequence[str]
+    catalog: str
+    host: str | None
+    pod: str | None
+    batch_bytes: str
 
 
 class Archived(NamedTuple):
@@ -156,201 +149,120 @@ class Archived(NamedTuple):
     merged: int  # small files that became few
 
 
+# --- the pipeline ----------------------------------------------------------------------------------------------------
+
+
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
     to: str,
-    format: str = "parquet",
-    schema: str = INFER,
-    enrich_with: str = "",
-    bad: str = "dlq",
-    producers: str = "",
-    once: bool = True,
-    checkpoint: str = "",
-    partition_by: Sequence[str] = PARTITION_BY,
-    rest: bool | None = None,
-    every: str = EVERY,
-    batch_bytes: str = BATCH_BYTES,
-    host: str | None = None,
-    pod: str | None = None,
+    format: str = PARQUET,
+    *,
     progress: Any = None,
-    catalog: str = "",
-    connection: Mapping[str, str] | None = None,
+    **options: Unpack[Options],
 ) -> Archived:
     """Archive what `where` (options of format("kmq")) names: all there is now, or on and on.
 
-    `schema`: DDL, a file of it, `infer` (of a sample at the first start, the same ever after) or `none` (payloads as text).
-    `enrich_with`: module:function, of a DataFrame with the good rows to the one that is stored. `rest`: None is: where inferred.
+    `schema`, `bad`, `rest`, `enrich_with`: see Payloads. `partition_by`, `catalog`: see TableSpec. `once`, `every`,
+    `checkpoint`: see Trigger.
     `producers`: host:port of each broker's lines, in the order of `where`; without it that of this directory's settings.
-    `connection`: options of the sink for their token, TLS and timeout; None: the token of `where`.
-    `catalog`: of Iceberg, see kmq/spark/tables/iceberg.py.
+    `connection`: options of the sink for their token, TLS and timeout; without it the token of `where`.
     """
-    if bad not in BAD:
-        raise ConfigError(f"--bad {bad!r}: is one of {', '.join(BAD)}")
-    more = _function(enrich_with) if enrich_with else None
-    letters = _Letters(Options(where), producers, connection) if bad == "dlq" and schema != NONE else None
-    with open_table(to, format, partition_by, catalog, checkpoint) as table:
-        fields = None if schema == NONE else _decided(spark, table, where, schema)
-        keeps_rest = rest if rest is not None else schema == INFER
-        count = 0
+    given = Keywords("run", options)
+    asked = given.value(
+        Archive,
+        where=where,
+        table=given.value(TableSpec, to=to, format=format, partition_by=PARTITION_BY),
+        payloads=given.value(Payloads),
+        dead_letters=given.value(Destination),
+        trigger=given.value(Trigger),
+        host=given.value(Host),
+    )
+    given.check_all_taken()
+    return start(spark, asked, progress)
 
-        def enriched(rows: DataFrame) -> DataFrame:
-            return enrich(rows.drop("routing_key"), host, pod)
 
-        def stored(rows: DataFrame) -> DataFrame:
-            """The good rows, as they become part of the table."""
-            if fields is None or bad == "keep":
-                rows = with_text(rows)
-            else:
-                rows = rows.drop("reason", "value")
-            return more(enriched(rows)) if more else enriched(rows)
-
-        def check() -> None:
-            """With no rows, so that what cannot be stored is told before the stream starts."""
-            rows = spark.createDataFrame([], READ)
-            parsed = rows if fields is None else parse(rows, fields, keeps_rest)
-            given = enriched(parsed).columns if more else None
-            _check_partitions(partition_by, stored(parsed), given, enrich_with)
-            table.expect(stored(parsed))
-
-        def prepare(batch: DataFrame, query: str) -> None:
-            nonlocal count
-            if fields is None:
-                table.stage(stored(batch))
-                return
-            seen = Observation()
-            # Between the parsing and the choice, also so that Spark does not parse once for each of them.
-            parsed = parse(batch, fields, keeps_rest).observe(seen, F.count("reason").alias("bad"))
-            if bad == "keep":
-                table.stage(stored(parsed.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value")))))
-            else:
-                table.stage(stored(parsed.where("reason is null")))
-            count += seen.get["bad"]
-            if letters and seen.get["bad"]:
-                with pinned(batch.sparkSession):
-                    letters.send(parsed.where("reason is not null"), query)
-
-        check()
-        _freeze(table, fields)
+def start(spark: SparkSession, asked: Archive, progress: Any = None) -> Archived:
+    """Run an archive."""
+    if asked.payloads.bad not in BAD:
+        raise ConfigError(f"--bad {asked.payloads.bad!r}: is one of {', '.join(BAD)}")
+    enrich_more = _function(asked.payloads.enrich_with) if asked.payloads.enrich_with else None
+    letters = None
+    if asked.payloads.bad == "dlq" and asked.payloads.schema != NONE:
+        letters = DeadLetters(ReadOptions(asked.where), asked.dead_letters)
+    with asked.table.open(asked.trigger.checkpoint) as table:
+        fields = None
+        if asked.payloads.schema != NONE:
+            fields = schemas.decide(spark, table, asked.where, asked.payloads.schema)
+        batches = _Batches(asked, table, fields, enrich_more, letters)
+        batches.check(spark)
+        schemas.keep(table, fields)
         if progress is not None:
-            progress.describe(f"archive to {to}")
-        rows = spark.readStream.format("kmq").schema(READ).options(**starting(where, batch_bytes)).load()
-        done = follow(table, rows, prepare, "archive", once, every, checkpoint)
-        return Archived(done.rows, count, done.batches, done.merged)
+            progress.describe(f"archive to {asked.table.to}")
+        stream = spark.readStream.format("kmq").schema(READ)
+        rows = stream.options(**starting(asked.where, asked.batch_bytes)).load()
+        done = follow(table, rows, batches.stage, "archive", asked.trigger)
+        return Archived(done.rows, batches.bad, done.batches, done.merged)
 
 
-class _Letters:
-    """The way of dead letters back to the brokers their records came from."""
+class _Batches:
+    """What happens to each batch, and how many bad records there were so far."""
 
-    def __init__(self, options: Options, producers: str, connection: Mapping[str, str] | None = None) -> None:
-        """Raises ConfigError where one cannot be reached: better at the start than at the first bad record."""
-        self._options = options
-        self._connection = dict(connection or ({"kmq.token": options.token} if options.token else {}))
-        given = [part.strip() for part in producers.split(",") if part.strip()]
-        hint = "give --producers host:port for each, or --bad keep or drop"
-        if given and len(given) != len(options.brokers):
-            raise ConfigError(f"--producers {producers!r}: there are {len(options.brokers)} brokers; {hint}")
-        if not given and not (options.paths and list(map(os.path.realpath, options.paths)) == [_own_data()]):
-            raise ConfigError(
-                f"bad records go to <topic>{DLQ} at the broker they are from, but where it listens is unknown; {hint}"
-            )
-        self._max_line = 1 << 20
-        self._addresses = dict(zip(options.brokers, given, strict=True)) if given else {}
-        self._known: set[tuple[str, str]] = set()
-        for name in options.brokers:
-            target = self._target(name)
-            try:
-                target.check()
-                with producer(target.address, target.access) as probe:
-                    self._max_line = min(self._max_line, probe.connect(timeout=_ADOPT_S))
-            except (KmqError, TimeoutError, ValueError) as err:
-                raise ConfigError(
-                    f"bad records could not be sent to {target.address}: {err}; start the broker, {hint}"
-                ) from err
+    def __init__(
+        self,
+        asked: Archive,
+        table: Table,
+        fields: StructType | None,
+        enrich_more: Callable[[DataFrame], DataFrame] | None,
+        letters: DeadLetters | None,
+    ) -> None:
+        """`fields`: None: payloads are stored as text."""
+        self._asked, self._table, self._fields = asked, table, fields
+        self._enrich_more, self._letters = enrich_more, letters
+        self._keeps_bad = asked.payloads.bad == "keep"
+        self.bad = 0
 
-    def _target(self, broker: str) -> Target:
-        """Asked for each time: a broker that was started again may have another port."""
-        return Target.of(self._addresses.get(broker, ""), self._connection)
+    def _parsed(self, rows: DataFrame) -> DataFrame:
+        return rows if self._fields is None else parse(rows, self._fields, self._asked.payloads.keeps_rest)
 
-    def send(self, bad: DataFrame, query: str) -> None:
-        """Store these records in their dead-letter topics, each once however often this is called."""
-        bad = bad.persist()  # to find them is to parse the whole batch
-        try:
-            found = sorted((row.broker, row.topic) for row in bad.select("broker", "topic").distinct().collect())
-            for broker, topic in found:
-                self._declare(broker, f"{topic}{DLQ}")
-            for broker in {broker for broker, _ in found}:
-                target = self._target(broker)
-                letters = dead_letters(
-                    bad.where(F.col("broker") == broker), query.replace("-", "")[:12], self._max_line
-                )
-                where = "path" if self._options.paths else "kmq.bootstrap.servers"  # to compare those that come again
-                writer = letters.write.format("kmq").mode("append").options(**target.options).option(where, broker)
-                writer.option("kmq.probe", "false").save()  # the start has looked: one that is away now is waited for
-        finally:
-            bad.unpersist()
+    def _enriched(self, rows: DataFrame) -> DataFrame:
+        return enrich(rows.drop("routing_key"), *self._asked.host)
 
-    def _declare(self, broker: str, name: str) -> None:
-        """An undeclared orders.dlq would be key `dlq` of topic orders, and its letters records of that."""
-        if (broker, name) in self._known:
+    def _stored(self, rows: DataFrame) -> DataFrame:
+        """Return the good rows, as they become part of the table."""
+        if self._fields is None or self._keeps_bad:
+            rows = with_text(rows)
+        else:
+            rows = rows.drop("reason", "value")
+        enriched = self._enriched(rows)
+        return self._enrich_more(enriched) if self._enrich_more else enriched
+
+    def check(self, spark: SparkSession) -> None:
+        """Raise ConfigError for what cannot be stored, before the stream starts: tried with no rows."""
+        parsed = self._parsed(spark.createDataFrame([], READ))
+        given = self._enriched(parsed).columns if self._enrich_more else None
+        partition_by = self._asked.table.partition_by
+        _check_partitions(partition_by, self._stored(parsed), given, self._asked.payloads.enrich_with)
+        self._table.expect(self._stored(parsed))
+
+    def stage(self, batch: DataFrame, query: str) -> None:
+        """Stage the good rows of a batch, and send its dead letters."""
+        if self._fields is None:
+            self._table.stage(self._stored(batch))
             return
-        at = open_broker(broker, bool(self._options.paths), self._options.access)
-        if isinstance(at, Directory):
-            if name not in at.topics():
-                declarations.declare(at.path, name, 1)
-            deadline = time.monotonic() + _ADOPT_S
-            while declarations.load(at.path, name)[1] is None:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"topic {name!r}: the router of {broker} does not take it up; is the broker up?")
-                time.sleep(0.05)
-        elif name not in at.topics():
-            raise ConfigError(f"topic {name!r} is needed at {broker} for bad records: kmq topics create {name}, there")
-        self._known.add((broker, name))
-
-
-def _own_data() -> str:
-    return os.path.realpath(load().data)
-
-
-def starting(where: Mapping[str, str], batch_bytes: str) -> dict[str, str]:
-    """The options of the stream: from the first record on, in batches of a size; a pattern takes in no dead letters."""
-    lower = {name.lower(): text for name, text in where.items()}
-    options = dict(where)
-    if "subscribepattern" in lower:
-        options = {name: text for name, text in where.items() if name.lower() != "subscribepattern"}
-        options["subscribePattern"] = rf"(?!.*\.dlq$)(?:{lower['subscribepattern']})"
-    if not {"startingoffsets", "startingtimestamp"} & lower.keys():
-        options["startingOffsets"] = "earliest"
-    if not {"maxbytespertrigger", "maxoffsetspertrigger"} & lower.keys():
-        options["maxBytesPerTrigger"] = batch_bytes
-    return options
-
-
-def _decided(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
-    """The schema of this table, as decided at its first start: batches that are run again must come out the same."""
-    path = _schema_file(table)
-    known = None
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            known = StructType.fromJson(json.load(file))
-    if schema == INFER:
-        with pinned(spark):
-            found = known or infer(_sample(spark, where))
-    else:
-        found = _given(schema)
-    if known not in (None, found):
-        raise ConfigError(f"--schema: {path} has another one for this table: {known.simpleString()}")
-    return found
-
-
-def _freeze(table: Table, fields: StructType | None) -> None:
-    """Note the schema for all later starts."""
-    if fields is not None and not os.path.exists(_schema_file(table)):
-        replace_file(_schema_file(table), json.dumps(fields.jsonValue(), indent=1).encode())
-
-
-def _schema_file(table: Table) -> str:
-    return f"{table.state}/schema.json"
+        seen = Observation()
+        # Observed between the parsing and the choice, also so that Spark does not parse once for each of them.
+        parsed = self._parsed(batch).observe(seen, F.count("reason").alias("bad"))
+        if self._keeps_bad:
+            rows = parsed.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value")))
+        else:
+            rows = parsed.where("reason is null")
+        self._table.stage(self._stored(rows))
+        bad = seen.get["bad"]
+        self.bad += bad
+        if self._letters and bad:
+            with pinned(batch.sparkSession):
+                self._letters.send(parsed.where("reason is not null"), query)
 
 
 def _check_partitions(partition_by: Sequence[str], stored: Any, given: Sequence[str] | None, enrich_with: str) -> None:
@@ -372,41 +284,6 @@ def _check_partitions(partition_by: Sequence[str], stored: Any, given: Sequence[
             raise ConfigError(f"--partition-by: column {name} is a {kind.typeName()}; a partition needs a single value")
     if len(set(partition_by)) >= len(kinds):
         raise ConfigError("--partition-by: names every column; at least one must be left to store")
-
-
-def _given(schema: str) -> StructType:
-    """DDL, or the DDL in a file."""
-    text, wrong = schema, "must be DDL like 'price double, user string', or a file of it"
-    if os.path.isfile(schema):
-        wrong = "the file must hold DDL like 'price double, user string'"
-        try:
-            with open(schema, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as err:
-            raise ConfigError(f"--schema {schema!r}: {wrong}: {err}") from err
-    try:
-        found = StructType.fromDDL(text)
-    except Exception as err:  # Spark's parser has several
-        raise ConfigError(f"--schema {schema[:80]!r}: {wrong}") from err
-    if not isinstance(found, StructType) or not found.names:
-        raise ConfigError(f"--schema {schema[:80]!r}: {wrong}")
-    return found
-
-
-def _sample(spark: SparkSession, where: Mapping[str, str]) -> DataFrame:
-    """The first records of each topic."""
-    options = Options(starting(where, BATCH_BYTES))
-    brokers = [open_broker(name, bool(options.paths), options.access) for name in options.brokers]
-    names = sorted({topic for broker in brokers for topic in broker.topics() if options.wants(topic)})
-    if not names:
-        raise ConfigError("--schema infer: none of these topics exists yet; give a schema, or --schema none")
-    at = {name: text for name, text in where.items() if not name.lower().startswith(("subscribe", "assign"))}
-    reader = spark.read.format("kmq").schema("value binary").options(**at)
-    each = [reader.option("subscribe", topic).load().limit(max(100, SAMPLE // len(names))) for topic in names]
-    rows = each[0]
-    for other in each[1:]:
-        rows = rows.union(other)
-    return rows
 
 
 def _function(name: str) -> Callable[[DataFrame], DataFrame]:

@@ -12,6 +12,7 @@ a topic, as JSON (exactly once by query and batch, kmq/spark/sink/sink.py).
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import NamedTuple, TypedDict, Unpack
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -19,16 +20,19 @@ from rich.table import Table
 
 from kmq.errors import ConfigError
 from kmq.spark.pinned import IN_UTC, utc_date
-from kmq.spark.pipelines.archive import starting
-from kmq.spark.sink.targets import Target
+from kmq.spark.pipelines.following import starting
+from kmq.spark.pipelines.into_table import follow
+from kmq.spark.pipelines.keywords import Keywords
+from kmq.spark.sink.targets import Destination, Target
 from kmq.spark.streaming import late, streams
-from kmq.spark.tables import follow, open_table
+from kmq.spark.streaming.streams import Trigger
+from kmq.spark.tables import PARQUET, TableSpec
 
 READ = "topic string, recv_ts timestamp, routing_key binary, producer_ts string, value binary"
+PARTITION_BY = ("date",)  # of a table
 WINDOW = "1 minute"
-WATERMARK = (
-    "10 seconds"  # recv_ts never decreases within a broker: this covers partitions that are read one behind the other
-)
+# recv_ts never decreases within a broker: this covers partitions that are read one after the other.
+WATERMARK = "10 seconds"
 QUANTILE_ERROR = 1000  # approx_percentile is within count / this of the right rank
 MOST_SHOWN = 1000  # rows on a terminal
 _DAY_S = 86_400  # a producer_ts further from recv_ts is no clock's
@@ -130,53 +134,109 @@ def as_table(figures: DataFrame) -> Table:
     return shown
 
 
+# --- the pipeline ----------------------------------------------------------------------------------------------------
+
+
+class Windows(NamedTuple):
+    """How records are put into windows of time."""
+
+    window: str = WINDOW
+    watermark: str = WATERMARK  # how long a window stays open for records that come later than others
+    on_late: str = late.FAIL  # what becomes of a batch with records behind that: see `run`
+
+
+class Metrics(NamedTuple):
+    """Metrics as a stream, as they are asked for: to a table, or to a topic."""
+
+    where: Mapping[str, str]  # options of format("kmq")
+    table: TableSpec = TableSpec("")  # its `to` is "" where a topic gets the metrics
+    topic: str = ""
+    destination: Destination = Destination()
+    windows: Windows = Windows()
+    trigger: Trigger = Trigger()
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `run`: `topic`, and fields of Windows, Destination, Trigger and TableSpec."""
+
+    topic: str
+    window: str
+    watermark: str
+    on_late: str
+    producers: str
+    connection: Mapping[str, str] | None
+    once: bool
+    every: str
+    checkpoint: str
+    catalog: str
+
+
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
     to: str = "",
-    format: str = "parquet",
-    topic: str = "",
-    producers: str = "",
-    window: str = WINDOW,
-    once: bool = True,
-    checkpoint: str = "",
-    every: str = streams.EVERY,
-    connection: Mapping[str, str] | None = None,
-    watermark: str = WATERMARK,
-    on_late: str = late.FAIL,
-    catalog: str = "",
+    format: str = PARQUET,
+    **options: Unpack[Options],
 ) -> int:
     """Measure as a stream, to a table (`to`) or as JSON to `topic` of the broker at `producers` (default: the one of this
-    directory's settings), by `connection`, options of the sink for token, TLS and timeout; returns rows added to the table.
+    directory's settings), by `connection`, options of the sink for token, TLS and timeout; return rows added to the table.
 
-    `once`: windows that are not over are left to the next run, which goes on from the checkpoint. `on_late`: what becomes of a
-    batch with records that come later than `watermark`. fail: LateError, and nothing of that batch is added to a table (a topic
-    has it already); drop: they are counted in no window, and the log says so.
+    `once`: windows that are not over are left to the next run, which resumes from the checkpoint. `on_late`: what becomes of
+    a batch with records that come later than `watermark`. fail: LateError, and nothing of that batch is added to a table (a
+    topic has it already); drop: they are counted in no window, and the log says so.
     """
-    late.check_mode(on_late)
-    _seconds(watermark, "--watermark")
-    if bool(to) == bool(topic):
+    given = Keywords("run", options)
+    asked = given.value(
+        Metrics,
+        where=where,
+        table=given.value(TableSpec, to=to, format=format, partition_by=PARTITION_BY),
+        destination=given.value(Destination),
+        windows=given.value(Windows),
+        trigger=given.value(Trigger),
+    )
+    given.check_all_taken()
+    return start(spark, asked)
+
+
+def start(spark: SparkSession, asked: Metrics) -> int:
+    """Run metrics as a stream; return rows added to the table."""
+    windows, to = asked.windows, asked.table.to
+    late.check_mode(windows.on_late)
+    _seconds(windows.watermark, "--watermark")
+    if bool(to) == bool(asked.topic):
         raise ConfigError("give --to or --into, one of them")
-    if topic and not checkpoint:
+    if asked.topic and not asked.trigger.checkpoint:
         raise ConfigError("--into needs --checkpoint: a directory where it is written down how far the metrics are")
-    rows = spark.readStream.format("kmq").schema(READ).options(**starting(where, "64m")).load()
-    measured = measure(rows, window, watermark)
+    rows = spark.readStream.format("kmq").schema(READ).options(**starting(asked.where)).load()
+    measured = measure(rows, windows.window, windows.watermark)
     if to:
-        with open_table(to, format, ["date"], catalog, checkpoint) as table:
-            day = utc_date("start")
-            table.expect(measured.withColumn("date", day))
+        return _to_table(measured, asked)
+    _to_topic(measured, asked)
+    return 0
 
-            def prepare(batch: DataFrame, query: str) -> None:
-                table.stage(batch.coalesce(1).withColumn("date", day))
-                missing = late.dropped_so_far(spark, query) if on_late == late.FAIL else 0
-                if missing:
-                    batch_id = int(spark.sparkContext.getLocalProperty("streaming.sql.batchId") or 0)
-                    raise late.LateError("metrics", batch_id, missing, f"nothing of it was added to {to}")
 
-            return follow(table, measured, prepare, "metrics", once, every, checkpoint).rows
+def _to_table(measured: DataFrame, asked: Metrics) -> int:
+    to = asked.table.to
+    with asked.table.open(asked.trigger.checkpoint) as table:
+        day = utc_date("start")
+        table.expect(measured.withColumn("date", day))
+
+        def prepare(batch: DataFrame, query: str) -> None:
+            table.stage(batch.coalesce(1).withColumn("date", day))
+            spark = measured.sparkSession
+            missing = late.dropped_so_far(spark, query) if asked.windows.on_late == late.FAIL else 0
+            if missing:
+                batch_id = int(spark.sparkContext.getLocalProperty("streaming.sql.batchId") or 0)
+                raise late.LateError("metrics", batch_id, missing, f"nothing of it was added to {to}")
+
+        return follow(table, measured, prepare, "metrics", asked.trigger).rows
+
+
+def _to_topic(measured: DataFrame, asked: Metrics) -> None:
+    checkpoint = asked.trigger.checkpoint
     streams.check_checkpoint(checkpoint, "metrics")
     lines = measured.select(F.col("topic").alias("key"), F.to_json(F.struct("*"), IN_UTC).alias("value"))
     stream = lines.writeStream.format("kmq").queryName("metrics").option("checkpointLocation", checkpoint)
-    stream = stream.options(**Target.of(producers, connection or {}).options, topic=topic)
-    streams.run(stream, once, every, on_late)
-    return 0
+    target = Target.of(asked.destination.producers, asked.destination.connection or {})
+    stream = stream.options(**target.options, topic=asked.topic)
+    streams.run(stream, asked.trigger, asked.windows.on_late)

@@ -34,7 +34,7 @@ Not covered The target forgets a producer that is idle for KMQ_PRODUCER_TTL (30 
 import time
 from collections.abc import Callable, Mapping
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, Unpack
 
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F
@@ -42,12 +42,16 @@ from pyspark.sql import functions as F
 from kmq.client.lines import percent_encode
 from kmq.errors import ConfigError
 from kmq.log import topics as declarations
+from kmq.spark.pipelines.following import BATCH_BYTES
+from kmq.spark.pipelines.keywords import Keywords
 from kmq.spark.sink.routing import unambiguous
 from kmq.spark.sink.targets import Target
 from kmq.spark.sink.write_options import STOP, TRUST
-from kmq.spark.source.brokers import Broker, Directory, open_broker
-from kmq.spark.source.options import Options
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import Directory, open_broker
+from kmq.spark.source.options import Options as ReadOptions
 from kmq.spark.streaming import streams
+from kmq.spark.streaming.streams import Trigger
 
 if TYPE_CHECKING:
     from kmq.spark.streaming.progress import Progress
@@ -63,7 +67,6 @@ _NAME_OF = "".join(
     rf"\x{code:02x}" for code in range(128) if code != ord("=") and percent_encode(chr(code)) == chr(code)
 )
 _NAME = f"^[{_NAME_OF}]{{2,}}$"  # of a header that a client may give
-BATCH_BYTES = "64m"  # of lines in a micro-batch
 EVERY = "1 second"  # between two of them
 _LONGEST_NAME = 39  # of a topic in a producer's name, which has at most 64 characters
 _ID = 12  # digits of a source's id in it
@@ -124,17 +127,33 @@ class Mirrored(NamedTuple):
     batches: int
 
 
+class To(NamedTuple):
+    """The broker that gets the copies."""
+
+    lines: str  # host:port where it takes lines
+    logs: Broker | None = None  # its topics and logs, to compare and to declare; None: nothing is known of it
+    connection: Mapping[str, str] | None = None  # options of the sink for its token, TLS and timeout
+    replay: str = STOP  # see Again
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `run`: fields of To and Trigger."""
+
+    connection: Mapping[str, str] | None
+    replay: str
+    once: bool
+    every: str
+    checkpoint: str
+
+
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
     to: str,
     target: Broker | None = None,
-    connection: Mapping[str, str] | None = None,
-    once: bool = True,
-    checkpoint: str = "",
-    every: str = EVERY,
+    *,
     progress: "Progress | None" = None,
-    replay: str = STOP,
+    **options: Unpack[Options],
 ) -> Mirrored:
     """Mirror what `where` (options of format("kmq")) names to the broker whose lines come in at `to`: all there is, or on and on.
 
@@ -142,24 +161,37 @@ def run(
     `target`: the same broker's topics and logs, to compare and to declare. `replay`: see Again.
     `checkpoint`: default kmq-mirror-<to> in this directory.
     """
-    options = Options(where)
+    given = Keywords("run", options)
+    there, trigger = given.value(To, lines=to, logs=target), given.value(Trigger, every=EVERY)
+    given.check_all_taken()
+    return start(spark, where, there, trigger, progress)
+
+
+def start(
+    spark: SparkSession,
+    where: Mapping[str, str],
+    to: To,
+    trigger: Trigger,
+    progress: "Progress | None" = None,
+) -> Mirrored:
+    """Run a mirror."""
+    options = ReadOptions(where)
     sources = {name: open_broker(name, bool(options.paths), options.access) for name in options.brokers}
     identities = {name: broker.identity() for name, broker in sources.items()}
-    if target is not None and target.identity() in identities.values():
-        raise ConfigError(f"{target.name} is the source: a broker is not mirrored into itself")
-    lines_to = Target.of(to, connection or {}, "--to")
+    if to.logs is not None and to.logs.identity() in identities.values():
+        raise ConfigError(f"{to.logs.name} is the source: a broker is not mirrored into itself")
+    lines_to = Target.of(to.lines, to.connection or {}, "--to")
     lines_to.check()
-    mirror = _Mirror(_comparing(lines_to, target, replay), identities, lambda: _agree(sources, options, target))
+    mirror = _Mirror(_comparing(lines_to, to.logs, to.replay), identities, lambda: _agree(sources, options, to.logs))
     mirror.agree()
     given = {name.lower() for name in where}
     more = {} if given & {"startingoffsets", "startingtimestamp"} else {"startingOffsets": "earliest"}
     more |= {} if given & {"maxbytespertrigger", "maxoffsetspertrigger"} else {"maxBytesPerTrigger": BATCH_BYTES}
     rows = spark.readStream.format("kmq").schema(READ).options(**where, **more).load()
     if progress:
-        progress.describe(f"mirror to {to}")
-    streams.follow(
-        rows, mirror.copy, "mirror", checkpoint or f"kmq-mirror-{to.rpartition('/')[2].replace(':', '-')}", once, every
-    )
+        progress.describe(f"mirror to {to.lines}")
+    here = f"kmq-mirror-{to.lines.rpartition('/')[2].replace(':', '-')}"
+    streams.follow(rows, mirror.copy, "mirror", trigger.at(here))
     return Mirrored(mirror.rows, mirror.skipped, mirror.batches)
 
 
@@ -192,7 +224,7 @@ class _Mirror:
         self.batches += 1
 
 
-def _agree(sources: Mapping[str, Broker], options: Options, target: Broker | None) -> None:
+def _agree(sources: Mapping[str, Broker], options: ReadOptions, target: Broker | None) -> None:
     """See that the target has the topics asked for with as many partitions. ConfigError says what to do where it has not."""
     wanted: dict[str, int] = {}
     for name, broker in sources.items():

@@ -1,6 +1,6 @@
 """Dead letters back through a broker, selected and renamed by SQL; or what drop_oldest took from the queues of many brokers.
 
-    redrive.run(spark, {"path": "data"}, "dead", "concat('test.', key)", where="value_text like '%timeout%'")
+    redrive.run(spark, {"path": "data"}, "dead", "concat('test.', key)", condition="value_text like '%timeout%'")
 
 The rules are those that `kmq redrive` has too (kmq.deadletters): what a new key may be, what a line becomes, under which producer
 and number it is sent. A template ({topic}, {key}, …) is a shorthand for an expression: kmq.deadletters.redrive.to_sql.
@@ -16,7 +16,7 @@ Why no sink format("kmq") would write the values anew: here the lines go byte by
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import pyarrow as pa
 from pyspark.errors import AnalysisException, ParseException
@@ -27,9 +27,11 @@ from pyspark.storagelevel import StorageLevel
 from kmq.deadletters import redrive as rules
 from kmq.errors import ConfigError
 from kmq.spark.arrow import map_in_arrow
-from kmq.spark.pipelines.route import Pods, among, route
+from kmq.spark.pipelines.keywords import Keywords
+from kmq.spark.pipelines.pods import Pods
+from kmq.spark.pipelines.route import among, route
 from kmq.spark.sink.routing import exact, unambiguous
-from kmq.spark.sink.targets import Target, producer
+from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source import columns
 from kmq.spark.source.options import WAL
 
@@ -165,19 +167,44 @@ def _send(
 # --- the pipeline ------------------------------------------------------------------------------------------------------
 
 
+class Redrive(NamedTuple):
+    """A redrive as it is asked for."""
+
+    where: Mapping[str, str]  # options of format("kmq")
+    topic: str  # which is read; with `dropped` "" is all
+    to: str  # SQL expression of the new key
+    condition: str = ""  # SQL: only records for which it holds
+    dropped: bool = False  # what dropped.log names, not what the topic holds
+    name: str = ""  # of the redrive; under another name what had been redriven is again
+
+
+class Sending(NamedTuple):
+    """How the redriven records are sent."""
+
+    rate: float = 0  # messages a second at most; 0: no limit
+    dry_run: bool = False  # nothing is sent
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `run`: fields of Redrive, Sending and Destination."""
+
+    dropped: bool
+    name: str
+    rate: float
+    dry_run: bool
+    producers: str
+    connection: Mapping[str, str] | None
+
+
 def run(
     spark: SparkSession,
     where: Mapping[str, str],
     topic: str,
     to: str,
     condition: str = "",
-    dropped: bool = False,
-    name: str = "",
-    rate: float = 0,
-    dry_run: bool = False,
-    producers: str = "",
+    *,
     progress: Any = None,
-    connection: Mapping[str, str] | None = None,
+    **options: Unpack[Options],
 ) -> Summary:
     """Redrive what `topic` holds at the brokers of `where` (options of format("kmq")), where `condition` (SQL) holds.
 
@@ -185,25 +212,35 @@ def run(
     another one what had been redriven is again. `producers`: host:port of the broker that gets it, else that of our settings.
     `connection`: options of the sink for its token, TLS and timeout; None: the token of `where`.
     """
+    given = Keywords("run", options)
+    asked = given.value(Redrive, where=where, topic=topic, to=to, condition=condition)
+    sending, destination = given.value(Sending), given.value(Destination)
+    given.check_all_taken()
+    return start(spark, asked, sending, destination, progress)
+
+
+def start(
+    spark: SparkSession, asked: Redrive, sending: Sending, destination: Destination, progress: Any = None
+) -> Summary:
+    """Run a redrive."""
     describe = progress.describe if progress is not None else lambda what: None
-    pods = Pods(where)
-    if connection is None:
-        connection = {"kmq.token": pods.options.token} if pods.options.token else {}
-    target = None if dry_run else Target.of(producers, connection)
-    source = (_dropped if dropped else _queue)(spark, where, pods, topic)
-    chosen = rewritten(source.rows, to, condition).select(*_KEPT).persist(StorageLevel.MEMORY_AND_DISK)
+    pods = Pods(asked.where)
+    connection = destination.connection_like(pods.options.token)
+    target = None if sending.dry_run else Target.of(destination.producers, connection)
+    source = (_dropped if asked.dropped else _queue)(spark, asked.where, pods, asked.topic)
+    chosen = rewritten(source.rows, asked.to, asked.condition).select(*_KEPT).persist(StorageLevel.MEMORY_AND_DISK)
     try:
-        describe(f"looking at {'what was dropped' if dropped else topic}")
-        found = _summary(chosen, to, source)
+        describe(f"looking at {'what was dropped' if asked.dropped else asked.topic}")
+        found = _summary(chosen, asked.to, source)
         if target is None or not found.records:
             return found
         target.check()
         describe(f"sending {found.records:,} records")
         place = ("broker", "log", "number")
         rows = chosen.drop("routing_key")
-        parted = rows.repartition(1) if rate else rows.repartition(*place)
-        which = (name, to, condition, topic if dropped else "")
-        send = partial(_send, identities=pods.identities(), which=which, target=target, rate=rate)
+        parted = rows.repartition(1) if sending.rate else rows.repartition(*place)
+        which = (asked.name, asked.to, asked.condition, asked.topic if asked.dropped else "")
+        send = partial(_send, identities=pods.identities(), which=which, target=target, rate=sending.rate)
         sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, "before bigint").collect()
         return found._replace(before=sum(row.before for row in sent))
     finally:
@@ -211,7 +248,7 @@ def run(
 
 
 def text(found: Summary, topic: str, dropped: bool, dry_run: bool) -> str:
-    """What the command says."""
+    """Return what the command prints."""
     what = f"{found.records} " + (f"of what was dropped{f' of {topic}' if topic else ''}" if dropped else f"of {topic}")
     lines = []
     if found.never_stored:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kmq import record, routing
-from kmq.spark.source.brokers import Broker
+from kmq.spark.source.broker import Broker
 from kmq.spark.source.options import WAL
 
 _GAP = 2000  # seqs between two that are wanted: what lies there is read with them

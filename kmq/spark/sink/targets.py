@@ -72,6 +72,19 @@ def producer(address: Address, access: Access, **options: Any) -> Producer:
     return Producer(address.host, address.port, token=access.token, tls=tls, **options)
 
 
+class Destination(NamedTuple):
+    """The brokers that a pipeline writes to, as they are asked for."""
+
+    producers: str = ""  # host:port of their lines, comma-separated; "": the broker of this directory's settings
+    connection: Mapping[str, str] | None = None  # options of the sink for token, TLS and timeout; None: as it reads
+
+    def connection_like(self, token: str) -> dict[str, str]:
+        """Return the options; without any, the token with which the pipeline reads."""
+        if self.connection is not None:
+            return dict(self.connection)
+        return {"kmq.token": token} if token else {}
+
+
 class Target(NamedTuple):
     """The broker that a pipeline writes to: its address, and how it is connected to."""
 

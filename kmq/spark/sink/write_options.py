@@ -9,7 +9,8 @@ from kmq.ids import NAME_PATTERN
 from kmq.spark.connections import TIMEOUT_S, TLS_OPTIONS, Access, duration
 from kmq.spark.names import check_options
 from kmq.spark.sink.targets import addresses
-from kmq.spark.source.brokers import Broker, Directory, open_broker
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import places
 
 _OPTIONS = (

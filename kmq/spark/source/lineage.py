@@ -17,7 +17,8 @@ Not covered  Damage: what cannot be read is not compared, reading it is an error
 from kmq import record
 from kmq.errors import RetryError
 from kmq.log.damage import DamageError
-from kmq.spark.source.brokers import Broker, Directory
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import WAL
 from kmq.spark.source.plan import Stamp
 

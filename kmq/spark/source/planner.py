@@ -7,7 +7,8 @@ from kmq.errors import ConfigError
 from kmq.logfmt import Log
 from kmq.spark.names import nearest
 from kmq.spark.source import cutting, ends, lineage, plan
-from kmq.spark.source.brokers import Broker, open_broker
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import LATEST, WAL, Options
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range, Stamp
 from kmq.spark.source.reading import Task

@@ -24,7 +24,7 @@ from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import identity
 from kmq.log.damage import DamageError
 from kmq.spark.connections import PLAIN, Access, Tls
-from kmq.spark.source.brokers import BLOCK_BYTES, Broker
+from kmq.spark.source.broker import BLOCK_BYTES, Broker
 from kmq.spark.source.options import WAL
 
 if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status is to work without

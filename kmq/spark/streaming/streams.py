@@ -9,7 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kmq.errors import ConfigError
 from kmq.logfmt import Log
@@ -29,12 +29,24 @@ _LOOK_S = 1  # between two looks at what a running stream has left out
 stopping = threading.Event()  # set: this process is to end, and no stream is started any more
 
 
-def run(stream: "DataStreamWriter", once: bool = True, every: str = EVERY, on_late: str = late.FAIL) -> None:
-    """`once`: all there is now, then return. Else on and on, a batch `every` so often, until the stream is stopped.
+class Trigger(NamedTuple):
+    """When the batches of a stream run, and where Spark keeps how far the stream is."""
 
-    Raises LateError when a batch has left out late rows, unless `on_late` is drop.
-    """
-    triggered = stream.trigger(availableNow=True) if once else stream.trigger(processingTime=every)
+    once: bool = True  # all there is now, then return; else on and on until the stream is stopped
+    every: str = EVERY  # between two batches of a stream that runs on and on
+    checkpoint: str = ""  # a directory; "": where the pipeline keeps it
+
+    def at(self, checkpoint: str) -> "Trigger":
+        """Return the same with this checkpoint unless another one is named."""
+        return self if self.checkpoint else self._replace(checkpoint=checkpoint)
+
+
+ONCE = Trigger()
+
+
+def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late.FAIL) -> None:
+    """Run a stream to its end. Raises LateError when a batch has left out late rows, unless `on_late` is drop."""
+    triggered = stream.trigger(availableNow=True) if trigger.once else stream.trigger(processingTime=trigger.every)
     starts, pause = 0, _PAUSE_S
     while not stopping.is_set():
         starts += 1
@@ -104,24 +116,18 @@ def check_checkpoint(path: str, name: str) -> None:
         )
 
 
-def follow(
-    rows: "DataFrame",
-    add: "Callable[[DataFrame, int], None]",
-    name: str,
-    where: str,
-    once: bool = True,
-    every: str = EVERY,
-) -> None:
-    """Hand a stream to `add(batch, batch id)`, batch by batch; none is at work any more on return. `where`: its checkpoint.
+def follow(rows: "DataFrame", add: "Callable[[DataFrame, int], None]", name: str, trigger: Trigger) -> None:
+    """Hand a stream to `add(batch, batch id)`, batch by batch. None is being added any more on return.
 
     `add` itself looks for rows that came too late, where the stream keeps windows: before it commits (late.dropped_so_far).
     """
+    where = trigger.checkpoint
     check_checkpoint(where, name)
     turn = threading.Lock()
 
     def in_turn(batch: "DataFrame", batch_id: int) -> None:
         with turn:
-            # In place of Spark's, which has the ids of query and run, and says nothing of what is read.
+            # In place of Spark's own text, which has the ids of query and run, and not what is read.
             text = checkpoint.batch_text(where, batch_id)
             context = batch.sparkSession.sparkContext
             context.setJobDescription(f"{name}, batch {batch_id}" + (f": {text}" if text else ""))
@@ -129,6 +135,6 @@ def follow(
 
     stream = rows.writeStream.queryName(name).foreachBatch(in_turn).option("checkpointLocation", where)
     try:
-        run(stream, once, every, late.DROP)
+        run(stream, trigger, late.DROP)
     finally:
-        turn.acquire()  # a batch that Spark does not wait for any more may still be in its commit
+        turn.acquire()  # a batch that Spark no longer waits for may still be in its commit

@@ -1,7 +1,7 @@
 """Tables that the batches of a stream are added to exactly once: Parquet files in directories, Delta tables, Iceberg tables.
 
     with open_table("archive", "parquet", ["topic", "date"]) as table:
-        follow(table, stream, lambda batch, query: table.stage(batch))      # until all is added, or for ever
+        table.add(batch, batch_id, lambda batch, query: table.stage(batch))   # None: it was added before
 
 One file a format (parquet.py, delta.py, iceberg.py), on what they have in common (base.py: a batch is staged, sealed, given its
 place, committed). places.py: a directory or an S3 store. checks.py, columns.py: what is refused before a stream starts.
@@ -32,61 +32,33 @@ Not covered Readers that ignore what a name with a dot or an underscore means. T
 """
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kmq.errors import ConfigError
-from kmq.spark.streaming import streams
-from kmq.spark.tables import base
+from kmq.spark.tables import checks
 from kmq.spark.tables.base import Table
 from kmq.spark.tables.delta import Delta
 from kmq.spark.tables.iceberg import Iceberg
 from kmq.spark.tables.parquet import Parquet
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+__all__ = ["FORMATS", "PARQUET", "Delta", "Iceberg", "Parquet", "Table", "TableSpec", "open_table"]
 
-__all__ = ["FORMATS", "Delta", "Followed", "Iceberg", "Parquet", "Table", "follow", "open_table"]
-
-FORMATS = tuple(base.MARKS)
+FORMATS = tuple(checks.MARKS)
+PARQUET = checks.PARQUET
 
 
-class Followed(NamedTuple):
-    """What a run of a stream added."""
+class TableSpec(NamedTuple):
+    """A table as it is asked for."""
 
-    rows: int
-    batches: int
-    merged: int  # small files that became few
+    to: str  # directory, here or on a shared volume, or s3://bucket/prefix
+    format: str = PARQUET
+    partition_by: Sequence[str] = ()
+    catalog: str = ""  # of Iceberg: see iceberg.py
 
-
-def follow(
-    table: "Table",
-    rows: "DataFrame",
-    prepare: "Callable[[DataFrame, str], None]",
-    name: str,
-    once: bool = True,
-    every: str = streams.EVERY,
-    checkpoint: str = "",
-) -> Followed:
-    """Add a stream to a table, batch by batch. `prepare(batch, query id)` stages what is to be added.
-
-    `once`: all there is now, then return. The checkpoint is the table's own where none is named.
-    """
-    where = (checkpoint or f"{table.state}/checkpoint").removeprefix("file://")
-    table.check_checkpoint(where)
-    added = batches = merged = 0
-
-    def add(batch: "DataFrame", batch_id: int) -> None:
-        nonlocal added, batches, merged
-        offsets = f"{where}/offsets/{batch_id}"
-        count = table.add(batch, batch_id, prepare, [offsets] if os.path.exists(offsets) else [])
-        if count is not None:
-            added += count
-            batches += 1
-            merged += table.merge(batch.sparkSession)
-
-    streams.follow(rows, add, name, where, once, every)
-    return Followed(added, batches, merged + table.merge(rows.sparkSession, all=True))
+    def open(self, checkpoint: str = "") -> "Table":
+        """Return the table, made if need be; a context that owns it. `checkpoint`: of the stream that it gets rows from."""
+        return open_table(*self, checkpoint)
 
 
 def open_table(to: str, format: str, partition_by: Sequence[str], catalog: str = "", checkpoint: str = "") -> "Table":

@@ -7,7 +7,11 @@ from difflib import get_close_matches
 
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.log.disk import FULL
+from kmq.spark.tables import disk
+from kmq.spark.tables.places import Place
 
+PARQUET, DELTA, ICEBERG = "parquet", "delta", "iceberg"
+MARKS = {PARQUET: "", DELTA: "_delta_log", ICEBERG: "metadata"}  # format → the directory that only its tables have
 _PROBE = ".kmq-probe"
 _PROBE_BYTES = 4096
 
@@ -91,3 +95,19 @@ def partition_by(names: Iterable[str], columns: Sequence[str]) -> None:
             raise ConfigError(f"--partition-by {name!r}: the rows have no such column{hint}")
     if {name.lower() for name in names} >= known:
         raise ConfigError("--partition-by: names all columns; at least one must be left for the files")
+
+
+def format_is(wanted: str, to: str, state: str, place: Place) -> None:
+    """Refuse a place that holds another kind of table, and a store that cannot be reached."""
+    found = next((name for name, mark in MARKS.items() if mark and place.has(mark)), "")
+    if not found and (os.path.exists(f"{state}/batch") or disk.directories(to)):
+        found = PARQUET
+    if found and found != wanted:
+        raise ConfigError(f"--to {to}: holds a {found} table, not {wanted}; name another --to")
+
+
+def same_partitions(to: str, table: Sequence[str], wanted: Sequence[str]) -> None:
+    """Raise ConfigError where a table is partitioned by other columns."""
+    if list(table) != list(wanted):
+        had, have = (", ".join(names) or "nothing" for names in (table, wanted))
+        raise ConfigError(f"--to {to}: the table is partitioned by {had}, not by {have}; name another --to")

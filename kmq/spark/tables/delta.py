@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from kmq.log.disk import sync_directory
-from kmq.spark.tables import base, disk
+from kmq.spark.tables import base, checks, disk
 from kmq.spark.tables.base import Table
 from kmq.spark.tables.places import S3, Directory, endpoint
 
@@ -31,7 +31,7 @@ VACUUM_HOURS = 7 * 24  # how long readers may go on with a version that is not t
 class Delta(Table):
     """See the module. Spark writes the files, in its tasks; only their names pass through the driver."""
 
-    format = "delta"
+    format = checks.DELTA
     _vacuumed = 0.0
 
     def table(self) -> "DeltaTable":
@@ -50,8 +50,7 @@ class Delta(Table):
         if not self.place.has("_delta_log"):
             return None
         table = self.table()
-        if (partitions := table.metadata().partition_columns) != self.partition_by:
-            raise self._other_partitions(partitions)
+        checks.same_partitions(self.path, table.metadata().partition_columns, self.partition_by)
         return self._describe(pa.schema(table.schema()))
 
     def create(self, schema: "pa.Schema") -> None:
@@ -63,7 +62,7 @@ class Delta(Table):
         from deltalake import CommitProperties, Transaction
         from deltalake.transaction import AddAction
 
-        table, query = self.table(), disk.read(f"{self.state}/query")
+        table, query = self.table(), self.stream.query
         version = table.transaction_version(query)
         if version is not None and batch_id <= version:
             return

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kmq.errors import ConfigError, RetryError
-from kmq.spark.tables import columns, disk
+from kmq.spark.tables import checks, columns, disk
 from kmq.spark.tables.base import Table
 from kmq.spark.tables.places import S3, endpoint, region
 
@@ -50,7 +50,7 @@ _OWN = "kmq"  # the catalog beside the table, and its namespace
 class Iceberg(Table):
     """See the module."""
 
-    format = "iceberg"
+    format = checks.ICEBERG
 
     def __init__(self, path: str, partition_by: "Sequence[str]", state: str = "", catalog: str = "") -> None:
         super().__init__(path, partition_by, state)
@@ -140,7 +140,8 @@ class Iceberg(Table):
         fields = table.spec().fields
         names = [table.schema().find_column_name(field.source_id) for field in fields]
         if names != self.partition_by or not all(isinstance(field.transform, IdentityTransform) for field in fields):
-            raise self._other_partitions([f"{field.transform}({field.name})" for field in fields])
+            transforms = [f"{field.transform}({field.name})" for field in fields]
+            checks.same_partitions(self.path, transforms, self.partition_by)
         return self._describe(table.schema().as_arrow())
 
     def _describe(self, schema: "pa.Schema") -> dict[str, str]:
@@ -163,7 +164,7 @@ class Iceberg(Table):
         if table is None:
             raise ConfigError(f"--to {self.path}: the catalog has no table {self._identifier} any more")
         if not self._is_committed(table, batch_id):
-            query = disk.read(f"{self.state}/query")
+            query = self.stream.query
             about = {"kmq.query": query, "kmq.batch": str(batch_id)}
             try:
                 with table.transaction() as change:
@@ -189,7 +190,7 @@ class Iceberg(Table):
         from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 
         statistics = data_file_statistics_from_parquet_metadata(
-            parquet_metadata=parquet.read_metadata(self.place.here(self._sealed, file)),
+            parquet_metadata=parquet.read_metadata(self.place.here(self.staging.sealed, file)),
             stats_columns=compute_statistics_plan(table.schema(), table.properties),
             parquet_column_mapping=parquet_path_to_id_mapping(table.schema()),
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from kmq.log.disk import replace_file, sync_directory, sync_file
 from kmq.spark.pinned import pinned
-from kmq.spark.tables import base, disk
+from kmq.spark.tables import base, checks, disk
 from kmq.spark.tables.base import Table
 from kmq.spark.tables.places import S3
 
@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 class Parquet(Table):
     """See the module."""
 
-    format = "parquet"
+    format = checks.PARQUET
 
     def known_columns(self) -> dict[str, str] | None:
         known = disk.read(f"{self.state}/columns.json")
         if not known:
             return None
         found = json.loads(known)
-        if found["partition_by"] != self.partition_by:
-            raise self._other_partitions(found["partition_by"])
+        checks.same_partitions(self.path, found["partition_by"], self.partition_by)
         types: dict[str, str] = found["columns"]
         return types
 

@@ -4,7 +4,7 @@ One such module that fails to import disables discovery for every data source on
 """
 
 try:
-    from kmq.spark.source.source import KmqDataSource as DefaultSource
+    from kmq.spark.format import KmqDataSource as DefaultSource
 except Exception:  # without the extra, or with a Spark too old for us: format("kmq") is then unknown, others go on
     pass
 else:

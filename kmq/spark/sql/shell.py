@@ -5,25 +5,19 @@ what is durable when it begins. Only what it names is read: the topics, and of t
 """
 
 import contextlib
-import csv
 import re
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from kmq.errors import EXIT_OK, ConfigError
 from kmq.log.reader import WAL
 from kmq.spark import failures
+from kmq.spark.sql.results import Show
 from kmq.spark.streaming.progress import Progress
-from kmq.terminal import while_read
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -37,16 +31,13 @@ _UNNAMED = re.compile(
     re.IGNORECASE,
 )
 _STATEMENT = re.compile(r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|`[^`]*`|--[^\n]*|[^;])+""")
-_MOST_CHARS = 60  # of a value in a table; CSV and JSON have all of it
-_WIDE = 1 << 16  # columns: more than a table of cut values can have
-_ISO = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 _HISTORY = Path.home() / ".kmq_sql_history"
 
 
 class Shell:
     """A session, where its topics are, and how results are shown."""
 
-    def __init__(self, spark: "SparkSession", source: dict[str, str], show: "Show") -> None:
+    def __init__(self, spark: "SparkSession", source: dict[str, str], show: Show) -> None:
         self.spark, self.source, self._show = spark, source, show
 
     def topics(self) -> list[str]:
@@ -110,74 +101,6 @@ def statements(text: str) -> Iterator[str]:
     for part in _STATEMENT.findall(text):
         if part.strip():
             yield part.strip()
-
-
-# --- results -------------------------------------------------------------------------------------------------------
-
-Show = Callable[["DataFrame", Progress], None]
-
-
-def as_table(most_rows: int) -> Show:
-    """An aligned table of at most so many rows, long values cut; says how many rows and seconds it took."""
-
-    def show(frame: "DataFrame", progress: Progress) -> None:
-        begin = time.monotonic()
-        texts = _texts(frame)
-        rows = texts.take(most_rows + 1) if most_rows else texts.collect()
-        progress.stop()
-        if not frame.columns:
-            return  # a statement that has no result
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
-        for field in frame.schema.fields:
-            is_number = field.dataType.typeName() in _NUMBERS or field.dataType.typeName().startswith("decimal")
-            table.add_column(field.name, justify="right" if is_number else "left", no_wrap=True)
-        shown = rows[:most_rows] if most_rows else rows
-        for row in shown:
-            table.add_row(*(_cut(value) for value in row))
-        whole = Console(width=_WIDE).measure(table).maximum  # lines longer than the terminal wrap, and nothing is lost
-        Console(width=whole, highlight=False, markup=False).print(table)
-        more = f"; there are more: --rows {10 * most_rows}, or --csv" if len(rows) > len(shown) else ""
-        print(f"{len(shown)} row(s) in {time.monotonic() - begin:.1f} s{more}", file=sys.stderr)
-
-    return show
-
-
-_NUMBERS = ("byte", "short", "integer", "long", "float", "double", "tinyint", "smallint", "int", "bigint")
-
-
-def as_csv(frame: "DataFrame", progress: Progress) -> None:
-    """CSV with a header, row after row: nothing is cut, however long."""
-    rows = _texts(frame).toLocalIterator(prefetchPartitions=True)
-    progress.stop()
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(frame.columns)
-    writer.writerows(while_read(rows))
-
-
-def as_json(frame: "DataFrame", progress: Progress) -> None:
-    """One JSON object per row; binary columns in base64."""
-    from pyspark.sql.functions import struct, to_json
-
-    lines = frame.select(to_json(struct("*"), {"ignoreNullFields": "false", "timestampFormat": _ISO}))
-    rows = lines.toLocalIterator(prefetchPartitions=True)
-    progress.stop()
-    for (line,) in while_read(rows):
-        print(line)
-
-
-def _texts(frame: "DataFrame") -> "DataFrame":
-    """Every column as Spark writes it: times in the session's zone, bytes as UTF-8. Two columns may have one name."""
-    from pyspark.sql.functions import col
-
-    names = [f"c{number}" for number in range(len(frame.columns))]
-    return frame.toDF(*names).select(*(col(name).cast("string") for name in names))
-
-
-def _cut(value: str | None) -> str:
-    if value is None:
-        return "NULL"
-    text = value if value.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
-    return text if len(text) <= _MOST_CHARS else text[: _MOST_CHARS - 1] + "…"
 
 
 # --- the prompt ----------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""format("kmq"), reading: batches and streams of topics and of the WAL, from data directories or over HTTP.
+"""format("kmq") as Spark sees it: batches and streams of topics and of the WAL, read and written.
 
     spark.read.format("kmq").option("path", "data").option("subscribe", "orders").load()
     spark.readStream.format("kmq").option("kmq.bootstrap.servers", "a:8082,b:8082").option("subscribePattern", "orders.*").load()
 
-Options     options.py. Columns: columns.py; a schema of yours is the projection. Spark prunes no columns of
-            Python sources, so give one: what is not asked for is not made.
+Writing     sink/sink.py.
+Options     source/options.py. Columns: source/columns.py; a schema of yours is the projection. Spark prunes no columns of
+            Python sources, so give one: columns that are not asked for are not made.
 
 Invariant   A task is a range of offsets of one partition of one broker, and reading it gives the same rows each time: records
             never change their offset, and only compaction and retention take any away. Where something that was to be read is
@@ -16,24 +17,22 @@ Where       Planning runs in a Python process of the driver, reading in those of
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
+from kmq.spark.connections import SECRETS
 from kmq.spark.source import columns
 from kmq.spark.source.batch_reader import BatchReader, PushdownReader
 from kmq.spark.source.options import Options
 from kmq.spark.source.stream_reader import StreamReader
 
-_OF_TABLES = {
-    "location",
-    "provider",
-    "owner",
-    "external",
-    "is_managed_location",
-}  # what CREATE TABLE adds to its options
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_OF_TABLES = {"location", "provider", "owner", "external", "is_managed_location"}  # added by CREATE TABLE
 NO_OPTIONS = (
     'format("kmq") got no options: it needs `path` or `kmq.bootstrap.servers`, and `subscribe`. In SQL: CREATE TABLE does not'
     " hand its options to Python data sources; use CREATE TEMPORARY VIEW … USING kmq OPTIONS (path '…', subscribe '…'), or"
@@ -42,7 +41,7 @@ NO_OPTIONS = (
 
 
 class KmqDataSource(DataSource):
-    """See the module. Writing: kmq/spark/sink/sink.py."""
+    """See the module."""
 
     cores = 0  # of the session, where `register` has said it: a planner has no other way to know
 
@@ -104,3 +103,17 @@ def source_for(cores: int) -> type[PushdownSource]:
 
     SessionSource.cores = cores
     return SessionSource
+
+
+def register(spark: "SparkSession") -> None:
+    """See kmq.spark.register."""
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    # Spark's own pattern (spark.redaction.regex) covers both, but a pattern of the user's may not.
+    redacted = spark.conf.get("spark.sql.redaction.options.regex") or ""
+    if SECRETS not in redacted:
+        spark.conf.set("spark.sql.redaction.options.regex", f"{redacted}|{SECRETS}" if redacted else SECRETS)
+    try:
+        cores = spark.sparkContext.defaultParallelism
+    except AttributeError:  # Spark Connect does not tell
+        cores = 0
+    spark.dataSource.register(source_for(cores))

@@ -1,0 +1,152 @@
+"""Groups of options that several commands on Spark have: see kmq/cli/options.py."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from kmq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kmq.spark.streaming.streams import Trigger
+
+
+class From(NamedTuple):
+    """Where to read: directories, or brokers over HTTP."""
+
+    path: Annotated[str, typer.Option("--path", help="Data directories, comma-separated; default: KMQ_DATA.")] = ""
+    brokers: Annotated[str, typer.Option("--brokers", help="Read over HTTP instead: host:port[,host:port].")] = ""
+    token_file: Annotated[str, typer.Option("--token-file", help="File with the bearer token that these ask for.")] = ""
+    ca: Annotated[str, typer.Option("--ca", help="PEM file of the authorities to trust, for https:// and TLS.")] = ""
+    cert: Annotated[str, typer.Option("--cert", help="PEM file of the client certificate to show.")] = ""
+    key: Annotated[str, typer.Option("--key", help="PEM file of its key, where the other file has none.")] = ""
+    patience: Annotated[
+        str, typer.Option("--patience", help="How long a gateway may be away. \\[default: 30s]", show_default=False)
+    ] = ""
+
+    def options(self) -> dict[str, str]:
+        """Of format("kmq")."""
+        from kmq.settings import load
+
+        if self.path and self.brokers:
+            raise ConfigError("give --path or --brokers, not both")
+        if self.brokers:
+            patience = {"kmq.patience": self.patience} if self.patience else {}
+            return {"kmq.bootstrap.servers": self.brokers} | self.connection() | patience
+        if self.patience:
+            raise ConfigError("--patience: is how long a gateway may be away; give --brokers, or leave it out")
+        return {"path": self.path or load().data}
+
+    def connection(self) -> dict[str, str]:
+        """Options of token and TLS."""
+        return _connection(self.token_file, self.ca, self.cert, self.key)
+
+
+class Target(NamedTuple):
+    """How the broker that gets what a pipeline writes is connected to."""
+
+    to_token_file: Annotated[
+        str, typer.Option("--to-token-file", help="File with the bearer token of the broker that is written to.")
+    ] = ""
+    to_ca: Annotated[str, typer.Option("--to-ca", help="PEM file of the authorities to trust, for its tls://.")] = ""
+    to_cert: Annotated[str, typer.Option("--to-cert", help="PEM file of the client certificate to show to it.")] = ""
+    to_key: Annotated[str, typer.Option("--to-key", help="PEM file of its key, where the other file has none.")] = ""
+    timeout: Annotated[
+        str,
+        typer.Option(
+            "--timeout", help="How long it is waited for when it does not answer. \\[default: 10m]", show_default=False
+        ),
+    ] = ""
+
+    def options(self, like: From | None = None) -> dict[str, str]:
+        """Of format("kmq") for writing. `like`: where nothing else is said, the same token and certificates."""
+        own = _connection(self.to_token_file, self.to_ca, self.to_cert, self.to_key)
+        timeout = {"kmq.timeout": self.timeout} if self.timeout else {}
+        return (own or (like.connection() if like else {})) | timeout
+
+
+class Topics(NamedTuple):
+    """Which topics."""
+
+    topics: Annotated[str, typer.Option("--topics", help="Topics, comma-separated; or --pattern.")] = ""
+    pattern: Annotated[str, typer.Option("--pattern", help="A regular expression that whole topic names match.")] = ""
+
+    def options(self, default: str = "") -> dict[str, str]:
+        """Of format("kmq"). `default`: a pattern for when neither is given."""
+        if bool(self.topics) + bool(self.pattern) > 1 or not (self.topics or self.pattern or default):
+            raise ConfigError("give --topics or --pattern")
+        return {"subscribe": self.topics} if self.topics else {"subscribePattern": self.pattern or default}
+
+
+class On(NamedTuple):
+    """The session a command runs on."""
+
+    master: Annotated[str, typer.Option("--master", help="Spark master; default: all cores of this machine.")] = ""
+    conf: Annotated[list[str] | None, typer.Option("--conf", help="name=value for Spark; may be given again.")] = None
+    py_files: Annotated[str, typer.Option("--py-files", help="Python files for executors that lack them.")] = ""
+    verbose: Annotated[bool, typer.Option("--verbose", help="Spark's own log and whole traces.")] = False
+
+    def confs(self) -> dict[str, str]:
+        """For Spark."""
+        confs = dict(_pair(text) for text in self.conf or ())
+        return confs | ({"spark.submit.pyFiles": self.py_files} if self.py_files else {})
+
+
+Once = Annotated[
+    bool, typer.Option("--once/--continuous", help="End when all that is there now is done; or run until stopped.")
+]
+Checkpoint = Annotated[
+    str, typer.Option("--checkpoint", help="Directory that keeps how far the pipeline is; a restart resumes there.")
+]
+
+
+class Follow(NamedTuple):
+    """When the batches of a stream run, and where it is kept how far the stream is."""
+
+    once: Once = True
+    every: Annotated[str, typer.Option("--every", help="Time between two batches of --continuous.")] = "10 seconds"
+    checkpoint: Checkpoint = ""
+
+    def trigger(self) -> "Trigger":
+        from kmq.spark.streaming.streams import Trigger
+
+        return Trigger(*self)
+
+
+Catalog = Annotated[
+    str,
+    typer.Option(
+        "--catalog", help="Iceberg: name[.namespace.table] in pyiceberg's configuration; default: SQLite there."
+    ),
+]
+
+
+def _token(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--token-file {path!r}: {error.strerror}") from None
+
+
+def _connection(token_file: str, ca: str, cert: str, key: str) -> dict[str, str]:
+    from kmq.spark.connections import CA, CERTIFICATE, KEY
+
+    given = {"kmq.token": _token(token_file) if token_file else "", CA: ca, CERTIFICATE: cert, KEY: key}
+    return {name: text for name, text in given.items() if text}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise ConfigError(f"--conf {text!r}: must be name=value")
+    return name, value
+
+
+def seconds(option: str, text: str) -> float:
+    """The duration that was given with an option."""
+    from kmq.settings import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from None

@@ -1,0 +1,250 @@
+"""The connections of producers: accepted, read in turn, answered, and ended.
+
+Invariant   Every connection with something to read gets one receive before any gets another, also if the FIFO clogs
+            between. Nobody is read while the FIFO is clogged, unless messages are refused: then nothing that is read
+            goes there.
+"""
+
+import contextlib
+import select
+import socket
+from collections import deque
+
+from kmq.broker.incidents import Strangers
+from kmq.broker.stage import Stage
+from kmq.ingress.budgets import UnreadBudget
+from kmq.ingress.connection import CLOSING, GREETING, PLAIN, Connection
+from kmq.ingress.deadlines import UNREAD, Deadlines
+from kmq.ingress.farewell import Farewells, close_in_order, reset_on_close
+from kmq.ingress.gate import Gate
+from kmq.ingress.greeter import UNAUTHORIZED, Greeter
+from kmq.ingress.intake import Intake
+from kmq.ingress.ports import Listener
+from kmq.ingress.table import ConnectionTable
+from kmq.links.acks import AckReader
+from kmq.links.fifo import FifoWriter
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from kmq.tokens import Tokens
+
+
+class Producers:
+    """All producers. `poll` holds their sockets and listeners; the loop waits for it while producers are read."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        fifo: FifoWriter,
+        gate: Gate,
+        tokens: "Tokens | None",
+        strangers: Strangers,
+        max_connections: int,
+    ) -> None:
+        settings = stage.settings
+        self.poll = select.epoll()
+        self.table = ConnectionTable()
+        self.greeter = Greeter(stage, gate, tokens, self.table, strangers)
+        self.intake = Intake(fifo, settings.max_line, self.greeter.greet)
+        if tokens is not None:
+            self.intake.hello_required = UNAUTHORIZED.encode()
+        self.deadlines = Deadlines(settings.idle, settings.line_deadline)
+        self._row, self._fifo, self._gate, self._strangers = stage.row, fifo, gate, strangers
+        self._max = max_connections
+        self._acks = AckReader(stage.acks)
+        self._unread = UnreadBudget()
+        self._farewells = Farewells()
+        self._listeners: dict[int, Listener] = {}
+        self._ready: deque[tuple[int, int]] = deque()  # descriptors and events that have not had their turn
+
+    @property
+    def all_had_their_turn(self) -> bool:
+        """Return True if no producer that was ready at the last look still has to be read."""
+        return not self._ready
+
+    # --- connections begin --------------------------------------------------------------------------------------------
+
+    def listen(self, listener: Listener) -> None:
+        """Accept what comes in here."""
+        fd = listener.sock.fileno()
+        self._listeners[fd] = listener
+        self.poll.register(fd, select.EPOLLIN)
+
+    def stop_listening(self) -> None:
+        """Accept the connections that wait already, perhaps since the FIFO was full, and no others."""
+        for listener in self._listeners.values():
+            self._accept(listener)
+            self.poll.unregister(listener.sock)
+            listener.sock.close()
+        self._listeners.clear()
+
+    def _accept(self, listener: Listener) -> None:
+        for sock, peer in listener.accept():
+            reset_on_close(sock)
+            if len(self.table) >= self._max:
+                self._turn_away(sock, peer, listener.is_tls)
+                continue
+            connection = listener.connect(sock, peer)
+            if connection is not None:
+                self.table.add(connection)
+                self.poll.register(connection.sock.fileno(), select.EPOLLIN)
+
+    def _turn_away(self, sock: socket.socket, peer: str, is_tls: bool) -> None:
+        reason = f"{self._max} are open already (KMQ_CONNECTIONS, ulimit -n)"
+        self._row.turned_away += 1
+        self._strangers.note("connection_refused", peer, reason)
+        if is_tls:  # a reply would cost the handshake that the limit is there to avoid
+            sock.close()
+        else:
+            self._farewells.refuse(sock, f"!err 0 connections {reason}\n".encode())
+
+    # --- messages come in ---------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Read the producers that have sent something, as long as the FIFO takes it."""
+        if not self._ready:
+            self._ready.extend(self.poll.poll(0))
+        while self._ready and (not self._fifo.clogged or self._gate.refusal):
+            fd, event = self._ready.popleft()
+            connection = self.table.at(fd)
+            if connection is not None:
+                self._serve(connection, event)
+            elif fd in self._listeners:
+                self._accept(self._listeners[fd])
+            for connection in self.intake.partial.exceeded_by(self.table):
+                self._strangers.note("unfinished_line_cut", connection.peer, f"of {connection.length} bytes")
+                self._drop(connection)
+
+    def _serve(self, connection: Connection, event: int) -> None:
+        refusal = self._gate.refusal
+        if refusal and connection.phase == GREETING and self.greeter.tokens is None and _begins_plain(connection):
+            connection.phase = PLAIN  # it is read when messages are accepted again
+            self._watch(connection)
+        elif connection.phase == CLOSING and event & (select.EPOLLHUP | select.EPOLLERR):
+            self._drop(connection)  # it has sent everything and is gone, so nobody reads its replies
+        elif connection.may_receive(refusal) and not self._receive(connection):
+            self._end(connection)
+        else:
+            self._tell(connection)
+
+    def _receive(self, connection: Connection) -> bool:
+        """Receive once. Returns False when nothing more will come."""
+        tls = connection.tls
+        if self.intake.receive(connection) and not (tls is not None and tls.over):
+            return True
+        if tls is not None and tls.failure:
+            self._strangers.note("tls_failed", connection.peer, tls.failure)
+        if self.intake.hello_required and connection.replies.refusal == self.intake.hello_required:
+            self._strangers.refuse(connection.peer, "lines without a hello")
+        return False
+
+    def follow_gate(self, before: bytes) -> None:
+        """Refuse, or accept, on every connection what the gate refuses or accepts now. `before`: its last refusal."""
+        refusal = self._gate.refusal
+        self.intake.expect_clogging(bool(refusal))
+        for connection in self.table:
+            connection.replies.follow(before, refusal)
+            self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Wait for what can be acted on: more messages, room for replies, or neither."""
+        interest = select.EPOLLIN if connection.may_receive(self._gate.refusal) else 0
+        if connection.replies.pending or (connection.tls is not None and connection.tls.wants_write):
+            interest |= select.EPOLLOUT
+        interest = interest or select.EPOLLET  # epoll always reports a hang-up: this makes it report that once
+        if interest != connection.interest:
+            connection.interest = interest
+            self.poll.modify(connection.sock, interest)
+
+    # --- replies go out -----------------------------------------------------------------------------------------------
+
+    def pass_replies(self) -> None:
+        """Bring the replies of durability to the connections that they are for."""
+        replied: dict[bytes, Connection] = {}
+        for line in self._acks.take():
+            name, _, rest = line.partition(b" ")
+            connection = self.table.of_sender(name)
+            if connection is None:
+                continue
+            first, _, text = rest.partition(b" ")
+            if connection.replies.reply(int(first), text):
+                replied[name] = connection
+            else:
+                self._strangers.note("replies_lost", connection.peer, "the producer sends again")
+                self._break(connection)
+                replied.pop(name, None)
+        for connection in replied.values():
+            connection.replies.write_refusals()
+            self._tell(connection)
+
+    def _tell(self, connection: Connection) -> None:
+        """Send replies, and end a connection that has sent everything and has all its replies."""
+        if not connection.send_replies() or connection.is_done:
+            self._drop(connection)
+            return
+        self._unread.follow(connection)
+        self._watch(connection)
+
+    def break_unread(self) -> None:
+        """Break connections whose unread replies take too much memory."""
+        for connection in self._unread.exceeded_by(self.table):
+            self._row.cut_off += 1
+            self._strangers.note("replies_unread", connection.peer, f"{connection.replies.counted} bytes")
+            self._break(connection)
+
+    # --- connections end ----------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """End the connections that are late."""
+        self._row.unanswered = self.table.unanswered
+        for connection, reason in self.deadlines.late(self.table).items():
+            self._strangers.cut_off(connection.peer, reason)
+            if connection.phase == CLOSING or reason == UNREAD:
+                self._break(connection)  # it does not read its replies
+                continue
+            if connection.phase == GREETING and connection.length:
+                connection.replies.pending += b"!err 0 bad_hello not finished within KMQ_LINE_DEADLINE\n"
+            self._end(connection)
+        self._farewells.sweep()
+
+    def _end(self, connection: Connection) -> None:
+        """Receive nothing more; replies may still have to be sent."""
+        self.intake.finish(connection)
+        connection.phase = CLOSING
+        self._tell(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        """End a connection: in order, unless that would say that refused lines are in the FIFO."""
+        if connection.replies.refusal and not connection.replies.acks:
+            self._break(connection)
+            return
+        self._forget(connection)
+        close_in_order(connection)
+
+    def _break(self, connection: Connection) -> None:
+        """End a connection with a reset: its producer learns that not every message was answered."""
+        self._forget(connection)
+        connection.sock.close()
+
+    def _forget(self, connection: Connection) -> None:
+        self.intake.finish(connection)
+        self._unread.forget(connection)
+        self.poll.unregister(connection.sock.fileno())
+        self.table.remove(connection)
+
+    def let_go(self) -> None:
+        """End all connections. A line that is unfinished now is lost: its producer sees a reset and sends it again."""
+        for connection in self.table:
+            if connection.length:
+                connection.sock.close()
+            else:
+                close_in_order(connection)
+
+
+def _begins_plain(connection: Connection) -> bool:
+    """Return True if the first byte is there and begins no hello. TLS cannot look at a byte without taking it."""
+    if connection.tls is not None:
+        return False
+    with contextlib.suppress(OSError):
+        return connection.sock.recv(1, socket.MSG_PEEK) not in (b"!", b"")
+    return False

@@ -1,0 +1,259 @@
+"""Are the queues what the WAL says? One task: a range of the WAL's seqs against the offsets of all queues that belong to it.
+
+Exact       In a good task the bytes of a queue are the lines of the WAL that route there, one after another. They are compared
+            as bytes, block by block, without Python per record. Only where they differ, lines are compared one by one
+            (queue.py): which is missing, doubled, out of order, altered, elsewhere, from nowhere.
+Not audited Records of deleted topics. Queue records below the first seq of the WAL: only their crc, form and order are checked.
+            WAL records below the first that a queue still has. All are counted as notes. In a compacted queue there must be as
+            many bare newlines between two records as records are missing there; which ones is unknown. Those at a cut count
+            for both sides of it.
+Memory      One block of the WAL and of each queue; of queues that differ all their lines in the task.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from kmq.log.damage import DamageError
+from kmq.log.dropped import without
+from kmq.spark.audit.arrivals import Arrivals
+from kmq.spark.audit.comparison import Comparison
+from kmq.spark.audit.evidence import Evidence
+from kmq.spark.audit.findings import THE_WAL, Place, Row
+from kmq.spark.audit.queue import QueueAuditor
+from kmq.spark.audit.reading import LogReader, Unreadable
+from kmq.spark.audit.seqs import SeqRanges, TargetOfSeq, concatenated, is_first_time
+from kmq.spark.audit.snapshot import Snapshot
+from kmq.spark.audit.tasks import OlderTask, Task
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.columns import Block, Numbers
+
+Seen = tuple[Numbers, Numbers]  # seqs and targets of the task's records, in the WAL's order
+
+
+def audit_task(broker: Broker, snapshot: Snapshot, task: Task | OlderTask, bucket: int) -> list[Row]:
+    """Return the evidence of one task. `bucket`: µs that are counted as one moment."""
+    evidence = Evidence()
+    if isinstance(task, OlderTask):
+        _check_older(LogReader(broker, evidence), task, evidence)
+    else:
+        Auditor(Comparison(broker, snapshot, task, evidence), Arrivals(bucket)).run()
+    return evidence.rows()
+
+
+def _check_older(reader: LogReader, task: OlderTask, evidence: Evidence) -> None:
+    """Check the order of queue records that the WAL no longer has."""
+    count, before = 0, 0
+    for block in reader.read(task.place, task.offsets):
+        if isinstance(block, Unreadable):
+            continue
+        seqs = block.seq().to_numpy() if block.count else np.empty(0, np.int64)
+        late = np.flatnonzero(np.diff(seqs, prepend=before) <= 0)
+        evidence.add_runs("out_of_order", task.place, seqs, late, block.offsets())
+        before = int(seqs.max(initial=before))
+        count += block.count
+    if count:
+        evidence.add(Row.of("older", task.place, count))
+
+
+class Auditor:
+    """Compares the WAL with the queues in one task."""
+
+    def __init__(self, comparison: Comparison, arrivals: Arrivals) -> None:
+        self._with, self._arrivals = comparison, arrivals
+        self._evidence, self._routes = comparison.evidence, comparison.routes
+
+    def run(self) -> None:
+        """Add all that there is to say of the task to the evidence."""
+        task = self._with.task
+        if task.low == self._with.snapshot.wal[0]:
+            for topic, damage in self._with.snapshot.hidden.items():
+                self._evidence.add(Row.of_damage((topic, 0), damage))
+        differing = self._compare_bytes()
+        if differing:
+            self._compare_lines(differing)
+        for place, (start, end) in task.queues.items():
+            if end > start:
+                self._evidence.count(Row.of("queue", place, end - start))
+
+    # --- the quick way: bytes ----------------------------------------------------------------------------------------
+
+    def _compare_bytes(self) -> list[int]:
+        """Read the WAL and all queues beside it; return the queues whose bytes are not those of the WAL."""
+        seen: list[Numbers] = []
+        streams: dict[int, _Stream] = {}
+        before = 0  # recv_ts
+        for block in self._with.reader.read(THE_WAL, (self._with.low, self._with.high)):
+            if isinstance(block, Unreadable):
+                self._with.unreadable.append((block.first, block.end - 1))
+                continue
+            if not block.count:
+                continue
+            seqs, times = block.offsets(), block.recv_ts().cast(pa.int64()).to_numpy()
+            targets = self._routes.targets(block, seqs)
+            self._arrivals.add(block, times, targets, self._routes.places)
+            before = self._check_clock(seqs, times, before)
+            for target, lines in self._lines_by_target(block, seqs, targets):
+                if target not in streams:
+                    streams[target] = self._stream(target)
+                streams[target].take(lines)
+            seen.append(seqs)
+        self._follow_retention(seen)
+        self._check_order(concatenated(seen))
+        self._count_arrivals()
+        differing = {target for target, stream in streams.items() if not stream.ended()}
+        for place, (start, end) in self._with.task.queues.items():
+            if end > start and self._routes.number_of(place) not in streams:
+                differing.add(self._routes.number_of(place))
+        return sorted(differing)
+
+    def _stream(self, target: int) -> "_Stream":
+        place = self._routes.places[target]
+        start, end = self._with.task.queues.get(place, (0, 0))
+        return _Stream(self._with.reader.broker.read(*place, start, end) if end > start else ())
+
+    def _lines_by_target(self, block: Block, seqs: Numbers, targets: Numbers) -> Iterator[tuple[int, pa.Buffer]]:
+        """Yield the bytes that each queue should hold of a block, except queues that cannot be compared."""
+        inside = self._with.is_inside(seqs)
+        for target, lines in self._by_target(block, seqs, targets, inside):
+            place = self._routes.places[target]
+            if target == self._routes.deleted:
+                self._note("deleted", place, seqs[(targets == target) & inside])
+            elif place[0] not in self._with.snapshot.hidden:
+                yield target, lines
+
+    def _by_target(
+        self, block: Block, seqs: Numbers, targets: Numbers, inside: Numbers
+    ) -> Iterator[tuple[int, pa.Buffer]]:
+        dropped = self._with.dropped.hold(seqs)
+        if dropped.any():
+            for target in np.unique(targets[dropped]).tolist():
+                self._note("dropped_durable", self._routes.places[target], seqs[dropped & (targets == target)])
+        wanted = ~dropped & inside
+        is_all = bool(wanted.all())
+        if is_all and block.places is None and (targets == targets[0]).all():
+            yield int(targets[0]), pa.py_buffer(block.lines)
+            return
+        lines = block.span(block.starts[0], block.ends[-1] + 1)  # with their newlines
+        order = np.argsort(targets.astype(np.int16) if len(self._routes.places) < 1 << 15 else targets, kind="stable")
+        if not is_all:
+            order = order[wanted[order]]
+        lines = lines.take(pa.array(order))
+        offsets = np.frombuffer(lines.buffers()[1], np.int32)[: len(lines) + 1]
+        each, firsts = np.unique(targets[order], return_index=True)
+        for target, (low, high) in zip(each.tolist(), pairwise([*firsts.tolist(), len(order)]), strict=True):
+            yield target, lines.buffers()[2].slice(int(offsets[low]), int(offsets[high] - offsets[low]))
+
+    def _note(self, what: str, place: Place, seqs: Numbers) -> None:
+        self._evidence.add(Row.of(what, place, len(seqs), (int(seqs[0]), int(seqs[-1]))))
+
+    def _count_arrivals(self) -> None:
+        for row in self._arrivals.rows():
+            if row.topic in self._with.snapshot.hidden:
+                self._evidence.add(Row("unreadable", row.topic, records=row.records))
+            self._evidence.count(row)
+
+    # --- the WAL by itself -------------------------------------------------------------------------------------------
+
+    def _check_clock(self, seqs: Numbers, times: Numbers, before: int) -> int:
+        """Check that times never decrease; return the latest one."""
+        back = np.flatnonzero(np.diff(times, prepend=before) < 0)
+        self._evidence.add_runs("clock_back", THE_WAL, seqs, back)
+        return int(times.max(initial=before))
+
+    def _follow_retention(self, seen: list[Numbers]) -> None:
+        """Treat what retention took from the WAL while it was read as if it had gone before."""
+        task = self._with
+        first = int(seen[0][0]) if seen else task.high
+        if first > task.low and not task.unreadable:
+            retained = task.reader.broker.bounds([THE_WAL[0]])[THE_WAL][0]
+            task.low = max(task.low, min(task.high, retained))
+
+    def _check_order(self, seqs: Numbers) -> None:
+        """Add gaps, duplicates and what is out of order."""
+        task = self._with
+        if len(seqs) == task.high - task.low and (np.diff(seqs) == 1).all() and seqs[0] == task.low:
+            return
+        inside, first_time = task.is_inside(seqs), is_first_time(seqs)
+        is_late = seqs <= np.concatenate([[task.low - 1], np.maximum.accumulate(seqs)[:-1]])
+        self._evidence.add_runs("duplicate", THE_WAL, seqs, np.flatnonzero(~first_time))
+        self._evidence.add_runs("out_of_order", THE_WAL, seqs, np.flatnonzero(first_time & (is_late | ~inside)))
+        present = np.concatenate([[task.low - 1], np.unique(seqs[inside]), [task.high]])
+        unreadable = SeqRanges(task.unreadable).ranges
+        named = SeqRanges(task.snapshot.dropped["framed"]).ranges
+        for at in np.flatnonzero(np.diff(present) > 1).tolist():
+            for first, last in without(int(present[at]) + 1, int(present[at + 1]) - 1, unreadable):
+                gaps = without(first, last, named)
+                for low, high in gaps:
+                    self._evidence.add(Row.of_wal("gap", (low, high), high - low + 1))
+                count = last - first + 1 - sum(high - low + 1 for low, high in gaps)
+                if count:
+                    self._evidence.add(Row.of_wal("dropped_framed", (first, last), count))
+
+    # --- the slow way: lines -------------------------------------------------------------------------------------------
+
+    def _compare_lines(self, differing: list[int]) -> None:
+        """Add what is wrong in these queues to the evidence."""
+        expected, (seqs, targets) = self._expected(differing)
+        belongs = TargetOfSeq(seqs, targets)
+        queues = [QueueAuditor(self._with, target, *expected[target]) for target in differing]
+        elsewhere: defaultdict[int, list[int]] = defaultdict(list)  # what is in another queue is not lost
+        for queue in queues:
+            queue.classify(belongs, elsewhere)
+        for queue in queues:
+            queue.account(np.array(elsewhere[queue.target], np.int64))
+
+    def _expected(self, differing: list[int]) -> tuple[dict[int, tuple[Numbers, pa.Array]], Seen]:
+        """Read the WAL once more: (seqs, lines) of these queues, each seq once; and seqs and targets of all records."""
+        chosen = np.array(differing)
+        parts: dict[int, list[tuple[Numbers, pa.Array]]] = {target: [] for target in differing}
+        seen: list[Seen] = []
+        for block in self._with.reader.read(THE_WAL, (self._with.low, self._with.high), is_second=True):
+            if isinstance(block, Unreadable) or not block.count:
+                continue
+            seqs = block.offsets()
+            targets = self._routes.targets(block, seqs)
+            inside = self._with.is_inside(seqs)
+            seen.append((seqs[inside], targets[inside]))
+            lines = block.line()
+            for target in np.intersect1d(targets, chosen).tolist():
+                mine = np.flatnonzero((targets == target) & inside)
+                parts[target].append((seqs[mine], lines.take(pa.array(mine))))
+        expected = {}
+        for target, read in parts.items():
+            texts = pa.chunked_array([lines for _, lines in read], pa.binary())
+            once, at = np.unique(concatenated(seqs for seqs, _ in read), return_index=True)
+            expected[target] = once, texts.take(pa.array(at))
+        return expected, (concatenated(seqs for seqs, _ in seen), concatenated(targets for _, targets in seen))
+
+
+class _Stream:
+    """The bytes of a queue, compared in order; after one difference it is read no further."""
+
+    def __init__(self, blocks: Iterable[tuple[int, bytes]]) -> None:
+        self._blocks = iter(blocks)
+        self._rest = pa.py_buffer(b"")
+        self._is_same = True
+
+    def take(self, expected: pa.Buffer) -> None:
+        """Compare the next bytes with `expected`."""
+        while self._is_same and expected.size:
+            if not self._rest.size:
+                self._rest = self._next()
+            size = min(expected.size, self._rest.size)
+            self._is_same = size > 0 and expected.slice(0, size).equals(self._rest.slice(0, size))
+            expected, self._rest = expected.slice(size), self._rest.slice(size)
+
+    def ended(self) -> bool:
+        """Return True if all was the same, and nothing is left."""
+        return self._is_same and not self._rest.size and not self._next().size and self._is_same
+
+    def _next(self) -> pa.Buffer:
+        try:
+            return pa.py_buffer(next(self._blocks, (0, b""))[1])
+        except DamageError:
+            self._is_same = False
+            return pa.py_buffer(b"")

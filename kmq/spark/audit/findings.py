@@ -1,0 +1,91 @@
+"""What an audit can find: its findings, its notes, and the row that each of them becomes."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kmq.spark.source.options import WAL
+
+if TYPE_CHECKING:
+    from kmq.log.damage import DamageError
+
+Place = tuple[str, int]  # topic, partition
+OffsetRange = tuple[int, int]  # first, and the one behind the last
+SeqRange = tuple[int, int]  # first and last
+
+THE_WAL: Place = (WAL, 0)
+FINDINGS = {
+    "gap": "seqs missing in the WAL that dropped.log does not name",
+    "duplicate": "stored once more",
+    "out_of_order": "stored behind a later one",
+    "clock_back": "recv_ts before that of the record in front of it",
+    "damage": "bytes that are not as they were written",
+    "malformed": "not a stored line",
+    "lost": "in the WAL, not in its queue",
+    "wrong_queue": "in a queue where it does not belong",
+    "altered": "other bytes than in the WAL",
+    "foreign": "in a queue, not in the WAL",
+    "undropped": "in the queue, although dropped.log names it",
+    "blank": "bare newlines in a queue that is not compacted",
+}
+NOTES = {
+    "dropped_framed": "seqs that dropped.log names for ring framed, or that a repair named as lost",
+    "dropped_durable": "records that dropped.log names for ring durable",
+    "compacted": "records that compaction took from their queue",
+    "retained": "records that retention took from their queue: not audited",
+    "deleted": "records of topics that were deleted",
+    "older": "queue records from before the WAL's first seq: crc and order checked only",
+    "unrouted": "durable, not routed yet",
+    "unreadable": "records in or behind damage: not audited",
+}
+_MAX_SHOWN = 60  # bytes of a line that is not a stored line
+
+
+class Damage(NamedTuple):
+    """Bytes that are not as they were written."""
+
+    path: str
+    byte: int
+    what: str
+
+    @classmethod
+    def of(cls, err: "DamageError") -> "Damage":
+        return cls(err.path, err.byte, err.what)
+
+
+class Row(NamedTuple):
+    """One thing seen. `what`: a finding, a note, `records` (of a topic and moment) or `queue` (records compared)."""
+
+    what: str
+    topic: str = WAL
+    partition: int = 0
+    records: int = 1
+    first_seq: int = 0  # 0: not known
+    last_seq: int = 0
+    offset: int = -1  # in the queue, -1: none
+    time: int = 0  # µs since the epoch
+    nbytes: int = 0
+    path: str = ""
+    byte: int = 0
+    detail: str = ""
+
+    @property
+    def place(self) -> Place:
+        return self.topic, self.partition
+
+    @classmethod
+    def of(cls, what: str, place: Place, records: int, seqs: SeqRange | None = None, offset: int = -1) -> "Row":
+        """`records` of a log, at these seqs where they are known."""
+        first, last = seqs or (0, 0)
+        return cls(what, *place, records, first, last, offset)
+
+    @classmethod
+    def of_wal(cls, what: str, seqs: SeqRange, records: int) -> "Row":
+        """`records` of the WAL."""
+        return cls.of(what, THE_WAL, records, seqs)
+
+    @classmethod
+    def of_damage(cls, place: Place, damage: Damage) -> "Row":
+        return cls("damage", *place, path=damage.path, byte=damage.byte, detail=damage.what)
+
+    @classmethod
+    def of_malformed(cls, place: Place, offset: int, line: bytes) -> "Row":
+        return cls("malformed", *place, offset=offset, detail=repr(line[:_MAX_SHOWN]))

@@ -1,0 +1,90 @@
+"""What an audit found: the values that its report is made of."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kmq.log import segment
+from kmq.spark.audit.findings import FINDINGS, NOTES, Row
+from kmq.spark.audit.snapshot import BUCKETS, Source
+from kmq.spark.source.brokers import Directory
+from kmq.spark.source.options import WAL
+
+
+class Found(NamedTuple):
+    """A finding, or a note that has a place. `file`: under the data directory; "" where it is unknown."""
+
+    broker: str
+    row: Row
+    file: str
+
+
+class Moment(NamedTuple):
+    """Records and bytes of a topic that came in at a time (µs since the epoch)."""
+
+    broker: str
+    topic: str
+    time: int
+    records: int
+    nbytes: int
+
+
+Key = tuple[str, str, int]  # broker, topic, partition
+
+
+class Result(NamedTuple):
+    """What an audit found."""
+
+    sources: list[Source]
+    totals: dict[str, dict[Key, int]]  # finding or note → where → records
+    found: list[Found]  # findings, the first ones
+    noted: list[Found]
+    moments: list[Moment]  # in order of time
+    hours: list[Moment]
+
+    @property
+    def findings(self) -> dict[str, int]:
+        """Finding → the number of records, or places, that it is about."""
+        return {what: sum(self.totals[what].values()) for what in FINDINGS if what in self.totals}
+
+    @property
+    def notes(self) -> dict[str, int]:
+        """Note → the number of records."""
+        return {what: sum(self.totals[what].values()) for what in NOTES if what in self.totals}
+
+    @property
+    def is_good(self) -> bool:
+        """Return True if there is no finding."""
+        return not self.findings
+
+
+def by_hour(moments: list[Moment]) -> list[Moment]:
+    """Return the moments of each hour as one, in order of time; a moment lies within one hour."""
+    sums: dict[tuple[str, str, int], Moment] = {}
+    for moment in moments:
+        hour = moment._replace(time=moment.time - moment.time % BUCKETS[-1])
+        so_far = sums.get(hour[:3])
+        more = (so_far.records, so_far.nbytes) if so_far else (0, 0)
+        sums[hour[:3]] = hour._replace(records=hour.records + more[0], nbytes=hour.nbytes + more[1])
+    return list(sums.values())
+
+
+def found(audited: list[Source], fields: Sequence[Any]) -> Found:
+    """Return a row of the evidence, which begins with its broker's name, with the file where it is."""
+    broker, row = fields[0], Row(*fields[1:])
+    source = next(each for each in audited if each.name == broker)
+    return Found(broker, row, _file(source, row))
+
+
+def _file(source: Source, row: Row) -> str:
+    """The file under the data directory where it is."""
+    if not source.is_path:
+        return row.path
+    data = Directory(source.name).path
+    if row.path:
+        return os.path.relpath(row.path, data)
+    directory, at = (
+        ("append", row.first_seq) if row.topic == WAL else (f"topics/{row.topic}/{row.partition}", row.offset)
+    )
+    held = [path for first, path in segment.listing(f"{data}/{directory}") if first <= at]
+    return os.path.relpath(held[-1], data) if held else ""

@@ -1,0 +1,71 @@
+"""Where the records of a block belong, by the routing table in force at their seqs: each key is looked up once a block."""
+
+from collections import defaultdict
+
+import numpy as np
+
+from kmq.routing import DELETED, Topic, lives, resolve, table
+from kmq.spark.audit.findings import Place
+from kmq.spark.audit.snapshot import Snapshot
+from kmq.spark.source.columns import Block, Numbers
+
+_MAX_KEYS = 1 << 18  # routing keys remembered
+
+
+class Routes:
+    """Numbers queues (`places[number]`), and says of each record the number of the queue where it belongs."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.places: list[Place] = []
+        self._numbers: dict[Place, int] = {}
+        self._table = table(snapshot.topics, lives(snapshot.deleted), snapshot.marks_from)
+        changing = [topic for topic in self._table.values() if "." in topic.name or topic.lives]
+        changes = {seq for topic in changing for seq in topic.bounds()}
+        self._epochs = np.array(sorted(changes | {snapshot.marks_from}), np.int64)
+        self._memo: defaultdict[int, dict[bytes, tuple[int, int]]] = defaultdict(dict)
+        for name, partitions, _ in snapshot.topics:
+            self._number(name, partitions)
+        for name, partition in snapshot.queues:
+            self._number(name, partition + 1)
+        self.deleted = self._number("(deleted)", 1) if snapshot.deleted else -1
+
+    def number_of(self, place: Place) -> int:
+        return self._numbers[place]
+
+    def _number(self, topic: str, partitions: int) -> int:
+        """Return the number of a topic's first partition; the others follow it."""
+        if (topic, partitions - 1) not in self._numbers:
+            base = len(self.places)
+            self.places += [(topic, number) for number in range(partitions)]
+            self._numbers |= {(topic, number): base + number for number in range(partitions)}
+        return self._numbers[topic, 0]
+
+    def targets(self, block: Block, seqs: Numbers) -> Numbers:
+        """Return the number of the queue where each record belongs."""
+        coded = block.field(2).dictionary_encode()
+        keys, codes = coded.dictionary.to_pylist(), coded.indices.to_numpy()
+        epochs = np.searchsorted(self._epochs, seqs, "right")
+        targets = np.empty(len(seqs), np.int64)
+        for epoch in np.unique(epochs).tolist() if len(self._epochs) else [0]:
+            pairs = np.array([self._target(key, epoch) for key in keys], np.int64).reshape(-1, 2)
+            chosen = epochs == epoch
+            targets[chosen] = pairs[codes[chosen], 0] + seqs[chosen] % pairs[codes[chosen], 1]
+        return targets
+
+    def _target(self, key: bytes, epoch: int) -> tuple[int, int]:
+        """Return (target, 1), or (first target, partitions) where the seq decides.
+
+        `epoch`: how many of the seqs at which the table changes are reached.
+        """
+        memo = self._memo[epoch]
+        if key in memo:
+            return memo[key]
+        seq = int(self._epochs[epoch - 1]) if epoch else 0
+        route = resolve(self._table, key, seq)
+        topic = self._table.get(route.topic) or Topic(route.topic.decode(errors="replace"), 1, 0)
+        base = self.deleted if route.topic == DELETED else self._number(topic.name, topic.partitions)
+        found = (base, topic.partitions) if route.is_spread else (base + topic.partition_of(route, 0), 1)
+        if len(memo) >= _MAX_KEYS:
+            memo.clear()
+        memo[key] = found
+        return found

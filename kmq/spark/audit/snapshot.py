@@ -1,0 +1,105 @@
+"""A broker at one moment, as an audit compares it, and the brokers that an audit is asked for.
+
+Order       What the router says it has routed, the ends of the queues, the end of the WAL, the routing table, dropped.log.
+            So every record that a queue shows is in the part of the WAL that is compared. Records of the WAL beyond `routed`
+            and beyond the end of their queue were not routed yet: they become a note, not a finding.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kmq.log import identity, segment
+from kmq.log.damage import DamageError
+from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, SeqRange
+from kmq.spark.connections import Access
+from kmq.spark.source.broker import Broker
+from kmq.spark.source.brokers import open_broker
+from kmq.spark.source.options import WAL, Options
+
+BUCKETS = (100_000, 1_000_000, 10_000_000, 60_000_000, 600_000_000, 3_600_000_000)  # µs; each divides an hour
+_MOMENTS, _MAX_MOMENTS = 240, 50_000  # points in a plot over time, about; points of all topics
+
+
+class Snapshot(NamedTuple):
+    """A broker at one moment; of its topics those that are in force."""
+
+    routed: int
+    queues: dict[Place, OffsetRange]
+    wal: OffsetRange
+    topics: list[tuple[str, int, int]]  # name, partitions, from_seq
+    compacted: list[str]
+    dropped: dict[str, list[SeqRange]]  # by ring
+    hidden: dict[str, Damage]  # topics whose queues have no known end
+    marks_from: int = 0  # the first seq whose routing key may have a mark
+    deleted: Sequence[tuple[str, int, int]] = ()  # topics that were: name, from_seq, last_seq
+
+
+def take(broker: Broker) -> Snapshot:
+    """Return the broker as it is now."""
+    routed = broker.ledger()["routed_seq"]
+    queues, hidden = _queues(broker, list(broker.topics()))
+    wal = broker.bounds([WAL])[THE_WAL]
+    ledger = broker.ledger()
+    names = {row["name"] for row in ledger["topics"]}
+    return Snapshot(
+        routed=routed,
+        queues={place: ends for place, ends in queues.items() if place[0] in names},  # else: deleted in between
+        wal=wal,
+        topics=[(row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"]],
+        compacted=[row["name"] for row in ledger["topics"] if row["cleanup"] == "compact"],
+        dropped=ledger["dropped"],
+        hidden=hidden,
+        marks_from=ledger.get("marks_from", identity.NEVER),  # an older gateway does not say
+        deleted=[(name, from_seq, last_seq) for name, from_seq, last_seq, _ in ledger.get("deleted", ())],
+    )
+
+
+def _queues(broker: Broker, names: list[str]) -> tuple[dict[Place, OffsetRange], dict[str, Damage]]:
+    """(the bounds of the queues, the topics whose bounds are hidden by damage)."""
+    try:
+        return broker.bounds(names), {}
+    except DamageError as err:
+        if len(names) == 1:
+            return {}, {names[0]: Damage.of(err)}
+    half = len(names) // 2
+    one, other = _queues(broker, names[:half]), _queues(broker, names[half:])
+    return one[0] | other[0], one[1] | other[1]
+
+
+class Source(NamedTuple):
+    """A broker to audit: how a task opens it, and its snapshot."""
+
+    name: str
+    is_path: bool
+    access: Access
+    snapshot: Snapshot
+    bucket: int  # µs
+
+    def open(self) -> Broker:
+        return open_broker(self.name, self.is_path, self.access)
+
+
+def sources(where: dict[str, str]) -> list[Source]:
+    """Return the brokers that the options `where` name (path, or kmq.bootstrap.servers and kmq.token)."""
+    options = Options(where | {"subscribe": WAL})
+    made = []
+    for name in options.brokers:
+        broker = open_broker(name, bool(options.paths), options.access)
+        taken = take(broker)
+        made.append(Source(name, bool(options.paths), options.access, taken, _bucket(broker, taken)))
+    return made
+
+
+def _bucket(broker: Broker, taken: Snapshot) -> int:
+    """Return how many µs are one point of a plot over time: it has some 240 points, fewer with very many topics."""
+    first, end = taken.wal
+    stamps = []
+    with contextlib.suppress(DamageError):
+        for seq in (first, end - 1):
+            for _, lines in broker.read(*THE_WAL, seq, end):
+                stamps.append(segment.stamp(lines)[1])
+                break
+    duration = max(stamps) - min(stamps) if stamps else 0
+    points = min(_MOMENTS, _MAX_MOMENTS // (len(taken.topics) + 1))
+    return next((bucket for bucket in BUCKETS if duration // bucket <= points), BUCKETS[-1])

@@ -1,0 +1,49 @@
+"""A stream that becomes part of a table, batch by batch."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from kmq.spark.streaming import streams
+from kmq.spark.streaming.streams import ONCE, Trigger
+from kmq.spark.tables import Table
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+class Followed(NamedTuple):
+    """What a run of a stream added."""
+
+    rows: int
+    batches: int
+    merged: int  # small files that became few
+
+
+def follow(
+    table: Table,
+    rows: "DataFrame",
+    prepare: "Callable[[DataFrame, str], None]",
+    name: str,
+    trigger: Trigger = ONCE,
+) -> Followed:
+    """Add a stream to a table, batch by batch. `prepare(batch, query id)` stages what is to be added.
+
+    The checkpoint is the table's own where the trigger names none.
+    """
+    trigger = trigger.at(f"{table.state}/checkpoint")
+    where = trigger.checkpoint.removeprefix("file://")
+    table.stream.check_checkpoint(where)
+    added = batches = merged = 0
+
+    def add(batch: "DataFrame", batch_id: int) -> None:
+        nonlocal added, batches, merged
+        offsets = f"{where}/offsets/{batch_id}"
+        count = table.add(batch, batch_id, prepare, [offsets] if os.path.exists(offsets) else [])
+        if count is not None:
+            added += count
+            batches += 1
+            merged += table.merge(batch.sparkSession)
+
+    streams.follow(rows, add, name, trigger._replace(checkpoint=where))
+    return Followed(added, batches, merged + table.merge(rows.sparkSession, all=True))

@@ -1,0 +1,1 @@
+"""`kmq sql`: topics as tables, queried from the command line."""

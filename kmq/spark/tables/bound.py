@@ -1,0 +1,48 @@
+"""The one stream whose batches a table holds, and the last of them that was committed."""
+
+from kmq.errors import ConfigError
+from kmq.log.disk import replace_file
+from kmq.spark.tables import checks, disk
+from kmq.spark.tables.places import S3, Place
+
+
+class BoundStream:
+    """The files `query` and `batch` of a table's state; in an object store a note beside the table, too."""
+
+    def __init__(self, to: str, state: str, place: Place) -> None:
+        self._to, self._state, self._place = to, state, place
+
+    @property
+    def query(self) -> str:
+        """Its id; "" before the first batch."""
+        return disk.read(f"{self._state}/query")
+
+    @property
+    def last_batch(self) -> int:
+        """The number of the last committed batch, -1 before the first."""
+        return int(disk.read(f"{self._state}/batch") or -1)
+
+    def bind(self, query: str, batch_id: int) -> None:
+        """Say which stream the batches are of. Raises ConfigError where the table is another stream's."""
+        known = self.query
+        if not known and batch_id == 0:
+            self._own(query)
+            replace_file(f"{self._state}/query", query.encode())
+        elif known != query:
+            was = "of another checkpoint" if known else "not this checkpoint's: it begins in the middle"
+            raise ConfigError(f"--to {self._to}: its rows are {was}; give each table a checkpoint of its own")
+
+    def _own(self, query: str) -> None:
+        """In an object store nothing but a note keeps two checkpoints apart."""
+        if isinstance(self._place, S3):
+            if (owner := self._place.owner()) and owner != query:
+                raise ConfigError(f"--to {self._to}: its rows are of another checkpoint; name another --to")
+            self._place.own(query)
+
+    def committed(self, batch_id: int) -> None:
+        """Note the last batch."""
+        replace_file(f"{self._state}/batch", b"%d" % batch_id)
+
+    def check_checkpoint(self, path: str) -> None:
+        """Raise ConfigError where a stream with this checkpoint cannot be the table's."""
+        checks.checkpoint(path, self._to, self.query)

@@ -1,0 +1,69 @@
+"""A batch on its way into a table: written by Spark, sealed with a manifest, and gone when all its files have their places.
+
+Invariant   A batch is sealed by one rename, after all its files and the manifest are synced. Readers see none of this.
+Crash       Before the seal `making/` is thrown away; behind it `sealed/` is found at the next start.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Any
+from uuid import uuid4
+
+from kmq.log.disk import replace_file, sync_directory, sync_file
+from kmq.spark.tables import disk
+
+File = dict[str, Any]  # from, to, rows, size: see disk.describe
+
+
+class Staging:
+    """The directories `making` and `sealed` of a table's state."""
+
+    def __init__(self, state: str) -> None:
+        self._state = state
+        self._making = f"{state}/making"
+        self.sealed = f"{state}/sealed"
+        self._attempt = ""  # directory of the batch that is being written
+
+    @property
+    def is_sealed(self) -> bool:
+        return os.path.isdir(self.sealed)
+
+    def discard(self) -> None:
+        """Throw away what was being written."""
+        shutil.rmtree(self._making, ignore_errors=True)
+
+    def begin(self) -> str:
+        """Return a new directory to write a batch to; tasks that outlive their driver still write to an older one."""
+        self._attempt = f"{self._making}/{uuid4().hex[:12]}"
+        return self._attempt
+
+    def seal(self, batch_id: int, place: Callable[[str], str], sync: Iterable[str]) -> list[File]:
+        """Seal the batch that was written; return all its files. `place`: where those of a directory belong in the table.
+
+        The files named in `sync` are on disk before the batch is sealed.
+        """
+        files = [
+            disk.describe(self._attempt, name, place(os.path.dirname(name)), f"{batch_id:010}-{number:04}")
+            for number, name in enumerate(disk.parquet_files(self._attempt))
+        ]
+        for path in sync:
+            sync_file(path)
+        manifest = {"batch": batch_id, "files": [file for file in files if file["rows"]]}
+        replace_file(f"{self._attempt}/manifest.json", json.dumps(manifest).encode())
+        os.rename(self._attempt, self.sealed)  # the commit point
+        sync_directory(self._state)
+        return files
+
+    def manifest(self) -> tuple[int, list[File]]:
+        """Return (number, files) of the sealed batch."""
+        with open(f"{self.sealed}/manifest.json", "rb") as file:
+            manifest = json.load(file)
+        return manifest["batch"], manifest["files"]
+
+    def finish(self) -> None:
+        """Remove the sealed batch. It goes as a whole: nobody finds it half deleted."""
+        os.makedirs(self._making, exist_ok=True)
+        os.rename(self.sealed, f"{self._making}/done")
+        shutil.rmtree(self._making)
