@@ -1,7 +1,7 @@
 """What a stage holds under a name: lock files, and ends of rings. Others find the stage by these names.
 
-Invariant   A stage whose lock file or ring was removed always ends (exit code 75): nobody would find it any more, and a second
-            stage of its kind could start beside it.
+Invariant   A stage whose lock file or ring was removed always ends (exit code 75): nobody would find it any more, and a
+            second stage of its kind could start beside it.
 """
 
 import contextlib

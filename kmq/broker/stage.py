@@ -1,7 +1,7 @@
 """What every stage has around its job: settings, the stats row, signals, waiting, and the way out.
 
-A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain from the front, for at most DRAIN_S, and
-exit 0. A second signal ends the stage at once, which is as safe as SIGKILL.
+A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain from the front, for at most DRAIN_S,
+and exit 0. A second signal ends the stage at once, which is as safe as SIGKILL.
 """
 
 import gc
@@ -96,7 +96,7 @@ class Stage:
         return owner
 
     def open_ring(self, name: str, first_seq: Callable[[], tuple[int, int]]) -> "RingWriter":
-        """Return the writing end of a ring. A new ring begins with what `first_seq` returns: next seq, last recv_ts (µs).
+        """Return the writing end of a ring. A new ring begins where `first_seq` says: next seq, last recv_ts (µs).
 
         No ring is made while a stage still reads one whose name was removed: both would continue from the same seq.
         """
@@ -158,7 +158,7 @@ class Stage:
         self.check()
 
     def wait_for(self, what: str, attempt: Callable[[], object]) -> object:
-        """Try until `attempt` returns something that is not None, and return it. The log says once that `what` is awaited."""
+        """Try until `attempt` does not return None, and return its result. The log says once that `what` is awaited."""
         result = attempt()
         if result is None:
             self.log.info("waiting", peer=what)
@@ -171,7 +171,7 @@ class Stage:
         return result
 
     def wait_for_room(self, path: str, lacks: str = "disk_full") -> None:
-        """Report that a write found no room, and wait a little; then the caller tries again. `lacks`: one of ADMISSIONS."""
+        """Report that a write found no room, and wait a little; the caller then retries. `lacks`: one of ADMISSIONS."""
         if self.row.state != STATES.index("disk_full"):
             self.log.warn("disk_full", file=path, lacks=lacks, effect="writing pauses, producers feel backpressure")
             self.state("disk_full")

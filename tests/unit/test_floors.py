@@ -36,8 +36,6 @@ STILL = {
     "arrow": set(),
     "circle": set(),
     "file": {
-        "kmq/client/producer.py",
-        "kmq/client/protocol.py",
         "kmq/log/reader.py",
         "scripts/bench.py",
         "scripts/play.py",
@@ -46,9 +44,6 @@ STILL = {
         "kmq/gateway/grpc/podbus.py: handler",
     },
     "class": {
-        "kmq/client/aio.py: AsyncProducer",
-        "kmq/client/producer.py: Producer",
-        "kmq/client/protocol.py: Core",
         "kmq/gateway/http/logs.py: Logs",
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
