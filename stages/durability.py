@@ -27,7 +27,7 @@ from kmq.broker.stage import Stage, main
 from kmq.errors import CorruptError, RetryError
 from kmq.links import layout
 from kmq.links.acks import AckWriter
-from kmq.links.layout import Block
+from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare, wal
 from kmq.log.disk import Buffer
@@ -220,10 +220,8 @@ class Durability:
         for block in blocks:
             if not block.count or block.first_seq < durable.last.next_seq:
                 continue
-            if not durable.has_room(len(block.data), block.count):
-                while not durable.wait_room(len(block.data), block.count):
-                    self.stage.check()
-            durable.append(block.data, block.first_seq, block.count, block.key_length, block.recv_ts)
+            durable.wait_for_room(len(block.data), block.count, self.stage.check)
+            durable.append(Framed(block.data, block.stamp))
         self.stage.beat()
 
 

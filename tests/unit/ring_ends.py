@@ -1,5 +1,6 @@
 """Both ends of a ring, as tests use them."""
 
+from kmq.links.layout import Framed, Stamp
 from kmq.links.ring import RingReader, RingWriter
 
 
@@ -7,7 +8,7 @@ def put(writer: RingWriter, data: bytes, count: int = 1) -> bool:
     """Append a block if it fits; return True if it did."""
     if not writer.has_room(len(data), count):
         return False
-    writer.append(data, writer.last.next_seq, count, 0, 5)
+    writer.append(Framed(data, Stamp(writer.last.next_seq, count, 0, 5)))
     return True
 
 
