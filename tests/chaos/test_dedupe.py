@@ -287,7 +287,7 @@ def cpu_s(pod: Pod, name: str) -> float:
     return sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_with_ten_thousand_producers_and_a_hundred_thousand_ids_a_start_costs_less_than_framing_did(pod: Pod) -> None:
+def test_framer_start_costs_less_than_framing_with_many_producers_and_ids(pod: Pod) -> None:
     """From a checkpoint, and from the WAL alone; the framer stays small."""
     names = groups(
         lambda n: f"p=producer-{n}", 10_000, 20, (str(2 * n) for n in itertools.count())

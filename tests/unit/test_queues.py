@@ -334,7 +334,7 @@ def test_a_dotted_topic_takes_messages_only_from_its_declaration_on(data):
     assert topics.load(data, "a.b") == (1, 11)
 
 
-def test_a_message_that_overtakes_the_adoption_of_its_topic_is_partitioned_as_declared(data):
+def test_a_message_before_the_adoption_of_its_topic_is_partitioned_as_declared(data):
     lines = [b"t.%d|||x" % n for n in range(30)]
     write_wal(data, lines).close()
     made = open_queues(data, 0)
@@ -534,7 +534,7 @@ def test_queues_of_lines_with_marks_are_the_same_however_they_were_routed(data, 
     assert files(data) == before and topics.listing(data) == declared
 
 
-def test_a_topic_that_a_mark_names_has_the_lines_behind_it_also_while_it_is_to_be_made(data):
+def test_a_topic_named_by_a_mark_has_the_lines_behind_it_also_before_it_is_made(data):
     identity.open_data(data)
     made = open_queues(data, 0)
     flood = [b"new-%d|||x" % number for number in range(2 * AT_ONCE)]

@@ -266,7 +266,7 @@ def test_each_topic_has_its_own_limits(data):
 
 @pytest.mark.parametrize("lost", ["directory", "last", "first", "middle", "half of the last", "all but the first"])
 @pytest.mark.parametrize("wal_first", [1, 131, 391])
-def test_what_is_lost_after_retention_is_filled_as_far_as_the_wal_goes_and_the_rest_is_told(data, lost, wal_first):
+def test_records_lost_after_retention_are_filled_from_the_wal_and_the_rest_reported(data, lost, wal_first):
     retained(data).close()
     before = {each.first: pathlib.Path(each.path).read_bytes() for each in segments_of(data)}
     start, whole = min(before), b"".join(before.values())

@@ -235,7 +235,7 @@ def test_a_gap_made_while_no_reader_lived_is_told_to_the_next_one(rings):
     again.lock.release()
 
 
-def test_the_floor_never_passes_the_head_when_the_reader_empties_a_full_ring_meanwhile(rings, monkeypatch):
+def test_the_floor_never_passes_the_head_while_the_reader_empties_a_full_ring(rings, monkeypatch):
     """The writer finds no room; before it drops anything the reader releases all. There is nothing left to drop."""
     writer, reader = dropping(rings, slots=1000, nbytes=4096)
     for _ in range(10):  # more than a lap: the bytes at the head look like the header of a block

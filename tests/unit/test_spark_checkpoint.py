@@ -104,7 +104,7 @@ def test_a_time_is_where_its_first_record_is(read_to):
     assert after == [0, 0, 10]
 
 
-def test_reset_is_refused_while_the_table_has_a_writer_and_where_its_batches_do_not_fit(read_to, tmp_path):
+def test_reset_is_refused_while_the_table_has_a_writer_or_its_batches_do_not_fit(read_to, tmp_path):
     path, _ = read_to
     plan = reset.plan(checkpoint.Checkpoint(path), "latest")
     lock = FileLock(f"{tmp_path}/t/.kmq/owner")

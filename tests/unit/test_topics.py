@@ -54,7 +54,7 @@ def adopt(data, log=None):
     return made
 
 
-def test_the_router_keeps_a_topics_own_limits_when_it_writes_its_seq_and_follows_them(data):
+def test_the_router_keeps_and_follows_a_topics_own_limits_when_it_writes_its_seq(data):
     topics.declare(data, "t", 2, OWN)
     for _ in range(2):  # adopted, then read at a start
         made = adopt(data)
@@ -64,7 +64,7 @@ def test_the_router_keeps_a_topics_own_limits_when_it_writes_its_seq_and_follows
         made.close()
 
 
-def test_a_limit_that_is_none_is_refused_at_the_declaration_and_passed_over_by_the_router(data):
+def test_an_invalid_limit_is_refused_at_the_declaration_and_skipped_by_the_router(data):
     with pytest.raises(ConfigError, match="retention_age = 'soon'"):
         topics.declare(data, "t", 1, {"retention_age": "soon"})
     assert topics.names(data) == []

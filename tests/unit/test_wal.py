@@ -197,7 +197,7 @@ def test_it_goes_on_in_a_new_segment_at_its_size_at_most_once_a_group(data):
     log.close()
 
 
-def test_it_goes_on_in_a_new_segment_when_its_first_record_is_old_also_after_a_restart(data):
+def test_a_new_segment_begins_when_the_first_record_is_old_also_after_a_restart(data):
     limits = Limits(segment_age=60)
     log = reopen(data, limits)
     append(log, 1, 10)
