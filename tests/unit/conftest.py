@@ -7,7 +7,7 @@ import pytest
 from fake_logger import FakeLogger
 
 from kmq.links import layout, ring
-from kmq.log import index, reader
+from kmq.log import index, segment_reader
 
 _numbers = itertools.count()
 
@@ -45,6 +45,6 @@ def rings():
 def small_blocks(request):
     """Small blocks of an index, so that a small log has many: 1 KiB, or what the test file names `BLOCK_BYTES`."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (index, reader):
+        for module in (index, segment_reader):
             patch.setattr(module, "BLOCK_BYTES", getattr(request.module, "BLOCK_BYTES", 1024))
         yield
