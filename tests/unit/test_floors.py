@@ -52,7 +52,6 @@ STILL = {
         "kmq/gateway/http/logs.py: Logs",
         "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
-        "kmq/spark/source/planner.py: Logs",
         "scripts/play.py: Pod",
     },
 }
