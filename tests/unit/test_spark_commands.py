@@ -112,7 +112,7 @@ def test_a_master_that_nobody_answers_at_is_named_before_java_is_started():
     with socket.socket() as bound:  # bound and not listening: refuses
         bound.bind(("127.0.0.1", 0))
         master = f"spark://127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(RetryError, match=f"--master {master}: nobody answers .*refused"):
+        with pytest.raises(RetryError, match=f"--master {master}: nothing answers .*refused"):
             sessions.session(master)
     with pytest.raises(ConfigError, match="--master 'spark://here': 'here' must be host:port"):
         sessions.check_master("spark://here")
@@ -206,7 +206,7 @@ def spark_error(text, name="PySparkException", module="pyspark.errors.exceptions
         (spark_error(JAVA, "Py4JJavaError", "py4j.protocol"), "IllegalStateException: no room", 1),
         (spark_error("[COL] no column `x`. Maybe `y`. SQLSTATE: 42703; line 1 pos 7;\n'Project"), "no column `x`", 1),
         (spark_error("[PATH_NOT_FOUND] file:/x. SQLSTATE: 42K03"), "[PATH_NOT_FOUND] file:/x", 1),
-        (spark_error("x Python worker failed to connect back."), "waits 10 s for a Python worker to start", EXIT_RETRY),
+        (spark_error("x Python worker failed to connect back."), "no Python worker started within the 10 s", EXIT_RETRY),
         (spark_error("answer is empty", "Py4JNetworkError", "py4j.protocol"), "JVM has ended", EXIT_RETRY),
         (CorruptError("as it is"), "as it is", EXIT_CORRUPT),
     ],
@@ -298,7 +298,7 @@ def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(t
     target = pipeline_options.Target(str(tmp_path / "theirs"), "other")
     assert target.options(origin) == {"kmq.token": "theirs", "kmq.ssl.ca.location": "other"}
     assert pipeline_options.Target().options() == {}
-    with pytest.raises(ConfigError, match="--patience: is how long a gateway may be away"):
+    with pytest.raises(ConfigError, match="--patience: applies to gateways only"):
         pipeline_options.From("data", patience="5s").options()
 
 

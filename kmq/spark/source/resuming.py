@@ -80,7 +80,7 @@ class Resumption:
 
 
 _ADVICE = (
-    "start with a new checkpoint to read what is there now, or go on with failOnDataLoss=false: with what was received"
+    "start with a new checkpoint to read what is there now, or continue with failOnDataLoss=false: with what was received"
     " after that record"
 )
 

@@ -1,4 +1,4 @@
-"""spark.readStream: how far each micro-batch goes, and what is checked before a checkpoint is gone on from.
+"""spark.readStream: how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint.
 
 Invariant   What an offset says is all that `partitions` needs (plan.py): a batch that is read again has the same tasks. An offset
             is returned as it was while there is nothing new, so that no batch runs.
