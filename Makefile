@@ -62,7 +62,7 @@ scenario-5: $(STAMP)  ## acks: 20,000 messages or more while stages are killed, 
 scenarios: scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5  ## all of them
 
 bench: $(STAMP)  ## speed, latency, memory, start-up: a table and JSON
-	@$(BIN)/python scripts/bench.py $(ARGS)
+	@$(BIN)/python scripts/bench $(ARGS)
 
 bench-spark: $(STAMP)  ## the data pipeline: read, archive, audit, route beside Spark's text source
 	@$(BIN)/python scripts/bench_spark.py $(ARGS)

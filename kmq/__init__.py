@@ -8,13 +8,13 @@ with kmq.Producer(port=5673) as producer:
 TYPE_CHECKING = False  # as typing has it, which stages do not import: it would cost them a part of their start
 if TYPE_CHECKING:  # so that type checkers know what __getattr__ gives
     from kmq.client.aio import AsyncProducer as AsyncProducer
+    from kmq.client.failures import Fenced as Fenced
+    from kmq.client.failures import NotAnswered as NotAnswered
+    from kmq.client.failures import Refused as Refused
     from kmq.client.lines import decode_bytes as decode_bytes
     from kmq.client.lines import decode_payload as decode_payload
     from kmq.client.producer import Delivery as Delivery
     from kmq.client.producer import Producer as Producer
-    from kmq.client.protocol import Fenced as Fenced
-    from kmq.client.protocol import NotAnswered as NotAnswered
-    from kmq.client.protocol import Refused as Refused
     from kmq.errors import KmqError as KmqError
 
 __version__ = "0.1.0"  # written here only: pyproject.toml reads it, a test compares the manifests
@@ -22,11 +22,11 @@ __version__ = "0.1.0"  # written here only: pyproject.toml reads it, a test comp
 _EXPORTS = {
     "AsyncProducer": "kmq.client.aio",
     "Delivery": "kmq.client.producer",
-    "Fenced": "kmq.client.protocol",
+    "Fenced": "kmq.client.failures",
     "KmqError": "kmq.errors",
-    "NotAnswered": "kmq.client.protocol",
+    "NotAnswered": "kmq.client.failures",
     "Producer": "kmq.client.producer",
-    "Refused": "kmq.client.protocol",
+    "Refused": "kmq.client.failures",
     "decode_bytes": "kmq.client.lines",
     "decode_payload": "kmq.client.lines",
 }

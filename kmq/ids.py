@@ -2,10 +2,12 @@
 
 A producer's ids are decimal and increasing (`Producer`). The ids of a window are arbitrary text and age (`Window`).
 
-Invariant   An id up to a producer's last is known to be stored exactly while a run or a range holds it. Of the last PRINTS ids
-            there is a fingerprint of the content too (record.fingerprint), unless the dedupe table had to forget it.
-Memory      A producer's runs say the seq. Of older ids only ranges remain, one for all ids that follow one another, however many
-            runs they were: at most _RANGES ranges, and an id below them is unknown. A window is bounded by count and age.
+Invariant   An id up to a producer's last is known to be stored exactly while a run or a range holds it. Of the last
+            PRINTS ids there is a fingerprint of the content too (record.fingerprint), unless the dedupe table had to
+            forget it.
+Memory      A producer's runs say the seq. Of older ids only ranges remain, one for all ids that follow one another,
+            however many runs they were: at most _RANGES ranges, and an id below them is unknown. A window is bounded by
+            count and age.
 """
 
 from array import array
@@ -58,7 +60,7 @@ class Producer:
         return self.prints[-back] if back <= min(PRINTS, len(self.prints)) else 0
 
     def add(self, first_id: int, seq: int, count: int, prints: Sequence[int] = ()) -> int:
-        """Ids first_id… were stored as seq… with these fingerprints, where they are known; returns how many runs that added."""
+        """Remember ids first_id… as stored under seq…, with their fingerprints; return how many runs that added."""
         self.last_id = first_id + count - 1
         self._print(prints, count)
         if self.ids:
@@ -108,7 +110,8 @@ class Producer:
         return count
 
 
-# Of an id in a window, in one integer, a third of what a tuple takes: 32 bits of fingerprint, 34 of seconds, the seq above.
+# Of an id in a window, in one integer, a third of what a tuple takes: 32 bits of fingerprint, 34 of seconds, the seq
+# above.
 _PRINT, _SECONDS = (1 << 32) - 1, (1 << 34) - 1
 _SECONDS_SHIFT, _SEQ_SHIFT = 32, 66
 

@@ -10,31 +10,33 @@ Not covered How often a code was sent (kmq/gateway/core/metrics.py), and `reason
             (kmq/broker/readiness.py): those describe a broker, not a request.
 """
 
+from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_FAILED, EXIT_RETRY
+
 # What is refused.
 MESSAGE = "message"  # one message: the connection goes on; sent as a plain line it becomes a record of dead.malformed
 CONNECTION = "connection"  # a connection, or everything that it still sends
 REQUEST = "request"  # one request to the gateway
 CLIENT = "client"  # nothing that a broker sends: the client ends its connection
 
-# Rows that agree in more than one column: gRPC status, HTTP status, name of the exit code (kmq.errors.EXIT_NAMES).
-_BAD = ("INVALID_ARGUMENT", 400, "failed")
-_LONG = ("RESOURCE_EXHAUSTED", 413, "failed")
-_MANY = ("RESOURCE_EXHAUSTED", 429, "failed")
-_UNKNOWN = ("NOT_FOUND", 404, "failed")
-_LATER = ("UNAVAILABLE", 503, "retry")
-_STALE = ("FAILED_PRECONDITION", 409, "failed")
-_NEVER = ("FAILED_PRECONDITION", 409, "config")  # not while the broker has these settings
-_BUG = ("INTERNAL", 500, "config")  # broker and client do not understand one another
+# Rows that agree in more than one column: gRPC status, HTTP status, exit code of a program that gives up.
+_BAD = ("INVALID_ARGUMENT", 400, EXIT_FAILED)
+_LONG = ("RESOURCE_EXHAUSTED", 413, EXIT_FAILED)
+_MANY = ("RESOURCE_EXHAUSTED", 429, EXIT_FAILED)
+_UNKNOWN = ("NOT_FOUND", 404, EXIT_FAILED)
+_LATER = ("UNAVAILABLE", 503, EXIT_RETRY)
+_STALE = ("FAILED_PRECONDITION", 409, EXIT_FAILED)
+_NEVER = ("FAILED_PRECONDITION", 409, EXIT_CONFIG)  # not while the broker has these settings
+_BUG = ("INTERNAL", 500, EXIT_CONFIG)  # broker and client do not understand one another
 
 
 class Refusal:
     """One row. `is_retryable`: the same request may be served later, unchanged, so whoever sent it tries again."""
 
-    __slots__ = ("code", "exit", "grpc", "http", "is_retryable", "scope", "text")
+    __slots__ = ("code", "exit_code", "grpc", "http", "is_retryable", "scope", "text")
 
-    def __init__(self, scope: str, code: str, meaning: tuple[str, int, str], text: str, retry: bool = False) -> None:
+    def __init__(self, scope: str, code: str, meaning: tuple[str, int, int], text: str, retry: bool = False) -> None:
         self.scope, self.code, self.text, self.is_retryable = scope, code, text, retry
-        self.grpc, self.http, self.exit = meaning
+        self.grpc, self.http, self.exit_code = meaning
 
 
 _ROWS = (
@@ -51,7 +53,7 @@ _ROWS = (
     Refusal(MESSAGE, "unknown_topic", _UNKNOWN, "no such topic is declared, and KMQ_AUTO_CREATE_TOPICS is off"),
     Refusal(MESSAGE, "unknown_partition", _UNKNOWN, "the topic has no such partition"),
     Refusal(MESSAGE, "bad_id", _BAD, "the id is none that this connection may send"),
-    Refusal(MESSAGE, "id_reused", ("ALREADY_EXISTS", 409, "failed"), "the id was stored before with other content"),
+    Refusal(MESSAGE, "id_reused", ("ALREADY_EXISTS", 409, EXIT_FAILED), "the id was stored before with other content"),
     Refusal(MESSAGE, "id_too_old", _STALE, "the id is below the last one stored, and not known as stored itself"),
     Refusal(MESSAGE, "producers_full", _MANY, "KMQ_PRODUCERS names are remembered already"),
     Refusal(CONNECTION, "disk_full", _LATER, "the disk has no room for more; what is on the way will be stored", True),
@@ -63,10 +65,16 @@ _ROWS = (
     ),
     Refusal(CONNECTION, "fenced", _STALE, "a newer connection of this producer has said hello"),
     Refusal(
-        CONNECTION, "bad_hello", ("INVALID_ARGUMENT", 400, "config"), "the first line is no !hello that ingress knows"
+        CONNECTION,
+        "bad_hello",
+        ("INVALID_ARGUMENT", 400, EXIT_CONFIG),
+        "the first line is no !hello that ingress knows",
     ),
     Refusal(
-        CONNECTION, "unauthorized", ("UNAUTHENTICATED", 401, "config"), "a token that `kmq token new` made is required"
+        CONNECTION,
+        "unauthorized",
+        ("UNAUTHENTICATED", 401, EXIT_CONFIG),
+        "a token that `kmq token new` made is required",
     ),
     Refusal(CONNECTION, "drop_oldest", _NEVER, "the ring framed may drop messages, so none can be acknowledged"),
     Refusal(REQUEST, "bad_request", _BAD, "an argument is missing or wrong"),
@@ -78,7 +86,7 @@ _ROWS = (
     ),
     Refusal(REQUEST, "not_routed", _LATER, "the record is on disk and not in its queue yet", True),
     Refusal(REQUEST, "not_ready", _LATER, "the broker has not recovered yet", True),
-    Refusal(REQUEST, "damaged", ("DATA_LOSS", 500, "corrupt"), "the files are damaged there"),
+    Refusal(REQUEST, "damaged", ("DATA_LOSS", 500, EXIT_CORRUPT), "the files are damaged there"),
     Refusal(REQUEST, "internal", _BUG, "the broker or the gateway failed; its log says more"),
     Refusal(CLIENT, "not_kmq", _LATER, "what listens there does not answer !hello as KMQ does", True),
     Refusal(CLIENT, "protocol", _LATER, "the broker sent a reply that does not fit what it was sent", True),

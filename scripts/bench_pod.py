@@ -19,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import play
 
-from bench import KEY, Figure, Measure, Sending, run, say, wait_until
+from bench.lines import KEY
+from bench.pod import wait_until
+from bench.report import Figure, Measure, run, say
+from bench.sending import Sending
 from kmq.broker.stats import peek
 from kmq.errors import KmqError
 from kmq.settings import MIB, STAGES

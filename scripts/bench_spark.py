@@ -31,7 +31,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from spark_gauges import Cost, in_turns, jvm_of, median, peak_of_workers, ratio
 
-from bench import Figure, Measure, Pod, fill, pod_in, pss, run, say
+from bench.gauges import pss
+from bench.pod import Pod, pod_in
+from bench.report import Figure, Measure, run, say
+from bench.startup import fill
 from kmq.client.lines import read_port
 from kmq.spark.sessions import session
 

@@ -21,13 +21,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from kmq.broker.admission import Room
+from kmq.broker.admission import Admission
 from kmq.broker.clock import AgeClock
 from kmq.broker.stage import Stage, main
 from kmq.errors import CorruptError, RetryError
 from kmq.links import layout
 from kmq.links.acks import AckWriter
-from kmq.links.layout import Block
+from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare, wal
 from kmq.log.disk import Buffer
@@ -85,7 +85,7 @@ class Durability:
     def __init__(self, stage: Stage, framed: RingReader, wal: Wal, durable: RingWriter) -> None:
         self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
         self.acks = AckWriter(stage.acks)
-        self.room = Room(stage.settings, lambda: stage.row.bytes)
+        self.admission = Admission(stage.settings, lambda: stage.row.bytes)
         self.named = max([0, *(gone.last for gone in dropped.accounted(stage.settings.data))])
         self.clock = AgeClock(stage.row, wal.last_ts, stage.log)
         self._noted = time.monotonic_ns()
@@ -111,7 +111,7 @@ class Durability:
             self.wal.note_open_block()
             self.roll_if_over()
             self._retain()
-            self.stage.has_room()
+            self.stage.end_disk_full()
             spare.claim(self.stage.settings.data)
             self._noted = time.monotonic_ns()
         return bool(blocks)
@@ -136,12 +136,12 @@ class Durability:
         if not new:
             return
         nbytes = sum(len(data) for data, *_ in new)
-        while self.room.must_wait(nbytes):
+        while self.admission.must_wait(nbytes):
             self.roll_if_over()  # may be what makes the room
             self._retain()
             self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
         self._commit(new)
-        self.stage.has_room()
+        self.stage.end_disk_full()
         row.seq = self.wal.last_seq
         row.messages += sum(count for _, _, count, _ in new)
         row.bytes += nbytes
@@ -220,10 +220,8 @@ class Durability:
         for block in blocks:
             if not block.count or block.first_seq < durable.last.next_seq:
                 continue
-            if not durable.has_room(len(block.data), block.count):
-                while not durable.wait_room(len(block.data), block.count):
-                    self.stage.check()
-            durable.append(block.data, block.first_seq, block.count, block.key_length, block.recv_ts)
+            durable.wait_for_room(len(block.data), block.count, self.stage.check)
+            durable.append(Framed(block.data, block.stamp))
         self.stage.beat()
 
 

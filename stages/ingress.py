@@ -16,10 +16,10 @@ import os
 import sys
 
 from kmq.broker.stage import Stage, main
-from kmq.framing.parser import MAX_GROUP
 from kmq.ingress.drain import drain
 from kmq.ingress.loop import Loop
 from kmq.links.fifo import FifoWriter
+from kmq.links.raw import MAX_GROUP
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
 

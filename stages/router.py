@@ -17,7 +17,7 @@ import time
 from functools import partial
 
 from kmq import descriptors
-from kmq.broker.admission import NEW_TOPIC, Room
+from kmq.broker.admission import NEW_TOPIC, Admission
 from kmq.broker.clock import AgeClock
 from kmq.broker.stage import Stage, main
 from kmq.links.layout import Block
@@ -46,9 +46,9 @@ def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: boo
         stage.log.warn("dropped", ring="durable", first_seq=low, last_seq=high)
 
 
-def wait_for_quota(stage: Stage, queues: Queues, room: Room) -> None:
+def wait_for_quota(stage: Stage, queues: Queues, admission: Admission) -> None:
     """A topic takes blocks of its own, far more than its first message: thousands of them may be on their way."""
-    while room.must_wait(NEW_TOPIC):
+    while admission.must_wait(NEW_TOPIC):
         queues.make_room()
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
 
@@ -69,7 +69,7 @@ def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
     else:
         return False
     row.seq = queues.routed_seq
-    stage.has_room()
+    stage.end_disk_full()
     return True
 
 
@@ -92,8 +92,8 @@ def run(stage: Stage) -> None:
     )
     queues.recover(ring.committed().next_seq - 1, stage.check)
     queues.context.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
-    room = Room(settings, lambda: stage.page.rows["durability"].bytes)
-    queues.declarations.before_topic = partial(wait_for_quota, stage, queues, room)
+    admission = Admission(settings, lambda: stage.page.rows["durability"].bytes)
+    queues.declarations.before_topic = partial(wait_for_quota, stage, queues, admission)
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=queues.count)
 
@@ -102,7 +102,7 @@ def run(stage: Stage) -> None:
         if time.monotonic_ns() - ticked > _TICK_NS:
             queues.tick()
             if not queues.is_checkpointing:
-                stage.has_room()
+                stage.end_disk_full()
             ticked = time.monotonic_ns()
         busy = turn(stage, ring, queues)
         stage.beat()

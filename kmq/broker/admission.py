@@ -1,21 +1,22 @@
-"""Whether more may be accepted: the disk, and KMQ_DATA_QUOTA, must hold what is on the way already.
+"""Whether more messages may be accepted: disk and KMQ_DATA_QUOTA must have space for those that are on the way already.
 
-Links       ingress asks refusal() some times a second: acknowledged producers are told, others are not read. Durability
-            asks must_wait() before each append, for a shell that writes into the FIFO asks nobody; the router before a
-            message makes a topic, which takes far more than the message.
-Owns        nothing; reads the sizes of what lies under KMQ_DATA, as `du` does.
+Links       Ingress asks refusal() some times a second: acknowledged producers are told, others are not read. Durability
+            asks must_wait() before each append, because a shell that writes into the FIFO asks nobody. The router asks
+            it before it makes a topic, which takes far more space than its first message.
+Owns        nothing; reads the sizes of the files under KMQ_DATA, as `du` does.
 
-Invariant   The bytes under KMQ_DATA stay below the quota: a group is appended only if both its copies (WAL and queue)
-            fit, beside all that the router still has to copy. Refusing begins earlier, by what the links hold, so
-            that what has been accepted becomes durable and is answered.
-Mechanism   Usage is a walk over all files, plus an upper bound of what has come since it began: twice what the WAL has
-            got, and the files of new topics. So walks are needed only to make the bound tighter, and to learn that
-            something is gone (retention). They go in slices: nobody stands still for 10,000 topics. The free space of
-            the file system cannot say it, for others write and delete there too.
-Inodes      They run out as bytes do, and are refused for as bytes are. File systems that count none (btrfs) say 0: no limit.
-Flapping    What is refused for is accepted again only when a quarter of the reserve more than that is free.
-Not covered Seen by the next walk only: a queue that is rebuilt, a topic declared with hundreds of partitions, what XFS
-            allocates ahead of a growing file.
+Invariant   The bytes under KMQ_DATA never exceed the quota: a group is appended only if both its copies (WAL and queue)
+            fit, beside everything that the router still has to copy. Refusing begins earlier, by as much as the links
+            hold, so that accepted messages become durable and are answered.
+Mechanism   Usage is a walk over all files, plus an upper bound of the growth since it began: twice what was appended to
+            the WAL, and the files of new topics. Walks are needed only to tighten the bound, and to see what retention
+            has deleted. They go in slices, so that 10,000 topics stop nobody. The free space of the file system is no
+            measure, because others write and delete there too.
+Inodes      Few inodes count as few bytes: messages are refused. File systems without a count (btrfs) report 0: no
+            limit.
+Hysteresis  Once refusing, accept again only when free space exceeds the reserve by a quarter.
+Not covered The next walk is the first to see: a queue that is rebuilt, a topic declared with hundreds of partitions,
+            and what XFS allocates ahead of a growing file.
 """
 
 import os
@@ -28,23 +29,26 @@ from kmq.links.staging import area_bytes
 from kmq.settings import KIB, MIB, Settings
 
 _COPIES = 2  # of each message: in the WAL and in its queue
-_LONGER = 2  # so many times as long may a line in the FIFO be once it is stored; for shorter ones there is must_wait
-TOPIC_INODES = 6  # of a topic with one partition: the same six
-NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: a block each
-_OLD_TOPIC = 8 * KIB  # what its log and index may take beyond their bytes: a last block each, provisional index lines
+_LONGER = 2  # a line of the FIFO is stored in at most twice its bytes; must_wait covers short lines, which grow more
+TOPIC_INODES = 6  # of a topic with one partition: the six files and directories below
+NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: one block each
+_OLD_TOPIC = 8 * KIB  # its log and index may take this beyond their bytes: a last block each, provisional index lines
 _OTHERS = 4 * MIB  # the WAL's index, dropped.log, checkpoints (twice while they are replaced)
-_DISK_SHARE, _QUOTA_SHARE = 10, 4  # the reserve is at most such a part of the whole, so that small ones work too
-_INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, topics on the way; at most such a part of all
-_LOOK_S = 0.05  # an answer is at most so old
-_WALK_S, _REWALK_S = 10.0, 0.5  # between walks while something comes; and while refusing: room is noticed within 2 s
-_SLICE_S, _LONG_SLICE_S = 0.004, 0.05  # of a walk at once; and while refusing, when there is little else to do
+_DISK_SHARE, _QUOTA_SHARE = (
+    10,
+    4,
+)  # the reserve is at most this part of the whole, so that small disks and quotas work too
+_INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, new topics; at most this part of all
+_LOOK_S = 0.05  # an answer is at most this old
+_WALK_S, _REWALK_S = 10.0, 0.5  # between walks while messages come; while refusing, space is noticed within 2 s
+_SLICE_S, _LONG_SLICE_S = 0.004, 0.05  # how long a walk takes at once; while refusing there is little else to do
 
 
 class Usage:
-    """An upper bound of the bytes that a data directory takes."""
+    """An upper bound of the bytes under a data directory."""
 
     def __init__(self, data: str, appended: Callable[[], int]) -> None:
-        """`appended`: how many bytes the WAL has got; only differences count. It may begin again at 0."""
+        """`appended`: bytes appended to the WAL. Only differences count, and it may start again at 0."""
         self.data, self._appended = data, appended
         self._last_appended = appended()
         self._growth = 0  # of the WAL, since the last walk began
@@ -58,9 +62,7 @@ class Usage:
 
     def _wal_growth(self) -> int:
         appended = self._appended()
-        if (
-            appended < self._last_appended
-        ):  # a new durability counts from 0: what its predecessor did last we never heard
+        if appended < self._last_appended:  # durability was restarted, and we do not know the last count of the old one
             self._last_appended = 0
             self._begin_walk()
         self._growth += appended - self._last_appended
@@ -68,7 +70,7 @@ class Usage:
         return self._growth
 
     def topics(self) -> int:
-        """How many there are; counted again when one has come or gone."""
+        """Return how many topics there are; counted again only when one was added or deleted."""
         directory = f"{self.data}/topics"
         try:
             changed = os.stat(directory).st_mtime_ns
@@ -79,7 +81,7 @@ class Usage:
         return self._topics
 
     def walk_if_due(self, refusing: bool, headroom: int) -> None:
-        """Go on with a walk; begin one when it is time, or what has come since the last may take half of what is left."""
+        """Continue a walk, or begin one: when it is time, or if the growth may take half of the headroom."""
         growth = self._wal_growth()
         if self._files is None:
             age = time.monotonic() - self._walked_at
@@ -94,7 +96,7 @@ class Usage:
         self._sum, self._growth_before, self._topics_before = 0, self._growth, self.topics()
 
     def walk(self, seconds: float) -> None:
-        """Go on for so long."""
+        """Continue the walk for this long."""
         until = time.monotonic() + seconds
         for nbytes in self._files or ():
             self._sum += nbytes
@@ -106,7 +108,7 @@ class Usage:
 
 
 def _sizes(top: str) -> Iterator[int]:
-    """The bytes each file and directory takes, as `du` counts them; what vanishes meanwhile is passed over."""
+    """Yield the bytes of each file and directory, as `du` counts them; those that vanish meanwhile are skipped."""
     waiting = [top]
     while waiting:
         try:
@@ -124,12 +126,12 @@ def _sizes(top: str) -> Iterator[int]:
                 yield 512 * blocks
 
 
-class Room:
-    """The answers for one process; it looks itself, so nobody else needs to be alive."""
+class Admission:
+    """The answers for one process. It measures itself, so it depends on no other process."""
 
     def __init__(self, settings: Settings, appended: Callable[[], int]) -> None:
         self.data, self.quota = settings.data, settings.data_quota
-        # With ingress and the framer, and in the links between: not stored yet. In `durable`: not in its queue yet.
+        # `_accepted` is in ingress, the framer and the links between: not stored yet. `_unrouted` is in no queue yet.
         unframed = settings.max_line + CAPACITY + area_bytes(settings.max_line)
         self._accepted = _COPIES * (_LONGER * unframed + settings.ring_bytes)
         self._unrouted = settings.ring_bytes + _OTHERS
@@ -137,7 +139,7 @@ class Room:
         self._looked_at, self._reason, self._waiting = 0.0, "", False
 
     def refusal(self) -> str:
-        """Why nothing more is to be accepted, "disk_full" or "quota"; "" while there is room."""
+        """Return why nothing more must be accepted, "disk_full" or "quota"; "" while there is space."""
         now = time.monotonic()
         if now - self._looked_at > _LOOK_S:
             self._looked_at = now
@@ -145,19 +147,19 @@ class Room:
                 self._reason = "disk_full"
             else:
                 reserve, refusing = min(self._accepted, self.quota // _QUOTA_SHARE), self._reason == "quota"
-                self._reason = "quota" if self._quota_lacks(_hold_on(reserve, refusing), refusing) else ""
+                self._reason = "quota" if self._quota_lacks(_threshold(reserve, refusing), refusing) else ""
         return self._reason
 
     def must_wait(self, nbytes: int) -> bool:
-        """Whether lines of `nbytes`, appended now, might pass the quota: of those who never asked, or grown on the way."""
+        """Return True if `nbytes` of lines, appended now, might exceed the quota."""
         self._waiting = self._quota_lacks(_COPIES * nbytes, self._waiting)
         return self._waiting
 
     def _disk_lacks(self, refusing: bool) -> bool:
         disk = os.statvfs(self.data)
         reserve = min(self._accepted + self._unrouted, disk.f_blocks * disk.f_frsize // _DISK_SHARE)
-        lacks_inodes = disk.f_files > 0 and disk.f_favail < _hold_on(_inode_reserve(disk), refusing)
-        return lacks_inodes or disk.f_bavail * disk.f_frsize < _hold_on(reserve, refusing)
+        lacks_inodes = disk.f_files > 0 and disk.f_favail < _threshold(_inode_reserve(disk), refusing)
+        return lacks_inodes or disk.f_bavail * disk.f_frsize < _threshold(reserve, refusing)
 
     def _quota_lacks(self, nbytes: int, refusing: bool) -> bool:
         usage = self._usage
@@ -169,7 +171,7 @@ class Room:
 
 
 def spare_inodes(path: str) -> float:
-    """How many inodes new topics may take before anybody is refused for lack of them; infinity where none are counted."""
+    """Return how many inodes new topics may take before messages are refused; infinity if inodes are not counted."""
     disk = os.statvfs(path)
     return disk.f_favail - 2 * _inode_reserve(disk) if disk.f_files else inf
 
@@ -178,6 +180,6 @@ def _inode_reserve(disk: os.statvfs_result) -> int:
     return min(_INODES, disk.f_files // _INODE_SHARE)
 
 
-def _hold_on(reserve: int, refusing: bool) -> int:
-    """A reserve, and a quarter more to end a refusal."""
+def _threshold(reserve: int, refusing: bool) -> int:
+    """Return the reserve, and a quarter more to end a refusal."""
     return reserve * 5 // 4 if refusing else reserve

@@ -1,14 +1,14 @@
-"""How old something is, by a clock that nobody can move by hours: what deletes or forgets by age asks here.
+"""How old something is, by a clock that does not jump: everything that is deleted or forgotten by age asks here.
 
-Invariant   The time of day is followed while it runs evenly with the monotonic clock. When it jumps by more than JUMP_S, or
-            is more than GAP_S beyond the last record at a start, it is not trusted: time then goes on evenly from what
-            was trusted last, until the time of day has been steady for STEADY_S, or an operator says that it is right.
-            So a clock that was ahead for some seconds deletes nothing, and a machine that starts with a wrong date
-            forgets no message id that it must still know.
-State       In the row of the stats page, where `kmq status` sees it and a restarted process finds it again: offset of the
-            trusted time of day from the monotonic clock, since when the present one is not trusted, and when an operator
-            last said that it is.
-Not covered A time of day that drifts by less than JUMP_S at once. Limits by size, and what a full disk needs, do not ask.
+Invariant   A time of day is never trusted that has just jumped by more than JUMP_S, or that is more than GAP_S beyond
+            the last record at a start. Until it has been steady for STEADY_S, or an operator confirms it, time
+            continues evenly from the last trusted time. So a clock that was ahead for some seconds deletes nothing, and
+            a machine that starts with a wrong date forgets no message id that it must still know.
+State       In the row of the stats page, where `kmq status` sees it and a restarted process finds it again: the offset
+            of the trusted time of day from the monotonic clock, since when the present time of day is not trusted, and
+            when an operator last confirmed it.
+Not covered A time of day that drifts by less than JUMP_S at once. Limits by size, and a full disk, do not depend on
+            age.
 """
 
 import time
@@ -18,9 +18,9 @@ from kmq.logfmt import Log
 from kmq.record import format_ts
 
 JUMP_S, GAP_S, STEADY_S = 60, 86_400, 600
-_BEHIND_S = 1.0  # what a clock that is slewed or corrected by a little is behind at most
+_BEHIND_S = 1.0  # a clock that is slewed, or corrected by a little, is behind by at most this much
 _NS = 1_000_000_000
-_ZERO = 1 << 62  # an offset in the page: it may be below 0 where the date has been lost, and 0 says that there is none
+_ZERO = 1 << 62  # added to an offset in the page, where 0 means none: an offset is below 0 if the date was lost
 ADVICE = "if the time of day is right now: kmq clock --trust"
 
 
@@ -28,7 +28,7 @@ class AgeClock:
     """The trusted time of one process."""
 
     def __init__(self, row: Row, last_record_us: int, log: Log) -> None:
-        """`last_record_us`: recv_ts of the last record on disk in µs; 0: there is none."""
+        """`last_record_us`: recv_ts of the last record on disk in µs; 0: no record."""
         self._row, self._log = row, log
         now, mono = time.time_ns(), time.monotonic_ns()
         self._seen = now - mono  # offset of the time of day that is on trial
@@ -40,7 +40,7 @@ class AgeClock:
             self._distrust(mono)
 
     def now_s(self) -> float:
-        """Seconds since the epoch. Ask at least every few seconds: what changes slowly in between looks like a jump."""
+        """Return seconds since the epoch. Ask at least every few seconds: a slow drift in between looks like a jump."""
         row, mono = self._row, time.monotonic_ns()
         offset = time.time_ns() - mono
         if row.clock_suspect:
@@ -63,13 +63,13 @@ class AgeClock:
 
 
 class HeldTimes:
-    """Says once that recv_ts, which never decreases, is held because the time of day is behind it, and once that it is over."""
+    """Logs once that recv_ts stays where it is because the time of day is behind it, and once that this is over."""
 
     def __init__(self, log: Log) -> None:
         self._log, self._is_held = log, False
 
     def look(self, last_us: int) -> None:
-        """`last_us`: recv_ts of the last record, in µs. Ask now and then, not for each record."""
+        """`last_us`: recv_ts of the last record, in µs. Call about once a second, not for each record."""
         behind_s = (last_us * 1000 - time.time_ns()) / _NS
         if not self._is_held and behind_s > _BEHIND_S:
             effect = f"recv_ts stays at {format_ts(last_us).decode()} until the clock has caught up"
@@ -81,15 +81,15 @@ class HeldTimes:
 
 
 def off_by_s(row: Row) -> int:
-    """How far the time of day is ahead of the trusted one; negative: behind."""
+    """Return how far the time of day is ahead of the trusted time; negative: behind."""
     return round((time.time_ns() - time.monotonic_ns() + _ZERO - row.clock_offset) / _NS)
 
 
 def steady_in_s(row: Row) -> int:
-    """How long the time of day must still be steady; 0: it is trusted."""
+    """Return how long the time of day must still be steady; 0: it is trusted."""
     return max(1, STEADY_S - (time.monotonic_ns() - row.clock_suspect) // _NS) if row.clock_suspect else 0
 
 
 def trust(row: Row) -> None:
-    """The operator says that the time of day is right."""
+    """Confirm for an operator that the time of day is right."""
     row.clock_trust = time.monotonic_ns()

@@ -1,39 +1,40 @@
-"""Whether a broker is ready, and why not: the one judgement of `kmq status`, /readyz, gRPC health, the metrics and the probes.
+"""Whether a broker is ready, and why not: one judgement for `kmq status`, /readyz, gRPC health, metrics and probes.
 
-Ready       A message that is sent now is accepted, and on disk in a moment: every stage is in its loop and nothing waits for
-            room. The gateway counts where this broker has one, unless it has ended in order.
-Source      The stats page alone, so whoever looks at one moment finds the same. Those who know write it there: why ingress
-            refuses messages, what a stage waits for, how long the certificates in use are valid.
-Warning     Somebody must see to it, but messages come and go meanwhile (docs/decisions/readiness.md says why an expired
-            certificate is one).
+Ready       A message that is sent now is accepted, and on disk in a moment: every stage is in its loop and nothing
+            waits for space. The gateway counts if this broker has one, unless it has ended in order.
+Source      The stats page alone, so all who look at the same moment find the same. Each process writes there what it
+            knows: why ingress refuses messages, what a stage waits for, how long the certificates in use are valid.
+Warning     An operator must act, but messages are accepted and delivered meanwhile (docs/decisions/readiness.md says
+            why an expired certificate is only a warning).
 Not covered Where containers do not share process ids, `dead` may be said of a process that is only `silent`.
 """
 
 import time
 
 from kmq import certificate
-from kmq.broker.stats import FRESH_S, PROCESSES, Row, StatsPage
+from kmq.broker.stats import ADMISSIONS, FRESH_S, PROCESSES, Row, StatsPage
 from kmq.certificate import Validity
 from kmq.settings import STAGES, Settings
 
-ROOM = ("disk_full", "quota")
-LIFELESS = ("down", "stopped", "dead", "silent")  # the processes that these speak of do nothing at all
+NO_SPACE = ADMISSIONS[1:]
+LIFELESS = ("down", "stopped", "dead", "silent")  # a process in such a state does nothing at all
 _AGAIN = "it is started again within seconds; if not, its log says why: kmq down, then kmq up"
-_ADVICE = {  # the order is that of the reasons: the cause comes before what follows from it
-    "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE (kmq log stat"
-    " shows it); the broker resumes by itself",
-    "quota": "raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE (kmq log stat shows"
-    " it); the broker resumes by itself",
+_ADVICE = {  # in the order of the reasons: a cause comes before its consequences
+    "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
+    " (kmq log stat shows it); the broker resumes by itself",
+    "quota": "raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
+    " (kmq log stat shows it); the broker resumes by itself",
     "down": _AGAIN,
     "stopped": _AGAIN,
     "dead": _AGAIN,
-    "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing, it is started again",
+    "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing,"
+    " it is started again",
     "draining": "wait until it has ended, then: kmq up",
     "recovering": "wait: its log says how far it is",
     "waiting": "wait: its log says for whom",
     "starting": "wait; if it lasts, its log says why",
 }
-_FINE = ("ready", *ROOM)  # lack of room is one reason for all processes together
+_FINE = ("ready", *NO_SPACE)  # lack of space is one reason for all processes together
 _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
@@ -44,7 +45,7 @@ WARNINGS = ("certificate_expired", "certificate_not_yet_valid", "certificate_exp
 
 
 class Reason:
-    """One thing that is wrong. `about` is the process or the file; `processes` are those it keeps from being ready."""
+    """One reason why a broker is not ready. `about`: the process or file; `processes`: those that are not ready."""
 
     __slots__ = ("about", "advice", "code", "processes", "why")
 
@@ -55,7 +56,7 @@ class Reason:
         return f"{self.code}: {self.why}"
 
     def fields(self) -> dict[str, str]:
-        """For JSON and logfmt."""
+        """Return what JSON and logfmt show."""
         return {"code": self.code, "about": self.about, "why": self.why, "advice": self.advice}
 
 
@@ -69,7 +70,7 @@ class Presented:
 
 
 class Verdict:
-    """What speaks against a broker at one moment; the first reason is the most important one."""
+    """Why a broker is not ready at one moment; the first reason is the most important one."""
 
     __slots__ = ("certificates", "reasons", "warnings")
 
@@ -82,22 +83,22 @@ class Verdict:
 
     @property
     def first(self) -> "Reason | None":
-        """The most important reason."""
+        """The most important reason, or None."""
         return next(iter(self.reasons), None)
 
     @property
     def lifeless(self) -> "Reason | None":
-        """A stage that does nothing at all: what /healthz asks for."""
-        found = (reason for reason in self.reasons if reason.code in LIFELESS)
-        return next((reason for reason in found if not {*STAGES}.isdisjoint(reason.processes)), None)
+        """The reason that speaks of a stage that does nothing at all: for /healthz."""
+        lifeless = (reason for reason in self.reasons if reason.code in LIFELESS)
+        return next((reason for reason in lifeless if not {*STAGES}.isdisjoint(reason.processes)), None)
 
     def against(self, process: str) -> "Reason | None":
-        """The most important reason that concerns this process."""
+        """Return the most important reason that concerns this process, or None."""
         return next((reason for reason in self.reasons if process in reason.processes), None)
 
 
 def judge(page: StatsPage | None, settings: Settings) -> Verdict:
-    """Judge the broker of these settings by its stats page; None where it has no page, or another's."""
+    """Judge the broker of these settings by its stats page. None: it has no page, or the page is another broker's."""
     if page is None:
         return Verdict([_down(settings)], [], [])
     states = {name: state_of(name, page.rows[name]) for name in PROCESSES}
@@ -105,7 +106,7 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
         return Verdict([_down(settings)], [], [])
     if states["gateway"] in ("down", "stopped"):
         del states["gateway"]  # messages come and go without it
-    lacking = {code: tuple(name for name in states if states[name] == code) for code in ROOM}
+    lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
     reasons = [_no_room(code, names, settings) for code, names in lacking.items() if names]
     reasons += [_of_process(name, state, page.rows[name]) for name, state in states.items() if state not in _FINE]
     certificates = [
@@ -114,11 +115,13 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
         if states.get(name) not in (None, *LIFELESS)
         for used in presented(name, page.rows[name], settings)
     ]
-    return Verdict(sorted(reasons, key=lambda each: REASONS.index(each.code)), _warnings(certificates), certificates)
+    return Verdict(
+        sorted(reasons, key=lambda reason: REASONS.index(reason.code)), _warnings(certificates), certificates
+    )
 
 
 def state_of(name: str, row: Row) -> str:
-    """The state of a process in one word: one of the codes, or ready."""
+    """Return the state of a process in one word: one of REASONS, or ready."""
     if not row.pid:
         return "down"
     if row.state_name == "stopped":
@@ -131,7 +134,7 @@ def state_of(name: str, row: Row) -> str:
 
 
 def is_process(pid: int, name: str) -> bool:
-    """Return True if the process `pid` is that stage, or the gateway: a pid may have been given to somebody else since."""
+    """Return True if the process `pid` is still that stage, or the gateway: the system gives out pids again."""
     module = f"kmq.{name}" if name == "gateway" else f"stages.{name}"
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -157,7 +160,7 @@ def _of_process(name: str, state: str, row: Row) -> Reason:
 
 
 def presented(name: str, row: Row, settings: Settings) -> list[Presented]:
-    """The certificate files that a process has in force."""
+    """Return the certificate files that a process uses."""
     chain = Validity(row.certificate_from, row.certificate_until)
     authorities = Validity(0, row.client_ca_until)
     files = (("KMQ_TLS_CERT", settings.tls_cert, chain), ("KMQ_TLS_CLIENT_CA", settings.tls_client_ca, authorities))
@@ -165,15 +168,15 @@ def presented(name: str, row: Row, settings: Settings) -> list[Presented]:
 
 
 def _warnings(certificates: list[Presented]) -> list[Reason]:
-    """One for each file, however many processes use it."""
+    """Return one warning for each file, however many processes use it."""
     now = time.time()
-    found = [(each.validity.warning(now), each) for each in certificates]
-    first = {each.setting: certificate_reason(code, each, now) for code, each in reversed(found) if code}
-    return sorted(first.values(), key=lambda each: WARNINGS.index(each.code))
+    coded = [(used.validity.warning(now), used) for used in certificates]
+    first = {used.setting: certificate_reason(code, used, now) for code, used in reversed(coded) if code}
+    return sorted(first.values(), key=lambda warning: WARNINGS.index(warning.code))
 
 
 def certificate_reason(code: str, presented: Presented, now: float) -> Reason:
-    """What a warning about a certificate says."""
+    """Return the warning `code` about a certificate."""
     setting, path, validity = presented.setting, presented.path, presented.validity
     until = certificate.utc(validity.not_after)
     when = {

@@ -1,10 +1,9 @@
 """What every stage has around its job: settings, the stats row, signals, waiting, and the way out.
 
-A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain from the front, at most DRAIN_S, and exit
-0. A second one means now, which is as safe as SIGKILL.
+A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain from the front, for at most DRAIN_S,
+and exit 0. A second signal ends the stage at once, which is as safe as SIGKILL.
 """
 
-import contextlib
 import gc
 import os
 import signal
@@ -13,8 +12,9 @@ import time
 from collections.abc import Callable
 
 from kmq import descriptors
+from kmq.broker.holdings import Holdings
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
-from kmq.errors import EXIT_OK, ConfigError, KmqError, RetryError, Stopped, of_os_error
+from kmq.errors import EXIT_OK, KmqError, Stopped, of_os_error
 from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
@@ -27,19 +27,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # ingress has no ring
     from kmq.links.ring import RingReader, RingWriter
 
-_ROOM_POLL_S = 0.25  # how often a full disk is tried again: well under the 2 s in which writing must resume
+_SPACE_POLL_S = 0.25  # how often a write to a full disk is retried: well under the 2 s in which writing must resume
 _PEER_POLL_S = 0.02  # how often a missing peer is looked for
 
 
 def _is_any(pattern: str) -> bool:
-    """Return True if a file fits the pattern. Few starts ask, so what that takes is not loaded by all."""
-    from glob import iglob
+    """Return True if a file fits the pattern."""
+    from glob import iglob  # few starts need it
 
     return bool(pattern) and next(iglob(pattern), "") != ""
 
 
 def _supervisor() -> int:
-    """The pid behind `--with`, by which our supervisor says that it has started us; 0: something else has."""
+    """Return the pid after `--with`: our supervisor has started this stage. 0: something else has."""
     return int(sys.argv[2]) if sys.argv[1:2] == ["--with"] else 0
 
 
@@ -59,16 +59,14 @@ class Stage:
         self.page = StatsPage(settings.instance, self.data_id, settings.data)
         self.row = self.page.rows[name]
         self.owns_row = False
-        # What others find by its name, and we would go on holding when the name is gone.
-        self._held: list[FileLock | RingWriter | RingReader] = []
-        self._rings: list[RingWriter | RingReader] = []
-        self._look_at = 0
-        # Readable once a signal has come: register it in every poll, for Python goes on waiting after a handler.
+        self.holdings = Holdings(self.log)
+        self._check_holdings_at = 0
+        # Readable once a signal has come: register it in every poll, because Python resumes the wait after a handler.
         self.signalled, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        # Held by every stage, so that what they hold lives while any stage lives: a FIFO is empty when its last end is closed.
+        # Every stage keeps both FIFOs open: a FIFO loses what it holds when its last end is closed.
         self.raw = open_fifo(settings.pipes, "raw")
         self.acks = open_fifo(settings.pipes, "acks")
 
@@ -79,11 +77,11 @@ class Stage:
         self._deadline = time.monotonic() + DRAIN_S
 
     def own(self, path: str, what: str, traces: str = "") -> FileLock:
-        """Take the lock that makes us the only one of our kind. Only then is the row of the stats page ours: a second
-        instance that is about to be refused must not wipe the durable cursor of the first.
+        """Take the lock that makes this stage the only one of its kind, and then its row of the stats page.
 
-        `traces`: a pattern of files that show that others have been here. Where they are and the lock file is not, it may have
-        been deleted under a living holder, who is given the time to notice.
+        Not before: a second stage that is about to be refused must not wipe the durable cursor of the first.
+        `traces`: a pattern of files that a holder leaves behind. If there are such files but no lock file, it may have
+        been deleted under a living holder, which then needs time to notice.
         """
         owner = FileLock(path)
         owner.acquire(what, self.who)
@@ -92,86 +90,75 @@ class Stage:
                 "lock_file_missing", file=path, effect=f"waiting {NOTICE_S:g} s for a holder to notice that too"
             )
             time.sleep(NOTICE_S)
-        self._held.append(owner)
+        self.holdings.add(owner)
         self.owns_row = True
         self.row.begin(_supervisor())
         return owner
 
     def open_ring(self, name: str, first_seq: Callable[[], tuple[int, int]]) -> "RingWriter":
-        """The writing end of a ring. `first_seq` is asked where there is none: for the next seq and the last recv_ts (µs).
+        """Return the writing end of a ring. A new ring begins where `first_seq` says: next seq, last recv_ts (µs).
 
-        No ring is made while somebody still reads one whose name was removed: both would go on from the same seq.
+        No ring is made while a stage still reads one whose name was removed: both would continue from the same seq.
         """
         from kmq.links.ring import RingWriter
 
         def make() -> tuple[int, int]:
             reader = FileLock(self._reader_lock(name))
             if reader.is_held():
-                what = f"the end of who reads a ring {name} that was removed: {reader.holder()}"
+                what = f"the end of the stage that reads a removed ring {name}: {reader.holder()}"
                 self.wait_for(what, lambda: None if reader.is_held() else True)
             return first_seq()
 
         ring = RingWriter(self.settings.instance, name, self.ring_identity(name), self.who, make, self.log)
-        self._held.append(ring)
-        self._rings.append(ring)
+        self.holdings.add_ring(ring)
         return ring
 
     def attach_ring(self, name: str) -> "RingReader | None":
-        """The reading end of a ring; None while its writer has not made it."""
+        """Return the reading end of a ring; None while its writer has not made it."""
         from kmq.links.ring import RingReader
 
         instance = self.settings.instance
         if not os.path.exists(shm_path(instance, name)):
             return None
-        lock = FileLock(self._reader_lock(name))  # first: it tells the writer that somebody may be on the ring
+        lock = FileLock(self._reader_lock(name))  # first: it tells the writer that the ring may have a reader
         lock.acquire(f"ring {instance}.{name} (reader)", self.who)
         ring = RingReader.attach(instance, name, self.ring_identity(name), self.who)
         if ring is None:
             lock.release()
         else:
-            self._held += [lock, ring]
-            self._rings.append(ring)
+            self.holdings.add(lock)
+            self.holdings.add_ring(ring)
         return ring
 
     def _reader_lock(self, name: str) -> str:
         return f"{self.settings.pipes}/{name}.owner"
 
     def state(self, name: str) -> None:
-        """Say how we are; also a sign of life."""
+        """Report a state (one of STATES) in the stats page, with a heartbeat."""
         self.row.state = STATES.index(name)
         self.row.heartbeat = time.monotonic_ns()
 
     def beat(self) -> None:
-        """A sign of life. Raises RetryError where something that we hold has been removed: nobody finds us by it any more."""
+        """Write a heartbeat. Raises RetryError if a lock file or a ring of this stage was removed."""
         self.row.heartbeat = now = time.monotonic_ns()
-        if now >= self._look_at:
-            self._look_at = now + int(LOOK_S * 1e9)
+        if now >= self._check_holdings_at:
+            self._check_holdings_at = now + int(LOOK_S * 1e9)
             self.page.keep_in_place(self.name)
-            for held in self._held:
-                if not held.is_in_place():
-                    self._end_without(held.path)
-
-    def _end_without(self, lost: str) -> None:
-        for ring in self._rings:
-            if not os.path.exists(ring.path) and ring.may_write_again():
-                with contextlib.suppress(OSError, ConfigError):  # no room: what was acknowledged is in the WAL
-                    ring.write_again()
-                    self.log.warn("ring_written_again", ring=ring.name, reason="its file was removed")
-        raise RetryError(f"{lost}: was removed, or replaced, while this broker used it; nothing acknowledged is lost")
+            self.holdings.check()
 
     def check(self) -> None:
-        """Call in every wait: a heartbeat, and Stopped once the time to drain is over."""
+        """Write a heartbeat. Raises Stopped when the time to drain is over. Call in every wait."""
         self.beat()
         if self.stopping and time.monotonic() > self._deadline:
             raise Stopped("the time to drain is over; what is left stays in the rings and the FIFO")
 
     def pause(self, seconds: float) -> None:
-        """Wait a bounded time, as `check`."""
+        """Sleep, then `check`."""
         time.sleep(seconds)
         self.check()
 
     def wait_for(self, what: str, attempt: Callable[[], object]) -> object:
-        """Try until `attempt` gives something that is not None, saying once that we wait for `what`."""
+        """Try until `attempt` does not return None, and return its result. The log says once that `what` is awaited."""
         result = attempt()
         if result is None:
             self.log.info("waiting", peer=what)
@@ -184,27 +171,28 @@ class Stage:
         return result
 
     def wait_for_room(self, path: str, lacks: str = "disk_full") -> None:
-        """There is no room: say so, wait a little, let the caller try again. `lacks`: one of ADMISSIONS."""
+        """Report that a write found no room, and wait a little; the caller then retries. `lacks`: one of ADMISSIONS."""
         if self.row.state != STATES.index("disk_full"):
             self.log.warn("disk_full", file=path, lacks=lacks, effect="writing pauses, producers feel backpressure")
             self.state("disk_full")
         self.row.admission = ADMISSIONS.index(lacks)
-        self.pause(_ROOM_POLL_S)
+        self.pause(_SPACE_POLL_S)
 
-    def has_room(self) -> None:
-        """Call after a write that may have waited for room."""
+    def end_disk_full(self) -> None:
+        """Take back what `wait_for_room` reported. Call after every write that may have waited for room."""
         if self.row.state == STATES.index("disk_full"):
-            self.log.info("disk_has_room")
+            self.log.info("disk_space_recovered")
             self.row.admission = 0
             self.state("draining" if self.stopping else "ready")
 
     def ready(self, **fields: object) -> None:
+        """Report that the stage is in its loop; `fields` are for the log."""
         self.log.info("ready", pid=os.getpid(), **fields)
         self.row.admission = 0
         self.state("ready")
 
     def ring_identity(self, name: str) -> Identity:
-        """What the ring `name` has to be like under these settings."""
+        """Return what the ring `name` must look like under these settings."""
         settings = self.settings
         policy = (settings.policy_framed if name == "framed" else settings.policy_durable) or settings.policy
         extra = 2 * area_bytes(settings.max_line) if name == "framed" else 0
@@ -212,12 +200,12 @@ class Stage:
 
 
 def main(name: str, run: Callable[[Stage], None]) -> int:
-    """Run one stage to its end and return its exit code; every way out says why, in one log line."""
+    """Run one stage to its end and return its exit code. Every way out is one log line that says why."""
     log = Log(name)
     stage: Stage | None = None
     try:
         stage = Stage(name, load())
-        # The start-up objects live as long as the process: keep the collector from walking them again and again.
+        # The start-up objects live as long as the process: the collector need not walk them again and again.
         gc.freeze()
         run(stage)
         code, reason = EXIT_OK, "drained"

@@ -1,13 +1,12 @@
-"""The stats page: /dev/shm/<instance>.stats, where every stage says how it is.
+"""The stats page: /dev/shm/<instance>.stats, where every process publishes its state and counters.
 
 Layout      a line of text that names the data directory, then one row of 8-byte words per process.
-Owners      each word of a row is written by that process only (`clock_trust` by `kmq clock`; `starts`
-            is set back by `kmq up`).
-            Readers are `kmq status` and ingress, for GET_ACK.
-Crash       Counters are hints for people, except durability's `seq`, which is a durable cursor: it only ever says
-            what is on disk, and a page of another data directory is wiped before it is used.
-Versions    Fields and states are only ever appended, and 0 always means that nothing has been said: a page of an older
-            release reads as one that says nothing there.
+Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`) and `starts`, which
+            `kmq up` resets. Readers: `kmq status`, the gateway, the probes, and ingress for GET_ACK.
+Invariant   Durability's `seq` never names a record that is not on disk. A page of another data directory is always
+            wiped before it is used. Everything else is a hint for people.
+Versions    Fields and states are only ever appended, and 0 always means no value, so a page of an older release reads
+            as one without values there.
 """
 
 import fcntl
@@ -26,7 +25,7 @@ _ROW = 32  # words of a row
 _FILE_BYTES = 4096
 PROCESSES = (*STAGES, "gateway")
 _POLL_S = 0.1
-FRESH_S = 2.0  # a process without a heartbeat for so long is stopped, hung or dead
+FRESH_S = 2.0  # a process without a heartbeat for this long is stopped, hung or dead
 
 STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped")
 ADMISSIONS = ("", "disk_full", "quota")
@@ -38,28 +37,28 @@ _FIELDS = (
     "messages",  # moved since start
     "bytes",  # moved since start
     "seq",  # framer: last numbered; durability: last on disk; router: last routed
-    "starts",  # of this process since the page was made, or since `kmq up`
+    "starts",  # of this process since the page was made, or since the last `kmq up`
     "refused",  # lines that became dead.malformed here
     "connections",  # ingress: open now
     "dropped",  # messages named in dropped.log here
-    "unanswered",  # ingress: acknowledged messages taken and not answered yet
-    "duplicates",  # framer: messages answered with the seq they had been stored under before
+    "unanswered",  # ingress: messages received that have no reply yet
+    "duplicates",  # framer: messages that were stored before, answered with their old seq
     "producers",  # framer: producer names remembered
     "remembered",  # framer: arbitrary message ids remembered
     "synced",  # durability: when the last sync returned, CLOCK_REALTIME, ns
     "port",  # ingress, gateway: where it listens
     "clock_offset",  # trusted time of day less CLOCK_MONOTONIC, ns, plus 2^62 (clock.py); it outlives the process
-    "clock_suspect",  # CLOCK_MONOTONIC, ns, since when the present time of day is not trusted; 0: it is
-    "clock_trust",  # CLOCK_MONOTONIC, ns, when `kmq clock --trust` was last said
+    "clock_suspect",  # CLOCK_MONOTONIC, ns, since when the present time of day is not trusted; 0: it is trusted
+    "clock_trust",  # CLOCK_MONOTONIC, ns, when `kmq clock --trust` was last run
     "askers",  # ingress: connections open on the ack port
     "turned_away",  # ingress, gateway: connections and calls refused or ended because too many were open
     "cut_off",  # ingress, gateway: connections and calls ended by a deadline
     "unauthorized",  # ingress, gateway: connections and requests without a valid token
-    "supervisor",  # pid of the supervisor that has started it; 0: something else has
+    "supervisor",  # pid of the supervisor that started it; 0: something else did
     "admission",  # index into ADMISSIONS: why ingress refuses new messages, what durability and the router wait for
-    "certificate_from",  # ingress, gateway: unix seconds from which the chain that TLS clients are shown is valid
-    "certificate_until",  # and until when
-    "client_ca_until",  # ingress, gateway: until when client certificates can be valid
+    "certificate_from",  # ingress, gateway: unix seconds from which the server's certificate chain is valid
+    "certificate_until",  # and until which it is valid
+    "client_ca_until",  # ingress, gateway: unix seconds until which client certificates can be valid
 )
 _LASTING = ("starts", "clock_offset", "clock_suspect", "clock_trust")
 
@@ -74,7 +73,7 @@ class Row:
     _words: memoryview
 
     def lie_in(self, words: memoryview) -> None:
-        """From now on these are the words."""
+        """Use these words from now on."""
         object.__setattr__(self, "_words", words)
 
     def __getattr__(self, name: str) -> int:
@@ -93,7 +92,7 @@ class Row:
         return (time.monotonic_ns() - self.heartbeat) / 1e9
 
     def silence(self, longest_s: float = FRESH_S) -> str:
-        """What is said of it where it has given no sign of life for longer than that; else ""."""
+        """Return what to say about a process without a heartbeat for longer than this; else ""."""
         if not self.pid:
             return "has not been started"
         age_s = self.age_s
@@ -101,7 +100,7 @@ class Row:
 
     @property
     def restarts(self) -> int:
-        """How often it has been started again, by whatever starts it."""
+        """How often it was restarted, by whatever starts it."""
         return max(0, self.starts - 1)
 
     @property
@@ -113,16 +112,16 @@ class Row:
         return ADMISSIONS[self.admission] if self.admission < len(ADMISSIONS) else ""
 
     def words(self) -> list[int]:
-        """A copy of all."""
+        """Return a copy of all words."""
         return self._words.tolist()
 
     def take(self, words: list[int]) -> None:
-        """Say what another row has said."""
+        """Copy these words, of another row, into this one."""
         for at, word in enumerate(words):
             self._words[at] = word
 
     def begin(self, supervisor: int) -> None:
-        """This process has the row from now on: forget its predecessor, and count."""
+        """Take the row for this process: forget its predecessor, and count the start."""
         self.wipe()
         self.starts += 1
         self.pid, self.supervisor = os.getpid(), supervisor
@@ -130,7 +129,7 @@ class Row:
         self.state = STATES.index("starting")
 
     def wipe(self) -> None:
-        """Forget what a predecessor has said, but for what is not only of its life."""
+        """Forget everything of a predecessor except the fields that outlive a process."""
         for at, name in enumerate(_FIELDS):
             if name not in _LASTING:
                 self._words[at] = 0
@@ -140,7 +139,7 @@ class StatsPage:
     """All rows of one instance."""
 
     def __init__(self, instance: str, data_id: str, data: str) -> None:
-        """Open the page, making or wiping it. Raises BusyError while the instance serves another data directory."""
+        """Open the page; make or wipe it if needed. Raises BusyError while another data directory uses the instance."""
         self.path = f"{SHM}/{instance}.stats"
         self._identity = f"kmq-stats data_id={data_id} data={os.path.abspath(data)}\n".encode()[:_TEXT]
         self.rows = {name: Row() for name in PROCESSES}
@@ -151,7 +150,7 @@ class StatsPage:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Map the file that has the name, made where there is none, and keep others from taking it over meanwhile."""
+        """Map the file, made if there is none, and keep others from taking it over meanwhile."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
         except PermissionError:
@@ -167,26 +166,26 @@ class StatsPage:
             os.close(fd)
 
     def keep_in_place(self, process: str) -> None:
-        """Go on in a new file where ours was removed, for nobody sees what we write there. Raises BusyError.
+        """Continue in a new file if ours was removed, because nobody sees a removed file. Raises BusyError.
 
-        The first to notice takes over what all have said, those who come after it the row of `process`, which is theirs.
+        The first process that notices copies all rows into the new file, each later one its own: that of `process`.
         """
         if file_id(self.path) == self._file:
             return
-        said, mine = bytes(self._mm), self.rows[process].words()
+        old_page, own_row = bytes(self._mm), self.rows[process].words()
         with self._locked():
             if not self.identity():
-                self._mm[0:_FILE_BYTES] = said
+                self._mm[0:_FILE_BYTES] = old_page
             elif not self._is_ours():
                 raise BusyError(f"{self.path} is in use by another data directory now ({self.identity()})")
             else:
-                self.rows[process].take(mine)
+                self.rows[process].take(own_row)
 
     def _is_ours(self) -> bool:
         return self._mm[:_TEXT] == self._identity.ljust(_TEXT, b"\0")
 
     def copy(self) -> "StatsPage":
-        """The page as it is now, for looking only: two questions about one process get answers that agree."""
+        """Return the page as it is now, read-only: two questions about one process get answers that agree."""
         page = _unmapped(self.path)
         page._lie_in(bytearray(self._mm))
         return page
@@ -205,11 +204,11 @@ class StatsPage:
         return self._mm[:_TEXT].rstrip(b"\0").decode(errors="replace").strip()
 
     def serves(self, data: str) -> bool:
-        """Whether it is the page of this data directory: what it says is else of another broker."""
+        """Return True if it is the page of this data directory, not of another broker."""
         return self.identity().endswith(f" data={os.path.abspath(data)}")
 
     def _take_over(self, instance: str) -> None:
-        """The page is another directory's: wait until nobody of that one is alive any more."""
+        """Wait until no process of the other directory, whose page it is, lives any more."""
         deadline = time.monotonic() + 2 * OWNER_WAIT_S
         while any(
             row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in self.rows.values()
@@ -229,7 +228,7 @@ def _unmapped(path: str) -> StatsPage:
 
 
 def peek(instance: str, shm: str = SHM) -> StatsPage | None:
-    """The page of an instance for looking only, or None where there is none. `shm`: where another pod's /dev/shm is."""
+    """Return the page of an instance, to be read only; None if there is none. `shm`: the /dev/shm of another pod."""
     page = _unmapped(f"{shm}/{instance}.stats")
     try:
         fd = os.open(page.path, os.O_RDWR | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What `kmq status` shows: how each process is, and what waits in each link. Looks only; touches nothing."""
+"""What `kmq status` shows: the state of each process, and what waits in each link. Only reads."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from kmq.logfmt import pairs
 from kmq.settings import STAGES, Settings
 
 __all__ = ["StageStatus", "Status", "as_json", "collect", "collect_with_rates", "logfmt", "trust_clock"]
-_SAMPLE_S = 0.5  # rates are measured over this long
+_SAMPLE_S = 0.5  # how long rates are measured
 
 
 class StageStatus:
@@ -22,12 +22,8 @@ class StageStatus:
     def __init__(self, name: str, row: Row) -> None:
         self.name, self.pid = name, row.pid
         self.messages, self.bytes, self.seq = row.messages, row.bytes, row.seq
-        self.restarts, self.refused, self.dropped, self.connections = (
-            row.restarts,
-            row.refused,
-            row.dropped,
-            row.connections,
-        )
+        self.restarts, self.connections = row.restarts, row.connections
+        self.refused, self.dropped = row.refused, row.dropped
         self.started = row.started
         self.age_s = row.age_s
         self.state = state_of(name, row)
@@ -50,7 +46,7 @@ class Status:
         self.supervisor = supervisor  # up, killed, other or down
         self.stages, self.backlog = stages, backlog
         self.gateway = gateway  # None: this broker has none
-        self.clock = clock  # why the time of day is not trusted, and what to do; "": it is
+        self.clock = clock  # why the time of day is not trusted, and what to do; "": it is trusted
 
     @property
     def processes(self) -> list[StageStatus]:
@@ -62,12 +58,12 @@ class Status:
 
 
 def collect(settings: Settings) -> Status:
-    """How it is now, without rates."""
+    """Return the status now, without rates."""
     page = peek(settings.instance)
     supervisor = Supervision(settings).word
     if page is None or not page.serves(settings.data):
         return Status(judge(None, settings), supervisor, [], {})
-    page = page.copy()  # a process that gets ready while we look must not be ready in one place and starting in another
+    page = page.copy()  # a process that becomes ready meanwhile must not be ready in one place and starting in another
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     row = page.rows["gateway"]
     gateway = StageStatus("gateway", row) if row.pid else None
@@ -95,7 +91,7 @@ def _clock(page: StatsPage) -> str:
 
 
 def trust_clock(settings: Settings) -> None:
-    """Tell every stage that the time of day is right now."""
+    """Tell every stage that the time of day is right."""
     page = peek(settings.instance)
     if page is not None and page.serves(settings.data):
         for name in STAGES:
@@ -103,7 +99,7 @@ def trust_clock(settings: Settings) -> None:
 
 
 def collect_with_rates(settings: Settings) -> Status:
-    """As collect, with messages per second measured over a moment."""
+    """As `collect`, with messages per second, measured for _SAMPLE_S."""
     before, at = collect(settings), time.monotonic()
     time.sleep(_SAMPLE_S)
     now, span = collect(settings), time.monotonic() - at
@@ -113,7 +109,7 @@ def collect_with_rates(settings: Settings) -> Status:
 
 
 def logfmt(status: Status) -> str:
-    """One line per process, one for the links, one for the verdict and each of its reasons: for scripts."""
+    """Return one line per process, one for the links, and one for the verdict and each of its reasons: for scripts."""
     lines = [
         pairs(
             stage=s.name,
@@ -140,7 +136,7 @@ def logfmt(status: Status) -> str:
 
 
 def as_json(status: Status) -> dict[str, object]:
-    """The same for programs."""
+    """Return the same as a value for JSON."""
     verdict = status.verdict
     return {
         "ready": verdict.ready,

@@ -1,9 +1,9 @@
-"""Who runs this broker, and from which directory: what `kmq up`, `down` and `status` look at before they act or speak.
+"""Who started this broker, and in which directory: `kmq up`, `down` and `status` look here before they act.
 
-Invariant   A stage that our supervisor did not start is never told to stop: what started it (a kubelet, systemd, a shell) would
-            start it again, or miss it.
-Mechanism   A stage that our supervisor has started says so in its row of the stats page, by the supervisor's pid. The supervisor
-            is found by its lock, or by that pid where KMQ_PIPES is another directory than it was for `kmq up`.
+Invariant   A stage that our supervisor did not start is never told to stop: whatever started it (a kubelet, systemd, a
+            shell) would start it again, or miss it.
+Mechanism   A stage that our supervisor has started holds the supervisor's pid in its row of the stats page. The
+            supervisor is found by its lock, or by that pid if KMQ_PIPES is another directory than it was for `kmq up`.
 """
 
 import os
@@ -16,7 +16,7 @@ from kmq.links.layout import field
 from kmq.links.ownership import FileLock
 from kmq.settings import STAGES, Settings
 
-# Words of the command line of a supervisor: `up` in the foreground, and the module; older releases had it elsewhere.
+# A supervisor has one of these words on its command line: `up` in the foreground, else its module (also the old one).
 _SUPERVISORS = {b"up", b"kmq.broker.supervisor", b"kmq.supervisor"}
 _BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
 KILLED = (
@@ -26,25 +26,27 @@ KILLED = (
 
 
 class Process(NamedTuple):
-    """A stage that lives."""
+    """A running stage."""
 
     name: str
     pid: int
     supervisor: int  # pid of the supervisor that has started it; 0: something else has
-    is_visible: bool  # else it is in another container, which the heartbeat tells
+    is_visible: bool  # else it runs in another container, and its heartbeat shows that it lives
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
 
 
 class Supervision:
-    """What lives of a broker at one moment, and who started it."""
+    """The running stages of a broker at one moment, and who started them."""
 
     def __init__(self, settings: Settings) -> None:
         page = peek(settings.instance)
         self.stages = _living(page) if page and page.serves(settings.data) else []
         lock = FileLock(f"{settings.pipes}/supervisor.owner")
-        self.holder = (lock.holder() or "starting") if lock.is_held() else ""  # what it says of itself
+        self.holder = (
+            (lock.holder() or "starting") if lock.is_held() else ""
+        )  # how it describes itself in the lock file
         self.supervisor = _pid(self.holder, self.stages)
         self.others = [stage for stage in self.stages if not stage.supervisor]
         is_supervised = self.holder or self.supervisor
@@ -52,7 +54,7 @@ class Supervision:
 
     @property
     def word(self) -> str:
-        """For programs: up, killed, other (something else started the stages) or down."""
+        """One word for programs: up, killed, other (something else started the stages) or down."""
         if self.holder or self.supervisor:
             return "up"
         if self.orphans:
@@ -61,27 +63,27 @@ class Supervision:
 
 
 def settled(settings: Settings) -> Supervision:
-    """As it is now, where no stage is taken for alive that was killed a moment ago."""
-    found = Supervision(settings)
-    if not all(stage.is_visible for stage in found.stages):
+    """Return the state now. A stage that was killed a moment ago does not count as running."""
+    supervision = Supervision(settings)
+    if not all(stage.is_visible for stage in supervision.stages):
         time.sleep(_BEAT_S)
-        found = Supervision(settings)
-    return found
+        supervision = Supervision(settings)
+    return supervision
 
 
 def _living(page: StatsPage) -> list[Process]:
-    found = []
+    living = []
     for name in STAGES:
         row = page.rows[name]
         is_visible = is_process(row.pid, name)
         beats = row.pid and row.state_name != "stopped" and row.age_s <= _BEAT_S
         if is_visible or beats:
-            found.append(Process(name, row.pid, row.supervisor, is_visible))
-    return found
+            living.append(Process(name, row.pid, row.supervisor, is_visible))
+    return living
 
 
 def _pid(holder: str, stages: list[Process]) -> int:
-    """The pid of the supervisor; 0 where there is none, or none that can be seen from here."""
+    """Return the pid of the supervisor; 0 if there is none, or none that is visible from here."""
     pids = [int(field(holder, "pid") or 0)] if holder else [stage.supervisor for stage in stages]
     return next(filter(_is_supervisor, pids), 0)
 
@@ -96,7 +98,7 @@ def _is_supervisor(pid: int) -> bool:
 
 
 def elsewhere(settings: Settings) -> str:
-    """The data directory that this instance serves now, where it is another one than that of `settings`; else ""."""
+    """Return the data directory that this instance serves now, if it is not that of `settings`; else ""."""
     page = peek(settings.instance)
     if page is None or page.serves(settings.data) or not _living(page):
         return ""
@@ -109,13 +111,13 @@ def is_data(path: str) -> bool:
 
 
 def why_not_here(settings: Settings) -> str:
-    """What speaks against `settings` looking at the right directory; "" for nothing."""
-    there = elsewhere(settings)
-    if there:
+    """Return why `settings` may name the wrong directory; "" if nothing suggests it."""
+    other = elsewhere(settings)
+    if other:
         return (
-            f"instance {settings.instance} is up with its data in {there}; cd to where it was started, or set KMQ_DATA"
+            f"instance {settings.instance} is up with its data in {other}; cd to where it was started, or set KMQ_DATA"
         )
     if not is_data(settings.data):
-        here = os.path.abspath(settings.data)
-        return f"{here} is no data directory; cd to where the broker was started, or set KMQ_DATA"
+        directory = os.path.abspath(settings.data)
+        return f"{directory} is no data directory; cd to where the broker was started, or set KMQ_DATA"
     return ""

@@ -1,13 +1,15 @@
-"""Starts the four stages and the gateway on one machine, watches them and starts a dead one again: what kubelet does in a pod.
+"""Starts the four stages and the gateway on one machine and restarts those that die, as the kubelet does in a pod.
 
 Owner       pipes/supervisor.owner: one supervisor for one broker.
-Promise     A stage that ends is started again while the others go on, at once the first time, then with a growing
-            pause if it keeps dying young. An exit code that says restarting cannot help (errors.py) stops the pod with
-            that code; only the gateway then stays down alone, for messages can come and go without it.
-Stop        SIGTERM, Ctrl-C and a terminal that is closed mean the same: every process gets one SIGTERM, and they drain from the
-            front by themselves. Each is in a session of its own: the signals of a terminal go to the supervisor only, because
-            a second one would end a stage at once. Only Ctrl-C while they drain does that, by SIGKILL.
-Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway ends.
+Invariant   A stage that ends is always restarted while the others run: at once the first time, then after a growing
+            pause if it keeps dying young. An exit code that a restart cannot help (errors.py) stops the broker with
+            that code. A gateway with such a code stays down alone: messages are accepted and read without it.
+Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process gets one SIGTERM, and they drain from the
+            front by themselves. Each process has its own session, so the signals of a terminal reach only the
+            supervisor: a second signal would end a stage at once. A second Ctrl-C while they drain does that, by
+            SIGKILL.
+Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway
+            ends.
 """
 
 import contextlib
@@ -31,7 +33,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class _Child:
-    """One process under supervision, and what comes behind `python -m`."""
+    """One process under supervision. `command`: what follows `python -m`."""
 
     def __init__(self, name: str, *command: str) -> None:
         self.name, self.command = name, command
@@ -63,9 +65,9 @@ class Supervisor:
         os.makedirs(settings.pipes, exist_ok=True)
         data_id = open_data(settings.data)
         owner = FileLock(f"{settings.pipes}/supervisor.owner")
-        # Blocked here and taken by sigtimedwait, so that none can fall between a look and a wait; the children
-        # get an empty mask. First: whoever finds us by the lock may tell us to stop at once.
-        # A signal that whoever started us has ignored (nohup) stays so.
+        # Blocked here and taken by sigtimedwait, so that no signal is lost between a look and a wait; the children get
+        # an empty mask. Before the lock: whoever finds us by the lock may tell us to stop at once.
+        # A signal that was ignored when we were started (nohup) stays ignored.
         stops = {number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
         awaited = {signal.SIGCHLD, *stops}
         signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -74,7 +76,7 @@ class Supervisor:
         for row in page.rows.values():
             row.starts = 0
         if not is_process(page.rows["gateway"].pid, "gateway"):
-            page.rows["gateway"].wipe()  # of one that was killed: this broker may have none
+            page.rows["gateway"].wipe()  # an earlier one was killed, and this broker may have no gateway
         self._remove_drained_rings()
         while not self._all_gone():
             self._start_due()
@@ -91,11 +93,11 @@ class Supervisor:
         return self.exit_code
 
     def _keep_in_place(self, owner: FileLock, page: StatsPage) -> None:
-        """Make the lock file, by which `kmq down` finds us, and the stats page again where somebody has removed them."""
+        """Make the lock file, by which `kmq down` finds us, and the stats page again if they were removed."""
         if not owner.is_in_place():
             owner.release()
             owner.acquire("this broker", describe("supervisor", self.settings.data))
-        page.keep_in_place("gateway")  # no row is ours, and a gateway that lives says its own again
+        page.keep_in_place("gateway")  # no row is ours, and a running gateway writes its own again
 
     def _all_gone(self) -> bool:
         return bool(self.stopping_since) and not any(child.pid for child in self.children)
@@ -123,7 +125,7 @@ class Supervisor:
                 self._ended(child, os.waitstatus_to_exitcode(status))
 
     def _ended(self, child: _Child, code: int) -> None:
-        """`code` is the exit code, or minus the signal that ended it."""
+        """Decide what follows. `code`: the exit code, or minus the signal that ended the process."""
         how = EXIT_NAMES.get(code, "killed" if code < 0 else "crashed")
         if self.stopping_since:
             if code != EXIT_OK:
@@ -131,10 +133,12 @@ class Supervisor:
             return
         if code in NO_RESTART and code != EXIT_OK:
             if child.name == "gateway":
-                self.log.error("gateway_stays_down", code=code, how=how, effect="no gRPC, no HTTP until the next start")
+                self.log.error(
+                    "gateway_not_restarted", code=code, how=how, effect="no gRPC, no HTTP until the next start"
+                )
                 child.due = float("inf")
                 return
-            self.log.error("stage_cannot_go_on", name=child.name, code=code, how=how, effect="the pod stops")
+            self.log.error("stage_not_restarted", name=child.name, code=code, how=how, effect="the broker stops")
             self._stop(code)
             return
         age = time.monotonic() - child.started
@@ -144,15 +148,15 @@ class Supervisor:
 
     def _on_stop(self, number: int) -> None:
         if not self.stopping_since:
-            again = "the stages drain; Ctrl-C again ends them at once, and plain lines on their way may be lost"
-            self.log.info("stopping", signal=signal.Signals(number).name, effect=again)
+            effect = "the stages drain; Ctrl-C again ends them at once, and plain lines on their way may be lost"
+            self.log.info("stopping", signal=signal.Signals(number).name, effect=effect)
             self._stop(EXIT_OK)
         elif number == signal.SIGINT:
             self.exit_code = EXIT_FAILED
             self._kill("Ctrl-C a second time")
 
     def _stop(self, code: int) -> None:
-        """Tell every process once: to a stage a second signal means now."""
+        """Tell every process to stop, once: a second signal would end a stage at once."""
         if self.stopping_since:
             return
         self.stopping_since = time.monotonic()
@@ -162,7 +166,7 @@ class Supervisor:
                 os.kill(child.pid, signal.SIGTERM)
 
     def _kill_overdue(self) -> None:
-        if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:  # a stopped (SIGSTOP) one
+        if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:  # e.g. a stage under SIGSTOP
             self._kill("did not drain in time")
 
     def _kill(self, reason: str) -> None:
@@ -172,14 +176,16 @@ class Supervisor:
                 os.kill(child.pid, signal.SIGKILL)
 
     def _remove_drained_rings(self) -> None:
-        """Rings that hold nothing are made anew from the WAL; only those with messages in them must outlive a pod.
+        """Remove rings that hold no messages: the stages make them again from the WAL.
 
-        At the end, so that a clean stop leaves nothing behind in /dev/shm. At the start, because one left by a crash may be
-        behind the WAL by now, if the directory was used under another instance name meanwhile, and would be refused.
+        At the end, so that a clean stop leaves nothing in /dev/shm. At the start, because a ring that a crash left may
+        be behind the WAL by now, if the directory was used under another instance name meanwhile, and would be refused.
         """
         names = ("framed", "durable")
         if layout.is_drained(self.settings.instance, *names):
-            with contextlib.suppress(BusyError):  # a stage that outlived its supervisor: ours will name it and end
+            with contextlib.suppress(
+                BusyError
+            ):  # a stage outlived its supervisor: the stage that we start will name it and end
                 for name in names:
                     layout.remove(self.settings.instance, name)
 

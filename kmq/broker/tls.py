@@ -1,10 +1,10 @@
-"""TLS for the listeners: a context that follows its certificate files, and a socket that an event loop can use like a plain one.
+"""TLS for the listeners: a context that follows its certificate files, and a socket for an event loop.
 
-Reload      Certificates, key and client CA are read again when one of the files has changed, looked at on a handshake and by
-            look(), at most once a second. New connections get the new ones, those that are open keep theirs. Files that do
-            not fit together (one is written, the other is about to be) leave the old ones in force, and the log says so.
-Expiry      How long what is in force is valid stands in the stats page, and the log warns from two weeks before the end on.
-Truncation  An orderly end is a close_notify. A broker that is killed sends none, and a reset besides (ingress.py).
+Reload      Certificates, key and client CA are read again when one of the files has changed. Handshakes and look()
+            check that, at most once a second. New connections use the new files; open connections keep the old ones. If
+            the files do not fit together (only one is replaced yet), the old ones stay in force, and the log says so.
+Expiry      The stats page says how long the files in force are valid. The log warns from two weeks before the end.
+Truncation  An orderly end is a close_notify. A killed broker sends none, but a reset (kmq/ingress/farewell.py).
 Not covered Revocation lists.
 """
 
@@ -23,22 +23,22 @@ from kmq.settings import Settings
 from kmq.watch import Watch
 
 _WARN_AGAIN_S = 86_400.0
-RECORD_BYTES = 1 << 14  # the most that one TLS record carries
+RECORD_BYTES = 1 << 14  # a TLS record carries at most this much
 
 
 class TlsSocket(ssl.SSLSocket):
-    """The server's end of a connection. Non-blocking: where TLS waits for the network it raises BlockingIOError.
+    """The server's end of a connection. Non-blocking: when TLS waits for the network it raises BlockingIOError.
 
-    Nothing that has arrived stays inside: epoll sees only what is in the kernel, so a record is always taken whole, and what
-    the last read found at the end of the data is kept in `over`. The first read does the handshake.
+    No byte that has arrived stays inside: epoll sees only what is in the kernel, so a record is always taken whole.
+    `over` keeps what a read found behind the data. The first read does the handshake.
     """
 
-    over = False  # the peer's orderly end, or an error, came right behind the data
+    over = False  # the peer's orderly end, or an error, came directly behind the data
     wants_write = False  # TLS itself has something to send first
-    failure = ""  # why TLS gave up
+    failure = ""  # why TLS failed
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Fill `buffer`, at least RECORD_BYTES long, with what has arrived."""
+        """Fill `buffer`, which has at least RECORD_BYTES, with what has arrived."""
         count = 0
         self.wants_write = False
         with memoryview(buffer) as view:
@@ -61,7 +61,7 @@ class TlsSocket(ssl.SSLSocket):
         return count
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """As of a plain socket. After BlockingIOError the same bytes must come again, more may follow them."""
+        """Send as a plain socket does. After BlockingIOError send the same bytes again; more may follow them."""
         try:
             return super().send(data)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -69,33 +69,33 @@ class TlsSocket(ssl.SSLSocket):
 
     @property
     def is_shaking(self) -> bool:
-        """Whether the handshake is not over."""
+        """Return True until the handshake is over."""
         return self.version() is None
 
     def say_end(self) -> None:
-        """close_notify: the peer knows that nothing was cut off. Waits for nothing."""
+        """Send close_notify: the peer then knows that nothing was cut off. Does not wait for its reply."""
         with contextlib.suppress(OSError, ValueError):
             self.unwrap()
 
 
 class Certificates:
-    """The files, and the context made of them last."""
+    """The files, and the context that was made of them last."""
 
     def __init__(self, settings: Settings, log: Log, row: Row) -> None:
-        """`row`: of the stats page, where the process says how long they are valid."""
+        """`row`: of the stats page, where the process publishes how long they are valid."""
         self.settings, self.log, self.row = settings, log, row
         files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self.watch = Watch(*filter(None, files))
         self._take(make_context(settings))
 
     def context(self) -> ssl.SSLContext:
-        """The context of a listener, which follows the files."""
+        """Return the context for a listener; it follows the files."""
         context = self.latest
         context.sni_callback = self._choose
         return context
 
     def renew(self) -> None:
-        """Take up files that have changed and are good. Called before each handshake."""
+        """Adopt files that have changed and are usable. Called before each handshake."""
         if not self.watch.changed():
             return
         try:
@@ -107,26 +107,26 @@ class Certificates:
         self._take(context)
 
     def look(self) -> None:
-        """Call every second or so: also where nobody connects, new files are taken up, and old ones are warned of."""
+        """Adopt new files and warn of old ones, also if nobody connects. Call about once a second."""
         self.renew()
         self._publish()
 
     def _take(self, context: ssl.SSLContext) -> None:
-        """From now on this is in force, and the files are those that it was made of."""
+        """Put a context in force, and read the dates of the files that it was made of."""
         self.latest = context
         self._chain: list[Validity] = []
         self._authorities: list[Validity] = []
-        self._warned: dict[str, tuple[str, float]] = {}  # setting → code, and when it was said
+        self._warned: dict[str, tuple[str, float]] = {}  # setting → code of the last warning, and when it was given
         try:
             self._chain = certificate.read(self.settings.tls_cert)
             if self.settings.tls_client_ca:
                 self._authorities = certificate.read(self.settings.tls_client_ca)
-        except (OSError, ValueError) as err:  # OpenSSL has taken them: they serve
-            self.log.warn("certificates_not_understood", reason=err, effect="nobody is warned before they expire")
+        except (OSError, ValueError) as err:  # OpenSSL accepts them, so they stay in force
+            self.log.warn("certificates_not_understood", reason=err, effect="no warning before they expire")
         self._publish()
 
     def _publish(self) -> None:
-        """Say in the stats page how long they are valid; in the log once a day, and when it becomes worse."""
+        """Publish in the stats page how long they are valid; warn in the log once a day, and when it becomes worse."""
         row, now, nothing = self.row, time.time(), Validity(0, 0)
         chain = certificate.of_chain(self._chain) if self._chain else nothing
         authorities = certificate.of_authorities(self._authorities, now) if self._authorities else nothing
@@ -134,26 +134,26 @@ class Certificates:
         row.client_ca_until = max(0, authorities.not_after)
         for used in presented(self.log.stage, row, self.settings):
             code = used.validity.warning(now)
-            said, said_at = self._warned.get(used.setting, ("", 0.0))
-            if code and (code != said or time.monotonic() - said_at > _WARN_AGAIN_S):
+            last, warned_at = self._warned.get(used.setting, ("", 0.0))
+            if code and (code != last or time.monotonic() - warned_at > _WARN_AGAIN_S):
                 self._warned[used.setting] = code, time.monotonic()
                 reason = certificate_reason(code, used, now)
                 self.log.warn(code, file=used.path, effect=reason.why, advice=reason.advice)
 
     def _choose(self, connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
-        """Called by each handshake, also where the client names no server."""
+        """Use the latest context. OpenSSL calls this in each handshake, also if the client names no server."""
         self.renew()
         if context is not self.latest:
             connection.context = self.latest
 
 
 def make_context(settings: Settings) -> ssl.SSLContext:
-    """A server's context from the files as they are now. Raises ConfigError naming the file."""
+    """Return a server's context from the files as they are now. Raises ConfigError, which names the file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
-    # TLS 1.3 sends tickets after the handshake. A producer that never reads would leave them in its kernel, which then ends
-    # the connection with a reset instead of an orderly end, and throws away what it has not sent yet.
+    # TLS 1.3 sends tickets after the handshake. A producer that never reads leaves them in its kernel, which then ends
+    # the connection with a reset instead of in order, and discards what it has not sent yet.
     context.num_tickets = 0
     context.sslsocket_class = TlsSocket
     cert, key, client_ca = settings.tls_cert, settings.tls_key, settings.tls_client_ca
@@ -171,7 +171,7 @@ def make_context(settings: Settings) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Without this OpenSSL would ask the terminal, and a broker would wait there for ever."""
+    """Return no password. Without this function OpenSSL asks the terminal, and a broker would wait there for ever."""
     raise ConfigError("KMQ_TLS_KEY must not be encrypted: nobody is there to type the password")
 
 
@@ -180,7 +180,7 @@ def _reason(err: OSError) -> str:
 
 
 def certificates(settings: Settings, log: Log, row: Row) -> Certificates | None:
-    """What the settings name; None where TLS is off. Raises ConfigError."""
+    """Return the certificates that the settings name; None if TLS is off. Raises ConfigError."""
     if not (settings.tls_cert or settings.tls_key or settings.tls_client_ca):
         return None
     if not (settings.tls_cert and settings.tls_key):
@@ -189,7 +189,7 @@ def certificates(settings: Settings, log: Log, row: Row) -> Certificates | None:
 
 
 def accept(context: ssl.SSLContext, sock: Any) -> TlsSocket | None:
-    """TLS over a connection that has just come in; None where it is gone already. The handshake is still to be done."""
+    """Return TLS over a new connection, before its handshake; None if the connection is gone already."""
     try:
         sock.getpeername()
         wrapped = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)

@@ -12,13 +12,14 @@ import typer
 from kmq.cli.helptext import examples
 from kmq.cli.obstacle import obstacle
 from kmq.cli.progress import counted
+from kmq.client.delivery import Delivery
 from kmq.client.lines import LineSender, format_message, read_port
 from kmq.client.waiting import STALL_S, Patience, say
 from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.settings import KIB, Settings, load
 
 if TYPE_CHECKING:
-    from kmq.client.protocol import Delivery
+    from kmq.client.delivery import Delivery
 
 _REPLY_S = 60.0  # longest wait for replies without --timeout
 _BLOCK_BYTES = 64 * KIB
@@ -160,8 +161,8 @@ def _store(
     blocks: Iterable[list[bytes]], producer: str, dedupe: bool, patience: Patience, timeout_s: float | None
 ) -> Stored:
     """Send whole lines that have ids, and wait until they are stored. Raises KmqError naming the first refusal."""
+    from kmq.client.failures import NotAnswered
     from kmq.client.producer import Producer
-    from kmq.client.protocol import NotAnswered
 
     stored = Stored(patience)
     sender = Producer.local(

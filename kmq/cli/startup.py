@@ -14,7 +14,7 @@ from typing import BinaryIO
 import typer
 
 from kmq.broker import status as statuses
-from kmq.broker.readiness import ROOM
+from kmq.broker.readiness import NO_SPACE
 from kmq.broker.status import Status
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError, RetryError
 from kmq.settings import STAGES, Settings
@@ -63,7 +63,7 @@ class Startup:
 
     def _check_space(self, status: Status, is_started: bool) -> None:
         """Raise KmqError if all processes run, but have refused messages for lack of space for a while."""
-        no_space = next((reason for reason in status.verdict.reasons if reason.code in ROOM), None)
+        no_space = next((reason for reason in status.verdict.reasons if reason.code in NO_SPACE), None)
         if not (is_started and no_space):
             self._full_since = 0.0
             return

@@ -5,7 +5,7 @@
         replies = [await producer.submit("orders", b"two") for _ in range(64)]
         seqs = await asyncio.gather(*replies)
 
-Promise     As kmq.Producer: nothing waits for ever without saying so. Messages keep the order of the calls.
+Promise     As kmq.Producer: nothing waits for ever in silence. Messages keep the order of the calls.
             A cancelled `send` may be stored all the same.
 Loop        All in the loop that entered it. What is queued in one turn of the loop leaves with one write.
 """
@@ -16,48 +16,44 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Unpack
 
-from kmq.client.lines import no_connection
-from kmq.client.producer import CONNECT_S, Address, _log, backoff, keep_alive, local_address
-from kmq.client.protocol import Choices, Core, Delivery, NotAnswered, Options, Refused
+from kmq.client.aio_link import Link
+from kmq.client.connection import address_of, local_address
+from kmq.client.delivery import Delivery
+from kmq.client.failures import NotAnswered
+from kmq.client.lines import make_routing_key
+from kmq.client.options import Choices, Options
+from kmq.client.protocol import Core
 from kmq.errors import KmqError
 
 
-class AsyncProducer(asyncio.Protocol):
-    """See the module, and Options for what can be told."""
+class AsyncProducer:
+    """See the module, and Options (kmq/client/options.py) for the options."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
     ) -> None:
-        self._address: Address = lambda: (host, port() if callable(port) else port, "")
+        """A `port` that is a function is asked before each connection."""
         self.options = Options(**options)
         self._core = Core(self.options)
-        self._transport: asyncio.Transport | None = None
-        self._greeting: asyncio.Future[bytes] | None = None  # while the reply to hello is awaited
-        self._said_so_far = b""  # of that reply
-        self._order = asyncio.Lock()  # who waits for room is served in order
-        self._changed = asyncio.Event()  # set, and replaced, whenever there may be room or an end
-        self._over = asyncio.Event()  # the connection is gone
-        self._scheduled = False
-        self._said = time.monotonic()
-        self._closed = False
-        self._task: asyncio.Task[None] | None = None
+        self._link = Link(self._core, address_of(host, port))
+        self._order = asyncio.Lock()  # senders that wait for room are served in order
 
     @classmethod
     def local(cls, **options: Unpack[Choices]) -> "AsyncProducer":
-        """Of the broker that this directory's settings (environment, kmq.toml) speak of."""
+        """Return a producer for the broker of this directory's settings (environment, kmq.toml)."""
         producer = cls(**options)
-        producer._address = local_address
+        producer._link.address = local_address
         return producer
 
     @property
     def name(self) -> str:
-        """As which the broker knows us, "" without producer ids."""
-        return self._core.name
+        """The name by which the broker knows this producer; "" without producer ids."""
+        return self._core.ids.name
 
     @property
     def unanswered(self) -> int:
-        """Messages without outcome."""
-        return self._core.unanswered
+        """How many messages have no outcome yet."""
+        return self._core.window.unanswered
 
     @property
     def connected(self) -> bool:
@@ -65,21 +61,21 @@ class AsyncProducer(asyncio.Protocol):
 
     @property
     def failed(self) -> KmqError | None:
-        """Why this producer has ended; None while it goes on."""
+        """Why this producer has ended; None while it has not."""
         return self._core.failed
 
     def describe(self) -> str:
-        """What is being waited for, in words."""
+        """Say what is being waited for."""
         return self._core.describe(time.monotonic())
 
     @property
     def connections(self) -> int:
-        """Made so far."""
+        """How many connections were made so far."""
         return self._core.connections
 
     @property
     def duplicates(self) -> int:
-        """Messages sent again that the broker had stored already."""
+        """How many messages were sent again that the broker had stored already."""
         return self._core.duplicates
 
     # --- sending -----------------------------------------------------------------------------------------------------
@@ -96,11 +92,12 @@ class AsyncProducer(asyncio.Protocol):
         ts: float | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Send one message; its seq, once it is on disk."""
+        """Send one message. Returns its seq, once it is on disk."""
         reply = await self.submit(
             topic, payload, key, partition=partition, id=id, headers=headers, ts=ts, timeout=timeout
         )
-        return await self._within(reply, timeout, "the reply to this message")
+        async with self._timeout(timeout, "the reply to this message"):
+            return await reply
 
     async def submit(
         self,
@@ -114,11 +111,15 @@ class AsyncProducer(asyncio.Protocol):
         ts: float | None = None,
         timeout: float | None = None,
     ) -> "asyncio.Future[int]":
-        """Queue one message, waiting only while the window is full; the future is its seq."""
-        await self._room(timeout)
-        delivery, reply = self._delivery()
-        self._core.add(delivery, topic, payload, key, id, headers, ts, partition)
-        self._queued()
+        """Queue one message, waiting only while the window is full. Returns a future of its seq."""
+        await self._wait_for_room(timeout)
+        if key is None and partition is None:
+            routing_key = self._core.routing_keys[topic]
+        else:
+            routing_key = make_routing_key(topic, key, partition)
+        delivery, reply = _expect()
+        self._core.add(delivery, routing_key, payload, id, headers, ts)
+        self._link.queued()
         return reply
 
     async def send_many(
@@ -131,51 +132,42 @@ class AsyncProducer(asyncio.Protocol):
         ts: float | None = None,
         timeout: float | None = None,
     ) -> list[int]:
-        """Send a list in one go, for a fraction of the cost of as many sends; their seqs."""
+        """Send a list in one go, for a fraction of the cost of as many sends. Returns their seqs."""
         if len(payloads) > self.options.max_in_flight:
-            raise ValueError(f"a list of {len(payloads):,} is over max_in_flight={self.options.max_in_flight:,}")
+            raise ValueError(
+                f"a list of {len(payloads):,} messages is over max_in_flight={self.options.max_in_flight:,}"
+            )
         if not payloads:
             return []
-        await self._room(timeout)
-        delivery, reply = self._delivery()
-        self._core.add_many(delivery, topic, payloads, key, ts, partition)
-        self._queued()
-        await self._within(reply, timeout, "the replies to this list")
+        await self._wait_for_room(timeout)
+        delivery, reply = _expect()
+        self._core.add_many(delivery, make_routing_key(topic, key, partition), payloads, ts)
+        self._link.queued()
+        async with self._timeout(timeout, "the replies to this list"):
+            await reply
         return delivery.seqs
 
     async def flush(self, timeout: float | None = None) -> None:
         """Wait until every message has its reply."""
         async with self._timeout(timeout, "the replies to all messages"):
-            while self._core.unanswered and self._core.failed is None and not self._closed:
-                self._core.hurry = True
-                self._flush()
-                await self._changed.wait()
+            await self._link.wait(lambda: not self.unanswered or self.failed is not None or self._link.closed)
         if self._core.failed is not None:
             raise self._core.failed
 
     async def close(self, timeout: float | None = None) -> None:
-        """flush, then end. After a timeout, too: what has no reply then is lost to this program, though it may be stored."""
+        """Flush, then end, also after a timeout: a message without a reply then fails here, though it may be stored."""
         try:
-            if not self._closed:
+            if not self._link.closed:
                 await self.flush(timeout)
         finally:
             await self.abort()
 
     async def abort(self) -> None:
-        """End now; what is unanswered fails."""
-        self._closed = True
-        if self._core.failed is None:
-            self._core.fail(NotAnswered("the producer was closed before the reply came"))
-        self._tell()
-        if self._transport is not None:
-            self._transport.abort()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        """End now; messages without a reply fail."""
+        await self._link.end()
 
     async def __aenter__(self) -> "AsyncProducer":
-        self._start()
+        self._link.start()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: object, where: TracebackType | None) -> None:
@@ -183,173 +175,38 @@ class AsyncProducer(asyncio.Protocol):
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="kmq-producer")
-
-    async def _room(self, timeout: float | None) -> None:
-        if self._core.failed is not None:
-            raise self._core.failed
-        if self._closed:
+    async def _wait_for_room(self, timeout: float | None) -> None:
+        core = self._core
+        if core.failed is not None:
+            raise core.failed
+        if self._link.closed:
             raise KmqError("this producer is closed")
-        if not self._core.is_full and not self._order.locked():
+        if not core.window.is_full and not self._order.locked():
             return
         async with self._timeout(timeout, "room among the messages in flight"), self._order:
-            if not self._core.is_full:
+            if not core.window.is_full:
                 return
-            while not self._core.has_room_again:
-                self._core.hurry = True
-                self._flush()
-                await self._changed.wait()
-        if self._core.failed is not None:
-            raise self._core.failed
-
-    async def _within(self, reply: "asyncio.Future[int]", timeout: float | None, what: str) -> int:
-        async with self._timeout(timeout, what):
-            return await reply
+            await self._link.wait(lambda: core.window.is_half_free)
+        if core.failed is not None:
+            raise core.failed
 
     def _timeout(self, timeout: float | None, what: str) -> "_Timeout":
         return _Timeout(self.options.timeout_s if timeout is None else timeout, what, self.describe)
 
-    # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _delivery(self) -> "tuple[Delivery, asyncio.Future[int]]":
-        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+def _expect() -> "tuple[Delivery, asyncio.Future[int]]":
+    """Return a delivery and the future of its seq."""
+    reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-        def done(delivery: Delivery) -> None:
-            if reply.done():
-                return  # whoever waited for it has been cancelled
-            if delivery.error is None:
-                reply.set_result(delivery.seq)
-            else:
-                reply.set_exception(delivery.error)
+    def done(delivery: Delivery) -> None:
+        if reply.done():
+            return  # whoever waited for it was cancelled
+        if delivery.error is None:
+            reply.set_result(delivery.seq)
+        else:
+            reply.set_exception(delivery.error)
 
-        return Delivery(done), reply
-
-    def _queued(self) -> None:
-        self._start()
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        """Write what may go."""
-        self._scheduled = False
-        core, transport = self._core, self._transport
-        if transport is None or not core.connected:
-            return
-        now = time.monotonic()
-        while taken := core.take(now):
-            transport.write(taken)
-        linger = core.linger_left(now)
-        if linger is not None:
-            self._scheduled = True
-            asyncio.get_running_loop().call_later(linger, self._flush)
-
-    def _tell(self) -> None:
-        done = self._core.done
-        while done:
-            delivery = done.popleft()
-            assert delivery.callback is not None
-            delivery.callback(delivery)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    # --- the connection: asyncio.Protocol ----------------------------------------------------------------------------
-
-    def data_received(self, data: bytes) -> None:
-        if self._greeting is not None:
-            self._said_so_far += data
-            if not self._greeting.done() and self._core.is_greeting(self._said_so_far):
-                self._greeting.set_result(self._said_so_far)
-            return
-        if not self._core.connected:
-            return  # given up on
-        try:
-            self._core.receive(data)
-            self._attempt = 0
-        except Refused as refused:
-            self._lose(str(refused))
-        self._tell()
-        self._flush()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._greeting is not None and not self._greeting.done():
-            self._greeting.set_exception(error or ConnectionResetError("closed without a word"))
-        elif self._core.connected:
-            self._lose(str(error or "the broker closed the connection"))
-
-    def _lose(self, reason: str) -> None:
-        self._core.lost(reason)
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
-        self._over.set()
-
-    # --- the task that keeps it ----------------------------------------------------------------------------------------
-
-    async def _run(self) -> None:
-        """Make connections, and look now and then for what is overdue."""
-        self._attempt = 0
-        pause = 1.0
-        if self.options.delivery_timeout_s is not None:
-            pause = min(pause, self.options.delivery_timeout_s / 4)
-        looking = asyncio.get_running_loop().create_task(self._look(pause))
-        try:
-            while not self._closed and self._core.failed is None:
-                if await self._connect():
-                    self._flush()
-                    await self._over.wait()
-                self._tell()
-                if self._core.failed is None:
-                    await asyncio.sleep(backoff(self._attempt))
-                    self._attempt += 1
-        finally:
-            looking.cancel()
-            self._tell()
-
-    async def _connect(self) -> bool:
-        loop, options = asyncio.get_running_loop(), self.options
-        self._over.clear()
-        self._greeting, self._said_so_far = loop.create_future(), b""
-        where = "the broker"
-        try:
-            host, port, token = self._address()
-            where = f"{host}:{port}"
-            async with asyncio.timeout(CONNECT_S):
-                name = (options.server_hostname or host) if options.tls is not None else None
-                transport, _ = await loop.create_connection(
-                    lambda: self, host, port, ssl=options.tls, server_hostname=name
-                )
-                self._transport = transport
-                keep_alive(transport.get_extra_info("socket"))
-                transport.write(self._core.hello(token))
-                greeting = await self._greeting
-            self._core.greeted(greeting)
-            return True
-        except (OSError, KmqError) as err:
-            if self._transport is not None:
-                self._transport.abort()
-                self._transport = None
-            self._core.lost(str(err) if isinstance(err, KmqError) else no_connection(where, err))
-            return False
-        finally:
-            if self._greeting.done() and not self._greeting.cancelled():
-                self._greeting.exception()  # seen
-            self._greeting = None
-
-    async def _look(self, pause: float) -> None:
-        """Let messages fail whose time is up; speak up when nothing has come for long."""
-        core = self._core
-        while True:
-            await asyncio.sleep(pause)
-            now = time.monotonic()
-            core.expire(now)
-            if core.done:
-                self._tell()
-            if core.oldest is not None and now - max(core.oldest, self._said) >= self.options.stall_s:
-                self._said = now
-                (self.options.on_stall or _log().warning)(core.describe(now))
+    return Delivery(done), reply
 
 
 class _Timeout:

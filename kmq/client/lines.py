@@ -31,6 +31,7 @@ from kmq.settings import MIB, Settings
 _T = TypeVar("_T")
 _BLOCK = MIB // 4  # bytes gathered before a send
 _CONNECT_S = 5.0
+_MAX_TOPICS = 10_000  # routing keys remembered as bytes
 _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
 
 
@@ -106,6 +107,16 @@ def make_routing_key(topic: str, key: str | bytes | None = None, partition: int 
     return (head if key is None else f"{head}.{key_text(key)}").encode()
 
 
+class RoutingKeys(dict[str, bytes]):
+    """The routing keys of topics without key or partition, made once each: `keys[topic]`."""
+
+    def __missing__(self, topic: str) -> bytes:
+        if len(self) >= _MAX_TOPICS:
+            self.clear()
+        key = self[topic] = make_routing_key(topic)
+        return key
+
+
 def key_text(key: str | bytes) -> str:
     """A key as it stands in a routing key."""
     if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
@@ -114,9 +125,14 @@ def key_text(key: str | bytes) -> str:
 
 
 def make_id(id: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """The id field: the id and its headers. Raises ValueError for a header name that is KMQ's own."""
-    field = percent_encode(id)
-    for name, value in (headers or {}).items():
+    """Return the id field: the id and its headers. Raises ValueError for a header name that is KMQ's own."""
+    return percent_encode(id).encode() + format_headers(headers or {})
+
+
+def format_headers(headers: Mapping[str, str]) -> bytes:
+    """Return what follows the id in its field: `;name=value` for each header."""
+    field = ""
+    for name, value in headers.items():
         if len(name) < 2 or name in _OWN_HEADERS or percent_encode(name) != name or "=" in name:
             raise ValueError(f"header {name!r}: names of one letter and {', '.join(_OWN_HEADERS)} are KMQ's own")
         field += f";{name}={percent_encode(value)}"
@@ -296,9 +312,11 @@ def _once(attempt: Callable[[], _T]) -> _T:
 __all__ = [
     "KmqError",
     "LineSender",
+    "RoutingKeys",
     "decode",
     "decode_bytes",
     "decode_payload",
+    "format_headers",
     "format_many",
     "format_message",
     "format_text",

@@ -1,16 +1,21 @@
-"""Which topics a message may name: those that exist, and new ones as long as KMQ_MAX_TOPICS and KMQ_AUTO_CREATE_TOPICS allow.
+"""Which topics a message may name: those that exist, and new ones as long as KMQ_MAX_TOPICS and KMQ_AUTO_CREATE_TOPICS
+allow.
 
-Owner       the framer asks, before it numbers a message: what has a seq is stored and routed, whatever the settings say then.
-Invariant   A topic that is let through counts until the router has made it, so messages never make more than KMQ_MAX_TOPICS, nor
-            more than the file system has inodes for: the router never waits for one, with the lines of all others behind it.
-            `dead` is always let through. Topics that somebody declares are never refused, but they count.
-Mechanism   `known` begins with the directories under topics/ and the labels of what is numbered but not routed yet. An unknown
-            name is looked for on disk again: one stat for its label; for declared names with a dot a listing, which takes at
-            most a tenth of the time. Topics that were deleted are forgotten by a listing too: one stat in 50 ms.
-Marks       `orders.eu.@.k` names the topic `orders.eu`, exactly, and `orders.@3` a partition: the message is refused where the
-            topic does not have it. A block with marks passes as a whole where all that they name is known; else line by line.
-Cost        A block whose lines name some of the last _FEW topics is checked by the regular expression that looks at the shape of
-            its lines anyway. Else one pass finds the labels of all lines (measured: 130 ns a line).
+Owner       the framer asks, before it numbers a message: what has a seq is stored and routed, whatever the settings say
+            then.
+Invariant   A topic that is let through counts until the router has made it, so messages never make more than
+            KMQ_MAX_TOPICS, nor more than the file system has inodes for: the router never waits for one, with the lines
+            of all others behind it. `dead` is always let through. Topics that somebody declares are never refused, but
+            they count.
+Mechanism   `known` begins with the directories under topics/ and the labels of what is numbered but not routed yet. An
+            unknown name is looked for on disk again: one stat for its label; for declared names with a dot a listing,
+            which takes at most a tenth of the time. Topics that were deleted are forgotten by a listing too: one stat
+            in 50 ms.
+Marks       `orders.eu.@.k` names the topic `orders.eu`, exactly, and `orders.@3` a partition: the message is refused
+            where the topic does not have it. A block with marks passes as a whole where all that they name is known;
+            else line by line.
+Cost        A block whose lines name some of the last _FEW topics is checked by the regular expression that looks at the
+            shape of its lines anyway. Else one pass finds the labels of all lines (measured: 130 ns a line).
 Memory      One name per topic; names that the router has never made (drop_oldest) are forgotten by the next listing.
 """
 
@@ -200,7 +205,7 @@ class Catalog(AnyTopic):
                 self._dotted[name] = Topic(name.decode(), 1, seq)
 
     def _expect(self, named: set[bytes], marks: set[tuple[bytes, bytes]]) -> None:
-        """Let the pattern look for the names and marks of this block too; for these alone where they are too many together."""
+        """Add the names and marks of this block to the pattern; if that are too many, look only for these."""
         heads = {(name, None) for name in named} | marks
         if heads <= self._few or len(heads) > _FEW or not self._compiling.is_due:
             return

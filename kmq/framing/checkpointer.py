@@ -1,10 +1,11 @@
 """Saves the dedupe table to producers.ckpt, so that a start has only the last seconds of the WAL to read again.
 
 Owner       the framer.
-Invariant   The file never covers a record that is not on disk: a snapshot waits until durability has synced its last seq. When
-            all stages die with the rings, ids that were lost with them must be accepted again.
+Invariant   The file never covers a record that is not on disk: a snapshot waits until durability has synced its last
+            seq. When all stages die with the rings, ids that were lost with them must be accepted again.
 Crash       Killed while writing: the file is replaced atomically, so the old one stays.
-Disk full   The old file stays, and the save is tried again. Until it succeeds, retention keeps what the old file does not cover.
+Disk full   The old file stays, and the save is tried again. Until it succeeds, retention keeps what the old file does
+            not cover.
 """
 
 import os
@@ -42,12 +43,14 @@ class Checkpointer:
         self._found_full = False  # whether the last save found the disk full
 
     def framed(self, nbytes: int, next_seq: int, synced: int | None, now: int) -> None:
-        """Call after each turn, also an idle one: `nbytes` were framed, durability has synced up to `synced`, it is `now`."""
+        """Call after each turn, also an idle one: `nbytes` were framed, all up to `synced` is on disk, it is `now`."""
         self._bytes += nbytes
         if self._snapshot is not None:
             self._write_if(synced)
             return
-        is_much = self._bytes >= CHECKPOINT_BYTES * (1 if self._table else _EMPTY_TIMES)
+        is_much = self._bytes >= CHECKPOINT_BYTES and (
+            self._bytes >= CHECKPOINT_BYTES * _EMPTY_TIMES or bool(self._table)
+        )
         age_s = time.monotonic() - self._taken_at
         is_due = is_much or (self._bytes and age_s > CHECKPOINT_S) or (self._found_full and age_s > _RETRY_S)
         if is_due and not self.busy:

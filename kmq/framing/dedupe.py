@@ -1,19 +1,20 @@
 """The dedupe table: which ids are stored already, so that a retry gets `!dup` and stores nothing twice.
 
 Owner       the framer, the only process that gives out seqs.
-Invariant   The table is a function of the records up to the last seq given out: an id that a record's header claims, `;p=` (a
-            producer's increasing ids) or `;w=` (arbitrary ids in a window), is in it. Only the framer writes these headers
-            (record.disclaim), so no producer can make the table believe that something is stored.
-Crash       A start loads producers.ckpt, then reads the later records from the WAL, then the blocks that still wait in the ring
-            `framed`: together exactly the records up to the next seq. A damaged file is ignored (its crc does not match), and
-            the whole WAL is read instead.
+Invariant   The table is a function of the records up to the last seq given out: an id that a record's header claims,
+            `;p=` (a producer's increasing ids) or `;w=` (arbitrary ids in a window), is in it. Only the framer writes
+            these headers (record.disclaim), so no producer can make the table believe that something is stored.
+Crash       A start loads producers.ckpt, then reads the later records from the WAL, then the blocks that still wait in
+            the ring `framed`: together exactly the records up to the next seq. A damaged file is ignored (its crc does
+            not match), and the whole WAL is read instead.
 Memory      Bounded: at most `max_names` names, each with its last id, some runs of (id, seq), ranges of older ids, and
-            fingerprints of its last ids; at most `max_ids` runs in all, and as many ids in windows; MAX_RANGES and MAX_PRINTS
-            in all.
-            An id that is dropped from the runs is still known to be stored, but not as which seq (`!dup n 0`); an id that is
-            dropped from the ranges is unknown (`id_too_old`). What drops out of a window, by count or age, is forgotten:
-            KMQ_DEDUPE_COUNT and KMQ_DEDUPE_AGE are the promise.
-Time        A message costs the same however many names and ids there are: what is evicted next stands first in an order.
+            fingerprints of its last ids; at most `max_ids` runs in all, and as many ids in windows; MAX_RANGES and
+            MAX_PRINTS in all.
+            An id that is dropped from the runs is still known to be stored, but not as which seq (`!dup n 0`); an id
+            that is dropped from the ranges is unknown (`id_too_old`). What drops out of a window, by count or age, is
+            forgotten: KMQ_DEDUPE_COUNT and KMQ_DEDUPE_AGE are the promise.
+Time        A message costs the same however many names and ids there are: what is evicted next stands first in an
+            order.
 """
 
 import re
@@ -28,8 +29,9 @@ from kmq.record import Starts, fingerprint
 
 _RUNS = 1024  # runs remembered per producer
 _MIN_RUNS = 8  # runs that a producer keeps when all producers together have too many
-# A made-up name belongs to one run of a program (`kmq produce --acks` in a loop) and does not come again. This long after its
-# last message the program has most likely ended. A made-up name may be forgotten then, but only if the table is full.
+# A made-up name belongs to one run of a program (`kmq produce --acks` in a loop) and does not come again. This long
+# after its last message the program has most likely ended. A made-up name may be forgotten then, but only if the table
+# is full.
 _MADE_UP_S = 600
 _MADE_UP = MADE_UP.encode()
 MAX_PRINTS = 1 << 19  # fingerprints of all producers together: 2 MiB
@@ -50,7 +52,7 @@ class DedupeTable:
         self.window = Window(max_ids, max_age)
 
     def __bool__(self) -> bool:
-        return bool(self.names or self.window)
+        return bool(self.names or self.window.ids)
 
     # --- increasing ids --------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import select
 import socket
 
 from kmq.ingress.replies import Replies
-from kmq.links.fifo import Sender
+from kmq.links.raw import Sender
 from kmq.settings import MIB
 
 TYPE_CHECKING = False

@@ -3,7 +3,7 @@
 Order       No new connections; then what connected producers had sent before; then the replies to it; then an orderly
             end. An orderly end says that every line is in the FIFO, so the FIFO must have taken everything first.
 Time        At most _HANDOVER_S and _REPLIES_S, less than DRAIN_S together: the other stages have to drain after
-            ingress.
+            ingress. A FIFO that takes nothing ends the drain after DRAIN_S (Stage.check).
 """
 
 import time

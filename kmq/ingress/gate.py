@@ -1,7 +1,7 @@
 """Whether messages are accepted now: ingress measures disk and quota itself, and reads what durability waits for."""
 
 from kmq import refusals
-from kmq.broker.admission import Room
+from kmq.broker.admission import Admission
 from kmq.broker.stage import Stage
 from kmq.broker.stats import ADMISSIONS
 
@@ -13,7 +13,7 @@ class Gate:
         self.refusal = b""  # code and reason
         self._row, self._log = stage.row, stage.log
         durability = self._durability = stage.page.rows["durability"]
-        self._admission = Room(stage.settings, lambda: durability.bytes)
+        self._admission = Admission(stage.settings, lambda: durability.bytes)
 
     def look(self) -> bool:
         """Look again, and return True if the refusal has changed."""

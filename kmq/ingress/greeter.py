@@ -13,7 +13,7 @@ from kmq.ingress.connection import ACKED, Connection
 from kmq.ingress.gate import Gate
 from kmq.ingress.hello import Refused, parse
 from kmq.ingress.table import ConnectionTable
-from kmq.links.fifo import Sender
+from kmq.links.raw import Sender
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@
     producer    ids are decimal numbers that increase over all connections of that name
     window      ids are text of 1 to 256 bytes and remembered for a while; the gateway uses it for gRPC's message_id
     neither     messages are acknowledged, and stored as often as they are sent
-    last=?      with acks and a producer: a line `!last <id>` comes before the first reply and says the last id stored of
-                this name (0: the name is unknown), so that a restarted program can resume there
+    last=?      with acks and a producer: a line `!last <id>` before the first reply says the last id stored of this
+                name (0: the name is unknown), so that a restarted program can resume there
 
 An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that accept any text
 as an id percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.

@@ -55,7 +55,7 @@ class Intake:
         self._copies = False
 
     def expect_clogging(self, yes: bool) -> None:
-        """Allow `receive` while the FIFO is clogged, or forbid it. If allowed, it takes little at once and copies it."""
+        """Allow `receive` while the FIFO is clogged, or forbid it. If allowed, it copies the little that it takes."""
         self._target, self._copies = self._view[:_LEAST_BYTES] if yes else self._view, yes
         if yes:
             self.fifo.copy()

@@ -8,7 +8,6 @@ import select
 import time
 from collections.abc import Callable
 
-from kmq import descriptors
 from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stage import Stage
 from kmq.ingress.askers import Askers
@@ -22,7 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from kmq.tokens import Tokens
 
-_OWN_DESCRIPTORS = descriptors.OWN + 8  # not for connections: our own, and some to refuse connections with
 _GATE_S = 0.1  # while messages are refused: how often the gate is looked at
 
 
@@ -31,19 +29,16 @@ class Loop:
 
     def __init__(self, stage: Stage, fifo: FifoWriter) -> None:
         self.stage, self.fifo = stage, fifo
-        settings = stage.settings
         self.incidents = Incidents(stage.log.warn)
         strangers = Strangers(stage.row, self.incidents)
         self.ports = Ports(stage, strangers)
-        tokens = _tokens(stage) if settings.tokens else None
+        tokens = _tokens(stage) if stage.settings.tokens else None
         self.gate = Gate(stage)
         self._poll = select.epoll()
         self._askers = Askers(stage, self._poll, tokens, strangers)
-        free = stage.most_files - _OWN_DESCRIPTORS - self._askers.most
-        max_connections = min(settings.connections, max(1, free))
-        self.producers = Producers(stage, fifo, self.gate, tokens, strangers, max_connections)
+        self.producers = Producers(stage, fifo, self.gate, tokens, strangers)
         for listener in self.ports.of_producers:
-            self.producers.listen(listener)
+            self.producers.entrance.open(listener)
         self._handlers: dict[int, Callable[[], None]] = {
             self.producers.poll.fileno(): self.producers.serve,
             stage.raw: fifo.flush,
@@ -113,7 +108,7 @@ class Loop:
     def stop_accepting(self) -> None:
         """Close all ports."""
         self._poll.unregister(self.stage.signalled)  # it stays readable, so every wait would end at once
-        self.producers.stop_listening()
+        self.producers.entrance.close()
         del self._handlers[self.ports.questions.sock.fileno()]
         self.ports.questions.sock.close()
 

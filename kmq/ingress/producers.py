@@ -1,4 +1,4 @@
-"""The connections of producers: accepted, read in turn, answered, and ended.
+"""The connections of producers: read in turn, answered, and ended.
 
 Invariant   Every connection with something to read gets one receive before any gets another, also if the FIFO clogs
             between. Nobody is read while the FIFO is clogged, unless messages are refused: then nothing that is read
@@ -15,11 +15,11 @@ from kmq.broker.stage import Stage
 from kmq.ingress.budgets import UnreadBudget
 from kmq.ingress.connection import CLOSING, GREETING, PLAIN, Connection
 from kmq.ingress.deadlines import UNREAD, Deadlines
-from kmq.ingress.farewell import Farewells, close_in_order, reset_on_close
+from kmq.ingress.entrance import Entrance
+from kmq.ingress.farewell import close_in_order
 from kmq.ingress.gate import Gate
 from kmq.ingress.greeter import UNAUTHORIZED, Greeter
 from kmq.ingress.intake import Intake
-from kmq.ingress.ports import Listener
 from kmq.ingress.table import ConnectionTable
 from kmq.links.acks import AckReader
 from kmq.links.fifo import FifoWriter
@@ -30,73 +30,29 @@ if TYPE_CHECKING:
 
 
 class Producers:
-    """All producers. `poll` holds their sockets and listeners; the loop waits for it while producers are read."""
+    """All producers. `poll` holds their sockets and their listeners; the loop waits for it while producers are read."""
 
     def __init__(
-        self,
-        stage: Stage,
-        fifo: FifoWriter,
-        gate: Gate,
-        tokens: "Tokens | None",
-        strangers: Strangers,
-        max_connections: int,
+        self, stage: Stage, fifo: FifoWriter, gate: Gate, tokens: "Tokens | None", strangers: Strangers
     ) -> None:
         settings = stage.settings
         self.poll = select.epoll()
         self.table = ConnectionTable()
+        self.entrance = Entrance(stage, self.poll, self.table, strangers)
         self.greeter = Greeter(stage, gate, tokens, self.table, strangers)
         self.intake = Intake(fifo, settings.max_line, self.greeter.greet)
         if tokens is not None:
             self.intake.hello_required = UNAUTHORIZED.encode()
         self.deadlines = Deadlines(settings.idle, settings.line_deadline)
         self._row, self._fifo, self._gate, self._strangers = stage.row, fifo, gate, strangers
-        self._max = max_connections
         self._acks = AckReader(stage.acks)
         self._unread = UnreadBudget()
-        self._farewells = Farewells()
-        self._listeners: dict[int, Listener] = {}
         self._ready: deque[tuple[int, int]] = deque()  # descriptors and events that have not had their turn
 
     @property
     def all_had_their_turn(self) -> bool:
         """Return True if no producer that was ready at the last look still has to be read."""
         return not self._ready
-
-    # --- connections begin --------------------------------------------------------------------------------------------
-
-    def listen(self, listener: Listener) -> None:
-        """Accept what comes in here."""
-        fd = listener.sock.fileno()
-        self._listeners[fd] = listener
-        self.poll.register(fd, select.EPOLLIN)
-
-    def stop_listening(self) -> None:
-        """Accept the connections that wait already, perhaps since the FIFO was full, and no others."""
-        for listener in self._listeners.values():
-            self._accept(listener)
-            self.poll.unregister(listener.sock)
-            listener.sock.close()
-        self._listeners.clear()
-
-    def _accept(self, listener: Listener) -> None:
-        for sock, peer in listener.accept():
-            reset_on_close(sock)
-            if len(self.table) >= self._max:
-                self._turn_away(sock, peer, listener.is_tls)
-                continue
-            connection = listener.connect(sock, peer)
-            if connection is not None:
-                self.table.add(connection)
-                self.poll.register(connection.sock.fileno(), select.EPOLLIN)
-
-    def _turn_away(self, sock: socket.socket, peer: str, is_tls: bool) -> None:
-        reason = f"{self._max} are open already (KMQ_CONNECTIONS, ulimit -n)"
-        self._row.turned_away += 1
-        self._strangers.note("connection_refused", peer, reason)
-        if is_tls:  # a reply would cost the handshake that the limit is there to avoid
-            sock.close()
-        else:
-            self._farewells.refuse(sock, f"!err 0 connections {reason}\n".encode())
 
     # --- messages come in ---------------------------------------------------------------------------------------------
 
@@ -109,8 +65,8 @@ class Producers:
             connection = self.table.at(fd)
             if connection is not None:
                 self._serve(connection, event)
-            elif fd in self._listeners:
-                self._accept(self._listeners[fd])
+            elif fd in self.entrance:
+                self.entrance.accept(fd)
             for connection in self.intake.partial.exceeded_by(self.table):
                 self._strangers.note("unfinished_line_cut", connection.peer, f"of {connection.length} bytes")
                 self._drop(connection)
@@ -205,7 +161,7 @@ class Producers:
             if connection.phase == GREETING and connection.length:
                 connection.replies.pending += b"!err 0 bad_hello not finished within KMQ_LINE_DEADLINE\n"
             self._end(connection)
-        self._farewells.sweep()
+        self.entrance.sweep()
 
     def _end(self, connection: Connection) -> None:
         """Receive nothing more; replies may still have to be sent."""

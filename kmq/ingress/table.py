@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kmq.ingress.connection import Connection
-from kmq.links.fifo import Sender
+from kmq.links.raw import Sender
 
 
 class ConnectionTable:

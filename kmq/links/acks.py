@@ -1,12 +1,13 @@
 """The FIFO `acks`: replies from durability to ingress, once what they speak of is on disk.
 
-Line        `<connection> <first n> <reply>`: <reply> goes to the producer as it is; it answers its messages from <first n> on.
-Invariant   Every write is whole lines, at most PIPE_BUF at once. A stopped ingress never stops the WAL: what the FIFO does
-            not take waits here, up to KEEP_BYTES, and is lost beyond that.
-Crash       Durability killed before a block is released says its replies again; ingress passes over those it knows. What waited
-            here, or fell out, is lost: ingress sees the hole by <first n> and breaks that connection, whose producer
-            sends again what is unanswered and gets `!dup`. Ingress killed: its connections are gone with it, and the next one
-            passes over replies to connections that it never had.
+Line        `<connection> <first n> <reply>`: <reply> goes to the producer as it is; it answers its messages from <first
+            n> on.
+Invariant   Every write is whole lines, at most PIPE_BUF at once. A stopped ingress never stops the WAL: what the FIFO
+            does not take waits here, up to KEEP_BYTES, and is lost beyond that.
+Crash       Durability killed before a block is released says its replies again; ingress passes over those it knows.
+            What waited here, or fell out, is lost: ingress sees the hole by <first n> and breaks that connection, whose
+            producer sends again what is unanswered and gets `!dup`. Ingress killed: its connections are gone with it,
+            and the next one passes over replies to connections that it never had.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 Invariant   A wake-up that is lost or extra costs time (at most WAIT_S), never a message: the cursors in the ring are
             the truth, the semaphore only says "look again".
-Crash       A ring of the bell by a process that dies is still rung; a sleeper that dies leaves its flag set, which costs
-            its peer one needless post.
+Crash       A ring of the bell by a process that dies is still rung; a sleeper that dies leaves its flag set, which
+            costs its peer one needless post.
 
 A sleeper sets its flag, then re-reads the cursor; a publisher moves the cursor, then reads the flag. Each needs a
 full fence between its store and its load, or both may read the old value and the wake-up is lost. Python has no fence,
@@ -33,9 +33,9 @@ def fence() -> None:
 class _ClockWait:
     """sem_clockwait of the C library, for posix_ipc only has sem_timedwait, which waits until a time of day.
 
-    When the clock is set back by an hour such a wait lasts an hour, without a heartbeat. Through ctypes a sleep costs some 1.4 µs
-    of CPU more. semtimedop, the relative wait of System V semaphores, costs 2.3 µs, because each post is a system call there.
-    Raises AttributeError where the C library is older than glibc 2.30 (2019), or another one.
+    When the clock is set back by an hour such a wait lasts an hour, without a heartbeat. Through ctypes a sleep costs
+    some 1.4 µs of CPU more. semtimedop, the relative wait of System V semaphores, costs 2.3 µs, because each post is a
+    system call there. Raises AttributeError where the C library is older than glibc 2.30 (2019), or another one.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,7 +77,7 @@ class Doorbell:
             self._semaphore.release()
 
     def wait(self, timeout_s: float = WAIT_S) -> bool:
-        """Sleep until rung, at most `timeout_s` by a clock that nobody sets; False when the time was over or a signal came."""
+        """Sleep until rung, at most `timeout_s` by the monotonic clock; return False after that time or a signal."""
         return self._wait(timeout_s)
 
     def _wait_by_the_time_of_day(self, timeout_s: float) -> bool:

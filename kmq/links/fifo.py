@@ -1,10 +1,10 @@
-"""The FIFO `raw`: text lines from ingress, and from any shell of the pod, to the framer.
+"""The FIFO `raw`: text lines from ingress, and from any shell of the pod, to the framer; raw.py has their format.
 
 Invariant   Every write is one atomic write of at most PIPE_BUF bytes made of whole lines, so lines of different writers
-            never mix. A line longer than that goes as pieces, `+<bytes>` … `-<bytes>`, each a line of its own.
-Crash       Every stage holds the FIFO open for reading and writing: what it holds lives while any stage lives, a
-            writer never gets EPIPE and the reader never sees end-of-file. When all die, the pipe behind the name dies
-            with what it holds, and the next one is another: `mark` lets the framer tell.
+            never mix. A line longer than PIPE_BUF goes in fragments.
+Crash       Every stage holds the FIFO open for reading and writing. So its content lives while any stage lives, a
+            writer never gets EPIPE and the reader never sees end-of-file. When all stages die, the pipe behind the name
+            dies with its content, and the next start gets another pipe: `mark` lets the framer tell the two apart.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ import os
 import stat
 
 from kmq.errors import ConfigError
+from kmq.links.raw import Sender, fragments
 from kmq.settings import MIB, PIPE_BUF
 
 CAPACITY = MIB  # of a marked pipe; Linux lets an unprivileged process have this much by default
-_PIECE = PIPE_BUF - 2  # bytes of a long line in one write, beside its mark and its newline
 
 
 def open_fifo(directory: str, name: str) -> int:
-    """A non-blocking read-write descriptor of the FIFO `directory`/`name`, made if it is not there."""
+    """Return a non-blocking read-write descriptor of the FIFO `directory`/`name`; make the FIFO if it is missing."""
     path = f"{directory}/{name}"
     try:
         os.makedirs(directory, exist_ok=True)
@@ -37,12 +37,12 @@ def open_fifo(directory: str, name: str) -> int:
 
 
 def is_marked(fd: int) -> bool:
-    """Whether a framer has had this very pipe before: the capacity is all that lives and dies with it."""
+    """Return True if a framer has used this very pipe before: only the capacity lives and dies with a pipe."""
     return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) == CAPACITY
 
 
 def mark(fd: int) -> bool:
-    """Give the pipe its capacity; False over the user's limit, where a smaller FIFO works, only slower and unmarked."""
+    """Give the pipe its capacity; return False if that is over the user's limit: it works, slower and unmarked."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, CAPACITY)
     except OSError:
@@ -51,7 +51,7 @@ def mark(fd: int) -> bool:
 
 
 def waiting_bytes(fd: int) -> int:
-    """Bytes in the FIFO: a snapshot."""
+    """Return how many bytes the FIFO holds now."""
     import array
     import termios
 
@@ -60,53 +60,30 @@ def waiting_bytes(fd: int) -> int:
     return count[0]
 
 
-class Sender:
-    """Who a group of messages comes from: the name that replies carry, and how many it has passed on."""
-
-    __slots__ = ("name", "sent", "tag")
-
-    def __init__(self, name: bytes, tag: bytes = b"") -> None:
-        self.name = name
-        self.tag = b" " + tag if tag else b""  # ` p=<producer>` or ` w=<scope>`
-        self.sent = 0  # messages written to the FIFO, and so the n of the last one
-
-    def header(self, count: int, nbytes: int) -> bytes:
-        return b"!c %b %d %d l=%d%b\n" % (self.name, self.sent + 1, count, nbytes, self.tag)
-
-    def question(self) -> bytes:
-        """What asks the framer for the last id of this producer."""
-        return b"!l %b%b\n" % (self.name, self.tag)
-
-    @property
-    def header_room(self) -> int:
-        """Bytes that the longest header takes."""
-        return len(self.name) + len(self.tag) + 40
-
-
 class FifoWriter:
     """Ingress' end: takes whole lines, writes as much as fits, keeps the rest in order.
 
-    Lines of a Sender go as groups, each with its header in the same write.
+    Lines of a Sender are written as groups, each with its header in the same write.
     """
 
     def __init__(self, fd: int, max_group: int = 1) -> None:
         self.fd, self.max_group = fd, max_group
-        # (data, start, end, whose) still to be written
+        # (data, start, end, sender) still to be written
         self._queue: list[tuple[bytes | bytearray, int, int, Sender | None]] = []
 
     @property
     def clogged(self) -> bool:
-        """Whether something waits for room; its bytes must not change, so nothing more may be received."""
+        """Whether lines wait for room. Their bytes must not change, so nothing more may be received."""
         return bool(self._queue)
 
     def put(self, data: bytes | bytearray, start: int, end: int, sender: Sender | None = None) -> None:
-        """Write the whole lines data[start:end], of any length; what does not fit waits for flush."""
+        """Write the whole lines data[start:end], of any length. What does not fit waits for `flush`."""
         self._queue.append((data, start, end, sender))
         if len(self._queue) == 1:
             self.flush()
 
     def copy(self) -> None:
-        """Let go of the caller's buffers: they may change from now on."""
+        """Copy what waits, so that the caller's buffers may change from now on."""
         self._queue = [
             (bytes(data[start:end]), 0, end - start, sender)
             if isinstance(data, bytearray)
@@ -123,20 +100,20 @@ class FifoWriter:
                 self._queue[0] = (data, done, end, sender)
                 return
             del self._queue[0]
-            if done < end:  # a line that one write cannot take: as pieces, then the rest
+            if done < end:  # a line that one write cannot take: its fragments, then the rest
                 line_end = data.index(b"\n", done)
-                cut = pieces(bytes(data[done:line_end]), sender.header_room if sender else 0)
-                last = cut.rfind(b"\n", 0, -1) + 1
+                text = fragments(bytes(data[done:line_end]), sender.header_room if sender else 0)
+                last = text.rfind(b"\n", 0, -1) + 1
                 self._queue[:0] = [
-                    (cut, 0, last, None),
-                    (cut, last, len(cut), sender),
+                    (text, 0, last, None),
+                    (text, last, len(text), sender),
                     (data, line_end + 1, end, sender),
                 ]
 
     def _write(self, data: bytes | bytearray, at: int, end: int) -> tuple[int, bool]:
-        """Write data[at:end] in atomic writes. Returns (up to where it got, whether for lack of room).
+        """Write data[at:end] in atomic writes. Return (where it stopped, whether because the FIFO is full).
 
-        Without lack of room it stops short only before a line longer than PIPE_BUF.
+        If the FIFO is not full, it stops early only before a line longer than PIPE_BUF.
         """
         write, fd, rfind = os.write, self.fd, data.rfind
         with memoryview(data) as view:
@@ -154,7 +131,7 @@ class FifoWriter:
         return end, False
 
     def _write_groups(self, data: bytes | bytearray, at: int, end: int, sender: Sender) -> tuple[int, bool]:
-        """As _write, each write with the header of its group."""
+        """Like _write, each write with the header of its group."""
         room, most = PIPE_BUF - sender.header_room, self.max_group
         with memoryview(data) as view:
             try:
@@ -177,13 +154,3 @@ def _after_lines(data: bytes | bytearray, at: int, count: int) -> int:
     for _ in range(count):
         at = data.index(b"\n", at) + 1
     return at
-
-
-def pieces(line: bytes, header_room: int = 0) -> bytes:
-    """`line` (without newline), longer than one write may be, as the lines that carry it through the FIFO.
-
-    The last one leaves `header_room` bytes of its write for the header of a group.
-    """
-    tail = min(len(line) % _PIECE or _PIECE, _PIECE - header_room)
-    cuts = [line[at : min(at + _PIECE, len(line) - tail)] for at in range(0, len(line) - tail, _PIECE)]
-    return b"".join(b"+%b\n" % piece for piece in cuts) + b"-%b\n" % line[len(line) - tail :]

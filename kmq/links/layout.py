@@ -1,8 +1,8 @@
 """A ring in POSIX shared memory: one writer process, one reader process, blocks of whole lines between them.
 
 Links       /dev/shm/<instance>.<name>; doorbells /<instance>.<name>.reader and .writer.
-Owners      the writer end and the reader end each belong to one process (ownership.RingLock, a lock on the byte where the header
-            begins to name it).
+Owners      the writer end and the reader end each belong to one process (ownership.RingLock, a lock on the first byte
+            of the text in the header that names the process).
 
 Layout (bytes; every cell is one aligned 8-byte word)
 
@@ -15,24 +15,26 @@ Layout (bytes; every cell is one aligned 8-byte word)
     a block: 64 bytes of header, its lines, padding to 64. Blocks are contiguous: one that does not fit before the
     end is preceded by a header whose length is SKIP.
 
-Positions are byte counts that only grow; a place is position % ring_bytes. `head` is where the writer goes on, `tail`
-where the reader goes on, `floor` (drop_oldest) up to where the writer has thrown away; the effective tail is the larger
-of tail and floor.
+Positions are byte counts that only grow; a place is position % ring_bytes. `head` is where the writer continues, `tail`
+where the reader continues. `floor` (drop_oldest) is up to where the writer has dropped blocks. The effective tail is
+the larger of tail and floor.
 
 Invariants
   1  A block is visible only when all its bytes are written: the commit record that covers it comes last.
-  2  A commit is one 8-byte store. The record (head, next seq, and the framer's two staging cells) is kept twice; the
-     spare is written, then the counter that chooses between them is bumped. A reader takes a record only if the counter
-     was the same before and after, so it never acts on a record that a dying writer had not committed.
-  3  The reader publishes its tail after its work on what lies before it is durable, so a block is seen at least once.
+  2  A commit is one 8-byte store. The record (head, next seq, and the framer's two staging cells) is kept twice: the
+     writer fills the spare record, then increments the counter that chooses between the two. A reader accepts a record
+     only if the counter was the same before and after, so it never acts on a record that a dying writer had not
+     committed.
+  3  The reader publishes its tail only after its work on the blocks before that tail is durable, so it sees a block at
+     least once.
   4  Under `drop_oldest` the floor is published before the bytes below it are overwritten; the reader copies, then
      re-reads the floor before it trusts its copy. Under `block` nothing between tail and head is ever overwritten, so
      the reader may use the bytes in place.
-  5  A ring of another data directory, version, size or policy is never read: the writer recreates it, or refuses
-     where that would throw messages away; the reader waits until it matches.
+  5  A ring of another data directory, version, size or policy is never read: the writer recreates it, or refuses to
+     start if that would lose messages. The reader waits until the ring matches.
 
 Crash       Writer killed before the counter store: nothing happened; after it: the blocks are there. Reader killed
-            anywhere: it sees the blocks from its last published tail again. Nothing else is shared.
+            anywhere: its next start sees the blocks from the last published tail again. Nothing else is shared.
 Assumed     x86-64 or a machine whose aligned 8-byte stores are atomic; on weaker ordering the fences in doorbell.py
             and around the commit do the rest. Stores go through a memoryview of format "Q": one 8-byte move
             (struct.pack_into with a byte order stores byte by byte and would tear).
@@ -41,6 +43,8 @@ Assumed     x86-64 or a machine whose aligned 8-byte stores are atomic; on weake
 import contextlib
 import mmap
 import os
+from collections import namedtuple
+from collections.abc import Iterator
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links.doorbell import Doorbell, fence
@@ -56,31 +60,31 @@ _COPY_BYTES = 1 << 20
 # Cells, as word numbers from CELLS. Written by the writer process:
 COUNTER = 0  # commits so far; the record in force is RECORD[counter & 1]
 RECORD = (8, 16)  # six words: head, messages put in so far, next seq, last recv_ts, staging area, bytes of it consumed
-FLOOR, FLOOR_MESSAGES = 24, 25  # thrown away: up to this position, this many messages
+FLOOR, FLOOR_MESSAGES = 24, 25  # dropped: up to this position, this many messages
 WRITER_SLEEPS = 32
 BASE_SEQ = 33  # next seq when the ring was created
 PIPE_MARKED = 34  # framer only: the FIFO that the staged bytes came from carries fifo.mark
 # Written by the reader process:
 TAIL, TAIL_MESSAGES = 64, 65  # done: up to this position, this many messages
 READER_SLEEPS = 72
-SYNCED = 73  # durability only: last seq known to be on disk, plus 1; 0: never said
-SYNC_FAILED = 74  # durability only: an fsync has failed; what lies after SYNCED is not to be trusted
+SYNCED = 73  # durability only: last seq known to be on disk, plus 1; 0: not known yet
+SYNC_FAILED = 74  # durability only: an fsync has failed, so records after SYNCED may not be on disk
 
-# Block header, words: payload bytes, first seq, messages, length of the routing key that all lines share (0: they differ),
-# recv_ts in microseconds, messages put in so far with this block, bytes of replies at the end of the payload. The replies are
-# what FIFO `acks` gets once the lines are durable; a block may have no lines and only replies. One word is free.
+# Block header, words: payload bytes, first seq, messages, length of the routing key that all lines share (0: they
+# differ), recv_ts in microseconds, messages put in so far with this block, bytes of replies at the end of the payload.
+# The replies go to the FIFO `acks` once the lines are durable; a block may have replies and no lines. One word is free.
 HEADER = 64
 ALIGN = 63
 SKIP = (1 << 64) - 1
 
 
 def shm_path(instance: str, name: str) -> str:
-    """Where the ring lies."""
+    """Return the path of the ring."""
     return f"{SHM}/{instance}.{name}"
 
 
 def block_bytes(nbytes: int) -> int:
-    """Bytes a block with `nbytes` of lines takes."""
+    """Return the bytes that a block with `nbytes` of payload takes."""
     return HEADER + (nbytes + ALIGN & ~ALIGN)
 
 
@@ -101,6 +105,15 @@ class Identity:
         return BLOCKS + self.ring_bytes + self.extra
 
 
+class Consumed(namedtuple("Consumed", ("area", "offset"))):
+    """Up to where the framer has framed: the staging area in use, and how many of its bytes are done."""
+
+    __slots__ = ()
+
+
+NOTHING_STAGED = Consumed(0, 0)  # of a ring without staging areas
+
+
 class Commit:
     """One consistent reading of the writer's record."""
 
@@ -108,9 +121,35 @@ class Commit:
         self.head, self.messages, self.next_seq, self.last_ts = head, messages, next_seq, last_ts
         self.area, self.consumed = area, consumed
 
+    def consuming(self, consumed: Consumed) -> "Commit":
+        """Return the same record with other staging cells."""
+        return Commit(self.head, self.messages, self.next_seq, self.last_ts, *consumed)
+
+
+class Stamp(namedtuple("Stamp", ("first_seq", "count", "key_length", "recv_ts"))):
+    """What a block's header says of its lines."""
+
+    __slots__ = ()
+
+
+class Framed:
+    """A block for the writer: numbered lines, their stamp, and the replies to send once the lines are durable."""
+
+    __slots__ = ("consumed", "lines", "replies", "stamp")
+
+    def __init__(self, lines: bytes | memoryview, stamp: Stamp, replies: bytes = b"", consumed: int = 0) -> None:
+        self.lines, self.stamp, self.replies = lines, stamp, replies
+        self.consumed = consumed  # bytes of the staged text that are done once this block is committed
+
+
+class BlockLimits(namedtuple("BlockLimits", ("count", "nbytes"))):
+    """The most messages, and the most bytes of lines and replies, that one block may have."""
+
+    __slots__ = ()
+
 
 class Block:
-    """A block as the reader gets it. `data` is valid until release() under `block`, a copy under `drop_oldest`."""
+    """A block for the reader. `data` is valid until `release` under `block`; under `drop_oldest` it is a copy."""
 
     __slots__ = ("count", "data", "end", "first_seq", "key_length", "messages", "recv_ts", "replies")
 
@@ -124,6 +163,10 @@ class Block:
     def last_seq(self) -> int:
         return self.first_seq + self.count - 1
 
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.first_seq, self.count, self.key_length, self.recv_ts)
+
 
 class Ring:
     """What both ends share: the mapping, the cells, the consistent reading of them."""
@@ -135,7 +178,7 @@ class Ring:
         self.writer_bell = Doorbell(f"/{instance}.{name}.writer")
 
     def _map(self, fd: int, identity: Identity, mine: int, other: int) -> None:
-        """`mine` and `other`: where the header names who holds our end, which is locked, and the other one."""
+        """`mine` and `other`: where the header names the holder of our end, which is locked, and of the other end."""
         self._fd = fd
         self.lock, self._peer = RingLock(fd, mine), RingLock(fd, other)
         self.identity = identity
@@ -159,13 +202,13 @@ class Ring:
 
     @property
     def synced_seq(self) -> int | None:
-        """Last seq that durability knows to be on disk, or None where it has not said since the ring was made."""
+        """Last seq that durability knows to be on disk; None if it has not said so since the ring was made."""
         value = self.cells[SYNCED]
         return value - 1 if value else None
 
     @property
     def base_seq(self) -> int:
-        """What the next seq was when the ring was made."""
+        """The next seq at the time when the ring was made."""
         return self.cells[BASE_SEQ]
 
     @property
@@ -176,17 +219,17 @@ class Ring:
         self.mm[at : at + TEXT] = who.encode()[: TEXT - 1].ljust(TEXT, b"\0")
 
     def is_in_place(self) -> bool:
-        """Whether ring and bells are still there under their names: else the other end may be on others, and we never meet."""
+        """Return True if ring and bells still have their names, by which the other end finds them."""
         if self._fd < 0:
             return True  # given back
         return is_same_file(self._fd, self.path) and self.reader_bell.is_in_place() and self.writer_bell.is_in_place()
 
     def write_again(self) -> bool:
-        """Somebody has removed the ring's file: make a copy under its name, so that what waits in it is not lost.
+        """Copy a ring whose file was removed to a new file under its name, so that the waiting blocks are not lost.
 
-        Only where `may_write_again`. The other end may still work on the old one. What durability stores of it meanwhile it
-        finds in the copy again, and knows it by the WAL. Whoever calls this uses the ring no more. False where there is
-        one by that name already; raises OSError where it cannot be made.
+        Call only if `may_write_again`, and do not use the ring afterwards. The other end may still work on the removed
+        file. Blocks that durability stores meanwhile are in the copy too; it recognizes them by the WAL. Return False
+        if the name is taken already. Raises OSError if the copy cannot be made.
         """
         making = f"{self.path}.again"
         fd = make_file(making, len(self.mm))
@@ -200,7 +243,7 @@ class Ring:
         return give_name(making, self.path)
 
     def close(self) -> None:
-        """Give the mapping and this end back; the ring itself stays."""
+        """Give back the mapping and this end; the ring itself stays."""
         for view in (self.cells, self.words, self.view):
             view.release()
         self.mm.close()
@@ -209,9 +252,9 @@ class Ring:
 
 
 def make_file(path: str, nbytes: int) -> int:
-    """A new file in shared memory with all its bytes allocated: a sparse one on a small /dev/shm ends in SIGBUS later."""
+    """Make a file in shared memory, all its bytes allocated: a sparse file on a full /dev/shm ends in SIGBUS later."""
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of one who was killed; it may be the file that has its name by now
+        os.unlink(path)  # left by a killed process; it may be the very file that has its final name by now
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o660)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -219,14 +262,15 @@ def make_file(path: str, nbytes: int) -> int:
         os.close(fd)
         os.unlink(path)
         raise ConfigError(
-            f"{path}: no room in {SHM} for {nbytes} bytes ({err.strerror}); enlarge it or lower RB_BYTES and KMQ_MAX_LINE"
+            f"{path}: no room in {SHM} for {nbytes} bytes ({err.strerror});"
+            " enlarge it or lower RB_BYTES and KMQ_MAX_LINE"
         ) from err
     os.fchmod(fd, 0o660)
     return fd
 
 
 def give_name(making: str, path: str) -> bool:
-    """Let the file that was made, and is whole, have its name; False where another one has it."""
+    """Give a finished file its name; return False if another file has it."""
     try:
         os.link(making, path)
     except FileExistsError:
@@ -251,7 +295,7 @@ def first_waiting(ring: Ring, position: int, record: Commit) -> int:
 
 
 def waiting_bytes(fd: int) -> int:
-    """Bytes that a ring of other settings still holds: blocks between tail and head, and staged lines not yet framed."""
+    """Return how many bytes a ring, of whatever settings, still holds: blocks from tail to head, and staged lines."""
     raw = os.pread(fd, BLOCKS - CELLS, CELLS)
     if len(raw) < BLOCKS - CELLS:
         return 0
@@ -265,56 +309,58 @@ def waiting_bytes(fd: int) -> int:
 
 
 def make_identity(data_id: str, slots: int, ring_bytes: int, extra: int, policy: str) -> Identity:
-    """An Identity with its sizes rounded to what the layout needs."""
+    """Return an Identity whose sizes are rounded to what the layout needs."""
     return Identity(data_id, slots, ring_bytes + ALIGN & ~ALIGN, extra, policy)
 
 
+@contextlib.contextmanager
+def _existing(instance: str, name: str) -> Iterator[int | None]:
+    """Open a ring to look at it; None if there is none."""
+    try:
+        fd = os.open(shm_path(instance, name), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _cells(fd: int) -> "memoryview[int]":
+    return memoryview(os.pread(fd, BLOCKS - CELLS, CELLS)).cast("Q")
+
+
 def is_drained(instance: str, *names: str) -> bool:
-    """Whether these rings, where they exist, hold nothing any more."""
+    """Return True if these rings hold nothing, or do not exist."""
     for name in names:
-        try:
-            fd = os.open(shm_path(instance, name), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            if waiting_bytes(fd):
+        with _existing(instance, name) as fd:
+            if fd is not None and waiting_bytes(fd):
                 return False
-        finally:
-            os.close(fd)
     return True
 
 
 def backlog(instance: str, name: str) -> int:
-    """Messages that wait in a ring: a snapshot; 0 where there is no ring."""
-    try:
-        fd = os.open(shm_path(instance, name), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return 0
-    try:
-        words = memoryview(os.pread(fd, BLOCKS - CELLS, CELLS)).cast("Q")
-        put = words[RECORD[words[COUNTER] & 1] + 1]
-        return max(0, put - max(words[TAIL_MESSAGES], words[FLOOR_MESSAGES]))
-    finally:
-        os.close(fd)
+    """Return how many messages wait in a ring now; 0 if there is no ring."""
+    with _existing(instance, name) as fd:
+        if fd is None:
+            return 0
+        cells = _cells(fd)
+        put = cells[RECORD[cells[COUNTER] & 1] + 1]
+        return max(0, put - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
 
 
 def last_seq(instance: str, name: str, identity: Identity) -> int:
-    """The last seq that a ring has been given: a snapshot; 0 where there is no ring, or not this one."""
-    try:
-        fd = os.open(shm_path(instance, name), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return 0
-    try:
-        if read_text(fd, IDENTITY) != identity.text() or os.fstat(fd).st_size != identity.file_bytes:
+    """Return the last seq that a ring has been given so far; 0 if there is no ring of this identity."""
+    with _existing(instance, name) as fd:
+        if fd is None or read_text(fd, IDENTITY) != identity.text() or os.fstat(fd).st_size != identity.file_bytes:
             return 0
-        words = memoryview(os.pread(fd, BLOCKS - CELLS, CELLS)).cast("Q")
-        return max(0, words[RECORD[words[COUNTER] & 1] + 2] - 1)
-    finally:
-        os.close(fd)
+        cells = _cells(fd)
+        return max(0, cells[RECORD[cells[COUNTER] & 1] + 2] - 1)
 
 
 def remove(instance: str, name: str) -> None:
-    """Delete a ring and its bells; only while nobody holds either end."""
+    """Delete a ring and its bells. Raises BusyError if a process holds one of its ends."""
     path = shm_path(instance, name)
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

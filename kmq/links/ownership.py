@@ -2,13 +2,13 @@
 
 Invariant   Two processes never write the same ring, log or FIFO end at once, whatever was killed before.
 Mechanism   Two kinds of lock, both given back by the kernel when the holder dies, however it dies.
-            RingLock: a byte of the ring itself, an open file description lock. It lives and dies with the ring, so it cannot be
-            removed while the ring stays (System V semaphores can: systemd's RemoveIPC takes them all at a logout).
-            FileLock: flock on a file beside the data, so that a second pod on the same volume sees it too.
-Crash       A lock file that is deleted protects nothing any more: whoever comes next makes a new one. So its holder looks now and
-            then whether it is still there (`is_in_place`), and ends where it is not. Whoever has to make the lock file of a
-            directory that has been used waits NOTICE_S, which is longer than a holder takes to notice (both in stage.py).
-            A holder must not fork: the child would share its locks.
+            RingLock: a byte of the ring itself, an open file description lock. It lives and dies with the ring, so it
+            cannot be removed while the ring stays (System V semaphores can: systemd's RemoveIPC takes them all at a
+            logout). FileLock: flock on a file beside the data, so that a second pod on the same volume sees it too.
+Crash       A lock file that is deleted protects nothing any more: whoever comes next makes a new one. So its holder
+            looks now and then whether it is still there (`is_in_place`), and ends where it is not. Whoever has to make
+            the lock file of a directory that has been used waits NOTICE_S, which is longer than a holder takes to
+            notice (both in stage.py). A holder must not fork: the child would share its locks.
 Not covered flock across nodes on a network file system that does not carry it.
 """
 
@@ -43,7 +43,7 @@ class RingLock:
     """One end of the ring that is open as `fd`: the byte where the ring's header names who holds that end."""
 
     def __init__(self, fd: int, at: int) -> None:
-        """`fd` stays the caller's. The lock belongs to what it opened: it is given back when the last duplicate is closed."""
+        """`fd` stays the caller's. The lock belongs to the open file: closing its last duplicate gives it back."""
         self._fd, self._at = fd, at
 
     def _fcntl(self, command: int, kind: int) -> int:

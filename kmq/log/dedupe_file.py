@@ -2,10 +2,12 @@
 
     <seq>|<crc32 of the seq and the rows>|<version>
     p|<name>|<last id>|<seconds>|<first>:<last>,…|<id>:<seq>:<count>,…|<fingerprints>      one row for each producer
-    w|<scope>|<id>|<seq>|<seconds>|<fingerprint>                                           one row for each id of a window
+    w|<scope>|<id>|<seq>|<seconds>|<fingerprint>                                           one row for each id of a
+                                                                                           window
 
-`<first>:<last>` are ranges of ids whose seqs are forgotten, `<id>:<seq>:<count>` are runs of ids that follow one another. The
-fingerprints of a producer are base64 of 32-bit words, the lower byte first. Version 1 had no fingerprints and no ranges.
+`<first>:<last>` are ranges of ids whose seqs are forgotten, `<id>:<seq>:<count>` are runs of ids that follow one
+another. The fingerprints of a producer are base64 of 32-bit words, the lower byte first. Version 1 had no fingerprints
+and no ranges.
 
 Owner       the framer writes the file (kmq/framing/checkpointer.py). The start, retention and repair read it.
 Invariant   The file is used as a whole or not at all: its crc covers the seq and all rows.

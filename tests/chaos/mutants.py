@@ -51,6 +51,7 @@ UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
 FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/greeter.py"
+ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.py", "kmq/links/raw.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
 
@@ -88,12 +89,12 @@ MUTANTS = [
     ),
     Mutant(
         "acks: the table is not made from the blocks in the ring",
-        [(FRAMER, "        if block.first_seq > seq:\n", "        if False:\n")],
+        [(FRAMER_START, "        if block.first_seq > seq:\n", "        if False:\n")],
         [crash("framer", "acks"), DEDUPE],
     ),
     Mutant(
         "acks: the table is not made from the WAL",
-        [(FRAMER, "        table.absorb(lines, now)\n", "")],
+        [(FRAMER_START, "        table.absorb(lines, now)\n", "")],
         [crash("durability", "acks"), DEDUPE],
     ),
     Mutant(
@@ -113,7 +114,7 @@ MUTANTS = [
     ),
     Mutant(
         "acks: a group is taken without a look at what its producer has stored",
-        [(FRAMING, "        if producer is None or first <= producer.last_id:\n", "        if producer is None:\n")],
+        [(ACCEPTOR, "        if producer is None or first <= producer.last_id:\n", "        if producer is None:\n")],
         [crash("framer", "acks"), UNIT_FRAMING],
     ),
     Mutant(
@@ -123,7 +124,7 @@ MUTANTS = [
     ),
     Mutant(
         "ids: other content counts as a retry",
-        [(FRAMING, "        if print_then not in (0, print):\n", "        if False:\n")],
+        [(ACCEPTOR, "        if print_then not in (0, print):\n", "        if False:\n")],
         [UNIT_FRAMING],
     ),
     Mutant(
@@ -153,12 +154,12 @@ MUTANTS = [
     ),
     Mutant(
         "acks: a group of which only a part has been read is cut",
-        [(FRAMING, "            return int(n), count, 0, whose\n", "            raise ValueError\n")],
+        [(FRAMING, "            return int(n), count, 0, origin\n", "            raise ValueError\n")],
         [crash("framer", "acks")],
     ),
     Mutant(
         "acks: a header at the end of a read is moved in front of the pieces of its line",
-        [(FRAMING, "(at + 1 == len(raws) or raws[at + 1]", "(at + 1 < len(raws) and raws[at + 1]")],
+        [(RAW, "(at + 1 == len(lines) or lines[at + 1]", "(at + 1 < len(lines) and lines[at + 1]")],
         [crash("framer", "acks"), UNIT_FRAMING],
     ),
     Mutant(
@@ -351,7 +352,7 @@ MUTANTS = [
     ),
     Mutant(
         "a ring is taken for ours whatever its header says",
-        [(RING, "is_ours = read_text(fd, IDENTITY) == wanted.text() and", "is_ours = True or")],
+        [("kmq/links/ringfile.py", "read_text(fd, IDENTITY) == self.wanted.text() and", "True or")],
         [LINKS],
     ),
     Mutant(
@@ -366,7 +367,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stage does not look whether its rings and lock files are in place",
-        [("kmq/broker/stage.py", "                if not held.is_in_place():\n", "                if False:\n")],
+        [("kmq/broker/holdings.py", "            if not held.is_in_place():\n", "            if False:\n")],
         [REMOVED],
     ),
     Mutant(
@@ -409,12 +410,12 @@ MUTANTS = [
     ),
     Mutant(
         "the framer does not see that the FIFO died",
-        [(FRAMER, "        forgotten = staging.forget_unfinished(framing.whole)\n", "        forgotten = 0\n")],
+        [(FRAMER, "        forgotten = staging.forget_unfinished(whole)\n", "        forgotten = 0\n")],
         [KILLS + "::test_a_line_cut_by_the_death_of_the_fifo_is_forgotten_whole"],
     ),
     Mutant(
         "of a group cut by the death of the FIFO the first lines are kept",
-        [("kmq/framing/parser.py", "    return end if there else at\n", "    return end\n")],
+        [(RAW, "    return end if is_there else at\n", "    return end\n")],
         [
             f"{UNIT_FRAMING}::test_what_is_whole_ends_with_a_line_and_never_in_a_group",
             f"{DEDUPE}::test_a_group_cut_by_the_death_of_the_fifo_is_forgotten_whole",

@@ -36,7 +36,7 @@ from kmq.broker.stage import Stage
 from kmq.framing import catalog
 from kmq.links import layout, staging
 from kmq.links.doorbell import Doorbell
-from kmq.links.fifo import Sender, pieces
+from kmq.links.raw import Sender, fragments
 from kmq.links.ring import RingReader
 from kmq.log import remnant, segment
 from kmq.log.checkpoint import Checkpointer
@@ -111,7 +111,7 @@ class Bench:
     def send(self, count: int) -> None:
         for n in range(self.sent, self.sent + count):
             line = self.lines.line(n) if n % 9 else self.long(n)
-            self.write(line + b"\n" if len(line) < 4096 else pieces(line))
+            self.write(line + b"\n" if len(line) < 4096 else fragments(line))
         self.sent += count
 
     def write(self, text: bytes) -> None:
@@ -208,7 +208,7 @@ class Conversation:
         if len(text) > 4000:
             if len(ids) > 1:
                 return b"".join(self.send([id]) for id in ids)
-            before, text = (part + b"\n" for part in pieces(lines[0], self.sender.header_room)[:-1].rsplit(b"\n", 1))
+            before, text = (part + b"\n" for part in fragments(lines[0], self.sender.header_room)[:-1].rsplit(b"\n", 1))
         header = self.sender.header(len(ids), len(text))
         self.sender.sent += len(ids)
         self.ids += ids

@@ -23,9 +23,9 @@ from collections import Counter, defaultdict
 import pytest
 
 from kmq.broker import stats
-from kmq.framing import parser
+from kmq.framing import blocks, parser
 from kmq.framing.dedupe import DedupeTable
-from kmq.links import layout
+from kmq.links import layout, raw
 
 STAGES = ("ingress", "framer", "durability", "router")
 MIB = 1 << 20
@@ -756,7 +756,7 @@ def test_whatever_stands_in_the_fifo_the_framer_goes_on():
     rng = random.Random(5)
     for _ in range(5000):
         known = DedupeTable(100, 1e6, 100, 1e6)
-        text = parser.untangle(random_group_text(rng))
+        text = raw.reassemble(random_group_text(rng))
         batch = parser.Parser(8192, known).parse(text, 1, 0)
         assert all(re.fullmatch(rb"[^|\n]+\|[^|\n]*\|[^|\n]*\|[^\n]*", line) for line in batch.lines)
         assert [count for count, _ in batch.cuts] == sorted(count for count, _ in batch.cuts)
@@ -764,5 +764,5 @@ def test_whatever_stands_in_the_fifo_the_framer_goes_on():
         assert 0 <= batch.used <= len(text)
         if batch.used < len(text):  # the rest waits for something that can still come
             assert text.startswith((b"+", b"!c "), batch.used)
-        for line in parser.replies(batch.answers, 0, 1).split(b"\n")[:-1]:
+        for line in blocks.encode_replies(batch.replies, 0, 1).split(b"\n")[:-1]:
             assert re.fullmatch(rb"\d+\.\d+ \d+ !(?:ack \d+ \d+|dup \d+ \d+|err \d+ [^\n]+)", line), line

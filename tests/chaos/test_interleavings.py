@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kmq.links import doorbell, layout
-from kmq.links.layout import COUNTER, FLOOR, READER_SLEEPS, TAIL, WRITER_SLEEPS, Block, make_identity
+from kmq.links.layout import COUNTER, FLOOR, READER_SLEEPS, TAIL, WRITER_SLEEPS, Block, Framed, Stamp, make_identity
 from kmq.links.ring import RingReader, RingWriter
 from kmq.logfmt import Log
 
@@ -45,7 +45,7 @@ class Ends:
         data = self.block(first)
         if not self.writer.has_room(len(data), BLOCK):
             return False
-        self.writer.append(data, first, BLOCK, 0, 0)
+        self.writer.append(Framed(data, Stamp(first, BLOCK, 0, 0)))
         return True
 
     def burst(self) -> None:

@@ -135,9 +135,8 @@ def ring_from(pod: Pod, first_seq: int, lines: list[bytes]) -> RingWriter:
     )
     ring = RingWriter(pod.instance, "framed", identity, "the test", lambda: (first_seq, 0), Log("test"))
     block, _ = record.number(lines, first_seq, record.format_ts(time.time_ns() // 1000))
-    ring.append(
-        block, first_seq, len(lines), 0, 0, replies=b"1.1 1 !ack %d %d\n" % (len(lines), first_seq + len(lines) - 1)
-    )
+    reply = b"1.1 1 !ack %d %d\n" % (len(lines), first_seq + len(lines) - 1)
+    ring.append(layout.Framed(block, layout.Stamp(first_seq, len(lines), 0, 0), reply))
     return ring
 
 

@@ -17,6 +17,7 @@ import time
 from kmq.errors import CorruptError
 from kmq.links import layout
 from kmq.links.doorbell import Doorbell
+from kmq.links.layout import Framed, Stamp
 from kmq.links.ownership import RingLock
 from kmq.links.ring import RingReader, RingWriter
 
@@ -65,7 +66,7 @@ def write(instance: str, policy: str, path: str) -> None:
             data, count = block_of(first)
             while not writer.has_room(len(data), count) and not writer.wait_room(len(data), count):
                 pass
-            writer.append(data, first, count, 0, 0)
+            writer.append(Framed(data, Stamp(first, count, 0, 0)))
 
 
 def read(instance: str, policy: str, path: str) -> None:
@@ -117,7 +118,7 @@ def ping(instance: str, policy: str, path: str) -> None:
     writer = open_writer(instance, policy)
     sleeps = Sleeps(writer.writer_bell)
     for _ in range(ROUNDS):
-        writer.append(b"ping", writer.last.next_seq, SLOTS, 0, 0)
+        writer.append(Framed(b"ping", Stamp(writer.last.next_seq, SLOTS, 0, 0)))
         hesitate()
         while not writer.wait_room(4, SLOTS):
             pass

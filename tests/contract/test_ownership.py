@@ -12,6 +12,7 @@ from waiting import wait_until
 
 from kmq.errors import BusyError
 from kmq.links import ownership
+from kmq.links.layout import Framed, Stamp
 from kmq.links.ownership import FileLock, describe
 from kmq.links.ring import RingReader
 
@@ -71,7 +72,7 @@ def test_of_many_that_try_at_once_exactly_one_gets_it(start, instance, tmp_path)
 def test_a_reader_exits_and_the_ring_remains(start, instance, tmp_path):
     writer = open_writer(instance, "block")
     data, count = block_of(1)
-    writer.append(data, 1, count, 0, 0)
+    writer.append(Framed(data, Stamp(1, count, 0, 0)))
     (tmp_path / "out.stop").touch()
     process = start("reader")
     wait_until(lambda: writer.first_waiting_seq() == 1 + count, "the reader has released the block")
@@ -80,7 +81,7 @@ def test_a_reader_exits_and_the_ring_remains(start, instance, tmp_path):
     assert os.path.exists(writer.path)
     again = open_writer(instance, "block")
     assert not again.created and again.last.next_seq == 1 + count
-    again.append(b"later", 1 + count, 1, 0, 0)
+    again.append(Framed(b"later", Stamp(1 + count, 1, 0, 0)))
     reader = RingReader.attach(instance, "framed", identity("block"), "another")
     assert [bytes(block.data) for block in reader.take()] == [b"later"]
     for end in (again, reader):

@@ -106,7 +106,7 @@ class Traffic:
         self.producer = ProducerLoad(ports, f"producer{number}", rng.randrange(1 << 30), host=pod.ip)
         self.producer.rest_s = 0.3
         # A Service has a name that is looked up for each connection; here it is the pod that knows where it is.
-        self.producer.producer._address = lambda: (pod.ip, PORT, "")
+        self.producer.producer._driver.address = lambda: (pod.ip, PORT, "")
         self.loads: tuple[Load, ...] = (self.plain, self.answered, self.producer)
         for load in self.loads:
             load.start()

@@ -4,8 +4,10 @@ from itertools import accumulate
 
 from kmq import record
 from kmq.framing import parser
+from kmq.framing.batch import plain
+from kmq.framing.blocks import encode_replies
 from kmq.framing.dedupe import DedupeTable
-from kmq.links.fifo import Sender, pieces
+from kmq.links.raw import Sender, fragments, reassemble
 from kmq.settings import PIPE_BUF
 
 MAX = 8192
@@ -18,11 +20,11 @@ def table(producers=1000, ttl=1e6, count=1000, age=1e6):
 
 def frame(text):
     """What the framer does with whole lines: (lines, text that is not done yet, ends of the lines in the text, used)."""
-    batch = parser.plain(text)
+    batch = plain(text, 1)
     if batch is None:
-        text = parser.untangle(text)
+        text = reassemble(text)
         batch = parser.Parser(MAX, table()).parse(text, 1, 0)
-        assert [count for count, _ in batch.cuts] == list(range(1, len(batch.lines) + 1)) and not batch.answers
+        assert [count for count, _ in batch.cuts] == list(range(1, len(batch.lines) + 1)) and not batch.replies
         return batch.lines, text, [end for _, end in batch.cuts], batch.used
     return batch.lines, text, list(accumulate(len(line) + 1 for line in batch.lines)), batch.used
 
@@ -32,7 +34,7 @@ def group(lines, n=1, tag=b"", conn=ME):
     sender = Sender(conn, tag)
     sender.sent = n - 1
     if len(lines) == 1 and len(lines[0]) > PIPE_BUF - sender.header_room:
-        first, last = pieces(lines[0], sender.header_room).rsplit(b"\n", 2)[:2]
+        first, last = fragments(lines[0], sender.header_room).rsplit(b"\n", 2)[:2]
         return first + b"\n" + sender.header(1, len(last) + 1) + last + b"\n"
     body = b"".join(line + b"\n" for line in lines)
     return sender.header(len(lines), len(body)) + body
@@ -65,12 +67,12 @@ class Steps:
         end = self.waiting.rfind(b"\n") + 1
         if not end:
             return False
-        ordered = parser.untangle(self.waiting[:end])
+        ordered = reassemble(self.waiting[:end])
         self.waiting = ordered + self.waiting[end:]
         batch = parser.Parser(self.max_line, self.known).parse(ordered, len(self.lines) + 1, self.seconds)
-        start, answers = 0, batch.answers
+        start, answers = 0, batch.replies
         for stop, end in self.cut(batch.cuts):
-            said = parser.replies([a for a in answers if a[0] <= end], start, len(self.lines) + 1)
+            said = encode_replies([a for a in answers if a[0] <= end], start, len(self.lines) + 1)
             answers = [a for a in answers if a[0] > end]
             self.lines += batch.lines[start:stop]
             self.replies += said.split(b"\n")[:-1]

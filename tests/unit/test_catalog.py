@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kmq import record
-from kmq.framing import parser
+from kmq.framing import blocks, parser
 from kmq.framing.catalog import Catalog
 from kmq.framing.dedupe import DedupeTable
 from kmq.log import topics
@@ -110,7 +110,9 @@ def test_an_acknowledged_message_of_a_topic_too_many_is_refused_and_the_rest_is_
     text = b"!c 1.1 1 3 p=me\n" + b"".join(line + b"\n" for line in lines)
     batch = parser.Parser(8192, DedupeTable(9, 9, 9, 9), catalog).parse(text, 1, 0)
     assert batch.lines == [b"a|0|1;p=me|x", b"a|0|3;p=me|x"]
-    assert parser.replies(batch.answers, 0, 1) == (b"1.1 1 !ack 1 1\n1.1 2 !err 2 too_many_topics\n1.1 3 !ack 3 2\n")
+    assert blocks.encode_replies(batch.replies, 0, 1) == (
+        b"1.1 1 !ack 1 1\n1.1 2 !err 2 too_many_topics\n1.1 3 !ack 3 2\n"
+    )
 
 
 def test_shapes_of_some_topics_match_what_the_shape_of_any_does():

@@ -10,7 +10,8 @@ import pytest
 from kmq.ingress.connection import ACKED, CLOSING, Connection
 from kmq.ingress.deadlines import Deadlines
 from kmq.ingress.intake import Intake
-from kmq.links.fifo import FifoWriter, Sender, open_fifo
+from kmq.links.fifo import FifoWriter, open_fifo
+from kmq.links.raw import Sender
 
 
 @pytest.fixture

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from kmq import errors, record, refusals, settings
 from kmq.broker import readiness
+from kmq.cli import app
 from kmq.gateway.core import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -172,3 +174,47 @@ def test_the_scan_for_log_events_sees_calls_of_loggers_and_no_other_text():
     events = ['log.info("a_b", x=1)', 'self._warn("c")', 'warn("d_e", 1)', 'self._incidents.note("g", "")']
     others = ['verify.note("h")', 'log.error("not one word")', 'print("f")', "log.warn(code)"]
     assert set(_logged("\n".join(events + others))) == {"a_b", "c", "d_e", "g"}
+
+
+def test_every_log_event_named_in_a_page_is_one():
+    code = {event for path in _sources() for event in _logged(path.read_text())} | set(readiness.WARNINGS)
+    named = {event for path in DOCUMENTS if path.name != "CHANGELOG.md" for event in _events_named(path.read_text())}
+    assert named - code == set()
+
+
+def _events_named(page):
+    return re.findall(r"\bevent=([a-z_]+)", page)
+
+
+def _commands(group, names=("kmq",)):
+    """(words of a command, its options) for every command there is."""
+    for name, command in getattr(group, "commands", {}).items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, (*names, name))
+        else:
+            options = {word for each in command.params for word in (*each.opts, *each.secondary_opts) if word[0] == "-"}
+            yield (*names, name), options | {"-h", "--help"}
+
+
+def _unknown_commands(page):
+    known = dict(_commands(typer.main.get_command(app.app)))
+    wrong = []
+    for line in re.findall(r"(?:`|^\$ |&& |\| )(kmq [a-z][^`\n|&]*)", page, re.M):
+        words = re.sub(r"(?:\s#|\s-- ).*|\\|<[^>]*>|\[|\]|…", " ", line).split()
+        names = next((tuple(words[:n]) for n in (4, 3, 2) if tuple(words[:n]) in known), None)
+        options = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        if (names is None and tuple(words[:2]) not in {each[:2] for each in known}) or (
+            names and options - known[names]
+        ):
+            wrong.append(line)
+    return wrong
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_in_a_page_is_there_with_its_options(path):
+    assert path.name == "CHANGELOG.md" or _unknown_commands(path.read_text()) == []
+
+
+def test_a_command_or_an_option_that_is_not_there_is_found():
+    page = "$ kmq up && kmq down\n`kmq produce x --akcs`\n`kmq sing`\n$ kmq verify --repair  # --not-this\n"
+    assert _unknown_commands(page) == ["kmq produce x --akcs", "kmq sing"]

@@ -11,7 +11,8 @@ from framing_steps import Steps, one_by_one, table
 
 from kmq.errors import ConfigError
 from kmq.links import fifo
-from kmq.links.fifo import FifoWriter, Sender, open_fifo, pieces, waiting_bytes
+from kmq.links.fifo import FifoWriter, open_fifo, waiting_bytes
+from kmq.links.raw import Sender, fragments
 from kmq.settings import PIPE_BUF
 
 
@@ -66,14 +67,14 @@ def test_a_line_around_every_limit_comes_through(raw, writes, size):
     text = line(1) + line(size) + line(2)
     got, _ = put_all(FifoWriter(raw), raw, [text])
     whole = len(line(size)) <= PIPE_BUF
-    assert got == (text if whole else line(1) + pieces(line(size)[:-1]) + line(2))
+    assert got == (text if whole else line(1) + fragments(line(size)[:-1]) + line(2))
     assert all(len(data) <= PIPE_BUF and data.endswith(b"\n") and len(data) == done for data, done in writes)
 
 
 def test_pieces_put_together_are_the_line():
     for size in (PIPE_BUF, PIPE_BUF + 1, 2 * (PIPE_BUF - 2), 2 * (PIPE_BUF - 2) + 1, 1 << 20):
         text = os.urandom(size).replace(b"\n", b" ")
-        cut = pieces(text).split(b"\n")
+        cut = fragments(text).split(b"\n")
         assert cut.pop() == b""
         assert b"".join(piece[1:] for piece in cut) == text
         assert [piece[:1] for piece in cut] == [b"+"] * (len(cut) - 1) + [b"-"]
@@ -88,7 +89,7 @@ def test_a_clogged_pipe_resumes_in_order(raw, writes):
         chunks.append(b"".join(b"%d %b\n" % (n, bytes([33 + rng.randrange(90)]) * size) for size in sizes))
     got, clogs = put_all(FifoWriter(raw), raw, chunks)
     expected = b"".join(
-        text + b"\n" if len(text) < PIPE_BUF else pieces(text) for text in b"".join(chunks).split(b"\n")[:-1]
+        text + b"\n" if len(text) < PIPE_BUF else fragments(text) for text in b"".join(chunks).split(b"\n")[:-1]
     )
     assert got == expected and clogs > 20
     assert all(len(data) <= PIPE_BUF and data.endswith(b"\n") and len(data) == done for data, done in writes)

@@ -36,21 +36,14 @@ STILL = {
     "arrow": set(),
     "circle": set(),
     "file": {
-        "kmq/client/producer.py",
-        "kmq/client/protocol.py",
         "kmq/log/reader.py",
-        "scripts/bench.py",
         "scripts/play.py",
     },
     "function": {
         "kmq/gateway/grpc/podbus.py: handler",
     },
     "class": {
-        "kmq/client/aio.py: AsyncProducer",
-        "kmq/client/producer.py: Producer",
-        "kmq/client/protocol.py: Core",
         "kmq/gateway/http/logs.py: Logs",
-        "kmq/links/ring.py: RingWriter",
         "kmq/log/reader.py: Segment",
         "scripts/play.py: Pod",
     },

@@ -1,21 +1,21 @@
-"""From the text of the FIFO to the lines of a block: pieces, other writers' lines between them, restarts of ingress.
+"""From the text of the FIFO to the lines of a block: fragments, other writers' lines between them, restarts of ingress.
 
 And the groups of acknowledged connections: what is stored of each message, and what its producer is told.
 """
 
 import random
 import re
-from types import SimpleNamespace
 
 import pytest
 from framing_steps import MAX, ME, P, Steps, W, frame, group, mine, one_by_one, random_traffic, randomly, table
 
 from kmq import record
 from kmq.framing import parser
+from kmq.framing.batch import Batch, plain
+from kmq.framing.blocks import cuts_of, encode_replies
 from kmq.links import layout
-from kmq.links.fifo import pieces
+from kmq.links.raw import fragments, reassemble, whole
 from kmq.settings import PIPE_BUF
-from stages.framer import Framer
 
 
 def expected(text):
@@ -35,7 +35,7 @@ def expected(text):
 
 
 LONG = b"t.long|1|2|" + b"x" * 6000
-LONG_PIECES = pieces(LONG)
+LONG_FRAGMENTS = fragments(LONG)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ LONG_PIECES = pieces(LONG)
         (b"-no first piece\n", [b"dead.malformed||;reason=control_byte;len=15|-no first piece"]),
         (b"+t|||unfinished\n", []),
         (b"u|||\n+t|||unfinished\nv|||\n", [b"u|||", b"v|||"]),
-        (LONG_PIECES, [LONG]),
-        (pieces(b"!hello " + LONG), [record.admit(b"!hello " + LONG, MAX)]),
+        (LONG_FRAGMENTS, [LONG]),
+        (fragments(b"!hello " + LONG), [record.admit(b"!hello " + LONG, MAX)]),
     ],
 )
 def test_text_becomes_lines(text, lines):
@@ -63,9 +63,9 @@ def test_text_becomes_lines(text, lines):
 
 
 def test_plain_text_goes_through_in_one_piece_and_says_its_common_key():
-    batch = parser.plain(b"t.k|1|2|a\nt.k|1|2|b\n")
+    batch = plain(b"t.k|1|2|a\nt.k|1|2|b\n", 1)
     assert (batch.lines, batch.cuts, batch.used, batch.key) == ([b"t.k|1|2|a", b"t.k|1|2|b"], None, 20, b"t.k")
-    assert parser.plain(b"t.k|1|2|a\nno separator\n") is None
+    assert plain(b"t.k|1|2|a\nno separator\n", 1) is None
 
 
 def test_what_is_unfinished_stays_unused():
@@ -95,33 +95,33 @@ def test_what_is_whole_ends_with_a_line_and_never_in_a_group(text):
             at = text.find(b"\n", at) + 1 or len(text) + 1
         ends.append(at)
     for cut in range(len(text) + 1):
-        assert parser.whole(text[:cut]) == max(end for end in ends if end <= cut)
+        assert whole(text[:cut]) == max(end for end in ends if end <= cut)
 
 
-def test_untangle_gives_back_the_same_object_where_nothing_is_tangled():
-    for text in (b"t|||\n", LONG_PIECES, b"t|||\n" + LONG_PIECES + b"t|||\n", b"+t|||a\n"):
-        assert parser.untangle(text) is text
+def test_reassemble_returns_the_same_object_when_nothing_is_mixed():
+    for text in (b"t|||\n", LONG_FRAGMENTS, b"t|||\n" + LONG_FRAGMENTS + b"t|||\n", b"+t|||a\n"):
+        assert reassemble(text) is text
 
 
-def test_untangle_moves_an_unfinished_line_to_the_end():
-    assert parser.untangle(b"+a\nx|||\n+b\ny|||\n") == b"x|||\ny|||\n+a\n+b\n"
+def test_reassemble_moves_an_unfinished_line_to_the_end():
+    assert reassemble(b"+a\nx|||\n+b\ny|||\n") == b"x|||\ny|||\n+a\n+b\n"
 
 
-def test_pieces_without_end_are_kept_in_parts_as_too_long():
+def test_fragments_without_end_are_kept_in_parts_as_too_long():
     piece = b"+" + b"x" * 4094 + b"\n"
     lines, _, _, used = frame(piece * 5)
     assert len(lines) == 1 and lines[0].startswith(b"dead.malformed||;reason=too_long;len=12282|xxx")
     assert used == 3 * len(piece)  # the fourth and fifth wait for what follows
 
 
-def test_pieces_that_hold_nothing_do_not_fill_the_staging_area_for_ever():
+def test_empty_fragments_do_not_fill_the_staging_area_for_ever():
     for line in (b"+\n", b"+x\n"):
         assert 0 < frame(line * 1000)[3] <= len(line) * 1000
         assert frame(line * 1000)[0][0].startswith(b"dead.malformed||;reason=too_long;")
 
 
 def random_text(rng):
-    """Whole lines and long ones in pieces, with lines of other writers and restarts of ingress between."""
+    """Whole lines and long ones in fragments, with lines of other writers and restarts of ingress between."""
     out = []
     for _ in range(rng.randrange(1, 12)):
         kind = rng.randrange(8)
@@ -187,10 +187,10 @@ def test_it_does_not_matter_how_the_text_arrives():
 
 def framed(text, known=None, next_seq=101):
     """(stored lines, replies without their connection) where all of `text` goes into one block."""
-    ordered = parser.untangle(text)
+    ordered = reassemble(text)
     batch = parser.Parser(MAX, table() if known is None else known).parse(ordered, next_seq, 0)
     assert batch.used == len(ordered)
-    return batch.lines, told(parser.replies(batch.answers, 0, next_seq))
+    return batch.lines, told(encode_replies(batch.replies, 0, next_seq))
 
 
 def told(replies, conn=ME):
@@ -296,7 +296,7 @@ def test_a_group_among_other_lines_is_answered_and_they_are_not(change):
     batch = parser.Parser(MAX, table()).parse(text, 100, 0)
     wrapped = b"dead.malformed||;reason=no_separator;len=12|no separator"
     assert batch.lines == [b"u|||a", *mine(5, 6, tag=b";p=me"), b"v|||b", wrapped]
-    assert told(parser.replies(batch.answers, 0, 100)) == [
+    assert told(encode_replies(batch.replies, 0, 100)) == [
         b"1 !ack 1 101",
         b"2 !err 2 id_too_old",
         b"3 !ack 3 102",
@@ -390,7 +390,7 @@ def test_a_group_waits_for_its_rest_and_what_stands_before_it_does_not():
     text = b"u|||\n" + group(mine(1, 2, 3), tag=P)
     for end in range(text.index(b"\n", 5) + 1, len(text)):
         batch = parser.Parser(MAX, table()).parse(text[: text.rindex(b"\n", 0, end) + 1], 1, 0)
-        assert (batch.lines, batch.used, batch.answers) == ([b"u|||"], 5, [])
+        assert (batch.lines, batch.used, batch.replies) == ([b"u|||"], 5, [])
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_a_header_that_lies_is_passed_over_and_the_lines_are_those_of_nobody(hea
     text = (header % len(body) if b"%d" in header else header) + b"\n" + body
     known = table()
     batch = parser.Parser(MAX, known).parse(text, 1, 0)
-    assert (batch.lines, batch.answers, batch.used) == ([b"t|1|1|a", b"t|1|2%3Bp=me|b"], [], len(text))
+    assert (batch.lines, batch.replies, batch.used) == ([b"t|1|1|a", b"t|1|2%3Bp=me|b"], [], len(text))
     assert not known
 
 
@@ -440,11 +440,11 @@ def test_the_lines_of_a_group_are_never_cut_apart():
 def test_replies_of_a_part_of_a_batch_have_the_seqs_of_its_block():
     """As when drop_oldest, or a full ring, lets the first block have other seqs than the second would follow from."""
     text = b"u|||\n" + group(mine(1, 2), 1, P) + group(mine(3), 3, P)
-    answers = parser.Parser(MAX, table()).parse(text, 101, 0).answers
-    assert told(parser.replies(answers, 0, 101)) == [b"1 !ack 3 104"]
-    assert told(parser.replies(answers[:1], 1, 102)) == [b"1 !ack 2 103"]
-    assert told(parser.replies(answers[1:], 3, 104)) == [b"3 !ack 3 104"]
-    assert parser.replies([], 0, 1) == b""
+    answers = parser.Parser(MAX, table()).parse(text, 101, 0).replies
+    assert told(encode_replies(answers, 0, 101)) == [b"1 !ack 3 104"]
+    assert told(encode_replies(answers[:1], 1, 102)) == [b"1 !ack 2 103"]
+    assert told(encode_replies(answers[1:], 3, 104)) == [b"3 !ack 3 104"]
+    assert encode_replies([], 0, 1) == b""
 
 
 # --- the same in the plainest words ------------------------------------------------------------------------------------
@@ -478,20 +478,18 @@ SMALLEST = 64 << 10  # RB_BYTES
 
 def stops(batch, max_count=2048, max_bytes=SMALLEST // 2 - layout.HEADER):
     """Where the framer cuts a batch into blocks of a ring like that."""
-    framer = Framer.__new__(Framer)
-    framer.ring = SimpleNamespace(max_count=max_count, max_bytes=max_bytes)
-    return framer._stops(batch)
+    return cuts_of(batch, layout.BlockLimits(max_count, max_bytes))
 
 
 def blocks(batch, found):
     """(messages, bytes) of each block, lines and replies as they will be."""
-    start, answers = 0, batch.answers
+    start, answers = 0, batch.replies
     for stop, end in found:
         lines = batch.lines[start:stop]
         block = record.number(lines, 10**18, b"1732190000.000000")[0] if lines else b""
         said = [a for a in answers if a[0] <= end] if batch.cuts else []
         answers = answers[len(said) :]
-        yield len(lines), len(block) + len(parser.replies(said, start, 10**18))
+        yield len(lines), len(block) + len(encode_replies(said, start, 10**18))
         start = stop
 
 
@@ -502,10 +500,10 @@ def a_batch(*texts):
 @pytest.mark.parametrize(
     ("batch", "max_count", "found"),
     [
-        (parser.plain(b"t|||\n" * 5), 9, [(5, 0)]),
-        (parser.plain(b"t|||\n" * 5), 5, [(5, 0)]),
-        (parser.plain(b"t|||\n" * 5), 2, [(2, 0), (4, 0), (5, 0)]),
-        (parser.Batch([], None, 0, b""), 2, []),
+        (plain(b"t|||\n" * 5, 1), 9, [(5, 0)]),
+        (plain(b"t|||\n" * 5, 1), 5, [(5, 0)]),
+        (plain(b"t|||\n" * 5, 1), 2, [(2, 0), (4, 0), (5, 0)]),
+        (Batch(1, [], None), 2, []),
         (a_batch(b"!b 1\n"), 2, []),
         (a_batch(b"x\n", b"y\n"), 9, [(2, 4)]),
         (a_batch(b"x\n", b"y\n"), 1, [(1, 2), (2, 4)]),
@@ -541,7 +539,7 @@ def test_plain_lines_of_every_length_are_cut_into_blocks_that_fit():
     rng = random.Random(8)
     for _ in range(100):
         lines = [b"t|||" + b"x" * rng.choice([0, 50, 4000]) for _ in range(rng.randrange(1, 300))]
-        batch = parser.plain(b"".join(line + b"\n" for line in lines))
+        batch = plain(b"".join(line + b"\n" for line in lines), 1)
         found = stops(batch, 64)
         assert found[-1][0] == len(lines)
         assert all(count <= 64 and nbytes <= SMALLEST // 2 - layout.HEADER for count, nbytes in blocks(batch, found))
@@ -569,4 +567,4 @@ def test_the_largest_group_fits_a_block_of_the_smallest_ring(sent):
     assert len(text) <= PIPE_BUF
     batch = a_batch(text)
     [(_, nbytes)] = blocks(batch, stops(batch))
-    assert batch.answers and nbytes <= SMALLEST // 2 - layout.HEADER
+    assert batch.replies and nbytes <= SMALLEST // 2 - layout.HEADER

@@ -15,7 +15,7 @@ from kmq.deadletters import redrive
 from kmq.errors import ConfigError
 from kmq.ingress import intake
 from kmq.ingress.askers import answer
-from kmq.links import fifo, layout
+from kmq.links import layout, raw
 from kmq.settings import STAGES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -86,7 +86,7 @@ def test_a_header_of_dead_malformed_is_never_longer_than_its_allowance():
 
 def test_every_control_byte_is_refused_at_both_doors():
     assert {bytes([byte]) for byte in record.CONTROL} == set(intake._CONTROL)
-    assert fifo.pieces(b"x" * 5000)[:1] in intake._CONTROL
+    assert raw.fragments(b"x" * 5000)[:1] in intake._CONTROL
 
 
 @pytest.mark.parametrize(

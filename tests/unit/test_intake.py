@@ -16,7 +16,8 @@ from kmq.ingress import connection as connection_module
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection
 from kmq.ingress.intake import Intake
 from kmq.ingress.replies import REFUSALS_BYTES
-from kmq.links.fifo import FifoWriter, Sender, open_fifo
+from kmq.links.fifo import FifoWriter, open_fifo
+from kmq.links.raw import Sender
 
 MAX = 8192
 

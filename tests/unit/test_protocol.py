@@ -8,7 +8,10 @@ import pytest
 
 from kmq import record
 from kmq.client import lines
-from kmq.client.protocol import Core, Delivery, Fenced, NotAnswered, Options, Refused
+from kmq.client.delivery import Delivery
+from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.client.options import Options
+from kmq.client.protocol import Core
 from kmq.errors import ConfigError
 from kmq.ingress import hello
 
@@ -22,11 +25,11 @@ def make(**options):
 
 def add(core, payload=b"x", **more):
     delivery = Delivery()
-    core.add(delivery, "t", payload, ts=1.5, **more)
+    core.add(delivery, b"t", payload, ts=1.5, **more)
     return delivery
 
 
-def add_many(core, count, topic="t"):
+def add_many(core, count, topic=b"t"):
     delivery = Delivery()
     core.add_many(delivery, topic, [b"%d" % n for n in range(count)], ts=1.5)
     return delivery
@@ -60,7 +63,7 @@ def test_hello_says_who_is_sending():
 
 
 def test_a_generated_name_is_another_one_each_time_and_one_that_the_broker_takes():
-    names = {Core(Options()).name for _ in range(100)}
+    names = {Core(Options()).ids.name for _ in range(100)}
     assert len(names) == 100
     assert all(hello.parse(Core(Options()).hello().rstrip(b"\n")).producer for _ in range(10))
 
@@ -88,7 +91,7 @@ def test_a_hello_that_is_refused_for_good_ends_the_producer(reply):
     delivery = add(core)
     with pytest.raises(Refused):
         core.greeted(reply)
-    assert core.failed is delivery.error and delivery.done and core.unanswered == core.bytes == 0
+    assert core.failed is delivery.error and delivery.done and core.window.unanswered == core.window.bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_one_ack_answers_a_range_over_messages_and_lists():
     core.receive(b"!ack 3 102\n")
     assert (first.seq, many.done, last.done) == (100, False, False)
     core.receive(b"!ack 7 106\n")
-    assert (many.seqs, last.seq, core.unanswered, core.bytes) == ([101, 102, 103, 104, 105], 106, 0, 0)
+    assert (many.seqs, last.seq, core.window.unanswered, core.window.bytes) == ([101, 102, 103, 104, 105], 106, 0, 0)
 
 
 def test_replies_may_be_cut_anywhere():
@@ -143,9 +146,9 @@ def test_a_refused_message_nobody_was_told_of_is_kept_for_flush():
     told.callback, seen.seen = print, True
     take(core)
     core.receive(b"!err 1 a\n!err 2 b\n!err 3 c\n")
-    assert core.unseen_error() is untold.error
-    assert core.unseen_error() is None
-    assert list(core.done) == [told]
+    assert core.outcomes.unseen_error() is untold.error
+    assert core.outcomes.unseen_error() is None
+    assert list(core.outcomes.done) == [told]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +186,7 @@ def test_fenced_ends_the_producer_with_everything_that_has_no_reply():
         core.receive(b"!ack 1 1\n!err 2 fenced a newer one\n")
     assert acked.error is None and acked.seq == 1
     assert isinstance(flying.error, Fenced) and isinstance(queued.error, Fenced) and isinstance(core.failed, Fenced)
-    assert core.unanswered == core.bytes == 0
+    assert core.window.unanswered == core.window.bytes == 0
 
 
 # --- reconnects ------------------------------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ def test_a_refusal_that_passes_fails_its_messages_where_nobody_wants_to_wait():
     core.lost("x")
     with pytest.raises(Refused):
         core.greeted(b"!err 0 disk_full no room\n")
-    assert later.error.code == "disk_full" and core.failed is None and core.unanswered == 0
+    assert later.error.code == "disk_full" and core.failed is None and core.window.unanswered == 0
 
 
 def test_time_that_is_up_fails_what_waits_and_only_that():
@@ -240,9 +243,9 @@ def test_time_that_is_up_fails_what_waits_and_only_that():
     old, new = add(core), add(core)
     old.since -= 6
     flying.since -= 6
-    core.expire(time.monotonic())
+    core.window.expire(time.monotonic(), core.describe(time.monotonic()))
     assert isinstance(flying.error, NotAnswered) and "the cable is out" in str(flying.error)
-    assert old.done and not new.done and core.unanswered == 1 and core.bytes == new.size
+    assert old.done and not new.done and core.window.unanswered == 1 and core.window.bytes == new.size
     core.greeted(b"!ok max_line=9\n")
     assert ids(take(core)) == [b"3"]
 
@@ -252,10 +255,10 @@ def test_a_reply_that_comes_after_the_time_was_up_changes_nothing():
     late, next_one = add(core), add(core)
     take(core)
     late.since -= 6
-    core.expire(time.monotonic())
+    core.window.expire(time.monotonic(), core.describe(time.monotonic()))
     core.receive(b"!ack 2 2\n")
     assert isinstance(late.error, NotAnswered) and next_one.seq == 2 and next_one.error is None
-    assert core.unanswered == core.bytes == 0
+    assert core.window.unanswered == core.window.bytes == 0
 
 
 # --- ids -------------------------------------------------------------------------------------------------------------
@@ -270,18 +273,18 @@ def test_made_ids_of_a_name_go_on_from_the_last_one_that_the_broker_knows():
     assert not take(core)
     core.greeted(b"!ok max_line=1048576\n!last 41\n")
     add(core)
-    size = core.bytes
+    size = core.window.bytes
     assert ids(written := take(core)) == [b"42;trace=7", b"43", b"44", b"45;enc=b64", b"46"]
     assert size == sum(len(line) + 1 for line in written)
     core.receive(b"!ack 1 9\n")
-    assert first.seq == 9 and core.bytes == size - len(written[0]) - 1
+    assert first.seq == 9 and core.window.bytes == size - len(written[0]) - 1
     core.lost("it broke")
     assert core.hello() == b"!hello acks=1 producer=a\n"  # now we know better than the broker
     core.greeted(b"!ok max_line=1048576\n")
     add(core)
     assert ids(take(core)) == [b"43", b"44", b"45;enc=b64", b"46", b"47"]
     core.receive(b"!ack 5 20\n")
-    assert core.bytes == core.unanswered == 0
+    assert core.window.bytes == core.window.unanswered == 0
 
 
 def test_a_name_that_the_broker_does_not_know_begins_at_1():
@@ -389,8 +392,8 @@ def test_a_full_batch_and_somebody_who_waits_do_not_wait_for_a_reply():
     take(core)
     add(core)
     assert take(core) == []
-    core.hurry = True
-    assert len(take(core)) == 1 and not core.hurry
+    core.pacing.hurry = True
+    assert len(take(core)) == 1 and not core.pacing.hurry
     add(core, b"x" * 100)
     assert len(take(core)) == 1
 
@@ -407,13 +410,13 @@ def test_linger_gathers_for_its_time():
 def test_the_window_is_full_by_messages_or_bytes_and_has_room_after_replies():
     core = make(max_in_flight=3)
     add_many(core, 3)
-    assert core.is_full
+    assert core.window.is_full
     take(core)
     core.receive(b"!ack 1 1\n")
-    assert not core.is_full
+    assert not core.window.is_full
     core = make(max_in_flight_bytes=100)
     add(core, b"x" * 100)
-    assert core.is_full
+    assert core.window.is_full
 
 
 def test_who_waited_for_room_goes_on_when_half_the_window_is_free_and_fills_it_before_anything_goes():
@@ -421,14 +424,14 @@ def test_who_waited_for_room_goes_on_when_half_the_window_is_free_and_fills_it_b
     add_many(core, 4)
     take(core)
     core.receive(b"!ack 1 1\n")
-    assert not core.is_full and not core.has_room_again
+    assert not core.window.is_full and not core.window.is_half_free
     core.receive(b"!ack 4 4\n")
-    assert core.has_room_again
-    core.filling = True
+    assert core.window.is_half_free
+    core.pacing.filling = True
     add(core)
-    assert take(core) == [] and core.waits_for_reply
-    core.hurry = True
-    assert len(take(core)) == 1 and not core.filling
+    assert take(core) == [] and core.pacing.waits_for_reply
+    core.pacing.hurry = True
+    assert len(take(core)) == 1 and not core.pacing.filling
 
 
 def test_a_stall_is_described_with_what_is_known():
@@ -477,7 +480,7 @@ def test_a_list_is_formatted_like_one_message_after_the_other(first_id, odd):
 def test_an_empty_list_is_delivered_at_once():
     core = make()
     delivery = add_many(core, 0)
-    assert delivery.done and core.unanswered == 0 and take(core) == []
+    assert delivery.done and core.window.unanswered == 0 and take(core) == []
 
 
 def test_a_dot_in_a_key_cannot_make_it_another_topics_message():
@@ -544,10 +547,10 @@ def test_a_history_of_broken_connections_stores_everything_once_and_in_order(see
         return replies
 
     done = 0
-    while len(deliveries) < 300 or core.unanswered:
-        if len(deliveries) < 300 and not core.is_full:
+    while len(deliveries) < 300 or core.window.unanswered:
+        if len(deliveries) < 300 and not core.window.is_full:
             deliveries.append(add_many(core, rng.randrange(1, 30)) if rng.random() < 0.3 else add(core))
-        core.hurry = rng.random() < 0.5
+        core.pacing.hurry = rng.random() < 0.5
         written = take(core)
         reached = written if rng.random() < 0.7 else written[: rng.randrange(len(written) + 1)]
         replies = reply_to(reached, done)
@@ -561,4 +564,4 @@ def test_a_history_of_broken_connections_stores_everything_once_and_in_order(see
     assert [int(id) for id in ids(stored)] == list(range(1, len(stored) + 1))
     assert len(stored) == sum(delivery.count for delivery in deliveries)
     assert [seq for delivery in deliveries for seq in delivery.seqs] == list(range(1, len(stored) + 1))
-    assert not any(delivery.error for delivery in deliveries) and core.bytes == 0
+    assert not any(delivery.error for delivery in deliveries) and core.window.bytes == 0

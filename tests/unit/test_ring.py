@@ -8,13 +8,13 @@ from ring_ends import put, taken
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import layout, ring
-from kmq.links.layout import Commit
+from kmq.links.layout import Commit, Consumed, Framed, Stamp
 from kmq.links.ring import RingReader, RingWriter
 
 
 def test_a_block_comes_out_as_it_went_in(rings):
     writer, reader = rings(first_seq=41)
-    writer.append(b"two\nlines\n", 41, 2, 3, 1234567, area=1, consumed=99)
+    writer.append(Framed(b"two\nlines\n", Stamp(41, 2, 3, 1234567)), Consumed(area=1, offset=99))
     [block] = reader.take()
     assert bytes(block.data) == b"two\nlines\n"
     assert (block.first_seq, block.last_seq, block.count, block.key_length, block.recv_ts) == (41, 42, 2, 3, 1234567)
@@ -26,9 +26,9 @@ def test_a_block_comes_out_as_it_went_in(rings):
 
 def test_replies_travel_with_their_block_apart_from_its_lines(rings):
     writer, reader = rings(first_seq=41)
-    writer.append(b"two\nlines\n", 41, 2, 3, 5, replies=b"17.1 1 !ack 2 42\n")
-    writer.append(b"", 43, 0, 0, 5, replies=b"17.1 3 !dup 3 7\n")
-    writer.append(b"x\n", 43, 1, 0, 5)
+    writer.append(Framed(b"two\nlines\n", Stamp(41, 2, 3, 5), b"17.1 1 !ack 2 42\n"))
+    writer.append(Framed(b"", Stamp(43, 0, 0, 5), b"17.1 3 !dup 3 7\n"))
+    writer.append(Framed(b"x\n", Stamp(43, 1, 0, 5)))
     assert [block.first_seq for block in writer.waiting()] == [41, 43, 43]
     assert [bytes(block.data) for block in writer.waiting()] == [b"two\nlines\n", b"", b"x\n"]
     blocks = reader.take()
@@ -54,10 +54,10 @@ def test_what_waits_is_the_same_at_both_ends_wherever_the_ring_wraps(rings):
     skipped = 0
     for _ in range(2000):
         data, replies = (bytes([rng.randrange(256)]) * rng.choice([0, 1, 64, 700, 3000]) for _ in range(2))
-        data = data[: writer.max_bytes - len(replies)]
+        data = data[: writer.limits.nbytes - len(replies)]
         if writer.has_room(len(data) + len(replies), 1):
             before = writer.last.head
-            writer.append(data, writer.last.next_seq, 1, 0, 5, replies=replies)
+            writer.append(Framed(data, Stamp(writer.last.next_seq, 1, 0, 5), replies))
             skipped += writer.last.head - before > layout.block_bytes(len(data) + len(replies))
         else:
             reader.position = reader.tail
@@ -98,7 +98,7 @@ def test_blocks_of_every_size_wrap_around_and_stay_in_order(rings):
     writer, reader = rings(nbytes=8192, slots=10_000)
     sent, got, waited = [], [], 0
     while len(sent) < 3000:
-        data = bytes([rng.randrange(256)]) * rng.choice([0, 1, 63, 64, 65, 500, writer.max_bytes])
+        data = bytes([rng.randrange(256)]) * rng.choice([0, 1, 63, 64, 65, 500, writer.limits.nbytes])
         if put(writer, data):
             sent.append(data)
         else:
@@ -118,7 +118,7 @@ def test_a_block_of_half_the_ring_fits_an_empty_ring_at_every_position(rings, nb
     writer, reader = rings(nbytes=nbytes)
     for _ in range(writer.size // 64):
         place = writer.last.head % writer.size
-        assert put(writer, b"x" * writer.max_bytes), place
+        assert put(writer, b"x" * writer.limits.nbytes), place
         assert len(taken(reader)) == 1
         writer.commit(Commit(writer.last.head + 64 + (place - writer.last.head) % writer.size, *([0] * 5)))
         reader.cells[layout.TAIL] = reader.position = writer.last.head
@@ -128,14 +128,14 @@ def test_a_block_of_half_the_ring_fits_an_empty_ring_at_every_position(rings, nb
 
 def test_two_blocks_of_half_the_ring_fill_it_when_they_start_at_its_beginning(rings):
     writer, reader = rings(nbytes=8192)
-    assert put(writer, b"x" * writer.max_bytes) and put(writer, b"y" * writer.max_bytes)
+    assert put(writer, b"x" * writer.limits.nbytes) and put(writer, b"y" * writer.limits.nbytes)
     assert not put(writer, b"")
     assert len(taken(reader)) == 2
 
 
 def test_capacity_in_messages(rings):
     writer, reader = rings(slots=8)
-    assert writer.max_count == 2
+    assert writer.limits.count == 2
     for _ in range(4):
         assert put(writer, b"x", 2)
     assert not writer.has_room(1, 1)

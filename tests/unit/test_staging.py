@@ -6,7 +6,7 @@ import random
 import pytest
 from ring_ends import put, taken
 
-from kmq.links.layout import Commit
+from kmq.links.layout import Commit, Consumed, Framed, Stamp
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 from kmq.settings import KIB, MIB, PIPE_BUF
 
@@ -46,7 +46,7 @@ def test_a_restart_finds_what_was_read_and_not_framed(ring, pipe):
     again = Staging(ring[0], AREA)
     assert again.unfinished() == b"one\ntwo\nthr"
     commit(ring[0], 0, 4)
-    again.follow(ring[0].last)
+    again.adopt(ring[0].last)
     assert again.lines() == b"two\n"
     assert Staging(ring[0], AREA).unfinished() == b"two\nthr"
 
@@ -55,10 +55,10 @@ def test_a_carry_that_was_not_committed_has_not_happened(ring, pipe):
     staging = Staging(ring[0], AREA)
     os.write(pipe[1], b"one\ntwo\nthr")
     staging.read(pipe[0])
-    assert staging.carried(8) == (1, 0)
+    assert staging.copy_rest(8) == (1, 0)
     again = Staging(ring[0], AREA)
     assert (again.active, again.unfinished()) == (0, b"one\ntwo\nthr")
-    commit(ring[0], *again.carried(8))
+    commit(ring[0], *again.copy_rest(8))
     third = Staging(ring[0], AREA)
     assert (third.active, third.unfinished()) == (1, b"thr")
 
@@ -67,8 +67,8 @@ def test_lines_can_be_carried_in_another_order(ring, pipe):
     staging = Staging(ring[0], AREA)
     os.write(pipe[1], b"+a\nx\nrest")
     staging.read(pipe[0])
-    commit(ring[0], *staging.carried(5, b"x\n+a\n"))
-    staging.follow(ring[0].last)
+    commit(ring[0], *staging.copy_rest(5, b"x\n+a\n"))
+    staging.adopt(ring[0].last)
     assert staging.unfinished() == b"x\n+a\nrest" == Staging(ring[0], AREA).unfinished()
 
 
@@ -85,8 +85,8 @@ def test_leftovers_of_a_longer_carry_are_never_taken_for_content(ring, pipe):
         os.write(pipe[1], b"y" * length + b"\n" + b"z" * (length // 2))
         staging.read(pipe[0])
         waiting = staging.unfinished()
-        commit(ring[0], *staging.carried(staging.consumed + len(staging.lines())))
-        staging.follow(ring[0].last)
+        commit(ring[0], *staging.copy_rest(staging.consumed + len(staging.lines())))
+        staging.adopt(ring[0].last)
         assert staging.unfinished() == waiting[waiting.rfind(b"\n") + 1 :] == Staging(ring[0], AREA).unfinished()
 
 
@@ -117,14 +117,14 @@ def test_killed_at_any_instant_every_line_is_framed_exactly_once(ring, pipe):
             lines = text.splitlines(keepends=True)
             part = b"".join(lines[: rng.randrange(1, len(lines) + 1)])
             consumed = staging.consumed + len(part)
-            area, consumed = staging.carried(consumed) if part == text else (staging.active, consumed)
+            area, consumed = staging.copy_rest(consumed) if part == text else (staging.active, consumed)
             if not survives():
                 continue
             assert writer.has_room(len(part), 1)
-            writer.append(part, writer.last.next_seq, 1, 0, 0, area, consumed)
+            writer.append(Framed(part, Stamp(writer.last.next_seq, 1, 0, 0)), Consumed(area, consumed))
             framed += [data for data, *_ in taken(reader)]
             if survives():
-                staging.follow(writer.last)
+                staging.adopt(writer.last)
     assert b"".join(framed) == b"".join(sent) and kills > 300
 
 
@@ -141,5 +141,5 @@ def test_the_ring_before_the_areas_is_not_touched(ring, pipe):
     staging = Staging(writer, AREA)
     os.write(pipe[1], b"x" * 9000)
     staging.read(pipe[0])
-    staging.carried(0)
+    staging.copy_rest(0)
     assert [data for data, *_ in taken(reader)] == [b"block"]

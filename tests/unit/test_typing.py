@@ -4,7 +4,7 @@ import subprocess
 import sys
 from typing import get_type_hints
 
-from kmq.client.protocol import Choices, Options
+from kmq.client.options import Choices, Options
 
 USER = """
 import kmq

@@ -22,7 +22,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from kmq.broker.incidents import Incidents, Strangers
 from kmq.client.aio import AsyncProducer
-from kmq.client.protocol import NotAnswered, Refused
+from kmq.client.failures import NotAnswered, Refused
 from kmq.errors import KmqError
 from kmq.gateway.core.answers import Answer
 from kmq.gateway.core.feed import Feed, Record, Watermark

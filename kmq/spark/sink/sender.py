@@ -19,7 +19,8 @@ from functools import partial
 from hashlib import sha256
 
 from kmq import record
-from kmq.client.producer import Delivery, Fenced, NotAnswered, Refused
+from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.client.producer import Delivery
 from kmq.errors import EXIT_CONFIG, ConfigError, KmqError, RetryError
 from kmq.ids import MAX_NAME, PRINTS
 from kmq.settings import MIB

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from kmq.client.producer import Producer, local_address
+from kmq.client.connection import local_address
+from kmq.client.producer import Producer
 from kmq.errors import ConfigError
 from kmq.refusals import RETRYABLE
 from kmq.spark.connections import Access, Tls, duration, tls_of

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kmq.broker import admission
-from kmq.broker.admission import Room, Usage
+from kmq.broker.admission import Admission, Usage
 from kmq.settings import GIB, MIB, load
 
 
@@ -24,8 +24,8 @@ class Broker:
         inodes = {"f_files": self.inodes, "f_favail": self.free_inodes}
         return inodes | {"f_bavail": self.free // 4096, "f_blocks": self.whole // 4096, "f_frsize": 4096}
 
-    def room(self, quota="none"):
-        return Room(load({"KMQ_DATA": self.data, "KMQ_DATA_QUOTA": quota}, "none"), lambda: self.appended)
+    def admission(self, quota="none"):
+        return Admission(load({"KMQ_DATA": self.data, "KMQ_DATA_QUOTA": quota}, "none"), lambda: self.appended)
 
     def usage(self):
         return Usage(self.data, lambda: self.appended)
@@ -48,7 +48,7 @@ def broker(data, monkeypatch):
 
 
 def test_a_disk_with_less_than_what_is_on_the_way_is_refused_until_there_is_clearly_more(broker):
-    asked, answers = broker.room(), []
+    asked, answers = broker.admission(), []
     for free_mib in (1024, 32, 28, 32, 36, 40, 32):
         broker.free = free_mib * MIB
         broker.now += 1
@@ -57,7 +57,7 @@ def test_a_disk_with_less_than_what_is_on_the_way_is_refused_until_there_is_clea
 
 
 def test_a_disk_with_few_inodes_left_is_refused_until_there_are_clearly_more(broker):
-    asked, answers = broker.room(), []
+    asked, answers = broker.admission(), []
     for broker.free_inodes in (9000, 4100, 4095, 4100, 5100, 5120, 4100):
         broker.now += 1
         answers.append(asked.refusal())
@@ -66,17 +66,17 @@ def test_a_disk_with_few_inodes_left_is_refused_until_there_are_clearly_more(bro
 
 def test_a_file_system_that_counts_no_inodes_is_not_refused(broker):
     broker.inodes = broker.free_inodes = 0
-    assert broker.room().refusal() == "" and admission.spare_inodes(broker.data) == float("inf")
+    assert broker.admission().refusal() == "" and admission.spare_inodes(broker.data) == float("inf")
 
 
 def test_new_topics_leave_twice_the_inodes_that_end_admission(broker):
     broker.inodes, broker.free_inodes = 2000, 300
-    assert broker.room().refusal() == "" and admission.spare_inodes(broker.data) == 100
+    assert broker.admission().refusal() == "" and admission.spare_inodes(broker.data) == 100
 
 
 def test_a_small_disk_keeps_a_tenth_of_itself_free(broker):
     broker.whole, broker.free = 100 * MIB, 11 * MIB
-    asked = broker.room()
+    asked = broker.admission()
     assert asked.refusal() == ""
     broker.free, broker.now = 9 * MIB, broker.now + 1
     assert asked.refusal() == "disk_full"
@@ -85,7 +85,7 @@ def test_a_small_disk_keeps_a_tenth_of_itself_free(broker):
 
 
 def test_an_answer_is_kept_for_a_moment(broker):
-    asked = broker.room()
+    asked = broker.admission()
     assert asked.refusal() == ""
     broker.free = 0
     assert asked.refusal() == ""
@@ -94,7 +94,7 @@ def test_an_answer_is_kept_for_a_moment(broker):
 
 
 def test_without_a_quota_any_usage_is_fine(broker):
-    asked = broker.room()
+    asked = broker.admission()
     broker.appended = 1 << 50
     assert asked.refusal() == ""
     assert not asked.must_wait(1 << 40)
@@ -142,7 +142,7 @@ def test_a_durability_that_counts_from_zero_again_takes_nothing_off(broker):
 
 
 def test_the_quota_refuses_early_then_waits_and_never_is_passed(broker):
-    asked, refused_at = broker.room("200 MiB"), 0
+    asked, refused_at = broker.admission("200 MiB"), 0
     group = MIB
     while not asked.must_wait(group):
         broker.append(group)
@@ -153,8 +153,8 @@ def test_the_quota_refuses_early_then_waits_and_never_is_passed(broker):
     assert broker.du() > 185 * MIB, "and no more than that is given away"
 
 
-def test_room_under_the_quota_is_noticed_within_a_second_of_asking(broker):
-    asked = broker.room("100 MiB")
+def test_space_under_the_quota_is_noticed_within_a_second_of_asking(broker):
+    asked = broker.admission("100 MiB")
     broker.append(49 * MIB)
     broker.now += 1
     assert asked.refusal() == "quota"

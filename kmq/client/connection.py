@@ -1,0 +1,180 @@
+"""What every producer needs for a connection: where the broker is, when to try again, a socket of the right kind."""
+
+import contextlib
+import logging
+import random
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from kmq.client.failures import Refused
+from kmq.client.lines import no_connection, read_port
+from kmq.client.protocol import Core
+from kmq.errors import KmqError, RetryError
+from kmq.settings import KIB, load
+
+CONNECT_S = 5.0  # to connect and be greeted
+BACKOFF_S = (0.01, 0.5)  # between two attempts: the first wait, doubled up to the last
+_RECEIVE_BYTES = 16 * KIB  # replies are short; a buffer that malloc has to map anew each time costs 20 µs
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+Address = Callable[[], tuple[str, int, str]]  # host, port, token
+
+
+def address_of(host: str, port: int | Callable[[], int]) -> Address:
+    """Return the address of a broker; a `port` that is a function is asked before each connection."""
+    return lambda: (host, port() if callable(port) else port, "")
+
+
+def local_address() -> tuple[str, int, str]:
+    """Return where the broker of this directory's settings listens, and the token for its own programs.
+
+    Ask again for each connection: the port may be any free one.
+    """
+    settings = load()
+    token = ""
+    if settings.tokens:
+        from kmq import tokens
+
+        token = tokens.local(settings)
+    return settings.host, read_port(settings, "ingress", settings.port), token
+
+
+def backoff(attempt: int) -> float:
+    """Return the seconds before another attempt; random, because otherwise all clients would come back at once."""
+    first, longest = BACKOFF_S
+    return float(min(longest, first * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Send small writes at once, and notice a host that is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def logger() -> logging.Logger:
+    return logging.getLogger("kmq.producer")
+
+
+class Greeted:
+    """A new connection, and the broker's reply to hello."""
+
+    __slots__ = ("greeting", "sock")
+
+    def __init__(self, sock: socket.socket, greeting: bytes) -> None:
+        self.sock, self.greeting = sock, greeting
+
+
+def dial(address: Address, core: Core) -> Greeted:
+    """Connect and say hello. Raises KmqError that says why there is no connection."""
+    options = core.options
+    where = "the broker"
+    with contextlib.ExitStack() as undo:
+        try:
+            host, port, token = address()
+            where = f"{host}:{port}"
+            sock = undo.enter_context(socket.create_connection((host, port), timeout=CONNECT_S))
+            keep_alive(sock)
+            if options.tls is not None:
+                name = options.server_hostname or host
+                sock = undo.enter_context(options.tls.wrap_socket(sock, server_hostname=name))
+            sock.sendall(core.hello(token))
+            greeting = b""
+            while not core.is_greeting(greeting):
+                data = sock.recv(4 * KIB)
+                if not data:
+                    raise ConnectionResetError("closed without a word")
+                greeting += data
+        except (OSError, KmqError) as err:
+            raise RetryError(no_connection(where, err)) from err
+        undo.pop_all()
+    return Greeted(sock, greeting)
+
+
+class Channel:
+    """The socket between a core and the broker, while there is one. Whoever calls holds the producer's lock.
+
+    `poll` waits without the lock; everything else returns at once.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.attempts = 0  # to connect, since the broker last replied
+        self._sock: socket.socket | None = None
+        self._epoll = select.epoll()
+        self._out = memoryview(b"")  # taken from the core, not yet by the kernel
+        self._wants_room = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._sock is not None
+
+    def open(self, sock: socket.socket) -> None:
+        """Use this connection from now on."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._epoll.register(sock, select.EPOLLIN)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Return True once the socket has something for us, or room, within that time."""
+        return bool(self._epoll.poll(timeout_s))
+
+    def read(self) -> str:
+        """Give the core all replies that are there. Returns why the connection has to be replaced, "" if it need not."""
+        sock = self._sock
+        assert sock is not None
+        try:
+            while True:
+                data = sock.recv(_RECEIVE_BYTES)
+                if not data:
+                    raise ConnectionResetError("the broker closed the connection")
+                self._core.receive(data)
+                self.attempts = 0
+                if len(data) < _RECEIVE_BYTES and not isinstance(sock, ssl.SSLSocket):
+                    return ""
+        except _WOULD_BLOCK:
+            return ""
+        except (OSError, Refused) as err:
+            return str(err)
+
+    def write(self) -> str:
+        """Give the kernel what may go, as far as it takes it. Returns as `read` does."""
+        sock = self._sock
+        if sock is None:
+            return ""
+        try:
+            while self._out or (taken := self._core.take(time.monotonic())):
+                if not self._out:
+                    self._out = memoryview(taken)
+                self._out = self._out[sock.send(self._out) :]
+        except _WOULD_BLOCK:
+            pass
+        except OSError as err:
+            return str(err)
+        if bool(self._out) != self._wants_room:
+            self._wants_room = not self._wants_room
+            self._epoll.modify(sock, select.EPOLLIN | (select.EPOLLOUT if self._wants_room else 0))
+        return ""
+
+    @property
+    def has_output(self) -> bool:
+        """Whether something waits to be written."""
+        return bool(self._out) or bool(self._core.window.queue)
+
+    def drop(self) -> None:
+        """Close the connection."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(self._sock)
+            self._sock.close()
+            self._sock = None
+        self._out, self._wants_room = memoryview(b""), False
+
+    def close(self) -> None:
+        """Let go of everything; nobody polls any more."""
+        self._epoll.close()

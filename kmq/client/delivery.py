@@ -1,0 +1,145 @@
+"""Messages on their way, and what became of them."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from kmq.client.failures import Refused
+from kmq.errors import KmqError
+
+_NONE: Mapping[int, Refused] = MappingProxyType({})  # shared by all messages that are not refused
+_MAX_UNSEEN = 1000  # failed messages kept until an error of one of them is shown
+
+
+class Delivery:
+    """Messages sent together, one or a list, and what became of them.
+
+    seq         of the message, or of the first stored one of a list; 0: stored before, too long ago for the broker to know it
+    runs        of a list: (place in the list, seq there, how many follow one another from there), in order
+    refused     of a list: place → Refused
+    duplicates  (place, seq) of each message that had been stored before, in order
+    error       why it failed: the first refusal, or NotAnswered
+    """
+
+    __slots__ = (
+        "answered",
+        "callback",
+        "count",
+        "data",
+        "done",
+        "duplicates",
+        "error",
+        "is_provisional",
+        "lines",
+        "may_be_stored",
+        "refused",
+        "runs",
+        "seen",
+        "seq",
+        "since",
+        "size",
+    )
+
+    data: bytes
+    count: int  # messages
+    size: int  # bytes
+    since: float  # when it was queued, by the monotonic clock
+
+    def __init__(self, callback: "Callable[[Delivery], object] | None" = None) -> None:
+        self.callback = callback
+        self.answered = 0
+        self.lines: list[bytes] | None = None  # of `data`, once a single one was asked for
+        self.done = self.seen = False  # seen: its error was raised, or given to the callback
+        self.is_provisional = False  # its ids count from 1 until the broker has told the last one it knows
+        self.may_be_stored = False  # it was sent on a connection that broke, or has an id of the user's own
+        self.seq = -1
+        self.error: KmqError | None = None
+        self.runs: Sequence[tuple[int, int, int]] = ()
+        self.refused: Mapping[int, Refused] = _NONE
+        self.duplicates: Sequence[tuple[int, int]] = ()
+
+    def line(self, place: int) -> bytes:
+        """Return the message at `place` as it was sent."""
+        if not self.data:
+            return b""
+        if self.lines is None:  # many of a list may be refused
+            self.lines = self.data.split(b"\n")
+        return self.lines[place]
+
+    def rest(self) -> bytes:
+        """Return the lines that have no reply yet."""
+        at = 0
+        for _ in range(self.answered):
+            at = self.data.index(b"\n", at) + 1
+        return self.data[at:]
+
+    def stored(self, count: int, seq: int) -> None:
+        """Note that the next `count` messages are stored, from `seq` on."""
+        if self.seq < 0:
+            self.seq = seq
+        if self.count > 1:
+            runs = self.runs if isinstance(self.runs, list) else []
+            runs.append((self.answered, seq, count))
+            self.runs = runs
+        self.answered += count
+
+    def repeated(self, seq: int) -> None:
+        """Note that the next message had been stored before, as `seq`."""
+        duplicates = self.duplicates if isinstance(self.duplicates, list) else []
+        duplicates.append((self.answered, seq))
+        self.duplicates = duplicates
+
+    def refuse(self, error: Refused) -> None:
+        """Note that the next message is refused."""
+        refused = self.refused if isinstance(self.refused, dict) else {}
+        refused[self.answered] = error
+        self.refused = refused
+        if self.error is None:
+            self.error = error
+        self.answered += 1
+
+    @property
+    def seqs(self) -> list[int]:
+        """The seq of each message; 0 if it is not known, or the message was refused."""
+        if self.count == 1:
+            return [max(self.seq, 0)]
+        seqs = [0] * self.count
+        for place, seq, count in self.runs:
+            if seq:
+                seqs[place : place + count] = range(seq, seq + count)
+        return seqs
+
+
+class Outcomes:
+    """Deliveries that are done: which callbacks to call, and errors that the user has not seen."""
+
+    __slots__ = ("_unseen", "done")
+
+    def __init__(self) -> None:
+        self.done: deque[Delivery] = deque()  # their callbacks are called next, in this order
+        self._unseen: list[Delivery] = []
+
+    def finish(self, delivery: Delivery) -> None:
+        """Give `delivery` the outcome that it holds, unless it had one before."""
+        delivery.data, delivery.lines = b"", None
+        if delivery.done:  # it had expired
+            return
+        delivery.done = True
+        if delivery.callback is not None:
+            delivery.seen = True
+            self.done.append(delivery)
+        elif delivery.error is not None:
+            if len(self._unseen) >= _MAX_UNSEEN:
+                self._unseen = [other for other in self._unseen if not other.seen][:_MAX_UNSEEN]
+            self._unseen.append(delivery)
+
+    def unseen_error(self) -> KmqError | None:
+        """Return the first error that neither a callback nor result() has shown; all of them count as seen from now on."""
+        unseen = [delivery for delivery in self._unseen if not delivery.seen]
+        self._unseen.clear()
+        for delivery in unseen:
+            delivery.seen = True
+        return unseen[0].error if unseen else None
+
+
+__all__ = ["Delivery", "Outcomes"]

@@ -1,0 +1,40 @@
+"""Why a message was not stored, as a producer raises it: the broker refused it, or did not reply in time."""
+
+from kmq.errors import KmqError, RetryError
+
+
+class Refused(KmqError):
+    """The broker refused a message, or the connection: nothing of it was stored. `code` is the first word of `reason`."""
+
+    def __init__(self, reason: str, line: bytes = b"") -> None:
+        self.code, self.reason, self.line = reason.partition(" ")[0], reason, line
+        message = f": {line[:200]!r}" if line else ""
+        super().__init__(f"refused by the broker: {reason}{message}")
+
+
+class Fenced(Refused):
+    """A newer producer of the same name has said hello: this one has ended."""
+
+
+class NotAnswered(RetryError, TimeoutError):
+    """No reply came in time: the message may or may not be stored. Sending it again with the same id is safe."""
+
+
+_ADVICE = {
+    "id_reused": "id {id} was stored before, as seq {rest}, with other content, so this is no retry;"
+    " give this message an id above the last one",
+    "id_too_old": "id {id} is below the last one stored, and not known as stored itself, because a producer's ids must rise;"
+    " give this message an id above the last one, unless it is a late retry",
+}
+
+
+def refused_message(reason: str, line: bytes) -> Refused:
+    """Return the error for the message in `line`; if its id was refused, the error names the id and says what to do."""
+    code, _, rest = reason.partition(" ")
+    if code in _ADVICE:
+        id = line.split(b"|", 3)[2].partition(b";")[0].decode(errors="replace") if line.count(b"|") > 1 else ""
+        reason = f"{code} {_ADVICE[code].format(id=id, rest=rest)}"
+    return Refused(reason, line)
+
+
+__all__ = ["Fenced", "NotAnswered", "Refused", "refused_message"]

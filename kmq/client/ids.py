@@ -1,0 +1,77 @@
+"""Which id the next message gets: the number after the last one, the user's own, or none."""
+
+from collections.abc import Mapping
+from secrets import token_hex
+
+from kmq.client.lines import format_headers, make_id
+from kmq.client.options import Options
+from kmq.ids import MADE_UP, MAX_ID_DIGITS
+
+
+class Ids:
+    """The ids of one producer or window.
+
+    Provisional   A producer with a name of the user's own may queue messages before its first connection has told the last id
+                  that the broker knows. Their ids count from 1; `resume` says by how much they are then raised. Once the user
+                  gives an id, ids continue from that one and are final.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.name = options.producer
+        self.prefix = ""  # of the made ids of a window
+        self.are_made = False  # the user gives none, as far as we were told
+        self.asks_last = self.is_provisional = bool(options.producer) and options.first_id is None
+        self._next = 0
+        self._provisional = 0  # how many provisional ids there are, once they are no longer made
+        if options.window:
+            self.prefix = token_hex(8)
+        elif options.dedupe:
+            self.are_made = options.first_id is None
+            self._next = 1 if options.first_id is None else options.first_id
+            self.name = self.name or f"{MADE_UP}{token_hex(12)}"  # of all names the broker forgets such ones first
+
+    @property
+    def last(self) -> int:
+        """The id below the next one that is made."""
+        return self._next - 1
+
+    def make(self) -> bytes:
+        """Return the next id; b"" if messages have none."""
+        number = self._next
+        if self.name:
+            self._next = number + 1
+            return b"%d" % number
+        if not self.prefix:
+            return b""
+        self._next = number + 1
+        return f"{self.prefix}-{number}".encode()
+
+    def make_numbers(self, count: int) -> int | None:
+        """Return the first of the next `count` numbers of a producer; None if messages have no ids."""
+        first = self._next
+        self._next += count
+        return first if self.name else None
+
+    def make_field(self, id: str | int | None, headers: Mapping[str, str] | None) -> bytes:
+        """Return the id field with its headers, for the user's `id` or a made one."""
+        if id is None:
+            return self.make() + format_headers(headers or {})
+        if self.name:
+            text = str(id)
+            if not text.isdecimal() or not text.isascii() or len(text) > MAX_ID_DIGITS:
+                raise ValueError(
+                    f"id {id!r}: a producer's id must be a number of at most {MAX_ID_DIGITS} digits, above the last one"
+                )
+            if self.is_provisional:
+                self.is_provisional, self._provisional = False, self.last
+            self._next = max(self._next, int(id) + 1)
+        return make_id(str(id), headers)
+
+    def resume(self, last: int) -> None:
+        """Continue after the `last` id that the broker knows, behind the provisional ones that are raised by as much."""
+        made = self.last if self.is_provisional else self._provisional
+        self._next = max(self._next, last + made + 1)
+        self.asks_last = self.is_provisional = False
+
+
+__all__ = ["Ids"]

@@ -1,0 +1,87 @@
+"""The options of kmq.Producer and kmq.AsyncProducer, and their limits."""
+
+import re
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypedDict
+
+from kmq.errors import ConfigError
+from kmq.ids import NAME_PATTERN
+from kmq.refusals import RETRYABLE
+from kmq.settings import KIB, MIB
+
+_NAME = re.compile(NAME_PATTERN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a producer can be told.
+
+    Who is sending, and so what a retry does:
+        (nothing)       a generated name: a message is stored once however often the connection breaks.
+        producer=       a name of your own, whose ids the broker remembers over restarts of your program. Then
+                          - give each message its number, send(…, id=n), from something that you can come back to (a line
+                            number, a key of your database): what you repeat after a crash is stored once. Or
+                          - let ids be made: they continue after the last one that the broker knows of this name, which the
+                            first connection asks for, or from `first_id`. If a made id turns out to be stored already, that
+                            is an error (code id_reused), never taken for a success.
+                        An id that comes again with other content fails (id_reused), and so does an id below the last one
+                        that the broker does not know as stored (id_too_old): neither message is stored.
+        Two programs with one name: the later one fences the earlier one.
+        window=         ids are any text; the broker knows them as stored for KMQ_DEDUPE_COUNT ids and KMQ_DEDUPE_AGE.
+        dedupe=False    no memory at all: a message without a reply when a connection broke may be stored twice.
+    """
+
+    producer: str = ""
+    window: str = ""
+    dedupe: bool = True
+    first_id: int | None = None
+    # None: messages that arrive while a reply is awaited go with the next write. 0: one write per message. Else: gather so long.
+    linger_ms: float | None = None
+    batch_bytes: int = 64 * KIB  # once so many bytes are gathered they are written, whatever linger_ms says
+    max_in_flight: int = 100_000  # at most so many messages without a reply, those not yet written included
+    max_in_flight_bytes: int = 32 * MIB
+    timeout_s: float = 60.0  # of every call that waits and is not given a timeout of its own
+    delivery_timeout_s: float | None = None  # a message without a reply for so long fails (NotAnswered); None: never
+    retry: frozenset[str] = RETRYABLE  # after these refusals: reconnect and send again. Others fail the message.
+    token: str = ""  # bearer token
+    tls: ssl.SSLContext | None = None
+    server_hostname: str | None = None
+    stall_s: float = 5.0  # without a reply for so long a producer reports it, and again after each further stall_s
+    on_stall: Callable[[str], None] | None = None  # called with the report; None: a warning of logger kmq.producer
+
+    def __post_init__(self) -> None:
+        for field in ("producer", "window"):
+            if getattr(self, field) and not _NAME.fullmatch(getattr(self, field)):
+                raise ConfigError(f"{field}={getattr(self, field)!r}: must be 1 to 64 of A-Z a-z 0-9 _ . : -")
+        if bool(self.producer) + bool(self.window) + (not self.dedupe) > 1:
+            raise ConfigError("producer=, window= and dedupe=False exclude each other")
+        if self.first_id is not None and not self.producer:
+            raise ConfigError("first_id= needs producer=, a name of your own")
+        if min(self.max_in_flight, self.max_in_flight_bytes, self.batch_bytes) < 1:
+            raise ConfigError("max_in_flight, max_in_flight_bytes and batch_bytes must be at least 1")
+
+
+class Choices(TypedDict, total=False):
+    """The fields of Options as keyword arguments, for type checkers."""
+
+    producer: str
+    window: str
+    dedupe: bool
+    first_id: int | None
+    linger_ms: float | None
+    batch_bytes: int
+    max_in_flight: int
+    max_in_flight_bytes: int
+    timeout_s: float
+    delivery_timeout_s: float | None
+    retry: frozenset[str]
+    token: str
+    tls: ssl.SSLContext | None
+    server_hostname: str | None
+    stall_s: float
+    on_stall: Callable[[str], None] | None
+
+
+__all__ = ["Choices", "Options"]

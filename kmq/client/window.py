@@ -1,0 +1,219 @@
+"""The messages of a producer that have no outcome yet, and when those not yet written go."""
+
+from collections import deque
+from time import monotonic
+
+from kmq.client.delivery import Delivery, Outcomes
+from kmq.client.failures import NotAnswered, Refused
+from kmq.client.lines import renumber
+from kmq.client.options import Options
+from kmq.errors import KmqError
+from kmq.settings import KIB
+
+CHUNK_BYTES = 256 * KIB  # of one write: what ingress receives at once
+
+
+class Window:
+    """Messages without an outcome, in the order in which they came: those in flight, then those queued.
+
+    Invariant   A message leaves the window only with an outcome. `requeue` puts the messages in flight back in front of the
+                queue, in order.
+    Memory      At most max_in_flight messages and max_in_flight_bytes, plus the one message or list that filled it.
+    """
+
+    def __init__(self, options: Options, outcomes: Outcomes) -> None:
+        self.unanswered = self.bytes = 0  # messages, and the bytes they hold
+        self.queued_bytes = 0
+        self.queue: deque[Delivery] = deque()  # not yet written
+        self.flying: deque[Delivery] = deque()  # written on this connection
+        self._outcomes = outcomes
+        self._max_messages, self._max_bytes = options.max_in_flight, options.max_in_flight_bytes
+        self._expiry_s = options.delivery_timeout_s
+
+    @property
+    def is_full(self) -> bool:
+        return self.unanswered >= self._max_messages or self.bytes >= self._max_bytes
+
+    @property
+    def is_half_free(self) -> bool:
+        """Whether senders that a full window blocked may resume.
+
+        They wait for half of it so that messages travel in few, large groups: the broker's cost of a group hardly depends on
+        its size. At 64 in flight this more than doubles the throughput.
+        """
+        return self.unanswered <= self._max_messages // 2 and self.bytes <= self._max_bytes // 2
+
+    @property
+    def oldest(self) -> float | None:
+        """Since when the oldest message waits for its reply."""
+        waiting = self.flying or self.queue
+        return waiting[0].since if waiting else None
+
+    # --- messages in and out -------------------------------------------------------------------------------------------
+
+    def enqueue(self, delivery: Delivery, data: bytes, count: int) -> None:
+        """Add the `count` lines of `data`."""
+        size = len(data)
+        delivery.data, delivery.count, delivery.size, delivery.since = data, count, size, monotonic()
+        self.queue.append(delivery)
+        self.queued_bytes += size
+        self.bytes += size
+        self.unanswered += count
+
+    def take(self) -> bytes:
+        """Return what is queued, up to about CHUNK_BYTES: it is in flight from now on."""
+        queue, flying = self.queue, self.flying
+        parts: list[bytes] = []
+        size = 0
+        while queue and size < CHUNK_BYTES:
+            delivery = queue.popleft()
+            self.queued_bytes -= delivery.size
+            data = delivery.rest() if delivery.answered else delivery.data
+            flying.append(delivery)
+            parts.append(data)
+            size += len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def requeue(self) -> None:
+        """Queue again everything in flight, in front: its connection is gone."""
+        again: list[Delivery] = []
+        for delivery in self.flying:
+            if delivery.done:  # it has expired
+                self._release(delivery)
+                continue
+            delivery.may_be_stored = True
+            again.append(delivery)
+        self.flying.clear()
+        self.queue.extendleft(reversed(again))
+        self.queued_bytes = sum(delivery.size for delivery in self.queue)
+
+    def raise_ids(self, last: int) -> None:
+        """Add `last` to all provisional ids; nothing is in flight before their connection is greeted."""
+        for delivery in self.queue:
+            if delivery.is_provisional and not delivery.done:
+                data = renumber(delivery.data, last)
+                self.bytes += len(data) - delivery.size
+                self.queued_bytes += len(data) - delivery.size
+                delivery.data, delivery.size = data, len(data)
+
+    # --- outcomes ------------------------------------------------------------------------------------------------------
+
+    def stored(self, count: int, seq: int) -> None:
+        """The next `count` messages in flight are stored, from `seq` on. Raises IndexError if fewer are in flight."""
+        flying, finish = self.flying, self._outcomes.finish
+        self.unanswered -= count
+        freed = 0  # bytes
+        try:
+            while count:
+                delivery = flying[0]
+                if delivery.count == 1:
+                    delivery.seq, delivery.answered = seq, 1
+                    flying.popleft()
+                    freed += delivery.size
+                    finish(delivery)
+                    count -= 1
+                    seq += 1
+                    continue
+                part = min(count, delivery.count - delivery.answered)
+                delivery.stored(part, seq)
+                self._finish_if_answered(delivery)
+                count -= part
+                seq += part
+        finally:
+            self.bytes -= freed
+
+    def refuse(self, error: Refused) -> None:
+        """The next message in flight is refused."""
+        delivery = self.flying[0]
+        self.unanswered -= 1
+        delivery.refuse(error)
+        self._finish_if_answered(delivery)
+
+    def _finish_if_answered(self, delivery: Delivery) -> None:
+        if delivery.answered == delivery.count:
+            self.flying.popleft()
+            self.bytes -= delivery.size
+            self._outcomes.finish(delivery)
+
+    def fail_all(self, error: KmqError) -> None:
+        """Give `error` to every message."""
+        for delivery in (*self.flying, *self.queue):
+            if not delivery.done and delivery.error is None:
+                delivery.error = error
+            self._release(delivery)
+            self._outcomes.finish(delivery)
+        self.flying.clear()
+        self.queue.clear()
+        self.queued_bytes = 0
+
+    def expire(self, now: float, what: str) -> None:
+        """Fail what has waited for longer than delivery_timeout_s; `what` describes the wait."""
+        limit = self._expiry_s
+        if limit is None:
+            return
+        for delivery in (*self.flying, *self.queue):
+            if now - delivery.since < limit:
+                break
+            if not delivery.done:
+                delivery.error = NotAnswered(f"no reply within {limit:g} s: {what}")
+                self._outcomes.finish(delivery)
+        while self.queue and self.queue[0].done:  # in flight it keeps its place among the replies
+            delivery = self.queue.popleft()
+            self.queued_bytes -= delivery.size
+            self._release(delivery)
+
+    def _release(self, delivery: Delivery) -> None:
+        """It is on no connection, and will not be."""
+        self.unanswered -= delivery.count - delivery.answered
+        self.bytes -= delivery.size
+
+
+class Pacing:
+    """When queued messages are written: at once, or gathered into fewer and larger writes."""
+
+    def __init__(self, options: Options, window: Window) -> None:
+        self.hurry = False  # somebody waits: what is queued goes now
+        self.filling = (
+            False  # the window was full: the next group goes when it is full again, or somebody is in a hurry
+        )
+        self._window = window
+        self._gathers = options.linger_ms is None
+        self._linger_s = (options.linger_ms or 0) / 1000
+        self._batch_bytes = options.batch_bytes
+
+    @property
+    def waits_for_reply(self) -> bool:
+        """Whether nothing goes before the next reply: asked for each message, so it must be quick."""
+        window = self._window
+        return bool(
+            self._gathers
+            and (window.flying or self.filling)
+            and window.queued_bytes < self._batch_bytes
+            and not self.hurry
+        )
+
+    def is_due(self, now: float) -> bool:
+        """Return True if something is queued that should not wait for more."""
+        window = self._window
+        if not window.queue:
+            return False
+        if self.hurry or window.queued_bytes >= self._batch_bytes:
+            return True
+        if self._gathers:
+            return not window.flying and not self.filling
+        return now - window.queue[0].since >= self._linger_s
+
+    def linger_left(self, now: float) -> float | None:
+        """Return the seconds until what is queued has waited long enough; None if that does not depend on time."""
+        if self._gathers or not self._window.queue:
+            return None
+        return max(0.0, self._window.queue[0].since + self._linger_s - now)
+
+    def written(self) -> None:
+        """Note that a group has been taken."""
+        self.filling = False
+        if not self._window.queue:
+            self.hurry = False
+
+
+__all__ = ["CHUNK_BYTES", "Pacing", "Window"]

@@ -1,0 +1,50 @@
+"""What processes cost: CPU, memory, and what the rest of the machine took meanwhile."""
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from bench.pod import Pod
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, to 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_exact(pid: int) -> float:
+    """Time on a CPU of the threads that a process has now, to 1 ns."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+
+
+def pss(pid: int) -> int:
+    """Proportional set size in bytes: private memory plus a fair share of what is shared, the rings among it."""
+    for row in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if row.startswith("Pss:"):
+            return int(row.split()[1]) * 1024
+    raise SystemExit("bench: this kernel has no Pss in smaps_rollup")
+
+
+@contextmanager
+def rest_of_machine(running: Pod) -> Iterator[list[str]]:
+    """Says, when it is over, how many cores went to neither the pod, the producer nor us: neighbours, and the kernel's
+    own writing to the disk. A figure taken on a busy machine should show it."""
+
+    def rest() -> float:
+        busy = psutil.cpu_times()
+        children, us = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
+        ours = sum(map(cpu_seconds, running.pids().values())) + cpu_seconds(running.supervisor)
+        ours += children.ru_utime + children.ru_stime + us.ru_utime + us.ru_stime
+        return float(busy.user + busy.nice + busy.system + busy.irq + busy.softirq + busy.steal - ours)
+
+    said: list[str] = []
+    begin, before = time.monotonic(), rest()
+    yield said
+    cores = max(0.0, rest() - before) / (time.monotonic() - begin)
+    said.append(f"the rest of the machine took {cores:.2f} cores meanwhile")

@@ -1,0 +1,14 @@
+"""How much of everything."""
+
+
+class Scale:
+    """How much of everything: the full measure, or --quick."""
+
+    def __init__(self, quick: bool) -> None:
+        self.bursts = 3 if quick else 10
+        self.sustained_s = 3.0 if quick else 20.0
+        self.latency_s = 2.0 if quick else 10.0
+        self.acked_s = 3.0 if quick else 10.0
+        self.idle_s = 3.0 if quick else 10.0
+        self.records = 500_000 if quick else 10_000_000
+        self.topics = 500 if quick else 10_000
