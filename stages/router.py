@@ -5,11 +5,11 @@ Owns        topics/ (lock topics/.owner), router.ckpt, the symlinks <topic>.log,
 
 Invariant   Each WAL record is in exactly one partition log, once, in order; but for what dropped.log names and
             those of topics that were deleted (kmq/log/deletions.py).
-Crash       The logs are copies and the WAL is the truth. A start looks at every log (recover), then replays the WAL from
-            the checkpoint, or from further back for a log that is short of what the checkpoint saw; each log passes over
-            what it has already. So it does not matter where we were killed.
-            A gap between what was routed and the next block is read from the WAL, or, where drop_oldest made it, named in
-            dropped.log before anything after it is routed.
+Crash       The logs are copies and the WAL is the truth. A start looks at every log (recover), then replays the WAL
+            from the checkpoint, or from further back for a log that is short of what the checkpoint saw; each log
+            passes over what it has already. So it does not matter where we were killed.
+            A gap between what was routed and the next block is read from the WAL, or, where drop_oldest made it, named
+            in dropped.log before anything after it is routed.
 """
 
 import sys

@@ -7,12 +7,12 @@
 
 The rows of a topic that was deleted since are passed over: kmq/log/deletions.py.
 A damaged one is as good as none: a digit that is off by one would number records wrongly.
-`bytes` are those of all segments from `first_offset` on, so a start sees by their sizes alone whether an earlier one was
-cut or is missing. Retention first says here that it has moved `first_offset`, and deletes then: what is missing
+`bytes` are those of all segments from `first_offset` on, so a start sees by their sizes alone whether an earlier one
+was cut or is missing. Retention first says here that it has moved `first_offset`, and deletes then: what is missing
 behind that was lost, not deleted. `from_seq` is in topic.toml too; here it outlives the directory.
 
-Invariant   Every record up to the WAL seq lies in its partition log, and those logs were fsynced before the file got its
-            name. So a start replays the WAL from there, and a log smaller than its row has been cut since.
+Invariant   Every record up to the WAL seq lies in its partition log, and those logs were fsynced before the file got
+            its name. So a start replays the WAL from there, and a log smaller than its row has been cut since.
 Crash       The file is replaced atomically: the old or the new. Without one the WAL is replayed from its beginning.
             Segments in front of `first_offset` that are still there are deleted by the next start.
 Mechanism   The fsyncs run in a thread beside the routing (they give up the interpreter lock): the rows are a snapshot,

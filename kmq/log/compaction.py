@@ -1,31 +1,35 @@
-"""Log compaction of queues: of the sealed segments, what a later record of the same key has replaced becomes a bare newline.
+"""Log compaction of queues: of the sealed segments, what a later record of the same key has replaced becomes a bare
+newline.
 
-Which records go is planned elsewhere (kmq/spark/pipelines/compact.py); here is what may be touched, and how a segment is swapped
-under a router that writes, retains and checkpoints, and under readers, so that neither ever meets half of it.
+Which records go is planned elsewhere (kmq/spark/pipelines/compact.py); here is what may be touched, and how a segment
+is swapped under a router that writes, retains and checkpoints, and under readers, so that neither ever meets half of
+it.
 
-Owner       topics/ has one owner, the router. A compactor, any process that sees the directory, only lays whole segments out:
+Owner       topics/ has one owner, the router. A compactor, any process that sees the directory, only lays whole
+            segments out:
 
                 topics/.compacted/<topic>-<partition>-<first>-<end>/log    records first…end-1, less those that went
                                                                    /idx    its index
 
-            which appear with one rename and are never changed again. Whoever holds topics/.owner installs them: the router
-            within a second, or a compactor that finds the broker down. So no lock is shared with the hot path, and
-            retention, checkpoints and compaction cannot cross: one thread does them all. The router installs for topics that
-            are declared `cleanup = "compact"`, where `end` is still where the next segment begins, and when all that is sealed
-            is synced; it checkpoints at once. One compactor at a time: topics/.compacted/.owner.
-Invariant   Offsets stay. The first and the last record of a segment always stay: so each file still says by itself which
-            seqs it spans and how old it is, and recovery, retention and repair treat it as any other.
+            which appear with one rename and are never changed again. Whoever holds topics/.owner installs them: the
+            router within a second, or a compactor that finds the broker down. So no lock is shared with the hot path,
+            and retention, checkpoints and compaction cannot cross: one thread does them all. The router installs for
+            topics that are declared `cleanup = "compact"`, where `end` is still where the next segment begins, and when
+            all that is sealed is synced; it checkpoints at once. One compactor at a time: topics/.compacted/.owner.
+Invariant   Offsets stay. The first and the last record of a segment always stay: so each file still says by itself
+            which seqs it spans and how old it is, and recovery, retention and repair treat it as any other.
             Only what router.ckpt says is on disk counts as a later record: no power cut takes it back.
-            A tombstone (empty payload) goes when nothing of its key is left, neither in the queue nor in the WAL: a queue is
-            rebuilt from the WAL, and with it would come what the tombstone had deleted. Rebuilding undoes compaction, no more.
-Readers     A log has two files. While they change there is no index: the reader opens the index, then the log, then looks whether
-            the index is still that one (reader.Segment). So it has a pair, or a log without an index, which it checks line by
-            line. What it holds open stays as it was.
+            A tombstone (empty payload) goes when nothing of its key is left, neither in the queue nor in the WAL: a
+            queue is rebuilt from the WAL, and with it would come what the tombstone had deleted. Rebuilding undoes
+            compaction, no more.
+Readers     A log has two files. While they change there is no index: the reader opens the index, then the log, then
+            looks whether the index is still that one (segment_reader.py). So it has a pair, or a log without an index,
+            which it checks line by line. What it holds open stays as it was.
 Crash       Installing, what is there after a kill or power cut at each step (each rename is synced before the next):
               laid out       topics/ is untouched; the next owner installs it
               index removed  the old log without an index: read line by line, until it is installed
-              log renamed    the new log without an index: likewise; a start makes the index, as `bytes` in router.ckpt do not fit
-              index renamed  done; a start finds by the index what the new `bytes` are
+              log renamed    the new log without an index: likewise; a start makes the index, as `bytes` in router.ckpt
+              do not fit index renamed  done; a start finds by the index what the new `bytes` are
             What was being laid out is hidden (.new-…), and removed by the next compactor.
 """
 
@@ -45,8 +49,8 @@ from kmq.log import checkpoint, segment, topics
 from kmq.log.disk import sync_directory
 from kmq.log.index import IndexWriter
 from kmq.log.partition import directory_of
-from kmq.log.reader import Segment
 from kmq.log.segment import COMPACT
+from kmq.log.segment_reader import SegmentReader
 
 _MAKING = ".new-"
 _POLL_S = 0.05
@@ -133,7 +137,7 @@ def lay_out(data: str, which: Sealed, gone: Sequence[int], where: str) -> int:
     making = f"{where}/{which}-{os.urandom(4).hex()}"
     os.mkdir(making)
     try:
-        with Segment(which.path(data), which.first, by_seq=False, sealed=True) as old:
+        with SegmentReader(which.path(data), which.first, by_seq=False, sealed=True) as old:
             _write(old, f"{making}/log", which, gone)
             saved = old.size - os.path.getsize(f"{making}/log")
         fd = os.open(f"{making}/log", os.O_RDONLY | os.O_CLOEXEC)
@@ -158,20 +162,20 @@ def lay_out(data: str, which: Sealed, gone: Sequence[int], where: str) -> int:
     return saved
 
 
-def _write(old: Segment, path: str, which: Sealed, gone: Sequence[int]) -> None:
+def _write(old: SegmentReader, path: str, which: Sealed, gone: Sequence[int]) -> None:
     offset = which.first
     with open(path, "wb") as new:
-        for piece in old.pieces(which.first):
-            low = bisect_left(gone, max(piece.offset, which.first + 1))  # the first and the last record stay
-            high = bisect_left(gone, min(piece.next_offset, which.end - 1))
-            text = piece.lines
+        for checked in old.checked_lines(which.first):
+            low = bisect_left(gone, max(checked.offset, which.first + 1))  # the first and the last record stay
+            high = bisect_left(gone, min(checked.next_offset, which.end - 1))
+            text = checked.lines
             if low < high:
                 lines = text.split(b"\n")
-                for each in gone[low:high]:
-                    lines[each - piece.offset] = b""
+                for number in gone[low:high]:
+                    lines[number - checked.offset] = b""
                 text = b"\n".join(lines)
             new.write(text)
-            offset = piece.next_offset
+            offset = checked.next_offset
     if offset != which.end:
         raise CorruptError(f"{old.path}: ends with record {offset - 1}, but the next segment begins with {which.end}")
 

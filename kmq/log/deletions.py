@@ -1,12 +1,15 @@
 """data/deletions: which topics were deleted, and after which record. docs/decisions/topic-deletion.md says why.
 
-    topic|from_seq|last_seq|ts|end_offset,…        a topic in force from `from_seq` on was deleted after record `last_seq`
-    crc32|<crc32 of the lines above>
+    topic|from_seq|last_seq|ts|end_offset,…        a topic in force from `from_seq` on was deleted after record
+    `last_seq` crc32|<crc32 of the lines above>
 
-Owner       the router writes it, whole, and then the same to topics/.deletions; a repair where one of the two is damaged.
-Invariant   Records of the topic up to `last_seq` belong to no queue. A later topic of this name is in force from a later seq, and
-            each of its partitions begins with the end offset of the one that was deleted: no offset ever means two records.
-Crash       Each file is replaced atomically. The first one counts; the second one where the first is missing or damaged.
+Owner       the router writes it, whole, and then the same to topics/.deletions; a repair where one of the two is
+            damaged.
+Invariant   Records of the topic up to `last_seq` belong to no queue. A later topic of this name is in force from a
+            later seq, and each of its partitions begins with the end offset of the one that was deleted: no offset ever
+            means two records.
+Crash       Each file is replaced atomically. The first one counts; the second one where the first is missing or
+            damaged.
 """
 
 import contextlib

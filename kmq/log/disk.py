@@ -98,8 +98,8 @@ class AppendFile:
 
     Invariant   Between calls the file ends where `size` says: an append that the disk had no room for is cut off again,
                 then tried anew when there is room, so nothing is torn and nothing is lost.
-    Memory      A log is written once and read near its end, so all but the last _KEEP bytes are handed to the disk early
-                and then dropped from the page cache. Filling memory never touched before costs several times
+    Memory      A log is written once and read near its end, so all but the last _KEEP bytes are handed to the disk
+                early and then dropped from the page cache. Filling memory never touched before costs several times
                 as much as the write itself (267 against 1,347 MB/s in one run on a virtual machine), and in
                 a container the cache counts against the pod's limit.
     """

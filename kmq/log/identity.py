@@ -5,13 +5,14 @@
     lineage    names the records: what the directory was called where they began. Equal to `id` unless it is a copy of
                another one that goes its own way. Every index carries it, so that a segment of other records is never
                taken for one of these.
-    format     `<version> from_seq=<n> marks_from=<m> crc32=<of what stands before it>`: the version of all formats, in force
+    format     `<version> from_seq=<n> marks_from=<m> crc32=<of what stands before it>`: the version of all formats, in
+    force
                for records from seq n on; and from which seq on routing keys have marks.
 
-Version 2 (from version 1: lines look alike): an index begins with a line that says whose it is (index.py). What lies before
-`from_seq` may be without. In a routing key `.@` is a mark (record.py): what lies before `marks_from` was routed without, and
-keeps its place. A directory of version 1 is raised to 2 by durability, which knows where its WAL ends; so is one of an early
-version 2, which does not say `marks_from`.
+Version 2 (from version 1: lines look alike): an index begins with a line that says whose it is (index.py). What lies
+before `from_seq` may be without. In a routing key `.@` is a mark (record.py): what lies before `marks_from` was routed
+without, and keeps its place. A directory of version 1 is raised to 2 by durability, which knows where its WAL ends; so
+is one of an early version 2, which does not say `marks_from`.
 """
 
 import contextlib

@@ -1,15 +1,16 @@
-"""The sparse index beside a log: text. First whose it is, then `offset|byte_position|crc32|recv_ts`, one line per ~64 KiB block.
+"""The sparse index beside a log: text. First whose it is, then `offset|byte_position|crc32|recv_ts`, one line per ~64
+KiB block.
 
     kmq-idx 2 lineage=<hex> log=append|<topic>/<partition> base=<first seq or offset>
 
-The first line (format 2) says which records the segment holds: of which lineage (identity.py), of which log, from which on. A
-segment is believed only where that is its place, and its first record belongs there (reader.Segment): a restore that puts a
-file where another one was is damage, not data. Indexes of format 1 begin with the first block.
+The first line (format 2) says which records the segment holds: of which lineage (identity.py), of which log, from which
+on. A segment is believed only where that is its place, and its first record belongs there (belonging.py): a restore
+that puts a file where another one was is damage, not data. Indexes of format 1 begin with the first block.
 
 A line describes the block that begins at `byte_position` with record `offset`, received at `recv_ts`; the block ends
-where the next one begins, and `crc32` (zlib) covers its bytes. The block still open gets a provisional line now and then:
-the last line for an offset wins, and its crc covers the block up to the end of some line in it. In a sealed segment it
-covers all that there is.
+where the next one begins, and `crc32` (zlib) covers its bytes. The block still open gets a provisional line now and
+then: the last line for an offset wins, and its crc covers the block up to the end of some line in it. In a sealed
+segment it covers all that there is.
 
 Invariant   An index never says more than the log holds: it is written after the log, cut when the log is cut, and
             can be thrown away, for everything in it follows from the log.
@@ -309,8 +310,8 @@ class IndexWriter:
     def extend(self, data: Buffer, position: int, offset: int, first_seq: int = 0) -> None:
         """`data`, whole lines, now lies at `position` of the log; its first line is record `offset`.
 
-        `first_seq`: where given, the seqs in `data` follow one another from there, so that a line's offset is read off its
-        seq; else the lines before it are counted, which costs more than the crc.
+        `first_seq`: where given, the seqs in `data` follow one another from there, so that a line's offset is read off
+        its seq; else the lines before it are counted, which costs more than the crc.
         """
         at, size = 0, len(data)
         while at < size:

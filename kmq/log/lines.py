@@ -1,4 +1,5 @@
-"""Whole stored lines, and what can be said of them without an index. A bare newline is a record that compaction removed.
+"""Whole stored lines, and what can be said of them without an index. A bare newline is a record that compaction
+removed.
 
 Invariant   A line is good when it has the syntax of a stored line, without NUL, and its seq is above the one before it.
 """

@@ -2,8 +2,8 @@
 
 Invariant   No seq is given out twice. The WAL has every record that was acknowledged or shown to the router, so nothing
             else on disk may know of a later seq: not router.ckpt, not producers.ckpt, not deletions, not a queue. Where
-            one does, the end of the WAL has been lost (a file deleted, an old copy restored), and going on from it would
-            give the seqs of the lost records to others.
+            one does, the end of the WAL has been lost (a file deleted, an old copy restored), and going on from it
+            would give the seqs of the lost records to others.
 Lax fsync   With a KMQ_FSYNC other than `always` a power cut may leave a queue ahead of the WAL. What neither checkpoint
             speaks of was not promised to survive that, so queues are not asked then; the router cuts them.
 Cost        A few reads, and for each partition its sizes: where they are what router.ckpt says, so is its last seq.

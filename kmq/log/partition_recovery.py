@@ -1,8 +1,9 @@
 """What of a partition log is whole after a crash: its files against what the checkpoint says of them.
 
 Owner       the router, at a start: only it may cut.
-Invariant   Beyond what the checkpoint says was on disk, a log is cut at the first doubt, with all that follows: the WAL has it.
-            Where the files differ from the checkpoint, somebody has damaged them: then nothing is cut but torn ends.
+Invariant   Beyond what the checkpoint says was on disk, a log is cut at the first doubt, with all that follows: the WAL
+            has it. Where the files differ from the checkpoint, somebody has damaged them: then nothing is cut but torn
+            ends.
 Crash       Segments are removed from the last to the first, so no kill leaves a gap that was not there before.
 """
 
@@ -81,9 +82,9 @@ def recover(segments: list[Segment], known: State, wal: WalRange, start: int) ->
 
     A last line whose seq is above the end of the WAL was not written by the router: it would hide all later records.
     `known` is what the checkpoint says was on disk. The rest may be torn or have NULs in it after a power cut, so it is
-    looked through and cut at the first doubt, with all that follows, if the WAL has it. Where the files differ from `known`,
-    somebody has damaged them: then nothing is cut but torn ends, and what is missing between two segments, or in front
-    of the first one from record `start` on, is a Gap.
+    looked through and cut at the first doubt, with all that follows, if the WAL has it. Where the files differ from
+    `known`, somebody has damaged them: then nothing is cut but torn ends, and what is missing between two segments, or
+    in front of the first one from record `start` on, is a Gap.
     """
     checkpointed = _checkpointed_end(known, segments)
     if checkpointed is not None and wal.has_rest:

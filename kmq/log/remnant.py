@@ -1,10 +1,12 @@
 """The last record of a log whose every segment is due: retention leaves it alone in a segment of its own.
 
-What goes on behind it follows from it: the next seq, offset and time. So it has to stay, but not all that lies in front of it.
+What goes on behind it follows from it: the next seq, offset and time. So it has to stay, but not all that lies in front
+of it.
 
 Owner       who owns the log: durability for the WAL, the router for a queue.
 Invariant   The log always says by a record where it ends, before, after, and once a start has settled what a kill left.
-            A reader never meets the record twice: until the old segment has gone, its copy has no name that readers know.
+            A reader never meets the record twice: until the old segment has gone, its copy has no name that readers
+            know.
 Crash       laid out      `<first>.kept` and an index for it lie beside the old segment: undone, and tried again;
             old one gone  (for a queue: and router.ckpt says so) the start gives the copy its name;
             named         done.

@@ -5,9 +5,10 @@
     segment_age=
     delete orders
 
-Owner       a command lays a request down; the router carries it out, within a second, and removes it. While it is down, its next
-            start does.
-Invariant   A request is whole and on disk before it has its name. Requests are carried out in the order of their names, by time.
+Owner       a command lays a request down; the router carries it out, within a second, and removes it. While it is down,
+            its next start does.
+Invariant   A request is whole and on disk before it has its name. Requests are carried out in the order of their names,
+            by time.
 Crash       A request is removed after it has been carried out, so it may be carried out again: that changes nothing.
 """
 

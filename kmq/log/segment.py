@@ -1,10 +1,10 @@
 """Segments: a log is files `<first record, 20 digits>.log`, so that text order is record order.
 
-The last one is active: it grows. The others are sealed: they never change again, and each has a whole index. A log goes on in
-a new segment when the active one has reached `segment_bytes`, or when its first record is `segment_age` older than what
-comes next. Where nothing comes, its owner seals it as well once it has its size or all of it is due by age (`is_over`): what
-nobody writes to any more must not fill a disk for ever. Retention takes whole sealed segments, oldest first, but never the last
-record of a log (remnant.py).
+The last one is active: it grows. The others are sealed: they never change again, and each has a whole index. A log goes
+on in a new segment when the active one has reached `segment_bytes`, or when its first record is `segment_age` older
+than what comes next. Where nothing comes, its owner seals it as well once it has its size or all of it is due by age
+(`is_over`): what nobody writes to any more must not fill a disk for ever. Retention takes whole sealed segments, oldest
+first, but never the last record of a log (remnant.py).
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""What `kmq log` shows of a log, read-only, also while the broker writes: its lines, where one of them is, what there is.
+"""What `kmq log` shows of a log, read-only, also while the broker writes: its lines, where one of them is, what there
+is.
 
 A log is `append` (the WAL), `<topic>` or `<topic>/<partition>`. All partitions of a topic are shown in order of seq.
 """
@@ -13,8 +14,10 @@ from typing import NamedTuple
 from kmq import record
 from kmq.errors import ConfigError
 from kmq.log import reader, segment, topics
-from kmq.log.lines import is_stored, last_line
+from kmq.log.disk import find_tail
+from kmq.log.lines import RECV_TS, SEQ, is_stored, last_line
 from kmq.log.reader import Log
+from kmq.log.segment_reader import SegmentReader
 from kmq.settings import parse_duration
 
 
@@ -103,9 +106,9 @@ def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> 
     for name, log in [(what, one(data, what))] if offset is not None else logs(data, what):
         if offset is not None:
             seq = record.seq_of(log.read(offset, 1)[1].lstrip(b"\n") or b"9" * 18)
-        found = log.find(parse_time(at), 1) if at else log.find(seq or 0, 0)
-        if found[1]:
-            yield Place(name, found[1], found[2], found[0], found[3])
+        found = log.find(parse_time(at), RECV_TS) if at else log.find(seq or 0, SEQ)
+        if found is not None:
+            yield Place(name, found.path, found.byte, found.offset, found.line)
 
 
 class Stat(NamedTuple):
@@ -126,22 +129,24 @@ def stat(data: str, what: str) -> Iterator[Stat]:
         listed = log.segments()
         size = blocks = 0
         for number, (first, path) in enumerate(listed):
-            with reader.Segment(path, first, log.by_seq, number + 1 < len(listed)) as held:
-                size += held.size
-                blocks += sum(1 for _ in held.index.entries())
-        oldest = log.find(0, 0)[3]
-        newest = _last(listed[-1][1]) if listed else b""
-        ages = [time.time() - record.parse_stored(line)[1] / 1e6 if line else -1.0 for line in (oldest, newest)]  # type: ignore[index]
+            with SegmentReader(path, first, log.by_seq, number + 1 < len(listed)) as segment_reader:
+                size += segment_reader.size
+                blocks += sum(1 for _ in segment_reader.index.entries())
+        oldest = log.find(0, SEQ)
+        ages = _age_s(oldest.line if oldest else b""), _age_s(_last(listed[-1][1]) if listed else b"")
         yield Stat(name, len(listed), log.first_offset, log.end_offset(), size, blocks, *ages)
+
+
+def _age_s(line: bytes) -> float:
+    stamp = record.parse_stored(line)
+    return -1.0 if stamp is None else time.time() - stamp[1] / 1e6
 
 
 def _last(path: str) -> bytes:
     """The last record of a segment, or of the one before it where that is still empty."""
-    from kmq.log.disk import find_tail
-
-    for _, each in reversed([at for at in segment.listing(os.path.dirname(path)) if at[1] <= path]):
-        with open(each, "rb") as file:
-            found = find_tail(file.fileno(), os.fstat(file.fileno()).st_size, is_stored)
-        if found.last:
-            return found.last
+    for _, earlier in reversed([listed for listed in segment.listing(os.path.dirname(path)) if listed[1] <= path]):
+        with open(earlier, "rb") as file:
+            tail = find_tail(file.fileno(), os.fstat(file.fileno()).st_size, is_stored)
+        if tail.last:
+            return tail.last
     return b""

@@ -8,8 +8,8 @@
     retention_bytes = "10 GiB"
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
 
-A declaration without `from_seq` is pending: `declare` makes it, the router adopts it with the next seq it will route. That
-is the only way to a seq that is right by construction: nobody else knows what has been routed.
+A declaration without `from_seq` is pending: `declare` makes it, the router adopts it with the next seq it will route.
+That is the only way to a seq that is right by construction: nobody else knows what has been routed.
 """
 
 import os

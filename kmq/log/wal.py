@@ -1,19 +1,21 @@
 """The write-ahead log: every message once, in order, numbered without a gap, on disk before anybody is told.
 
 Owner       durability is the only writer (lock append/.owner); anybody may read.
-Invariant   A record is acknowledged and shown to the router only after `commit` returned. Under KMQ_FSYNC=always that is
-            after the fdatasync that covers it; under `interval:<ms>` and `never` an acknowledgement means "written to the
-            page cache": it survives every kill, not a power cut. `synced_seq` never says more than what was synced.
-            Sealed segments are synced, with their index and their names, before the next one has a record.
+Invariant   A record is acknowledged and shown to the router only after `commit` returned. Under KMQ_FSYNC=always that
+            is after the fdatasync that covers it; under `interval:<ms>` and `never` an acknowledgement means "written
+            to the page cache": it survives every kill, not a power cut. `synced_seq` never says more than what was
+            synced. Sealed segments are synced, with their index and their names, before the next one has a record.
             Seqs are dense but for what dropped.log names.
 Crash       inside a line    the torn end is cut at open; nothing that is cut had been acknowledged;
             power cut        the unsynced end may be torn or NUL (ext4): cut back to the last whole, good line;
             inside a roll    the new segment is empty, or is not there; append.log may still lead to the old one;
             inside a removal an index without a log, which nobody reads; the log goes first, and oldest first. Of the
                              last record see remnant.py;
-            failed fsync     the process ends; what it had not synced is cut and appended again from the ring, into a new
+            failed fsync     the process ends; what it had not synced is cut and appended again from the ring, into a
+            new
                              segment and through a new descriptor. The old file is not trusted with another byte;
-            ring gone too    (the pod restarted on the same kernel) the page cache may show a tail that a failed fsync has
+            ring gone too    (the pod restarted on the same kernel) the page cache may show a tail that a failed fsync
+            has
                              lost. It is written again in place, byte for byte, and synced before anything is
                              acknowledged: a rewritten page is dirty again, whatever became of it before. In place,
                              and not as a copy in a new segment: that keeps `append.log` whole over every restart and
@@ -143,8 +145,8 @@ class Wal:
         self._wait_outside(path)
 
     def _point_link(self, path: str, wait_for_room: WaitForRoom) -> None:
-        # Also for a file that was there: who made it may have ended before this, or by its failure. And before the link, which
-        # must not lead to what a power cut takes away.
+        # Also for a file that was there: who made it may have ended before this, or by its failure. And before the
+        # link, which must not lead to what a power cut takes away.
         sync_directory(self.directory)
         link, target = f"{self.data}/append.log", os.path.relpath(path, self.data)
         self.set_aside = with_room(link, wait_for_room, lambda: point_symlink(link, target))
@@ -195,7 +197,8 @@ class Wal:
             self.last_seq, self.last_ts = first_seq + count - 1, recv_ts
 
     def commit(self) -> None:
-        """The commit point: everything appended is as durable as KMQ_FSYNC says, or RetryError and the process must end.
+        """The commit point: everything appended is as durable as KMQ_FSYNC says, or RetryError and the process must
+        end.
 
         Also when nothing new came: what came before may be due by now.
         """
@@ -248,7 +251,8 @@ class Wal:
         self._open_segment(self.last_seq + 1, path)
 
     def roll_if_over(self, now_s: float) -> bool:
-        """Roll where the active segment is over its limits, also if nothing comes; call now and then, not within `append`.
+        """Roll where the active segment is over its limits, also if nothing comes; call now and then, not within
+        `append`.
 
         True where there was no room for that: then it goes on as it is.
         """
@@ -263,7 +267,8 @@ class Wal:
         return False
 
     def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:
-        """Delete the sealed segments that are too old or too many; call about once a second, and while waiting for room.
+        """Delete the sealed segments that are too old or too many; call about once a second, and while waiting for
+        room.
 
         Returns those deleted. Of the last one, where nothing follows, the last record stays.
 

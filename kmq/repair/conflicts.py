@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kmq import record, routing
 from kmq.log import dropped, reader, segment, topics, wal
 from kmq.log.disk import QUARANTINE
+from kmq.log.lines import SEQ
 from kmq.log.partition import directory_of
 from kmq.repair.copies import Copies, Difference
 from kmq.repair.directory import At
@@ -70,26 +71,28 @@ class Conflicts:
         renumbered: list[bytes] = []  # records that get a new seq
         edits: defaultdict[str, list[_Edit]] = defaultdict(list)  # by path
         for seq, _, topic, partition, _ in differences:
-            _, path, byte, line = reader.partition(self.data, topic, partition).find(seq, 0)
-            _, wal_path, wal_byte, wal_line = wal_log.find(seq, 0)
-            if not wal_line.startswith(b"%d|" % seq) or self._is_in_its_queue(wal_line):
-                edits[path].append(_Edit(byte, seq, line, b"\n"))
-                renumbered.append(line)
+            queued = reader.partition(self.data, topic, partition).find(seq, SEQ)
+            logged = wal_log.find(seq, SEQ)
+            assert queued is not None  # the difference was read there
+            if logged is None or not logged.line.startswith(b"%d|" % seq) or self._is_in_its_queue(logged.line):
+                edits[queued.path].append(_Edit(queued.byte, seq, queued.line, b"\n"))
+                renumbered.append(queued.line)
             else:
-                edits[wal_path].append(_Edit(wal_byte, seq, wal_line, line + b"\n"))
-                renumbered.append(wal_line)
+                edits[logged.path].append(_Edit(logged.byte, seq, logged.line, queued.line + b"\n"))
+                renumbered.append(logged.line)
         for path, changes in edits.items():
             self._edit(path, sorted(changes))
         self._append(sorted(renumbered, key=record.seq_of))
 
     def _is_in_its_queue(self, line: bytes) -> bool:
         table, seq = topics.table(self.data), record.seq_of(line)
-        route = routing.resolve(table, line.split(b"|", 3)[2], seq)
+        route = routing.resolve(table, record.routing_key_of(line), seq)
         topic = table.get(route.topic)
         if topic is None:
             return False
         log = reader.partition(self.data, topic.name, topic.partition_of(route, seq))
-        return log.find(seq, 0)[3] == line
+        found = log.find(seq, SEQ)
+        return found is not None and found.line == line
 
     def _edit(self, path: str, edits: list[_Edit]) -> None:
         """Replace some lines of a segment."""

@@ -24,7 +24,7 @@ from kmq.log.disk import QUARANTINE, find_tail, replace_file, sync_directory
 from kmq.log.index import Entry, lineage_of, parse_label, place_of, read_entries
 from kmq.log.lines import is_stored
 from kmq.log.partition import EMPTY
-from kmq.log.reader import Segment
+from kmq.log.segment_reader import SegmentReader
 from kmq.repair.directory import queues
 from kmq.repair.quarantine import Quarantine
 from kmq.repair.scan import claimed
@@ -138,10 +138,11 @@ class Places:
 
     def _first_seq(self, path: str) -> int:
         """Return the seq of the first record; 0: none can be read, -1: it belongs to another queue."""
-        with Segment(path, int(os.path.basename(path)[:20]), _by_seq(path), sealed=False, trust=True) as opened:
+        with SegmentReader(path, int(os.path.basename(path)[:20]), _by_seq(path), sealed=False, trust=True) as opened:
             opened.index.label = b""  # it speaks of another file
+            first = opened.first_record()
             is_elsewhere = not _by_seq(path) and opened.misplaced()
-            return -1 if is_elsewhere else max(0, opened.first_record()[0])
+            return -1 if is_elsewhere else first.seq if first else 0
 
     def _place_by(self, index: str) -> str:
         """Return the place of the log that `index` describes; "": it belongs nowhere here."""
@@ -155,7 +156,7 @@ class Places:
         ours = (lineage_of(place[0]), *place[1:])
         if fields != ours and os.path.exists(log):
             first = next((entry.offset for entry in read_entries(index, 1 << 62)), -1)
-            with Segment(log, place[2], _by_seq(log), sealed=False, trust=True) as opened:
+            with SegmentReader(log, place[2], _by_seq(log), sealed=False, trust=True) as opened:
                 fields = claimed(opened, first) or ours
         lineage, name, base = fields
         directory = f"{self.data}/append" if name == "append" else f"{self.data}/topics/{name}"

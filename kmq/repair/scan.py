@@ -14,7 +14,7 @@ from kmq.log import topics
 from kmq.log.damage import DamageError
 from kmq.log.index import Entry, label, lineage_of, parse_label, parse_line, place_of
 from kmq.log.lines import bad_line, seqs_of
-from kmq.log.reader import Segment
+from kmq.log.segment_reader import SegmentReader
 
 _CHUNK = 1 << 20
 
@@ -78,7 +78,7 @@ def scan_segment(
     first: int, path: str, by_seq: bool, sealed: bool, progress: Callable[[int], None] = lambda _: None
 ) -> Scan:
     """Look at every byte of a segment."""
-    with Segment(path, first, by_seq, sealed, trust=True) as segment:
+    with SegmentReader(path, first, by_seq, sealed, trust=True) as segment:
         entries, wrong = _entries(segment)
         wrong[:0] = label_faults(segment, entries)
         misplaced = "" if wrong[:1] == [(0, DAMAGED_LABEL)] else segment.misplaced()
@@ -99,7 +99,7 @@ def scan_segment(
         return _uncovered(segment, end, scan, progress)
 
 
-def _entries(segment: Segment) -> tuple[list[tuple[int, Entry]], list[tuple[int, str]]]:
+def _entries(segment: SegmentReader) -> tuple[list[tuple[int, Entry]], list[tuple[int, str]]]:
     """Return ((byte, entry) of the index lines in force, in order; (byte, what) of the wrong lines)."""
     with open(segment.index.path, "rb") if segment.index.fd >= 0 else open(os.devnull, "rb") as file:
         text = file.read()
@@ -133,7 +133,7 @@ def _keep(kept: list[tuple[int, Entry]], byte: int, entry: Entry) -> None:
 DAMAGED_LABEL = "its first line, which says whose it is, is damaged"
 
 
-def label_faults(segment: Segment, entries: list[tuple[int, Entry]]) -> list[tuple[int, str]]:
+def label_faults(segment: SegmentReader, entries: list[tuple[int, Entry]]) -> list[tuple[int, str]]:
     """Return what is wrong with the first line of an index, where that is damage and no claim to belong elsewhere."""
     wanted, says = label(segment.path), segment.index.label
     if wanted and says not in (b"", wanted) and claimed(segment, entries[0][1].offset if entries else -1) is None:
@@ -141,7 +141,7 @@ def label_faults(segment: Segment, entries: list[tuple[int, Entry]]) -> list[tup
     return [(0, what)] if (what := segment.unlabelled()) else []
 
 
-def claimed(segment: Segment, first_entry: int) -> tuple[str, str, int] | None:
+def claimed(segment: SegmentReader, first_entry: int) -> tuple[str, str, int] | None:
     """Return the (lineage, log, base) that an index claims, if that is another place and believable, else None.
 
     One flipped bit may turn a digit into another. So a base is believed if the first block of the index begins with it
@@ -165,13 +165,14 @@ def _bits(a: str, b: str) -> int:
     return sum((x ^ y).bit_count() for x, y in zip(a.encode(), b.encode(), strict=True))
 
 
-def _route(data: str, segment: Segment) -> str:
+def _route(data: str, segment: SegmentReader) -> str:
     """Return the partition of a segment's first record, as <topic>/<partition>."""
-    seq, key = segment.first_record()
-    table = topics.table(data)
-    route = routing.resolve(table, key, seq)
+    first, table = segment.first_record(), topics.table(data)
+    if first is None:
+        return ""
+    route = routing.resolve(table, first.routing_key, first.seq)
     topic = table.get(route.topic)
-    return f"{route.topic.decode(errors='replace')}/{topic.partition_of(route, seq) if topic else 0}"
+    return f"{route.topic.decode(errors='replace')}/{topic.partition_of(route, first.seq) if topic else 0}"
 
 
 def _follows(before: Entry, entry: Entry) -> bool:
@@ -179,7 +180,7 @@ def _follows(before: Entry, entry: Entry) -> bool:
     return up and entry.offset >= before.offset and entry.position >= before.position
 
 
-def _covered_block(segment: Segment, entry: Entry, following: Entry | None) -> tuple[Block, str]:
+def _covered_block(segment: SegmentReader, entry: Entry, following: Entry | None) -> tuple[Block, str]:
     """Return the block of an index line, and what is wrong with that line; `following`: the line after it."""
     if following is not None:
         end = following.position
@@ -208,7 +209,7 @@ def _mismatch(data: bytes, position: int) -> str:
     return "crc mismatch" if bad is None else f"crc mismatch, and byte {position + bad} begins no stored line"
 
 
-def _uncovered(segment: Segment, end: int, scan: Scan, progress: Callable[[int], None]) -> Scan:
+def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[[int], None]) -> Scan:
     """Add what the index does not cover, from byte `end` on."""
     unindexed = torn = 0
     want, last_seq = _CHUNK, scan.last_seq

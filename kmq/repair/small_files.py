@@ -11,6 +11,7 @@ from kmq.errors import CorruptError
 from kmq.log import checkpoint, dedupe_file, deletions, identity, reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.disk import QUARANTINE, replace_file
+from kmq.log.lines import SEQ
 from kmq.log.segment import LIMITS
 from kmq.repair import faults
 from kmq.repair.directory import Directory, read_text
@@ -106,10 +107,10 @@ class SmallFiles:
 
     def _first_seq(self, name: str, partitions: int) -> int:
         try:
-            heads = [reader.partition(self.data, name, number).find(0, 0) for number in range(partitions)]
+            heads = [reader.partition(self.data, name, number).find(0, SEQ) for number in range(partitions)]
         except DamageError:
             return 1
-        return min([record.seq_of(line) for *_, line in heads if line], default=1)
+        return min([record.seq_of(head.line) for head in heads if head], default=1)
 
     def heal_dropped(self) -> None:
         """Heal each line of dropped.log from those two of its three numbers that name what really is missing."""
@@ -146,8 +147,8 @@ class SmallFiles:
     def _is_gap(self, logs: list[reader.Log], first: int, last: int) -> bool:
         """Return True if exactly first…last are missing."""
         try:
-            after = [record.seq_of(found[3]) for log in logs if (found := log.find(first, 0))[3]]
-            before = [record.seq_of(found[3]) for log in logs if (found := log.find(first - 1, 0))[3]]
+            after = [record.seq_of(found.line) for log in logs if (found := log.find(first, SEQ))]
+            before = [record.seq_of(found.line) for log in logs if (found := log.find(first - 1, SEQ))]
         except DamageError:
             return False
         return min(after, default=last + 1) == last + 1 and (first == 1 or min(before, default=0) == first - 1)

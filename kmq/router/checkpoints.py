@@ -1,8 +1,8 @@
 """When a checkpoint is due, what it has to sync, and what it says. router.ckpt itself is kmq/log/checkpoint.py.
 
 Owner       the router process.
-Invariant   A file that was written or made since the last checkpoint is synced by the next one, before router.ckpt names it. No
-            checkpoint says more than `routed_seq`; a topic that is still to be made is not in it.
+Invariant   A file that was written or made since the last checkpoint is synced by the next one, before router.ckpt
+            names it. No checkpoint says more than `routed_seq`; a topic that is still to be made is not in it.
 Crash       A checkpoint is the old or the new one, whole. What was in memory here is found again by recovery.
 """
 

@@ -1,10 +1,10 @@
 """How a topic comes into force: declared in topic.toml, named by a message, or known by the checkpoint of the last run.
 
 Owner       the router process; no other writes the topic.toml of a topic in force.
-Invariant   A topic's `from_seq` is on disk before a record is routed by it, except for topics without a dot in their name that a
-            message created: those have one partition from the start, which their directory says as well.
-Crash       Every topic.toml is replaced atomically. A topic that a message created is found half made by the next start, and is
-            made by the same message again. What the checkpoint knows of a topic outlives its directory.
+Invariant   A topic's `from_seq` is on disk before a record is routed by it, except for topics without a dot in their
+            name that a message created: those have one partition from the start, which their directory says as well.
+Crash       Every topic.toml is replaced atomically. A topic that a message created is found half made by the next
+            start, and is made by the same message again. What the checkpoint knows of a topic outlives its directory.
 """
 
 import os

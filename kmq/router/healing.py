@@ -1,8 +1,11 @@
-"""The end of a log that is not what its index says: damaged, or a power cut left the index ahead. The WAL knows what it was.
+"""The end of a log that is not what its index says: damaged, or a power cut left the index ahead. The WAL knows what it
+was.
 
 Owner       the router process.
-Invariant   Nothing is cut that the WAL cannot give back, except where the log was not synced: then a power cut may have torn it.
-Crash       The lines are written in place, the index after them. A start finds either of them half done, and does it again.
+Invariant   Nothing is cut that the WAL cannot give back, except where the log was not synced: then a power cut may have
+            torn it.
+Crash       The lines are written in place, the index after them. A start finds either of them half done, and does it
+            again.
 """
 
 import os

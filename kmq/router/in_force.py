@@ -1,8 +1,8 @@
 """The topics in force, those that were deleted, and the limits of each.
 
 Owner       the router process; the only place in it where a topic begins or ceases to be in force.
-Invariant   `table` always is one object, so that whoever routes may keep it. Remembered routes are forgotten before a line is
-            routed by a table that has changed.
+Invariant   `table` always is one object, so that whoever routes may keep it. Remembered routes are forgotten before a
+            line is routed by a table that has changed.
 Crash       In memory only. A start loads it from topic.toml, router.ckpt and deletions.
 """
 

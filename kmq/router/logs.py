@@ -1,8 +1,8 @@
 """The partition logs of a data directory: what is known of each, and the few that are open for writing.
 
 Owner       the router process (lock topics/.owner).
-Invariant   At most `most_open` logs are open; the one that was unused for longest is closed first. A log that has been written
-            is in `unsynced` until a checkpoint has begun that syncs it.
+Invariant   At most `most_open` logs are open; the one that was unused for longest is closed first. A log that has been
+            written is in `unsynced` until a checkpoint has begun that syncs it.
 Crash       In memory only. A start examines every log (recovery.py).
 Memory      A cold partition is one small object, its State.
 """

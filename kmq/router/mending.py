@@ -1,8 +1,9 @@
 """One log that is not as the checkpoint says: cutting what is torn, and writing from the WAL what is missing.
 
 Owner       the router process, at a start.
-Invariant   A record gets the offset it had: where records are lost for good, their offsets stay empty, and the log of the router
-            names them (`unrecoverable`). Nothing is cut but torn ends where damage, and not a power cut, may be the cause.
+Invariant   A record gets the offset it had: where records are lost for good, their offsets stay empty, and the log of
+            the router names them (`unrecoverable`). Nothing is cut but torn ends where damage, and not a power cut, may
+            be the cause.
 Crash       What was mended is not synced yet, so a kill or a power cut leaves a log that the next start mends again.
 """
 
@@ -106,7 +107,8 @@ class Mender:
         if not is_short:
             return
         if needed < wal_range.first:
-            # A replay would begin with the next record that the WAL has, and number it wrongly: count back from the end.
+            # A replay would begin with the next record that the WAL has, and number it wrongly: count back from the
+            # end.
             into = remains.segments[-1] if remains.segments else None
             remains.gaps.append(Gap(state.end_offset, known.end_offset, SeqRange(needed, known.last_seq), into))
             state.end_offset, state.last_seq = known.end_offset, known.last_seq

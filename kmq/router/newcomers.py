@@ -1,11 +1,12 @@
 """Topics that messages have named and the router has not made yet, with the lines that wait for them.
 
-To make a topic takes six inodes and some milliseconds: thousands of them would keep the lines of all others waiting. So these go
-first, and a few newcomers are made at a time.
+To make a topic takes six inodes and some milliseconds: thousands of them would keep the lines of all others waiting. So
+these go first, and a few newcomers are made at a time.
 
-Invariant   A topic's lines are in its newcomer or in its log, never in both, in order. All records before `first_seq` of the
-            oldest newcomer are in their logs; no checkpoint says more.
-Crash       What waits is in memory only. It is in the WAL too, from which the next start reads all behind the checkpoint.
+Invariant   A topic's lines are in its newcomer or in its log, never in both, in order. All records before `first_seq`
+            of the oldest newcomer are in their logs; no checkpoint says more.
+Crash       What waits is in memory only. It is in the WAL too, from which the next start reads all behind the
+            checkpoint.
 Memory      The lines that wait: MOST_BYTES; with more, all topics are made before anything else is routed.
 """
 

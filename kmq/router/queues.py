@@ -8,10 +8,10 @@
     newcomers       topics that are still to be made             retention, compacted
 
 Owner       the router process (lock topics/.owner).
-Invariant   Every record up to `routed_seq` is in its partition log, except what dropped.log names and the records of deleted
-            topics (sorting.py). The logs on disk are at least what router.ckpt says (checkpoints.py).
-Crash       The logs are copies and the WAL is the truth: every log is examined, then the WAL is replayed from where the first
-            of them ends (recovery.py).
+Invariant   Every record up to `routed_seq` is in its partition log, except what dropped.log names and the records of
+            deleted topics (sorting.py). The logs on disk are at least what router.ckpt says (checkpoints.py).
+Crash       The logs are copies and the WAL is the truth: every log is examined, then the WAL is replayed from where the
+            first of them ends (recovery.py).
 Memory      State of a cold partition: one small object. Descriptors: at most `most_open` logs.
 """
 
@@ -50,7 +50,8 @@ class Queues:
         wal_is_synced: bool = True,
         most_open: int = MAX_OPEN,
     ) -> None:
-        """`wal_is_synced`: what the WAL shows is on disk; else each checkpoint syncs the WAL first, not to be ahead of it.
+        """`wal_is_synced`: what the WAL shows is on disk; else each checkpoint syncs the WAL first, not to be ahead of
+        it.
 
         `most_open`: maximum of logs that are kept open.
         """

@@ -1,10 +1,10 @@
 """A start: finding out what every log holds, and from which seq on the WAL has to be replayed.
 
 Owner       the router process, before it routes anything.
-Invariant   After `run` each log is a prefix of what the WAL routes there, less what retention took, and the WAL is replayed from
-            where the first log ends. What the WAL no longer has is reported, never made up.
-Crash       Every step may be done again. A log that was mended is synced by the next checkpoint; until then the next start
-            finds it as unfit as this one did.
+Invariant   After `run` each log is a prefix of what the WAL routes there, less what retention took, and the WAL is
+            replayed from where the first log ends. What the WAL no longer has is reported, never made up.
+Crash       Every step may be done again. A log that was mended is synced by the next checkpoint; until then the next
+            start finds it as unfit as this one did.
 """
 
 import os

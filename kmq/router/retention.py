@@ -1,8 +1,10 @@
 """Retention of the queues: sealing logs that are over their limits, and deleting their oldest segments.
 
 Owner       the router process.
-Invariant   A segment is deleted only after a checkpoint on disk no longer counts it. The last record of a log always stays.
-Crash       Between that checkpoint and the deletion, the next start deletes (recovery.py). For the last record see remnant.py.
+Invariant   A segment is deleted only after a checkpoint on disk no longer counts it. The last record of a log always
+            stays.
+Crash       Between that checkpoint and the deletion, the next start deletes (recovery.py). For the last record see
+            remnant.py.
 """
 
 import contextlib

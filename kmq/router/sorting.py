@@ -1,10 +1,12 @@
 """Routing: sorting stored lines into the partition logs of their topics. The hot path of the router.
 
 Owner       the router process.
-Invariant   Every record up to `routed_seq` is in its log (in the page cache; the checkpoint says what is on disk), except what
-            dropped.log names and the records of deleted topics. Every record up to `sorted_seq` is in its log, or waits for its
-            topic to be made. Routing depends only on the line and on the topics in force at its seq.
-Crash       Nothing is lost with the memory: the next start replays the WAL from the checkpoint, and each log skips what it has.
+Invariant   Every record up to `routed_seq` is in its log (in the page cache; the checkpoint says what is on disk),
+            except what dropped.log names and the records of deleted topics. Every record up to `sorted_seq` is in its
+            log, or waits for its topic to be made. Routing depends only on the line and on the topics in force at its
+            seq.
+Crash       Nothing is lost with the memory: the next start replays the WAL from the checkpoint, and each log skips what
+            it has.
 Memory      Remembered routing keys: _MAX_ROUTES of at most _MAX_ROUTE bytes. For the lines that wait see newcomers.py.
 """
 

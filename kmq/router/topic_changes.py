@@ -1,10 +1,10 @@
 """What changes under topics/ while the router runs: new declarations, and requests to set limits or to delete a topic.
 
 Owner       the router process: commands only lay declarations and requests down (kmq/log/requests.py).
-Invariant   A deleted topic's last seq is on disk in `deletions` before any of its files goes, and no record after that seq is in
-            the deleted queue. A request is removed after it was carried out.
-Crash       A request that was carried out may be carried out again: that changes nothing. Between `deletions` and the removal of
-            the directory, the next start removes it (`finish_deletions`).
+Invariant   A deleted topic's last seq is on disk in `deletions` before any of its files goes, and no record after that
+            seq is in the deleted queue. A request is removed after it was carried out.
+Crash       A request that was carried out may be carried out again: that changes nothing. Between `deletions` and the
+            removal of the directory, the next start removes it (`finish_deletions`).
 """
 
 import os

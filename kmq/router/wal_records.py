@@ -1,8 +1,8 @@
 """What the WAL has for the queues: the records that have to be routed, and those of one partition.
 
 Owner       the router process; it reads the WAL only.
-Invariant   A record that dropped.log names is never handed out. The ranges end where a topic came into force or was deleted, so
-            within a range every routing key leads to the same place.
+Invariant   A record that dropped.log names is never handed out. The ranges end where a topic came into force or was
+            deleted, so within a range every routing key leads to the same place.
 """
 
 from collections.abc import Iterator

@@ -377,7 +377,7 @@ MUTANTS = [
     ),
     Mutant(
         "what the index says it is of is not looked at",
-        [("kmq/log/reader.py", '        if says not in (b"", wanted):\n', "        if False:\n")],
+        [("kmq/log/belonging.py", '    if says not in (b"", wanted):\n', "    if False:\n")],
         [MISPLACED],
     ),
     Mutant(

@@ -16,7 +16,7 @@ from made_data import FIRST_TS, append, write_data
 
 from kmq import record
 from kmq.gateway.core import spans
-from kmq.log import index, reader, topics
+from kmq.log import index, reader, segment_reader, topics
 from kmq.log.damage import DamageError
 from kmq.spark.source import brokers, remote
 from kmq.spark.source.brokers import Directory
@@ -30,7 +30,7 @@ DECLARED = {"a": 1, "b": 4, "empty": 3}
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So that a few hundred KB have many blocks, pieces and segments."""
-    for module in (index, reader):
+    for module in (index, segment_reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
     for module in (brokers, remote):
         monkeypatch.setattr(module, "BLOCK_BYTES", 20_000)

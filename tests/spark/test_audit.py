@@ -15,7 +15,7 @@ from made_data import append, write_data
 from made_up import no_room
 
 from kmq.errors import EXIT_FAILED, EXIT_OK
-from kmq.log import index, reader, requests, segment, topics
+from kmq.log import index, requests, segment, segment_reader, topics
 from kmq.log.index import IndexWriter
 from kmq.spark.audit import audit
 from kmq.spark.audit.auditor import audit_task
@@ -31,7 +31,7 @@ MANY, ONE = 4096, 1 << 30  # bytes of a stretch
 def small_blocks(monkeypatch, request):
     if "broker" in request.fixturenames:
         return  # its own are of the usual size
-    for module in (index, reader):
+    for module in (index, segment_reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
 
 

@@ -7,7 +7,7 @@ import pytest
 from made_up import Silent
 
 from kmq.links import layout, ring
-from kmq.log import index, reader
+from kmq.log import index, segment_reader
 
 _numbers = itertools.count()
 
@@ -45,6 +45,6 @@ def rings():
 def small_blocks():
     """Blocks of an index of 1 KiB, so that a small log has many."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (index, reader):
+        for module in (index, segment_reader):
             patch.setattr(module, "BLOCK_BYTES", 1024)
         yield

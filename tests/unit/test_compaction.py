@@ -18,6 +18,7 @@ from kmq.log.compaction import Sealed
 from kmq.log.damage import DamageError
 from kmq.log.index import IndexWriter
 from kmq.log.segment import COMPACT, Limits
+from kmq.log.segment_reader import SegmentReader
 from kmq.log.wal import Wal
 from kmq.repair import rebuild as repair
 from kmq.repair import verify
@@ -382,9 +383,9 @@ def test_a_swap_between_the_two_opens_of_a_reader_is_noticed(data, monkeypatch, 
 def test_a_reader_that_holds_a_segment_reads_it_to_its_end(data):
     (which, *_), _ = lay_out(data)
     before = pathlib.Path(which.path(data)).read_bytes()
-    with reader.Segment(which.path(data), which.first, False, True) as held:
+    with SegmentReader(which.path(data), which.first, False, True) as held:
         compaction.settle(data)
-        assert b"".join(piece.lines for piece in held.pieces(which.first)) == before
+        assert b"".join(checked.lines for checked in held.checked_lines(which.first)) == before
 
 
 def test_readers_in_a_loop_while_segments_are_swapped_again_and_again(data):
@@ -439,8 +440,8 @@ def test_an_index_is_made_of_a_log_with_long_runs_of_bare_newlines(tmp_path):
     pathlib.Path(path).write_bytes(text)
     IndexWriter.complete(path, 0, no_room)
     assert index.is_whole(path)
-    with reader.Segment(path, 0, False, True) as held:
-        assert b"".join(piece.lines for piece in held.pieces(0)) == text
+    with SegmentReader(path, 0, False, True) as held:
+        assert b"".join(checked.lines for checked in held.checked_lines(0)) == text
     (tmp_path / segment.name(5002)).touch()
     log = reader.Log(str(tmp_path), by_seq=False)
     assert log.read(3000)[0] == 3000 and log.offset_of_seq(2) == 5001

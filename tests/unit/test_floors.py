@@ -36,7 +36,6 @@ STILL = {
     "arrow": set(),
     "circle": set(),
     "file": {
-        "kmq/log/reader.py",
         "scripts/play.py",
     },
     "function": {
@@ -44,7 +43,6 @@ STILL = {
     },
     "class": {
         "kmq/gateway/http/logs.py: Logs",
-        "kmq/log/reader.py: Segment",
         "scripts/play.py: Pod",
     },
 }

@@ -19,7 +19,7 @@ from kmq import tokens
 from kmq.broker.stats import STATES
 from kmq.gateway.core import spans
 from kmq.gateway.http import logs
-from kmq.log import index, reader
+from kmq.log import index, reader, segment_reader
 
 PATIENCE_S = 30.0
 LINES = [b"t.k|%d|%d|%b" % (n, n, b"x" * 90) for n in range(2000)]
@@ -28,7 +28,7 @@ ALL = "/v1/logs/t/0/records"
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (index, reader):
+    for module in (index, segment_reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from made_up import FIRST_TS, no_room, stored
 
-from kmq.log import index, reader, segment
+from kmq.log import index, reader, segment, segment_reader
 from kmq.log.damage import DamageError
 from kmq.log.disk import AppendFile
 from kmq.log.index import IndexWriter
@@ -19,7 +19,7 @@ SEQS = range(1, 6001, 2)  # of the partition's records: every other record of th
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (index, reader):
+    for module in (index, segment_reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
 
 
@@ -227,7 +227,7 @@ def test_reading_past_a_long_line_takes_no_more_memory_than_a_few_such_lines(dat
     write_log(f"{data}/append", lines, True)
     sizes, pread = [], os.pread
     monkeypatch.setattr(reader.os, "pread", lambda fd, size, at: sizes.append(size) or pread(fd, size, at))
-    monkeypatch.setattr(reader, "READ_BYTES", 10_000)
+    monkeypatch.setattr(segment_reader, "READ_BYTES", 10_000)
     assert b"".join(reader.read(data, 1, 3001)) == b"".join(lines)
     assert max(sizes) < 600_000
 

@@ -13,7 +13,7 @@ from kmq import record
 from kmq.errors import CorruptError
 from kmq.log import dropped, identity, reader, show, topics
 from kmq.log.damage import DamageError
-from kmq.log.lines import seqs_of
+from kmq.log.lines import SEQ, seqs_of
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import evidence, verify
@@ -224,23 +224,25 @@ def data(original, tmp_path):
 
 def spoil(log, seq, text=b"spoiled"):
     """Overwrite the payload of a record; returns it as it was."""
-    _, path, byte, line = log.find(seq, 0)
-    overwrite(path, byte + len(line) - len(text), text)
-    return line
+    found = log.find(seq, SEQ)
+    overwrite(found.path, found.byte + len(found.line) - len(text), text)
+    return found.line
 
 
 def logs_of(data, seq):
     """The WAL, and the queue that holds record `seq`."""
     queues = [reader.partition(data, *at) for at in Directory(data).queues()]
-    return reader.wal(data), next(log for log in queues if log.find(seq, 0)[3].startswith(b"%d|" % seq))
+    return reader.wal(data), next(
+        log for log in queues if (found := log.find(seq, SEQ)) and found.line.startswith(b"%d|" % seq)
+    )
 
 
 def test_different_records_of_a_block_damaged_in_both_copies_are_all_healed(data, original):
     wal, queue = logs_of(data, 200)
-    others = (logs_of(data, seq)[1].find(seq, 0) for seq in range(201, 210))
-    other = next(each for each in others if not each[1].startswith(queue.directory))
-    for _, path, byte, line in (wal.find(200, 0), other):
-        overwrite(path, byte + len(line) - 2, b"?!")
+    others = (logs_of(data, seq)[1].find(seq, SEQ) for seq in range(201, 210))
+    other = next(each for each in others if not each.path.startswith(queue.directory))
+    for found in (wal.find(200, SEQ), other):
+        overwrite(found.path, found.byte + len(found.line) - 2, b"?!")
     assert not [each for each in repair.Repair(data).run() if each.lost]
     assert findings(data) == []
     check_healed(files(original), data)
@@ -248,7 +250,7 @@ def test_different_records_of_a_block_damaged_in_both_copies_are_all_healed(data
 
 def test_what_no_copy_has_is_kept_aside_and_named_and_the_rest_goes_on(data, original):
     wal, queue = logs_of(original, 300)
-    offset = queue.find(300, 0)[0]
+    offset = queue.find(300, SEQ).offset
     here = reader.Log(queue.directory.replace(original, data), by_seq=False)
     spoil(reader.wal(data), 300, b"spoiled")
     spoil(here, 300, b"ruined!")
@@ -281,8 +283,8 @@ def flip_in(path, line):
 @pytest.mark.parametrize("seq", [200, 897])  # in a sealed segment, and in the active one
 def test_an_index_that_was_lost_is_made_anew_only_of_what_the_other_copy_says_too(data, original, copy, seq):
     log = logs_of(data, seq)[copy == "queue"]
-    _, path, _, line = log.find(seq, 0)
-    flip_in(path, line)
+    found = log.find(seq, SEQ)
+    flip_in(found.path, found.line)
     assert not everything(log).keys() & {seq if copy == "WAL" else log.first_offset}, "a log without an index is served"
     done = repair.Repair(data).run()
     assert not [each for each in done if each.lost or each.unwitnessed], done
@@ -292,7 +294,7 @@ def test_an_index_that_was_lost_is_made_anew_only_of_what_the_other_copy_says_to
 
 def test_what_has_no_second_witness_is_kept_and_said_to_have_none(data):
     _, queue = logs_of(data, 200)
-    path = queue.find(200, 0)[1]
+    path = queue.find(200, SEQ).path
     seqs = seqs_of(pathlib.Path(path).read_bytes())
     first, last = seqs[0], seqs[-1]
     for number, wal_path in reader.wal(data).segments():  # as retention does

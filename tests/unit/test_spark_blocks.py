@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "spark"))
 from made_data import write_data
 
 from kmq import record
-from kmq.log import index, reader
+from kmq.log import index, reader, segment_reader
 from kmq.log.damage import DamageError
 
 np = pytest.importorskip("numpy")
@@ -22,7 +22,7 @@ LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n * 37 % 300)) for n in range
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (index, reader):
+    for module in (index, segment_reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
 
 

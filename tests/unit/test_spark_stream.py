@@ -17,7 +17,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMinRows
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
-from kmq.log import index, reader
+from kmq.log import index, segment_reader
 from kmq.spark.source import lineage
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import WAL, Options
@@ -29,7 +29,7 @@ ALL = ReadAllAvailable()
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (index, reader):
+    for module in (index, segment_reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 512)
 
 

@@ -11,7 +11,7 @@ import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
 from kmq.errors import CorruptError
-from kmq.log import disk, index, reader, remnant, segment, wal
+from kmq.log import disk, index, reader, remnant, segment, segment_reader, wal
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 
@@ -20,7 +20,7 @@ LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 90)) for n in range(1, 301)]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (index, reader):
+    for module in (index, segment_reader):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
 
 

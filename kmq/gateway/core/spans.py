@@ -18,7 +18,8 @@ from typing import NamedTuple
 from kmq import record
 from kmq.log.damage import DamageError
 from kmq.log.lines import CheckedLines, within
-from kmq.log.reader import Log, Segment
+from kmq.log.reader import Log
+from kmq.log.segment_reader import LineStart, SegmentReader
 
 PIECE_BYTES = 2 << 20  # checked, then sent: a few milliseconds of work
 _NEVER = 1 << 63
@@ -73,7 +74,7 @@ class Range:
             if first >= end:
                 return
             try:
-                held = Segment(path, first, self._log.by_seq, following < _NEVER)
+                held = SegmentReader(path, first, self._log.by_seq, following < _NEVER)
             except DamageError:
                 if self._parts:
                     return  # a piece: what is good in front of it
@@ -93,7 +94,7 @@ class Range:
                         return
                 stop, self.next_offset = held.size, following
                 if end < following:
-                    stop, self.next_offset = _end(held, (offset, begin), end)
+                    stop, self.next_offset = _end(held, LineStart(offset, begin), end)
                 if stop > begin or held.sealed:
                     file = held.inode, held.size
                     self._parts.append(_Part(first, path, held.sealed, file, offset, begin, self.next_offset, stop))
@@ -102,16 +103,16 @@ class Range:
 
     def _check(self) -> Generator[Span, None, None]:
         for part in self._parts:
-            with Segment(part.path, part.first, self._log.by_seq, part.is_sealed) as held:
+            with SegmentReader(part.path, part.first, self._log.by_seq, part.is_sealed) as held:
                 if part.is_sealed and (held.inode, held.size) != part.file:
                     raise FileNotFoundError(f"{part.path}: has been replaced")
                 yield from self._check_part(held, part)
 
-    def _check_part(self, held: Segment, part: _Part) -> Generator[Span, None, None]:
+    def _check_part(self, held: SegmentReader, part: _Part) -> Generator[Span, None, None]:
         at = end = part.begin
         offset = part.offset
         try:
-            for piece in held.pieces(part.offset, (part.offset, part.begin)):
+            for piece in held.checked_lines(part.offset, LineStart(part.offset, part.begin)):
                 end, offset = min(piece.position + len(piece.lines), part.stop), piece.next_offset
                 if end == part.stop:
                     break
@@ -129,15 +130,15 @@ class Range:
         _check_whole(held, offset, part.next_offset)
 
 
-def _check_whole(held: Segment, offset: int, following: int) -> None:
+def _check_whole(held: SegmentReader, offset: int, following: int) -> None:
     """Records of a partition have no gaps; the WAL has, under drop_oldest."""
     if held.sealed and not held.by_seq and offset < following:
         raise held.damage(held.size, held.size, offset, following, "the log ends before the next segment")
 
 
-def _holding(held: Segment, offset: int) -> CheckedLines | None:
+def _holding(held: SegmentReader, offset: int) -> CheckedLines | None:
     """The piece that holds the first record at `offset` or later, without what lies in front of that."""
-    for piece in held.pieces(offset):
+    for piece in held.checked_lines(offset):
         if piece.next_offset > offset:
             lines = _rest(piece, offset, held.by_seq)
             first = record.seq_of(lines) if held.by_seq else max(offset, piece.offset)
@@ -153,29 +154,29 @@ def _rest(piece: CheckedLines, offset: int, by_seq: bool) -> bytes:
     return piece.lines.split(b"\n", ahead)[ahead] if ahead > 0 else piece.lines
 
 
-def _cut(held: Segment, piece: CheckedLines, limit: int) -> int:
+def _cut(held: SegmentReader, piece: CheckedLines, limit: int) -> int:
     """The offset at which a range that begins in `piece` ends with a block, up to byte `limit`, but not before the piece does."""
     if limit >= held.size:
         return _NEVER
     with suppress(DamageError):
         found = held.index.last(lambda entry: entry.position <= limit)
-        return max(piece.next_offset, found[2].offset if found else 0)
+        return max(piece.next_offset, found.entry.offset if found else 0)
     return piece.next_offset
 
 
-def _end(held: Segment, known: tuple[int, int], end: int) -> tuple[int, int]:
+def _end(held: SegmentReader, known: LineStart, end: int) -> tuple[int, int]:
     """(byte, offset) where the records before `end` stop, which begin at `known`, (offset, byte)."""
     with suppress(DamageError):
         return _stop(held, end, known, end)
     return _stop(held, known[0], known, end, known[1] + PIECE_BYTES)
 
 
-def _stop(held: Segment, offset: int, known: tuple[int, int], end: int, limit: int = _NEVER) -> tuple[int, int]:
+def _stop(held: SegmentReader, offset: int, known: LineStart, end: int, limit: int = _NEVER) -> tuple[int, int]:
     """The same, found by reading from record `offset` on, to byte `limit` or damage at most."""
     following, stop = known
     found = False
     try:
-        for piece in held.pieces(offset, known):
+        for piece in held.checked_lines(offset, known):
             found, following, stop = True, piece.next_offset, piece.position + len(piece.lines)
             if following >= end:
                 return stop - (len(_rest(piece, end, held.by_seq)) if following > end else 0), end

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kmq import record
+from kmq.log.extents import Extent
 from kmq.log.lines import last_line, within
-from kmq.log.reader import Extent, Log
+from kmq.log.reader import Log
 
 BLOCK_BYTES = 1 << 20  # of lines handed out at once: what stays in the processor's cache
 _LINE_BYTES = 512  # a guess: for longer lines Log.read is asked more often

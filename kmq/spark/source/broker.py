@@ -6,12 +6,12 @@ An implementation keeps no state that matters: each call looks anew, on the driv
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kmq.log import reader
+from kmq.log import segment_reader
 
 if TYPE_CHECKING:  # blocks.py needs numpy, which `kmq pipeline status` must work without
     from kmq.spark.source.blocks import Lines
 
-BLOCK_BYTES = reader.READ_BYTES  # of lines handed out at once
+BLOCK_BYTES = segment_reader.READ_BYTES  # of lines handed out at once
 
 
 class Broker(Protocol):
