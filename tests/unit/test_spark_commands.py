@@ -206,7 +206,11 @@ def spark_error(text, name="PySparkException", module="pyspark.errors.exceptions
         (spark_error(JAVA, "Py4JJavaError", "py4j.protocol"), "IllegalStateException: no room", 1),
         (spark_error("[COL] no column `x`. Maybe `y`. SQLSTATE: 42703; line 1 pos 7;\n'Project"), "no column `x`", 1),
         (spark_error("[PATH_NOT_FOUND] file:/x. SQLSTATE: 42K03"), "[PATH_NOT_FOUND] file:/x", 1),
-        (spark_error("x Python worker failed to connect back."), "no Python worker started within the 10 s", EXIT_RETRY),
+        (
+            spark_error("x Python worker failed to connect back."),
+            "no Python worker started within the 10 s",
+            EXIT_RETRY,
+        ),
         (spark_error("answer is empty", "Py4JNetworkError", "py4j.protocol"), "JVM has ended", EXIT_RETRY),
         (CorruptError("as it is"), "as it is", EXIT_CORRUPT),
     ],
