@@ -291,7 +291,7 @@ def test_a_start_behind_its_end_is_refused_with_both():
         ends.check_order(start, end, starts, stops)
 
 
-def test_a_time_that_no_record_matches_is_an_error_by_strategy_or_where_it_is_to_come():
+def test_a_time_that_no_record_matches_is_an_error_by_strategy_or_in_the_future():
     starts = {key: end for key, (_, end) in HERE.items()}
     past, future = end_of("5", name="Timestamp"), end_of(str(10**14), name="Timestamp")
     ends.check_matches(past, starts, HERE, "")

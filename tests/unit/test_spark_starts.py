@@ -1,12 +1,6 @@
 """What readers say of options that do not fit what is there: over real data directories, as Spark's planner asks them."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "spark"))
-
 from made_data import FIRST_TS, write_data
 
 from kmq.errors import ConfigError
