@@ -32,14 +32,12 @@ FLOORS = [
 ]
 
 # What breaks the rules today, one entry a line. The list only shrinks: an entry that no longer breaks a rule has to go.
-STILL = {
+STILL: dict[str, set[str]] = {
     "arrow": set(),
     "circle": set(),
     "file": set(),
     "function": set(),
-    "class": {
-        "kmq/spark/source/planner.py: Logs",
-    },
+    "class": set(),
 }
 
 
