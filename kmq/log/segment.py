@@ -15,7 +15,7 @@ from kmq import record
 from kmq.errors import ConfigError
 from kmq.log.disk import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
 from kmq.log.index import IndexWriter
-from kmq.settings import GIB, SETTINGS, Settings
+from kmq.settings import FOREVER, GIB, SETTINGS, Settings
 
 _STAMP_BYTES = 64  # a seq and a time are shorter
 COMPACT = "compact"
@@ -112,8 +112,8 @@ class Limits:
     def __init__(
         self,
         segment_bytes: int = GIB,
-        segment_age: float = float("inf"),
-        retention_age: float = float("inf"),
+        segment_age: float = FOREVER,
+        retention_age: float = FOREVER,
         retention_bytes: int = 0,
         cleanup: str = "delete",
     ) -> None:
@@ -150,14 +150,14 @@ class Limits:
         """Return True if an idle segment of `size` bytes has to be sealed. `newest_ts`: of its last record, in µs."""
         if size >= self.segment_bytes:
             return True
-        return size > 0 and self.retention_age != float("inf") and newest_ts() <= (now_s - self.retention_age) * 1e6
+        return size > 0 and self.retention_age != FOREVER and newest_ts() <= (now_s - self.retention_age) * 1e6
 
     def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float) -> int:
         """How many of the oldest sealed segments have to go. `now_s`: by a clock that is trusted (clock.py)."""
         total = active_bytes + sum(each.size for each in sealed) if self.retention_bytes else 0
         youngest = (now_s - self.retention_age) * 1e6
         for count, each in enumerate(sealed):
-            too_old = self.retention_age != float("inf") and each.newest_ts() <= youngest
+            too_old = self.retention_age != FOREVER and each.newest_ts() <= youngest
             if total <= self.retention_bytes and not too_old:
                 return count
             total -= each.size

@@ -107,7 +107,7 @@ class Wal:
     ) -> None:
         """`unindexed_bytes`: how far back from the end NULs are looked for, at most; one group commit and more.
 
-        `fsync`: seconds between two syncs; 0: every commit, infinity: none but at a roll and at the end.
+        `fsync`: seconds between two syncs; 0: every commit; FOREVER: only at a roll and at the end.
         `check` is called again and again while a missing index is made anew.
         """
         self.data = data
