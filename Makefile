@@ -30,7 +30,7 @@ image-spark: $(STAMP)  ## build localhost/kmq-spark:dev, driver and executors of
 	@scripts/image spark $(TAG)
 
 pod: $(STAMP)  ## a real pod on this machine, from k8s/overlays/dev (or OVERLAY=…), until Ctrl-C or SIGTERM; root on Debian
-	@eval "$$(scripts/pod-setup)" && scripts/image broker && exec $(BIN)/python scripts/play.py $(OVERLAY)
+	@eval "$$(scripts/pod-setup)" && scripts/image broker && exec $(BIN)/python scripts/play $(OVERLAY)
 
 pod-test: $(STAMP)  ## the scenarios and faults against real pods: sets up podman, builds the image; root on Debian
 	@$(BIN)/python -m pytest tests/pod

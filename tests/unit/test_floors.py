@@ -35,16 +35,13 @@ FLOORS = [
 STILL = {
     "arrow": set(),
     "circle": set(),
-    "file": {
-        "scripts/play.py",
-    },
+    "file": set(),
     "function": {
         "kmq/gateway/grpc/podbus.py: handler",
     },
     "class": {
         "kmq/gateway/http/logs.py: Logs",
         "kmq/spark/source/planner.py: Logs",
-        "scripts/play.py: Pod",
     },
 }
 
