@@ -41,7 +41,6 @@ STILL = {
     },
     "class": {
         "kmq/gateway/http/logs.py: Logs",
-        "kmq/spark/source/planner.py: Logs",
     },
 }
 
