@@ -30,7 +30,7 @@ image-spark: $(STAMP)  ## build localhost/kmq-spark:dev, driver and executors of
 	@scripts/image spark $(TAG)
 
 pod: $(STAMP)  ## a real pod on this machine, from k8s/overlays/dev (or OVERLAY=…), until Ctrl-C or SIGTERM; root on Debian
-	@eval "$$(scripts/pod-setup)" && scripts/image broker && exec $(BIN)/python scripts/play.py $(OVERLAY)
+	@eval "$$(scripts/pod-setup)" && scripts/image broker && exec $(BIN)/python scripts/play $(OVERLAY)
 
 pod-test: $(STAMP)  ## the scenarios and faults against real pods: sets up podman, builds the image; root on Debian
 	@$(BIN)/python -m pytest tests/pod
@@ -41,11 +41,10 @@ test: $(STAMP)  ## set up and run all the tests
 lint: $(STAMP)  ## lint and types: seconds
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-unit: $(STAMP)  ## the unit tests
-	@$(BIN)/python -m pytest -q tests/unit
+unit: $(STAMP)  ## the unit tests, on two cores
+	@scripts/unit
 
-check: lint  ## lint, types, unit tests: about a minute
-	@$(BIN)/python -m pytest -q tests/unit
+check: lint unit  ## lint, types, unit tests
 
 scenario-1: $(STAMP)  ## resume: 500 messages, SIGKILL of the whole pod, 500 more
 	@scripts/scenario-1

@@ -3,9 +3,9 @@
 
     scripts/bench_pod.py [idle steady most] [--quick] [--json FILE]
 
-The pod is k8s/base as play.py plays it, sent to from outside; data lies on this machine's disk and fdatasync is on. CPU is what
-the containers' cgroups say and so has the probes in it, which run here as often as the manifests say; memory is the working set,
-by which a kubelet evicts. Needs root, and what `make pod-test` sets up.
+The pod is k8s/base as scripts/play plays it, and messages come from outside. Its data is on this machine's disk and
+fdatasync is on. CPU is what the cgroups of the containers count, which includes the probes; these run as often as the
+manifests say. Memory is the working set, by which a kubelet evicts. Needs root, and what `make pod-test` sets up.
 """
 
 import argparse

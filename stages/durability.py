@@ -3,15 +3,16 @@
 Links       in: ring `framed` (sole reader)   out: ring `durable` (sole writer), FIFO `acks`
 Owns        the WAL (lock append/.owner), the durable cursor, the `framed` lines of dropped.log.
 
-Invariant   A block enters `durable`, and its replies FIFO `acks`, only after the fdatasync that covers its lines returned (but
-            for a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
+Invariant   A block enters `durable`, and its replies the FIFO `acks`, only after the fdatasync that covers its lines has
+            returned (except under a KMQ_FSYNC other than `always`, see wal.py). The cursor of `framed` moves last.
 Crash       before the fsync      the blocks are still in the ring: what the WAL has of them unsynced is cut at the start
                                   and appended again;
-            after the fsync       they are read again, compared with what the WAL has under their seqs, not written again,
-                                  answered again, pushed if `durable` lacks them. What differs ends us: it is of a ring that
-                                  gave these seqs to other messages, and nothing of it has been stored;
+            after the fsync       they are read again and compared with what the WAL has under their seqs. They are not
+                                  written again, but replied to again, and pushed if `durable` lacks them. Other
+                                  records end the process: the block is of a ring that gave these seqs to other
+                                  messages, and nothing of it has been stored;
             inside a line         Wal cuts the torn end: nothing that is cut had been shown to anybody;
-            fsync failed          the ring remembers; we end, and the next start goes on in a new segment (wal.py).
+            fsync failed          the ring remembers it, the process ends, the next start uses a new segment (wal.py).
 Not covered A disk that lies about fdatasync.
 """
 
@@ -24,59 +25,17 @@ from functools import partial
 from kmq.broker.admission import Admission
 from kmq.broker.clock import AgeClock
 from kmq.broker.stage import Stage, main
+from kmq.durability.recovery import SLACK, recover_wal, without_stored
 from kmq.errors import CorruptError, RetryError
-from kmq.links import layout
 from kmq.links.acks import AckWriter
 from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
-from kmq.log import checkpoint, dropped, identity, numbered, spare, wal
+from kmq.log import checkpoint, dropped, identity, numbered, spare
 from kmq.log.disk import Buffer
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
-from kmq.settings import MIB
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
-_SLACK = 2 * MIB  # beyond one ring of blocks: how far back from the end of the WAL something may be torn
-
-
-def recover_wal(stage: Stage, wal: Wal, framed: RingReader) -> None:
-    """Make everything in the WAL durable, so that from here on what it holds may be shown."""
-    synced = framed.synced_seq
-    last_framed = framed.committed().next_seq - 1
-    if wal.last_seq > last_framed:  # the ring slept while another instance wrote here: cut nothing on its word
-        raise CorruptError(
-            f"the WAL ends at seq {wal.last_seq}, but the ring {framed.path} has numbered up to {last_framed} only:"
-            " it is older than the WAL; remove it while the broker is down"
-        )
-    waiting = framed.first_waiting_seq()
-    if dropped.without(wal.last_seq + 1, waiting - 1, dropped.accounted(wal.data)) and not framed.drops:
-        raise CorruptError(
-            f"the WAL ends at seq {wal.last_seq}, but the ring goes on at {waiting}: the WAL was cut;"
-            " run kmq verify --repair, which restores it from the queues"
-        )
-    if synced is None:
-        wal.rewrite_tail(framed.size + _SLACK)
-    elif wal.last_seq > synced or framed.sync_failed:
-        # Appended but not known to be on disk. Trust the ring rather than the page cache where it still has it, but for what
-        # `durable` has been shown: under a lax KMQ_FSYNC that is more than is synced, and the router has it. Under
-        # drop_oldest `framed` may have only the end of it, and the WAL only the first lines of a block that the ring has whole.
-        shown = layout.last_seq(stage.settings.instance, "durable", stage.ring_identity("durable"))
-        keep = max(synced, waiting - 1, shown)
-        if keep < wal.last_seq or framed.sync_failed:
-            if (
-                framed.sync_failed and not stage.settings.fsync
-            ):  # else what the ring has released counts as acknowledged
-                keep = synced
-            stage.log.info("unsynced_cut", from_seq=keep + 1, to_seq=wal.last_seq, new_segment=framed.sync_failed)
-            wal.cut_after(keep)
-            if framed.sync_failed:
-                wal.rewrite_after(synced)
-                wal.roll()
-        else:
-            wal.rewrite_tail(framed.size + _SLACK)
-    wal.sync()
-    framed.set_synced(wal.last_seq)
-    framed.sync_failed = False
 
 
 class Durability:
@@ -95,12 +54,12 @@ class Durability:
         spare.claim(stage.settings.data)
 
     def turn(self) -> bool:
-        """One group commit of all blocks that wait; whether there were any."""
+        """Commit all blocks that wait as one group; return False if there were none."""
         blocks = self.framed.take()
         if blocks:
             self._name_gap(blocks[0])
             self._store(blocks)
-            self._answer(blocks)
+            self._reply(blocks)
             self._show(blocks)
             self.framed.release(blocks[-1])
         else:
@@ -117,7 +76,7 @@ class Durability:
         return bool(blocks)
 
     def _name_gap(self, block: Block) -> None:
-        """What drop_oldest took out between the last record and this block gets its name before we go on."""
+        """Name the seqs that drop_oldest has dropped before this block, before anything of it is stored."""
         expected = max(self.wal.last_seq, self.named) + 1
         if block.first_seq <= expected:
             return
@@ -130,14 +89,14 @@ class Durability:
         self.stage.log.warn("dropped", ring="framed", first_seq=expected, last_seq=self.named)
 
     def _store(self, blocks: list[Block]) -> None:
-        """Append what the WAL does not have yet and sync it: the commit point."""
+        """Append what the WAL does not have yet, and sync it: the commit point."""
         row = self.stage.row
-        new = self._without_stored([block for block in blocks if block.count])
+        new = without_stored(self.wal, self.framed, [block for block in blocks if block.count])
         if not new:
             return
         nbytes = sum(len(data) for data, *_ in new)
         while self.admission.must_wait(nbytes):
-            self.roll_if_over()  # may be what makes the room
+            self.roll_if_over()  # a sealed segment may be deleted, which makes room
             self._retain()
             self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
         self._commit(new)
@@ -146,28 +105,8 @@ class Durability:
         row.messages += sum(count for _, _, count, _ in new)
         row.bytes += nbytes
 
-    def _without_stored(self, blocks: list[Block]) -> list[tuple[Buffer, int, int, int]]:
-        """(lines, first seq, count, recv_ts) of what the WAL lacks. Raises CorruptError where it has other records there."""
-        last = self.wal.last_seq
-        new: list[tuple[Buffer, int, int, int]] = []
-        for block in blocks:
-            data, first_seq = block.data, block.first_seq
-            if first_seq <= last:  # after a restart: what the ring had not been told is stored
-                until = min(block.last_seq, last)
-                stored = b"".join(wal.read(self.wal.data, first_seq, until))
-                if stored.count(b"\n") != until - first_seq + 1 or data[: len(stored)] != stored:
-                    raise CorruptError(
-                        f"the WAL {self.wal.path} and the ring {self.framed.path} hold different records from seq"
-                        f" {first_seq} on: run kmq verify --repair, and if it finds no damage remove the ring; what only the"
-                        " ring holds has not been acknowledged"
-                    )
-                data, first_seq = data[len(stored) :], until + 1
-            if data:
-                new.append((data, first_seq, block.last_seq - first_seq + 1, block.recv_ts))
-        return new
-
     def _commit(self, new: Sequence[tuple[Buffer, int, int, int]] = ()) -> None:
-        """Append `new`, and sync what is due under KMQ_FSYNC, also when nothing came."""
+        """Append `new`, and sync what is due under KMQ_FSYNC, also if `new` is empty."""
         wal = self.wal
         with self._syncing():
             if new:
@@ -176,7 +115,7 @@ class Durability:
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:
-        """What may sync: the ring remembers how far, and whether that has failed."""
+        """Wrap what may sync: the ring remembers how far everything is synced, and whether a sync has failed."""
         before = self.wal.synced_seq
         try:
             yield
@@ -188,7 +127,7 @@ class Durability:
             self.stage.row.synced = time.time_ns()
 
     def roll_if_over(self) -> None:
-        """Seal the active segment where it is over its limits, also if nothing comes: only then can it be deleted."""
+        """Seal the active segment if it is over its limits, also if nothing comes: only a sealed one can be deleted."""
         with self._syncing():
             postponed = self.wal.roll_if_over(self.clock.now_s())
         if postponed and not self._postponed:
@@ -198,15 +137,15 @@ class Durability:
         self._postponed = postponed
 
     def _retain(self) -> None:
-        """Delete old segments, unless the router may be about to read them to mend a queue."""
+        """Delete old segments, unless the router may be about to read them to repair a queue."""
         stage = self.stage
         if stage.page.rows["router"].state_name in ("starting", "waiting", "recovering"):
             return
         for gone in self.wal.retain(lambda: checkpoint.wal_is_free_up_to(stage.settings.data), self.clock.now_s()):
             stage.log.info("segment_deleted", file=gone.path, first_seq=gone.first, bytes=gone.size)
 
-    def _answer(self, blocks: list[Block]) -> None:
-        """Tell the producers; again for blocks that were stored before we were killed, whose replies may not have gone."""
+    def _reply(self, blocks: list[Block]) -> None:
+        """Send the replies, also those of blocks that were stored before a kill: they may not have been sent."""
         replies = b"".join([block.replies for block in blocks if block.replies])
         if replies:
             lost = self.acks.lost
@@ -215,7 +154,7 @@ class Durability:
                 self.stage.log.warn("replies_lost", bytes=self.acks.lost - lost, reason="nobody reads the FIFO acks")
 
     def _show(self, blocks: list[Block]) -> None:
-        """Push what `durable` does not have yet."""
+        """Push the blocks that `durable` does not have yet."""
         durable = self.durable
         for block in blocks:
             if not block.count or block.first_seq < durable.last.next_seq:
@@ -235,7 +174,7 @@ def run(stage: Stage) -> None:
         stage.log.info(
             "format_raised", to=identity.FORMAT, effect="releases before this one do not open the directory any more"
         )
-    unindexed = settings.ring_bytes + _SLACK
+    unindexed = settings.ring_bytes + SLACK
     wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check)
     if wal.cut_bytes:
         stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)
@@ -263,7 +202,7 @@ def run(stage: Stage) -> None:
             if not busy and framed.writer_is_gone():
                 break
             stage.check()
-        framed.wait()  # returns at once where there is more
+        framed.wait()  # returns at once if there is more
     wal.close()
     durable.close()
     framed.close()

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,7 +27,7 @@ _number = count()
 def is_alive(process: psutil.Process) -> bool:
     """Not gone and not a zombie: init takes its time to reap what a dead supervisor leaves to it."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
@@ -62,10 +63,10 @@ class Broker:
             command, env=env, cwd=self.root, input=text, capture_output=True, text=True, timeout=patience_s
         )
 
-    def kmq(self, *arguments: str, text: str = "", **settings: object) -> subprocess.CompletedProcess[str]:
+    def kmq(self, *arguments: str, text: str = "", **settings: Any) -> subprocess.CompletedProcess[str]:
         return self.run("kmq", *arguments, text=text, **settings)
 
-    def up(self, **settings: object) -> None:
+    def up(self, **settings: Any) -> None:
         result = self.kmq("up", *[] if self.gateway else ["--no-gateway"], **settings)
         assert result.returncode == 0, result.stderr
 
@@ -81,7 +82,7 @@ class Broker:
         shown = status.logfmt(status.collect(load(self.env, toml="")))
         for line in [line for line in shown.splitlines() if line.startswith(("stage=", "links="))]:
             fields = dict(part.split("=", 1) for part in line.split())
-            found[fields.pop("stage", None) or fields.pop("links")] = fields
+            found[fields.pop("stage", "") or fields.pop("links")] = fields
         return found
 
     def pids(self) -> dict[str, int]:

@@ -51,7 +51,7 @@ class Up:
     @property
     def streams(self):
         """How many responses with records are being sent."""
-        return len(self._serving.logs._sending)
+        return len(self._serving.logs._sending) if self._serving else 0
 
 
 def _strangers(up):
@@ -72,11 +72,17 @@ class _Thread:
 
     async def _serve(self, up, ready):
         made = []
-        original, logs.Logs = logs.Logs, lambda broker: made.append(original(broker)) or made[0]
+        original = logs.Logs
+
+        def make(broker):
+            made.append(original(broker))
+            return made[0]
+
+        logs.Logs = make  # type: ignore[assignment,misc]
         try:
             app = pages.application(Broker(up.settings, up.page), metrics.Requests())
         finally:
-            logs.Logs = original
+            logs.Logs = original  # type: ignore[misc]
         self.logs = made[0]
         tokens = open_tokens(up.settings, lambda *_, **__: None)
         app.middlewares.extend([listeners.http_guard(tokens, _strangers(up))] if tokens else [])

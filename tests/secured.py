@@ -1,5 +1,8 @@
 """A broker that wants TLS, a certificate of its clients and a token, and the options that open its door."""
 
+from pathlib import Path
+
+from brokers import Broker
 from certificates import Authority
 
 from kmq import tokens
@@ -8,7 +11,7 @@ from kmq import tokens
 class Secured:
     """`broker`, up. `options` are those of a writer that it takes messages from."""
 
-    def __init__(self, broker, authority, directory, gateway=False):
+    def __init__(self, broker: Broker, authority: Authority, directory: Path, gateway: bool = False) -> None:
         self.broker, self.directory = broker, directory
         cert, key = authority.issue("server")
         self.token = tokens.new(str(directory / "tokens"), "spark")
@@ -36,5 +39,5 @@ class Secured:
         }
         self.options = {"kmq.producers": self.producers, "kmq.token": self.token, **tls}
 
-    def port(self, name):
+    def port(self, name: str) -> int:
         return int((self.broker.pipes / f"{name}.port").read_text())

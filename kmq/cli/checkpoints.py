@@ -1,4 +1,4 @@
-"""`kmq pipeline status` and `kmq pipeline reset`: how far streaming queries are, and where they go on.
+"""`kmq pipeline status` and `kmq pipeline reset`: how far streaming queries are, and where they resume.
 
 Neither needs Java or pyspark.
 """
@@ -50,10 +50,11 @@ def status(
     partitions: Annotated[bool, typer.Option("--partitions", help="Offset and lag of each partition, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each query.")] = False,
     alive: Annotated[
-        str, typer.Option("--alive", help="Exit code 1 unless each runs and was heard of in this time: for a probe.")
+        str,
+        typer.Option("--alive", help="Exit code 1 unless each query runs and reported within this time: for a probe."),
     ] = "",
     offline: Annotated[
-        bool, typer.Option("--offline", help="Ask no broker: without lags, from the files alone.")
+        bool, typer.Option("--offline", help="Ask no broker: read the files only, without lags.")
     ] = False,
 ) -> None:
     """How far behind each streaming query is, when it last committed, whether it runs; from its checkpoint and the brokers.
@@ -97,11 +98,11 @@ def reset(
         str, typer.Option("--to", help="earliest, latest, JSON of offsets, or a time: ISO 8601, or ms since 1970.")
     ],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be read again or skipped; change nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be read again or skipped; change nothing.")
     ] = False,
     origin: From,
 ) -> None:
-    """Let a query that is down go on at other offsets. What it has written stays: see what is said of exactly-once targets."""
+    """Let a stopped query resume at other offsets. What it has written stays, so a record may be there twice or never."""
     from kmq.spark.streaming import checkpoint as checkpoints
     from kmq.spark.streaming import reset as work
 

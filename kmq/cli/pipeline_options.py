@@ -16,10 +16,10 @@ class From(NamedTuple):
 
     path: Annotated[str, typer.Option("--path", help="Data directories, comma-separated; default: KMQ_DATA.")] = ""
     brokers: Annotated[str, typer.Option("--brokers", help="Read over HTTP instead: host:port[,host:port].")] = ""
-    token_file: Annotated[str, typer.Option("--token-file", help="File with the bearer token that these ask for.")] = ""
+    token_file: Annotated[str, typer.Option("--token-file", help="File with the bearer token for --brokers.")] = ""
     ca: Annotated[str, typer.Option("--ca", help="PEM file of the authorities to trust, for https:// and TLS.")] = ""
     cert: Annotated[str, typer.Option("--cert", help="PEM file of the client certificate to show.")] = ""
-    key: Annotated[str, typer.Option("--key", help="PEM file of its key, where the other file has none.")] = ""
+    key: Annotated[str, typer.Option("--key", help="PEM file of its key, if --cert holds none.")] = ""
     patience: Annotated[
         str, typer.Option("--patience", help="How long a gateway may be away. \\[default: 30s]", show_default=False)
     ] = ""
@@ -34,7 +34,7 @@ class From(NamedTuple):
             patience = {"kmq.patience": self.patience} if self.patience else {}
             return {"kmq.bootstrap.servers": self.brokers} | self.connection() | patience
         if self.patience:
-            raise ConfigError("--patience: is how long a gateway may be away; give --brokers, or leave it out")
+            raise ConfigError("--patience: applies to gateways only; give --brokers, or leave it out")
         return {"path": self.path or load().data}
 
     def connection(self) -> dict[str, str]:
@@ -46,15 +46,15 @@ class Target(NamedTuple):
     """How the broker that gets what a pipeline writes is connected to."""
 
     to_token_file: Annotated[
-        str, typer.Option("--to-token-file", help="File with the bearer token of the broker that is written to.")
+        str, typer.Option("--to-token-file", help="File with the bearer token for the broker that gets the records.")
     ] = ""
     to_ca: Annotated[str, typer.Option("--to-ca", help="PEM file of the authorities to trust, for its tls://.")] = ""
     to_cert: Annotated[str, typer.Option("--to-cert", help="PEM file of the client certificate to show to it.")] = ""
-    to_key: Annotated[str, typer.Option("--to-key", help="PEM file of its key, where the other file has none.")] = ""
+    to_key: Annotated[str, typer.Option("--to-key", help="PEM file of its key, if --cert holds none.")] = ""
     timeout: Annotated[
         str,
         typer.Option(
-            "--timeout", help="How long it is waited for when it does not answer. \\[default: 10m]", show_default=False
+            "--timeout", help="How long to wait for it when it does not answer. \\[default: 10m]", show_default=False
         ),
     ] = ""
 
@@ -82,9 +82,11 @@ class On(NamedTuple):
     """The session a command runs on."""
 
     master: Annotated[str, typer.Option("--master", help="Spark master; default: all cores of this machine.")] = ""
-    conf: Annotated[list[str] | None, typer.Option("--conf", help="name=value for Spark; may be given again.")] = None
-    py_files: Annotated[str, typer.Option("--py-files", help="Python files for executors that lack them.")] = ""
-    verbose: Annotated[bool, typer.Option("--verbose", help="Spark's own log and whole traces.")] = False
+    conf: Annotated[
+        list[str] | None, typer.Option("--conf", help="name=value for Spark; may be given several times.")
+    ] = None
+    py_files: Annotated[str, typer.Option("--py-files", help="Python files that executors need and do not have.")] = ""
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show Spark's own log and whole traces.")] = False
 
     def confs(self) -> dict[str, str]:
         """For Spark."""

@@ -175,13 +175,15 @@ def compact(
     *,
     origin: From,
     topics: Topics,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; change nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted; change nothing.")] = False,
     min_dirty: Annotated[
         float,
-        typer.Option("--min-dirty", min=0, max=1, help="Leave partitions of whose bytes less than this would go."),
+        typer.Option(
+            "--min-dirty", min=0, max=1, help="Skip partitions that would lose less than this share of their bytes."
+        ),
     ] = 0.5,
     tombstones: Annotated[
-        str, typer.Option("--tombstones", help="Tombstones go when they are older than this and the WAL has gone past.")
+        str, typer.Option("--tombstones", help="Delete tombstones that are older than this and no longer in the WAL.")
     ] = "24h",
     on: On,
 ) -> None:
@@ -215,7 +217,7 @@ class Windows(NamedTuple):
         str, typer.Option("--watermark", help="How long a window stays open for records that come later than others.")
     ] = "10 seconds"
     late: Annotated[
-        str, typer.Option("--late", help="Of a batch with records behind that: fail, before it is added, or drop them.")
+        str, typer.Option("--late", help="A batch with records later than that: fail before it is added, or drop them.")
     ] = "fail"
 
 
@@ -227,7 +229,7 @@ class MetricsTo(NamedTuple):
     ] = ""
     format: Annotated[str, typer.Option("--format", help="parquet, delta or iceberg.")] = "parquet"
     catalog: Catalog = ""
-    into: Annotated[str, typer.Option("--into", help="Or send them, as JSON, to this topic.")] = ""
+    into: Annotated[str, typer.Option("--into", help="Or send them as JSON to this topic.")] = ""
     producers: Annotated[
         str, typer.Option("--producers", help="host:port of the lines of the broker with --into; default: this one's.")
     ] = ""
@@ -283,9 +285,7 @@ class MirrorTo(NamedTuple):
     to_brokers: Annotated[str, typer.Option("--to-brokers", help="Or its gateway: topics are compared.")] = ""
     replay: Annotated[
         str,
-        typer.Option(
-            "--replay", help="What a copy does that the target has otherwise, or has no more: stop, again, trust."
-        ),
+        typer.Option("--replay", help="If the target has another record there, or none any more: stop, again, trust."),
     ] = "stop"
 
 
@@ -339,9 +339,11 @@ class Letters(NamedTuple):
     to_sql: Annotated[str, typer.Option("--to-sql", help="Or a SQL expression over the columns of a record.")] = ""
     where: Annotated[str, typer.Option("--where", help="Only records for which this SQL condition holds.")] = ""
     dropped: Annotated[
-        bool, typer.Option("--dropped", help="From the WALs what drop_oldest took from the queue, or from all.")
+        bool, typer.Option("--dropped", help="Read from the WALs what drop_oldest dropped, of this queue or of all.")
     ] = False
-    name: Annotated[str, typer.Option("--name", help="Under another name what was redriven before is again.")] = ""
+    name: Annotated[
+        str, typer.Option("--name", help="Of this redrive; another name redrives the same records again.")
+    ] = ""
 
     def expression(self) -> str:
         """Return the new routing key as a SQL expression."""

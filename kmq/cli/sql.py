@@ -17,7 +17,7 @@ def sql(
     origin: From,
     as_csv: Annotated[bool, typer.Option("--csv", help="All rows, values in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same, a JSON object a line.")] = False,
-    rows: Annotated[int, typer.Option("--rows", help="At most so many in a table; 0: all.")] = 1000,
+    rows: Annotated[int, typer.Option("--rows", help="Maximum rows in a table; 0: all.")] = 1000,
     on: On,
 ) -> None:
     """Ask topics in SQL: each is a table under its name, as it is now. Also `append` (the WAL) and `all_topics`.

@@ -17,7 +17,7 @@ from kmq.routing import AnyTopic
 class Acceptor:
     """Adds messages to a batch, or says what to reply instead.
 
-    Messages come from a producer (`kind` is `p`) or a window (`w`) of that name, or from a connection without either (b"").
+    Messages come from a producer (`kind` is `p`) or a window (`w`) of that name, or from a connection without either.
     """
 
     def __init__(self, max_line: int, table: DedupeTable, topics: AnyTopic) -> None:

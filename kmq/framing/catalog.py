@@ -1,22 +1,21 @@
-"""Which topics a message may name: those that exist, and new ones as long as KMQ_MAX_TOPICS and KMQ_AUTO_CREATE_TOPICS
-allow.
+"""Which topics a message may name: those that exist, and new ones up to KMQ_MAX_TOPICS if KMQ_AUTO_CREATE_TOPICS is on.
 
-Owner       the framer asks, before it numbers a message: what has a seq is stored and routed, whatever the settings say
-            then.
-Invariant   A topic that is let through counts until the router has made it, so messages never make more than
-            KMQ_MAX_TOPICS, nor more than the file system has inodes for: the router never waits for one, with the lines
-            of all others behind it. `dead` is always let through. Topics that somebody declares are never refused, but
-            they count.
-Mechanism   `known` begins with the directories under topics/ and the labels of what is numbered but not routed yet. An
-            unknown name is looked for on disk again: one stat for its label; for declared names with a dot a listing,
-            which takes at most a tenth of the time. Topics that were deleted are forgotten by a listing too: one stat
-            in 50 ms.
-Marks       `orders.eu.@.k` names the topic `orders.eu`, exactly, and `orders.@3` a partition: the message is refused
-            where the topic does not have it. A block with marks passes as a whole where all that they name is known;
-            else line by line.
+Owner       the framer asks before it numbers a message: a message with a seq is stored and routed, whatever the
+            settings say then.
+Invariant   A topic that is admitted counts until the router has made it. So messages never make more than
+            KMQ_MAX_TOPICS topics, nor more than the file system has inodes for: the router never waits for one, with
+            the lines of all others behind it. `dead` is always admitted. A declared topic is never refused, but it
+            counts.
+Mechanism   `known` begins with the directories under topics/ and the labels of records that are numbered but not
+            routed. An unknown name is looked up on disk again: one stat for its label; for declared names with a dot a
+            listing, which takes at most a tenth of the time. Deleted topics are forgotten by a listing too: one stat in
+            50 ms.
+Marks       `orders.eu.@.k` names exactly the topic `orders.eu`, and `orders.@3` a partition: the message is refused if
+            the topic does not have it. A block with marks passes as a whole if everything they name is known; otherwise
+            line by line.
 Cost        A block whose lines name some of the last _FEW topics is checked by the regular expression that looks at the
-            shape of its lines anyway. Else one pass finds the labels of all lines (measured: 130 ns a line).
-Memory      One name per topic; names that the router has never made (drop_oldest) are forgotten by the next listing.
+            shape of its lines anyway. Otherwise one pass finds the labels of all lines (measured: 130 ns a line).
+Memory      One name per topic. Names that the router has never made (drop_oldest) are forgotten by the next listing.
 """
 
 import os
@@ -37,21 +36,21 @@ _LABELS = re.compile(rb"\n([A-Za-z0-9_-]+)")
 _KEYS = re.compile(rb"\n([^|\n]+)")
 _STORED_LABELS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([A-Za-z0-9_-]+)")
 _STORED_KEYS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([^|\n]+)")
-_FEW = 32  # names in the pattern: it tries them one by one
-_LISTING, _COMPILING = 10, 100  # at most such a part of the time
-_LOOK_S = 0.05  # between two looks whether topics were deleted
+_FEW = 32  # most names in the pattern: it tries them one by one
+_LISTING, _COMPILING = 10, 100  # each takes at most one part in so many of the time
+_LOOK_S = 0.05  # how often to look whether topics were deleted
 
 
 Head = tuple[bytes, bytes | None]  # a topic, and the digits of a mark where there is one
 
 
 def _pattern(heads: list[bytes]) -> bytes:
-    """Of any of these, the longer one of two that begin alike first."""
+    """Return the pattern of any of these names; of two that begin alike the longer one comes first."""
     return b"(?:" + b"|".join(map(re.escape, sorted(heads, reverse=True))) + b")(?=[.|])"
 
 
 class _Sparing:
-    """Work that takes at most a part of the time, however often there is a reason for it."""
+    """A limit for work that is costly: it takes at most one part in `part` of the time, however often it is due."""
 
     def __init__(self, part: int) -> None:
         self._part, self._due = part, 0.0
@@ -69,7 +68,7 @@ class _Sparing:
 
 
 class Catalog(AnyTopic):
-    """The topics of a data directory, and those that come."""
+    """The topics of a data directory, and those that the router is about to make."""
 
     def __init__(
         self,
@@ -79,13 +78,13 @@ class Catalog(AnyTopic):
         routed_seq: Callable[[], int],
         spare_inodes: Callable[[], float] = lambda: inf,
     ) -> None:
-        """`routed_seq`: up to which seq the router has made all topics that there will be."""
+        """`routed_seq`: the seq up to which the router has made all topics."""
         self._data, self._most, self._may_create, self._routed_seq = data, most, may_create, routed_seq
         self._spare_inodes = spare_inodes
         self.known: set[bytes] = set()
-        self._coming: dict[bytes, int] = {}  # let through, not seen on disk: up to which seq a message names it
-        self._dotted = Table()  # in force, or from the message on that has named it
-        self._partitions: dict[bytes, int] = {}  # of topics that marks have named
+        self._coming: dict[bytes, int] = {}  # admitted, not seen on disk: the last seq of a message that names it
+        self._dotted = Table()  # in force now, or from the message on that named it
+        self._partitions: dict[bytes, int] = {}  # of topics that a mark has named
         self._listing, self._compiling = _Sparing(_LISTING), _Sparing(_COMPILING)
         self._few: frozenset[Head] = frozenset()
         self._shape = record.Shape()
@@ -110,12 +109,12 @@ class Catalog(AnyTopic):
         if unknown:
             if not self._may_take_new(len(unknown)):
                 return False
-            self._let_through(unknown, next_seq + text.count(b"\n"))
+            self._count_in(unknown, next_seq + text.count(b"\n"))
         self._expect(named, marks)
         return True
 
     def _forget_deleted(self) -> None:
-        """A topic that was deleted is a new one, with all that a new one may be refused for."""
+        """Forget deleted topics: a message that names one asks for a new topic, which may be refused."""
         self._look_at = time.monotonic() + _LOOK_S
         changed_ns = deletions.changed_ns(self._data)
         if changed_ns != self._deleted_ns:
@@ -135,11 +134,11 @@ class Catalog(AnyTopic):
         if mark and not self._has_partition(mark):
             return "unknown_partition"
         if not is_known:
-            self._let_through([name], seq)
+            self._count_in([name], seq)
         return ""
 
     def _takes_mark(self, mark: tuple[bytes, bytes]) -> bool:
-        """Whether topic and partition are known that a mark names. Names with a dot are not looked for on disk."""
+        """Return True if topic and partition of a mark are known. Names with a dot are not looked up on disk."""
         topic, digits = mark
         if b"." in topic:
             is_known = topic in self._dotted
@@ -149,7 +148,7 @@ class Catalog(AnyTopic):
         return is_known and self._has_partition(Marked(topic, number, None))
 
     def _has_partition(self, mark: Marked) -> bool:
-        """Whether the partition is there that the mark names. A topic that nobody has declared will have one."""
+        """Return True if the topic has the partition of the mark. A topic that is not declared has one."""
         wanted: int | None = mark.partition
         topic: bytes = mark.topic
         if wanted is None or wanted < self._partitions.get(topic, 1):
@@ -164,12 +163,12 @@ class Catalog(AnyTopic):
         return self._may_create and has_inodes and len(self.known) + count <= self._most
 
     def absorb(self, lines: bytes) -> None:
-        """These records are numbered, but their topics may not have been made yet."""
+        """Count the topics of numbered records, which may not have been made yet."""
         last_seq = int(lines[lines.rfind(b"\n", 0, -1) + 1 :].partition(b"|")[0])
         labels = set(_STORED_LABELS.findall(lines))
         if b".@" in lines:
             labels |= {mark.topic for key in _STORED_KEYS.findall(lines) if (mark := record.marked(key)) is not None}
-        self._let_through([label for label in labels - self.known if not self._is_on_disk(label)], last_seq)
+        self._count_in([label for label in labels - self.known if not self._is_on_disk(label)], last_seq)
 
     def _is_known(self, name: bytes, routing_key: bytes, seq: int) -> bool:
         """`name`: what the mark names, or the first label."""
@@ -180,7 +179,7 @@ class Catalog(AnyTopic):
         return bool(self._dotted) and resolve(self._dotted, routing_key, seq).topic in self._dotted
 
     def _is_declared(self, name: bytes, seq: int) -> bool:
-        """Look once more for a topic with a dot in its name: a message that names it by a mark puts it in force."""
+        """Look up a topic with a dot in its name once more: a message that names it by a mark puts it in force."""
         text = name.decode()
         if not os.path.isdir(f"{self._data}/topics/{text}"):
             return False
@@ -190,14 +189,14 @@ class Catalog(AnyTopic):
         return True
 
     def _is_on_disk(self, name: bytes) -> bool:
-        """Look once more: somebody may have declared it. A name with a dot counts only when it is in force."""
+        """Look up a topic once more: it may have been declared. A name with a dot counts only once it is in force."""
         if b"." in name or not os.path.isdir(f"{self._data}/topics/{name.decode()}"):
             return name in self.known
         self.known.add(name)
         self._coming.pop(name, None)
         return True
 
-    def _let_through(self, names: Iterable[bytes], seq: int) -> None:
+    def _count_in(self, names: Iterable[bytes], seq: int) -> None:
         for name in names:
             self.known.add(name)
             self._coming[name] = seq
@@ -218,7 +217,7 @@ class Catalog(AnyTopic):
             self._shape = record.Shape(*([(_pattern(asked), b"")] if asked else []), names)
 
     def _list(self) -> None:
-        """Read which topics there are: for names with a dot, and to forget those that never came."""
+        """List the topics: for names with a dot, and to forget names that were never made."""
         with self._listing.measured():
             routed = self._routed_seq()  # first: what it covers has its directory when we look
             names = topics.names(self._data)

@@ -1,13 +1,14 @@
-"""The FIFO `acks`: replies from durability to ingress, once what they speak of is on disk.
+"""The FIFO `acks`: replies from durability to ingress, sent once the records they confirm are on disk.
 
-Line        `<connection> <first n> <reply>`: <reply> goes to the producer as it is; it answers its messages from <first
-            n> on.
-Invariant   Every write is whole lines, at most PIPE_BUF at once. A stopped ingress never stops the WAL: what the FIFO
-            does not take waits here, up to KEEP_BYTES, and is lost beyond that.
-Crash       Durability killed before a block is released says its replies again; ingress passes over those it knows.
-            What waited here, or fell out, is lost: ingress sees the hole by <first n> and breaks that connection, whose
-            producer sends again what is unanswered and gets `!dup`. Ingress killed: its connections are gone with it,
-            and the next one passes over replies to connections that it never had.
+Line        `<connection> <first n> <reply>`: <reply> goes to the producer as it is; it is for messages from <first n>
+            on.
+Invariant   Every write is whole lines, at most PIPE_BUF at once. A stopped ingress never stops the WAL: replies that
+            the FIFO does not take wait here, up to KEEP_BYTES, and are lost beyond that.
+Crash       Durability killed before a block is released: its next start sends the replies again, and ingress skips
+            those it knows. Replies that waited here, or were lost, never come: ingress sees the gap by <first n> and
+            breaks that connection. Its producer sends again what has no reply, and gets `!dup`.
+            Ingress killed: its connections are gone, and the next ingress skips replies to connections of another
+            start.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ class AckWriter:
         self.fd = fd
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
-        self.lost = 0  # bytes of replies that fell out
+        self.lost = 0  # bytes of replies
         with contextlib.suppress(OSError):  # over the user's limit: a smaller FIFO works
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _CAPACITY)
 
@@ -38,7 +39,7 @@ class AckWriter:
         return bool(self._waiting)
 
     def put(self, replies: bytes) -> None:
-        """Say these lines, now or when there is room."""
+        """Send these lines, now or when there is room."""
         if self._bytes + len(replies) > KEEP_BYTES:
             self.lost += len(replies)
             return
@@ -70,7 +71,7 @@ class AckReader:
         self._rest = b""
 
     def take(self) -> list[bytes]:
-        """The lines that have come, without newline."""
+        """Return the lines that have come, without newline."""
         try:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:

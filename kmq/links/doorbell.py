@@ -2,8 +2,8 @@
 
 Invariant   A wake-up that is lost or extra costs time (at most WAIT_S), never a message: the cursors in the ring are
             the truth, the semaphore only says "look again".
-Crash       A ring of the bell by a process that dies is still rung; a sleeper that dies leaves its flag set, which
-            costs its peer one needless post.
+Crash       A bell that a process rang before it died still wakes the sleeper. A sleeper that dies leaves its flag set,
+            which costs its peer one needless post.
 
 A sleeper sets its flag, then re-reads the cursor; a publisher moves the cursor, then reads the flag. Each needs a
 full fence between its store and its load, or both may read the old value and the wake-up is lost. Python has no fence,
@@ -31,11 +31,11 @@ def fence() -> None:
 
 
 class _ClockWait:
-    """sem_clockwait of the C library, for posix_ipc only has sem_timedwait, which waits until a time of day.
+    """sem_clockwait of the C library: posix_ipc has only sem_timedwait, which waits until a time of day.
 
-    When the clock is set back by an hour such a wait lasts an hour, without a heartbeat. Through ctypes a sleep costs
-    some 1.4 µs of CPU more. semtimedop, the relative wait of System V semaphores, costs 2.3 µs, because each post is a
-    system call there. Raises AttributeError where the C library is older than glibc 2.30 (2019), or another one.
+    When the clock is set back by an hour, such a wait lasts an hour, without a heartbeat. Through ctypes a sleep costs
+    about 1.4 µs of CPU more. semtimedop, the relative wait of System V semaphores, costs 2.3 µs, because each of its
+    posts is a system call. Raises AttributeError if the C library is not glibc 2.30 (2019) or later.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,12 +67,12 @@ class Doorbell:
         try:
             self._wait = _ClockWait(name)
         except AttributeError:
-            self._wait = self._wait_by_the_time_of_day
+            self._wait = self._wait_by_wall_clock
         self._path = f"{SHM}/sem.{name.removeprefix('/')}"
         self._file = file_id(self._path)
 
     def ring(self) -> None:
-        """Wake the sleeper, unless it has been told already."""
+        """Wake the sleeper, unless the bell has been rung already."""
         if self._semaphore.value == 0:
             self._semaphore.release()
 
@@ -80,7 +80,7 @@ class Doorbell:
         """Sleep until rung, at most `timeout_s` by the monotonic clock; return False after that time or a signal."""
         return self._wait(timeout_s)
 
-    def _wait_by_the_time_of_day(self, timeout_s: float) -> bool:
+    def _wait_by_wall_clock(self, timeout_s: float) -> bool:
         try:
             self._semaphore.acquire(timeout_s)
             return True
@@ -88,7 +88,7 @@ class Doorbell:
             return False
 
     def is_in_place(self) -> bool:
-        """Whether the semaphore is still there under its name."""
+        """Return True if the semaphore still has its name."""
         return file_id(self._path) == self._file
 
     @staticmethod

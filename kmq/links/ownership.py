@@ -1,15 +1,16 @@
 """Who owns what: at most one living process holds each end of a link and each directory on disk.
 
 Invariant   Two processes never write the same ring, log or FIFO end at once, whatever was killed before.
-Mechanism   Two kinds of lock, both given back by the kernel when the holder dies, however it dies.
+Mechanism   Two kinds of lock. The kernel gives both back when the holder dies, however it dies.
             RingLock: a byte of the ring itself, an open file description lock. It lives and dies with the ring, so it
             cannot be removed while the ring stays (System V semaphores can: systemd's RemoveIPC takes them all at a
-            logout). FileLock: flock on a file beside the data, so that a second pod on the same volume sees it too.
-Crash       A lock file that is deleted protects nothing any more: whoever comes next makes a new one. So its holder
-            looks now and then whether it is still there (`is_in_place`), and ends where it is not. Whoever has to make
-            the lock file of a directory that has been used waits NOTICE_S, which is longer than a holder takes to
-            notice (both in stage.py). A holder must not fork: the child would share its locks.
-Not covered flock across nodes on a network file system that does not carry it.
+            logout).
+            FileLock: flock on a file beside the data, so that a second pod on the same volume sees it too.
+Crash       A lock file that is deleted protects nothing any more: the next process makes a new one. So its holder looks
+            now and then whether the file is still there (`is_in_place`), and ends if not. A process that has to make
+            the lock file of a used directory waits NOTICE_S, longer than a holder takes to notice (both in stage.py).
+            A holder must not fork: the child would share its locks.
+Not covered flock across nodes on a network file system that does not support it.
 """
 
 import fcntl
@@ -22,36 +23,36 @@ from kmq.errors import BusyError
 from kmq.settings import OWNER_WAIT_S
 from kmq.watch import file_id
 
-LOOK_S = 0.25  # a holder looks so often whether what it holds is still there
-NOTICE_S = 4 * LOOK_S  # and has noticed by then, unless it is stopped
-_POLL_S = 0.02  # while waiting for another holder to go; only ever for OWNER_WAIT_S
+LOOK_S = 0.25  # how often a holder looks whether its lock file is still there
+NOTICE_S = 4 * LOOK_S  # by then a holder has noticed, unless it is stopped
+_POLL_S = 0.02  # while waiting for another holder to go, for at most OWNER_WAIT_S
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 
 
 def describe(stage: str, data: str) -> str:
-    """Text that names this process to whoever finds it holding something."""
+    """Return the text that names this process in the locks it holds."""
     return f"pid={os.getpid()} host={socket.gethostname()} stage={stage} data={os.path.abspath(data)}"
 
 
 def is_same_file(fd: int, path: str) -> bool:
-    """Whether `path` leads to the file that is open as `fd`."""
+    """Return True if `path` leads to the file that is open as `fd`."""
     found = os.fstat(fd)
     return file_id(path) == (found.st_dev, found.st_ino)
 
 
 class RingLock:
-    """One end of the ring that is open as `fd`: the byte where the ring's header names who holds that end."""
+    """One end of the ring that is open as `fd`: a lock on the first byte of the text that names the holder."""
 
     def __init__(self, fd: int, at: int) -> None:
         """`fd` stays the caller's. The lock belongs to the open file: closing its last duplicate gives it back."""
         self._fd, self._at = fd, at
 
     def _fcntl(self, command: int, kind: int) -> int:
-        answer = fcntl.fcntl(self._fd, command, _FLOCK.pack(kind, os.SEEK_SET, self._at, 1, 0))
-        return int(_FLOCK.unpack(answer)[0])
+        result = fcntl.fcntl(self._fd, command, _FLOCK.pack(kind, os.SEEK_SET, self._at, 1, 0))
+        return int(_FLOCK.unpack(result)[0])
 
     def try_acquire(self) -> bool:
-        """Take it if nobody has it."""
+        """Take the lock if it is free; return False if not."""
         try:
             self._fcntl(fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
         except BlockingIOError:
@@ -59,7 +60,7 @@ class RingLock:
         return True
 
     def acquire(self, what: str, holder: str) -> None:
-        """Take it, waiting OWNER_WAIT_S for another holder to go. Raises BusyError naming `holder`."""
+        """Take the lock, waiting OWNER_WAIT_S for another holder to go. Raises BusyError naming `holder`."""
         deadline = time.monotonic() + OWNER_WAIT_S
         while not self.try_acquire():
             if time.monotonic() > deadline:
@@ -67,11 +68,11 @@ class RingLock:
             time.sleep(_POLL_S)
 
     def is_held(self) -> bool:
-        """Whether somebody else has it now: a snapshot."""
+        """Return True if another process holds the lock now."""
         return self._fcntl(fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
 
     def release(self) -> None:
-        """Give it back, if we have it."""
+        """Give the lock back, if it is ours."""
         self._fcntl(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
 
@@ -100,7 +101,7 @@ class FileLock:
         return True
 
     def acquire(self, what: str, who: str) -> None:
-        """Take it, waiting OWNER_WAIT_S for another holder to go. Raises BusyError naming the holder."""
+        """Take the lock, waiting OWNER_WAIT_S for another holder to go. Raises BusyError naming the holder."""
         deadline = time.monotonic() + OWNER_WAIT_S
         while not self.try_acquire(who):
             if time.monotonic() > deadline:
@@ -108,7 +109,7 @@ class FileLock:
             time.sleep(_POLL_S)
 
     def holder(self) -> str:
-        """What the last holder wrote about itself."""
+        """Return what the last holder wrote about itself; "" if there is no file."""
         try:
             with open(self.path, encoding="utf-8", errors="replace") as file:
                 return file.read().strip()
@@ -116,7 +117,7 @@ class FileLock:
             return ""
 
     def is_held(self) -> bool:
-        """Whether some process has it now: a snapshot."""
+        """Return True if some process holds the lock now."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -130,7 +131,7 @@ class FileLock:
             os.close(fd)
 
     def is_in_place(self) -> bool:
-        """Whether the file that we hold is still there under its name."""
+        """Return True if the lock file that we hold still has its name, or if we hold none."""
         return self._fd < 0 or is_same_file(self._fd, self.path)
 
     def release(self) -> None:

@@ -95,7 +95,7 @@ class Staging:
         return self.mm[start + self.consumed : start + self.filled]
 
     def forget_unfinished(self, whole: Callable[[bytes], int]) -> int:
-        """Drop what follows the first `whole` bytes, because its rest will never come; return how many bytes that was."""
+        """Drop what follows the first `whole` bytes, because its rest will never come; return how many bytes."""
         start = self._start(self.active)
         end = self.consumed + whole(self.unfinished())
         forgotten = self.filled - end

@@ -11,9 +11,9 @@ Work = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 def map_in_arrow(rows: DataFrame, work: Work, schema: str) -> DataFrame:
-    """`rows.mapInArrow(work, schema)`, which asks for pandas, though no part of it uses any.
+    """Return `rows.mapInArrow(work, schema)`, which needs pandas in Spark although no part of it uses pandas.
 
-    It does the same as Spark's own (pyspark.sql.pandas.map_ops, as of 4.2 and 4.3) but for that question.
+    It does the same as Spark's own (pyspark.sql.pandas.map_ops, as of 4.2 and 4.3) except that it does not ask for pandas.
     """
     made = UserDefinedFunction(work, returnType=schema, evalType=PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
     columns = made(*(rows[name] for name in rows.columns))

@@ -1,13 +1,13 @@
-"""How brokers elsewhere are connected to: token, TLS and patience, as options of format("kmq"), reading and writing alike.
+"""How to connect to brokers elsewhere: token, TLS and patience, as options of format("kmq"), for reading and writing.
 
-kmq.token                      bearer token, where brokers ask for one
-kmq.ssl.ca.location            certificates (PEM) of the authorities that are trusted; without it those of this machine
-kmq.ssl.certificate.location   certificate chain (PEM) to show, where brokers ask clients for one
+kmq.token                      bearer token, if brokers ask for one
+kmq.ssl.ca.location            certificates (PEM) of the trusted authorities; without it those of this machine
+kmq.ssl.certificate.location   certificate chain (PEM) to show, if brokers ask clients for one
 kmq.ssl.key.location           its private key (PEM); without it the certificate's file holds it
-kmq.ssl.key.password           that opens the key
-kmq.ssl.server.name            the name that brokers' certificates must have, where they are reached by another one
-kmq.timeout                    how long a broker may keep silent within a request: 500ms, 30s (default), 2m; a number is seconds
-kmq.patience                   how long a gateway may be away before that is an error (30s), as while its pod is restarted
+kmq.ssl.key.password           password of the private key
+kmq.ssl.server.name            name that brokers' certificates must have, if brokers are reached by another name
+kmq.timeout                    how long a broker may be silent within a request: 500ms, 30s (default), 2m; a number is seconds
+kmq.patience                   how long a gateway may be away before that is an error (30s), for example while its pod restarts
 
 Names are librdkafka's. Files are opened where they are used: executors elsewhere need them at the same places.
 """
@@ -24,13 +24,13 @@ CA, CERTIFICATE, KEY = (f"kmq.ssl.{name}.location" for name in ("ca", "certifica
 PASSWORD = "kmq.ssl.key.password"
 SERVER_NAME = "kmq.ssl.server.name"
 TLS_OPTIONS = (CA, CERTIFICATE, KEY, PASSWORD, SERVER_NAME)
-SECRETS = "(?i:kmq[.](?:token|ssl[.]key[.]password))"  # options that Spark shows nobody: a regular expression
+SECRETS = "(?i:kmq[.](?:token|ssl[.]key[.]password))"  # options that Spark must never show: a regular expression
 OPTIONS = ("kmq.token", "kmq.timeout", "kmq.patience", *TLS_OPTIONS)
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Whom to trust and what to show; "" is none. Can be pickled, as a context cannot."""
+    """Whom to trust and what to show; "" is none. Unlike an SSL context it can be pickled."""
 
     ca: str = ""
     certificate: str = ""
@@ -39,7 +39,7 @@ class Tls:
     server_name: str = ""
 
     def context(self) -> ssl.SSLContext:
-        """For connections of clients. Raises ConfigError, which names the option whose file is not what it should be."""
+        """Return the context of a client. Raises ConfigError with the option whose file is wrong."""
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
         except (OSError, ValueError) as err:
@@ -61,7 +61,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Access:
-    """What a process that knows nothing else needs to connect. Without `tls` only https:// addresses have it."""
+    """All that a process needs to connect. Without `tls` only https:// addresses use TLS."""
 
     token: str = field(default="", repr=False)
     tls: Tls | None = None
@@ -70,7 +70,7 @@ class Access:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> "Access":
-        """Of options with lower-case names, which may hold others. Raises ConfigError."""
+        """Return what options with lower-case names say; other options are ignored. Raises ConfigError."""
         return cls(
             options.get("kmq.token", ""),
             tls_of(options),
@@ -83,7 +83,7 @@ PLAIN = Access()
 
 
 def tls_of(options: Mapping[str, str]) -> Tls | None:
-    """None where no option of TLS is given. Raises ConfigError, also at files that cannot be used here."""
+    """Return None where no option of TLS is given. Raises ConfigError, also for files that cannot be used here."""
     if not any(options.get(name) for name in TLS_OPTIONS):
         return None
     if not options.get(CERTIFICATE):
@@ -96,7 +96,7 @@ def tls_of(options: Mapping[str, str]) -> Tls | None:
 
 
 def duration(options: Mapping[str, str], name: str, default: float) -> float:
-    """Seconds of a duration that must be over 0; a bare number is seconds."""
+    """Return the seconds of a duration, which must be over 0; a bare number is seconds."""
     text = options.get(name)
     if text is None:
         return default

@@ -1,6 +1,6 @@
 """What went wrong in Spark, as one line: the cause, without the trace of the JVM around it.
 
-An error of ours raised in a Python worker comes back as text in an exception of Spark's. It is found there by its class, and
+A KmqError raised in a Python worker comes back as text in an exception of Spark's. It is recognised there by its class, and
 keeps its exit code.
 """
 
@@ -15,14 +15,14 @@ _CALLED = re.compile(r"^An error occurred while calling \S+\s*: (?:\w+\.)+")  # 
 _LOST = re.compile(r"Job aborted due to .*?most recent failure: .*?\): (?:\w+\.)*", re.DOTALL)
 _NO_WORKER = ("Python worker failed to connect back", "waiting for the Python worker to connect back")
 _BUSY = (
-    "Spark waits 10 s for a Python worker to start, and none was up by then: this machine is busy. Give it fewer tasks at"
-    " once (--master 'local[1]'), a container more CPU, or start again later; what was done is kept"
+    "no Python worker started within the 10 s that Spark waits, because this machine is busy; give it fewer tasks at once"
+    " (--master 'local[1]'), give its container more CPU, or start again later; nothing that was done is lost"
 )
 _MOST = 600  # characters of a message that is not ours
 
 
 def explain(error: Exception) -> KmqError | None:
-    """The cause of an error of Spark's, as KmqError with the right exit code; None where `error` is no error of Spark's."""
+    """Return the cause of an error of Spark's, as KmqError with the right exit code; None if `error` is not Spark's."""
     if isinstance(error, KmqError):
         return error
     module = type(error).__module__
@@ -37,13 +37,13 @@ def explain(error: Exception) -> KmqError | None:
 
 
 def is_worker_timeout(error: BaseException) -> bool:
-    """Return True where a fresh Python interpreter was not up in the 10 s that Spark waits: trying again may help."""
+    """Return True if a new Python interpreter did not start in the 10 s that Spark waits: a retry may help."""
     text = str(error)
     return type(error).__module__.startswith(("pyspark", "py4j")) and any(said in text for said in _NO_WORKER)
 
 
 def _ours(text: str) -> KmqError | None:
-    """The error that a Python worker raised, where one did: ours with its class, another one with its name."""
+    """Return the error that a Python worker raised, if one did: a KmqError with its class, any other with its name."""
     raised = [match for match in _RAISED.findall(text) if not match[0].startswith(("org.", "java.", "py4j.", "scala."))]
     if not raised:
         return None
@@ -56,7 +56,7 @@ def _ours(text: str) -> KmqError | None:
 
 
 def _first(text: str) -> str:
-    """What Spark says itself, without its plan, its trace and its advice."""
+    """Return what Spark says itself, without its plan, its trace and its advice."""
     text = _LOST.sub("", _CALLED.sub("", text)).removeprefix("SparkException: ")
     text = re.split(r"\n\s*at |\n\n|; line \d+ pos|\.? SQLSTATE|\n'|Driver stacktrace", text.strip())[0]
     text = " ".join(text.split())[:_MOST].rstrip(" .;")

@@ -9,7 +9,7 @@ Options     source/options.py. Columns: source/columns.py; a schema of yours is 
 
 Invariant   A task is a range of offsets of one partition of one broker, and reading it gives the same rows each time: records
             never change their offset, and only compaction and retention take any away. Where something that was to be read is
-            gone, the query stops with its name, or goes on behind it with failOnDataLoss=false. Damage always stops it.
+            gone, the query stops with its name, or skips it with failOnDataLoss=false. Damage always stops it.
 Crash       All state is in Spark's checkpoint: the offsets up to which each batch goes are written there before it is read.
             After a kill the last batch is read again, as the same tasks with the same rows in the same order.
 Where       Planning runs in a Python process of the driver, reading in those of the executors: nothing is shared but what is

@@ -1,4 +1,4 @@
-"""Names a user types: what is none of those there are is an error that names it, what it was given and the nearest right one."""
+"""Names that a user types: an unknown one is an error with its value and the nearest known name."""
 
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
@@ -13,23 +13,23 @@ _SHOWN = 80  # characters of a value: a token or an offsets table is long
 def check_options(
     given: Mapping[str, str], names: Iterable[str], kind: str, elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Raise ConfigError at the first option of a `kind` (reader, writer) that is none of `names`, whose case does not matter.
+    """Raise ConfigError at the first unknown option of a `kind` (reader, writer); the case of `names` does not matter.
 
-    `elsewhere`: names that others have for an option, in lower case, and ours.
+    `elsewhere`: other systems' names of an option, in lower case, and ours.
     """
     known = {name.lower(): name for name in names}
     for name, value in given.items():
         if name.lower() not in known:
             ours = elsewhere.get(name.lower())
             advice = f"; did you mean {ours}?" if ours else nearest(name, known.values())
-            said = "…" if _is_secret(name + advice) else repr(str(value)[:_SHOWN])  # also of a token misspelt
+            said = "…" if _is_secret(name + advice) else repr(str(value)[:_SHOWN])  # a misspelt token is secret, too
             raise ConfigError(
                 f"unknown {kind} option {name}={said}{advice}; expected one of {', '.join(known.values())}"
             )
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`; did you mean …?` with what of `names` is most like `name`, several where they are about as like; "" where none is."""
+    """Return `; did you mean …?` with the most similar of `names`, or several if they are about as similar; "" without any."""
     known = {each.lower(): each for each in names}
     # With and without the house's prefix, so that `token` finds kmq.token, and kmq.subscribe finds subscribe.
     short = {each.removeprefix("kmq."): each for each in known}

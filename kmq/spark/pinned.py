@@ -1,4 +1,4 @@
-"""What is stored does not depend on the confs of a user's session: `spark.sql.session.timeZone` and the like.
+"""Stored data does not depend on the confs of a user's session, such as `spark.sql.session.timeZone`.
 
     with pinned(batch.sparkSession):
         rows.write.partitionBy("date").parquet(path)
@@ -31,7 +31,7 @@ _STORED = {
 
 @contextmanager
 def pinned(spark: "SparkSession") -> Iterator[None]:
-    """A stretch in which plans run under these confs."""
+    """Run plans under these confs inside the `with` block."""
     before = {name: spark.conf.get(name, None) for name in _STORED}
     try:
         for name, value in _STORED.items():
@@ -46,14 +46,14 @@ def pinned(spark: "SparkSession") -> Iterator[None]:
 
 
 def utc_date(column: str) -> "Column":
-    """The day of a timestamp. Not to_date, which goes by the session."""
+    """Return the day of a timestamp. Not to_date, which goes by the session."""
     from pyspark.sql import functions as F
 
     return F.expr(f"date_from_unix_date(int(unix_micros({column}) div {_DAY_US}))")
 
 
 def utc_hour(column: str) -> "Column":
-    """The hour of a timestamp, 0 to 23."""
+    """Return the hour of a timestamp, 0 to 23."""
     from pyspark.sql import functions as F
 
     return F.expr(f"int(unix_micros({column}) % {_DAY_US} div {_HOUR_US})")

@@ -123,7 +123,7 @@ def _confs(master: str) -> dict[str, str]:
 def _sockets() -> dict[str, str]:
     """Let the JVM and its Python workers talk by Unix sockets, in a directory of this process and this user alone.
 
-    Over TCP each task waits 40 ms: Spark writes its answer in two small pieces, and the second one is held back until the
+    Over TCP each task waits 40 ms: Spark writes its reply in two small blocks, and the second one is held back until the
     kernel has acknowledged the first (Nagle's algorithm against delayed acknowledgement). Only in local mode: the executors of a
     standalone master on this machine may be another user's, who could not enter the directory.
     """
@@ -177,7 +177,7 @@ def find_java() -> Path:
 
 
 def check_master(master: str) -> None:
-    """Raise RetryError where nobody answers at the address of a standalone master: Spark itself would try for a minute."""
+    """Raise RetryError where no standalone master answers at its address: Spark itself would try for a minute."""
     if not master.startswith("spark://"):
         return
     why = ""
@@ -190,7 +190,7 @@ def check_master(master: str) -> None:
             raise ConfigError(f"--master {master!r}: {address!r} must be host:port") from None
         except OSError as err:
             why = f"{address}: {err.strerror or err}"
-    raise RetryError(f"--master {master}: nobody answers ({why}); start the master, or give another one")
+    raise RetryError(f"--master {master}: nothing answers ({why}); start the master, or give another one")
 
 
 def _java_homes() -> Iterator[Path]:

@@ -3,8 +3,8 @@
     with Standalone(workers=2) as cluster:
         spark = session(cluster.url, conf=cluster.conf)
 
-For tests, the cluster demo and benchmarks: each executor is a process of its own that knows nothing of the driver's, as on a
-cluster of machines. Ports are free ones. What was started here is ended here, executors included, and nothing else.
+For tests, the cluster demo and benchmarks. Each executor is a process of its own that shares nothing with the driver, as on a
+cluster of machines. Ports are free ones. Only processes that were started here are ended here, executors included.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ class Standalone:
         for process in reversed(self._all):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):  # nobody is left in it, as it should be
+            with contextlib.suppress(ProcessLookupError):  # no process is left in the group, as it should be
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         shutil.rmtree(self._home, ignore_errors=True)
@@ -104,7 +104,7 @@ class Standalone:
         return process
 
     def _wait_said(self, name: str, process: "subprocess.Popen[bytes]", what: bytes) -> str:
-        """Wait until a process has said `what` in its log; the group in it."""
+        """Wait until `what` is in the log of a process; return its group."""
         log = self._home / f"{name}.log"
         deadline = time.monotonic() + _READY_S
         while not (found := re.search(what, log.read_bytes())):

@@ -155,7 +155,7 @@ def account(data: Path, *loads: AckedLoad, plain: Sequence[Stream] = ()) -> None
     for load in loads:
         lost = [(n, seq) for n, seq in enumerate(list(load.seqs), start=1) if by_seq.get(seq) != load.stored(n)]
         assert not lost, f"acknowledged and not there: {len(lost)} of {len(load.seqs)} (id, seq) {lost[:5]}"
-    for stream in plain:
-        there = of_stream[stream.name.encode()]
-        assert there == [stream.line(n) for n in range(len(there))], f"{stream.name}: lost or out of order in between"
-        assert stream.mode == "prefix" or len(there) == stream.count, f"{stream.name}: {len(there)} of {stream.count}"
+    for sent in plain:
+        there = of_stream[sent.name.encode()]
+        assert there == [sent.line(n) for n in range(len(there))], f"{sent.name}: lost or out of order in between"
+        assert sent.mode == "prefix" or len(there) == sent.count, f"{sent.name}: {len(there)} of {sent.count}"

@@ -42,12 +42,12 @@ class Target(Protocol):
 
 
 def pid_of(target: Any, process: str) -> int:
-    return target.processes[process].pid if isinstance(target.processes, dict) else target.pids()[process]
+    return int(target.processes[process].pid if isinstance(target.processes, dict) else target.pids()[process])
 
 
 def memory(target: Target, process: str) -> int:
     """Resident bytes of one of its processes."""
-    return psutil.Process(pid_of(target, process)).memory_info().rss
+    return int(psutil.Process(pid_of(target, process)).memory_info().rss)
 
 
 def connect(target: Target, port: str) -> socket.socket:

@@ -47,7 +47,7 @@ class Stream(NamedTuple):
 
     name: str
     line: Callable[[int], bytes]
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nothing here calls
     mode: str = "all"
 
 

@@ -51,10 +51,12 @@ UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
 FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/greeter.py"
+DURABILITY_START = "kmq/durability/recovery.py"
 ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.py", "kmq/links/raw.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
 
+FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
 FLOOR_STORE = (
     "        cells[FLOOR_MESSAGES] = self._floor_messages\n        cells[FLOOR] = self._floor\n        fence()\n"
@@ -65,11 +67,11 @@ MUTANTS = [
     Mutant(
         "acks: replies are said before the sync",
         [
-            (DURABILITY, "            self._answer(blocks)\n", ""),
+            (DURABILITY, "            self._reply(blocks)\n", ""),
             (
                 DURABILITY,
                 "            self._store(blocks)\n",
-                "            self._answer(blocks)\n            self._store(blocks)\n",
+                "            self._reply(blocks)\n            self._store(blocks)\n",
             ),
         ],
         [crash("durability", "acks")],
@@ -77,12 +79,12 @@ MUTANTS = [
     Mutant(
         "acks: replies are not said again after a kill",
         [
-            (DURABILITY, "            self._answer(blocks)\n", ""),
+            (DURABILITY, "            self._reply(blocks)\n", ""),
             (
                 DURABILITY,
                 "            self._store(blocks)\n",
                 "            new = [b for b in blocks if b.first_seq > self.wal.last_seq]\n"
-                "            self._store(blocks)\n            self._answer(new)\n",
+                "            self._store(blocks)\n            self._reply(new)\n",
             ),
         ],
         [crash("durability", "acks")],
@@ -196,7 +198,7 @@ MUTANTS = [
     ),
     Mutant(
         "durability: no seq check against the WAL",
-        [(DURABILITY, "            if first_seq <= last:", "            if False:")],
+        [(DURABILITY_START, "        if first_seq <= last:", "        if False:")],
         [crash("durability"), KILLS],
     ),
     Mutant(
@@ -327,7 +329,7 @@ MUTANTS = [
     ),
     Mutant(
         "a start goes on after the first lines of a block that the ring has whole",
-        [(DURABILITY, "        if keep < wal.last_seq or framed.sync_failed:", "        if framed.sync_failed:")],
+        [(DURABILITY_START, "        if keep < log.last_seq or framed.sync_failed:", "        if framed.sync_failed:")],
         [WRITES],
     ),
     Mutant(
@@ -342,12 +344,12 @@ MUTANTS = [
     ),
     Mutant(
         "after a failed fdatasync the same segment goes on",
-        [(DURABILITY, "                wal.roll()\n", "                pass\n")],
+        [(DURABILITY_START, "                log.roll()\n", "                pass\n")],
         [FSYNC],
     ),
     Mutant(
         "a write that the full disk cut short stays",
-        [("kmq/log/disk.py", "                os.ftruncate(self.fd, self.size)\n", "                pass\n")],
+        [("kmq/log/disk.py", FULL_CUT, "                self._wait_for_room(self.path)\n")],
         [DISK],
     ),
     Mutant(
@@ -357,7 +359,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a ring shows again is not compared with the WAL",
-        [(DURABILITY, " or data[: len(stored)] != stored:", ":")],
+        [(DURABILITY_START, " or data[: len(stored)] != stored:", ":")],
         [REMOVED],
     ),
     Mutant(

@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from fcntl import ioctl
+from functools import partial
 from pathlib import Path
 from termios import FIONREAD
 
@@ -154,7 +155,7 @@ class Pod:
             return self.state(name) == "ready"
 
         for name in names or STAGES:
-            self.wait(lambda name=name: ready(name), f"{name} is ready")
+            self.wait(partial(ready, name), f"{name} is ready")
 
     def settle(self) -> None:
         """All four are ready, and what is in the links has reached the queues."""

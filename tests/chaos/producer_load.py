@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import kmq
 from chaos.load import TOPICS, Load
@@ -10,7 +11,7 @@ from chaos.load import TOPICS, Load
 class ProducerLoad(Load):
     """A kmq.Producer that sends messages and lists of them, until told to stop; `sent` is what it was told about each."""
 
-    def __init__(self, pipes: Path, name: str, seed: int, **options: object) -> None:
+    def __init__(self, pipes: Path, name: str, seed: int, **options: Any) -> None:
         super().__init__(seed)
         self.prefix, self.count = name, 0
         self.sent: list[tuple[list[bytes], kmq.Delivery]] = []
@@ -41,14 +42,14 @@ class ProducerLoad(Load):
 
 def judge(data: Path, loads: list[ProducerLoad]) -> None:
     """Acked is stored where it was said; with a memory behind it once, else at least once. Nothing was given up."""
-    places = defaultdict(list)
+    places: defaultdict[bytes, list[int]] = defaultdict(list)
     for path in sorted((data / "append").glob("*.log")):
         for line in path.read_bytes().splitlines():
-            seq, _, _, _, _, payload = line.split(b"|", 5)
-            places[payload].append(int(seq))
+            stored_seq, _, _, _, _, payload = line.split(b"|", 5)
+            places[payload].append(int(stored_seq))
     for load in loads:
         assert load.sent, f"{load.prefix} sent nothing"
-        lost, elsewhere, twice = [], [], []
+        lost, elsewhere, twice = list[object](), list[object](), list[object]()
         for payloads, delivery in load.sent:
             assert delivery.done and delivery.error is None, delivery.error
             for payload, seq in zip(payloads, delivery.seqs, strict=True):

@@ -53,50 +53,47 @@ class Restore:
                 path.with_suffix(".idx").unlink(missing_ok=True)
 
 
-CASES: dict[str, Callable[[Restore], object]] = {}
+Case = Callable[[Restore], object]
 
 
-for _place, _name in ((WAL, "the WAL"), (QUEUE, "a queue")):
-    CASES |= {
-        f"two sealed segments of {_name} swapped": lambda r, p=_place: r.swap(r.segment(p, 0), r.segment(p, 2)),
-        f"a sealed and the active segment of {_name} swapped": lambda r, p=_place: r.swap(
-            r.segment(p, 1), r.segment(p, -1)
+def cases_of(place: str, name: str) -> dict[str, Case]:
+    return {
+        f"two sealed segments of {name} swapped": lambda r: r.swap(r.segment(place, 0), r.segment(place, 2)),
+        f"a sealed and the active segment of {name} swapped": lambda r: r.swap(
+            r.segment(place, 1), r.segment(place, -1)
         ),
-        f"a segment of {_name} copied over the next": lambda r, p=_place: r.copy(r.segment(p, 1), r.segment(p, 2)),
-        f"a segment of {_name} copied over the active one": lambda r, p=_place: r.copy(
-            r.segment(p, 1), r.segment(p, -1)
+        f"a segment of {name} copied over the next": lambda r: r.copy(r.segment(place, 1), r.segment(place, 2)),
+        f"a segment of {name} copied over the active one": lambda r: r.copy(r.segment(place, 1), r.segment(place, -1)),
+        f"the active segment of {name} copied over the first": lambda r: r.copy(
+            r.segment(place, -1), r.segment(place, 0)
         ),
-        f"the active segment of {_name} copied over the first": lambda r, p=_place: r.copy(
-            r.segment(p, -1), r.segment(p, 0)
+        f"a segment of another topic in {name}": lambda r: r.copy(r.segment(OTHER, 1), r.segment(place, 1)),
+        f"the active segment of another topic in {name}": lambda r: r.copy(r.segment(OTHER, -1), r.segment(place, -1)),
+        f"another broker's segment in {name}": lambda r: r.copy(
+            sorted((r.foreign / place).glob("*.log"))[1], r.segment(place, 1)
         ),
-        f"a segment of another topic in {_name}": lambda r, p=_place: r.copy(r.segment(OTHER, 1), r.segment(p, 1)),
-        f"the active segment of another topic in {_name}": lambda r, p=_place: r.copy(
-            r.segment(OTHER, -1), r.segment(p, -1)
+        f"another broker's first segment in {name}": lambda r: r.copy(
+            min((r.foreign / place).glob("*.log")), r.segment(place, 0)
         ),
-        f"another broker's segment in {_name}": lambda r, p=_place: r.copy(
-            sorted((r.foreign / p).glob("*.log"))[1], r.segment(p, 1)
+        f"another broker's active segment in {name}": lambda r: r.copy(
+            sorted((r.foreign / place).glob("*.log"))[-1], r.segment(place, -1)
         ),
-        f"another broker's first segment in {_name}": lambda r, p=_place: r.copy(
-            min((r.foreign / p).glob("*.log")), r.segment(p, 0)
+        f"a segment of {name} under a later number": lambda r: r.copy(
+            r.segment(place, 1), r.data / place / f"{9_000_000:020d}.log"
         ),
-        f"another broker's active segment in {_name}": lambda r, p=_place: r.copy(
-            sorted((r.foreign / p).glob("*.log"))[-1], r.segment(p, -1)
+        f"a segment of {name} renamed to a later number": lambda r: r.move(
+            r.segment(place, 1), r.data / place / f"{9_000_000:020d}.log"
         ),
-        f"a segment of {_name} under a later number": lambda r, p=_place: r.copy(
-            r.segment(p, 1), r.data / p / f"{9_000_000:020d}.log"
+        f"another broker's segment behind {name}": lambda r: r.copy(
+            sorted((r.foreign / place).glob("*.log"))[2], r.data / place / f"{9_000_000:020d}.log"
         ),
-        f"a segment of {_name} renamed to a later number": lambda r, p=_place: r.move(
-            r.segment(p, 1), r.data / p / f"{9_000_000:020d}.log"
-        ),
-        f"another broker's segment behind {_name}": lambda r, p=_place: r.copy(
-            sorted((r.foreign / p).glob("*.log"))[2], r.data / p / f"{9_000_000:020d}.log"
-        ),
-        f"a segment of {_name} deleted": lambda r, p=_place: r.delete(r.segment(p, 1)),
-        f"the last two segments of {_name} deleted": lambda r, p=_place: r.delete(r.segment(p, -2), r.segment(p, -1)),
-        f"all segments of {_name} deleted": lambda r, p=_place: r.delete(*(r.data / p).glob("*.log")),
+        f"a segment of {name} deleted": lambda r: r.delete(r.segment(place, 1)),
+        f"the last two segments of {name} deleted": lambda r: r.delete(r.segment(place, -2), r.segment(place, -1)),
+        f"all segments of {name} deleted": lambda r: r.delete(*(r.data / place).glob("*.log")),
     }
 
 
+CASES: dict[str, Case] = cases_of(WAL, "the WAL") | cases_of(QUEUE, "a queue")
 CASES |= {
     "a segment of the WAL in a queue": lambda r: r.copy(r.segment(WAL, 1), r.segment(QUEUE, 1)),
     "a segment of a queue in the WAL": lambda r: r.copy(r.segment(QUEUE, 1), r.segment(WAL, 1)),

@@ -47,7 +47,7 @@ from kmq.router.retention import Retention
 from kmq.settings import Settings, load
 from stages import durability, framer, router
 
-TRACED = ("/kmq/links/", "/kmq/log/", "/kmq/framing/", "/kmq/router/", "/stages/")
+TRACED = ("/kmq/links/", "/kmq/log/", "/kmq/framing/", "/kmq/durability/", "/kmq/router/", "/stages/")
 RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run}
 READ_BYTES = 700  # of the FIFO at once, so that lines are cut and carried all the time
 PIPE_BYTES = 1 << 19  # holds what a generation is sent, and is not the size that marks a pipe as known to a framer

@@ -214,7 +214,7 @@ def test_a_group_cut_by_the_death_of_the_fifo_is_forgotten_whole(make_pod: Make)
 
 
 def test_an_idle_producer_is_forgotten_and_its_place_given_to_another(make_pod: Make) -> None:
-    pod = make_pod(KMQ_PRODUCERS=1, KMQ_PRODUCER_TTL="1s")
+    pod = make_pod(KMQ_PRODUCERS=1, KMQ_PRODUCER_TTL="4s")  # longer than a busy machine takes between two replies
     pod.start()
     pod.wait_ready()
     with Client(pod, "producer=a") as other, Client(pod, "producer=b") as client:
@@ -287,7 +287,7 @@ def cpu_s(pod: Pod, name: str) -> float:
     return sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_with_ten_thousand_producers_and_a_hundred_thousand_ids_a_start_costs_less_than_framing_did(pod: Pod) -> None:
+def test_framer_start_costs_less_than_framing_with_many_producers_and_ids(pod: Pod) -> None:
     """From a checkpoint, and from the WAL alone; the framer stays small."""
     names = groups(
         lambda n: f"p=producer-{n}", 10_000, 20, (str(2 * n) for n in itertools.count())

@@ -57,7 +57,7 @@ def lose_unsynced(pod: Pod, synced: int) -> None:
         *(pytest.param("fsync", n, marks=pytest.mark.soak) for n in range(3, 40, 3)),
     ],
 )
-def test_after_one_failed_sync_nothing_is_acknowledged_and_retries_store_each_message_once(
+def test_a_failed_sync_acknowledges_nothing_and_retries_store_each_message_once(
     make_pod: Callable[..., Pod], loads: Start, strace: str, tmp_path: Path, call: str, nth: int, restart: str
 ) -> None:
     pod = make_pod(KMQ_SEGMENT_BYTES="128 KiB", PYTHONPATH=hurried(tmp_path))
@@ -92,7 +92,7 @@ def test_after_one_failed_sync_nothing_is_acknowledged_and_retries_store_each_me
 
 
 @pytest.mark.parametrize("nth", [1, 2], ids=["the file", "its directory"])  # of the thread that writes it
-def test_a_failed_checkpoint_of_the_producers_ends_the_framer_and_nothing_is_stored_twice(
+def test_a_failed_producers_checkpoint_ends_the_framer_and_nothing_is_stored_twice(
     make_pod: Callable[..., Pod], loads: Start, strace: str, tmp_path: Path, nth: int
 ) -> None:
     pod = make_pod(PYTHONPATH=hurried(tmp_path))

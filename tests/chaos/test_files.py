@@ -185,7 +185,7 @@ def test_a_queue_damaged_while_the_router_runs_is_rebuilt_by_a_restart(make_pod:
     pod.judge([*load.sent, *more.sent])
 
 
-def test_a_topic_declared_just_before_its_first_message_has_its_partitions_from_that_message_on(make_pod: Make) -> None:
+def test_a_topic_declared_just_before_its_first_message_has_its_partitions_at_once(make_pod: Make) -> None:
     pod = make_pod()
     pod.start()
     pod.settle()

@@ -117,7 +117,7 @@ def preempted(work: Callable[[], object], at: int, other: Callable[[], object]) 
 
 @pytest.mark.parametrize("policy", ["block", "drop_oldest"])
 @pytest.mark.parametrize("waiting", [0, 1, 3, 6])
-def test_whatever_the_writer_does_in_the_middle_of_a_read_is_seen_whole_or_not_at_all(
+def test_what_the_writer_does_in_the_middle_of_a_read_is_seen_whole_or_not_at_all(
     make: Callable[[str], Ends], policy: str, waiting: int
 ) -> None:
     for at in itertools.count():
@@ -136,7 +136,7 @@ def test_whatever_the_writer_does_in_the_middle_of_a_read_is_seen_whole_or_not_a
 
 @pytest.mark.parametrize("policy", ["block", "drop_oldest"])
 @pytest.mark.parametrize("waiting", [0, 3, 6, 9])
-def test_whatever_the_reader_does_in_the_middle_of_a_write_is_seen_whole_or_not_at_all(
+def test_what_the_reader_does_in_the_middle_of_a_write_is_seen_whole_or_not_at_all(
     make: Callable[[str], Ends], policy: str, waiting: int
 ) -> None:
     for at in itertools.count():

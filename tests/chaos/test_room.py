@@ -55,7 +55,7 @@ def wait_resumed(pod: Pod, *loads: Load) -> float:
 
 
 @pytest.mark.root
-def test_a_disk_without_room_is_told_to_acknowledged_producers_and_felt_by_plain_ones(
+def test_a_full_disk_is_reported_to_acked_producers_and_felt_by_plain_ones(
     make_pod: Callable[..., Pod], loads: Start, tmp_path: Path, cleanup: ExitStack
 ) -> None:
     disk = disk_of("ext4", 256 * MIB, tmp_path, cleanup)

@@ -10,6 +10,7 @@ import pytest
 
 from kmq.links import layout
 
+TESTS = pathlib.Path(__file__).parents[1]
 SCRIPT = pathlib.Path(__file__).with_name("ring_end.py")
 _numbers = itertools.count()
 
@@ -28,8 +29,9 @@ def start(instance, tmp_path):
     processes = []
 
     def run(role, policy="block"):
+        env = {**os.environ, "PYTHONPATH": str(TESTS)}
         argv = [sys.executable, str(SCRIPT), role, instance, policy, f"{tmp_path}/out"]
-        processes.append(subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        processes.append(subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
         return processes[-1]
 
     yield run

@@ -14,6 +14,8 @@ import random
 import sys
 import time
 
+from fake_logger import FakeLogger
+
 from kmq.errors import CorruptError
 from kmq.links import layout
 from kmq.links.doorbell import Doorbell
@@ -25,18 +27,12 @@ SLOTS, RING_BYTES = 512, 1 << 16
 ROUNDS = 10_000
 
 
-class Silent:
-    def info(self, event: str, **fields: object) -> None: ...
-
-    warn = info
-
-
 def identity(policy: str) -> layout.Identity:
     return layout.make_identity("contract", SLOTS, RING_BYTES, 0, policy)
 
 
 def open_writer(instance: str, policy: str) -> RingWriter:
-    return RingWriter(instance, "framed", identity(policy), f"pid={os.getpid()}", lambda: (1, 0), Silent())
+    return RingWriter(instance, "framed", identity(policy), f"pid={os.getpid()}", lambda: (1, 0), FakeLogger())
 
 
 def lock_of(instance: str) -> RingLock:
@@ -102,7 +98,7 @@ class Sleeps:
 
     def __init__(self, bell: Doorbell) -> None:
         self._wait, self._timed_out, self.lost = bell.wait, False, 0
-        bell.wait = self.wait  # type: ignore[method-assign]
+        bell.wait = self.wait  # type: ignore[assignment,method-assign]
 
     def wait(self) -> bool:
         self._timed_out = not self._wait()

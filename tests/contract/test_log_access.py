@@ -2,15 +2,11 @@
 
 import os
 import random
-import sys
 from bisect import bisect_left
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "spark"))
-
 from log_server import up
 from made_data import FIRST_TS, append, write_data
 

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from chaos.acked import AckedLoad, account
 from chaos.checker import Stream, check
-from chaos.load import Lines, Load, TcpLoad
+from chaos.load import Lines, TcpLoad
 from chaos.producer_load import ProducerLoad
 from chaos.producer_load import judge as judge_producers
 from play import Pod
 
 from kmq.broker import stats
 from kmq.links import fifo, layout
-from kmq.settings import STAGES
+from kmq.settings import SHM, STAGES
 
 PATIENCE_S = 120.0  # deadline of every wait: reached only by a bug
 PORT = 5673  # lines in
@@ -107,7 +107,7 @@ class Traffic:
         self.producer.rest_s = 0.3
         # A Service has a name that is looked up for each connection; here it is the pod that knows where it is.
         self.producer.producer._driver.address = lambda: (pod.ip, PORT, "")
-        self.loads: tuple[Load, ...] = (self.plain, self.answered, self.producer)
+        self.loads: tuple[TcpLoad | AnsweredLoad | ProducerLoad, ...] = (self.plain, self.answered, self.producer)
         for load in self.loads:
             load.start()
 
@@ -172,7 +172,7 @@ def traffic_to(pod: Pod, rng: random.Random) -> Iterator[Traffic]:
 
 def instance(pod: Pod) -> str:
     """The name under which the pod's shared memory is found from here."""
-    return f"{os.path.relpath(pod.volume('shm'), layout.SHM)}/kmq"
+    return f"{os.path.relpath(pod.volume('shm'), SHM)}/kmq"
 
 
 def rows(pod: Pod) -> dict[str, stats.Row]:

@@ -425,9 +425,7 @@ def test_a_recovering_stage_is_alive_and_not_ready(pod: Pod) -> None:
     assert pod.restarts("router") == restarts + 1
 
 
-def test_a_second_pod_on_the_same_volume_refuses_and_takes_over_when_the_first_is_gone(
-    pod: Pod, rng: random.Random
-) -> None:
+def test_a_second_pod_on_the_same_volume_refuses_until_the_first_is_gone(pod: Pod, rng: random.Random) -> None:
     """As when a pod is replaced while its node does not answer. The last test of this pod."""
     second = player.play(DEV, **KEEP_ALL)
     second.home.mkdir(parents=True)

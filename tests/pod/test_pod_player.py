@@ -52,7 +52,7 @@ def play_alone(start):
     names = []
 
     def run():
-        process = start(sys.executable, "scripts/play.py")
+        process = start(sys.executable, "scripts/play")
         names.append(f"kmq-{process.pid}-0")
         return process, names[-1]
 

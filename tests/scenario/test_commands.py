@@ -256,7 +256,7 @@ def test_an_instance_that_comes_back_to_a_directory_used_meanwhile_goes_on(broke
     assert [int(line.split(b"|")[0]) for line in broker.wal()] == list(range(1, 12))
 
 
-def test_a_ring_with_messages_that_is_older_than_the_wal_is_refused_and_the_wal_stays_whole(broker, new_broker):
+def test_a_ring_with_messages_older_than_the_wal_is_refused_and_the_wal_stays_whole(broker, new_broker):
     broker.up()
     os.kill(broker.pids()["durability"], signal.SIGSTOP)
     broker.send_lines([b"test.a|0|1|in the ring only"])

@@ -45,7 +45,7 @@ def test_a_data_directory_of_an_older_release_opens(broker, kept):
     assert (done.returncode, done.stdout) == (0, "no damage\n")
 
 
-def test_a_line_stored_before_there_were_marks_keeps_its_place_and_one_stored_since_has_its_own(broker):
+def test_a_line_stored_before_marks_keeps_its_place_and_a_later_line_has_its_own(broker):
     with tarfile.open(MARKS) as archive:
         archive.extractall(broker.data, filter="tar")
     broker.gateway = False

@@ -242,7 +242,7 @@ def test_the_gateway_waits_for_a_broker_that_is_not_there(new_broker):
         assert process.wait(30) == 0
 
 
-def test_a_producer_that_sends_again_what_has_no_answer_stores_each_record_once_over_kills_of_anything(new_broker):
+def test_producer_that_retries_stores_each_record_once_over_kills_of_anything(new_broker):
     broker = new_broker()
     broker.up()
     ports = fixed_ports(broker)
@@ -276,7 +276,7 @@ def test_a_producer_that_sends_again_what_has_no_answer_stores_each_record_once_
 # --- the example consumer --------------------------------------------------------------------------------------------
 
 
-def test_the_example_consumer_gets_every_record_at_least_once_over_kill_9_of_everything(new_broker, tmp_path):
+def test_the_example_consumer_gets_each_record_at_least_once_over_kills_of_all(new_broker, tmp_path):
     broker = new_broker()
     broker.up()
     ports = fixed_ports(broker)

@@ -53,7 +53,7 @@ def test_scenario_2_routes_a_mixed_hundred_into_four_queues(broker, scripts):
     }
 
 
-def test_scenario_3_names_every_loss_which_the_sender_does_not_feel_and_brings_it_back(broker, scripts):
+def test_scenario_3_names_every_loss_and_brings_it_back_and_the_sender_feels_none(broker, scripts):
     for _ in range(RUNS):
         _, output = run(broker, scripts, "3")
         loss = next(fields(line) for line in output.splitlines() if "loss_percent=" in line)

@@ -61,7 +61,7 @@ def test_a_missing_java_is_installed_on_debian_as_root_and_it_says_so(setup, pac
     assert calls[-1].split()[-1] == package
 
 
-def test_without_java_and_with_an_apt_that_fails_the_rest_is_set_up_and_one_line_says_so(setup):
+def test_setup_without_java_and_with_a_failing_apt_does_the_rest_and_says_so(setup):
     done, calls = setup()
     assert done.returncode == 0, done.stderr
     assert any("update" in call for call in calls), "the lists of packages may be old or missing"

@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 import time
+from math import inf
 
 import grpc
 import pytest
@@ -355,17 +356,22 @@ def test_a_broker_that_stops_ends_in_order(secured):
 
 
 def test_tls_costs_less_than_the_rest_of_the_way(secured):
-    """In one run: what both kinds take. The bound is loose, for the machine is shared; what it catches is a loop per record."""
+    """Compares both kinds in one run. The bound is loose; it catches a loop per record.
+
+    Other work on the machine may hold up any one of the sends, so a kind gets as many as it needs, up to eight.
+    """
     broker = secured()
     data = b"".join(line + b"\n" for line in lines_of(b"k", 60_000))
-    took = {}
-    for n, connect in enumerate((plain, secure, plain, secure), 1):
+    took = {"plain": inf, "secure": inf}
+    for n, connect in enumerate((plain, secure) * 8, 1):
         sock = connect(broker)
         begin = time.monotonic()
         sock.sendall(data)
         assert end(sock) == b""
-        took[connect.__name__] = min(time.monotonic() - begin, took.get(connect.__name__, 1e9))
+        took[connect.__name__] = min(time.monotonic() - begin, took[connect.__name__])
         broker.wait_routed(n * 60_000)
+        if n >= 4 and took["secure"] < 3 * took["plain"] + 0.2:
+            break
     print({name: f"{60_000 / seconds:,.0f} msg/s" for name, seconds in took.items()})
     assert took["secure"] < 3 * took["plain"] + 0.2
 

@@ -153,7 +153,7 @@ def test_a_deletion_while_the_broker_is_down_is_carried_out_by_its_start(broker)
     check_whole(broker)
 
 
-def test_a_router_killed_with_the_request_in_front_of_it_carries_it_out_when_it_is_back(broker):
+def test_a_router_killed_before_a_request_carries_it_out_when_it_is_back(broker):
     broker.up()
     send(broker, "orders.k", *range(10))
     os.kill(broker.pids()["router"], signal.SIGSTOP)

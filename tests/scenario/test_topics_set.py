@@ -35,7 +35,7 @@ def shown(broker, topic="orders"):
     return json.loads(broker.kmq("topics", "show", topic, "--json").stdout)
 
 
-def test_lower_retention_deletes_segments_of_a_living_topic_and_stays_after_a_restart(broker):
+def test_lower_retention_deletes_segments_of_a_live_topic_and_stays_after_a_restart(broker):
     broker.up(KMQ_SEGMENT_BYTES=SEGMENT)
     send(broker, 12_000)
     with toml(broker).open("a") as file:

@@ -128,9 +128,7 @@ def test_a_start_that_cannot_work_ends_at_once_with_path_and_advice(used: Broker
 
 
 @pytest.mark.parametrize("partitions", [1_000_000_000, 0])
-def test_a_topic_that_says_an_impossible_number_of_partitions_has_those_that_are_there(
-    used: Broker, partitions: int
-) -> None:
+def test_a_topic_with_an_impossible_number_of_partitions_has_those_on_disk(used: Broker, partitions: int) -> None:
     text("topics/test/topic.toml", f"partitions = {partitions}\nfrom_seq = 1\n")(used.data)
     used.up()
     assert (used.data / "topics/test/topic.toml").read_text() == "partitions = 1\nfrom_seq = 1\n"

@@ -10,6 +10,7 @@ import sys
 import warnings
 
 from kmq.spark.pipelines import archive
+from kmq.spark.pipelines.dead_letters import DeadLetters
 from kmq.spark.sessions import session
 from kmq.spark.tables import Delta, Iceberg, Parquet, Table
 from kmq.spark.tables.bound import BoundStream
@@ -49,9 +50,9 @@ def bind(self, query, batch_id):
         begun.append(batch_id)
 
 
-BoundStream.bind = bind
+BoundStream.bind = bind  # type: ignore[method-assign]
 if point == "letters":  # sent, and not yet in the table
-    dying(archive.DeadLetters, "send", False)
+    dying(DeadLetters, "send", False)
 elif point == "staged":
     dying(Table, "stage", False)
 elif point == "sealed":  # none of its files is moved

@@ -74,7 +74,9 @@ def where_tasks_run(spark):
 def through_gate(rows, gate):
     @F.udf("bigint")
     def wait(seq):
-        here = Path(gate, f"task-{TaskContext.get().taskAttemptId()}")
+        task = TaskContext.get()
+        assert task is not None
+        here = Path(gate, f"task-{task.taskAttemptId()}")
         if not here.exists():
             here.touch()
             deadline = time.monotonic() + PATIENCE_S

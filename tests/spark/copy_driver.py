@@ -110,14 +110,14 @@ class Writing:
             raise RuntimeError("as told")
 
 
-class StreamWriter(Writing, KmqStreamWriter):
+class StreamWriter(Writing, KmqStreamWriter):  # type: ignore[misc]
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         super().commit(messages, batchId)
         if is_now(self.plan, "commit", batchId):
             die(self.plan)
 
 
-class Writer(Writing, KmqWriter):
+class Writer(Writing, KmqWriter):  # type: ignore[misc]
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         super().commit(messages)
         if is_now(self.plan, "commit", 0):

@@ -6,8 +6,10 @@ What it is asked is written down, so that a test can hold it against the rights 
 import json
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
@@ -18,10 +20,10 @@ class ApiServer:
 
     def __init__(self, start):
         self.asked: set[tuple[str, str]] = set()  # (verb, resource)
-        self.made: list[dict] = []  # pods as they were asked for
-        self.pods: dict[str, dict] = {}
+        self.made: list[dict[str, Any]] = []  # pods as they were asked for
+        self.pods: dict[str, dict[str, Any]] = {}
         self._start, self._end = start, {}
-        self._events: list[dict] = []
+        self._events: list[dict[str, Any]] = []
         self._changed = threading.Condition()
         self._numbers = count(1)
         server = self
@@ -93,13 +95,16 @@ class ApiServer:
 
         return is_asked_for
 
+    def _has_more(self, at):
+        return len(self._events) > at
+
     def watch(self, query, patience_s=30.0):
         """Events from a version on, as they come."""
         at, is_wanted = int(query.get("resourceVersion", ["0"])[0] or 0), self.selected(query)
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             with self._changed:
-                self._changed.wait_for(lambda at=at: len(self._events) > at, 1)
+                self._changed.wait_for(partial(self._has_more, at), 1)
                 events, at = self._events[at:], len(self._events)
             yield from (event for event in events if is_wanted(event["object"]))
 

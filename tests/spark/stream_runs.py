@@ -42,7 +42,7 @@ def run_tasks(spark, data, work, **options):
     batches = []
 
     def keep(df, number):
-        tasks = {}
+        tasks = dict[int, list[tuple[int, int]]]()
         for row in df.withColumn("task", spark_partition_id()).collect():
             tasks.setdefault(row.task, []).append((row.partition, row.offset))
         batches.append(tasks)

@@ -624,7 +624,7 @@ def test_the_questions_of_an_audit_can_be_asked_of_any_frame(spark, tmp_path):
     assert (late.topic, late.partition, late.seq) == ("orders", 1, twice.seq)
 
 
-def test_the_command_audits_the_broker_of_its_environment_and_its_exit_code_says_how_it_went(broker):
+def test_the_command_audits_the_broker_of_its_environment_and_exits_with_the_verdict(broker):
     broker.up()
     broker.send_lines([line(n) for n in range(200)])
     broker.wait_routed(200)

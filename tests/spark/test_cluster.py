@@ -94,7 +94,7 @@ def test_pipelines_are_right_on_a_local_cluster(pods, start):
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_pipelines_are_right_on_a_standalone_cluster_when_a_worker_is_killed_in_mid_job(pods, start, tmp_path, victim):
+def test_pipelines_are_right_on_a_cluster_when_a_worker_is_killed_in_mid_job(pods, start, tmp_path, victim):
     gate = tmp_path / "gate"
     gate.mkdir()
     with Standalone(workers=2) as cluster:

@@ -119,7 +119,7 @@ def test_keys_that_are_not_utf8_or_percent_encoded_are_told_apart(spark, tmp_pat
     assert records(data) == wanted
 
 
-def test_a_key_is_the_same_with_a_mark_and_without_and_an_empty_value_is_no_tombstone(spark, tmp_path):
+def test_a_key_is_the_same_with_and_without_a_mark_and_an_empty_value_no_tombstone(spark, tmp_path):
     head = [
         b"users.eu|0|0|old",
         b"users.@.eu|0|1|new",
@@ -236,7 +236,7 @@ def test_latest_is_a_topic_as_a_table(spark, tmp_path):
     assert found == {key: (offset, lines[offset].split(b"|", 5)[5].decode()) for key, offset in last.items()}
 
 
-def test_under_a_live_broker_whose_router_is_killed_again_and_again_readers_see_every_kept_record(broker):
+def test_readers_see_every_kept_record_while_the_router_of_a_live_broker_is_killed(broker):
     """A producer goes on, a reader reads in a loop, and the router dies while it swaps. (No Spark: the plan is made here.)"""
     broker.up()
     declared = broker.kmq("topics", "create", "users", "--set", "cleanup=compact", "--set", "segment_bytes=64KiB")

@@ -98,9 +98,7 @@ def test_the_name_of_a_producer_is_short_enough_whatever_the_topic_is_called(spa
         assert row["id"] == 7 and "mirror_id" not in row["headers"]
 
 
-def test_every_message_is_at_the_target_once_in_its_partition_and_order_also_from_a_lost_checkpoint(
-    spark, source, broker, tmp_path
-):
+def test_each_message_is_at_the_target_once_in_order_even_from_a_lost_checkpoint(spark, source, broker, tmp_path):
     broker.up()
     done = copy(spark, source, broker, tmp_path / "c1")
     assert (done.rows, done.skipped) == (635, 0)

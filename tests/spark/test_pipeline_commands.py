@@ -84,7 +84,7 @@ typer.run(main)
         ("once", signal.SIGTERM, 143),
     ],
 )
-def test_a_signal_stops_a_stream_in_order_and_the_exit_code_says_whether_work_is_left(kind, number, code):
+def test_a_signal_stops_a_stream_in_order_and_the_exit_code_tells_if_work_is_left(kind, number, code):
     returned, out, err = signalled(number, STREAM, kind)
     assert returned == code, out + err
     assert "Traceback" not in err

@@ -160,7 +160,7 @@ def test_what_was_dropped_comes_back_once_of_all_topics_or_of_one(broker, run):
         (("nosuch", "key"), "topic 'nosuch' does not exist at"),
         (("dead", "nosuch(key)"), r"--to 'nosuch\(key\)': "),
         (("dead", "concat('test.',"), r"--to \"concat\('test.',\": "),
-        (("dead", "seq"), "--to 'seq': is no text"),
+        (("dead", "seq"), "--to 'seq': must be a text"),
         (("dead", "key", "nosuch = 1"), "--where 'nosuch = 1': "),
         (
             ("dead", "if(seq = 40, '../x', 'test')"),

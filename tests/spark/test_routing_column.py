@@ -101,7 +101,7 @@ def test_router_and_columns_agree_at_the_longest_names(spark):
     agree(spark, {"one": table((longest, 4, 10), (odd, 5, 1), (deep, 6, 1), ("a", 7, 1))}, rows)
 
 
-def test_messages_without_a_key_are_spread_by_seq_and_a_topic_nobody_declared_has_one_partition(spark):
+def test_keyless_messages_spread_by_seq_and_an_undeclared_topic_has_one_partition(spark):
     rows = [("one", key, seq) for key in (b"t", b"t.", b"new", b"new.k", b"t.k") for seq in range(1, 20)]
     agree(spark, {"one": table(("t", 4, 1), ("one-partition", 1, 1))}, rows)
     agree(spark, {"one": Table()}, rows)

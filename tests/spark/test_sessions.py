@@ -20,7 +20,7 @@ spark.stop()
 """
 
 
-def test_workers_talk_by_unix_sockets_that_nobody_else_reaches_and_that_are_gone_at_the_end(tmp_path):
+def test_workers_use_private_unix_sockets_that_are_gone_at_the_end(tmp_path):
     data = write_data(tmp_path / "data", [b"t|0|%d|x" % n for n in range(10)], {"t": 1})
     done = subprocess.run(
         [sys.executable, "-c", STREAM, str(data), str(tmp_path / "checkpoint")],

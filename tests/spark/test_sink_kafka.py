@@ -40,7 +40,7 @@ ALL = [
 ]
 
 
-def test_rows_of_kafkas_shape_are_stored_where_they_are_sent_and_come_back_to_the_byte(spark, up):
+def test_rows_of_kafkas_shape_are_stored_where_sent_and_come_back_to_the_byte(spark, up):
     assert up.kmq("topics", "create", "a.b").returncode == 0
     write(spark.createDataFrame(ALL, ROWS).coalesce(1), up, usePartition="true")
     routed(up, len(ALL))

@@ -87,7 +87,7 @@ def delete(made, data, topic):
     assert topic not in topics.names(data)
 
 
-def test_a_deleted_topic_stops_its_stream_and_a_later_one_is_read_from_its_first_record(spark, tmp_path):
+def test_a_deleted_topic_stops_its_stream_and_its_successor_is_read_from_the_start(spark, tmp_path):
     made = write_data(tmp_path / "data", orders(0, 10), closed=False)
     data = str(tmp_path / "data")
     of_name, of_pattern = tmp_path / "name", tmp_path / "pattern"

@@ -124,7 +124,7 @@ class Kubelet:
 
 
 @pytest.mark.soak
-def test_executors_come_by_the_api_server_with_the_rights_and_in_the_shape_that_the_manifests_give(here, served):
+def test_executors_get_the_rights_and_the_shape_of_the_manifests_by_the_api_server(here, served):
     kubelet = Kubelet(here)
     with kube.ApiServer(kubelet.start) as api:
         api.put({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": POD["metadata.name"]}, "spec": {}})

@@ -453,7 +453,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def selects(selector, labels):
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     """As the API server reads a selector."""
     one_of = {each["key"]: each["values"] for each in selector.get("matchExpressions", [])}
     return selector.get("matchLabels", {}).items() <= labels.items() and all(

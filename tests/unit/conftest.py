@@ -4,7 +4,7 @@ import itertools
 import os
 
 import pytest
-from made_up import Silent
+from fake_logger import FakeLogger
 
 from kmq.links import layout, ring
 from kmq.log import index, segment_reader
@@ -28,7 +28,7 @@ def rings():
     def make(slots=64, nbytes=1 << 16, policy="block", extra=0, first_seq=1):
         instance = f"unit-{os.getpid()}-{next(_numbers)}"
         identity = layout.make_identity("unit", slots, nbytes, extra, policy)
-        writer = ring.RingWriter(instance, "framed", identity, "the writer", lambda: (first_seq, 0), Silent())
+        writer = ring.RingWriter(instance, "framed", identity, "the writer", lambda: (first_seq, 0), FakeLogger())
         made.append((instance, writer))
         reader = ring.RingReader.attach(instance, "framed", identity, "the reader")
         made.append((instance, reader))
@@ -42,9 +42,9 @@ def rings():
 
 
 @pytest.fixture(scope="module")
-def small_blocks():
-    """Blocks of an index of 1 KiB, so that a small log has many."""
+def small_blocks(request):
+    """Small blocks of an index, so that a small log has many: 1 KiB, or what the test file names `BLOCK_BYTES`."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (index, segment_reader):
-            patch.setattr(module, "BLOCK_BYTES", 1024)
+            patch.setattr(module, "BLOCK_BYTES", getattr(request.module, "BLOCK_BYTES", 1024))
         yield

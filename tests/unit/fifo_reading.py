@@ -4,7 +4,7 @@ import contextlib
 import os
 
 
-def read_all(fd):
+def read_all(fd: int) -> bytes:
     data = b""
     with contextlib.suppress(BlockingIOError):
         while True:

@@ -24,8 +24,9 @@ def frame(text):
     if batch is None:
         text = reassemble(text)
         batch = parser.Parser(MAX, table()).parse(text, 1, 0)
-        assert [count for count, _ in batch.cuts] == list(range(1, len(batch.lines) + 1)) and not batch.replies
-        return batch.lines, text, [end for _, end in batch.cuts], batch.used
+        cuts = batch.cuts or []
+        assert [count for count, _ in cuts] == list(range(1, len(batch.lines) + 1)) and not batch.replies
+        return batch.lines, text, [end for _, end in cuts], batch.used
     return batch.lines, text, list(accumulate(len(line) + 1 for line in batch.lines)), batch.used
 
 
@@ -90,7 +91,7 @@ class Steps:
 
 def one_by_one(replies):
     """Replies as {(connection, n): reply}; asserts that each message gets one, in order."""
-    said, last = {}, {}
+    said, last = {}, dict[bytes, int]()
     for line in replies:
         conn, first, kind, n, rest = line.split(b" ", 4)
         assert int(first) == last.get(conn, 0) + 1, f"no reply before {line}"

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -16,7 +17,12 @@ from kmq.spark.tables import Iceberg, bound, delta, disk, places, staging, synce
 SCHEMA = pa.schema([("n", pa.int64()), ("text", pa.string()), ("topic", pa.string())])
 QUERY = "b5c2ae0e-0000-0000-0000-000000000000"
 # What a table does to files and to what names them: (owner, name). To die behind one is to die before the next.
-STEPS = [(staging, "replace_file"), (bound, "replace_file"), (staging, "sync_directory"), (staging, "sync_file")]
+STEPS: list[tuple[Any, str]] = [
+    (staging, "replace_file"),
+    (bound, "replace_file"),
+    (staging, "sync_directory"),
+    (staging, "sync_file"),
+]
 STEPS += [(disk, "sync_directory")]
 STEPS += [(disk, "sync_file"), (delta, "sync_directory"), (os, "rename"), (os, "makedirs"), (shutil, "rmtree")]
 STEPS += [(places, "replace_file"), (places, "sync_directory"), (synced, "sync_directory")]
@@ -79,10 +85,11 @@ def read(path, format):
 
 def summaries(path, state):
     """(query, batch) of each snapshot of an Iceberg table."""
-    at = {"s3.endpoint": os.environ.get("AWS_ENDPOINT_URL")}
+    at: dict[str, Any] = {"s3.endpoint": os.environ.get("AWS_ENDPOINT_URL")}
     with SqlCatalog("kmq", uri=f"sqlite:///{state}/catalog.db", **at) as catalog:
         table = catalog.load_table(f"kmq.{os.path.basename(path)}")
-        return [(each.summary["kmq.query"], each.summary["kmq.batch"]) for each in table.snapshots()]
+        found: list[Any] = [snapshot.summary or {} for snapshot in table.snapshots()]
+        return [(summary["kmq.query"], summary["kmq.batch"]) for summary in found]
 
 
 def expected(numbers):

@@ -47,7 +47,7 @@ def broker(data, monkeypatch):
     return Broker(data, monkeypatch)
 
 
-def test_a_disk_with_less_than_what_is_on_the_way_is_refused_until_there_is_clearly_more(broker):
+def test_a_disk_too_small_for_what_is_on_the_way_is_refused_until_clearly_larger(broker):
     asked, answers = broker.admission(), []
     for free_mib in (1024, 32, 28, 32, 36, 40, 32):
         broker.free = free_mib * MIB

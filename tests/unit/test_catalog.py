@@ -63,7 +63,7 @@ def test_without_creation_only_declared_topics_pass_as_soon_as_they_are_there(wo
     assert catalog.refusal(b"dead|0|1|x", 1) == ""
 
 
-def test_a_topic_with_a_dot_passes_when_it_is_in_force_and_its_first_label_never_does(world):
+def test_a_topic_with_a_dot_passes_once_in_force_and_its_first_label_never_does(world):
     world.make("a.b", from_seq=7)
     topics.declare(world.data, "a.c", 1)
     catalog = world.catalog(may_create=False)
@@ -77,7 +77,7 @@ def test_a_topic_with_a_dot_passes_when_it_is_in_force_and_its_first_label_never
     ]
 
 
-def test_a_name_that_was_let_through_counts_until_the_router_is_past_it_without_making_it(world):
+def test_an_accepted_name_counts_until_the_router_is_past_it_without_making_it(world):
     catalog = world.catalog(most=2)
     assert catalog.refusal(b"a|0|1|x", 5) == ""
     assert world.catalog(most=2).refusal(b"b|0|1|x", 6) == ""
@@ -104,7 +104,7 @@ def test_a_block_is_judged_the_same_with_many_names_and_with_few(world, count):
         assert not catalog.takes(TEXT % b"topic0" + b"topic0\n", 1)
 
 
-def test_an_acknowledged_message_of_a_topic_too_many_is_refused_and_the_rest_is_stored(world):
+def test_an_acked_message_of_a_topic_too_many_is_refused_and_the_rest_is_stored(world):
     catalog = world.catalog(most=2)
     lines = [b"a|0|1|x", b"b|0|2|x", b"a|0|3|x"]
     text = b"!c 1.1 1 3 p=me\n" + b"".join(line + b"\n" for line in lines)
@@ -139,7 +139,7 @@ def test_a_mark_names_its_topic_exactly_and_that_is_in_force_from_its_message_on
     ]
 
 
-def test_without_creation_a_mark_may_name_what_is_declared_also_when_it_is_not_in_force_yet(world):
+def test_without_creation_a_mark_may_name_a_declared_topic_that_is_not_in_force_yet(world):
     topics.declare(world.data, "a.b", 2)
     catalog = world.catalog(may_create=False)
     assert catalog.refusal(b"a.b.k|0|1|x", 1) == "unknown_topic"

@@ -4,7 +4,8 @@ import os
 import zlib
 
 import pytest
-from made_up import Silent, no_room
+from fake_logger import FakeLogger
+from made_up import no_room
 
 from kmq.errors import RetryError
 from kmq.log import checkpoint, dropped
@@ -24,7 +25,7 @@ def test_a_checkpoint_is_read_as_it_was_written(data):
     with open(path, "w"):
         pass
     states = {("jobs.eu", 0): State(5, 16, 400), ("jobs.eu", 1): State(9, 12, 70, 3), ("t", 0): State(1, 17, 80)}
-    writer = Checkpointer(data, no_room, Silent())
+    writer = Checkpointer(data, no_room, FakeLogger())
     writer.start(checkpoint.text(17, states, [Topic("jobs.eu", 2, 11), Topic("t", 1, 17)]), [path], [])
     writer.finish()
     with open(f"{data}/router.ckpt") as file:
@@ -64,7 +65,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(data, text):
 
 
 def test_a_checkpoint_that_failed_is_told_and_leaves_the_old_one(data):
-    writer = Checkpointer(data, no_room, Silent())
+    writer = Checkpointer(data, no_room, FakeLogger())
     writer.start(checkpoint.text(1, {}, []), [], [])
     writer.finish()
     writer.start(b"2\n", [f"{data}/topics/gone.log"], [])

@@ -10,7 +10,8 @@ import threading
 import time
 
 import pytest
-from made_up import FIRST_TS, Silent, block, no_room, stored
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room, stored
 
 from kmq.errors import BusyError, ConfigError, CorruptError
 from kmq.log import compaction, identity, index, reader, segment, topics
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def start(data, high):
-    queues = Queues(data, no_room, Silent(), LIMITS)
+    queues = Queues(data, no_room, FakeLogger(), LIMITS)
     queues.recover(high, lambda: None)
     return queues
 
@@ -448,7 +449,7 @@ def test_an_index_is_made_of_a_log_with_long_runs_of_bare_newlines(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["file", "end", "index"])
-def test_a_compacted_segment_that_is_lost_or_cut_comes_back_from_the_wal_at_its_offsets(data, lost):
+def test_a_lost_or_cut_compacted_segment_comes_back_from_the_wal_at_its_offsets(data, lost):
     before = records(data)
     _, kept = lay_out(data)
     compaction.settle(data)
@@ -470,7 +471,7 @@ def test_a_compacted_segment_that_is_lost_or_cut_comes_back_from_the_wal_at_its_
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_damaged_block_of_a_compacted_segment_is_healed_from_the_wal_at_its_offsets(data, seed):
+def test_a_damaged_block_of_a_compacted_segment_is_healed_from_the_wal(data, seed):
     before = records(data)
     _, kept = lay_out(data)
     compaction.settle(data)
@@ -515,7 +516,7 @@ def test_a_block_behind_records_that_compaction_took_is_healed_at_its_offsets(da
     assert kept.items() <= records(data).items() <= before.items() and findings(data) == []
 
 
-def test_what_compaction_took_is_no_loss_where_a_flipped_bit_is_healed_without_the_wal(data):
+def test_compacted_records_are_no_loss_when_a_flipped_bit_is_healed_without_the_wal(data):
     which, position = bare_at_the_end_of_a_block(data)
     kept = records(data)
     for _, path in segment.listing(f"{data}/append")[:-1]:

@@ -22,7 +22,7 @@ FLOORS = [
     ["kmq.gateway.core", "kmq.spark.tables", "kmq.spark.streaming", "kmq.spark.sink"],
     ["kmq.spark.source"],
     ["kmq.spark.connections kmq.spark.names kmq.spark.failures kmq.spark.pinned kmq.spark.arrow"],
-    ["kmq.ingress", "kmq.framing", "kmq.router", "kmq.repair", "kmq.deadletters"],
+    ["kmq.ingress", "kmq.framing", "kmq.durability", "kmq.router", "kmq.repair", "kmq.deadletters"],
     ["kmq.broker"],
     ["kmq.client kmq"],
     ["kmq.log"],
@@ -35,16 +35,12 @@ FLOORS = [
 STILL = {
     "arrow": set(),
     "circle": set(),
-    "file": {
-        "scripts/play.py",
-    },
+    "file": set(),
     "function": {
         "kmq/gateway/grpc/podbus.py: handler",
     },
     "class": {
         "kmq/gateway/http/logs.py: Logs",
-        "kmq/spark/source/planner.py: Logs",
-        "scripts/play.py: Pod",
     },
 }
 

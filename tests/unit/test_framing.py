@@ -304,7 +304,7 @@ def test_a_group_among_other_lines_is_answered_and_they_are_not(change):
     assert text[batch.used :] == b"+t|||unfinished\n"
 
 
-def test_groups_of_many_connections_are_answered_each_and_acks_that_follow_one_another_become_one():
+def test_each_group_of_many_connections_gets_its_reply_and_consecutive_acks_merge():
     you = b"17.2"
     text = b"".join(
         [
@@ -450,7 +450,7 @@ def test_replies_of_a_part_of_a_batch_have_the_seqs_of_its_block():
 # --- the same in the plainest words ------------------------------------------------------------------------------------
 
 
-def test_however_traffic_is_read_and_cut_each_message_is_stored_once_and_told_its_own_seq():
+def test_each_message_is_stored_once_with_its_own_seq_however_traffic_is_cut():
     rng, kinds = random.Random(6), set()
     for _ in range(400):
         text, model = random_traffic(rng)

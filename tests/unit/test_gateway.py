@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
+from fake_logger import FakeLogger
 from google.protobuf import descriptor_pb2
-from made_up import Silent, stored
+from made_up import stored
 
 from kmq import gateway, refusals
 from kmq.broker import stats
@@ -294,7 +295,7 @@ def test_streams_over_the_limit_are_refused_until_one_ends(data, monkeypatch):
 
     async def run():
         bus = podbus.PodBus(
-            load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), Silent()
+            load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), FakeLogger()
         )
         request = SimpleNamespace(offset=1, follow=True)
         streams = [asyncio.create_task(anext(bus.consume_stream(request, None))) for _ in range(2)]
@@ -316,7 +317,7 @@ def test_records_over_the_limit_are_refused_while_others_wait_for_room(data, mon
 
     async def run():
         bus = podbus.PodBus(
-            load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), Silent()
+            load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), FakeLogger()
         )
         room = asyncio.Event()
 

@@ -4,14 +4,10 @@ import http.client
 import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "spark"))
-
 from log_server import up
 from made_data import write_data
 
@@ -19,17 +15,15 @@ from kmq import tokens
 from kmq.broker.stats import STATES
 from kmq.gateway.core import spans
 from kmq.gateway.http import logs
-from kmq.log import index, reader, segment_reader
+from kmq.log import reader
 
 PATIENCE_S = 30.0
 LINES = [b"t.k|%d|%d|%b" % (n, n, b"x" * 90) for n in range(2000)]
 ALL = "/v1/logs/t/0/records"
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (index, segment_reader):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
+BLOCK_BYTES = 4096  # of the index, see small_blocks
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.fixture

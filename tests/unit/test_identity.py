@@ -36,7 +36,7 @@ def test_the_first_of_two_that_start_at_once_names_it(tmp_path, monkeypatch):
     assert open_data(str(tmp_path)) == first
 
 
-def test_two_stages_that_start_at_once_as_the_first_process_of_their_containers_agree(tmp_path, monkeypatch):
+def test_two_stages_that_start_at_once_as_first_processes_of_containers_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 1)
     fsync, theirs = os.fsync, []
 

@@ -7,16 +7,13 @@ from itertools import pairwise
 import pytest
 from made_up import no_room, stored
 
-from kmq.log import index
 from kmq.log.disk import AppendFile
 from kmq.log.index import Entry, IndexWriter, last_before, parse_line, read_entries
 
-BLOCK = 512
+BLOCK = BLOCK_BYTES = 512  # of the index, see small_blocks
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(index, "BLOCK_BYTES", BLOCK)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 class Log:

@@ -164,7 +164,7 @@ def test_lines_of_many_connections_stay_in_order_and_apart(wire):
     [b"!", b"!b 1", b"!c 1.1 1 1", b"!hello", b"!hello acks=2", b"!hello acks=1 me", b"!helo acks=1", b"!" * 4097],
 )
 @pytest.mark.parametrize("step", [1, 1 << 20])
-def test_a_first_line_that_begins_with_a_bang_and_is_no_hello_is_refused_and_no_message(wire, line, step):
+def test_a_first_line_with_a_bang_that_is_no_hello_is_refused_and_no_message(wire, line, step):
     near, connection = wire.connect()
     if step == 1:
         step = max(1, len(line) // 100)
@@ -343,7 +343,7 @@ def test_messages_of_plain_and_acknowledged_connections_stay_apart(wire):
         wire.finish(*each)
 
 
-def test_a_hello_that_never_ends_is_refused_at_its_limit_and_one_that_is_cut_off_is_no_message(wire):
+def test_an_endless_hello_is_refused_at_its_limit_and_a_cut_hello_is_no_message(wire):
     near, connection = wire.connect()
     for _ in range(4):
         wire.send(near, connection, b"!" + b"x" * 1000)
@@ -451,7 +451,7 @@ def test_refusals_are_made_as_fast_as_they_are_read_and_all_of_them(wire):
     wire.finish(near, connection)
 
 
-def test_the_connection_with_the_most_unread_replies_is_broken_when_all_take_too_much(wire, monkeypatch):
+def test_the_connection_with_the_most_unread_replies_is_broken_when_all_take_much(wire, monkeypatch):
     monkeypatch.setattr(budgets, "UNREAD_BYTES", 1000)
     unread, wires = budgets.UnreadBudget(), [wire.connect() for _ in range(3)]
     connections = [connection for _, connection in wires]

@@ -194,7 +194,7 @@ def test_a_full_table_takes_a_new_name_once_an_idle_one_is_forgotten():
     assert known._runs == 1
 
 
-def test_names_that_programs_made_up_for_themselves_give_way_in_a_full_table_and_only_there():
+def test_generated_names_are_evicted_from_a_full_table_and_only_there():
     known = table(producers=3, ttl=100_000)
     for name, seconds in ((b"auto-1", 1000), (b"till", 1000)):
         known.remember(known.producer(name, seconds), 1, 1, 1, seconds)

@@ -419,7 +419,7 @@ def test_the_window_is_full_by_messages_or_bytes_and_has_room_after_replies():
     assert core.window.is_full
 
 
-def test_who_waited_for_room_goes_on_when_half_the_window_is_free_and_fills_it_before_anything_goes():
+def test_blocked_senders_resume_when_half_the_window_is_free_and_fill_it():
     core = make(max_in_flight=4, linger_ms=None)
     add_many(core, 4)
     take(core)

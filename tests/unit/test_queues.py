@@ -7,7 +7,8 @@ import shutil
 import zlib
 
 import pytest
-from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
@@ -21,29 +22,11 @@ from kmq.router.newcomers import AT_ONCE
 from kmq.router.queues import Queues
 from kmq.routing import Topic
 
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(index, "BLOCK_BYTES", 1024)
-
-
-class Heard(Silent):
-    """A Log that remembers."""
-
-    def __init__(self):
-        self.events = []
-
-    def info(self, event, **fields):
-        self.events.append((event, fields))
-
-    warn = error = info
-
-    def of(self, event):
-        return [fields for name, fields in self.events if name == event]
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def open_queues(data, high, limits=None, log=None, check=lambda: None):
-    made = Queues(data, no_room, log or Silent(), limits)
+    made = Queues(data, no_room, log or FakeLogger(), limits)
     made.recover(high, check)
     return made
 
@@ -242,7 +225,7 @@ def test_a_segment_is_rebuilt_from_the_wal_with_the_same_name_and_bytes(data, se
     open_queues(data, len(lines), SMALL).close()
     assert files(data) == before
     check_logs(data)
-    heard = Heard()
+    heard = FakeLogger()
     open_queues(data, len(lines), SMALL, heard).close()
     assert not heard.events and files(data) == before
 
@@ -351,7 +334,7 @@ def test_a_dotted_topic_takes_messages_only_from_its_declaration_on(data):
     assert topics.load(data, "a.b") == (1, 11)
 
 
-def test_a_message_that_overtakes_the_adoption_of_its_topic_is_partitioned_as_declared(data):
+def test_a_message_before_the_adoption_of_its_topic_is_partitioned_as_declared(data):
     lines = [b"t.%d|||x" % n for n in range(30)]
     write_wal(data, lines).close()
     made = open_queues(data, 0)
@@ -483,7 +466,7 @@ def test_a_rebuild_of_any_length_gives_signs_of_life(data, monkeypatch):
         return filled
 
     monkeypatch.setattr(Mender, "_fill", counted)
-    again = Queues(data, no_room, Silent(), Limits(segment_bytes=2000))
+    again = Queues(data, no_room, FakeLogger(), Limits(segment_bytes=2000))
     again.recover(400, lambda: signs.append(None))
     again.close()
     before, after = before_and_after
@@ -505,7 +488,7 @@ def test_indexes_that_are_made_anew_give_signs_of_life(data):
     assert len(signs) >= pieces > 2
     signs.clear()
     os.unlink(segment.index_path(f"{data}/topics/t/0/{segment.name(0)}"))
-    again = Queues(data, no_room, Silent())
+    again = Queues(data, no_room, FakeLogger())
     again.recover(3000, lambda: signs.append(None))
     again.close()
     assert len(signs) >= pieces
@@ -551,7 +534,7 @@ def test_queues_of_lines_with_marks_are_the_same_however_they_were_routed(data, 
     assert files(data) == before and topics.listing(data) == declared
 
 
-def test_a_topic_that_a_mark_names_has_the_lines_behind_it_also_while_it_is_to_be_made(data):
+def test_a_topic_named_by_a_mark_has_the_lines_behind_it_also_before_it_is_made(data):
     identity.open_data(data)
     made = open_queues(data, 0)
     flood = [b"new-%d|||x" % number for number in range(2 * AT_ONCE)]

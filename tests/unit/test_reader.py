@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from made_up import FIRST_TS, no_room, stored
 
-from kmq.log import index, reader, segment, segment_reader
+from kmq.log import reader, segment, segment_reader
 from kmq.log.damage import DamageError
 from kmq.log.disk import AppendFile
 from kmq.log.index import IndexWriter
@@ -17,10 +17,8 @@ LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n * 37 % 200)) for n in range
 SEQS = range(1, 6001, 2)  # of the partition's records: every other record of the WAL
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (index, segment_reader):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
+BLOCK_BYTES = 4096  # of the index, see small_blocks
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def write_log(directory, lines, by_seq, cuts=(), notes=(), unindexed=0):

@@ -143,7 +143,7 @@ def test_good_prefix_ends_at_the_first_line_that_admit_would_change():
     assert ends == {True, False}
 
 
-def test_numbered_lines_are_taken_apart_exactly_where_all_are_well_formed_and_numbered():
+def test_numbered_lines_are_split_exactly_if_all_are_well_formed_and_numbered():
     """One search says what a check, a split into lines and a split into fields would say."""
     rng, kinds = random.Random(3), set()
     parts = (

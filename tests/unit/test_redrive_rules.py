@@ -54,7 +54,7 @@ def test_a_line_is_sent_again_without_who_sent_it_first():
     assert redrive.as_sent(LINE, b"test.k") == b"test.k|12.5|m-1;a=b;enc=b64|a|b\n"
 
 
-def test_a_numbered_line_keeps_what_it_was_as_headers_and_keeps_them_when_it_is_redriven_again():
+def test_a_numbered_line_keeps_what_it_was_as_headers_also_when_redriven_again():
     once = redrive.as_sent(LINE, b"test.k", 8)
     assert once == b"test.k|12.5|8;a=b;enc=b64;orig_id=m-1;orig_seq=7|a|b\n"
     again = redrive.as_sent(record.number([once[:-1]], 99, b"1700000001.000000")[0][:-1], b"x", 3)

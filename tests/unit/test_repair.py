@@ -7,7 +7,8 @@ import shutil
 import zlib
 
 import pytest
-from made_up import FIRST_TS, Silent, block, no_room, stored, write_wal
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import CorruptError
@@ -37,7 +38,7 @@ def original(tmp_path_factory):
     topics.declare(data, "a.b", 2)
     rng = random.Random(1)
     lines = [b"%b|%d|%d|%b" % (rng.choice(KEYS), n, n, b"x" * rng.randrange(90)) for n in range(900)]
-    wal, queues = Wal(data, no_room, 1 << 20, LIMITS), Queues(data, no_room, Silent(), LIMITS)
+    wal, queues = Wal(data, no_room, 1 << 20, LIMITS), Queues(data, no_room, FakeLogger(), LIMITS)
     queues.recover(0, lambda: None)
     for at in range(0, len(lines), 7):
         made = block(lines[at : at + 7], at + 1)
@@ -129,7 +130,7 @@ def test_one_damage_anywhere_is_found_and_healed(original, tmp_path, seed):
 def go_on(data):
     """A broker starts on what is there, and takes another 100 messages."""
     wal = Wal(data, no_room, 1 << 20, LIMITS)
-    queues = Queues(data, no_room, Silent(), LIMITS)
+    queues = Queues(data, no_room, FakeLogger(), LIMITS)
     queues.recover(wal.last_seq, lambda: None)
     at = wal.last_seq
     more = block([b"%b|%d|%d|more" % (KEYS[n % len(KEYS)], n, n) for n in range(100)], at + 1)

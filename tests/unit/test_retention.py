@@ -7,7 +7,8 @@ import shutil
 import time
 
 import pytest
-from made_up import Silent, no_room, stored, write_wal
+from fake_logger import FakeLogger
+from made_up import no_room, stored, write_wal
 
 from kmq import record
 from kmq.framing.dedupe import DedupeTable
@@ -24,28 +25,12 @@ KEEP = Limits(segment_bytes=1000, retention_bytes=4500)
 NEVER = Limits(segment_bytes=1000)
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(index, "BLOCK_BYTES", 256)
-
-
-class Heard(Silent):
-    """A Log that remembers."""
-
-    def __init__(self):
-        self.events = []
-
-    def info(self, event, **fields):
-        self.events.append((event, fields))
-
-    warn = error = info
-
-    def of(self, event):
-        return [fields for name, fields in self.events if name == event]
+BLOCK_BYTES = 256  # of the index, see small_blocks
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def open_queues(data, high=400, limits=KEEP, log=None):
-    made = Queues(data, no_room, log or Silent(), limits)
+    made = Queues(data, no_room, log or FakeLogger(), limits)
     made.recover(high, lambda: None)
     return made
 
@@ -80,7 +65,7 @@ def retained(data, log=None):
 
 
 def test_whole_segments_go_oldest_first_and_offsets_stay(data):
-    heard = Heard()
+    heard = FakeLogger()
     made = retained(data, heard)
     found = segments_of(data)
     first = found[0].first
@@ -93,7 +78,7 @@ def test_whole_segments_go_oldest_first_and_offsets_stay(data):
     names = os.listdir(partition.directory_of(data, "t", 0))
     assert len(names) == 2 * len(found), "an index was left behind"
     made.close()
-    heard = Heard()
+    heard = FakeLogger()
     open_queues(data, log=heard).close()
     assert not heard.events and segments_of(data)[0].first == first
 
@@ -160,7 +145,7 @@ def idle(data, why, log=None):
 
 @pytest.mark.parametrize("why", IDLE)
 def test_of_a_log_over_its_limits_only_the_last_record_stays_though_nothing_comes(data, why):
-    heard = Heard()
+    heard = FakeLogger()
     made = idle(data, why, heard)
     settle(made)
     assert [(each.first, each.size > 0) for each in segments_of(data)] == [(39, True), (40, False)]
@@ -172,7 +157,7 @@ def test_of_a_log_over_its_limits_only_the_last_record_stays_though_nothing_come
     settle(made)
     assert os.stat(f"{data}/router.ckpt").st_mtime_ns == before, "what is as small as it can be is left alone"
     made.close()
-    heard = Heard()
+    heard = FakeLogger()
     made = open_queues(data, 40, Limits(), heard)
     route(made, LINES[40:50], 41)
     made.close()
@@ -202,7 +187,7 @@ def test_a_kill_while_the_last_record_is_kept_leaves_every_record_at_its_offset_
     with pytest.raises(Killed):
         made.tick()
     monkeypatch.undo()
-    heard = Heard()
+    heard = FakeLogger()
     again = open_queues(data, 40, Limits(), heard)
     assert not heard.of("unrecoverable") and not heard.of("queue_short")
     route(again, LINES[40:50], 41)
@@ -214,7 +199,7 @@ def test_a_kill_while_the_last_record_is_kept_leaves_every_record_at_its_offset_
 
 
 def test_a_log_that_has_no_room_to_be_sealed_goes_on_as_it_is_and_is_sealed_later(data, monkeypatch):
-    heard = Heard()
+    heard = FakeLogger()
     made = idle(data, "its size", heard)
 
     def full(path, *args):
@@ -281,7 +266,7 @@ def test_each_topic_has_its_own_limits(data):
 
 @pytest.mark.parametrize("lost", ["directory", "last", "first", "middle", "half of the last", "all but the first"])
 @pytest.mark.parametrize("wal_first", [1, 131, 391])
-def test_what_is_lost_after_retention_is_filled_as_far_as_the_wal_goes_and_the_rest_is_told(data, lost, wal_first):
+def test_records_lost_after_retention_are_filled_from_the_wal_and_the_rest_reported(data, lost, wal_first):
     retained(data).close()
     before = {each.first: pathlib.Path(each.path).read_bytes() for each in segments_of(data)}
     start, whole = min(before), b"".join(before.values())
@@ -295,7 +280,7 @@ def test_what_is_lost_after_retention_is_filled_as_far_as_the_wal_goes_and_the_r
         chosen = {"last": paths[-1:], "first": paths[:1], "middle": paths[1:2], "all but the first": paths[1:]}[lost]
         for path in chosen:
             os.unlink(path)
-    heard = Heard()
+    heard = FakeLogger()
     made = open_queues(data, log=heard)
     records = {}
     for each in segments_of(data):
@@ -315,7 +300,7 @@ def test_what_is_lost_after_retention_is_filled_as_far_as_the_wal_goes_and_the_r
     route(made, [b"t|||more"], 401)
     made.close()
     assert partition.end_offset(data, "t", 0)[0] == 401 and content(data).endswith(stored([b"t|||more"], 401)[0])
-    heard = Heard()
+    heard = FakeLogger()
     open_queues(data, 401, log=heard).close()
     assert not heard.of("unrecoverable") and not heard.of("queue_short")
 
@@ -343,7 +328,7 @@ def test_a_lost_checkpoint_does_not_number_anew_what_retention_left(data):
     before = content(data)
     cut_wal(data, 300)
     os.unlink(f"{data}/router.ckpt")
-    heard = Heard()
+    heard = FakeLogger()
     made = open_queues(data, log=heard)
     assert content(data) == before and not heard.of("unrecoverable")
     made.close()
@@ -354,7 +339,7 @@ def test_without_checkpoint_and_queue_what_the_wal_no_longer_has_is_told(data):
     cut_wal(data, 300)
     os.unlink(f"{data}/router.ckpt")
     shutil.rmtree(f"{data}/topics/t")
-    heard = Heard()
+    heard = FakeLogger()
     open_queues(data, 400, NEVER, heard).close()
     assert [(each["first_seq"], each["last_seq"]) for each in heard.of("unrecoverable")] == [(1, 299)]
     assert content(data) == b"".join(stored(LINES)[299:])
@@ -399,7 +384,7 @@ def test_under_a_lax_fsync_the_checkpoint_is_never_ahead_of_the_wal_on_disk(data
         synced.append(os.readlink(f"/proc/self/fd/{fd}"))
         fsync(fd)
 
-    made = Queues(data, no_room, Silent(), NEVER, wal_is_synced=False)
+    made = Queues(data, no_room, FakeLogger(), NEVER, wal_is_synced=False)
     made.recover(400, lambda: None)
     monkeypatch.setattr(os, "fsync", note)
     made.close()

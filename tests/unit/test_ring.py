@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from heard import Heard
+from fake_logger import FakeLogger
 from ring_ends import put, taken
 
 from kmq.errors import BusyError, ConfigError
@@ -235,7 +235,7 @@ def test_a_gap_made_while_no_reader_lived_is_told_to_the_next_one(rings):
     again.lock.release()
 
 
-def test_the_floor_never_passes_the_head_when_the_reader_empties_a_full_ring_meanwhile(rings, monkeypatch):
+def test_the_floor_never_passes_the_head_while_the_reader_empties_a_full_ring(rings, monkeypatch):
     """The writer finds no room; before it drops anything the reader releases all. There is nothing left to drop."""
     writer, reader = dropping(rings, slots=1000, nbytes=4096)
     for _ in range(10):  # more than a lap: the bytes at the head look like the header of a block
@@ -308,7 +308,7 @@ def test_a_writer_refuses_to_throw_away_what_waits_under_other_settings(rings):
     put(writer, b"a")
     reader.lock.release()
     with pytest.raises(ConfigError, match="holds 128 bytes of messages under other settings"):
-        reopen(writer, layout.make_identity("unit", 32, 1 << 16, 0, "block"), Heard())
+        reopen(writer, layout.make_identity("unit", 32, 1 << 16, 0, "block"), FakeLogger())
 
 
 @pytest.mark.parametrize("data_id", ["unit", "other"])
@@ -318,9 +318,9 @@ def test_an_empty_ring_or_one_of_another_directory_is_made_anew(rings, data_id):
     if data_id == "unit":
         taken(reader)
     reader.lock.release()
-    heard = Heard()
-    again = reopen(writer, layout.make_identity(data_id, 32, 1 << 16, 0, "block"), heard)
-    assert again.created and again.last.next_seq == 100 and heard.events == ["ring_recreated", "ring_created"]
+    logger = FakeLogger()
+    again = reopen(writer, layout.make_identity(data_id, 32, 1 << 16, 0, "block"), logger)
+    assert again.created and again.last.next_seq == 100 and logger.names == ["ring_recreated", "ring_created"]
     again.lock.release()
 
 
@@ -328,7 +328,7 @@ def test_a_ring_is_not_recreated_under_its_living_reader(rings, monkeypatch):
     monkeypatch.setattr("kmq.links.ownership.OWNER_WAIT_S", 0.05)
     writer, _ = rings()
     with pytest.raises(BusyError, match="is held by the reader"):
-        reopen(writer, layout.make_identity("other", 64, 1 << 16, 0, "block"), Heard())
+        reopen(writer, layout.make_identity("other", 64, 1 << 16, 0, "block"), FakeLogger())
 
 
 def test_backlog_and_is_drained_look_from_outside(rings):

@@ -120,7 +120,7 @@ def test_a_partition_that_was_asked_for_goes_before_the_key_and_an_empty_key_is_
     assert topic.partition_of(resolve(table, b"t.@7", 1), 1) == 3, "a line that is in the WAL has a place"
 
 
-def test_a_deleted_topic_has_no_records_and_leaves_those_between_its_lives_to_the_shorter_name():
+def test_a_deleted_topic_has_no_records_and_the_shorter_name_those_between_lives():
     topics = [
         Topic("a", 1, 1),
         Topic("a.b", 1, 40, [(10, 19), (25, 29)]),

@@ -1,17 +1,13 @@
 """Blocks with their newlines, read through Log.extents: the same records, and the same damage, as Log.read gives."""
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "spark"))
-
 from made_data import write_data
 
 from kmq import record
-from kmq.log import index, reader, segment_reader
+from kmq.log import index, reader
 from kmq.log.damage import DamageError
 
 np = pytest.importorskip("numpy")
@@ -20,10 +16,8 @@ blocks = pytest.importorskip("kmq.spark.source.blocks")
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n * 37 % 300)) for n in range(700)]
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (index, segment_reader):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
+BLOCK_BYTES = 4096  # of the index, see small_blocks
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.fixture

@@ -5,8 +5,11 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from kmq.cli import pipeline_options, pipelines
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
@@ -109,7 +112,7 @@ def test_a_master_that_nobody_answers_at_is_named_before_java_is_started():
     with socket.socket() as bound:  # bound and not listening: refuses
         bound.bind(("127.0.0.1", 0))
         master = f"spark://127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(RetryError, match=f"--master {master}: nobody answers .*refused"):
+        with pytest.raises(RetryError, match=f"--master {master}: nothing answers .*refused"):
             sessions.session(master)
     with pytest.raises(ConfigError, match="--master 'spark://here': 'here' must be host:port"):
         sessions.check_master("spark://here")
@@ -203,7 +206,11 @@ def spark_error(text, name="PySparkException", module="pyspark.errors.exceptions
         (spark_error(JAVA, "Py4JJavaError", "py4j.protocol"), "IllegalStateException: no room", 1),
         (spark_error("[COL] no column `x`. Maybe `y`. SQLSTATE: 42703; line 1 pos 7;\n'Project"), "no column `x`", 1),
         (spark_error("[PATH_NOT_FOUND] file:/x. SQLSTATE: 42K03"), "[PATH_NOT_FOUND] file:/x", 1),
-        (spark_error("x Python worker failed to connect back."), "waits 10 s for a Python worker to start", EXIT_RETRY),
+        (
+            spark_error("x Python worker failed to connect back."),
+            "no Python worker started within the 10 s",
+            EXIT_RETRY,
+        ),
         (spark_error("answer is empty", "Py4JNetworkError", "py4j.protocol"), "JVM has ended", EXIT_RETRY),
         (CorruptError("as it is"), "as it is", EXIT_CORRUPT),
     ],
@@ -295,7 +302,7 @@ def test_a_connection_to_read_by_holds_for_writing_unless_another_one_is_given(t
     target = pipeline_options.Target(str(tmp_path / "theirs"), "other")
     assert target.options(origin) == {"kmq.token": "theirs", "kmq.ssl.ca.location": "other"}
     assert pipeline_options.Target().options() == {}
-    with pytest.raises(ConfigError, match="--patience: is how long a gateway may be away"):
+    with pytest.raises(ConfigError, match="--patience: applies to gateways only"):
         pipeline_options.From("data", patience="5s").options()
 
 
@@ -305,3 +312,42 @@ def test_every_pipeline_that_writes_takes_the_options_of_its_target(name, capsys
         pipelines.run_app([name, "--help"], standalone_mode=True)
     said = capsys.readouterr().out
     assert all(f"--{option} " in said for option in ("to-token-file", "to-ca", "to-cert", "to-key", "timeout", "ca"))
+
+
+def test_the_archive_sends_dead_letters_by_the_connection_that_is_given_for_them(monkeypatch, tmp_path):
+    archive = pytest.importorskip("kmq.spark.pipelines.archive")
+    (tmp_path / "token").write_text("theirs\n")
+    job = SimpleNamespace(spark=None, progress=SimpleNamespace(stop=lambda: None))
+    asked = []
+    monkeypatch.setattr(pipelines, "running", lambda *_, **__: nullcontext(job))
+    monkeypatch.setattr(archive, "start", lambda _, what, __: asked.append(what) or archive.Archived(0, 0, 0, 0))
+    command = [
+        "archive",
+        "--to",
+        "lake",
+        "--path",
+        "data",
+        "--topics",
+        "orders",
+        "--schema",
+        "n int",
+        "--every",
+        "1 minute",
+    ]
+    result = CliRunner().invoke(pipelines.run_app, [*command, "--to-token-file", str(tmp_path / "token")])
+    assert result.exit_code == 0, result.output
+    [what] = asked
+    assert what.dead_letters.connection == {"kmq.token": "theirs"}
+    assert (what.where, what.table.to) == ({"path": "data", "subscribe": "orders"}, "lake")
+    assert (what.payloads.schema, what.trigger.every) == ("n int", "1 minute")
+
+
+def test_keyword_arguments_of_a_pipeline_become_the_values_that_its_command_makes(monkeypatch):
+    archive = pytest.importorskip("kmq.spark.pipelines.archive")
+    monkeypatch.setattr(archive, "start", lambda _, what, __: what)
+    found = archive.run(None, {}, "lake", schema="n int", host="h", once=False, catalog="c", producers="a:1")
+    assert (found.table.to, found.table.format, found.table.catalog) == ("lake", "parquet", "c")
+    assert (found.payloads.schema, found.payloads.bad, found.host.host) == ("n int", "dlq", "h")
+    assert (found.trigger.once, found.dead_letters.producers) == (False, "a:1")
+    with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'shema'"):
+        archive.run(None, {}, "lake", shema="n int")

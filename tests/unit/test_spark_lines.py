@@ -75,7 +75,7 @@ def test_a_routing_key_goes_as_it_is_also_one_that_is_no_text():
     assert [line.split(b"|")[0] for line in written(given)] == [b"a.k%2E1", b"a.\xff\x01", b"b"]
 
 
-def test_the_topic_that_is_told_wins_over_the_columns_so_that_a_copy_goes_where_it_is_told():
+def test_the_topic_option_wins_over_the_columns_of_a_copy():
     given = batch(routing_key=["a.k"], topic=["a"], key=["k"], value=["x"])
     assert written(given, topic="b") == [b"b.@.k|1.500000|0|x"]
     assert written(given) == [b"a.k|1.500000|0|x"]
@@ -98,7 +98,7 @@ def test_a_producer_ts_is_text_or_a_time_and_now_where_it_is_null():
         assert [line.split(b"|")[1] for line in made] == stamps
 
 
-def test_headers_that_tell_how_a_message_was_stored_elsewhere_are_left_out_those_of_a_dead_letter_stay():
+def test_headers_of_another_broker_are_dropped_and_those_of_dead_letters_kept():
     rows = [[("p", "other"), ("enc", "b64"), ("reason", "bad json")], [("w", "x")], [("len", "7"), ("gone", None)]]
     made = written(batch(headers=(rows, HEADERS), value=(["x"] * 3)), topic="t")
     assert [line.split(b"|")[2] for line in made] == [b"0;reason=bad%20json", b"1", b"2;len=7"]

@@ -127,7 +127,7 @@ def matches(peer, labels):
     return selects(peer["podSelector"], labels)
 
 
-def test_the_network_lets_through_what_they_say_to_each_other_and_to_the_broker_and_no_more():
+def test_the_network_policy_allows_spark_itself_and_the_broker_and_no_more():
     policy, own = find("NetworkPolicy", "kmq-spark")["spec"], properties()
     ports = {int(text) for name, text in own.items() if re.search(r"ort$", name) and name.startswith("spark.")}
     assert ports == {7078, 7079}

@@ -3,15 +3,10 @@
 import json
 import pickle
 import socket
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "spark"))
-
 from log_server import up
 from made_data import write_data
 

@@ -2,22 +2,16 @@
 
 import json
 import shutil
-import sys
 import time
-from pathlib import Path
-
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "spark"))
 
 import made_data
 import made_up
+import pytest
 from made_data import FIRST_TS, append, write_data
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMinRows
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
-from kmq.log import index, segment_reader
 from kmq.spark.source import lineage
 from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import WAL, Options
@@ -27,10 +21,8 @@ from kmq.spark.source.stream_reader import StreamReader
 ALL = ReadAllAvailable()
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (index, segment_reader):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 512)
+BLOCK_BYTES = 512  # of the index, see small_blocks
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def lines(low, high, topic=b"t"):

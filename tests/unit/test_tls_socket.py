@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from certificates import Authority
-from test_tokens import Warnings
+from fake_logger import FakeLogger
 
 from kmq.broker import stats, tls
 from kmq.errors import ConfigError
@@ -20,15 +20,6 @@ from kmq.links.fifo import FifoWriter, open_fifo
 from kmq.settings import load
 
 MAX_LINE = 4096  # the smallest there is: a TLS record is four times as long
-
-
-class Voice:
-    """What would be in the log."""
-
-    stage = "ingress"
-
-    def __init__(self):
-        self.warn, self.info = Warnings(), Warnings()
 
 
 def settings_of(**files):
@@ -99,9 +90,9 @@ def row_of_its_own():
     return row
 
 
-def context_of(settings, voice=None):
+def context_of(settings, logger=None):
     """A listener's context, as the stages make it; None without TLS."""
-    found = tls.certificates(settings, voice or Voice(), row_of_its_own())
+    found = tls.certificates(settings, logger or FakeLogger(), row_of_its_own())
     return found and found.context()
 
 
@@ -337,8 +328,8 @@ def replace(files, pair):
 
 @pytest.mark.parametrize("server_hostname", ["localhost", None])
 def test_new_certificates_are_for_new_connections(connect, files, authority, server_hostname):
-    voice = Voice()
-    context = context_of(settings_of(**files), voice)
+    logger = FakeLogger()
+    context = context_of(settings_of(**files), logger)
     anyone = ssl.create_default_context(cafile=authority.path)
     anyone.check_hostname = False
     before, server = connect(context)
@@ -346,23 +337,24 @@ def test_new_certificates_are_for_new_connections(connect, files, authority, ser
     assert served(connect, context, anyone, server_hostname=server_hostname) == "server"
     replace(files, authority.issue("renewed"))
     assert served(connect, context, anyone, server_hostname=server_hostname) == "renewed"
-    assert [event for event, _ in voice.info] == ["certificates_reloaded"] and not voice.warn
+    assert logger.names == ["certificates_reloaded"]
     before.send(b"x")
     assert receive(server) == 1
 
 
 def test_files_that_do_not_fit_together_keep_the_old_ones_until_they_do(connect, files, authority):
-    voice = Voice()
-    context = context_of(settings_of(**files), voice)
+    logger = FakeLogger()
+    context = context_of(settings_of(**files), logger)
     cert, key = authority.issue("renewed")
     shutil.copy(cert, files["cert"])
     assert served(connect, context) == served(connect, context) == "server"
-    assert [event for event, _ in voice.warn] == ["certificates_kept"]  # and not again for each connection
-    assert "KEY_VALUES_MISMATCH" in str(voice.warn[0][1]["reason"])
+    assert logger.names == ["certificates_kept"]  # and not again for each connection
+    assert "KEY_VALUES_MISMATCH" in str(logger.events[0][1]["reason"])
     shutil.copy(key, files["key"])
     assert served(connect, context) == "renewed"
     files["key"].unlink()
-    assert served(connect, context) == "renewed" and len(voice.warn) == 2
+    assert served(connect, context) == "renewed"
+    assert logger.names == ["certificates_kept", "certificates_reloaded", "certificates_kept"]
 
 
 def test_client_certificates_are_asked_for_and_their_authority_can_change(connect, files, authority, tmp_path):
@@ -394,17 +386,17 @@ def test_client_certificates_are_asked_for_and_their_authority_can_change(connec
 
 def test_a_certificate_is_warned_of_once_a_day_and_again_when_it_has_expired(authority, monkeypatch):
     cert, key = authority.issue("short", until=3)
-    voice, row, ahead = Voice(), row_of_its_own(), [0.0]
+    logger, row, ahead = FakeLogger(), row_of_its_own(), [0.0]
     monkeypatch.setattr(
         "kmq.broker.tls.time", SimpleNamespace(time=lambda: time.time() + ahead[0], monotonic=lambda: ahead[0])
     )
-    used = tls.certificates(settings_of(cert=cert, key=key), voice, row)
+    used = tls.certificates(settings_of(cert=cert, key=key), logger, row)
     said = []
     for hours in range(0, 24 * 5):
         ahead[0] = hours * 3600.0
         used.look()
-        said += [(event, hours // 24) for event, _ in voice.warn]
-        voice.warn.clear()
+        said += [(event, hours // 24) for event in logger.names]
+        logger.events.clear()
     assert said == [("certificate_expires", day) for day in (0, 1, 2)] + [
         ("certificate_expired", day) for day in (3, 4)
     ]
@@ -416,7 +408,7 @@ def test_of_two_client_authorities_one_may_expire(files, tmp_path, monkeypatch):
     bundle = tmp_path / "bundle.pem"
     bundle.write_text(short.path.read_text() + long.path.read_text())
     row, now = row_of_its_own(), time.time()
-    used = tls.certificates(settings_of(**files, client_ca=bundle), Voice(), row)
+    used = tls.certificates(settings_of(**files, client_ca=bundle), FakeLogger(), row)
     days = []
     for days_later in (0, 2, 4, 61):
         monkeypatch.setattr("kmq.broker.tls.time.time", lambda later=days_later: now + later * 86_400)

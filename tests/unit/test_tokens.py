@@ -4,18 +4,12 @@ import os
 import stat
 
 import pytest
+from fake_logger import FakeLogger
 
 from kmq import tokens
 from kmq.errors import ConfigError
 from kmq.settings import load
 from kmq.watch import Watch
-
-
-class Warnings(list):
-    """What would be in the log."""
-
-    def __call__(self, event, **fields):
-        self.append((event, fields))
 
 
 @pytest.fixture
@@ -30,8 +24,8 @@ def look_at_once(monkeypatch):
 
 
 def opened(settings):
-    warnings = Warnings()
-    return tokens.Tokens(settings, warnings), warnings
+    logger = FakeLogger()
+    return tokens.Tokens(settings, logger.warn), logger.events
 
 
 def test_a_token_is_good_and_no_other_is(settings):

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_up import FIRST_TS, Silent, block, no_room
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room
 
 from kmq.log import deletions, identity, requests, topics
 from kmq.log.wal import Wal
@@ -37,7 +38,7 @@ class Broker:
         self.start()
 
     def start(self):
-        self.queues = Queues(self.data, no_room, Silent())
+        self.queues = Queues(self.data, no_room, FakeLogger())
         self.queues.recover(self.seq - 1, lambda: None)
 
     def send(self, *lines):

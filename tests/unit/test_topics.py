@@ -1,7 +1,8 @@
 """topic.toml: what is declared is what is read, and limits of its own outlive the router's pen."""
 
 import pytest
-from made_up import Silent, no_room
+from fake_logger import FakeLogger
+from made_up import no_room
 
 from kmq.errors import ConfigError
 from kmq.log import topics
@@ -48,12 +49,12 @@ def test_a_file_without_its_text_is_made_good_from_the_partitions_there(data, te
 
 
 def adopt(data, log=None):
-    made = Queues(data, no_room, log or Silent())
+    made = Queues(data, no_room, log or FakeLogger())
     made.recover(0, lambda: None)
     return made
 
 
-def test_the_router_keeps_a_topics_own_limits_when_it_writes_its_seq_and_follows_them(data):
+def test_the_router_keeps_and_follows_a_topics_own_limits_when_it_writes_its_seq(data):
     topics.declare(data, "t", 2, OWN)
     for _ in range(2):  # adopted, then read at a start
         made = adopt(data)
@@ -63,18 +64,13 @@ def test_the_router_keeps_a_topics_own_limits_when_it_writes_its_seq_and_follows
         made.close()
 
 
-def test_a_limit_that_is_none_is_refused_at_the_declaration_and_passed_over_by_the_router(data):
+def test_an_invalid_limit_is_refused_at_the_declaration_and_skipped_by_the_router(data):
     with pytest.raises(ConfigError, match="retention_age = 'soon'"):
         topics.declare(data, "t", 1, {"retention_age": "soon"})
     assert topics.names(data) == []
     (topics_dir(data, "t") / "topic.toml").write_text('partitions = 1\nretention_age = "soon"\n')
-    warned = []
-
-    class Warned(Silent):
-        def warn(self, event, **fields):
-            warned.append((event, str(fields["reason"])))
-
-    made = adopt(data, Warned())
-    assert not made.in_force.has_own_limits("t") and [event for event, _ in warned] == ["topic_limits_ignored"]
-    assert "retention_age = 'soon'" in warned[0][1]
+    logger = FakeLogger()
+    made = adopt(data, logger)
+    assert not made.in_force.has_own_limits("t") and logger.names == ["topic_limits_ignored", "topic_adopted"]
+    assert "retention_age = 'soon'" in str(logger.events[0][1]["reason"])
     made.close()

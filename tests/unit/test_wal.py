@@ -11,17 +11,14 @@ import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
 from kmq.errors import CorruptError
-from kmq.log import disk, index, reader, remnant, segment, segment_reader, wal
+from kmq.log import disk, index, reader, remnant, segment, wal
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 
 LINES = [b"t.k|1|%d|%b" % (n, b"x" * (n % 90)) for n in range(1, 301)]
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    for module in (index, segment_reader):
-        monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
+pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 def path_of(data, first=1):
@@ -200,7 +197,7 @@ def test_it_goes_on_in_a_new_segment_at_its_size_at_most_once_a_group(data):
     log.close()
 
 
-def test_it_goes_on_in_a_new_segment_when_its_first_record_is_old_also_after_a_restart(data):
+def test_a_new_segment_begins_when_the_first_record_is_old_also_after_a_restart(data):
     limits = Limits(segment_age=60)
     log = reopen(data, limits)
     append(log, 1, 10)

@@ -185,7 +185,7 @@ def run(
 def start(spark: SparkSession, asked: Archive, progress: Any = None) -> Archived:
     """Run an archive."""
     if asked.payloads.bad not in BAD:
-        raise ConfigError(f"--bad {asked.payloads.bad!r}: is one of {', '.join(BAD)}")
+        raise ConfigError(f"--bad {asked.payloads.bad!r}: must be one of {', '.join(BAD)}")
     enrich_more = _function(asked.payloads.enrich_with) if asked.payloads.enrich_with else None
     letters = None
     if asked.payloads.bad == "dlq" and asked.payloads.schema != NONE:
@@ -295,7 +295,7 @@ def _function(name: str) -> Callable[[DataFrame], DataFrame]:
     except (ImportError, AttributeError, ValueError) as err:
         raise ConfigError(f"--enrich {name!r}: must be module:function that can be imported: {err}") from err
     if not callable(found):
-        raise ConfigError(f"--enrich {name!r}: is no function")
+        raise ConfigError(f"--enrich {name!r}: must be a function")
 
     def made(rows: DataFrame) -> DataFrame:
         try:

@@ -145,7 +145,7 @@ def _compact(
     try:
         counts = gone.groupBy("segment").agg(F.count("*").alias("records"), F.sum("bytes").alias("bytes")).collect()
         stats = {row["segment"]: (row["records"], row["bytes"]) for row in counts}
-        found = [_judge(data, at, segments, stats, min_dirty, place) for at in sorted(ends)]
+        found = [_assess(data, at, segments, stats, min_dirty, place) for at in sorted(ends)]
         found = [each for each in found if each.of_bytes]
         worth = {(each.topic, each.partition) for each in found if each.done}
         chosen = [n for n in stats if (segments[n].topic, segments[n].partition) in worth]
@@ -194,7 +194,7 @@ def _lists(gone: DataFrame, tasks: int) -> DataFrame:
     return sorted_lists.repartition(tasks, "segment").sortWithinPartitions("segment", "number")
 
 
-def _judge(
+def _assess(
     data: str,
     at: tuple[str, int],
     segments: Sequence[Sealed],

@@ -144,7 +144,7 @@ class DeadLetters:
             deadline = time.monotonic() + _ADOPT_S
             while declarations.load(at.path, name)[1] is None:
                 if time.monotonic() > deadline:
-                    raise ConfigError(f"topic {name!r}: the router of {broker} does not take it up; is the broker up?")
+                    raise ConfigError(f"topic {name!r}: the router of {broker} has not adopted it; is the broker up?")
                 time.sleep(0.05)
         elif name not in at.topics():
             raise ConfigError(f"topic {name!r} is needed at {broker} for bad records: kmq topics create {name}, there")

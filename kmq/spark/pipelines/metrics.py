@@ -3,10 +3,10 @@
     from kmq.spark.pipelines.metrics import READ, measure
     measure(spark.read.format("kmq").schema(READ).option("path", "data").option("subscribePattern", ".*").load()).show()
 
-`measure` is a function of a DataFrame, of a batch or of a stream. There a window is told once, when records of WATERMARK later
-have come; what comes later still is counted in no window. `run` ends with an error then (streaming/late.py), or leaves it out
-where it is told so. It shows a table, or adds rows to a Parquet, Delta or Iceberg table (exactly once, kmq/spark/tables) or to
-a topic, as JSON (exactly once by query and batch, kmq/spark/sink/sink.py).
+`measure` is a function of a DataFrame, of a batch or of a stream. In a stream a window is written once, when records of
+WATERMARK later have arrived; records that arrive later still are counted in no window. `run` then ends with an error
+(streaming/late.py), or drops them where it is told so. It shows a table, or adds rows to a Parquet, Delta or Iceberg table
+(exactly once, kmq/spark/tables) or to a topic, as JSON (exactly once by query and batch, kmq/spark/sink/sink.py).
 """
 
 import re
@@ -93,7 +93,7 @@ def _delay() -> Column:
 def _seconds(window: str, option: str = "--window") -> int:
     match = re.fullmatch(r"(\d+) (second|minute|hour|day)s?", window)
     if not match or not int(match[1]):
-        raise ConfigError(f"{option} {window!r}: is a number of seconds, minutes, hours or days: '1 minute'")
+        raise ConfigError(f"{option} {window!r}: must be a number of seconds, minutes, hours or days: '1 minute'")
     return int(match[1]) * {"second": 1, "minute": 60, "hour": 3600, "day": _DAY_S}[match[2]]
 
 
@@ -206,7 +206,7 @@ def start(spark: SparkSession, asked: Metrics) -> int:
     if bool(to) == bool(asked.topic):
         raise ConfigError("give --to or --into, one of them")
     if asked.topic and not asked.trigger.checkpoint:
-        raise ConfigError("--into needs --checkpoint: a directory where it is written down how far the metrics are")
+        raise ConfigError("--into needs --checkpoint: a directory that keeps how far the metrics are")
     rows = spark.readStream.format("kmq").schema(READ).options(**starting(asked.where)).load()
     measured = measure(rows, windows.window, windows.watermark)
     if to:

@@ -70,7 +70,7 @@ _NAME = f"^[{_NAME_OF}]{{2,}}$"  # of a header that a client may give
 EVERY = "1 second"  # between two of them
 _LONGEST_NAME = 39  # of a topic in a producer's name, which has at most 64 characters
 _ID = 12  # digits of a source's id in it
-_ADOPT_S = 30.0  # how long a router may take to take up a new topic
+_ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
 def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
@@ -258,5 +258,5 @@ def _declare(target: Broker, topic: str, partitions: int) -> None:
     deadline = time.monotonic() + _ADOPT_S
     while declarations.load(target.path, topic)[1] is None:
         if time.monotonic() > deadline:
-            raise ConfigError(f"topic {topic}: the router of {target.name} does not take it up; is the broker up?")
+            raise ConfigError(f"topic {topic}: the router of {target.name} has not adopted it; is the broker up?")
         time.sleep(0.05)

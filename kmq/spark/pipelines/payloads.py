@@ -14,7 +14,7 @@ Rest        A map: name of the top-level field → its text, or its JSON where t
             (1e400, 18 digits and a fraction, a whole number beyond 2^53 in a double), `*` has the whole payload as it came.
 Numbers     A number with a fraction is its nearest double. A whole number is exact or bad; in a column of doubles that cannot
             hold it: in `rest`, or (without `rest`) its nearest double. An infinite one is bad.
-Cost        Most payloads are judged by counting (_accounted): the object that from_json made has n names and objects; a text
+Cost        Most payloads are checked by counting (_accounted): the object that from_json made has n names and objects; a text
             that begins with `{`, ends with `}` and holds n colons and closing braces in all holds no other name, nothing twice
             and nothing behind the object; those in the strings that were made are counted too. Each text where the count
             differs (an explicit null, a field the schema does not know) is parsed a second time, as one element of a list
@@ -83,7 +83,7 @@ def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> Data
     columns, document, verdict = rows.columns, F.col(_JSON), F.col(_VERDICT)
     text = F.coalesce(F.col("value").cast("string"), F.lit(""))  # a tombstone is no JSON object either
     typed = StructType([StructField(field.name, field.dataType) for field in fields])
-    # Every further column that is parsed or judged would have Spark copy all rows once more.
+    # Every further column that is parsed or checked would have Spark copy all rows once more.
     judged = rows.withColumn(_JSON, F.from_json(text, _with_corrupt(typed), _STRICT)).withColumn(
         _VERDICT, F.when(~_accounted(text, document, typed), _verdict(text, document, fields, rest))
     )
@@ -268,8 +268,8 @@ def _verdict(text: Column, document: Column, fields: StructType, rest: bool) -> 
     parsed = F.from_json(F.concat(F.lit("["), text, F.lit(f',{{"{_GUESS}":1}}]')), "array<map<string,string>>", _STRICT)
 
     def judged(values: Column, _: Column) -> Column:
-        judge = _Judge(text, document, F.get(values, F.lit(0)), fields)
-        named = {"broken": _broken(text, values), "wrong_type": judge.wrong_type(rest), "rest": judge.rest()}
+        second = _Second(text, document, F.get(values, F.lit(0)), fields)
+        named = {"broken": _broken(text, values), "wrong_type": second.wrong_type(rest), "rest": second.rest()}
         return F.struct(*(column.alias(name) for name, column in named.items()))
 
     # A list of one gives what is used many times a name, without another column of all rows. By zip_with: in the code that Spark
@@ -289,7 +289,7 @@ def _broken(text: Column, raw: Column) -> Column:
     return reason.when(F.coalesce(is_value, F.lit(False)), "not_object").otherwise("not_json")
 
 
-class _Judge:
+class _Second:
     """Of an object that was parsed as a map too (`raw`: name → text, or JSON): what its columns do not hold."""
 
     def __init__(self, text: Column, document: Column, raw: Column, fields: StructType) -> None:

@@ -9,8 +9,8 @@ Columns     those of format("kmq") and `line`, the whole stored line; of a dropp
             routing table says. key and routing_key are the very bytes as stored, not percent-decoded, and text to SQL.
 Invariant   A record is stored once, however often the same redrive is run or a task is tried again: see `Once` there. So a
             partition is sent by one task, in the order of its offsets; under a rate all are sent by one.
-Before      anything is sent, all new keys have been judged, of the very rows that will be sent: they are kept (on disk, where
-            memory does not hold them), so that an expression like uuid() is not asked again. What comes later is not redriven.
+Before      anything is sent, all new keys are checked, of exactly the rows that will be sent. These rows are kept (on disk, if
+            memory does not hold them), so that an expression like uuid() is not evaluated again. Later records are not redriven.
 Why no sink format("kmq") would write the values anew: here the lines go byte by byte, and what had been stored is counted.
 """
 
@@ -76,7 +76,7 @@ def rewritten(rows: DataFrame, to: str, where: str = "") -> DataFrame:
         rows = _sql("--where", where, lambda: rows.where(where))
     found = _sql("--to", to, lambda: rows.withColumn("new_key", F.expr(to)))
     if found.schema["new_key"].dataType.simpleString() not in ("string", "binary"):
-        raise ConfigError(f"--to {to!r}: is no text")
+        raise ConfigError(f"--to {to!r}: must be a text")
     return found.withColumns({name: F.col(name).cast("binary") for name in (*_EXACT, "new_key")})
 
 
@@ -254,7 +254,7 @@ def text(found: Summary, topic: str, dropped: bool, dry_run: bool) -> str:
     if found.never_stored:
         lines.append(f"{found.never_stored} were dropped by ring framed, before the WAL: gone for good")
     if found.retired:
-        lines.append(f"{found.retired} are no longer in the WAL: retention took them")
+        lines.append(f"{found.retired} are no longer in the WAL: retention deleted them")
     if not dry_run:
         again = f"; {found.before} of them were stored before" if found.before else ""
         return "\n".join([*lines, f"redriven {what}{again}"])

@@ -3,7 +3,7 @@
     log         the queues of one pod, file by file and byte by byte what its router writes: topics/<topic>/<partition>/…, with
                 index, symlinks, topic.toml and router.ckpt, in a data directory with the pod's id. What for: queues from a WAL
                 that was shipped elsewhere; a pod whose queues are lost and whose WAL takes too long for one router; a second
-                opinion. `kmq log`, `kmq verify` and format("kmq") read it, a pod may go on with it.
+                opinion. `kmq log`, `kmq verify` and format("kmq") read it, a pod may continue with it.
     parquet,    the queues of many pods as one table, partitioned by topic and partition, each file in the order of
     delta,      (broker, seq). What for: to ask all pods at once, also for what no queue has any more; with `--table` under
     iceberg     another table than theirs: how would it spread over 64 partitions?
@@ -11,8 +11,8 @@
 Invariant   A record is in the output once, where kmq.routing puts it under the table in force at its seq; what dropped.log
             names for ring `durable` is not, as in the pod. The stream's checkpoint says up to which seq.
 Crash       Spark runs the batch again whose end it has not seen.
-            log             each log passes over what it has: its last line says up to which seq. A torn end is cut first, as
-                            by the router. Files are synced before the batch ends, and router.ckpt then says how long they are.
+            log             each log skips what it has: its last line says up to which seq. A torn end is cut first, as by
+                            the router. Files are synced before the batch ends, and router.ckpt then says how long they are.
             tables          see kmq.spark.tables: a batch is in the table whole, once, or not at all.
 Owner       of topics/ in `log`: one run at a time, and no router (lock topics/.owner).
 Not covered A stream that runs ahead of a pod's router cannot know what that will drop, nor from which seq on it will put in
@@ -161,7 +161,7 @@ def start(spark: SparkSession, asked: Route, progress: Any = None) -> int:
     """Run a route; return how many records."""
     output = asked.output
     if output.format not in (LOG, *FORMATS):
-        raise ConfigError(f"--as {output.format!r}: is one of {', '.join((LOG, *FORMATS))}")
+        raise ConfigError(f"--as {output.format!r}: must be one of {', '.join((LOG, *FORMATS))}")
     if asked.table and output.format == LOG:
         raise ConfigError("--table: not with --as log, which is what the pod's own router writes")
     pods = Pods(asked.where, asked.table)

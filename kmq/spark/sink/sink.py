@@ -26,9 +26,9 @@ Options:
     kmq.token           bearer token, where the broker asks for one
     topic               of all rows
     usePartition        true: column partition decides. A partition that the topic does not have fails the task
-    kmq.producer        name of this job. A batch needs one, for it has nothing else to be known by. Each write of a foreachBatch
+    kmq.producer        name of this job. A batch needs one, because nothing else identifies it. Each write of a foreachBatch
                         needs its own
-    kmq.timeout         how long a broker that does not answer is waited for, as 30s or in seconds (600), with a warning
+    kmq.timeout         how long to wait for a broker that does not answer, as 30s or in seconds (600), with a warning
                         every 10 s
     kmq.probe           false: do not look first, on the driver, for what no waiting mends: see Before
     kmq.ssl.…           TLS, certificates: kmq/spark/connections.py. With any of these addresses have TLS and port 5443, unless

@@ -1,10 +1,10 @@
-"""Where the sink writes: addresses at which ingress takes lines, and what is wrong with one for good.
+"""Where the sink writes: addresses at which ingress accepts lines, and permanent faults of an address.
 
     kmq.producers            [tls://|tcp://]host[:port], comma-separated. Without a scheme an address has TLS where options of TLS
                              (kmq/spark/connections.py) are given, as those of gateways have. Ports: 5673; over TLS 5443
 
-Fault       `check` tells what no waiting mends from what passes: a host that is not known, a certificate that is not the right
-            one, a token that is not known, against a broker that is down, slow, or refuses for now. It is a guess for the first
+Fault       `check` tells permanent faults (an unknown host, a wrong certificate, an unknown token) from passing ones (a broker
+            that is down, slow, or refuses for now). It is a guess for the first
             of these, because a pod's name is not known while it is replaced: so whoever asks for it must be about to begin.
 """
 
@@ -64,7 +64,7 @@ def _address(option: str, text: str, has_tls: bool) -> Address:
     return Address(bare, int(port), is_tls)
 
 
-# --- what is wrong for good ----------------------------------------------------------------------------------------------
+# --- permanent faults ----------------------------------------------------------------------------------------------------
 
 
 def producer(address: Address, access: Access, **options: Any) -> Producer:
@@ -117,7 +117,7 @@ class Target(NamedTuple):
         return cls(found[0], {**connection, "kmq.producers": producers})
 
     def check(self) -> None:
-        """Raises ConfigError for what no waiting mends."""
+        """Raise ConfigError for a permanent fault."""
         check(self.address, self.access)
 
 
@@ -141,9 +141,9 @@ def check_all(asked: Sequence[Address], access: Access) -> None:
 
 
 def check(address: Address, access: Access, is_host_sure: bool = False) -> None:
-    """Connect once and say hello. Raises ConfigError for what no waiting mends; whatever else happens is no fault.
+    """Connect once and say hello. Raises ConfigError for a permanent fault; all other errors are ignored.
 
-    `is_host_sure`: a host that is not known will be, as that of a pod that is replaced.
+    `is_host_sure`: a host that is unknown now will be known, such as a pod that is being replaced.
     """
     try:
         said = _greeting(address, access)

@@ -1,4 +1,4 @@
-"""The options of format("kmq") for writing, checked. What is wrong with one is said with its name."""
+"""The options of format("kmq") for writing, checked. An error names the option that is wrong."""
 
 import re
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class WriteOptions:
             )
 
     def check(self) -> None:
-        """Raise ConfigError where a data directory to compare with is none. On the driver; executors see the same ones."""
+        """Raise ConfigError where a path to compare with is not a data directory. On the driver; executors see the same ones."""
         for path in self.paths:
             Directory(path).identity()
 

@@ -4,7 +4,7 @@ Most of a log is final blocks of an index. Log.extents gives about 1 MiB of them
 newlines, which count the records (as the index must) and later cut the lines into fields (columns.Block).
 
 Invariant   What is handed out, and where damage is met, is what Log.read says: wherever an extent is not as its index says, or
-            there is none (the open block, the unindexed tail, a segment that is being swapped or is gone), Log.read goes on
+            there is none (the open block, the unindexed tail, a segment that is being swapped or is gone), Log.read continues
             from there, and raises or serves. Only whole lines of the asked range are handed out, in order.
 Memory      One extent at a time; what is handed out does not share its bytes with the next.
 """

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from kmq.errors import ConfigError
 from kmq.spark.names import nearest
-from kmq.spark.source import digits
+from kmq.spark.source import bars, digits
 from kmq.spark.source.blocks import Lines, of_bytes
 
 Numbers = np.ndarray[Any, Any]
@@ -54,9 +54,6 @@ KEY_BYTES = "key_bytes"  # binary, on request: the key percent-decoded, also whe
 ON_REQUEST = {LINE: "binary", KEY_BYTES: "binary", **ORIGIN}
 HEADERS_ARRAY = "array<struct<key:string,value:binary>>"  # as Kafka's connector has them; null where there are none
 TEXT = ("key", "routing_key", "producer_ts", "id", "value_text")
-_BAR = ord("|")
-_FIELDS = 6
-_LONG, _HEAD = 512, 96  # bytes: where lines are that long on average, their bars are looked for in so many at first
 _LOG_APPEND_TIME = 1  # of Kafka's timestamp types: the broker's time, not the producer's
 
 
@@ -113,34 +110,9 @@ class Block:
             starts, ends = starts[kept], ends[kept]
         self.count = len(ends)
         # Where each of the six fields of each line begins and ends, one array for each field.
-        self.starts = [starts, *(bars + 1 for bars in self._bars(starts, ends))]
+        self.starts = [starts, *(found + 1 for found in bars.find(self.bytes, starts, ends))]
         self.ends = [*(begin - 1 for begin in self.starts[1:]), ends]
         self.ascii = lines.data.isascii()
-
-    def _bars(self, starts: Numbers, ends: Numbers) -> list[Numbers]:
-        """Where the first five bars of each line are, one array for each."""
-        if len(self.bytes) > _LONG * self.count and (near := self._bars_near(starts, ends)):
-            return near
-        bars = np.flatnonzero(self.bytes == _BAR)
-        if len(bars) == 5 * self.count:  # no payload holds a bar
-            return [bars[at::5] for at in range(_FIELDS - 1)]
-        first = np.searchsorted(bars, starts)
-        return [bars[first + at] for at in range(_FIELDS - 1)]
-
-    def _bars_near(self, starts: Numbers, ends: Numbers) -> list[Numbers] | None:
-        """The same, looked for in the first bytes of each line only; None where they are not all there."""
-        last = len(self.bytes) - _HEAD
-        if not self.count or starts[-1] > last:
-            return None
-        heads = np.ndarray((last + 1, _HEAD), np.uint8, self.bytes, strides=(1, 1))[starts]
-        found = np.flatnonzero(heads == _BAR)
-        rows = np.arange(self.count + 1) * _HEAD
-        first = np.searchsorted(found, rows)
-        if (np.diff(first) < _FIELDS - 1).any():
-            return None
-        shift = starts - rows[:-1]
-        bars = [found[first[:-1] + at] + shift for at in range(_FIELDS - 1)]
-        return bars if (bars[-1] < ends).all() else None
 
     def only(self, low: int, high: int) -> "Block":
         """The records with offsets low…high-1."""

@@ -7,9 +7,9 @@ Of several options for one end the first of these wins, as in Kafka's connector:
 where <side> is starting or ending. JSON is for every broker, or {"host:8082": {"orders": …}} for each.
 
 Invariant   JSON names each partition that was asked for and no other. A typing error would let a stream begin at the end of the
-            partition that was meant, and pass its records over without a word.
-No match    Of a partition without a record at or behind a starting time, what comes next is what was asked for, because
-            recv_ts never goes back. It begins at the end, unless that time is yet to come: that is an error.
+            intended partition, and skip its records silently.
+No match    A partition without a record at or after a starting time begins at its end, because recv_ts never goes back: its
+            next record is the first one asked for. A starting time in the future is an error.
             startingOffsetsByTimestampStrategy decides otherwise: error, as is the default of Kafka's connector, or latest.
 """
 
@@ -109,7 +109,7 @@ def _table(name: str, text: str, brokers: Sequence[str], least: int, is_time: bo
         for broker in table:
             if broker not in brokers:
                 raise ConfigError(
-                    f"{name}: {broker!r} is none of the brokers of this query{nearest(broker, brokers)};"
+                    f"{name}: unknown broker {broker!r} in this query{nearest(broker, brokers)};"
                     f" there are {', '.join(brokers)}"
                 )
     return End(name, table=table if by_broker else dict.fromkeys(brokers, table), by_broker=by_broker, is_time=is_time)
@@ -207,7 +207,7 @@ def check_matches(end: End, starts: Mapping[Key, int], bounds: Bounds, strategy:
         if strategy == "error":
             raise ConfigError(f"{what}; {STRATEGY}=latest begins at its end")
         if millis > 1000 * time.time():
-            raise ConfigError(f"{what}, which is yet to come; {STRATEGY}=latest begins with what comes next")
+            raise ConfigError(f"{what}, which is in the future; {STRATEGY}=latest begins with the next record")
 
 
 def check_order(start: End, end: End, starts: Mapping[Key, int], ends: Mapping[Key, int]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a broker still has the records that a stream has read: a data directory restored from an older copy has not.
+"""Does a broker still have the records that a stream has read? A data directory restored from an older copy does not.
 
 Such a copy has the same id, and gives the seqs and offsets behind its end to other records: by offsets alone those would
 look like records that were read, or the other way round. So a stream remembers of each partition the seq and recv_ts of the

@@ -1,4 +1,4 @@
-"""The options of format("kmq"), named as in Spark's Kafka source. What is wrong with one is said with its name.
+"""The options of format("kmq"), named as in Spark's Kafka source. An error names the option that is wrong.
 
 path                     data directories, comma-separated, each may be a glob: pods/*/data
 kmq.bootstrap.servers    or brokers over HTTP: host:8082,host:8082 (the gateways)
@@ -21,7 +21,7 @@ minOffsetsPerTrigger     stream: a micro-batch waits until there are so many rec
 maxTriggerDelay          how long minOffsetsPerTrigger may keep records waiting: 90s, 15m (default), 1h
 minPartitions            at least so many tasks, where there are as many records
 maxRecordsPerPartition   at most so many records in a task
-failOnDataLoss           true: stop where records that were to be read are gone (default); false: go on behind them
+failOnDataLoss           true: stop where records that were to be read are gone (default); false: skip them
 includeHeaders           true: column headers is array<struct<key:string,value:binary>>, as Kafka's connector has it, null without
                          any; false: map<string,string> (default)
 includeOrigin            true: columns origin_broker, origin_topic, origin_partition, origin_offset, of which the sink makes ids

@@ -11,7 +11,7 @@ Position  how far a stream has read, and how the batch that ends there was cut. 
                      "__cuts": {"orders": {"0": "1200 1400"}},
                      "__from": {"orders": {"1": "10"}}}}
 
-by broker   The name is how the query spells it. __id is the data id, and decides: the same directory goes on under another
+by broker   The name is how the query spells it. __id is the data id, and decides: the same directory resumes under another
             name, and another directory under the same name is refused.
 __format    2. Without it the JSON is of format 1, which had __id and the offsets only; it is read for ever.
 offsets     by topic and partition, the only numbers in the JSON: whoever sums them knows how far the stream is.
@@ -41,13 +41,13 @@ Stamp = tuple[int, int]
 IDENTITY, FORMAT, LAST, CUTS, FROM = "__id", "__format", "__last", "__cuts", "__from"
 _NOT_TOPICS = (IDENTITY, FORMAT, LAST, CUTS, FROM)
 VERSION = "2"
-_GO_ON = "failOnDataLoss=false goes on without them"
+_SKIP = "failOnDataLoss=false continues without them"
 
 
 class DataLossError(KmqError):
     """Records that were to be read are not there any more."""
 
-    def __init__(self, key: Key, what: str, advice: str = _GO_ON) -> None:
+    def __init__(self, key: Key, what: str, advice: str = _SKIP) -> None:
         super().__init__(f"{name_of(key)}: {what}; {advice}")
 
 

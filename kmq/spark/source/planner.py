@@ -4,13 +4,12 @@ import os
 from collections.abc import Iterable
 
 from kmq.errors import ConfigError
-from kmq.logfmt import Log
 from kmq.spark.names import nearest
 from kmq.spark.source import cutting, ends, lineage, plan
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import LATEST, WAL, Options
-from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Range, Stamp
+from kmq.spark.source.plan import Bounds, Key, Offsets, Range, Stamp
 from kmq.spark.source.reading import Task
 
 
@@ -49,6 +48,13 @@ class Logs:
         found = broker.bounds([topic for topic in there if options.wants(topic)])
         return {(name, *log): edges for log, edges in found.items() if options.wants(*log)}
 
+    def look_anew(self, name: str, bounds: Bounds) -> None:
+        """Forget what a way to the broker remembers of files that may be others now."""
+        self.brokers[name] = self._open(name)
+        for key in [key for key in bounds if key[0] == name]:
+            del bounds[key]
+        bounds |= self._bounds_of(name)
+
     # --- where records are -------------------------------------------------------------------------------------------
 
     def cuts(self, key: Key, start: int, end: int, nbytes: int) -> list[int]:
@@ -66,78 +72,6 @@ class Logs:
 
     def stamp_before(self, key: Key, first: int, offset: int) -> Stamp | None:
         return lineage.stamp_before(self.brokers[key[0]], key[1], key[2], first, offset)
-
-    # --- where a stream goes on --------------------------------------------------------------------------------------
-
-    def begun(self, known: Offsets, bounds: Bounds) -> Offsets:
-        """How far a stream has read, with those partitions that it has not seen yet and that begin where deleted ones ended.
-
-        Raises DataLossError where a topic was deleted before all was read, or one that was asked for by name.
-        """
-        new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
-        if not new and not lost:
-            return known
-        ends: Offsets = {}
-        for name, broker in self.brokers.items():
-            for topic, _, _, offsets in broker.ledger().get("deleted", ()):
-                ends |= {(name, topic, number): end for number, end in enumerate(offsets)}
-        for key in sorted(lost & ends.keys()):
-            unread = ends[key] > known[key]
-            if self.options.fail_on_data_loss and self.options.wants(*key[1:]) and (unread or not self.options.pattern):
-                raise DataLossError(key, f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}")
-        return {key: ends[key] for key in new & ends.keys()} | known
-
-    def check_same_records(self, read: Position, bounds: Bounds) -> None:
-        """Make sure that what was read is still there, or was there until retention or compaction took it.
-
-        Where a broker has other records now, that is a DataLossError. With failOnDataLoss=false it is a warning, `read` is set
-        back to where records begin that were received after the last one read (none of those before them is new), and
-        `bounds` are looked at again.
-        """
-        for name, broker in self.brokers.items():
-            stamps = {key: stamp for key, stamp in read.last.items() if key[0] == name}
-            if not stamps:
-                continue
-            latest = max(stamps.values(), key=lambda stamp: (stamp[1], stamp[0]))
-            has = lineage.wal_has(broker, latest)
-            if has:
-                continue
-            others = [key for key, stamp in stamps.items() if not self._is_same(key, stamp, read, bounds, has)]
-            if others and self.options.fail_on_data_loss:
-                raise DataLossError(others[0], _restored(stamps[others[0]]), _ADVICE)
-            if others:
-                self._look_anew(name, bounds)
-            for key in others:
-                self._set_back(key, read, bounds)
-
-    def _is_same(self, key: Key, stamp: Stamp, read: Position, bounds: Bounds, latest_is_there: bool | None) -> bool:
-        """Whether a partition has the record of `stamp`, or had it until it was taken."""
-        broker = self.brokers[key[0]]
-        if latest_is_there is not None and (found := lineage.wal_has(broker, stamp)) is not None:
-            return found
-        if key not in bounds:
-            return latest_is_there is None  # deleted, and `begun` has said so
-        return lineage.partition_has(broker, key[1], key[2], stamp, read.offsets[key], bounds[key][1])
-
-    def _look_anew(self, name: str, bounds: Bounds) -> None:
-        """Forget what a way to the broker remembers of files that may be others now."""
-        self.brokers[name] = self._open(name)
-        for key in [key for key in bounds if key[0] == name]:
-            del bounds[key]
-        bounds |= self._bounds_of(name)
-
-    def _set_back(self, key: Key, read: Position, bounds: Bounds) -> None:
-        micros = read.last.pop(key)[1]
-        before = read.offsets.pop(key)
-        now = None
-        if key in bounds:
-            first, end = bounds[key]
-            now = read.offsets[key] = min(max(first, self.offset_of_time(key, micros + 1)), end)
-            if stamp := self.stamp_before(key, first, now):
-                read.last[key] = stamp
-        Log("spark").warn(
-            "restored_copy_found", broker=key[0], topic=key[1], partition=key[2], read_up_to=before, resumed_at=now
-        )
 
     # --- where a query begins and ends -------------------------------------------------------------------------------
 
@@ -204,19 +138,3 @@ class Logs:
     def as_tasks(self, pieces: Iterable[Range]) -> list[Task]:
         options = self.options
         return [Task(piece, bool(options.paths), options.access, options.fail_on_data_loss) for piece in pieces]
-
-
-_ADVICE = (
-    "start with a new checkpoint to read what is there now, or go on with failOnDataLoss=false: with what was received"
-    " after that record"
-)
-
-
-def _restored(stamp: Stamp) -> str:
-    seq, micros = stamp
-    when = f"{micros // 1_000_000}.{micros % 1_000_000:06d}"
-    return (
-        f"the last record read of it, seq {seq} received at {when}, is not there:"
-        " the data directory was restored from an older copy (or lost its end in a power cut), and may have given its offsets"
-        " to other records"
-    )

@@ -1,12 +1,12 @@
 """A broker read from afar: the logs that its gateway serves over HTTP (kmq/gateway/http/logs.py).
 
-State       None but a connection, so any process may ask, and a Remote can be pickled: it comes to another process unconnected.
-Breaks      Whatever is asked only looks, so it is asked again, later and later, while the gateway is away or too busy; reading
-            goes on at the next offset. Only when nothing has come for kmq.patience that is an error: a gateway that is
-            restarted in the middle of a read is not noticed.
-Complete    A response says from which offset to which it goes and how many bytes that is. Only whole lines are handed out,
-            those of a partition are counted, and what breaks off is asked for again from there.
-Damage      comes as DamageError, as if the files were read here; all in front of it has been handed out before.
+State       Only a connection, so any process may ask. A Remote can be pickled: in another process it is unconnected at first.
+Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is away or too busy; reading resumes
+            at the next offset. Only when nothing has arrived for kmq.patience that is an error: a restart of the gateway in the
+            middle of a read goes unnoticed.
+Complete    A response says from which offset to which it goes, and how many bytes that is. Only whole lines are handed out, and
+            those of a partition are counted. What is missing of a response is requested again.
+Damage      is raised as DamageError, as if the files were read here; all records before it have been handed out.
 """
 
 import json
@@ -112,7 +112,7 @@ class Remote(Broker):
                         yield lines
                         offset = lines.next_offset
                     if response.length:
-                        raise ConnectionError("the response breaks off")
+                        raise ConnectionError("the response ended too early")
             except _AGAIN as err:
                 self._again(trial, err, target)
                 continue

@@ -1,4 +1,4 @@
-"""spark.readStream: how far each micro-batch goes, and what is checked before a checkpoint is gone on from.
+"""spark.readStream: how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint.
 
 Invariant   What an offset says is all that `partitions` needs (plan.py): a batch that is read again has the same tasks. An offset
             is returned as it was while there is nothing new, so that no batch runs.
@@ -30,6 +30,7 @@ from kmq.spark.source.options import LATEST, Options
 from kmq.spark.source.plan import Bounds, Offsets, Position, Range
 from kmq.spark.source.planner import Logs
 from kmq.spark.source.reading import Reading
+from kmq.spark.source.resuming import Resumption
 
 
 class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -39,6 +40,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         super().__init__(schema)
         self._options = options
         self._logs = Logs(options)
+        self._resumption = Resumption(self._logs)
         self._target: Offsets | None = None  # where Trigger.AvailableNow ends
         self._latest: dict[str, Any] | None = None
         self._last_batch = -math.inf  # when the last batch was planned
@@ -63,11 +65,11 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         read, bounds = self._read_up_to(start)
         before = dict(read.offsets)
         if not self._looked or self._there(bounds) != before:
-            self._logs.check_same_records(read, bounds)
+            self._resumption.check_same_records(read, bounds)
             self._check_begins(read, bounds)
             self._looked = True
         self._latest = plan.to_json({key: end for key, (_, end) in bounds.items()}, read.identities)
-        begun = self._logs.begun(read.offsets, bounds)
+        begun = self._resumption.begun(read.offsets, bounds)
         spans = plan.wanted(begun, self._there(bounds))  # a partition that ends before what was read of it is held
         if not spans and read.offsets == before:
             return start
@@ -176,9 +178,9 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         if bounds is None:
             bounds = self._logs.bounds()
             if self._options.fail_on_data_loss:
-                self._logs.check_same_records(ends, bounds)
+                self._resumption.check_same_records(ends, bounds)
         if ends.cuts is None:
-            read.offsets = self._logs.begun(read.offsets, bounds)
+            read.offsets = self._resumption.begun(read.offsets, bounds)
         return read, ends, bounds
 
     def _check_forward(self, read: Position, ends: Position) -> None:

@@ -15,7 +15,7 @@ from kmq.spark.streaming import late
 def positions(offsets: Any) -> dict[Key, int]:
     """Return (broker, topic, partition) → next offset, of the JSON of a stream of format("kmq"); else nothing.
 
-    What else a broker's part holds (names that begin with __, such as its identity) is passed over.
+    What else a broker's part holds (names that begin with __, such as its identity) is ignored.
     """
     if isinstance(offsets, str):
         offsets = json.loads(offsets)

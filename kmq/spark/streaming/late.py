@@ -1,6 +1,6 @@
-"""Rows that a streaming query left out because they came later than its watermark: told, and an error in our pipelines.
+"""Rows that a streaming query dropped because they came later than its watermark: reported, and an error in our pipelines.
 
-Spark counts them per operator (numRowsDroppedByWatermark) and goes on: the result is silently wrong. Of what Spark 4.3 counts
+Spark counts them per operator (numRowsDroppedByWatermark) and continues: the result is silently wrong. Of what Spark 4.3 counts
 in operators with state, this alone means lost rows: numDroppedDuplicateRows is what was asked for, and skippedNullValueCount
 counts nulls in a join that match nothing by definition.
 

@@ -1,12 +1,12 @@
-"""What each streaming query of a session does, kept beside its checkpoint for `kmq pipeline status`; a warning where it loses.
+"""What each streaming query of a session does, kept beside its checkpoint for `kmq pipeline status`; a warning if it drops rows.
 
 Owns        In the directory of a checkpoint on this machine's file system: kmq-status.json, replaced as a whole at most once
             a second, a few KiB; and the lock kmq-owner, held as long as the query runs (`kmq pipeline reset` takes it too).
-Invariant   Nothing here fails or holds up a query: whatever goes wrong is passed over, and then there is only no status. The
+Invariant   Nothing here fails or delays a query: an error is ignored, and then there is only no status. The
             position that counts is Spark's own, in the checkpoint; this file adds what that does not say (rates, what is
             there to read, what was left out, who runs it).
-Crash       A kill leaves the last status, and gives the lock back. Nothing is synced to disk.
-Cost        Two calls to the JVM for each batch, in place of the fifty that pyspark's own events take.
+Crash       A kill leaves the last status, and releases the lock. Nothing is synced to disk.
+Cost        Two calls to the JVM for each batch, instead of the fifty that pyspark's own events take.
 Not covered Checkpoints in object stores, and sessions over Spark Connect.
 """
 

@@ -1,15 +1,15 @@
 """`kmq pipeline reset`: a query's next batch begins elsewhere. Changes plain files; needs neither pyspark nor Java.
 
 What is written is one more batch, which holds nothing and ends where the next one is to begin: offsets/<n> and commits/<n>, with
-n behind every batch there is. So nothing is overwritten, and numbers of batches go on rising: a table of ours passes over a batch
-whose number it knows, so a number that came again for other records would be records lost.
+n behind every existing batch. So nothing is overwritten, and the numbers of batches keep rising. A table of ours skips a batch
+whose number it knows; a number used again for other records would lose these records.
 
 Invariant   Refused while the query runs; nothing is removed, and no number of a batch is used twice.
-Crash       offsets/<n> without commits/<n>: the next start finds a batch to run, from where the query was to where it was to go
-            on. It is run as any batch, or refused as it goes back; reset again is right after it, and before it.
+Crash       offsets/<n> without commits/<n>: the next start finds a batch to run, from where the query was to where it was to
+            resume. It runs as any batch, or is refused because it goes back; another reset is right after it, and before it.
 Backup      kmq-reset-<n>.json beside it: the offsets before, those after, and when; "before" may be given to --to again.
 Not covered Queries with state: their windows have counted what was read. They are refused, and begin with a new checkpoint.
-            A query that is started in this very moment, and neither writes to a table of ours nor has our listener.
+            A query that starts at this very moment, and neither writes to a table of ours nor has our listener.
 """
 
 import json
@@ -152,9 +152,7 @@ def _named(to: str, name: str, bounds: dict[Key, tuple[int, int]]) -> Offsets:
         first, latest = bounds[key]
         asked[key] = at = {-2: first, -1: latest}.get(at, at)
         if type(at) is not int or not least(key[1]) <= at <= latest:
-            raise ConfigError(
-                f"--to: {key[1]}/{key[2]} at {name} has offsets {first} to {latest}; {at} is none of them"
-            )
+            raise ConfigError(f"--to: {key[1]}/{key[2]} at {name} has offsets {first} to {latest}, but not {at}")
     return asked
 
 
@@ -181,7 +179,7 @@ def apply(found: Plan) -> str:
     checkpoint = found.checkpoint
     with _alone(checkpoint):
         if checkpoint.batches("offsets")[-1] >= found.batch:
-            raise BusyError(f"{checkpoint.path}: the query has gone on in the meantime; try again")
+            raise BusyError(f"{checkpoint.path}: the query has advanced meanwhile; run the command again")
         about = {**found.logged.about, "batchTimestampMs": int(time.time() * 1000)}
         offsets = "\n".join((found.logged.version, json.dumps(about), *found.lines))
         backup = f"{checkpoint.path}/kmq-reset-{found.batch}.json"

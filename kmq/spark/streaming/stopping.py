@@ -2,7 +2,7 @@
 
 Owns        the handlers of both signals while the command runs.
 Invariant   The process ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is busy with: what was
-            half done is done again at the next start, as after a kill.
+            begun is done again at the next start, as after a kill.
 Cases       before the session is there    the process ends at once, and with it the JVM, whose stdin closes
             before the query is active     it is stopped as soon as it is, and no other is started (streams.stopping)
             while a stream runs            query.stop(), again and again: an interrupt can get lost in what it interrupts
@@ -85,9 +85,7 @@ class Stop:
             self._told[query.runId].start()
 
     def _give_up(self) -> None:
-        text = (
-            f"kmq: not stopped within {STOP_S:.0f} s; ended anyway, what was half done is done again at the next start"
-        )
+        text = f"kmq: not stopped within {STOP_S:.0f} s; ended anyway; what was begun is done again at the next start"
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
         _exit(self.number)

@@ -1,8 +1,8 @@
 """Streams of Spark's, run to their end: what every pipeline that follows topics does in the same way.
 
-A stream that could not get a Python worker in time is started again from its checkpoint: the JVM waits 10 seconds for a fresh
-Python interpreter, which no setting changes, and on a busy machine that is not enough. Nothing is lost by it, the batch is run
-again as after a kill.
+A stream that could not get a Python worker in time is restarted from its checkpoint. The JVM waits 10 seconds for a new Python
+interpreter, no setting changes that, and on a busy machine it is not enough. Nothing is lost: the batch runs again, as after a
+kill.
 """
 
 import json
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 EVERY = "10 seconds"
-STARTS = 5  # times in a row that a stream is started without getting through a batch
+STARTS = 5  # times in a row that a stream is started without finishing a batch
 _PAUSE_S = 1.0  # before the second of them; twice as long before each further one
 _LOOK_S = 1  # between two looks at what a running stream has left out
 
-stopping = threading.Event()  # set: this process is to end, and no stream is started any more
+stopping = threading.Event()  # set: this process is to end, and starts no further stream
 
 
 class Trigger(NamedTuple):
@@ -57,7 +57,7 @@ def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late
         except Exception as error:
             if not failures.is_worker_timeout(error):
                 raise
-            if query.lastProgress is not None:  # it has got through a batch since
+            if query.lastProgress is not None:  # it has finished a batch since
                 starts, pause = 1, _PAUSE_S
             if starts >= STARTS:
                 raise
@@ -66,8 +66,8 @@ def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late
                 query=query.name or "stream",
                 start=starts + 1,
                 of=STARTS,
-                reason="a Python worker was not up within Spark's 10 s: the machine is busy",
-                effect="goes on from its checkpoint",
+                reason="no Python worker started within the 10 s that Spark waits: the machine is busy",
+                effect="resumes from its checkpoint",
             )
             stopping.wait(pause)
             pause *= 2
@@ -76,7 +76,7 @@ def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late
 
 
 def _to_its_end(query: "StreamingQuery", on_late: str) -> None:
-    """Wait for a query to end. Looks while it runs, and at the end at all that Spark still knows of its batches."""
+    """Wait for a query to end; check its batches while it runs, and at the end all that Spark still knows."""
     while not query.awaitTermination(_LOOK_S):
         _check(query, [query._jsq.lastProgress()], on_late)
     _check(query, query._jsq.recentProgress(), on_late)

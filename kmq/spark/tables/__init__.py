@@ -7,7 +7,7 @@ One file a format (parquet.py, delta.py, iceberg.py), on what they have in commo
 place, committed). places.py: a directory or an S3 store. checks.py, columns.py: what is refused before a stream starts.
 
 Owns        the directory `to`: one writer at a time, under an exclusive lock. Beside the table's files it holds .kmq/, which
-            readers pass over (Spark, pandas, pyarrow, Delta: a name with a dot; as a glob: to/*=*/**/*.parquet):
+            readers ignore (Spark, pandas, pyarrow, Delta: a name with a dot; as a glob: to/*=*/**/*.parquet):
                 owner          who writes here now          query, batch   the stream it is of, its last committed batch
                 making/<id>/   a batch that Spark writes    sealed/        a batch that is whole, with manifest.json
                 merging/       small files as larger ones   checkpoint/, schema.json: the pipeline's
@@ -18,11 +18,11 @@ Invariant   What a reader finds are rows of committed batches, each once. Parque
             of a sealed batch: one rename is the commit point. (A reader may see part of it while its files get their places,
             one by one; never more than there is.) Delta: what its log names; the entry of a batch holds its number. Iceberg:
             what the snapshot names; the number comes in the same commit.
-Crash       before the seal      making/ is thrown away, the batch is written again under another id, so that tasks which
-                                 outlive their driver on a cluster write to nobody;
+Crash       before the seal      making/ is deleted, and the batch is written again under another id: tasks that outlive
+                                 their driver on a cluster write where nothing is read;
             after it             what has no place yet gets it at the next start, before anything else, and `batch` is written;
             after `batch`        Spark runs the batch again, as it never heard of the end: has() says it is there.
-            Delta, Iceberg       the commit is theirs: files that have a place before it are in no reader's way.
+            Delta, Iceberg       the commit is theirs: files with a place before it disturb no reader.
             S3                   a file that was stored is stored again under the same name with the same bytes.
             Power                files, names and the stream's own note of what the batch is are synced before the seal, in this
                                  order. (On a cluster, what the shared file system promises to the driver holds.)

@@ -51,7 +51,7 @@ def _file_among(path: str) -> str | None:
 
 def checkpoint(path: str, table: str, query: str) -> None:
     """Raise an error where a stream's checkpoint cannot be used, or is not of the table that has rows of this `query`."""
-    if "://" in path:  # Spark's to judge
+    if "://" in path:  # Spark checks it
         return
     usable("--checkpoint", path)
     advice = "give each table a checkpoint of its own"
@@ -75,7 +75,7 @@ def _query_id(path: str) -> str:
     except FileNotFoundError:
         return ""
     except (ValueError, KeyError, TypeError, OSError) as err:
-        raise ConfigError(f"--checkpoint {path}: its file metadata is none of Spark's: {err}") from err
+        raise ConfigError(f"--checkpoint {path}: its file metadata must be one of Spark's: {err}") from err
 
 
 def _names(path: str) -> Sequence[str]:

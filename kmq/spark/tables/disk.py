@@ -13,7 +13,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def read(path: str) -> str:
-    """The text of a small file; empty where there is none."""
+    """Return the text of a small file; "" if the file does not exist."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read().strip()
@@ -22,7 +22,7 @@ def read(path: str) -> str:
 
 
 def directories(path: str) -> dict[str, dict[str, int]]:
-    """Directory below `path` → its Parquet files → their sizes. Passes over what a dot or underscore hides."""
+    """Directory below `path` → its Parquet files → their sizes. Ignores names that begin with a dot or an underscore."""
     found: dict[str, dict[str, int]] = {}
     for directory, below, names in os.walk(path):
         below[:] = sorted(name for name in below if name[0] not in "._")

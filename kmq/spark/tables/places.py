@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SCHEME = "s3://"
 WORKERS = 8
 _CHUNK = 8 << 20
-_OWNER, _WRITER = "_kmq/owner.json", "_kmq/writer.json"  # readers pass over names with an underscore
+_OWNER, _WRITER = "_kmq/owner.json", "_kmq/writer.json"  # readers ignore names with an underscore
 _FOR_A_WHILE = ("NETWORK_CONNECTION", "SLOW_DOWN", "SERVICE_UNAVAILABLE", "REQUEST_TIMEOUT", "curlCode")
 
 

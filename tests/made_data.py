@@ -1,11 +1,9 @@
 """Data directories made without a broker: a WAL of given lines, routed into queues."""
 
-import sys
-from pathlib import Path
+from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-
-from made_up import FIRST_TS, Silent, block, no_room
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, block, no_room
 
 from kmq.log import identity, topics
 from kmq.log.segment import Limits
@@ -15,7 +13,14 @@ from kmq.router.queues import Queues
 __all__ = ["FIRST_TS", "append", "write_data"]
 
 
-def write_data(path, lines, declared=None, segment_bytes=1 << 30, group=1000, closed=True):
+def write_data(
+    path: object,
+    lines: list[bytes],
+    declared: dict[str, int] | None = None,
+    segment_bytes: int = 1 << 30,
+    group: int = 1000,
+    closed: bool = True,
+) -> Any:
     """A data directory with these lines (as sent) in its WAL and routed; `declared`: {topic: partitions}.
 
     recv_ts of the record with seq n is FIRST_TS + n µs. With closed=False: (wal, queues, next seq), to go on with `append`.
@@ -25,9 +30,9 @@ def write_data(path, lines, declared=None, segment_bytes=1 << 30, group=1000, cl
     for name, partitions in (declared or {}).items():
         topics.declare(data, name, partitions)
     limits = Limits(segment_bytes=segment_bytes)
-    wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, Silent(), limits)
+    wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, FakeLogger(), limits)
     queues.recover(0, lambda: None)
-    made = [wal, queues, 1]
+    made: list[Any] = [wal, queues, 1]
     append(made, lines, group)
     if not closed:
         return made
@@ -36,7 +41,7 @@ def write_data(path, lines, declared=None, segment_bytes=1 << 30, group=1000, cl
     return data
 
 
-def append(made, lines, group=1000):
+def append(made: list[Any], lines: list[bytes], group: int = 1000) -> None:
     """More lines for a directory that is not closed."""
     wal, queues, seq = made
     for at in range(0, len(lines), group):

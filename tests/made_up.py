@@ -1,18 +1,10 @@
-"""A disk that never fills, a log that says nothing, WALs made of words."""
+"""A disk that never fills, blocks of stored lines, WALs."""
 
 from kmq import record
 from kmq.links.layout import Block
 from kmq.log.wal import Wal
 
 FIRST_TS = 1_700_000_000_000_000  # µs: recv_ts of the first record of a made-up log
-
-
-class Silent:
-    """A Log that says nothing."""
-
-    def info(self, event: str, **fields: object) -> None: ...
-
-    warn = error = info
 
 
 def no_room(path: str) -> None:

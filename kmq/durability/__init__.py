@@ -1,0 +1,1 @@
+"""The back room of the durability stage."""

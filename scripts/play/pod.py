@@ -1,0 +1,184 @@
+"""One pod: how it starts, lives and ends, and what can be asked of it."""
+
+import itertools
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import yaml
+
+from play.engine import HOME, PlayError, address_of, inspect, is_there, podman, podman_to_the_end, remove, run_podman
+from play.manifest import Document, adapted, containers_of, render, template_of, with_settings
+from play.probes import Exec, exec_probe, http_probe, tcp_probe
+from play.volumes import Volumes
+
+PATIENCE_S = 60.0
+_numbers = itertools.count()
+
+
+class Pod:
+    """One pod, as a context manager: `with Pod(documents) as pod`."""
+
+    def __init__(
+        self,
+        documents: list[Document],
+        settings: dict[str, str] | None = None,
+        restart_policy: str = "Always",
+        volumes: dict[str, Path] | None = None,
+    ) -> None:
+        """`volumes`: those of another pod that this one has too, by their names here, as two that name one claim."""
+        self.name, self.restart_policy = f"kmq-{os.getpid()}-{next(_numbers)}", restart_policy
+        self.home = HOME / self.name
+        self.source = with_settings(documents, settings or {})
+        self.manifest = template_of(self.source)  # as in the cluster: the probes are read from here
+        self.specs = {c["name"]: c for c in containers_of(self.manifest)}
+        self.containers = list(self.specs)
+        self.ip = ""
+        self._volumes = Volumes(self.home, self.source, volumes or {})
+        self.grace_s = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
+
+    def __enter__(self) -> "Pod":
+        try:
+            self.up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.down()
+
+    # --- the life of the pod -------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Play it; returns when the containers have been started."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        spec = self.manifest["spec"]
+        group = int(spec.get("securityContext", {}).get("fsGroup", 0))
+        volumes = [self._volumes.adapted(volume, group) for volume in spec.get("volumes", [])]
+        pod = adapted(self.manifest, self.name, self.restart_policy, volumes)
+        documents = [pod, *(d for d in self.source if d["kind"] == "ConfigMap")]
+        podman_to_the_end("kube", "play", "-", input=yaml.safe_dump_all(documents))
+        self.ip = address_of(self.name)
+
+    def down(self) -> None:
+        """Nothing of it is left."""
+        remove(self.name)
+
+    def restart(self) -> None:
+        """As when the node has restarted: everything dies at once, what was in memory is gone, the claims are kept."""
+        podman("pod", "kill", self.name)
+        self.start()
+
+    def start(self) -> None:
+        """A pod that has ended, again: with what was on its claims."""
+        self._volumes.clear()
+        podman("pod", "start", self.name)
+        self.ip = address_of(self.name)
+
+    def terminate(self) -> dict[str, int]:
+        """As the kubelet deletes a pod: SIGTERM to all at once, SIGKILL after the grace period; the exit codes.
+
+        Only for a pod played with restart_policy "Never": podman starts again what ends after any signal but its own
+        `stop`, and that one tells a container of a shared process namespace twice.
+        """
+        assert self.restart_policy == "Never", "podman would start again what ends"
+        pids = [self.pid(container) for container in self.containers]
+        names = [f"{self.name}-{container}" for container in self.containers]
+        for number, patience_s in ((signal.SIGTERM, self.grace_s), (signal.SIGKILL, PATIENCE_S)):
+            left = [pid for pid in pids if pid and is_there(pid)]
+            for pid in left:
+                os.kill(pid, number)
+            deadline = time.monotonic() + patience_s
+            while any(map(is_there, left)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        return dict(zip(self.containers, map(int, podman("wait", *names).split()), strict=True))
+
+    def finish(self) -> tuple[int, str]:
+        """Of a Job's pod: its exit code when it has ended, and what it said."""
+        (container,) = self.containers
+        return int(podman("wait", f"{self.name}-{container}")), self.logs(container)
+
+    # --- looking and acting ----------------------------------------------------------------------------------------------
+
+    def _inspect(self, container: str, template: str) -> str:
+        return inspect(f"{self.name}-{container}", template)
+
+    def pid(self, container: str) -> int:
+        """Of the container's process, as this machine counts; 0 while it is down."""
+        return int(self._inspect(container, "{{.State.Pid}}") or 0)
+
+    def cgroup(self, container: str) -> str:
+        """Its cgroup below the root of each controller."""
+        return self._inspect(container, "{{.State.CgroupPath}}").lstrip("/")
+
+    def restarts(self, container: str) -> int:
+        return int(self._inspect(container, "{{.RestartCount}}"))
+
+    def signal(self, container: str, number: int) -> None:
+        """From outside, as the kernel or the kubelet does it: what dies is started again."""
+        os.kill(self.pid(container), number)
+
+    def exec(
+        self, container: str, *command: str, input: str | None = None, patience_s: float = PATIENCE_S
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in a container, as `kubectl exec`."""
+        return run_podman("exec", "-i", f"{self.name}-{container}", *command, input=input, patience_s=patience_s)
+
+    def logs(self, container: str) -> str:
+        """What it has said on stdout and stderr, in all its lives, as `kubectl logs`."""
+        done = run_podman("logs", f"{self.name}-{container}", input=None, patience_s=PATIENCE_S)
+        return done.stdout + done.stderr
+
+    def volume(self, name: str) -> Path:
+        """Where the volume is on this machine."""
+        return self._volumes.paths[name]
+
+    def port(self, port: int | str) -> int:
+        """Number of the container port that has this name; a number stands for itself."""
+        if isinstance(port, int):
+            return port
+        declared = [found for container in self.specs.values() for found in container.get("ports", [])]
+        return {str(found["name"]): int(found["containerPort"]) for found in declared if "name" in found}[port]
+
+    # --- probes ------------------------------------------------------------------------------------------------------------
+
+    def probe(self, container: str, kind: str) -> str:
+        """Run the startup, liveness or readiness probe as the manifest has it: "" when it passes, else why not."""
+        probe = self.specs[container].get(f"{kind}Probe")
+        if probe is None:
+            return ""
+        timeout_s = float(probe.get("timeoutSeconds", 1))
+        if "exec" in probe:
+            run: Exec = lambda command, patience_s: self.exec(container, *command, patience_s=patience_s)  # noqa: E731
+            return exec_probe(run, probe["exec"]["command"], timeout_s)
+        if "httpGet" in probe:
+            return http_probe(self.ip, self.port(probe["httpGet"]["port"]), probe["httpGet"], timeout_s)
+        if "tcpSocket" in probe:
+            return tcp_probe(self.ip, self.port(probe["tcpSocket"]["port"]), timeout_s)
+        raise PlayError(f"{container}: a {kind} probe of a kind that is not played here: {sorted(probe)}")
+
+    def wait_ready(self, patience_s: float = PATIENCE_S) -> None:
+        """Until all readiness probes pass. Raises PlayError with what the containers said."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            reasons = {c: reason for c in self.containers if (reason := self.probe(c, "readiness"))}
+            if not reasons:
+                return
+            if time.monotonic() > deadline:
+                said = "\n".join(f"--- {c}\n{self.logs(c)[-2000:]}" for c in self.containers)
+                raise PlayError(f"{self.name} is not ready after {patience_s} s: {reasons}\n{said}")
+            time.sleep(0.1)
+
+
+def play(
+    overlay: str | Path,
+    *more: Document,
+    restart_policy: str = "Always",
+    volumes: dict[str, Path] | None = None,
+    **settings: str,
+) -> Pod:
+    """A pod from an overlay and further documents (Secrets, say), with other settings; not up yet."""
+    return Pod([*render(overlay), *more], settings, restart_policy, volumes)
