@@ -41,11 +41,10 @@ test: $(STAMP)  ## set up and run all the tests
 lint: $(STAMP)  ## lint and types: seconds
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-unit: $(STAMP)  ## the unit tests
-	@$(BIN)/python -m pytest -q tests/unit
+unit: $(STAMP)  ## the unit tests, on two cores
+	@scripts/unit
 
-check: lint  ## lint, types, unit tests: about a minute
-	@$(BIN)/python -m pytest -q tests/unit
+check: lint unit  ## lint, types, unit tests
 
 scenario-1: $(STAMP)  ## resume: 500 messages, SIGKILL of the whole pod, 500 more
 	@scripts/scenario-1
