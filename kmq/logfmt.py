@@ -22,7 +22,7 @@ def pairs(**fields: object) -> str:
     return " ".join(f"{name}={_value(value)}" for name, value in fields.items())
 
 
-class Log:
+class Logger:
     """Writes the log lines of one process."""
 
     def __init__(self, stage: str) -> None:

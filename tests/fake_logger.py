@@ -1,9 +1,9 @@
 """A logger that writes nothing and remembers what it was told."""
 
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 
 
-class FakeLogger(Log):
+class FakeLogger(Logger):
     def __init__(self) -> None:
         super().__init__("test")
         self.events: list[tuple[str, dict[str, object]]] = []

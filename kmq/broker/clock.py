@@ -14,7 +14,7 @@ Not covered A time of day that drifts by less than JUMP_S at once. Limits by siz
 import time
 
 from kmq.broker.stats import Row
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.record import format_ts
 
 JUMP_S, GAP_S, STEADY_S = 60, 86_400, 600
@@ -27,7 +27,7 @@ ADVICE = "if the time of day is right now: kmq clock --trust"
 class AgeClock:
     """The trusted time of one process."""
 
-    def __init__(self, row: Row, last_record_us: int, log: Log) -> None:
+    def __init__(self, row: Row, last_record_us: int, log: Logger) -> None:
         """`last_record_us`: recv_ts of the last record on disk in µs; 0: no record."""
         self._row, self._log = row, log
         now, mono = time.time_ns(), time.monotonic_ns()
@@ -65,7 +65,7 @@ class AgeClock:
 class HeldTimes:
     """Logs once that recv_ts stays where it is because the time of day is behind it, and once that this is over."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Logger) -> None:
         self._log, self._is_held = log, False
 
     def look(self, last_us: int) -> None:

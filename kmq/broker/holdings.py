@@ -9,7 +9,7 @@ import os
 
 from kmq.errors import ConfigError, RetryError
 from kmq.links.ownership import FileLock
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # ingress has no ring
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # ingress has no ring
 class Holdings:
     """The lock files and rings of one stage."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Logger) -> None:
         self._log = log
         self._held: list[FileLock | RingWriter | RingReader] = []
         self._rings: list[RingWriter | RingReader] = []

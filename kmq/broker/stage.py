@@ -20,7 +20,7 @@ from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
 from kmq.links.staging import area_bytes
 from kmq.log.identity import open_data
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings, load
 
 TYPE_CHECKING = False
@@ -48,7 +48,7 @@ class Stage:
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings = name, settings
-        self.log = Log(name)
+        self.log = Logger(name)
         self.most_files = descriptors.claim()
         self.stopping = False
         self._deadline = 0.0
@@ -201,7 +201,7 @@ class Stage:
 
 def main(name: str, run: Callable[[Stage], None]) -> int:
     """Run one stage to its end and return its exit code. Every way out is one log line that says why."""
-    log = Log(name)
+    log = Logger(name)
     stage: Stage | None = None
     try:
         stage = Stage(name, load())

@@ -24,7 +24,7 @@ from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, 
 from kmq.links import layout
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.settings import GRACE_S, STAGES, Settings, load
 
 _YOUNG_S = 1.0  # a stage that dies before this age waits before its next start
@@ -49,7 +49,7 @@ class Supervisor:
     def __init__(self, settings: Settings, with_gateway: bool) -> None:
         """`with_gateway`: its extra must be installed."""
         self.settings = settings
-        self.log = Log("supervisor")
+        self.log = Logger("supervisor")
         modules = {name: f"stages.{name}" for name in STAGES}
         if with_gateway:
             modules["gateway"] = "kmq.gateway"
@@ -196,7 +196,7 @@ def main() -> int:
         return Supervisor(load(), with_gateway="--no-gateway" not in sys.argv).run()
     except (KmqError, OSError) as err:
         error = of_os_error(err) if isinstance(err, OSError) else err
-        Log("supervisor").error("failed", exit_code=error.exit_code, reason=error)
+        Logger("supervisor").error("failed", exit_code=error.exit_code, reason=error)
         return error.exit_code
 
 

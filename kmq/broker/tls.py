@@ -18,7 +18,7 @@ from kmq.broker.readiness import certificate_reason, presented
 from kmq.broker.stats import Row
 from kmq.certificate import Validity
 from kmq.errors import ConfigError
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.settings import Settings
 from kmq.watch import Watch
 
@@ -81,7 +81,7 @@ class TlsSocket(ssl.SSLSocket):
 class Certificates:
     """The files, and the context that was made of them last."""
 
-    def __init__(self, settings: Settings, log: Log, row: Row) -> None:
+    def __init__(self, settings: Settings, log: Logger, row: Row) -> None:
         """`row`: of the stats page, where the process publishes how long they are valid."""
         self.settings, self.log, self.row = settings, log, row
         files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -179,7 +179,7 @@ def _reason(err: OSError) -> str:
     return getattr(err, "reason", None) or err.strerror or str(err)
 
 
-def certificates(settings: Settings, log: Log, row: Row) -> Certificates | None:
+def certificates(settings: Settings, log: Logger, row: Row) -> Certificates | None:
     """Return the certificates that the settings name; None if TLS is off. Raises ConfigError."""
     if not (settings.tls_cert or settings.tls_key or settings.tls_client_ca):
         return None

@@ -11,7 +11,7 @@ from kmq.broker.stats import STATES, StatsPage
 from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.settings import load
 
 _PR_SET_PDEATHSIG = 1
@@ -27,7 +27,7 @@ def end_with(pid: int) -> None:
         raise SystemExit(EXIT_OK)
 
 
-def run(log: Log, supervisor: int) -> None:
+def run(log: Logger, supervisor: int) -> None:
     settings = load()
     descriptors.claim(_LEAST_FILES)  # one for each connection, two for those of gRPC
     data_id = open_data(settings.data)
@@ -77,7 +77,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the gateway to its end and return its exit code; every way out says why."""
     supervisor = _arguments().supervisor
-    log = Log("gateway")
+    log = Logger("gateway")
     try:
         if supervisor:
             end_with(supervisor)

@@ -31,7 +31,7 @@ from kmq.gateway.grpc.schema import SERVICE
 from kmq.gateway.grpc.service import Service
 from kmq.gateway.http.web import application, monitoring
 from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http, listen_metrics
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings
 from kmq.tokens import open_tokens
 
@@ -61,7 +61,7 @@ class Changes:
     and a start is not worth a line.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Logger) -> None:
         self.log = log
         self._said: str | None = None  # code of the first reason, "" for ready; None: nothing yet
         self._seen, self._since = "", 0.0
@@ -84,7 +84,7 @@ class Changes:
 
 
 class Gateway:
-    def __init__(self, settings: Settings, page: StatsPage, log: Log) -> None:
+    def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
         self.settings, self.log = settings, log
         self.incidents = Incidents(log.warn)
         self.page, self.row = page, page.rows["gateway"]

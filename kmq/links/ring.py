@@ -38,14 +38,20 @@ from kmq.links.layout import (
 )
 from kmq.links.ownership import RingLock, is_same_file
 from kmq.links.ringfile import RingFile
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 
 
 class RingWriter(Ring):
     """The writing end. The constructor takes the lock and finds or makes the ring, ready to append to."""
 
     def __init__(
-        self, instance: str, name: str, identity: Identity, who: str, first_seq: Callable[[], tuple[int, int]], log: Log
+        self,
+        instance: str,
+        name: str,
+        identity: Identity,
+        who: str,
+        first_seq: Callable[[], tuple[int, int]],
+        log: Logger,
     ) -> None:
         """`first_seq` is called only if the ring is made anew; it returns the next seq and the last recv_ts (µs)."""
         super().__init__(instance, name)

@@ -27,13 +27,13 @@ from kmq.links.layout import (
     waiting_bytes,
 )
 from kmq.links.ownership import RingLock, is_same_file
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 
 
 class RingFile:
     """The file under a ring's name, as the writer opens it."""
 
-    def __init__(self, path: str, name: str, wanted: Identity, log: Log) -> None:
+    def __init__(self, path: str, name: str, wanted: Identity, log: Logger) -> None:
         self.path, self.name, self.wanted, self.log = path, name, wanted, log
 
     def existing(self) -> int | None:

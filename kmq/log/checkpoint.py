@@ -31,7 +31,7 @@ from kmq.log.deletions import Deleted
 from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
 from kmq.log.partition import EMPTY, State
 from kmq.log.segment import Segment
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.routing import Topic
 
 Rows = dict[tuple[str, int], State]
@@ -100,7 +100,7 @@ def wal_is_free_up_to(data: str) -> int:
 class Checkpointer:
     """Writes router.ckpt, one at a time."""
 
-    def __init__(self, data: str, wait_for_room: WaitForRoom, log: Log) -> None:
+    def __init__(self, data: str, wait_for_room: WaitForRoom, log: Logger) -> None:
         self._data, self._wait_for_room, self._log = data, wait_for_room, log
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None

@@ -36,7 +36,7 @@ class _LastRead(namedtuple("_LastRead", ("inode", "first", "start"))):
     __slots__ = ()
 
 
-class Log:
+class LogReader:
     """The WAL (`by_seq`) or one partition. Cheap to make and to keep; no descriptor stays open between calls."""
 
     def __init__(self, directory: str, by_seq: bool) -> None:
@@ -199,14 +199,14 @@ class Log:
                 return finding.find(self._segments(), target, field)
 
 
-def wal(data: str) -> Log:
+def wal(data: str) -> LogReader:
     """The WAL of a data directory."""
-    return Log(f"{data}/append", by_seq=True)
+    return LogReader(f"{data}/append", by_seq=True)
 
 
-def partition(data: str, topic: str, partition: int) -> Log:
+def partition(data: str, topic: str, partition: int) -> LogReader:
     """One partition of a topic."""
-    return Log(f"{data}/topics/{topic}/{partition}", by_seq=False)
+    return LogReader(f"{data}/topics/{topic}/{partition}", by_seq=False)
 
 
 def first_seq(data: str) -> int:

@@ -16,12 +16,12 @@ from kmq.errors import ConfigError
 from kmq.log import reader, segment, topics
 from kmq.log.disk import find_tail
 from kmq.log.lines import RECV_TS, SEQ, is_stored, last_line
-from kmq.log.reader import Log
+from kmq.log.reader import LogReader
 from kmq.log.segment_reader import SegmentReader
 from kmq.settings import parse_duration
 
 
-def logs(data: str, what: str) -> list[tuple[str, Log]]:
+def logs(data: str, what: str) -> list[tuple[str, LogReader]]:
     """(name, log) of what a user names; everything where that is empty. Raises ConfigError where there is none."""
     if not what:
         every = [each for topic in topics.names(data) for each in logs(data, topic)]
@@ -38,7 +38,7 @@ def logs(data: str, what: str) -> list[tuple[str, Log]]:
     return [(f"{topic}/{each}", reader.partition(data, topic, each)) for each in wanted]
 
 
-def one(data: str, what: str) -> Log:
+def one(data: str, what: str) -> LogReader:
     """The log that a user names, which must be a single one: an offset means nothing for several."""
     found = logs(data, what)
     if len(found) > 1:
@@ -61,7 +61,7 @@ def parse_time(text: str) -> int:
     raise ConfigError(f"{text!r} is no time: expected 2024-05-01T12:00, seconds since the epoch, or 30s, 10m, 24h ago")
 
 
-def records(log: Log, offset: int) -> Iterator[tuple[int, int, bytes]]:
+def records(log: LogReader, offset: int) -> Iterator[tuple[int, int, bytes]]:
     """(seq, recv_ts, line) from `offset` on to the end as it is when that is reached."""
     while True:
         offset, lines = log.read(offset)

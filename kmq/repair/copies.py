@@ -20,7 +20,7 @@ from kmq import record, routing
 from kmq.log import compaction, dropped, reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.lines import last_line
-from kmq.log.reader import Log
+from kmq.log.reader import LogReader
 from kmq.repair.directory import At, queues
 from kmq.routing import Topic
 
@@ -209,7 +209,7 @@ class Copies:
                 at = seen.find(0, at + 1, last - base + 1)
 
 
-def _all_lines(log: Log, offset: int, upto: int) -> Iterator[list[bytes]]:
+def _all_lines(log: LogReader, offset: int, upto: int) -> Iterator[list[bytes]]:
     """Yield the records of the WAL; a damaged block is skipped."""
     while offset <= upto:
         try:

@@ -18,13 +18,13 @@ class Directory:
         """Return (topic, partition) of all partition logs."""
         return queues(self.data)
 
-    def wal(self) -> reader.Log:
+    def wal(self) -> reader.LogReader:
         return reader.wal(self.data)
 
-    def queue(self, at: At) -> reader.Log:
+    def queue(self, at: At) -> reader.LogReader:
         return reader.partition(self.data, *at)
 
-    def logs(self) -> list[reader.Log]:
+    def logs(self) -> list[reader.LogReader]:
         """Return the WAL and all partition logs."""
         return [self.wal(), *map(self.queue, self.queues())]
 

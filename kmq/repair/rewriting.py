@@ -69,7 +69,7 @@ class Scans:
         self._progress = progress
         self._scans: dict[str, Scan] = {}
 
-    def of_log(self, log: reader.Log) -> list[Scan]:
+    def of_log(self, log: reader.LogReader) -> list[Scan]:
         paths = [path for _, path in log.segments()]
         return [self._scan(path, log.by_seq, sealed=path != paths[-1]) for path in paths]
 
@@ -77,7 +77,7 @@ class Scans:
         paths = [path for _, path in segment.listing(os.path.dirname(path))]
         return self._scan(path, by_seq, sealed=path != paths[-1])
 
-    def last_seq(self, log: reader.Log) -> int:
+    def last_seq(self, log: reader.LogReader) -> int:
         """Return the last seq of a log that a checksum confirms, or 0."""
         blocks = (block for scan in self.of_log(log) if not scan.misplaced for block in scan.blocks)
         return max([0, *(block.last_seq for block in blocks if block.is_witnessed)])

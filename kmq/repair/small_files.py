@@ -144,7 +144,7 @@ class SmallFiles:
                     return b"%b|%d|%d|%d|%b" % (ring.encode(), first, last, last - first + 1, when)
         return None
 
-    def _is_gap(self, logs: list[reader.Log], first: int, last: int) -> bool:
+    def _is_gap(self, logs: list[reader.LogReader], first: int, last: int) -> bool:
         """Return True if exactly first…last are missing."""
         try:
             after = [record.seq_of(found.line) for log in logs if (found := log.find(first, SEQ))]

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from kmq.log import checkpoint, deletions, dropped, segment
 from kmq.log.lines import seqs_of
-from kmq.log.reader import Log
+from kmq.log.reader import LogReader
 from kmq.repair import copies, faults
 from kmq.repair.directory import At, Directory
 from kmq.repair.finding import Finding
@@ -56,7 +56,7 @@ class Verifier:
 
     # --- one log -----------------------------------------------------------------------------------------------------
 
-    def _of_log(self, log: Log) -> Iterator[tuple[Scan, list[Finding]]]:
+    def _of_log(self, log: LogReader) -> Iterator[tuple[Scan, list[Finding]]]:
         """Yield each segment with its findings."""
         segments = log.segments()
         last_seq = 0  # of the segments before

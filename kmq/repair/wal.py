@@ -111,7 +111,7 @@ class WalHealer:
                     self._unwitnessed.append(seq)
                 yield Line(seq, text)
 
-    def _between(self, log: reader.Log, low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
+    def _between(self, log: reader.LogReader, low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
         """Yield (seq, line, whether a checksum confirms it) of the records low…high of a queue, in order."""
         for scan in self.rewriter.scans.of_log(log):
             last_seq = 0

@@ -9,7 +9,7 @@ from functools import partial
 
 from kmq.log import spare
 from kmq.log.disk import WaitForRoom, replace_file, with_room
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 
 
 class Context:
@@ -17,7 +17,7 @@ class Context:
 
     __slots__ = ("check", "data", "logger", "make_room", "now_s", "wait_outside", "wal_is_synced")
 
-    def __init__(self, data: str, wait_for_room: WaitForRoom, logger: Log, wal_is_synced: bool) -> None:
+    def __init__(self, data: str, wait_for_room: WaitForRoom, logger: Logger, wal_is_synced: bool) -> None:
         self.data, self.logger, self.wal_is_synced = data, logger, wal_is_synced
         self.wait_outside = wait_for_room
         # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.

@@ -21,7 +21,7 @@ from kmq.links.layout import Block
 from kmq.log.disk import WaitForRoom
 from kmq.log.dropped import SeqRange
 from kmq.log.segment import Limits
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.router.checkpoints import Checkpoints
 from kmq.router.compacted import Compacted
 from kmq.router.context import Context
@@ -45,7 +45,7 @@ class Queues:
         self,
         data: str,
         wait_for_room: WaitForRoom,
-        log: Log,
+        log: Logger,
         limits: Limits | None = None,
         wal_is_synced: bool = True,
         most_open: int = MAX_OPEN,

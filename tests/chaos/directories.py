@@ -15,7 +15,7 @@ from kmq.repair.finding import Finding
 AFTER = Stream("after", Lines("after").line, 1)
 
 
-def everything(log: reader.Log) -> dict[int, bytes]:
+def everything(log: reader.LogReader) -> dict[int, bytes]:
     """All that a reader gets out of a log; behind what it refuses it goes on."""
     offset, found = 0, dict[int, bytes]()
     while True:

@@ -17,7 +17,7 @@ import pytest
 from kmq.links import doorbell, layout
 from kmq.links.layout import COUNTER, FLOOR, READER_SLEEPS, TAIL, WRITER_SLEEPS, Block, Framed, Stamp, make_identity
 from kmq.links.ring import RingReader, RingWriter
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 
 SLOTS, RING_BYTES, BLOCK = 24, 4096, 4  # messages, bytes, messages in a block
 _number = itertools.count()
@@ -29,7 +29,7 @@ class Ends:
     def __init__(self, policy: str) -> None:
         self.instance = f"chaos-{os.getpid()}-ring-{next(_number)}"
         identity = make_identity("id", SLOTS, RING_BYTES, 0, policy)
-        self.writer = RingWriter(self.instance, "r", identity, "w", lambda: (1, 0), Log("test"))
+        self.writer = RingWriter(self.instance, "r", identity, "w", lambda: (1, 0), Logger("test"))
         reader = RingReader.attach(self.instance, "r", identity, "r")
         assert reader is not None
         self.reader = reader

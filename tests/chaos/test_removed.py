@@ -22,7 +22,7 @@ from kmq import record
 from kmq.links import layout
 from kmq.links.ring import RingWriter
 from kmq.links.staging import area_bytes
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.settings import load
 
 EX_CORRUPT, EX_TEMPFAIL = 65, 75
@@ -133,7 +133,7 @@ def ring_from(pod: Pod, first_seq: int, lines: list[bytes]) -> RingWriter:
         2 * area_bytes(settings.max_line),
         settings.policy,
     )
-    ring = RingWriter(pod.instance, "framed", identity, "the test", lambda: (first_seq, 0), Log("test"))
+    ring = RingWriter(pod.instance, "framed", identity, "the test", lambda: (first_seq, 0), Logger("test"))
     block, _ = record.number(lines, first_seq, record.format_ts(time.time_ns() // 1000))
     reply = b"1.1 1 !ack %d %d\n" % (len(lines), first_seq + len(lines) - 1)
     ring.append(layout.Framed(block, layout.Stamp(first_seq, len(lines), 0, 0), reply))

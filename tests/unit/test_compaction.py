@@ -444,7 +444,7 @@ def test_an_index_is_made_of_a_log_with_long_runs_of_bare_newlines(tmp_path):
     with SegmentReader(path, 0, False, True) as held:
         assert b"".join(checked.lines for checked in held.checked_lines(0)) == text
     (tmp_path / segment.name(5002)).touch()
-    log = reader.Log(str(tmp_path), by_seq=False)
+    log = reader.LogReader(str(tmp_path), by_seq=False)
     assert log.read(3000)[0] == 3000 and log.offset_of_seq(2) == 5001
 
 

@@ -87,8 +87,8 @@ def test_topics_and_logs_tell_where_they_begin_and_end(broker, data):
 
 
 def test_a_listing_looks_again_only_at_what_has_changed(broker, data, monkeypatch):
-    looked, end_offset = [], reader.Log.end_offset
-    monkeypatch.setattr(reader.Log, "end_offset", lambda log: looked.append(log.directory) or end_offset(log))
+    looked, end_offset = [], reader.LogReader.end_offset
+    monkeypatch.setattr(reader.LogReader, "end_offset", lambda log: looked.append(log.directory) or end_offset(log))
     before = get_json(broker, "/v1/topics")
     looked.clear()
     assert get_json(broker, "/v1/topics") == before and f"{data}/topics/t/0" not in looked

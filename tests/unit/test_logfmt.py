@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kmq.logfmt import Log, pairs
+from kmq.logfmt import Logger, pairs
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_fields_keep_their_order():
 def test_a_log_line_is_one_write_of_one_line(monkeypatch):
     writes = []
     monkeypatch.setattr(os, "write", lambda fd, data: writes.append((fd, data)))
-    Log("framer").warn("dropped", name="a\nb", bad=b"\xff".decode(errors="surrogateescape"))
+    Logger("framer").warn("dropped", name="a\nb", bad=b"\xff".decode(errors="surrogateescape"))
     [(fd, line)] = writes
     assert fd == 2 and line.count(b"\n") == 1 and line.endswith(b"\n")
     stamp, _, rest = line.decode().partition(" ")
@@ -47,4 +47,4 @@ def test_a_closed_terminal_does_not_stop_the_stage(monkeypatch):
         raise BrokenPipeError
 
     monkeypatch.setattr(os, "write", closed)
-    Log("framer").info("ready")
+    Logger("framer").info("ready")

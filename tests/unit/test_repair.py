@@ -252,7 +252,7 @@ def test_different_records_of_a_block_damaged_in_both_copies_are_all_healed(data
 def test_what_no_copy_has_is_kept_aside_and_named_and_the_rest_goes_on(data, original):
     wal, queue = logs_of(original, 300)
     offset = queue.find(300, SEQ).offset
-    here = reader.Log(queue.directory.replace(original, data), by_seq=False)
+    here = reader.LogReader(queue.directory.replace(original, data), by_seq=False)
     spoil(reader.wal(data), 300, b"spoiled")
     spoil(here, 300, b"ruined!")
     lost = [span for each in repair.Repair(data).run() for span in each.lost]

@@ -1,4 +1,4 @@
-"""Blocks with their newlines, read through Log.extents: the same records, and the same damage, as Log.read gives."""
+"""Blocks with their newlines, read through LogReader.extents: the same records, and the same damage, as LogReader.read gives."""
 
 import random
 from pathlib import Path
@@ -45,7 +45,7 @@ def records(found, by_seq):
 
 
 def one_by_one(log):
-    """Offset → line, by Log.read alone."""
+    """Offset → line, by LogReader.read alone."""
     got, offset = {}, int(log.by_seq)
     while lines := log.read(offset, 1)[1]:
         got[offset] = lines

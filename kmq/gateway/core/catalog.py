@@ -12,7 +12,7 @@ from kmq.gateway.core.bounds import Bounds
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.refused import RequestRefused
 from kmq.log import identity, reader, topics
-from kmq.log.reader import WAL, Log
+from kmq.log.reader import WAL, LogReader
 from kmq.repair import ledger
 
 END = (1 << 63) - 1  # beyond any offset
@@ -56,7 +56,7 @@ class Catalog:
                 found.append({"topic": topic, "partition": number, "first_offset": first, "end_offset": end})
         return found
 
-    def open(self, topic: str, partition: int) -> Log:
+    def open(self, topic: str, partition: int) -> LogReader:
         """Return a log. Raises RequestRefused if it does not exist."""
         if partition >= self._partitions(topic):
             raise RequestRefused("not_found", f"there is no partition {partition} of topic {topic!r}")
@@ -66,7 +66,7 @@ class Catalog:
         """Return the offset that no answer may go beyond: a partition's own end limits it by itself."""
         return self._durable_seq() + 1 if topic == WAL else END
 
-    def _open(self, topic: str, partition: int) -> Log:
+    def _open(self, topic: str, partition: int) -> LogReader:
         return reader.wal(self._data) if topic == WAL else reader.partition(self._data, topic, partition)
 
     def _partitions(self, topic: str) -> int:

@@ -30,7 +30,7 @@ class Record(NamedTuple):
 class _Cursor:
     """Where we are in one partition, and what has been read but not handed out."""
 
-    def __init__(self, log: reader.Log, seq: int) -> None:
+    def __init__(self, log: reader.LogReader, seq: int) -> None:
         self.log, self.seq = log, seq
         self.offset = -1  # not looked up yet
         self.read: deque[tuple[int, bytes]] = deque()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kmq import record
 from kmq.log.damage import DamageError
 from kmq.log.lines import CheckedLines, within
-from kmq.log.reader import Log
+from kmq.log.reader import LogReader
 from kmq.log.segment_reader import LineStart, SegmentReader
 
 PIECE_BYTES = 2 << 20  # checked, then sent: a few milliseconds of work
@@ -49,7 +49,7 @@ class _Part(NamedTuple):
 class Range:
     """The records start…end-1 of a log, or as many of them as there are."""
 
-    def __init__(self, log: Log, start: int, end: int, max_bytes: int = 0) -> None:
+    def __init__(self, log: LogReader, start: int, end: int, max_bytes: int = 0) -> None:
         """`max_bytes`, 0: any: cut at the end of a block, to about so many bytes of one segment."""
         self.first_offset = self.next_offset = start
         self._log = log

@@ -25,7 +25,7 @@ from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, longest_message, longest_waiting
 from kmq.gateway.grpc.schema import ConsumeResponse, ProduceResponse
 from kmq.log.damage import DamageError
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.settings import Settings
 
 SCOPE = "podbus"  # of the message ids
@@ -44,7 +44,9 @@ _REPLACE_S = 1.0  # a producer that ingress has turned away for good is made ane
 class PodBus:
     """The four methods. They raise RequestRefused, which Service makes a gRPC status."""
 
-    def __init__(self, settings: Settings, watermark: Watermark, log: Log, strangers: Strangers | None = None) -> None:
+    def __init__(
+        self, settings: Settings, watermark: Watermark, log: Logger, strangers: Strangers | None = None
+    ) -> None:
         self.settings, self.watermark, self.log = settings, watermark, log
         self._longest = longest_message(settings)
         self._reading = Budget(max(_READING_BYTES, _COPIES * self._longest), PATIENCE_S, strangers)

@@ -34,7 +34,7 @@ from kmq.gateway.core.catalog import END, Catalog
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.spans import Range, Span
 from kmq.log.damage import DamageError
-from kmq.log.reader import Log
+from kmq.log.reader import LogReader
 
 PAGES = {
     "/v1/broker": "which data directory this is",
@@ -106,7 +106,7 @@ class Logs:
 
     # --- one log -----------------------------------------------------------------------------------------------------
 
-    def _asked(self, request: web.Request) -> tuple[str, Log]:
+    def _asked(self, request: web.Request) -> tuple[str, LogReader]:
         """Return the topic and the log that a path names."""
         topic, partition = request.match_info["topic"], _number("partition", request.match_info["partition"])
         return topic, self._catalog.open(topic, partition)
@@ -133,7 +133,7 @@ class Logs:
 
         return web.json_response({"cuts": await self._run(look)})
 
-    def _range(self, request: web.Request) -> tuple[Log, int, int]:
+    def _range(self, request: web.Request) -> tuple[LogReader, int, int]:
         """Return the log that is asked for, and the range of offsets."""
         start, end = (_number(name, request.query.get(name, default)) for name, default in _RANGE.items())
         topic, log = self._asked(request)

@@ -1,11 +1,12 @@
 """Stored lines in blocks with their newlines found: each byte is read once, summed once and searched once.
 
-Most of a log is final blocks of an index. Log.extents gives about 1 MiB of them, their crcs checked; one search finds their
-newlines, which count the records (as the index must) and later cut the lines into fields (columns.Block).
+Most of a log is final blocks of an index. LogReader.extents gives about 1 MiB of them, their crcs checked; one search
+finds their newlines, which count the records (as the index must) and later cut the lines into fields (columns.Block).
 
-Invariant   What is handed out, and where damage is met, is what Log.read says: wherever an extent is not as its index says, or
-            there is none (the open block, the unindexed tail, a segment that is being swapped or is gone), Log.read continues
-            from there, and raises or serves. Only whole lines of the asked range are handed out, in order.
+Invariant   What is handed out, and where damage is met, is what LogReader.read says: wherever an extent is not as its
+            index says, or there is none (the open block, the unindexed tail, a segment that is being swapped or is gone),
+            LogReader.read continues from there, and raises or serves. Only whole lines of the asked range are handed out,
+            in order.
 Memory      One extent at a time; what is handed out does not share its bytes with the next.
 """
 
@@ -17,10 +18,10 @@ import numpy.typing as npt
 from kmq import record
 from kmq.log.extents import Extent
 from kmq.log.lines import last_line, within
-from kmq.log.reader import Log
+from kmq.log.reader import LogReader
 
 BLOCK_BYTES = 1 << 20  # of lines handed out at once: what stays in the processor's cache
-_LINE_BYTES = 512  # a guess: for longer lines Log.read is asked more often
+_LINE_BYTES = 512  # a guess: for longer lines LogReader.read is asked more often
 _NEWLINE = ord("\n")
 
 
@@ -55,7 +56,7 @@ def of_bytes(offset: int, data: bytes, by_seq: bool) -> Lines:
     return Lines(offset, data, find_newlines(data), by_seq)
 
 
-def read(log: Log, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[Lines]:
+def read(log: LogReader, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[Lines]:
     """The records start…end-1, checked; begins later where retention took the start, and ends early where the log does."""
     offset = start
     while offset < end:
@@ -74,7 +75,7 @@ def read(log: Log, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[
             yield kept
 
 
-def _final(log: Log, offset: int, end: int, nbytes: int) -> Iterator[Lines]:
+def _final(log: LogReader, offset: int, end: int, nbytes: int) -> Iterator[Lines]:
     """The same of final blocks of one segment."""
     low = offset
     for extent in log.extents(offset, end, nbytes):

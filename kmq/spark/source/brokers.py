@@ -24,7 +24,9 @@ class Directory(Broker):
 
     def __init__(self, name: str, path: str = "") -> None:
         self.name, self.path = name, os.path.abspath(path or name)
-        self._kept: dict[tuple[str, int], reader.Log] = {}  # they know where they ended: a look at the end costs less
+        self._kept: dict[
+            tuple[str, int], reader.LogReader
+        ] = {}  # they know where they ended: a look at the end costs less
 
     def identity(self) -> str:
         try:
@@ -81,7 +83,7 @@ class Directory(Broker):
                 return page.rows[stage].seq
         return 0
 
-    def _log(self, topic: str, partition: int) -> reader.Log:
+    def _log(self, topic: str, partition: int) -> reader.LogReader:
         if (topic, partition) not in self._kept:
             log = reader.wal(self.path) if topic == WAL else reader.partition(self.path, topic, partition)
             self._kept[topic, partition] = log

@@ -37,7 +37,7 @@ from typing import TypeVar
 from kmq import record
 from kmq.errors import ConfigError
 from kmq.log.reader import WAL as WAL
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.settings import parse_bytes, parse_duration
 from kmq.spark import connections
 from kmq.spark.connections import Access
@@ -167,7 +167,7 @@ class Options:
         """Say which options have no effect in a batch, as Kafka's connector does."""
         for name in _STREAM_ONLY:
             if name.lower() in self._given:
-                Log("spark").warn("option_without_effect", option=name, effect="only a stream has triggers")
+                Logger("spark").warn("option_without_effect", option=name, effect="only a stream has triggers")
 
     def check_stream(self) -> None:
         """Raise ConfigError at options that only a batch has."""

@@ -1,6 +1,6 @@
 """Where a stream resumes, and whether its brokers still have the records that it has read (lineage.py)."""
 
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.spark.source import lineage
 from kmq.spark.source.plan import Bounds, DataLossError, Key, Offsets, Position, Stamp
 from kmq.spark.source.planner import Logs
@@ -74,7 +74,7 @@ class Resumption:
             now = read.offsets[key] = min(max(first, self._logs.offset_of_time(key, micros + 1)), end)
             if stamp := self._logs.stamp_before(key, first, now):
                 read.last[key] = stamp
-        Log("spark").warn(
+        Logger("spark").warn(
             "restored_copy_found", broker=key[0], topic=key[1], partition=key[2], read_up_to=before, resumed_at=now
         )
 

@@ -24,7 +24,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from kmq.errors import ConfigError
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.spark.source import cutting, limits, plan
 from kmq.spark.source.options import LATEST, Options
 from kmq.spark.source.plan import Bounds, Offsets, Position, Range
@@ -92,7 +92,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             what = f"startingOffsets: {plan.name_of(key)} ends at {end}, which is before {begin}"
             if self._options.fail_on_data_loss:
                 raise ConfigError(f"{what}; failOnDataLoss=false begins at the end")
-            Log("spark").warn("start_beyond_end", what=what)
+            Logger("spark").warn("start_beyond_end", what=what)
             read.offsets[key] = end
 
     def _there(self, bounds: Bounds) -> Offsets:

@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
 from kmq.links.ownership import FileLock
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.spark.streaming import late
 from kmq.spark.streaming.checkpoint import OWNER, STATUS
 from kmq.spark.streaming.lag import batch_figures
@@ -81,7 +81,7 @@ class Listener(StreamingQueryListener):
 
     def __init__(self, spark: "SparkSession") -> None:
         self._session = spark
-        self._log = Log("spark")
+        self._log = Logger("spark")
         self._queries: dict[str, _Query] = {}  # by run
         self._locks: dict[str, FileLock] = {}  # by directory: a run may begin before the end of the last one is told
         self._turn = threading.Lock()

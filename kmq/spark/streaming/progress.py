@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.spark.streaming.lag import batch_figures
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Progress:
     ) -> None:
         self._spark, self._say_s = spark, say_s
         self.console = console or Console(stderr=True, highlight=False)
-        self._log = Log(name)
+        self._log = Logger(name)
         self._what = name
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[done]}"))
         self._bars = Bars(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kmq.errors import ConfigError
-from kmq.logfmt import Log
+from kmq.logfmt import Logger
 from kmq.spark import failures
 from kmq.spark.streaming import checkpoint, late
 
@@ -61,7 +61,7 @@ def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late
                 starts, pause = 1, _PAUSE_S
             if starts >= STARTS:
                 raise
-            Log("spark").warn(
+            Logger("spark").warn(
                 "stream_restarted",
                 query=query.name or "stream",
                 start=starts + 1,
