@@ -1,21 +1,21 @@
-"""When the certificates in a PEM file are valid: what OpenSSL has loaded, but says only of certificates that it trusts.
+"""When the certificates in a PEM file are valid. OpenSSL tells that only of certificates that it trusts.
 
-Source      The Validity field of each certificate. Its place is fixed by X.509 (RFC 5280, 4.1), so a walk over the first
-            elements of the DER finds it, whatever key, signature or extensions the certificate has.
+Source      The Validity field of each certificate. Its place is fixed by X.509 (RFC 5280, 4.1), so a walk over the
+            first elements of the DER finds it, whatever key, signature or extensions the certificate has.
 Not covered Whether a chain is complete or in order, and revocation: clients find out.
 """
 
 import time
 from binascii import a2b_base64
 
-SOON_S = 14 * 86_400  # so long before the end somebody should hear of it
+SOON_S = 14 * 86_400  # a certificate that expires within this time is a warning
 _BEGIN, _END = "-----BEGIN ", "-----END "
-_KINDS = ("CERTIFICATE", "X509 CERTIFICATE", "TRUSTED CERTIFICATE")  # what OpenSSL takes for one
+_KINDS = ("CERTIFICATE", "X509 CERTIFICATE", "TRUSTED CERTIFICATE")  # labels that OpenSSL accepts for a certificate
 _SEQUENCE, _VERSION, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
 
 
 class Validity:
-    """From when until when, in unix seconds; 0: nothing is known."""
+    """First and last moment of validity, in unix seconds; 0: unknown."""
 
     __slots__ = ("not_after", "not_before")
 
@@ -23,7 +23,7 @@ class Validity:
         self.not_before, self.not_after = not_before, not_after
 
     def warning(self, now: float) -> str:
-        """The code of what is wrong with it at that time; "" for nothing."""
+        """Return the code of the warning that applies at time `now`; "" if there is none."""
         if self.not_after and now > self.not_after:
             return "certificate_expired"
         if now < self.not_before:
@@ -32,23 +32,24 @@ class Validity:
 
 
 def read(path: str) -> list[Validity]:
-    """Of each certificate in the file. Raises ValueError where it has none, or one that cannot be read."""
+    """Return the validity of each certificate in the file. Raises ValueError without any, or if one cannot be read."""
     with open(path, encoding="latin-1") as file:
         found = [_validity(der) for der in _blocks(file.read())]
     if not found:
-        raise ValueError(f"{path}: no certificate in it")
+        raise ValueError(f"{path}: holds no certificate")
     return found
 
 
 def of_chain(certificates: list[Validity]) -> Validity:
-    """A chain holds while all of its certificates do."""
+    """Return the validity of a chain: the time in which all of its certificates are valid."""
     return Validity(max(each.not_before for each in certificates), min(each.not_after for each in certificates))
 
 
 def of_authorities(certificates: list[Validity], now: float) -> Validity:
-    """Authorities stand side by side: the next one to expire, and where all have, the last.
+    """Return the validity of the authority that expires next; if all have expired, of the last one.
 
-    One that has expired beside one that has not is what a rotation leaves behind, and no news.
+    Authorities are alternatives. After a rotation an expired authority stands beside a valid one, which needs no
+    warning.
     """
     valid = [each for each in certificates if each.not_after >= now]
     return min(valid, key=_end) if valid else max(certificates, key=_end)
@@ -63,7 +64,7 @@ def utc(seconds: int) -> str:
 
 
 def _blocks(pem: str) -> list[bytes]:
-    """The DER of each certificate; keys and text between them are passed over."""
+    """Return the DER of each certificate, without keys and text between them."""
     blocks = []
     for block in pem.split(_BEGIN)[1:]:
         kind, _, rest = block.partition("-----")
@@ -88,7 +89,7 @@ def _validity(der: bytes) -> Validity:
 
 
 def _enter(der: bytes, at: int, tag: int) -> tuple[int, int]:
-    """Where the content of the element at `at` begins and ends; the element must be of this kind."""
+    """Return where the content of the element at `at` begins and ends. Raises ValueError if its tag is another one."""
     if der[at] != tag:
         raise ValueError(f"a certificate with tag {der[at]:#x} at byte {at}, where {tag:#x} belongs")
     length, at = der[at + 1], at + 2
@@ -99,19 +100,19 @@ def _enter(der: bytes, at: int, tag: int) -> tuple[int, int]:
 
 
 def _skip(der: bytes, at: int) -> int:
-    """Where the element at `at` ends."""
+    """Return where the element at `at` ends."""
     return _enter(der, at, der[at])[1]
 
 
 def _time(der: bytes, at: int) -> int:
-    """Unix seconds of a UTCTime or a GeneralizedTime, which X.509 wants with seconds and in UTC."""
+    """Return the unix seconds of a UTCTime or GeneralizedTime; X.509 requires seconds and UTC."""
     begin, end = _enter(der, at, der[at])
     if der[at] not in (_UTC_TIME, _GENERALIZED_TIME):
         raise ValueError(f"a certificate with tag {der[at]:#x} at byte {at}, where a time belongs")
     text = der[begin:end].decode("latin-1")
     if der[at] == _UTC_TIME:
         text = ("19" if text[:2] >= "50" else "20") + text
-    from datetime import UTC, datetime  # only those who read certificates pay for it, not each probe
+    from datetime import UTC, datetime  # imported here, because most processes read no certificate
 
     year, (month, day, hour, minute, second) = int(text[:4]), (int(text[n : n + 2]) for n in range(4, 14, 2))
     return int(datetime(year, month, day, hour, minute, second, tzinfo=UTC).timestamp())

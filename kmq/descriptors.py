@@ -1,19 +1,19 @@
-"""How many files this process may have open: asked at the start, so that what is kept open fits in.
+"""How many files this process may have open. A process asks at its start, and keeps no more open than that.
 
-Nobody here uses select(), so the soft limit is raised to the hard one. What fits into that is up to the caller: connections
-(ingress), logs (router).
+No code here uses select(), so the soft limit is raised to the hard limit. The caller divides it: connections (ingress),
+logs (router).
 """
 
 import resource
 
 from kmq.errors import ConfigError
 
-OWN = 48  # not for logs or connections: FIFOs, rings, listeners, epolls, locks, what is opened for a moment
-LEAST = 64  # a process has to have: its own, and some for its work
+OWN = 48  # for FIFOs, rings, listeners, epolls, locks and short-lived files; the rest is for logs or connections
+LEAST = 64  # a process needs: OWN, and some for its work
 
 
 def claim(least: int = LEAST) -> int:
-    """Raise the limit as far as the system allows, and return it. Raises ConfigError where that is less than `least`."""
+    """Raise the limit as far as the system allows, and return it. Raises ConfigError if that is less than `least`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

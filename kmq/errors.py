@@ -1,8 +1,8 @@
-"""What can go wrong, and the exit code that says whether starting again can help.
+"""What can go wrong, and the exit code that says whether a restart can help.
 
     code  name          restart helps?  meaning
     0     EXIT_OK       -               stopped as asked, drained
-    1     EXIT_FAILED   no              a command did what it could and the answer is no
+    1     EXIT_FAILED   no              a command did its work, and its result is no
     2     (Typer's)     no              a command line is wrong
     65    EXIT_CORRUPT  no              what is on disk or in shared memory contradicts itself
     69    EXIT_BUSY     no              another process owns what this one needs
@@ -10,8 +10,8 @@
     78    EXIT_CONFIG   no              a setting, a path or a name is wrong
     130   EXIT_SIGINT   -               a command was interrupted with Ctrl-C
 
-The numbers are those of sysexits.h where it has one, so that a supervisor that knows
-them (ours does, see supervisor.py) restarts on 75 and on a signal, and stops on the others.
+The numbers are those of sysexits.h where it has them. A supervisor that knows them (ours does,
+kmq/broker/supervisor.py) restarts on 75 and on a signal, and stops on the others.
 """
 
 import errno
@@ -62,23 +62,23 @@ class CorruptError(KmqError):
 
 
 class RetryError(KmqError):
-    """Input or output failed; a fresh process with fresh descriptors may do better."""
+    """Input or output failed; a new process with new descriptors may succeed."""
 
     exit_code = EXIT_RETRY
 
 
 class Stopped(KmqError):
-    """Raised out of a wait when the stage was told to stop and the time to drain is over."""
+    """Ends a wait: the stage was told to stop, and its time to drain is over."""
 
     exit_code = EXIT_OK
 
 
-# Something else lies where a file, a link or a directory of ours should be: no restart makes it go away.
+# Something else is where KMQ keeps a file, a link or a directory: no restart changes that.
 WRONG_KIND = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP})
 
 
 def of_os_error(err: OSError) -> KmqError:
-    """Return what a failed system call means for the process: whether starting again can help."""
+    """Return the error that tells whether a restart can help after a failed system call."""
     if err.errno in WRONG_KIND and err.filename is not None:
         path = err.filename if isinstance(err.filename, str) else repr(err.filename)
         return ConfigError(f"{path}: {err.strerror}, where KMQ keeps something else; move it away")

@@ -23,7 +23,7 @@ def pairs(**fields: object) -> str:
 
 
 class Log:
-    """The voice of one process."""
+    """Writes the log lines of one process."""
 
     def __init__(self, stage: str) -> None:
         self.stage = stage

@@ -1,12 +1,13 @@
-"""`python -m kmq.probe live|ready <process>`: what the pod's exec probes ask. Exit code 0, or 1 and the reason on stdout.
+"""`python -m kmq.probe live|ready <process>`: the exec probes of the pod. Exit code 0, or 1 with the reason on stdout.
 
-live        it has given a sign of life within LIVE_S: it runs, whatever it waits for or recovers. Stopped, hung or dead: no.
-ready       nothing speaks against this process (readiness.py): it is in its loop, not starting, recovering, without its peers,
-            refusing messages for lack of room, or draining. Of the gateway: what /readyz says of the whole broker, asked from
-            inside, for where its ports are on loopback or want a certificate. Lack of room so takes the pod out of its
-            Service, and never restarts anything.
+live        The process has given a sign of life within LIVE_S, whatever it waits for or recovers. A process that is
+            stopped, hung or dead is not live.
+ready       Nothing is wrong with this process (readiness.py): it is in its loop, and not starting, recovering, without
+            its peers, refusing messages for lack of space, or draining. For the gateway: what /readyz says of the whole
+            broker, asked from inside, because its ports may be on loopback or require a certificate. A full disk thus
+            takes the pod out of its Service, and never restarts a container.
 
-A kubelet runs this every few seconds for each container, so it imports little. Looks only.
+A kubelet runs this every few seconds for each container, so it imports little. It changes nothing.
 """
 
 import sys
@@ -17,12 +18,12 @@ from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, KmqError
 from kmq.settings import Settings, load
 
 _ANSWER_S = 2.0  # longest wait for the gateway, which is on this machine
-# As long as the kubelet waits between two questions: its second no in a row is then one silence of 20 to 30 s, never two stalls.
+# As long as the kubelet's period: two failures in a row are then one silence of 20 to 30 s, never two short stalls.
 LIVE_S = 10.0
 
 
 def why_broker_not_ready(settings: Settings, row: Row) -> str:
-    """What /readyz has against the broker, or why it does not say; "" for nothing."""
+    """Return why /readyz calls the broker not ready, or why it does not respond; "" if it is ready."""
     import json
     import socket
 
@@ -41,7 +42,7 @@ def why_broker_not_ready(settings: Settings, row: Row) -> str:
 
 
 def reason(kind: str, name: str, settings: Settings) -> str:
-    """What speaks against the process `name`; "" for nothing."""
+    """Return why the process `name` fails the probe; "" if it passes."""
     page = peek(settings.instance)
     if page is None or not page.serves(settings.data):
         return f"{name} has not been started"
@@ -58,7 +59,7 @@ def reason(kind: str, name: str, settings: Settings) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Answer one question of a kubelet."""
+    """Run one probe."""
     if len(argv) != 2 or argv[0] not in ("live", "ready") or argv[1] not in PROCESSES:
         print(f"usage: python -m kmq.probe live|ready {'|'.join(PROCESSES)}", file=sys.stderr)
         return EXIT_CONFIG

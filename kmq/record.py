@@ -1,15 +1,14 @@
-"""The line: what a producer may send, what is stored, and what becomes of a line that is neither.
+"""The line: what a producer may send, what is stored, and what becomes of a line that is not a message.
 
     sent     routing_key|producer_ts|id|payload
     stored   seq|recv_ts|routing_key|producer_ts|id|payload
 
-A routing key is `<topic>[.<key>]`, whose topic only the table of topics tells, or says it all by itself, with a mark:
-`<topic>.@[<partition>][.<key>]`. The mark is `.@` with digits or nothing, then the end or a dot. The first one counts, and the
-topic is what stands before it. Without a second dot there is no key; a dot at the end is an empty one.
+A routing key has one of two forms. In `<topic>[.<key>]` only the table of topics tells where the topic ends. In
+`<topic>.@[<partition>][.<key>]` the mark tells it: `.@` with digits or nothing, then the end or a dot. The first mark
+counts, and the topic stands before it. Without a second dot there is no key; a dot at the end means an empty key.
 
-Everything here is a pure function of bytes. The hot path asks one question of a whole block
-(`good_prefix`: how far is every line well formed?) and touches single lines only from the first
-line that is not.
+Everything here is a pure function of bytes. The hot path asks one question of a whole block (`good_prefix`: up to where
+is every line well formed?) and touches single lines only from the first malformed line on.
 """
 
 import re
@@ -38,7 +37,8 @@ _CONTROL_LINE = re.compile(rb"\n[!+\-]")
 _NAME = rb"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"
 _MARK = re.compile(rb"\.@\d*+(?=\.|\Z)")
 _MARKED = re.compile(rb"(?s)(" + _NAME + rb")\.@(\d*+)(?:\.(.*+))?+")
-# Of each line: topic and partition where it has a mark behind a topic's name; where behind something else, what follows it.
+# Of each line: topic and partition where it has a mark behind a topic's name; where behind something else, what follows
+# it.
 _MARKED_LINES = re.compile(rb"\n(?:(" + _NAME + rb")\.@(\d*+)[.|]|[^|\n]*?\.@\d*+([.|]))")
 NO_PARTITION = 10**9  # stands for any number that large: Python reads no number of thousands of digits
 
@@ -47,17 +47,17 @@ _LOW = [b"%03d|" % i for i in range(1000)]
 
 
 class Shape:
-    """How well-formed lines look, whose routing keys begin in some way."""
+    """The shape of well-formed lines whose routing keys begin in a given way."""
 
     def __init__(self, *heads: tuple[bytes, bytes]) -> None:
-        """`heads`: patterns of what a routing key begins with, up to a dot or its end, and bytes that do not follow then."""
+        """`heads`: pairs of a pattern that a routing key begins with, up to a dot or its end, and bytes not to follow."""
         # Possessive quantifiers: without them a bad line makes the engine back into every good line before it.
         keys = [b"|".join(b"%b(?:\\.[^|\n%b%b]*+)?+" % (head, no, nul) for head, no in heads) for nul in (b"", b"\\0")]
         self._good = re.compile(rb"(?:(?:" + keys[0] + rb")\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
         self._no_nul = re.compile(rb"(?:(?:" + keys[1] + rb")\|[^|\n\0]*+\|[^|\n\0]*+\|[^\n\0]*+\n)*+")
 
     def prefix(self, data: bytes) -> int:
-        """How many bytes from the start of `data` are whole, well-formed lines as sent."""
+        """Return how many bytes from the start of `data` are whole, well-formed lines as sent."""
         match = (self._no_nul if 0 in data else self._good).match(data)
         return match.end() if match else 0
 
@@ -66,7 +66,7 @@ good_prefix = Shape((_LABEL, b"")).prefix
 
 
 def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes]] | None:
-    """The fields of whole lines, where all of them are well formed and have a decimal id without headers; else None.
+    """Return the fields of whole lines if all are well formed and have a decimal id without headers; else None.
 
     One search instead of a check and two kinds of split: it takes two thirds of their time.
     """
@@ -77,14 +77,14 @@ def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes]] | None:
 
 
 def has_control_line(data: bytes | bytearray, start: int, end: int) -> bool:
-    """Whether a line in data[start:end] begins with a control byte. `start` is the start of a line."""
+    """Return True if a line in data[start:end] begins with a control byte. `start` is the start of a line."""
     if all(data.find(byte, start, end) < 0 for byte in CONTROL):
         return False  # finding no such byte at all is ten times faster than looking at the start of every line
     return data[start] in CONTROL or _CONTROL_LINE.search(data, start, end) is not None
 
 
 def common_key(lines: list[bytes]) -> bytes:
-    """The routing key that all `lines` share, or b"" where they differ.
+    """Return the routing key that all `lines` share, or b"" if they differ.
 
     Exact: whatever sorts between two lines that begin alike begins so too. Lines of many keys seldom end as they began,
     so the last line answers for most of them.
@@ -96,18 +96,18 @@ def common_key(lines: list[bytes]) -> bytes:
 
 
 class Marked(namedtuple("Marked", ("topic", "partition", "key"))):
-    """What a mark says: the topic, the partition or None, the key or None."""
+    """The parts of a routing key with a mark: the topic, the partition or None, the key or None."""
 
     __slots__ = ()
 
 
 def has_mark(routing_key: bytes) -> bool:
-    """Whether there is a mark in a routing key, behind whatever."""
+    """Return True if a routing key holds a mark, also behind something that is no topic name."""
     return _MARK.search(routing_key) is not None
 
 
 def marked(routing_key: bytes) -> Marked | None:
-    """What a routing key says by its mark; None where it has none, or none behind a topic's name."""
+    """Return the parts of a routing key; None without a mark, or if the mark does not follow a topic name."""
     match = _MARKED.fullmatch(routing_key)
     if match is None:
         return None
@@ -116,12 +116,12 @@ def marked(routing_key: bytes) -> Marked | None:
 
 
 def partition_number(digits: bytes) -> int:
-    """The partition that a mark names."""
+    """Return the partition that a mark names."""
     return min(int(digits), NO_PARTITION) if len(digits) <= 18 else NO_PARTITION
 
 
 def marks(text: bytes) -> set[tuple[bytes, bytes]] | None:
-    """(topic, digits) of the marks in the routing keys of whole lines; None where one stands behind what is no topic's name."""
+    """Return (topic, digits) of the marks in whole lines; None if a mark does not follow a topic name."""
     if b"@" not in text or b".@" not in text:  # looking for one byte is ten times faster
         return set()
     found = set(_MARKED_LINES.findall(b"\n" + text[:-1]))
@@ -129,17 +129,17 @@ def marks(text: bytes) -> set[tuple[bytes, bytes]] | None:
 
 
 def is_topic_name(name: str) -> bool:
-    """Whether a topic may have this name, KMQ's own among them."""
+    """Return True if a topic may have this name, including topics of KMQ itself."""
     return _TOPIC.fullmatch(name) is not None
 
 
 def is_topic(name: str) -> bool:
-    """Whether `name` may be declared as a topic."""
+    """Return True if `name` may be declared as a topic."""
     return _TOPIC.fullmatch(name) is not None and refusal(name.encode() + b"|||") == ""
 
 
 def refusal(line: bytes) -> str:
-    """Why `line` (without newline) is not a message, as one word; "" when it is one."""
+    """Return why `line` (without newline) is not a message, as one word; "" if it is one."""
     if not line:
         return "empty_line"
     if line[0] in CONTROL:
@@ -162,7 +162,7 @@ def refusal(line: bytes) -> str:
 
 
 def malformed(reason: str, original: bytes, length: int, max_line: int) -> bytes:
-    """The `dead.malformed` line, as sent, that keeps a line which is not a message.
+    """Return the `dead.malformed` line, as sent, that keeps a line which is not a message.
 
     `length` is the original's length in bytes, `original` may already be cut. The payload is at most `max_line`.
     """
@@ -174,7 +174,7 @@ def malformed(reason: str, original: bytes, length: int, max_line: int) -> bytes
 
 
 def admit(line: bytes, max_line: int) -> bytes:
-    """`line` as it will be stored: padded to four fields, or wrapped as dead.malformed."""
+    """Return `line` as it will be stored: padded to four fields, or wrapped as dead.malformed."""
     reason = refusal(line)
     if not reason and len(line) > max_line + (MALFORMED_OVERHEAD if line.startswith(MALFORMED) else 0):
         reason = "too_long"
@@ -184,7 +184,7 @@ def admit(line: bytes, max_line: int) -> bytes:
 
 
 def padded(line: bytes) -> bytes:
-    """A message with all of its four fields."""
+    """Return a message with all four fields."""
     missing = 3 - line.count(b"|")
     return line + b"|" * missing if missing > 0 else line
 
@@ -194,12 +194,12 @@ _OWN_LINE = re.compile(rb"(?m)^[^|\n]*\|[^|\n]*\|[^|\n]*;[pw]=")
 
 
 def claims(text: bytes) -> bool:
-    """Whether the id of a line in `text` claims a producer or a window (`;p=`, `;w=`), which only the framer may say."""
+    """Return True if an id in `text` has a header `;p=` (producer) or `;w=` (window), which only the framer may add."""
     return b";" in text and (b";p=" in text or b";w=" in text) and _OWN_LINE.search(text) is not None
 
 
 def disclaim(line: bytes) -> bytes:
-    """`line` with such a claim turned into a part of the id: what reads it later must not take it for ours."""
+    """Return `line` with such headers turned into a part of the id, so that no reader trusts them."""
     if b";" not in line:
         return line
     fields = line.split(b"|", 3)
@@ -212,17 +212,17 @@ _OWN_HEADER = re.compile(rb";(?:[^;=]|enc|reason|len)(?:=[^;]*)?(?=;|$)")
 
 
 def without_mark(routing_key: bytes) -> bytes:
-    """A routing key as it is compared: whichever partition was asked for."""
+    """Return a routing key as fingerprints compare it: without the partition that was asked for."""
     return _MARK.sub(b"", routing_key, count=1)
 
 
 def user_headers(headers: bytes) -> bytes:
-    """Those of `;name=value…` that are compared: without KMQ's own."""
+    """Return the headers that fingerprints compare: without those of KMQ itself."""
     return _OWN_HEADER.sub(b"", headers)
 
 
 def fingerprint_start(routing_key: bytes, headers: bytes = b"") -> int:
-    """The fingerprint of a message so far: crc32(payload, this) is that of all of it. `headers`: `;name=value…` behind its id."""
+    """Return the start of a fingerprint: crc32(payload, start) completes it. `headers`: `;name=value…` behind the id."""
     if b".@" in routing_key:
         routing_key = without_mark(routing_key)
     if headers:
@@ -231,15 +231,16 @@ def fingerprint_start(routing_key: bytes, headers: bytes = b"") -> int:
 
 
 def fingerprint(routing_key: bytes, headers: bytes, payload: bytes) -> int:
-    """32 bits of what a message says: topic, key, the user's headers, payload.
+    """Return 32 bits of the content of a message: topic, key, the user's headers, payload.
 
-    Not when it was sent, which partition it asked for, nor what KMQ itself put behind its id: a retry may differ in those.
+    Not when it was sent, which partition it asked for, nor what KMQ itself put behind its id: a retry may differ in
+    those.
     """
     return crc32(payload, fingerprint_start(routing_key, headers))
 
 
 class Starts(dict[bytes, int]):
-    """Routing key → fingerprint_start, bounded, so that a message without headers costs one call."""
+    """Routing key → fingerprint_start: a bounded cache, so that a message without headers costs one call."""
 
     _SHORT, _COUNT = 128, 4096
 
@@ -253,7 +254,7 @@ class Starts(dict[bytes, int]):
 
 
 def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:
-    """Stored form of `lines` (each without newline), numbered from `seq`, as one block of whole lines.
+    """Return the stored form of `lines` (each without newline), numbered from `seq`, as one block of whole lines.
 
     Returns (block, added): `added` is how many bytes the numbers and times take, so that
     len(block) - added is what the lines took with their newlines.
@@ -284,22 +285,22 @@ def number(lines: list[bytes], seq: int, recv_ts: bytes) -> tuple[bytes, int]:
 
 
 def routing_key_of(line: bytes) -> bytes:
-    """Routing key of a stored line."""
+    """Return the routing key of a stored line."""
     return line.split(b"|", 3)[2]
 
 
 def seq_of(line: bytes) -> int:
-    """Sequence number of a stored line."""
+    """Return the seq of a stored line."""
     return int(line[: line.index(b"|")])
 
 
 def format_ts(micros: int) -> bytes:
-    """Microseconds since the epoch as a recv_ts field: seconds with six decimals."""
+    """Return microseconds since the epoch as a recv_ts field: seconds with six decimals."""
     return b"%d.%06d" % divmod(micros, 1_000_000)
 
 
 def parse_ts(field: bytes) -> int:
-    """A recv_ts field as microseconds since the epoch."""
+    """Return a recv_ts field as microseconds since the epoch."""
     seconds, _, micros = field.partition(b".")
     return int(seconds) * 1_000_000 + int(micros)
 
@@ -308,6 +309,6 @@ _STORED = re.compile(rb"(\d{1,19})\|(\d{1,12}\.\d{6})\|[^|\n\0]+\|[^|\n\0]*\|[^|
 
 
 def parse_stored(line: bytes) -> tuple[int, int] | None:
-    """(seq, recv_ts in microseconds) of a stored line without its newline, or None if it is not one."""
+    """Return (seq, recv_ts in microseconds) of a stored line without its newline; None if it is not a stored line."""
     match = _STORED.fullmatch(line)
     return (int(match[1]), parse_ts(match[2])) if match else None

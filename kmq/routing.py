@@ -3,17 +3,17 @@
 Routing is a pure function of the stored line and of the table in force at its seq, so that rebuilding a queue from the
 WAL gives the same file again:
 
-    topic       what stands before the mark (record.py); without a mark the longest declared topic that is a dot-prefix of the
-                routing key, else the text before the first dot
-    key         what is left of the routing key; of a line without a mark, an empty rest is none
-    partition   the one that the mark names; else crc32(key) mod partitions; without a key: seq mod partitions
+    topic       the text before the mark (record.py); without a mark the longest declared topic that is a dot-prefix of
+                the routing key, else the text before the first dot
+    key         the rest of the routing key; without a mark, an empty rest means no key
+    partition   the number in the mark; else crc32(key) mod partitions; without a key: seq mod partitions
 
-A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. Where it was deleted
-(kmq/log/deletions.py), its records up to then belong to no topic. Marks count from the table's `marks_from` on: what was stored
-before stays where it is (identity.py).
+A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. If it was
+deleted (kmq/log/deletions.py), its records up to then belong to no topic. Marks count from the table's `marks_from` on:
+older records stay where they are (kmq/log/identity.py).
 
-The framer refuses a partition that the topic does not have. Where such a line is stored all the same, it goes to the number mod
-partitions: a line that is in the WAL has a place.
+The framer refuses a partition that the topic does not have. If such a line is stored all the same, it goes to the
+number mod partitions, because every line in the WAL has a place.
 """
 
 import zlib
@@ -23,18 +23,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from kmq import record
 from kmq.record import MAX_TOPIC
 
-DELETED = b""  # the name of what no queue has: a topic that was deleted after this record
+DELETED = b""  # the topic of a record whose topic was deleted later: no queue has it
 _NEVER = 1 << 64  # a seq that no record can have
 
 
 class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
-    """What a routing key says under some table: the topic, the key or None, the partition that its mark asks for or None."""
+    """A routing key read by a table: the topic, the key or None, the partition that its mark asks for or None."""
 
     __slots__ = ()
 
     @property
     def is_spread(self) -> bool:
-        """Whether the seq decides on the partition."""
+        """True if the seq decides on the partition."""
         return self.key is None and self.asked is None
 
 
@@ -49,7 +49,7 @@ class Topic:
 
     @classmethod
     def gone(cls, name: str, lives: Sequence[tuple[int, int]]) -> "Topic":
-        """One that was deleted, and does not exist again: a message that names it now makes it, with one partition."""
+        """Return a deleted topic. The next message that names it creates it again, with one partition."""
         return cls(name, 1, _NEVER, lives)
 
     @property
@@ -90,7 +90,7 @@ Lives = dict[str, list[tuple[int, int]]]  # name → from_seq and last_seq of ea
 
 
 def lives(deleted: Iterable[tuple[str, int, int]]) -> Lives:
-    """Of (name, from_seq, last_seq) of all that were deleted, the oldest first."""
+    """Return the lives of all deleted topics, given as (name, from_seq, last_seq), the oldest first."""
     found: Lives = {}
     for name, from_seq, last_seq in deleted:
         found.setdefault(name, []).append((from_seq, last_seq))
@@ -98,14 +98,14 @@ def lives(deleted: Iterable[tuple[str, int, int]]) -> Lives:
 
 
 def table(in_force: Iterable[tuple[str, int, int]], lives: Lives, marks_from: int = 0) -> Table:
-    """The table of these topics, (name, partitions, from_seq), and of those that were deleted."""
+    """Return the table of these topics, (name, partitions, from_seq), and of deleted topics."""
     rows = [Topic(name, partitions, from_seq, lives.get(name, ())) for name, partitions, from_seq in in_force]
     gone = [Topic.gone(name, mine) for name, mine in lives.items()]
     return Table(((topic.name.encode(), topic) for topic in (*gone, *rows)), marks_from)
 
 
 def resolve(topics: Table, routing_key: bytes, seq: int) -> Route:
-    """The route of a routing key, under the topics in force at `seq`; its topic is DELETED where it was deleted since."""
+    """Return the route under the topics in force at `seq`; its topic is DELETED if it was deleted since."""
     route = _route(topics, routing_key, seq)
     topic = topics.get(route.topic)
     if topic is not None and topic.lives and seq <= topic.lives[-1][1]:
@@ -128,14 +128,14 @@ def _route(topics: Table, routing_key: bytes, seq: int) -> Route:
 
 
 def exact(topic: bytes, key: bytes | None) -> bytes:
-    """The routing key that leads to `topic` with this key, whatever is declared."""
+    """Return the routing key that leads to `topic` with this key, whatever is declared."""
     if key is None:
         return topic + b".@" if b"." in topic else topic
     return b"%b.@.%b" % (topic, key)
 
 
 def key_behind(topic: bytes, routing_key: bytes, has_marks: bool = True) -> bytes | None:
-    """The key of a routing key that leads to `topic`. `has_marks`: its record was stored since marks count."""
+    """Return the key of a routing key that leads to `topic`. `has_marks`: its record was stored since marks count."""
     key: bytes | None = routing_key[len(topic) + 1 :] or None
     if has_marks and b".@" in routing_key and (mark := record.marked(routing_key)) is not None:
         key = mark.key
@@ -143,12 +143,12 @@ def key_behind(topic: bytes, routing_key: bytes, has_marks: bool = True) -> byte
 
 
 class AnyTopic:
-    """Every topic may be named."""
+    """Accepts every topic."""
 
     def takes(self, text: bytes, next_seq: int) -> bool:
-        """Return True if `text` is well-formed lines whose topics may all be named. Its first line will be `next_seq`."""
+        """Return True if `text` is well-formed lines that may all name their topics. The first will be `next_seq`."""
         return record.good_prefix(text) == len(text) and record.marks(text) is not None
 
     def refusal(self, line: bytes, seq: int) -> str:
-        """Why this well-formed line, which would become record `seq`, may not name its topic, as one word; else ""."""
+        """Return why this well-formed line, the next record `seq`, may not name its topic, as one word; else ""."""
         return ""

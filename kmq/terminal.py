@@ -1,7 +1,7 @@
 """Where commands print to: a terminal, a file, or a pipe whose reader may leave early.
 
-`kmq log cat append | head -1` is no failure: what is printed after the reader has left goes nowhere, and the command ends with
-the exit code of its own work. So the code is the same however much the pipe had room for, `pipefail` or not.
+`kmq log cat append | head -1` is no failure: output after the reader has left is discarded, and the command ends with
+the exit code of its own work. The code does not depend on how much fits into the pipe, with `pipefail` or without.
 """
 
 import io
@@ -14,16 +14,16 @@ from rich.console import Console
 
 from kmq.errors import RetryError
 
-_WIDE = 10_000  # columns: more than any table has
+_WIDE = 10_000  # columns, more than any table has
 _T = TypeVar("_T")
 
 
 class _Out(io.FileIO):
-    """A descriptor that may be written to whether or not anyone reads what is written."""
+    """A descriptor that can be written to, also when its reader has left."""
 
     is_over = False
 
-    def write(self, data) -> int:  # type: ignore[no-untyped-def]  # whatever buffer the layer above has
+    def write(self, data) -> int:  # type: ignore[no-untyped-def]  # any buffer of the layer above
         if not self.is_over:
             try:
                 return super().write(data)
@@ -36,7 +36,7 @@ class _Out(io.FileIO):
 
 
 def open_streams() -> None:
-    """Make stdout and stderr such ones for the rest of this process."""
+    """Let stdout and stderr of this process outlive their readers."""
     sys.stdout, sys.stderr = _opened(sys.stdout), _opened(sys.stderr)
 
 
@@ -51,7 +51,7 @@ def _opened(stream: TextIO | None) -> TextIO:
 
 
 def drop() -> None:
-    """Forget what is not printed yet: after Ctrl-C nobody waits for whoever does not read it."""
+    """Discard what is not printed yet: after Ctrl-C a command does not wait for a reader that does not read."""
     raw = _raw()
     if raw:
         raw.is_over = True
@@ -63,7 +63,7 @@ def _raw() -> _Out | None:
 
 
 def while_read(items: Iterable[_T]) -> Iterator[_T]:
-    """`items`, until whoever reads stdout has left: for a command that does nothing but print them."""
+    """Yield `items` until the reader of stdout has left: for a command that only prints them."""
     raw = _raw()
     for item in items:
         yield item
@@ -72,6 +72,6 @@ def while_read(items: Iterable[_T]) -> Iterator[_T]:
 
 
 def console() -> Console:
-    """For tables: as wide as the terminal; in a pipe or a file as wide as the table, so that nothing is cut or wrapped."""
+    """Return a console as wide as the terminal; in a pipe or a file wide enough for any table."""
     made = Console()
     return made if made.is_terminal else Console(width=_WIDE)

@@ -1,14 +1,16 @@
-"""Bearer tokens: who may produce and consume, in a file that holds none of them.
+"""Bearer tokens: who may produce and consume. The file holds only hashes of them.
 
-File        KMQ_TOKENS, one token a line: `<name>:sha256$<salt>$<digest>`; `#` begins a comment. A name may stand there twice, so
-            that a token can be replaced without a gap. Changes are in force within a second or so; a file that cannot be read or
-            understood keeps the old tokens in force and is named in the log.
-Token       `<name>.<43 random characters>`. The name finds the line, so that a check is one hash however many there are.
-Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets expensive to guess; these have 256 random bits, which
-            cannot be guessed at any speed, and a slow one would stop ingress' event loop at each hello. The salt keeps equal
-            tokens of two files from looking equal. Digests are compared in constant time, and unknown names cost the same.
-Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token. It may be read by
-            those who may write to the FIFO `raw` beside it, and gives them no more than that does.
+File        KMQ_TOKENS, one token a line: `<name>:sha256$<salt>$<digest>`; `#` begins a comment. A name may have two
+            lines, so that a token can be replaced without a gap. Changes are in force within a second or two. If the
+            file cannot be read or parsed, the old tokens stay in force and the log names the file.
+Token       `<name>.<43 random characters>`. The name finds the line, so a check is one hash however many tokens there
+            are.
+Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets expensive to guess; these have 256 random
+            bits, which cannot be guessed at any speed, and a slow hash would stop the event loop of ingress at each
+            hello. The salt makes equal tokens look different in two files. Digests are compared in constant time;
+            unknown names take as long.
+Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token. Whoever may write
+            to the FIFO `raw` beside it may read it, and gains no other right by it.
 """
 
 import contextlib
@@ -35,7 +37,7 @@ def _digest(salt: bytes, token: bytes) -> bytes:
 
 
 def read(path: str) -> dict[str, list[Hash]]:
-    """Name → the hashes of its tokens. Raises ConfigError naming file and line."""
+    """Return name → hashes of its tokens. Raises ConfigError that names file and line."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             lines = file.read().splitlines()
@@ -59,7 +61,7 @@ def _random(name: str) -> str:
 
 
 def new(path: str, name: str) -> str:
-    """A new token for `name`; only its hash goes to the file, which is made where there is none (0600)."""
+    """Return a new token for `name`, whose hash is appended to the file. A new file gets mode 0600."""
     if not _NAME.fullmatch(name) or name == LOCAL:
         raise ConfigError(f"name {name!r}: must be 1 to 64 of A-Z a-z 0-9 _ - and not {LOCAL}")
     token, salt = _random(name), os.urandom(16)
@@ -67,7 +69,7 @@ def new(path: str, name: str) -> str:
     try:
         with open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
             if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                row = "\n" + row  # whoever wrote the last line by hand left its newline out
+                row = "\n" + row  # the last line was written by hand, without a newline
             file.write(row.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -77,7 +79,7 @@ def new(path: str, name: str) -> str:
 
 
 def local(settings: Settings) -> str:
-    """The token of this pod's own programs; "" where tokens are not asked for."""
+    """Return the token of this pod's own programs; "" if no token is required."""
     if not settings.tokens:
         return ""
     path = _local_path(settings)
@@ -93,9 +95,9 @@ def _local_path(settings: Settings) -> str:
 
 
 def _make_local(settings: Settings) -> None:
-    """Whichever process comes first makes it, whole; all others take that one."""
+    """Create the local token atomically, unless another process has done so."""
     path = _local_path(settings)
-    making = f"{path}.{os.urandom(8).hex()}"  # not our pid: in a container of its own each has the same
+    making = f"{path}.{os.urandom(8).hex()}"  # not the pid: in containers of their own several processes have the same
     with open(os.open(making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "w", encoding="ascii") as file:
         file.write(_random(LOCAL) + "\n")
     with contextlib.suppress(FileExistsError):
@@ -114,7 +116,7 @@ class Tokens:
         self._local = local(settings).encode()
 
     def check(self, token: bytes) -> str:
-        """The name of whoever shows this token; "" for nobody."""
+        """Return the name that this token belongs to; "" if it is unknown."""
         if self._watch.changed():
             self._reload()
         name = token.partition(b".")[0].decode("ascii", "replace")
@@ -127,10 +129,10 @@ class Tokens:
         return found
 
     def check_header(self, authorization: str) -> str:
-        """The same for the value of an `authorization: Bearer <token>` header."""
+        """Return the same for the value of an `authorization: Bearer <token>` header."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return ""
-        # Bytes that are not UTF-8 arrive as lone surrogates: of a token that nobody has, not an error of ours.
+        # Bytes that are not UTF-8 arrive as lone surrogates: they make an unknown token, not an error.
         return self.check(authorization[len(_SCHEME) :].strip().encode(errors="surrogatepass"))
 
     def _reload(self) -> None:
@@ -141,5 +143,5 @@ class Tokens:
 
 
 def open_tokens(settings: Settings, warn: Callable[..., None]) -> Tokens | None:
-    """The tokens that connections must show, or None where KMQ_TOKENS is not set."""
+    """Return the tokens that connections must show; None if KMQ_TOKENS is not set."""
     return Tokens(settings, warn) if settings.tokens else None

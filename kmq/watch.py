@@ -1,17 +1,17 @@
-"""Files that change while a process runs: certificates and tokens; and whether a name still leads to the same file.
+"""Notice that a file has changed while a process runs: certificates and tokens; and that a path leads to another file.
 
-Kubernetes swaps a symlink, people write in place: both show in what `stat` says. Nobody is woken by it; whoever is about to
-use what was read from the files asks first.
+Kubernetes swaps a symlink and people write in place: `stat` shows both. Nothing wakes a process when a file changes. A
+process asks before it uses what it has read from the file.
 """
 
 import os
 import time
 
-_LOOK_S = 1.0  # between two looks at most so much happens unseen, and at most so often it costs a stat
+_LOOK_S = 1.0  # between two looks: the longest time that a change stays unseen
 
 
 def file_id(path: str) -> tuple[int, int] | None:
-    """Which file `path` leads to now, as device and inode; None where there is none."""
+    """Return device and inode of the file that `path` leads to now; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -20,7 +20,7 @@ def file_id(path: str) -> tuple[int, int] | None:
 
 
 class Watch:
-    """Some files, and whether one of them is another than it was."""
+    """Some files, and whether one of them has changed."""
 
     def __init__(self, *paths: str) -> None:
         self.paths = paths
@@ -31,7 +31,7 @@ class Watch:
         return [_signature(path) for path in self.paths]
 
     def changed(self) -> bool:
-        """Whether a file has changed since the last True. Read the files after asking: what changes then is seen next time."""
+        """Return True if a file has changed since the last True. Read the files after this call, never before."""
         now = time.monotonic()
         if now < self._due:
             return False

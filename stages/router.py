@@ -3,11 +3,11 @@
 Links       in: ring `durable` (sole reader)   out: topics/<topic>/<partition>/…
 Owns        topics/ (lock topics/.owner), router.ckpt, the symlinks <topic>.log, the `durable` lines of dropped.log.
 
-Invariant   Each WAL record is in exactly one partition log, once, in order; but for what dropped.log names and
-            those of topics that were deleted (kmq/log/deletions.py).
+Invariant   Each WAL record is in exactly one partition log, once, in order, except what dropped.log names and
+            the records of topics that were deleted (kmq/log/deletions.py).
 Crash       The logs are copies and the WAL is the truth. A start looks at every log (recover), then replays the WAL
             from the checkpoint, or from further back for a log that is short of what the checkpoint saw; each log
-            passes over what it has already. So it does not matter where we were killed.
+            skips what it has already. So it does not matter where the router was killed.
             A gap between what was routed and the next block is read from the WAL, or, where drop_oldest made it, named
             in dropped.log before anything after it is routed.
 """
@@ -47,14 +47,14 @@ def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: boo
 
 
 def wait_for_quota(stage: Stage, queues: Queues, admission: Admission) -> None:
-    """A topic takes blocks of its own, far more than its first message: thousands of them may be on their way."""
+    """Wait until the quota has room for a new topic, which takes far more disk than its first message."""
     while admission.must_wait(NEW_TOPIC):
         queues.make_room()
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
 
 
 def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
-    """Route all blocks that wait, and make some of the topics they name; whether there was anything to do."""
+    """Route all blocks that wait, and make some of the topics they name; returns True if there was anything to do."""
     row = stage.row
     blocks = ring.take()
     if blocks:

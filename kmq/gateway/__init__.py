@@ -1,23 +1,38 @@
 """The gateway: PodBus over gRPC, and HTTP. One asyncio process beside the four stages; it owns nothing on disk.
 
-    server.py     the process: what it opens, watches and ends
-    listeners.py  every port it listens on
-    podbus.py     service podbus.v1.PodBus (podbus.proto; podbus.desc is that file compiled)
-    feed.py       the records of a topic in order of seq, and how far the router is
-    broker.py     how the broker is: health, readiness
-    web.py        HTTP: /metrics /healthz /readyz
-    logs.py       HTTP: /v1/…, the logs as they are in the files
-    spans.py      a range of records as checked bytes of those files
-    metrics.py    every metric
-    answers.py    every refusal, with its gRPC and its HTTP status
+    __main__.py       the command: settings, ownership, exit code
+    server.py         the process: what it opens, watches and ends
+    listeners.py      every port it listens on, with TLS and tokens
+    doors.py          every connection, from accept to its end
+    core/             what all doors share; knows none of them
+      broker.py       how the broker is: health, readiness
+      catalog.py      which logs there are, and from where to where each goes
+      bounds.py       the same of partitions, remembered
+      spans.py        a range of records as checked bytes of the files
+      feed.py         the records of a topic in order of seq, and how far the router is
+      metrics.py      every metric
+      refused.py      a refused request; kmq/refusals.py has the codes
+    http/             door: HTTP
+      web.py          /metrics /healthz /readyz
+      logs.py         /v1/…, the logs as they are in the files
+    grpc/             door: gRPC
+      podbus.py       what the methods of podbus.v1.PodBus do
+      schema.py       their messages (podbus.proto; podbus.desc is that file compiled)
+      service.py      PodBus as a service: statuses, counting
+      calls.py        each call: its memory, its deadlines, who gives way
+      front.py        connections relayed to gRPC
+      health.py       service grpc.health.v1.Health
+      statuses.py     refusals as gRPC says them
+
+A door never imports another door. Further doors get a folder each, beside http/ and grpc/.
 
 Produces through ingress' acknowledged protocol, over one connection; reads the queue files that the router writes. So it can be
-killed and started at any time: a client that was not answered asks again.
+killed and started at any time: a client without a reply asks again.
 """
 
 from importlib.util import find_spec
 
 
 def is_installed() -> bool:
-    """Whether the extra `gateway` is there. Imports nothing of it."""
+    """Return True if the extra `gateway` is installed. Imports nothing of it."""
     return all(map(find_spec, ("aiohttp", "grpc", "grpc_health", "grpc_reflection", "prometheus_client")))

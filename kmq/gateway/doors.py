@@ -1,11 +1,11 @@
 """The ports of the gateway: each connection from accept to its end, how many there are, and which of them keep us waiting.
 
 Limits      On each port _MOST connections, and _HANDSHAKES more whose TLS handshake is not over (each costs some 300 KiB).
-            Over that the one that has kept us waiting for longest gives way to the newcomer: a handshake to a handshake, a
-            connection without a request to a connection. A newcomer is refused only where all of them are being served.
+            Beyond that the newcomer evicts the one that has kept us waiting for longest: a handshake evicts a handshake, a
+            connection evicts one without a request. A newcomer is refused only if all of them are being served.
 Deadline    KMQ_LINE_DEADLINE: for a handshake, for the next request to be whole, for a response to be read.
-Memory      What is written but not read takes at most _UNREAD_BYTES of all connections together; over that the connection with
-            the most of it is ended.
+Memory      Responses that clients have not read hold at most _UNREAD_BYTES in all connections together; beyond that the
+            connection that holds most is closed.
 """
 
 import asyncio
@@ -25,9 +25,7 @@ from kmq.broker.incidents import Strangers
 from kmq.gateway.grpc.front import Relay
 from kmq.settings import MIB, Settings
 
-_MOST = (
-    320  # more than there may be streams of gRPC that wait for us, so that a newcomer always finds one that does not
-)
+_MOST = 320  # more than the streams of gRPC that may wait for us, so that a newcomer always finds one that does not
 _HANDSHAKES = 96
 _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
@@ -105,13 +103,13 @@ class Doors:
         return served
 
     def serve(self, door: socket.socket, server: Any, context: SSLContext | None) -> None:
-        """Take what comes to a listening socket."""
+        """Accept the connections of a listening socket."""
         self._doors.append(door)
         loop = asyncio.get_running_loop()
         loop.add_reader(door, self._accept, door, server, context)
 
     def close(self) -> None:
-        """Take nobody any more; those who are here stay."""
+        """Accept no more connections; those that are open stay."""
         for door in self._doors:
             asyncio.get_running_loop().remove_reader(door)
             door.close()
@@ -172,7 +170,7 @@ class Doors:
                 self._open[handler] = _Open(transport, peer, door)
 
     def _has_room(self, door: socket.socket) -> bool:
-        """For one more on that port, after one that keeps us waiting has given way where it must."""
+        """Return True if that port may have one more connection; evict one that keeps us waiting if that is needed."""
         for handler in [handler for handler, it in self._open.items() if it.transport.is_closing()]:
             del self._open[handler]
         here = [handler for handler, it in self._open.items() if it.door is door]
@@ -186,7 +184,7 @@ class Doors:
         return bool(slow)
 
     def _waits_since(self, handler: Any) -> float:
-        """Since when a connection has kept us waiting; 0 where it waits for us."""
+        """Return since when a connection has kept us waiting; 0 if it waits for us."""
         if isinstance(handler, Relay):
             return handler.waits_since
         return 0.0 if handler in self._served else self._waiting.get(handler, time.monotonic())
@@ -196,7 +194,7 @@ class Doors:
         self._open[handler].transport.abort()
 
     def sweep(self) -> None:
-        """Call some times a second."""
+        """Close connections past their deadline, and those that read too little. Call some times a second."""
         now = time.monotonic()
         self._open = {handler: it for handler, it in self._open.items() if not it.transport.is_closing()}
         asked = [handler for handler in self._open if not isinstance(handler, Relay)]  # gRPC has deadlines of its own

@@ -1,7 +1,7 @@
 """Every port the gateway listens on is opened here: one place for addresses, limits, TLS and tokens.
 
 With certificates (tls.py) HTTP and gRPC are there twice, plaintext and TLS. With KMQ_TOKENS each request must bring
-`authorization: Bearer <token>`, but for questions about health, which kubelets ask.
+`authorization: Bearer <token>`, except questions about health, which kubelets ask.
 """
 
 import os
@@ -17,7 +17,7 @@ from kmq import refusals
 from kmq.broker.incidents import Strangers
 from kmq.broker.tls import Certificates
 from kmq.errors import ConfigError
-from kmq.gateway.core.answers import Answer
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.doors import Doors, listening
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
@@ -40,11 +40,11 @@ _UNAUTHORIZED = "authorization: Bearer <token> is asked for, with a token that `
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets in who shows a token."""
+    """Refuses calls that show no valid token."""
 
     def __init__(self, tokens: Tokens, strangers: Strangers) -> None:
         self._tokens, self._strangers = tokens, strangers
-        # Of this kind whatever the method is: it is answered before any request has come.
+        # A stream whatever the method is, because the reply comes before any request.
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
@@ -56,7 +56,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     @staticmethod
     async def _refuse(requests: Any, context: Any) -> None:
-        await refuse(context, Answer("unauthorized", _UNAUTHORIZED))
+        await refuse(context, RequestRefused("unauthorized", _UNAUTHORIZED))
 
 
 def http_guard(tokens: Tokens, strangers: Strangers) -> Any:

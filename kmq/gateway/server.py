@@ -2,8 +2,8 @@
 
 Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port, with TLS https.port and grpcs.port,
             with KMQ_METRICS_HOST metrics.port.
-End         SIGTERM: no new requests; what has been taken is answered, streams end with UNAVAILABLE and are gone on with
-            elsewhere or later; then exit 0. A second signal means now.
+End         SIGTERM: no new requests. Requests already accepted get their replies, streams end with UNAVAILABLE, so that their
+            clients resume elsewhere or later; then exit 0. A second signal ends it at once.
 """
 
 import asyncio
@@ -26,7 +26,9 @@ from kmq.gateway.core.metrics import Requests
 from kmq.gateway.doors import Doors
 from kmq.gateway.grpc.calls import Calls
 from kmq.gateway.grpc.health import HEALTH, Health
-from kmq.gateway.grpc.podbus import SERVICE, PodBus, handler
+from kmq.gateway.grpc.podbus import PodBus
+from kmq.gateway.grpc.schema import SERVICE
+from kmq.gateway.grpc.service import Service
 from kmq.gateway.http.web import application, monitoring
 from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http, listen_metrics
 from kmq.logfmt import Log
@@ -39,7 +41,7 @@ SETTLED_S = 1.0  # readiness that holds for so long is no flapping
 
 
 class _Logfmt(logging.Handler):
-    """What libraries say, in our form: one line a sweep and library."""
+    """Warnings of libraries in our form: one line per library and second."""
 
     def __init__(self, incidents: Incidents) -> None:
         super().__init__(logging.WARNING)
@@ -47,9 +49,7 @@ class _Logfmt(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.getMessage()
-        if (
-            record.exc_info and record.exc_info[0]
-        ):  # what an exception says may be what a client has sent: a token, 28 KB
+        if record.exc_info and record.exc_info[0]:  # its text may be what a client has sent: a token, 28 KB
             reason = f"{record.exc_info[0].__name__}: {reason.splitlines()[0] if reason else ''}"
         self.incidents.note("library", record.name, reason)
 
@@ -107,7 +107,8 @@ class Gateway:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         server = grpc_server(self.settings, self.tokens, self.strangers, self.calls, SERVICE)
-        server.add_generic_rpc_handlers((handler(self.bus, self.calls, self.requests, self.incidents),))
+        service = Service(self.bus, self.calls, self.requests, self.incidents)
+        server.add_generic_rpc_handlers((service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.broker, self.requests))

@@ -32,7 +32,7 @@ def first_record(fd: int) -> FirstRecord | None:
 
 
 def why_misplaced(path: str, fd: int, first: int, by_seq: bool, says: bytes) -> str:
-    """Why this is not the segment that its place speaks of; "" where nothing says so. `says`: the label of its index."""
+    """Why this is not the segment that its place says; "" where nothing contradicts. `says`: its index's label."""
     wanted = label(path)
     if not wanted:
         return ""

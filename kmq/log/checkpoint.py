@@ -5,11 +5,11 @@
     topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
     crc32|<crc32 of the lines above>
 
-The rows of a topic that was deleted since are passed over: kmq/log/deletions.py.
-A damaged one is as good as none: a digit that is off by one would number records wrongly.
+The rows of a topic that was deleted since are ignored: kmq/log/deletions.py.
+A damaged checkpoint is ignored, because one wrong digit would number records wrongly.
 `bytes` are those of all segments from `first_offset` on, so a start sees by their sizes alone whether an earlier one
-was cut or is missing. Retention first says here that it has moved `first_offset`, and deletes then: what is missing
-behind that was lost, not deleted. `from_seq` is in topic.toml too; here it outlives the directory.
+was cut or is missing. Retention first moves `first_offset` here, and deletes afterwards: a segment that is missing
+behind it was lost, not deleted. `from_seq` is in topic.toml too; here it outlives the directory.
 
 Invariant   Every record up to the WAL seq lies in its partition log, and those logs were fsynced before the file got
             its name. So a start replays the WAL from there, and a log smaller than its row has been cut since.
@@ -38,7 +38,7 @@ Rows = dict[tuple[str, int], State]
 
 
 def load(data: str) -> tuple[int, Rows, dict[str, int]]:
-    """(WAL seq, rows, from_seq of each topic); nothing where there is no checkpoint. Raises ValueError where it is not one."""
+    """(WAL seq, rows, from_seq of each topic); empty without a checkpoint. Raises ValueError where it is damaged."""
     lines = _read(data)
     if not lines:
         return 0, {}, {}
@@ -93,7 +93,7 @@ def routed_seq(data: str) -> int:
 
 
 def wal_is_free_up_to(data: str) -> int:
-    """Up to this seq nobody would need the WAL again after a crash: not the router, not the framer's dedupe table."""
+    """Up to which seq no crash makes the WAL necessary again: neither for the router nor for the dedupe table."""
     return min(routed_seq(data), dedupe_file.checkpoint_seq(data))
 
 

@@ -1,5 +1,4 @@
-"""Log compaction of queues: of the sealed segments, what a later record of the same key has replaced becomes a bare
-newline.
+"""Log compaction of queues: in sealed segments, a record that a later one of its key has replaced becomes a bare newline.
 
 Which records go is planned elsewhere (kmq/spark/pipelines/compact.py); here is what may be touched, and how a segment
 is swapped under a router that writes, retains and checkpoints, and under readers, so that neither ever meets half of
@@ -215,7 +214,7 @@ def waiting(data: str) -> list[Sealed]:
 
 
 def install(data: str, which: Sealed) -> int:
-    """Put a segment that is laid out in the place of what it was made of; its size. Goes on where a crash has left it."""
+    """Replace a segment by its compacted form; returns the new size. Resumes where a crash interrupted it."""
     place, log = which.place(data), which.path(data)
     directory, index = os.path.dirname(log), segment.index_path(log)
     if os.path.exists(f"{place}/log"):
@@ -232,7 +231,7 @@ def install(data: str, which: Sealed) -> int:
 
 
 def discard(data: str, which: Sealed) -> None:
-    """Drop what is laid out: its segment is no longer what it was made of."""
+    """Drop a compacted segment: the one it was made of has changed or is gone."""
     hidden = f"{outbox(data)}/{_MAKING}{which}-discarded"
-    os.rename(which.place(data), hidden)  # at once: half of it would look like something to go on with
+    os.rename(which.place(data), hidden)  # at once: half of it would look like a swap to resume
     shutil.rmtree(hidden, ignore_errors=True)

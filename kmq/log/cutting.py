@@ -1,4 +1,4 @@
-"""Cutting a range of a log into runs of blocks of about one size, from the indexes alone. Readers check what these say."""
+"""Cutting a range of a log into runs of blocks of about one size, from the indexes alone. Readers check the data."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ from kmq.log.segment_reader import SegmentReader, Segments
 
 
 def cuts(segments: Segments, start: int, end: int, nbytes: int) -> list[int]:
-    """Offsets between `start` and `end` that cut the records there into runs of about `nbytes`, at the ends of blocks."""
+    """Offsets that cut the records from `start` to before `end` into runs of about `nbytes`, at ends of blocks."""
     cutter = _Cutter(start, end, nbytes)
     for number in range(len(segments)):
         first = segments.first(number)

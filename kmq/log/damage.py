@@ -6,7 +6,7 @@ from kmq.errors import CorruptError
 
 
 class DamageError(CorruptError):
-    """Bytes that must not be served: those of `path` from `byte` to `end`. `next_offset` is the first record after them."""
+    """The bytes of `path` from `byte` to `end` must not be served. `next_offset`: the first record after them."""
 
     def __init__(self, path: str, byte: int, end: int, first_offset: int, next_offset: int, what: str) -> None:
         self.path, self.byte, self.end = path, byte, end

@@ -130,7 +130,7 @@ class Deleted:
 
 
 def remove_files(data: str, topic: Topic, check: Callable[[], None]) -> None:
-    """Remove the symlinks and the directory of a topic. While a directory has the topic's name a start does this again."""
+    """Remove the symlinks and the directory of a topic. A start repeats this until the directory is renamed."""
     for link in topic.log_names():
         with contextlib.suppress(OSError):
             if os.readlink(f"{data}/{link}").startswith(f"topics/{topic.name}/"):

@@ -13,7 +13,7 @@ QUARANTINE = "quarantine"  # directory of what a repair could not heal, or has s
 _IOV_MAX = 1024  # buffers one writev takes (Linux)
 _CHUNK = 1 << 18  # bytes read at once from the end of a file
 _DROP_STEP = 4 << 20  # appended bytes between two looks at what the page cache may forget
-_KEEP = 16 << 20  # the end of a file that stays in the page cache, for those who follow it
+_KEEP = 16 << 20  # the end of a file that stays in the page cache, for readers that follow it
 
 Buffer = bytes | memoryview
 # Called with the path while the disk is full; returns when it is worth trying again, raises to give up.
@@ -157,7 +157,7 @@ class AppendFile:
             raise RetryError(f"{self.path}: fdatasync failed: {err.strerror}") from err
 
     def moved_under_us(self) -> bool:
-        """Whether someone else cut or grew the file."""
+        """Return True if another process cut or grew the file."""
         return os.lseek(self.fd, 0, os.SEEK_END) != self.size
 
     def is_unlinked(self) -> bool:
@@ -173,7 +173,7 @@ class AppendFile:
             self.fd = -1
 
     def __del__(self) -> None:
-        """Nothing is written, but a descriptor that nobody knows any more counts against those that select() can watch."""
+        """Nothing is written. But a descriptor that is never closed counts against the limit of open files."""
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
 
@@ -190,7 +190,7 @@ class Tail:
 def find_tail(fd: int, size: int, is_good: Callable[[bytes], bool], floor: int = 0) -> Tail:
     """The end of the last whole, good line of a file, looking back from `size`, not below `floor` (a line start).
 
-    A torn last line, a run of NULs, and lines that are not good are passed over; `last` is b"" when none is left.
+    A torn last line, a run of NULs, and lines that are not good are skipped; `last` is b"" when none is left.
     """
     end, data, start = size, b"", size
     while True:

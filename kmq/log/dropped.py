@@ -47,7 +47,7 @@ def read(data: str, ring: str) -> list[SeqRange]:
 
 
 def accounted(data: str) -> list[SeqRange]:
-    """Ranges of seqs that the WAL need not have, in order: dropped from the ring framed, or lost and named by a repair."""
+    """The seqs that the WAL need not have, in order: dropped from the ring framed, or named as lost by a repair."""
     return sorted([*read(data, "framed"), *quarantined(data)], key=lambda gone: gone.first)
 
 

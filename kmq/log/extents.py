@@ -46,7 +46,7 @@ def read_extents(segment: SegmentReader, offset: int, end: int, nbytes: int) -> 
 
 
 def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[list[Entry]]:
-    """Entries of final blocks from the index line at byte `at` on, together of about `nbytes`, and the one behind them."""
+    """Entries of final blocks from the index line at byte `at` on, of about `nbytes`, and the entry behind them."""
     run: list[Entry] = []
     with contextlib.suppress(DamageError):
         for block in segment.blocks(at):
@@ -61,7 +61,7 @@ def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[li
 
 
 def _read(segment: SegmentReader, entries: list[Entry]) -> Extent:
-    """The blocks that begin with `entries`, up to one that is not good; the last entry is only where they end."""
+    """The blocks that begin with `entries`, up to a bad one; the last entry says only where they end."""
     position = entries[0].position
     edges = [entry.position - position for entry in entries if entry.position <= segment.size] or [0]
     data = os.pread(segment.fd, edges[-1], position)

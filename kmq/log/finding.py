@@ -22,7 +22,7 @@ class FoundRecord:
 
 
 def find(segments: Segments, target: int, field: int) -> FoundRecord | None:
-    """The first record whose SEQ or RECV_TS is at least `target`. Raises FileNotFoundError where retention was faster."""
+    """The first record whose SEQ or RECV_TS is at least `target`. FileNotFoundError where retention was faster."""
     low, high = 0, len(segments)  # the segments before `low` begin before the target, those from `high` on do not
     while low < high:
         middle = (low + high) // 2

@@ -5,8 +5,7 @@
     lineage    names the records: what the directory was called where they began. Equal to `id` unless it is a copy of
                another one that goes its own way. Every index carries it, so that a segment of other records is never
                taken for one of these.
-    format     `<version> from_seq=<n> marks_from=<m> crc32=<of what stands before it>`: the version of all formats, in
-    force
+    format     `<version> from_seq=<n> marks_from=<m> crc32=<of what stands before it>`: the version of all formats,
                for records from seq n on; and from which seq on routing keys have marks.
 
 Version 2 (from version 1: lines look alike): an index begins with a line that says whose it is (index.py). What lies
@@ -64,7 +63,7 @@ def read(path: str, name: str) -> str:
 
 
 def version(path: str) -> tuple[int, int] | None:
-    """(version, first seq for which it holds) of the formats; None where the file is not there, or says none that we read."""
+    """(version, first seq for which it holds) of the formats; None where there is none, or an unknown one."""
     try:
         text = read(path, "format")
     except FileNotFoundError:
@@ -86,7 +85,7 @@ def _parse(text: str) -> tuple[int, int, int | None] | None:
 
 
 def marks_from(path: str) -> int:
-    """The first seq whose routing key may have a mark; beyond all seqs where the directory has not been raised to it."""
+    """The first seq whose routing key may have a mark; NEVER where the directory has not been raised to marks."""
     try:
         said = _parse(read(path, "format"))
     except FileNotFoundError:
@@ -145,7 +144,7 @@ def format_text(from_seq: int, marks_from: int | None = None, number: int = FORM
 
 
 def lineage(path: str) -> str:
-    """What the records of this directory are called; its id where nothing else is said, "" of a directory without either."""
+    """The name of the records of this directory: `lineage`, else its id; "" where it has neither."""
     for name in ("lineage", "id"):
         with contextlib.suppress(FileNotFoundError):
             return read(path, name)

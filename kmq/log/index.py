@@ -13,7 +13,7 @@ then: the last line for an offset wins, and its crc covers the block up to the e
 segment it covers all that there is.
 
 Invariant   An index never says more than the log holds: it is written after the log, cut when the log is cut, and
-            can be thrown away, for everything in it follows from the log.
+            can be thrown away, because everything in it follows from the log.
 Crash       A torn last line is cut at open; the open block is read again (at most ~64 KiB and one group) to go on with
             its crc.
 """
@@ -50,7 +50,7 @@ _lineages: dict[str, tuple[tuple[int, int], str]] = {}  # by directory: inode an
 
 
 def place_of(log_path: str) -> tuple[str, str, int] | None:
-    """(data directory, log, first record) that the place of a segment, or of its index, speaks of; None outside of one."""
+    """(data directory, log, first record) by the path of a segment or of its index; None outside a data directory."""
     directory, name = os.path.split(log_path)
     parent, last = os.path.split(directory)
     if last == "append":
@@ -70,7 +70,7 @@ def label(log_path: str) -> bytes:
 
 
 def lineage_of(root: str) -> str:
-    """The lineage of a data directory, read again when its file has changed: another directory may have come in its place."""
+    """The lineage of a data directory. It is read again when its file has changed: the directory may be another one."""
     try:
         status = os.stat(f"{root}/lineage")
     except FileNotFoundError:
@@ -179,7 +179,7 @@ def line_end(data: Buffer, at: int) -> int:
 
 
 def _first_fields(data: Buffer, at: int) -> list[bytes]:
-    """seq and recv_ts of the first record from the line start `at` on: compaction may have left bare newlines before it."""
+    """seq and recv_ts of the first record from the line start `at` on, behind the bare newlines of compaction."""
     while True:
         head = bytes(data[at : at + _HEAD_BYTES])
         record_at = at + len(head) - len(head.lstrip(b"\n"))
@@ -189,7 +189,7 @@ def _first_fields(data: Buffer, at: int) -> list[bytes]:
 
 
 def _must_have_label(log_path: str, log_fd: int) -> bool:
-    """Whether an index of this log is of format 2, by the seq that the log begins with. A power cut may have taken the label."""
+    """Return True if the index needs a label, by the first seq of its log: a power cut may have taken the label."""
     seq = os.pread(log_fd, _HEAD_BYTES, 0).lstrip(b"\n").split(b"|")[0]
     return bool(label(log_path)) and seq.isdigit() and int(seq) >= identity.labelled_from(log_path)
 
@@ -250,7 +250,7 @@ class IndexWriter:
         self.flush()
 
     def begin(self) -> None:
-        """Say whose the index is, before the log has a record: nobody believes one without that."""
+        """Write the label before the log has a record: without a label no reader believes the index."""
         file = AppendFile(self.path, self._wait_for_room)
         try:
             if not file.size and (head := label(self._label_of)):
@@ -284,7 +284,7 @@ class IndexWriter:
         with_room(self.path, self._wait_for_room, rewrite)
 
     def cut(self, size: int) -> None:
-        """The log is about to be cut to `size` bytes: speak no more of a block that may reach beyond. `resume` follows."""
+        """Forget the blocks that reach beyond byte `size`, before the log is cut to that. `resume` follows."""
         try:
             with open(self.path, "rb") as file:
                 head = read_label(file.read(MAX_LABEL))

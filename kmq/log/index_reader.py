@@ -76,7 +76,7 @@ class IndexReader:
         return DamageError(self.path, at, self.size, 0, 0, what)
 
     def last(self, holds: Callable[[Entry], bool]) -> IndexLine | None:
-        """The last line for whose entry `holds` is true, if it is true for all lines before it and for none after it."""
+        """The last line whose entry `holds`, if the entries of all lines before it do and none after it does."""
         best, low, high = None, self.begin, self.size
         while low < high:
             line = self.line((low + high) // 2)

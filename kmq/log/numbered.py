@@ -1,8 +1,8 @@
-"""Up to which seq numbers have been given out, as far as the disk knows: what a framer without a ring goes on from.
+"""Up to which seq numbers have been given out, as far as the disk knows: where a framer without a ring continues.
 
 Invariant   No seq is given out twice. The WAL has every record that was acknowledged or shown to the router, so nothing
             else on disk may know of a later seq: not router.ckpt, not producers.ckpt, not deletions, not a queue. Where
-            one does, the end of the WAL has been lost (a file deleted, an old copy restored), and going on from it
+            one does, the end of the WAL has been lost (a file deleted, an old copy restored), and continuing from it
             would give the seqs of the lost records to others.
 Lax fsync   With a KMQ_FSYNC other than `always` a power cut may leave a queue ahead of the WAL. What neither checkpoint
             speaks of was not promised to survive that, so queues are not asked then; the router cuts them.
@@ -20,13 +20,13 @@ from kmq.log.partition import EMPTY, directory_of
 
 
 def end(data: str) -> tuple[int, int]:
-    """(last seq, its recv_ts in µs) of the WAL, with what is named as dropped or lost behind it."""
+    """(last seq, its recv_ts in µs) of the WAL; a later seq that is named as dropped or lost counts as well."""
     seq, recv_ts = wal.last_stored(data)
     return max([seq, *(gone.last for gone in dropped.accounted(data))]), recv_ts
 
 
 def agreed_end(data: str, ask_queues: bool) -> tuple[int, int]:
-    """`end`, after a look whether all that is on disk agrees with it. Raises CorruptError where it does not."""
+    """`end`, if no other file knows of a later seq. Raises CorruptError where one does."""
     seq, recv_ts = end(data)
     others = {
         "router.ckpt": checkpoint.routed_seq(data),
@@ -35,11 +35,11 @@ def agreed_end(data: str, ask_queues: bool) -> tuple[int, int]:
     }
     if ask_queues:
         others |= _queue_end(data)
-    name, later = max(others.items(), key=lambda each: each[1])
+    name, later = max(others.items(), key=lambda item: item[1])
     if later > seq:
         raise CorruptError(
-            f"{data}/append: the WAL ends at seq {seq}, but {name} has had seq {later}: its end was lost, and its numbers"
-            " must not be given out again; run kmq verify --repair, which restores it from the queues"
+            f"{data}/append: the WAL ends at seq {seq}, but {name} has had seq {later}: its end was lost, and its"
+            " numbers must not be given out again; run kmq verify --repair, which restores it from the queues"
         )
     return seq, recv_ts
 

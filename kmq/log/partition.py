@@ -2,9 +2,9 @@
 
 Owner       the router is the only writer (lock topics/.owner); anybody may read.
 Invariant   What is in the segments is a prefix of what the WAL routes here, less what retention took from its front;
-            `last_seq` is the seq of its last line, so a line with a seq not above it is there already and is passed
-            over. A segment ends with the line that reaches `segment_bytes`, however the lines came, so a log rebuilt
-            from the WAL has the same files again (but for cuts by age, which fall between two appends).
+            `last_seq` is the seq of its last line, so a line with a seq not above it is there already and is skipped.
+            A segment ends with the line that reaches `segment_bytes`, however the lines came, so a log rebuilt
+            from the WAL has the same files again (except for cuts by age, which fall between two appends).
 Crash       The files are copies: whatever is torn, cut or missing comes again from the WAL. partition_recovery.py finds
             what is whole.
             On disk: the lines, the index. In memory only: State; the checkpoint keeps what it has to.

@@ -64,7 +64,7 @@ def fits(segments: list[Segment], known: State) -> bool:
 
 
 def ends_as(path: str, size: int, last_seq: int) -> bool:
-    """Return True if the line that ends at byte `size` is record `last_seq`: one small read, which sees a zeroed end."""
+    """Return True if record `last_seq` ends at byte `size`: one small read, which sees a zeroed end."""
     start = max(0, size - _LOOK)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -162,7 +162,7 @@ def _first_seq(of: Segment) -> int:
 
 
 def _check_order(later: Segment, before: int) -> None:
-    """A segment whose records are older than those in front of it belongs elsewhere: to append to it would lose the rest."""
+    """Raise CorruptError where a segment is older than the one before it: appending to it would lose the rest."""
     seq = _first_seq(later)
     if 0 < seq <= before:
         raise CorruptError(

@@ -31,7 +31,7 @@ _TAIL = 1 << 12  # bytes in front of a record's end in which its beginning is lo
 
 
 class _LastRead(namedtuple("_LastRead", ("inode", "first", "start"))):
-    """Where a read ended: inode and first offset of the segment (an inode is used again), the start of the next line."""
+    """Where a read ended: inode and first offset of the segment (inodes are reused), the start of the next line."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ class Log:
         return offset
 
     def stamp_at_end(self, offset: int) -> tuple[int, int] | None:
-        """(seq, recv_ts) of the record before `offset`, unchecked, where the last `end_offset` was that; None elsewhere."""
+        """(seq, recv_ts) of the record before `offset`, unchecked; None unless the last `end_offset` was `offset`."""
         inode, _, (end, position) = self._last_read
         if end != offset or not position:
             return None
@@ -174,7 +174,7 @@ class Log:
             yield from read_extents(part, max(offset, part.first), end, nbytes)
 
     def cuts(self, start: int, end: int, nbytes: int) -> list[int]:
-        """Offsets between `start` and `end` that cut the records there into runs of about `nbytes`, at the ends of blocks."""
+        """Offsets that cut the records from `start` to before `end` into runs of about `nbytes`, at ends of blocks."""
         return cutting.cuts(self._segments(), start, end, nbytes)
 
     # --- lookups -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kmq import record
 from kmq.errors import ConfigError
 from kmq.log.disk import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
 from kmq.log.index import IndexWriter
-from kmq.settings import GIB, SETTINGS, Settings
+from kmq.settings import FOREVER, GIB, SETTINGS, Settings
 
 _STAMP_BYTES = 64  # a seq and a time are shorter
 COMPACT = "compact"
@@ -28,7 +28,7 @@ def name(first: int) -> str:
 
 
 def is_being_swapped(log_path: str) -> bool:
-    """Whether a compacted form of a queue's segment is being put into its place, or was when all ended (compaction.py)."""
+    """Return True while compaction replaces a queue's segment, or if a crash interrupted that (compaction.py)."""
     directory, file = os.path.split(log_path)
     topic_directory, partition = os.path.split(directory)
     topics, topic = os.path.split(topic_directory)
@@ -101,7 +101,7 @@ _PARSE = {row.attribute: row.parse for row in SETTINGS} | {"cleanup": _cleanup}
 
 
 class Limits:
-    """When a log goes on in a new segment, and when its oldest segments go. Ages in seconds; 0 bytes: no limit.
+    """When a log begins a new segment, and when its oldest segments are deleted. Ages in seconds; 0 bytes: no limit.
 
     `cleanup`: "compact" lets compaction take what a later record of the same key replaces (compaction.py). Such a topic
     is a table: retention takes its oldest rows only where it has limits of its own.
@@ -112,8 +112,8 @@ class Limits:
     def __init__(
         self,
         segment_bytes: int = GIB,
-        segment_age: float = float("inf"),
-        retention_age: float = float("inf"),
+        segment_age: float = FOREVER,
+        retention_age: float = FOREVER,
         retention_bytes: int = 0,
         cleanup: str = "delete",
     ) -> None:
@@ -126,35 +126,38 @@ class Limits:
 
     def but(self, texts: dict[str, str]) -> "Limits":
         """These limits with some of them replaced, as in topic.toml. Raises ConfigError naming what is wrong."""
-        made = Limits(*(getattr(self, each) for each in LIMITS))
-        for each, text in texts.items():
-            if each not in LIMITS:
-                raise ConfigError(f"{each}: unknown limit; expected one of {', '.join(LIMITS)}")
+        limits = Limits(*(getattr(self, name) for name in LIMITS))
+        for name, text in texts.items():
+            if name not in LIMITS:
+                raise ConfigError(f"{name}: unknown limit; expected one of {', '.join(LIMITS)}")
             try:
-                setattr(made, each, _PARSE[each](text))
+                setattr(limits, name, _PARSE[name](text))
             except ValueError as err:
-                raise ConfigError(f"{each} = {text!r}: {err}") from None
-        if made.cleanup == COMPACT:
-            for each in set(_RETENTION) - set(texts):
-                setattr(made, each, getattr(Limits(), each))
-        return made
+                raise ConfigError(f"{name} = {text!r}: {err}") from None
+        if limits.cleanup == COMPACT:
+            for name in set(_RETENTION) - set(texts):
+                setattr(limits, name, getattr(Limits(), name))
+        return limits
 
     def is_full(self, size: int, first_ts: int, next_ts: int) -> bool:
-        """Whether a segment of `size` bytes whose first record came at `first_ts` µs is not for what came at `next_ts`."""
+        """Return True if a record of `next_ts` µs needs a new segment.
+
+        This one has `size` bytes; its first record came at `first_ts` µs.
+        """
         return size >= self.segment_bytes or (size > 0 and next_ts - first_ts >= self.segment_age * 1e6)
 
     def is_over(self, size: int, newest_ts: Callable[[], int], now_s: float) -> bool:
-        """Whether a segment of `size` bytes has to be sealed even if nothing comes. `newest_ts`: of its last record, in µs."""
+        """Return True if an idle segment of `size` bytes has to be sealed. `newest_ts`: of its last record, in µs."""
         if size >= self.segment_bytes:
             return True
-        return size > 0 and self.retention_age != float("inf") and newest_ts() <= (now_s - self.retention_age) * 1e6
+        return size > 0 and self.retention_age != FOREVER and newest_ts() <= (now_s - self.retention_age) * 1e6
 
     def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float) -> int:
         """How many of the oldest sealed segments have to go. `now_s`: by a clock that is trusted (clock.py)."""
         total = active_bytes + sum(each.size for each in sealed) if self.retention_bytes else 0
         youngest = (now_s - self.retention_age) * 1e6
         for count, each in enumerate(sealed):
-            too_old = self.retention_age != float("inf") and each.newest_ts() <= youngest
+            too_old = self.retention_age != FOREVER and each.newest_ts() <= youngest
             if total <= self.retention_bytes and not too_old:
                 return count
             total -= each.size
@@ -162,7 +165,7 @@ class Limits:
 
 
 def begin(path: str, wait_for_room: WaitForRoom, also: Callable[[], object] = lambda: None) -> None:
-    """Make an empty segment, with an index that says whose it is, and do `also`; all of it or, where that raises, nothing."""
+    """Make an empty segment with a labelled index, and do `also`. Where the disk is full, undo all of it and raise."""
     try:
         AppendFile(path, wait_for_room).close()
         IndexWriter(index_path(path), wait_for_room).begin()

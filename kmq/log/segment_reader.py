@@ -36,7 +36,7 @@ UNKNOWN = LineStart(0, 0)
 
 
 class IndexedBlock:
-    """A block by its index line, which begins at byte `at` of the index; `following`: the entry of the next block, if any."""
+    """A block by its index line, at byte `at` of the index; `following`: the entry of the next block, if any."""
 
     __slots__ = ("at", "entry", "following")
 
@@ -68,7 +68,7 @@ class SegmentReader:
             what = "" if trust else self.misplaced() or ("" if owner else self.unlabelled())
             if self.index.is_in_force():
                 break
-            self.close()  # compaction came in between: it changes the log while there is no index, so now they are a pair
+            self.close()  # compaction came in between. It changes the log while there is no index: now they are a pair
         if what:
             self.close()
             following = (start for start, _ in segment.listing(os.path.dirname(path)) if start > first)
@@ -111,7 +111,7 @@ class SegmentReader:
             yield IndexedBlock(*pending, None)
 
     def fault(self, entry: Entry, data: bytes, following: int) -> str:
-        """What in `data`, the whole block, contradicts its entry; "" for nothing. `following`: the next offset, or 0."""
+        """What in `data`, the whole block, contradicts its entry; "" for none. `following`: the next offset, or 0."""
         if what := self.misfit(entry, data):
             return what
         if following and not self.by_seq and entry.offset + data.count(b"\n") != following:
@@ -234,7 +234,7 @@ class SegmentReader:
                 return  # a line that is being written, or a torn one
 
     def stamp_at(self, position: int) -> tuple[int, int] | None:
-        """(seq, recv_ts) of the first record at or after the line start `position`, unchecked; None where there is none."""
+        """(seq, recv_ts) of the first record from the line start `position` on, unchecked; None without one."""
         while position < self.size:
             data = os.pread(self.fd, 4096, position)
             line = data.lstrip(b"\n")

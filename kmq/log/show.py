@@ -39,7 +39,7 @@ def logs(data: str, what: str) -> list[tuple[str, Log]]:
 
 
 def one(data: str, what: str) -> Log:
-    """The one log that a user names, for what needs an offset."""
+    """The log that a user names, which must be a single one: an offset means nothing for several."""
     found = logs(data, what)
     if len(found) > 1:
         raise ConfigError(f"{what!r} has {len(found)} partitions, each with offsets of its own: say {what}/<partition>")
@@ -112,7 +112,7 @@ def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> 
 
 
 class Stat(NamedTuple):
-    """What there is of a log. `first`, `end`: seqs of the WAL, offsets of a partition; ages in seconds, -1: no record."""
+    """The size and age of a log. `first`, `end`: seqs of the WAL, offsets of a partition. Ages: -1 without a record."""
 
     name: str
     segments: int

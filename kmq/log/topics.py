@@ -9,7 +9,7 @@
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
 
 A declaration without `from_seq` is pending: `declare` makes it, the router adopts it with the next seq it will route.
-That is the only way to a seq that is right by construction: nobody else knows what has been routed.
+That is the only way to a seq that is right by construction: only the router knows what has been routed.
 """
 
 import os
@@ -102,7 +102,7 @@ def parse(text: str) -> Declaration:
 def fault(data: str, name: str, since: int | None = None, at_start: bool = False) -> str:
     """What is wrong with a declaration; "" where nothing is. `since`: its from_seq by router.ckpt, where that knows it.
 
-    `at_start`: only what the router must not go on with. Partitions that are missing it makes again.
+    `at_start`: only faults with which the router must not start. It makes missing partitions again.
     """
     import tomllib
 
@@ -145,7 +145,7 @@ def names(data: str) -> list[str]:
 
 
 def left_over(data: str) -> list[tuple[str, int]]:
-    """(name, partitions) of topics that were deleted and whose directory is still there: a kill came before its removal."""
+    """(name, partitions) of deleted topics whose directory still exists, because a kill came before its removal."""
     found = []
     for name, lives in Deleted.of(data).lives.items():
         if os.path.isdir(f"{data}/topics/{name}"):

@@ -1,22 +1,20 @@
-"""The write-ahead log: every message once, in order, numbered without a gap, on disk before anybody is told.
+"""The write-ahead log: every message once, in order, numbered without a gap, on disk before it is acknowledged.
 
 Owner       durability is the only writer (lock append/.owner); anybody may read.
 Invariant   A record is acknowledged and shown to the router only after `commit` returned. Under KMQ_FSYNC=always that
             is after the fdatasync that covers it; under `interval:<ms>` and `never` an acknowledgement means "written
             to the page cache": it survives every kill, not a power cut. `synced_seq` never says more than what was
             synced. Sealed segments are synced, with their index and their names, before the next one has a record.
-            Seqs are dense but for what dropped.log names.
+            Seqs are dense, except for what dropped.log names.
 Crash       inside a line    the torn end is cut at open; nothing that is cut had been acknowledged;
             power cut        the unsynced end may be torn or NUL (ext4): cut back to the last whole, good line;
             inside a roll    the new segment is empty, or is not there; append.log may still lead to the old one;
             inside a removal an index without a log, which nobody reads; the log goes first, and oldest first. Of the
                              last record see remnant.py;
             failed fsync     the process ends; what it had not synced is cut and appended again from the ring, into a
-            new
-                             segment and through a new descriptor. The old file is not trusted with another byte;
+                             new segment and through a new descriptor. The old file is not trusted with another byte;
             ring gone too    (the pod restarted on the same kernel) the page cache may show a tail that a failed fsync
-            has
-                             lost. It is written again in place, byte for byte, and synced before anything is
+                             has lost. It is written again in place, byte for byte, and synced before anything is
                              acknowledged: a rewritten page is dirty again, whatever became of it before. In place,
                              and not as a copy in a new segment: that keeps `append.log` whole over every restart and
                              needs no second file, and a crash in the middle changes nothing because the bytes are the
@@ -59,11 +57,11 @@ def _is_stored(line: bytes) -> bool:
 def last_stored(data: str) -> tuple[int, int]:
     """(seq, recv_ts in µs) of the last whole record of the WAL; (0, 0) of an empty one. Read-only.
 
-    Raises CorruptError where the last segment does not go on where the one before it ends: it is none of ours.
+    Raises CorruptError where the last segment does not continue where the one before it ends: it belongs elsewhere.
     """
     segments = segment.listing(f"{data}/append")
     last: tuple[int, int] | None = None
-    behind = (0, "")  # the segment behind: what it begins with, and its path
+    behind = (0, "")  # the segment behind: its first seq and its path
     for first, path in reversed(segments):
         with contextlib.suppress(FileNotFoundError):  # retention was faster
             begins, ended = _ends(path)
@@ -87,7 +85,7 @@ def _ends(path: str) -> tuple[int, tuple[int, int] | None]:
 
 
 def _check_follows(data: str, seq: int, first: int, path: str) -> None:
-    """A segment that begins with record `first` behind one that ends with `seq`: what lies between has to have a name."""
+    """Raise CorruptError unless each seq between `seq`, the end of a segment, and `first` is accounted for."""
     if first <= seq or dropped.without(seq + 1, first - 1, dropped.accounted(data)):
         raise CorruptError(
             f"{path}: begins with seq {first}, but the log before it ends with seq {seq}: put there by mistake, or what"
@@ -109,7 +107,7 @@ class Wal:
     ) -> None:
         """`unindexed_bytes`: how far back from the end NULs are looked for, at most; one group commit and more.
 
-        `fsync`: seconds between two syncs; 0: every commit, infinity: none but at a roll and at the end.
+        `fsync`: seconds between two syncs; 0: every commit; FOREVER: only at a roll and at the end.
         `check` is called again and again while a missing index is made anew.
         """
         self.data = data
@@ -131,7 +129,7 @@ class Wal:
         self._point_link(active.path, self._wait_for_room)
         self._cut_tail(unindexed_bytes)
         self.last_seq, self.last_ts = last_stored(data)
-        self.synced_seq = 0  # nobody knows yet
+        self.synced_seq = 0  # not known yet
         self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
         self._index.resume(self._file.fd, self._file.size, active.first, check)
 
@@ -178,7 +176,7 @@ class Wal:
         return self._file.size
 
     def append(self, blocks: Sequence[tuple[Buffer, int, int, int]]) -> None:
-        """Append (lines, first seq, count, recv_ts) blocks in one write, in a new segment if it is time; not yet durable."""
+        """Append (lines, first seq, count, recv_ts) blocks in one write, rolling first where due; not yet durable."""
         first_ts = blocks[0][3]
         if self._limits.is_full(self._file.size, self._first_ts, first_ts):
             self.roll()
@@ -235,7 +233,7 @@ class Wal:
         return end
 
     def roll(self, wait_for_room: WaitForRoom | None = None) -> None:
-        """Seal the active segment and go on in a new one. Until that is whole, all stays as it was: a wait may give up."""
+        """Seal the active segment and begin a new one. Until that is whole, all stays as it was: a wait may give up."""
         wait = wait_for_room or self._wait_for_room
         self.sync()  # also for what was cut off: it must not come back after a power cut
         self._index.seal(wait)
@@ -254,10 +252,10 @@ class Wal:
         """Roll where the active segment is over its limits, also if nothing comes; call now and then, not within
         `append`.
 
-        True where there was no room for that: then it goes on as it is.
+        True where there was no room for that: then the active segment stays.
         """
         if self.last_seq <= self._first or not self._limits.is_over(self._file.size, lambda: self.last_ts, now_s):
-            return False  # of one record alone nothing could go
+            return False  # retention could take nothing of one record alone
         try:
             self.roll(give_up)
         except OSError as err:
@@ -270,15 +268,15 @@ class Wal:
         """Delete the sealed segments that are too old or too many; call about once a second, and while waiting for
         room.
 
-        Returns those deleted. Of the last one, where nothing follows, the last record stays.
+        Returns the deleted segments. Where all are due, the last record of the last one stays.
 
-        `needed_after` says up to which seq nobody needs the WAL any more; it is asked only where something is due.
+        `needed_after` says up to which seq the WAL is not needed any more; it is asked only where a segment is due.
         """
         sealed = self._sealed
         due = self._limits.expired(sealed, self._file.size, now_s)
         is_all = due == len(sealed) and not self._file.size
         if is_all and sealed and sealed[-1].first == self.last_seq:
-            due -= 1  # it has the last record alone: the next seq and time follow from it
+            due -= 1  # it is only the last record: the next seq and time follow from it
         if due <= 0:
             return []
         ends = [*(each.first for each in sealed[1:]), self._first]  # each ends before the next one's first record
@@ -290,7 +288,7 @@ class Wal:
         return [*gone, last] if last and self._keep_record_of(last) else gone
 
     def _keep_record_of(self, last: Segment) -> bool:
-        """Put its last record in place of the only segment that has any; False where that cannot be now."""
+        """Replace the only segment with records by its last record; False where that is not possible now."""
         kept = remnant.lay_out(self.data, last, self.last_seq, by_seq=True)
         if kept is None:
             return False
@@ -329,7 +327,7 @@ class Wal:
 
 
 def _settle(directory: str) -> None:
-    """Where a kill came between the old segments and the copy of their last record: see remnant.py."""
+    """Finish a retention that a kill interrupted before the copy of the last record got its name (remnant.py)."""
     there = segment.listing(directory)
     remnant.settle(directory, there[0][0] - 1 if there else 0)
 

@@ -98,7 +98,7 @@ class Declarations:
         return list(found.values())
 
     def _read(self, name: str, is_known: bool) -> topics.Declaration:
-        """The declaration of a topic. Raises CorruptError where neither it nor the checkpoint says what the topic is."""
+        """The declaration of a topic. Raises CorruptError where it is damaged and the checkpoint does not know it."""
         data = self._context.data
         declared = topics.read(data, name)
         if not is_known and not self._is_blank(name) and (what := topics.fault(data, name, at_start=True)):

@@ -26,7 +26,7 @@ from kmq.routing import Table
 
 
 class GoodEnd:
-    """Up to where an active segment is whole: byte, offset of the next record, last line, index entries of whole blocks."""
+    """Where an active segment stops being whole: byte, next offset, last line, index entries of the blocks before."""
 
     __slots__ = ("entries", "last", "offset", "position")
 

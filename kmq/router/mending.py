@@ -33,7 +33,7 @@ class Row:
 
 
 class Mended:
-    """A log after it was mended: its state, the seq from which it needs the WAL (None: not at all), files to be synced."""
+    """A mended log: its state, the seq from which it needs the WAL (None: not at all), files to be synced."""
 
     __slots__ = ("dirty", "needed", "state")
 

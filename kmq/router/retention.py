@@ -56,7 +56,7 @@ class Retention:
         self.rolled_at = time.monotonic_ns() - ROLL_NS * bool(postponed)
 
     def _written_at(self, topic: str, partition: int, state: State) -> int:
-        """When the active segment was written last, in µs: no record in it is younger. Cheaper than to read the last one."""
+        """When the active segment was last written, in µs: no record in it is younger. Cheaper than reading it."""
         path = f"{directory_of(self._context.data, topic, partition)}/{segment.name(state.base)}"
         with contextlib.suppress(FileNotFoundError):
             return os.stat(path).st_mtime_ns // 1000

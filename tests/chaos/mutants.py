@@ -56,6 +56,7 @@ ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.p
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
 
+FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
 FLOOR_STORE = (
     "        cells[FLOOR_MESSAGES] = self._floor_messages\n        cells[FLOOR] = self._floor\n        fence()\n"
@@ -348,7 +349,7 @@ MUTANTS = [
     ),
     Mutant(
         "a write that the full disk cut short stays",
-        [("kmq/log/disk.py", "                os.ftruncate(self.fd, self.size)\n", "                pass\n")],
+        [("kmq/log/disk.py", FULL_CUT, "                self._wait_for_room(self.path)\n")],
         [DISK],
     ),
     Mutant(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kmq.broker.incidents import Incidents, Strangers
-from kmq.gateway.core.answers import Answer
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.grpc import calls
 from kmq.gateway.grpc.calls import Budget, Call, Calls
 from kmq.settings import load
@@ -63,7 +63,7 @@ def test_a_call_that_waits_for_us_does_not_give_way(monkeypatch):
     async def run():
         budget = Budget(100, 0.0)
         first, task = await started(budget, 60, waits=False)
-        with pytest.raises(Answer) as refused:
+        with pytest.raises(RequestRefused) as refused:
             await budget.take(Call(), 50)
         assert refused.value.code == "too_many" and not first.why_ended
         task.cancel()

@@ -32,16 +32,12 @@ FLOORS = [
 ]
 
 # What breaks the rules today, one entry a line. The list only shrinks: an entry that no longer breaks a rule has to go.
-STILL = {
+STILL: dict[str, set[str]] = {
     "arrow": set(),
     "circle": set(),
     "file": set(),
-    "function": {
-        "kmq/gateway/grpc/podbus.py: handler",
-    },
-    "class": {
-        "kmq/gateway/http/logs.py: Logs",
-    },
+    "function": set(),
+    "class": set(),
 }
 
 

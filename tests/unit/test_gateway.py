@@ -24,9 +24,9 @@ from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.errors import ConfigError
 from kmq.gateway import listeners
 from kmq.gateway.core import feed, metrics
-from kmq.gateway.core.answers import Answer
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.feed import Feed, Watermark
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.doors import Doors
 from kmq.gateway.grpc import podbus
 from kmq.gateway.grpc.calls import Calls
@@ -268,7 +268,7 @@ def test_the_watermark_is_looked_at_less_and_less_often_until_something_is_expec
         watermark.expect(1)
         assert watermark._pause == feed._FAST_S
         watermark.stop()
-        with pytest.raises(Answer, match="stopping"):
+        with pytest.raises(RequestRefused, match="stopping"):
             await waiting
 
     within(PATIENCE_S, run())
@@ -301,7 +301,7 @@ def test_streams_over_the_limit_are_refused_until_one_ends(data, monkeypatch):
         streams = [asyncio.create_task(anext(bus.consume_stream(request, None))) for _ in range(2)]
         while bus.streams < 2:
             await asyncio.sleep(0)
-        with pytest.raises(Answer, match="2 streams are open already") as refused:
+        with pytest.raises(RequestRefused, match="2 streams are open already") as refused:
             await anext(bus.consume_stream(request, None))
         assert refused.value.code == "too_many"
         bus.stop()
@@ -330,7 +330,7 @@ def test_records_over_the_limit_are_refused_while_others_wait_for_room(data, mon
         waiting = asyncio.create_task(bus._submit(request))
         while not bus._waiting_bytes:
             await asyncio.sleep(0)
-        with pytest.raises(Answer) as refused:
+        with pytest.raises(RequestRefused) as refused:
             await bus._submit(request)
         assert refused.value.code == "busy"
         room.set()
@@ -347,7 +347,9 @@ def test_what_a_producer_may_send_again_is_unavailable_over_grpc_and_503_over_ht
 
 
 def test_a_code_that_nobody_knows_is_an_internal_error():
-    assert status_of("never_heard") == grpc.StatusCode.INTERNAL and Answer("never_heard", "").refusal.http == 500
+    assert (
+        status_of("never_heard") == grpc.StatusCode.INTERNAL and RequestRefused("never_heard", "").refusal.http == 500
+    )
     assert all(isinstance(status_of(row.code), grpc.StatusCode) for row in refusals.table())
     assert all(400 <= row.http < 600 for row in refusals.table())
 

@@ -14,7 +14,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULES = [*(ROOT / "kmq").rglob("*.py"), *(ROOT / "stages").glob("*.py")]
 MODULES.remove(ROOT / "kmq" / "refusals.py")
 # What is called with a code, and where: alone, or before its text.
-CALLS = {"Answer": 0, "Refused": 0, "malformed": 0, "reason": 0, "known": 0, "status_of": 0, "_end_line": 1, "_put": 3}
+CALLS = {
+    "RequestRefused": 0,
+    "Refused": 0,
+    "malformed": 0,
+    "reason": 0,
+    "known": 0,
+    "status_of": 0,
+    "_end_line": 1,
+    "_put": 3,
+}
 FUNCTIONS = {"refusal", "_refusal"}  # whose result is a code, or "" for none
 NAMES = {"reason", "REFUSAL"}  # what is assigned a code
 BEFORE_A_CODE = re.compile(r"!err (?:%d|0) ([a-z_]+)")
@@ -73,7 +82,7 @@ def test_every_row_is_sent_by_some_module():
     "module",
     [
         'raise Refused(f"new_code {text}")',
-        'raise Answer("new_code", "text")',
+        'raise RequestRefused("new_code", "text")',
         'return b"!err %d new_code" % n',
         'def refusal(line):\n    return "new_code" if line else ""',
         'reason = "too_long" if line else "new_code"',

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kmq import record
 from kmq.broker.stats import StatsPage
 from kmq.client.lines import decode_payload
-from kmq.gateway.core.answers import Answer
+from kmq.gateway.core.refused import RequestRefused
 from kmq.log import reader, topics
 from kmq.routing import Topic
 
@@ -144,12 +144,12 @@ class Watermark:
             self._arm(_FAST_S)
 
     async def passed(self, seq: int) -> None:
-        """Wait until the router has routed `seq`. Raises Answer once the gateway stops."""
+        """Wait until the router has routed `seq`. Raises RequestRefused once the gateway stops."""
         self._waiting += 1
         try:
             while self.routed < seq:
                 if self._stopping:
-                    raise Answer("stopping", "the gateway is stopping; go on at the next offset")
+                    raise RequestRefused("stopping", "the gateway is stopping; go on at the next offset")
                 if self._timer is None:
                     self._arm(_FAST_S)
                 await self._moved.wait()

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from kmq.broker.incidents import Strangers
-from kmq.gateway.core.answers import Answer
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.grpc.front import Front, Relay
 from kmq.gateway.grpc.statuses import refuse
 from kmq.settings import KIB, MIB, Settings
@@ -86,7 +86,7 @@ class Budget:
         self._held: dict[Call, int] = {}
 
     async def take(self, call: Call, nbytes: int) -> None:
-        """Have it hold so many bytes, once there is room. Raises Answer where there is none for long."""
+        """Have it hold so many bytes, once there is room. Raises RequestRefused where there is none for long."""
         begin = time.monotonic()
         while self.used > self._held.get(call, 0) and self.used - self._held.get(call, 0) + nbytes > self.most:
             slow = longest_waiting(self._held, self._patience_s)
@@ -97,7 +97,7 @@ class Budget:
                 self.release(slow)
                 continue
             if time.monotonic() - begin > _LONGEST_WAIT_S:
-                raise Answer("too_many", "too many calls have messages on the way")
+                raise RequestRefused("too_many", "too many calls have messages on the way")
             await asyncio.sleep(_LOOK_S)
         self.settle(call, nbytes)
 
@@ -135,8 +135,8 @@ class Calls:
             relay.calls.add(call)
         try:
             yield call
-        except Answer as answer:
-            await refuse(context, answer)
+        except RequestRefused as refused:
+            await refuse(context, refused)
         except asyncio.CancelledError:
             if call.task is None or not call.is_told:
                 raise
@@ -146,7 +146,7 @@ class Calls:
                 time.monotonic(),
             )  # the deadline is also one for the status
             call.task.uncancel()
-            await refuse(context, Answer("too_many", why))
+            await refuse(context, RequestRefused("too_many", why))
         finally:
             if relay is not None:
                 relay.calls.discard(call)
@@ -163,7 +163,7 @@ class Calls:
         call.since = 0.0
         self.receiving.settle(call, 0)
         if request is grpc.aio.EOF:
-            raise Answer("bad_request", "a request is missing")
+            raise RequestRefused("bad_request", "a request is missing")
         return request
 
     async def stream(self, call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

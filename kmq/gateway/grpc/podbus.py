@@ -13,22 +13,17 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from importlib.resources import files
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
-import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-from kmq.broker.incidents import Incidents, Strangers
+from kmq.broker.incidents import Strangers
 from kmq.client.aio import AsyncProducer
 from kmq.client.failures import NotAnswered, Refused
 from kmq.errors import KmqError
-from kmq.gateway.core.answers import Answer
 from kmq.gateway.core.feed import Feed, Record, Watermark
-from kmq.gateway.core.metrics import Requests
-from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, Calls, longest_message, longest_waiting
-from kmq.gateway.grpc.statuses import refuse, status_of
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, longest_message, longest_waiting
+from kmq.gateway.grpc.schema import ConsumeResponse, ProduceResponse
 from kmq.log.damage import DamageError
 from kmq.logfmt import Log
 from kmq.settings import Settings
@@ -47,7 +42,7 @@ _REPLACE_S = 1.0  # a producer that ingress has turned away for good is made ane
 
 
 class PodBus:
-    """The four methods. They raise Answer, which `handler` makes a gRPC status."""
+    """The four methods. They raise RequestRefused, which Service makes a gRPC status."""
 
     def __init__(self, settings: Settings, watermark: Watermark, log: Log, strangers: Strangers | None = None) -> None:
         self.settings, self.watermark, self.log = settings, watermark, log
@@ -90,19 +85,19 @@ class PodBus:
         return ProduceResponse(offset=await self._stored(await self._submit(request)))
 
     async def produce_stream(self, requests: AsyncIterator[Any], call: Call | None) -> AsyncGenerator[Any, None]:
-        replies: asyncio.Queue[asyncio.Future[int] | Answer | None] = asyncio.Queue()
+        replies: asyncio.Queue[asyncio.Future[int] | RequestRefused | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_IN_FLIGHT)
 
         async def take() -> None:
-            end: Answer | None = None
+            end: RequestRefused | None = None
             try:
                 async for request in requests:
                     await room.acquire()
                     replies.put_nowait(await self._submit(request))
-            except Answer as answer:
-                end = answer
+            except RequestRefused as refused:
+                end = refused
             except asyncio.CancelledError:
-                end = Answer("stopping", "the gateway is stopping; send again what has no response")
+                end = RequestRefused("stopping", "the gateway is stopping; send again what has no response")
             finally:
                 replies.put_nowait(end)
 
@@ -111,7 +106,7 @@ class PodBus:
             self._taking.add(taking)
             try:
                 while reply := await replies.get():
-                    if isinstance(reply, Answer):
+                    if isinstance(reply, RequestRefused):
                         raise reply
                     yield ProduceResponse(offset=await self._stored(reply))
                     room.release()
@@ -123,17 +118,17 @@ class PodBus:
 
     async def _submit(self, request: Any) -> "asyncio.Future[int]":
         if not request.message_id:
-            raise Answer("empty_id", "message_id must not be empty: a retry is known by it")
+            raise RequestRefused("empty_id", "message_id must not be empty: a retry is known by it")
         if self._producer.failed and time.monotonic() - self._made > _REPLACE_S:
             self._producer, self._made = self._new_producer(), time.monotonic()
         if self._waiting_bytes > _WAITING_BYTES:
-            raise Answer("busy", "too much waits for the broker already")
+            raise RequestRefused("busy", "too much waits for the broker already")
         size = len(request.record)
         self._waiting_bytes += size
         try:
             return await self._producer.submit(self.settings.podbus_topic, request.record, id=request.message_id)
         except KmqError as err:
-            raise _answer_of(err) from err
+            raise _refusal_of(err) from err
         finally:
             self._waiting_bytes -= size
 
@@ -142,7 +137,7 @@ class PodBus:
         try:
             seq = await reply
         except KmqError as err:
-            raise _answer_of(err) from err
+            raise _refusal_of(err) from err
         self.watermark.expect(seq)
         return seq
 
@@ -154,7 +149,9 @@ class PodBus:
         record = await self._next(feed, call)
         self._keep(record.seq + 1 if record else offset, feed)
         if record is None:
-            raise Answer("not_found", f"nothing at offset {offset} or later; the last seq is {self.watermark.durable}")
+            raise RequestRefused(
+                "not_found", f"nothing at offset {offset} or later; the last seq is {self.watermark.durable}"
+            )
         return ConsumeResponse(record=record.payload, next_offset=record.seq + 1)
 
     def _keep(self, offset: int, feed: Feed) -> None:
@@ -202,7 +199,7 @@ class PodBus:
             try:
                 await asyncio.to_thread(feed.fill, routed)
             except DamageError as err:
-                raise Answer("damaged", f"{err}; reading on from seq {feed.next_seq}") from err
+                raise RequestRefused("damaged", f"{err}; reading on from seq {feed.next_seq}") from err
         return routed
 
     async def _pass(self, seq: int) -> None:
@@ -211,7 +208,9 @@ class PodBus:
                 await self.watermark.passed(seq)
         except TimeoutError:
             at = self.watermark.routed
-            raise Answer("not_routed", f"seq {seq} is on disk, the router is at {at}: it is down, or behind") from None
+            raise RequestRefused(
+                "not_routed", f"seq {seq} is on disk, the router is at {at}: it is down, or behind"
+            ) from None
 
     # --- streams -----------------------------------------------------------------------------------------------------
 
@@ -220,7 +219,7 @@ class PodBus:
         if self.streams >= _STREAMS:
             slow = longest_waiting(self._streams, PATIENCE_S)
             if slow is None:
-                raise Answer("too_many", f"{_STREAMS} streams are open already")
+                raise RequestRefused("too_many", f"{_STREAMS} streams are open already")
             self._streams.discard(slow)
             slow.end("others wanted to open a stream, and its client did not go on")
         self._streams.add(call)
@@ -231,89 +230,14 @@ class PodBus:
             call.close()
 
 
-def _forget(reply: "asyncio.Future[int] | Answer | None") -> None:
+def _forget(reply: "asyncio.Future[int] | RequestRefused | None") -> None:
     """Nobody waits for it any more, whatever comes."""
     if isinstance(reply, asyncio.Future):
         reply.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
-def _answer_of(err: KmqError) -> Answer:
+def _refusal_of(err: KmqError) -> RequestRefused:
     """What became of a message that the producer has given up."""
     if isinstance(err, Refused):
-        return Answer(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, ""))
-    return Answer("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))
-
-
-# --- as gRPC ---------------------------------------------------------------------------------------------------------
-
-
-def _load_schema() -> dict[str, Any]:
-    """Message classes by name, and the service as `PodBus`, from podbus.desc.
-
-    Not from generated Python, which works only with a protobuf at least as new as the protoc that made it.
-    """
-    compiled = descriptor_pb2.FileDescriptorSet.FromString((files("kmq.gateway") / "podbus.desc").read_bytes())
-    pool = descriptor_pool.Default()  # where reflection looks
-    pool.AddSerializedFile(compiled.file[0].SerializeToString())
-    found = pool.FindFileByName(compiled.file[0].name)
-    messages = {name: message_factory.GetMessageClass(it) for name, it in found.message_types_by_name.items()}
-    return messages | dict(found.services_by_name)
-
-
-_SCHEMA = _load_schema()
-SERVICE: str = _SCHEMA["PodBus"].full_name
-ProduceResponse, ConsumeResponse = _SCHEMA["ProduceResponse"], _SCHEMA["ConsumeResponse"]
-
-
-def handler(bus: PodBus, calls: Calls, requests: Requests, incidents: Incidents) -> Any:
-    """The service for a server: what the methods raise becomes a status, and every request is counted."""
-
-    @contextlib.asynccontextmanager
-    async def answered(method: str, context: Any) -> AsyncIterator[None]:
-        begin, code = time.perf_counter(), grpc.StatusCode.OK
-        try:
-            yield
-        except Answer as answer:
-            code = status_of(answer.code)
-            await refuse(context, answer)
-        except (asyncio.CancelledError, GeneratorExit):
-            code = grpc.StatusCode.CANCELLED  # by the client, or because its deadline has passed
-            raise
-        except Exception as err:
-            code = status_of("internal")
-            incidents.note("request_failed", method, type(err).__name__)
-            await refuse(context, Answer("internal", str(err)))
-        finally:
-            requests.count(method, code.name, time.perf_counter() - begin)
-
-    def unary(name: str, method: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-        async def serve(_: Any, context: Any) -> None:
-            async with calls.begin(context) as call, answered(name, context):
-                request = await calls.read(call, context)
-                await calls.write(call, context, await method(request, call))
-
-        return serve
-
-    def streaming(name: str, method: Callable[[Any, Any], AsyncGenerator[Any, None]], is_stream: bool) -> Any:
-        async def serve(requests: Any, context: Any) -> None:
-            async with calls.begin(context) as call, answered(name, context):
-                asked = calls.stream(call, requests) if is_stream else await calls.read(call, context)
-                async with contextlib.aclosing(method(asked, call)) as responses:
-                    async for response in responses:
-                        await calls.write(call, context, response)
-
-        return serve
-
-    serving = {
-        "Produce": unary("Produce", bus.produce),
-        "Consume": unary("Consume", bus.consume),
-        "ProduceStream": streaming("ProduceStream", bus.produce_stream, is_stream=True),
-        "ConsumeStream": streaming("ConsumeStream", bus.consume_stream, is_stream=False),
-    }
-    methods = {}
-    for name, serve in serving.items():
-        declared = _SCHEMA["PodBus"].methods_by_name[name]
-        request = message_factory.GetMessageClass(declared.input_type)
-        response = message_factory.GetMessageClass(declared.output_type)
-        methods[name] = grpc.stream_stream_rpc_method_handler(serve, request.FromString, response.SerializeToString)
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
+        return RequestRefused(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, ""))
+    return RequestRefused("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))

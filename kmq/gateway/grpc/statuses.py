@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import grpc
 
 from kmq import refusals
-from kmq.gateway.core.answers import Answer
+from kmq.gateway.core.refused import RequestRefused
 
 
 def status_of(code: str) -> grpc.StatusCode:
@@ -13,7 +13,7 @@ def status_of(code: str) -> grpc.StatusCode:
     return grpc.StatusCode[refusals.find(code).grpc]
 
 
-async def refuse(context: Any, refused: Answer) -> NoReturn:
+async def refuse(context: Any, refused: RequestRefused) -> NoReturn:
     """End a call with the status of its refusal."""
     await context.abort(status_of(refused.code), f"{refused.code}: {refused}")
     raise AssertionError("abort raises")

@@ -10,7 +10,7 @@
       records[?start=&end=&max_bytes=]   the stored lines as they are; KMQ-First-Offset and KMQ-Next-Offset say which
 
 A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. These are files;
-/v1/topics/{topic}/… stays free for an API of messages. Errors: {"code", "error"}; answers.py has codes and statuses.
+/v1/topics/{topic}/… stays free for an API of messages. Errors: {"code", "error"}; kmq/refusals.py has codes and statuses.
 
 Records     The bytes of the files, sent by the kernel (sendfile) once their crcs were found right (spans.py). Against writing
             the checked bytes from Python that is as fast or faster, at two thirds of the gateway's CPU time, and a slow reader
@@ -22,23 +22,19 @@ Threads     A few of its own, so that bulk reading leaves the consumers theirs; 
 """
 
 import asyncio
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from os.path import basename, isdir
 from typing import Any, TypeVar
 
 from aiohttp import web
 
-from kmq.gateway.core.answers import Answer
-from kmq.gateway.core.bounds import Bounds
 from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.catalog import END, Catalog
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.spans import Range, Span
-from kmq.log import identity, reader, topics
 from kmq.log.damage import DamageError
-from kmq.log.reader import WAL, Log
-from kmq.repair import ledger
+from kmq.log.reader import Log
 
 PAGES = {
     "/v1/broker": "which data directory this is",
@@ -48,20 +44,17 @@ PAGES = {
 }
 _THREADS = 4
 _STREAMS = 128  # responses with records at a time; each holds three descriptors
-_NEVER = (1 << 63) - 1
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Logs:
-    """The handlers. Looks only."""
+    """The handlers. They read, and change nothing."""
 
     def __init__(self, broker: Broker) -> None:
-        self._data, self._settings = broker.settings.data, broker.settings
-        self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
-        self._durable = 0
-        self._known = Bounds(self._data)
+        self._catalog = Catalog(broker)
+        self._deadline_s = broker.settings.line_deadline
         self._threads = ThreadPoolExecutor(_THREADS, "logs")
         self._sending: set[asyncio.Task[None] | None] = set()
 
@@ -96,92 +89,37 @@ class Logs:
     # --- what there is -----------------------------------------------------------------------------------------------
 
     async def broker(self, request: web.Request) -> web.Response:
-        def look() -> dict[str, str | int]:
-            form, _ = identity.version(self._data) or (0, 0)
-            return {
-                "data_id": identity.read(self._data, "id"),
-                "format": str(form),
-                "instance": self._settings.instance,
-                "marks_from": identity.marks_from(self._data),
-            }
-
-        return web.json_response(await self._run(look))
+        return web.json_response(await self._run(self._catalog.identity))
 
     async def topics(self, request: web.Request) -> web.Response:
-        after, limit = (
-            request.query.get("after", ""),
-            _number("limit", request.query.get("limit", str(_NEVER)), least=1),
-        )
-
-        def look() -> list[dict[str, object]]:
-            names = topics.names(self._data)
-            start = bisect_right(names, after)
-            return list(self._known.rows(names[start : start + limit]))
-
-        return web.json_response(await self._run(look))
+        limit = _number("limit", request.query.get("limit", str(END)), least=1)
+        return web.json_response(await self._run(self._catalog.topics, request.query.get("after", ""), limit))
 
     async def ledger(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._run(ledger.read, self._data, self._router.seq))
+        return web.json_response(await self._run(self._catalog.ledger))
 
     async def logs(self, request: web.Request) -> web.Response:
         asked = request.query.getall("topic", [])
         if "" in asked:
-            raise Answer("bad_request", "topic=: must be the name of a topic, or be left out")
-
-        def look() -> list[dict[str, Any]]:
-            found = []
-            for topic in asked or [*topics.names(self._data), WAL]:
-                for number in range(self._partitions(topic)):
-                    first, end = self._bounds(topic, number)
-                    found.append({"topic": topic, "partition": number, "first_offset": first, "end_offset": end})
-            return found
-
-        return web.json_response(await self._run(look))
-
-    def _partitions(self, topic: str) -> int:
-        """0 where there is no such topic."""
-        if topic == WAL:
-            return 1
-        is_name = topic == basename(topic) and not topic.startswith(".")  # it comes from afar
-        return self._known.declared(topic)[0] if is_name and isdir(f"{self._data}/topics/{topic}") else 0
-
-    def _log(self, topic: str, partition: int) -> Log:
-        return reader.wal(self._data) if topic == WAL else reader.partition(self._data, topic, partition)
-
-    def _bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        if topic != WAL:
-            return self._known.of(topic, partition)
-        log = self._log(topic, partition)
-        end = self._end(topic, log)  # first: what retention takes in between is then seen as taken
-        return min(log.first_offset, end), end
-
-    def _end(self, topic: str, log: Log) -> int:
-        return log.end_offset() if topic != WAL else self._durable_seq() + 1
-
-    def _durable_seq(self) -> int:
-        """The highest we have seen: durability that starts again counts from 0 until it has recovered."""
-        self._durable = max(self._durable, self._durability.seq)
-        if not self._durable and self._durability.state_name != "ready":
-            raise Answer("not_ready", "what of the WAL is durable is known when durability has recovered")
-        return self._durable
+            raise RequestRefused("bad_request", "topic=: must be the name of a topic, or be left out")
+        return web.json_response(await self._run(self._catalog.logs, asked))
 
     # --- one log -----------------------------------------------------------------------------------------------------
 
     def _asked(self, request: web.Request) -> tuple[str, Log]:
+        """Return the topic and the log that a path names."""
         topic, partition = request.match_info["topic"], _number("partition", request.match_info["partition"])
-        if partition >= self._partitions(topic):
-            raise Answer("not_found", f"there is no partition {partition} of topic {topic!r}")
-        return topic, self._log(topic, partition)
+        return topic, self._catalog.open(topic, partition)
 
     async def offset(self, request: web.Request) -> web.Response:
         given = [name for name in ("time", "seq") if name in request.query]
         if len(given) != 1:
-            raise Answer("bad_request", "give time=<microseconds since the epoch> or seq=<number>, one of them")
+            raise RequestRefused("bad_request", "give time=<microseconds since the epoch> or seq=<number>, one of them")
         target = _number(given[0], request.query[given[0]])
 
         def look() -> int:
             topic, log = self._asked(request)
-            end = self._end(topic, log) if topic == WAL else _NEVER
+            end = self._catalog.readable_end(topic)
             return min(log.offset_of_time(target) if given == ["time"] else log.offset_of_seq(target), end)
 
         return web.json_response({"offset": await self._run(look)})
@@ -196,10 +134,10 @@ class Logs:
         return web.json_response({"cuts": await self._run(look)})
 
     def _range(self, request: web.Request) -> tuple[Log, int, int]:
-        """The log that is asked for, and the range of offsets."""
+        """Return the log that is asked for, and the range of offsets."""
         start, end = (_number(name, request.query.get(name, default)) for name, default in _RANGE.items())
         topic, log = self._asked(request)
-        return log, start, min(end, self._end(topic, log)) if topic == WAL else end
+        return log, start, min(end, self._catalog.readable_end(topic))
 
     async def records(self, request: web.Request) -> web.StreamResponse:
         max_bytes = _number("max_bytes", request.query.get("max_bytes", "0"))
@@ -225,7 +163,7 @@ class Logs:
         await response.prepare(request)
         try:
             while span:
-                async with asyncio.timeout(self._settings.line_deadline):
+                async with asyncio.timeout(self._deadline_s):
                     await _sendfile(request, span)
                 span = await self._run(asked.take)
         except (DamageError, OSError, TimeoutError):  # it is less than was announced, so the reader knows
@@ -237,7 +175,7 @@ class Logs:
     @contextmanager
     def _stream(self) -> Iterator[None]:
         if len(self._sending) >= _STREAMS:
-            raise Answer("too_many", f"{_STREAMS} responses with records are being read already")
+            raise RequestRefused("too_many", f"{_STREAMS} responses with records are being read already")
         task = asyncio.current_task()
         self._sending.add(task)
         try:
@@ -246,7 +184,7 @@ class Logs:
             self._sending.discard(task)
 
 
-_RANGE = {"start": "0", "end": str(_NEVER)}
+_RANGE = {"start": "0", "end": str(END)}
 
 
 async def _sendfile(request: web.Request, span: Span) -> None:
@@ -265,8 +203,8 @@ def _answering(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except DamageError as err:
-            return _refusal(Answer("damaged", str(err)), **_fields(err))
-        except Answer as err:
+            return _refusal(RequestRefused("damaged", str(err)), **_fields(err))
+        except RequestRefused as err:
             return _refusal(err)
 
     return answer
@@ -276,11 +214,11 @@ def _fields(err: DamageError) -> dict[str, Any]:
     return {name: getattr(err, name) for name in ("path", "byte", "end", "first_offset", "next_offset", "what")}
 
 
-def _refusal(answer: Answer, **fields: object) -> web.Response:
+def _refusal(answer: RequestRefused, **fields: object) -> web.Response:
     return web.json_response({"code": answer.code, "error": str(answer), **fields}, status=answer.refusal.http)
 
 
 def _number(name: str, text: str, least: int = 0) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= _NEVER):
-        raise Answer("bad_request", f"{name}={text[:40]!r}: is a whole number of at least {least}")
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= END):
+        raise RequestRefused("bad_request", f"{name}={text[:40]!r}: is a whole number of at least {least}")
     return int(text)

@@ -5,7 +5,7 @@ from kmq.errors import KmqError
 from kmq.refusals import Refusal
 
 
-class Answer(KmqError):
+class RequestRefused(KmqError):
     """A request is refused. `code` is one of kmq/refusals.py, or what a newer broker has sent."""
 
     def __init__(self, code: str, text: str = "") -> None:
