@@ -12,6 +12,7 @@ import pytest
 from chaos.by_hand import Client, message
 from chaos.pod import Pod
 from chaos.wall_clock import WallClock
+from kmq.broker import clock
 
 Make = Callable[..., Pod]
 
@@ -66,6 +67,8 @@ def test_a_clock_that_is_ahead_for_some_seconds_deletes_nothing(make_pod: Make, 
     assert not pod.events("segment_deleted") and segments_of(pod)[: len(before)] == before
 
     wall.set(7200)
+    rows = [row for name in ("framer", "durability", "router") if (row := pod.row(name))]
+    pod.wait(lambda: all(map(clock.steady_in_s, rows)), "all notice it again, so that trust comes after it")
     done = kmq(pod, wall, "clock", "--trust")
     assert done.returncode == 0, done.stderr
     pod.wait(lambda: len(segments_of(pod)) < len(before) / 2, "an operator who says that it is right is believed")

@@ -37,7 +37,7 @@ def bus(broker):
     with grpc.insecure_channel(address(broker)) as channel:
 
         def call(method, **fields):
-            declared = MESSAGES["PodBus"].methods_by_name[method]
+            declared = schema.METHODS[method]
             request, response = MESSAGES[declared.input_type.name], MESSAGES[declared.output_type.name]
             invoke = channel.unary_unary(f"/{schema.SERVICE}/{method}", request.SerializeToString, response.FromString)
             return invoke(request(**fields), wait_for_ready=True, timeout=30)
