@@ -1,7 +1,7 @@
 """Parse JSON payloads into typed columns, exactly: with the reason why a payload is bad, and what no column holds.
 
-    rows = spark.read.format("kmq").schema("value binary, …").option("path", "data").option("subscribe",
-    "orders").load() parse(rows, "price double, user string NOT NULL", rest=True).where("reason is null").show()
+    rows = spark.read.format("kmq").schema("value binary, …").option("path", "data").option("subscribe", "o").load()
+    parse(rows, "price double, user string NOT NULL", rest=True).where("reason is null").show()
 
 Invariant   A row has no reason only if its payload is exactly one JSON object (RFC 8259, UTF-8) and each of its values
             is in its column, at every depth, with the type of the schema. With `rest`, each field that is not in the

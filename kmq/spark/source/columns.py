@@ -368,7 +368,7 @@ _ALIASES = {
 
 
 def batch(block: Block, where: Where, names: Sequence[str], exact: Sequence[bool], schema: pa.Schema) -> pa.RecordBatch:
-    """Return the columns `names` of a block; `exact[i]`: as bytes (`is_exact`). Spark expects the Arrow schema `schema`."""
+    """Return the columns `names` of a block; `exact[i]`: as bytes (`is_exact`). Spark expects `schema`."""
     wanted = [(_ALIASES.get(name, name), as_bytes) for name, as_bytes in zip(names, exact, strict=True)]
     made = {(name, as_bytes): _MAKE[name](block, where, as_bytes) for name, as_bytes in dict.fromkeys(wanted)}
     arrays = [made[column] for column in wanted]

@@ -23,7 +23,7 @@ _ONE, _4, _8, _16, _32 = (np.uint64(bits) for bits in (1, 4, 8, 16, 32))
 
 
 def parse(data: Numbers, begins: Numbers, ends: Numbers) -> Numbers | None:
-    """Return the numbers at begins[i]…ends[i]; None if one is no number, or unless all have up to 8 or all 9 to 16 digits."""
+    """Return the numbers at begins[i]…ends[i]. They must have up to 8 digits each or 9 to 16 each, else None."""
     if not len(begins) or len(data) < 2 * _WORD:
         return None
     widths = ends - begins

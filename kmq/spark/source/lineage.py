@@ -42,7 +42,7 @@ def stamp_at(broker: Broker, topic: str, partition: int, start: int, end: int) -
 
 
 def stamp_before(broker: Broker, topic: str, partition: int, first: int, offset: int) -> Stamp | None:
-    """Return the stamp of the last record of offsets first…offset-1 left by compaction; None if not near, or unreadable."""
+    """Return the stamp of the last remaining record of first…offset-1; None if it is not near or unreadable."""
     if isinstance(broker, Directory) and (stamp := broker.stamp_at_end(topic, partition, offset)):
         return stamp
     try:
@@ -63,8 +63,8 @@ def stamp_before(broker: Broker, topic: str, partition: int, first: int, offset:
 def wal_has(broker: Broker, stamp: Stamp) -> bool | None:
     """Return whether the WAL has this record; None if it cannot tell.
 
-    It cannot tell if retention removed the record, a repair named it as lost, or a gateway does not know yet how much of
-    the WAL is durable.
+    It cannot tell if retention removed the record, a repair named it as lost, or a gateway does not know yet how much
+    of the WAL is durable.
     """
     seq = stamp[0]
     try:
@@ -78,7 +78,7 @@ def wal_has(broker: Broker, stamp: Stamp) -> bool | None:
 
 
 def partition_has(broker: Broker, topic: str, partition: int, stamp: Stamp, offset: int, end: int) -> bool:
-    """Return True if a partition may be the same that was read up to `offset`, with the record of `stamp` as the last."""
+    """Return True if a partition may be the one that was read up to `offset`, with `stamp` as the last record."""
     seq = stamp[0]
     at = broker.offset_of_seq(topic, partition, seq)
     try:

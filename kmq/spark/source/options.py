@@ -160,7 +160,7 @@ class Options:
         """Raise ConfigError if the user's schema lacks a column that an option requests."""
         from kmq.spark.source import (
             columns,
-        )  # imported here: it needs numpy, which kmq pipeline status must work without
+        )  # here: it needs numpy, which kmq pipeline status must work without
 
         for option, is_on, needed in (
             ("includeOrigin", self.include_origin, columns.ORIGIN),

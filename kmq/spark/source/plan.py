@@ -199,7 +199,7 @@ def within(span: Range, bounds: Bounds) -> Range:
 
 
 def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool) -> list[Range]:
-    """Return the ranges to read, in order of keys. With `fail_on_data_loss`, raise DataLossError if records are lost."""
+    """Return the ranges to read, in order of keys. With `fail_on_data_loss`, raise DataLossError if some are lost."""
     spans = wanted(start, dict(sorted(end.items())))
     if fail_on_data_loss:
         check_there(spans, bounds)

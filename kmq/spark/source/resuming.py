@@ -38,7 +38,7 @@ class Resumption:
         """Raise DataLossError if a broker now has other records than those that were read.
 
         Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
-        `read` back to the first record received after the last one read (no earlier one is new), and reads `bounds` again.
+        `read` back to the first record received after the last one read (no earlier is new), and reads `bounds` again.
         """
         for name, broker in self._logs.brokers.items():
             stamps = {key: stamp for key, stamp in read.last.items() if key[0] == name}

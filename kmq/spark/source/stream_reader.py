@@ -51,7 +51,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         bounds = self._logs.bounds()
         starts = self._logs.starting(bounds, LATEST)
         self._logs.check_complete(bounds)
-        # Spark asks again after an uncommitted first batch. Its end must tell where it began, because `latest` has moved.
+        # Spark asks again after an uncommitted first batch. Its end tells where it began, because `latest` has moved.
         position = Position(starts, self._logs.identities(), begins=dict(starts))
         self._remember(position, position.offsets, bounds)
         return position.to_json()
