@@ -9,6 +9,8 @@ from datetime import datetime
 import play as player
 import pytest
 
+import kmq
+
 ROOT = player.ROOT
 LARGEST_MIB = 90  # on top of the base image: what a node pulls for KMQ
 
@@ -40,7 +42,7 @@ def test_labels_say_which_version_of_what_it_is(image):
         for name, text in inspect(image)["Config"]["Labels"].items()
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (found["version"], found["licenses"]) == (project["version"], project["license"]["text"])
+    assert (found["version"], found["licenses"]) == (kmq.__version__, project["license"]["text"])
     revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert found["revision"] == revision.strip() and datetime.fromisoformat(found["created"])
     assert found.get("source", "https://").startswith(("https://", "http://")) and "@" not in found.get("source", "")

@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from commands import clean_env, wait
 from made_data import append, write_data
 
-from kmq.spark.streaming import checkpoint, reset, status
+from kmq.spark.pipelines import route
+from kmq.spark.streaming import checkpoint, listener, reset, status
 
 # As where pip install kmq was all: neither pyspark nor what Arrow needs, and no Java.
 BARE = """
@@ -48,6 +50,22 @@ def copied(spark, tmp_path):
     copying(spark, tmp_path / "data", tmp_path / "c", seen).awaitTermination()
     wait(lambda: not checkpoint.Checkpoint(tmp_path / "c").holder())  # the end of a query is told behind it
     return made, str(tmp_path / "c"), seen
+
+
+def test_a_pipeline_returns_when_its_last_status_is_written(spark, tmp_path, monkeypatch):
+    """The JVM reports the end of a query behind it: whoever removed the directory at once found a file in the making."""
+    made = write_data(tmp_path / "pod", [b"orders|0|%d|a" % n for n in range(20)])
+    write, waits = listener._Query.write, threading.Event()
+
+    def write_late(query, at_once=False):
+        if query.status["state"] != "running":
+            waits.wait(0.5)  # nobody sets it: a disk that is slow
+        write(query, at_once)
+
+    monkeypatch.setattr(listener._Query, "write", write_late)
+    assert route.run(spark, {"path": made}, str(tmp_path / "to")) == 20
+    found = checkpoint.Checkpoint(tmp_path / "to" / ".kmq" / "checkpoint")
+    assert found.status()["state"] == "ended" and not found.holder()
 
 
 def test_status_tells_position_lag_and_late_rows_without_java_and_pyspark(copied, tmp_path):

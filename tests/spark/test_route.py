@@ -180,7 +180,7 @@ def test_another_table_may_take_the_place_of_the_pods_own(spark, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": "text"}, "--as 'text': is one of log, parquet, delta"),
+        ({"format": "text"}, "--as 'text': must be one of log, parquet, delta, iceberg"),
         ({"where": "two"}, "is for the WAL of one data directory"),
         ({"table": "."}, "--table: not with --as log"),
         ({"to": "other"}, "holds another pod's queues"),

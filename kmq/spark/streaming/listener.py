@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 WRITE_S = 1.0  # between two writes of one query's status
+_SETTLE_S = 5.0  # longest wait for the last status of a query that has ended
 _SAID = 500  # characters of an error that are kept
 
 
@@ -43,6 +44,15 @@ def listen(spark: "SparkSession") -> None:
             listener = Listener(spark)
             spark.streams.addListener(listener)
             spark._kmq_listener = listener  # type: ignore[attr-defined]
+
+
+def settle(spark: "SparkSession", run_id: str) -> None:
+    """Wait until the end of a run is written and its lock is released, so that its directory can be read, reset or removed.
+
+    The JVM reports the end of a run some time after the query has ended. Never fails; gives up after a few seconds.
+    """
+    with suppress(Exception):
+        spark._kmq_listener.wait_for_end(run_id)  # type: ignore[attr-defined]
 
 
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
@@ -84,7 +94,7 @@ class Listener(StreamingQueryListener):
         self._log = Logger("spark")
         self._queries: dict[str, _Query] = {}  # by run
         self._locks: dict[str, FileLock] = {}  # by directory: a run may begin before the end of the last one is told
-        self._turn = threading.Lock()
+        self._turn = threading.Condition()  # notified when a run is removed
 
     @property
     def _jlistener(self) -> Any:
@@ -134,8 +144,8 @@ class Listener(StreamingQueryListener):
 
     @_harmless
     def onQueryTerminated(self, event: Any) -> None:
-        with self._turn:
-            query = self._queries.pop(str(event.runId()))
+        run_id = str(event.runId())
+        query = self._queries[run_id]
         said = event.exception()
         query.status |= {
             "state": "failed" if said.isDefined() else "ended",
@@ -146,8 +156,17 @@ class Listener(StreamingQueryListener):
             query.write(at_once=True)
         finally:
             with self._turn:
+                del self._queries[run_id]
                 if not any(other.directory == query.directory for other in self._queries.values()):
-                    self._locks.pop(query.directory).release()
+                    lock = self._locks.pop(query.directory, None)
+                    if lock is not None:
+                        lock.release()
+                self._turn.notify_all()
+
+    def wait_for_end(self, run_id: str) -> None:
+        """Wait until `onQueryTerminated` is done with a run."""
+        with self._turn:
+            self._turn.wait_for(lambda: run_id not in self._queries, _SETTLE_S)
 
     def _warn(self, name: str, progress: dict[str, Any], missing: int) -> None:
         self._log.warn(

@@ -46,6 +46,8 @@ ONCE = Trigger()
 
 def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late.FAIL) -> None:
     """Run a stream to its end. Raises LateError when a batch has left out late rows, unless `on_late` is drop."""
+    from kmq.spark.streaming.listener import settle  # here: it needs pyspark
+
     triggered = stream.trigger(availableNow=True) if trigger.once else stream.trigger(processingTime=trigger.every)
     starts, pause = 0, _PAUSE_S
     while not stopping.is_set():
@@ -73,6 +75,7 @@ def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late
             pause *= 2
         finally:
             query.stop()
+            settle(stream._spark, str(query.runId))
 
 
 def _to_its_end(query: "StreamingQuery", on_late: str) -> None:
