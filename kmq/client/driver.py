@@ -1,9 +1,10 @@
 """The threads of a kmq.Producer: callers and one of its own take turns at the socket.
 
-Turns       Of the callers that wait for replies one attends to the socket, so that a caller who sends and waits does all of it
-            itself, without a change of threads. The background thread makes connections, and attends when no caller does.
-Locking     One lock guards the core and the channel; nobody waits while holding it. Callbacks and reports run without it,
-            callbacks in the thread that attends, one after the other, in order.
+Turns       Of the callers that wait for replies one attends to the socket, so that a caller who sends and waits does
+            all of it itself, without a change of threads. The background thread makes connections, and attends when
+            no caller does.
+Locking     One lock guards the core and the channel; nobody waits while holding it. Callbacks and reports run without
+            it, callbacks in the thread that attends, one after the other, in order.
 """
 
 import threading

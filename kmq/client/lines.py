@@ -1,17 +1,20 @@
 """Lines as a client writes and reads them, and the plain protocol: fire and forget, in blocks.
 
-Payloads    Tools that pass on lines of text (`kmq produce`, the demo) leave bytes as they are and encode only what no line can
-            hold: NUL and newline. The Python clients encode whatever is not printable text: text is UTF-8 without
-            control characters other than tab and carriage return, so that `tail -F` of a queue can drive no terminal. Either way
-            it is base64 with the header `enc=b64`, and `decode_payload` gives back the very bytes.
-Null        No value (None) is an empty payload: under `cleanup=compact` a tombstone. An empty value is an empty payload with
-            `enc=b64`, the base64 of nothing.
-Keys        Text or bytes, percent-encoded, behind a mark (kmq/record.py): whichever topics are declared, now or later, the
-            message goes to the one that was named. Dots are encoded too, as they were before there were marks: so a key keeps
-            its text, and with it its partition. `decode` gives the text back, `decode_bytes` the bytes.
+Payloads    Tools that pass on lines of text (`kmq produce`, the demo) leave bytes as they are and encode only what no
+            line can hold: NUL and newline. The Python clients encode whatever is not printable text: text is UTF-8
+            without control characters other than tab and carriage return, so that `tail -F` of a queue can drive no
+            terminal. Either way it is base64 with the header `enc=b64`, and `decode_payload` gives back the very
+            bytes.
+Null        No value (None) is an empty payload: under `cleanup=compact` a tombstone. An empty value is an empty
+            payload with `enc=b64`, the base64 of nothing.
+Keys        Text or bytes, percent-encoded, behind a mark (kmq/record.py): whichever topics are declared, now or
+            later, the message goes to the one that was named. Dots are encoded too, as they were before there were
+            marks: so a key keeps its text, and with it its partition. `decode` gives the text back, `decode_bytes`
+            the bytes.
 
-Promise     close() returns only after ingress has taken every byte and closed its side, so an error on the way is seen. What
-            ingress took is durable a moment later, but nobody says so: that is the acknowledged protocol's job.
+Promise     close() returns only after ingress has taken every byte and closed its side, so an error on the way is
+            seen. What ingress took is durable a moment later, but nobody says so: that is the acknowledged protocol's
+            job.
 """
 
 import contextlib

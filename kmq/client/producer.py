@@ -6,10 +6,11 @@
         producer.send_many("orders", [b"three", b"four"])
                                                                          # leaving: everything has its reply, or it raises
 
-Promise     No call waits for ever in silence: each has a timeout, whose error says what was waited for, and a producer without
-            replies for stall_s reports it (on_stall). A message that failed is an exception of its result(), an argument
-            of its callback, or, if there is neither, raised by flush() and close().
-Threads     kmq/client/driver.py. Callbacks run one after the other, in order; a callback that blocks holds up the others.
+Promise     No call waits for ever in silence: each has a timeout, whose error says what was waited for, and a
+            producer without replies for stall_s reports it (on_stall). A message that failed is an exception of its
+            result(), an argument of its callback, or, if there is neither, raised by flush() and close().
+Threads     kmq/client/driver.py. Callbacks run one after the other, in order; a callback that blocks holds up the
+            others.
 """
 
 import atexit

@@ -7,11 +7,12 @@
     wire.py      hello, its reply, replies             delivery.py  a message on its way, and its outcome
     options.py   what a producer can be told           failures.py  why a message was not stored
 
-Invariant   Messages leave in the order in which they came, and a message without a reply stays here: `lost` puts everything in
-            flight back in front of the queue, with the same ids. So the next connection sends it again, and the broker answers
-            `!dup` for what it had stored. Every message gets exactly one outcome: a seq, or an error.
-Memory      Bounded by max_in_flight and max_in_flight_bytes: `window.is_full` until replies come. A message, or one list of
-            them, is let in whole as long as the window is not full.
+Invariant   Messages leave in the order in which they came, and a message without a reply stays here: `lost` puts
+            everything in flight back in front of the queue, with the same ids. So the next connection sends it again,
+            and the broker answers `!dup` for what it had stored. Every message gets exactly one outcome: a seq, or an
+            error.
+Memory      Bounded by max_in_flight and max_in_flight_bytes: `window.is_full` until replies come. A message, or one
+            list of them, is let in whole as long as the window is not full.
 Threads     None: callers lock.
 """
 

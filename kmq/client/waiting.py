@@ -1,6 +1,7 @@
 """What a command does while the broker takes nothing: it waits, and says on stderr what for.
 
-Backpressure is the contract: a broker that has no room takes no more, and who waits loses nothing. Only silence is wrong.
+Backpressure is the contract: a broker that has no room takes no more, and who waits loses nothing. Only silence is
+wrong.
 """
 
 import math
