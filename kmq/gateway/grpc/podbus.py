@@ -182,7 +182,7 @@ class PodBus:
     async def _next(self, feed: Feed, call: Call) -> Record | None:
         """Return the next record, waiting until all durable records are routed; None if no such record is stored.
 
-        Before reading, reserve memory for the longest record and its copies; afterwards keep only what the records need.
+        Reserves memory for the longest record and its copies before reading; afterwards only what the records need.
         """
         if not feed.ready:
             durable = self.watermark.durable
