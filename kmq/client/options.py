@@ -26,8 +26,8 @@ class Options:
                           - let ids be generated: they continue from `first_id`, or after the last id that the broker
                             knows for this name, which the first connection asks for. If the broker has stored a
                             generated id already, that is an error (code id_reused), never a success.
-                        A repeated id with other content fails (id_reused). An id below the last one that the broker does
-                        not know as stored fails too (id_too_old). Neither message is stored.
+                        A repeated id with other content fails (id_reused). An id below the last one fails too, unless
+                        the broker knows it as stored (id_too_old). Neither message is stored.
         Two programs with one name: the later one fences the earlier one.
         window=         ids are any text; the broker knows them as stored for KMQ_DEDUPE_COUNT ids and KMQ_DEDUPE_AGE.
         dedupe=False    no memory at all: a message without a reply when a connection broke may be stored twice.
@@ -37,25 +37,19 @@ class Options:
     window: str = ""
     dedupe: bool = True
     first_id: int | None = None
-    # How long to gather messages for one write. None: until the next reply, if one is awaited. 0: one write per message.
+    # How long to gather messages for a write. None: until the next reply, if one is awaited. 0: a write per message.
     linger_ms: float | None = None
     batch_bytes: int = 64 * KIB  # this many gathered bytes are written at once, whatever linger_ms says
     max_in_flight: int = 100_000  # maximum number of messages without a reply, including those not yet written
     max_in_flight_bytes: int = 32 * MIB
     timeout_s: float = 60.0  # of every waiting call that gets no timeout of its own
-    delivery_timeout_s: float | None = (
-        None  # a message fails with NotAnswered after this time without a reply; None: never
-    )
-    retry: frozenset[str] = (
-        RETRYABLE  # refusals after which the producer reconnects and sends again; other refusals fail the message
-    )
+    delivery_timeout_s: float | None = None  # a message without a reply fails after it (NotAnswered); None: never
+    retry: frozenset[str] = RETRYABLE  # refusals to retry on a new connection; others fail the message
     token: str = ""  # bearer token
     tls: ssl.SSLContext | None = None
     server_hostname: str | None = None
     stall_s: float = 5.0  # how long without a reply until the producer reports a stall, and between reports
-    on_stall: Callable[[str], None] | None = (
-        None  # called with the report; None: log a warning with the logger kmq.producer
-    )
+    on_stall: Callable[[str], None] | None = None  # called with the report; None: logger kmq.producer warns
 
     def __post_init__(self) -> None:
         for field in ("producer", "window"):

@@ -34,12 +34,12 @@ class Delivery(CoreDelivery):
     _driver: Driver
 
     def results(self, timeout: float | None = None) -> list[int]:
-        """Wait until all are on disk. Returns the seq of each; 0 if it was stored too long ago for the broker to know."""
+        """Wait until all are on disk. Returns the seq of each; 0 if it was stored too long ago to know its seq."""
         self.result(timeout)
         return self.seqs
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until all is on disk. Returns the seq, or that of the first message of a list. Raises the first error."""
+        """Wait until all is on disk. Returns the (first) seq, or raises the first error."""
         self._driver.wait(lambda: self.done, timeout, "the reply to this message")
         if self.error is not None:
             self.seen = self._driver.told = True

@@ -164,7 +164,7 @@ class Core:
     # --- replies in --------------------------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
-        """Take replies. Raises Refused if the producer has `failed`, or the connection must be replaced (call `lost`)."""
+        """Take replies. Raises Refused if the producer has `failed`, or if the caller must reconnect (`lost`)."""
         replies = self._replies
         for line in replies.split(data):
             answered = replies.answered

@@ -38,8 +38,8 @@ class Window:
     def is_half_free(self) -> bool:
         """Return True if senders that a full window blocked may resume.
 
-        They wait for half of the window so that messages travel in few, large groups: the broker's cost of a group hardly
-        depends on its size. With 64 messages in flight this more than doubles the throughput.
+        They wait for half of the window so that messages travel in few, large groups: the broker's cost of a group
+        hardly depends on its size. With 64 messages in flight this more than doubles the throughput.
         """
         return self.unanswered <= self._max_messages // 2 and self.bytes <= self._max_bytes // 2
 
