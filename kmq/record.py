@@ -23,7 +23,7 @@ RESERVED = (b"append", b"dropped")  # their symlinks <topic>.log would be the br
 MALFORMED = b"dead.malformed"
 # Room that the header of a dead.malformed line takes beyond a payload of KMQ_MAX_LINE bytes.
 MALFORMED_OVERHEAD = 256
-CONTROL = b"!+-"  # first bytes of the FIFO's control lines (kmq/ingress/intake.py); no topic begins with one
+CONTROL = b"!+-"  # first bytes of the FIFO's control lines (kmq/links/raw.py); no topic begins with one
 
 # The first label of a routing key. Every legal topic begins with one, so a key is legal exactly when this is:
 # the text before the first dot is a topic name, and a longer declared topic was checked when it was declared.

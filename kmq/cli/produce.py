@@ -12,7 +12,6 @@ import typer
 from kmq.cli.helptext import examples
 from kmq.cli.obstacle import obstacle
 from kmq.cli.progress import counted
-from kmq.client.delivery import Delivery
 from kmq.client.lines import LineSender, format_message, read_port
 from kmq.client.waiting import STALL_S, Patience, say
 from kmq.errors import ConfigError, KmqError, RetryError

@@ -46,11 +46,14 @@ class Ids:
         self._next = number + 1
         return f"{self.prefix}-{number}".encode()
 
-    def make_numbers(self, count: int) -> int | None:
-        """Return the first of the next `count` numbers of a producer; None if messages have no ids."""
-        first = self._next
+    @property
+    def next_number(self) -> int | None:
+        """The number that a producer's next message gets; None if messages have no numbers."""
+        return self._next if self.name else None
+
+    def skip(self, count: int) -> None:
+        """Continue after `count` more numbers, which messages have got."""
         self._next += count
-        return first if self.name else None
 
     def make_field(self, id: str | int | None, headers: Mapping[str, str] | None) -> bytes:
         """Return the id field with its headers, for the user's `id` or a generated id."""

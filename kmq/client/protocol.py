@@ -94,7 +94,8 @@ class Core:
         if ids.prefix:
             data = b"".join(format_text(routing_key, payload, ids.make(), ts) for payload in payloads)
         else:
-            data = format_many(routing_key, payloads, ts, ids.make_numbers(len(payloads)))
+            data = format_many(routing_key, payloads, ts, ids.next_number)
+            ids.skip(len(payloads))
             delivery.is_provisional = ids.is_provisional
         self.add_lines(delivery, data, len(payloads))
 

@@ -153,7 +153,7 @@ class Limits:
         return size > 0 and self.retention_age != FOREVER and newest_ts() <= (now_s - self.retention_age) * 1e6
 
     def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float) -> int:
-        """How many of the oldest sealed segments have to go. `now_s`: by a clock that is trusted (clock.py)."""
+        """How many of the oldest sealed segments have to go. `now_s`: by a trusted clock (kmq/broker/clock.py)."""
         total = active_bytes + sum(each.size for each in sealed) if self.retention_bytes else 0
         youngest = (now_s - self.retention_age) * 1e6
         for count, each in enumerate(sealed):

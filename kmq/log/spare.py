@@ -1,8 +1,8 @@
 """A little room that is ours, given up where the disk has none left: to make room takes some first.
 
 Retention deletes what a checkpoint does not need any more, and a checkpoint is a new file; an active segment is sealed
-by beginning another one. What is kept free (room.py) is not ours: other programs fill the disk as well, and who writes
-into the FIFO asks nobody.
+by beginning another one. What is kept free (kmq/broker/admission.py) is not ours: other programs fill the disk as
+well, and who writes into the FIFO asks nobody.
 
 Owner       durability claims it while there is plenty; each stage that finds no room for what makes room releases it.
             Never for messages: with that it would be used up before it could help.

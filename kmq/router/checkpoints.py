@@ -28,7 +28,8 @@ class Checkpoints:
 
     def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs, sorter: Sorter) -> None:
         self._context, self._in_force, self._logs, self._sorter = context, in_force, logs, sorter
-        self.writer = checkpoint.Checkpointer(context.data, context.wait_for_room, context.logger)
+        # Its thread only waits for room. To make room would change the logs, which belong to the thread that routes.
+        self.writer = checkpoint.Checkpointer(context.data, context.wait_outside, context.logger)
         self.dirty: list[str] = []  # files mended or made since the last checkpoint, besides what the logs know of
         self.kept: list[Segment] = []  # last records that outlive their segments with the next checkpoint
         self.started_at = time.monotonic_ns()

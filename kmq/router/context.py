@@ -23,7 +23,7 @@ class Context:
         # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.
         self.make_room: Callable[[], object] = partial(spare.release, data)
         self.check: Callable[[], None] = lambda: None  # a sign of life, called again and again in long work
-        self.now_s: Callable[[], float] = time.time  # for ages; the stage gives its trusted clock (clock.py)
+        self.now_s: Callable[[], float] = time.time  # for ages; the stage gives its trusted clock (kmq/broker/clock.py)
 
     def wait_for_room(self, path: str) -> None:
         """The disk is full, perhaps in the middle of an append. Make room first, then wait."""

@@ -354,6 +354,15 @@ def test_made_ids_go_on_after_those_of_the_user():
     assert ids(take(core)) == [b"1", b"10", b"11", b"20", b"21"]
 
 
+def test_a_list_that_cannot_be_sent_takes_no_ids():
+    core = make(producer="a", first_id=1)
+    with pytest.raises(TypeError):
+        core.add_many(Delivery(), b"t", [b"x", 5], ts=1.5)
+    assert core.ids.last == 0
+    add_many(core, 2)
+    assert ids(take(core)) == [b"1", b"2"]
+
+
 @pytest.mark.parametrize("id", ["x", "-1", "1.5", "", "٣", 10**18])
 def test_an_id_that_no_producer_can_have_is_refused_here(id):
     with pytest.raises(ValueError, match="id"):

@@ -400,3 +400,20 @@ def test_a_checkpoint_is_due_by_bytes_at_every_turn_not_once_a_second(data, monk
     made.settle()
     assert checkpoint.routed_seq(data) > 9
     made.close()
+
+
+def test_a_checkpoint_that_waits_for_room_waits_only(data, monkeypatch):
+    waits, real, refusals = [], checkpoint.replace_file, iter([True])
+    made = Queues(data, waits.append, FakeLogger(), NEVER)
+    made.recover(0, lambda: None)
+    made.context.make_room = lambda: waits.append("made room")  # that changes logs, which belong to another thread
+
+    def full_once(path, content):
+        if path.endswith("router.ckpt") and next(refusals, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(checkpoint, "replace_file", full_once)
+    made.checkpoints.start()
+    made.settle()
+    assert waits == [f"{data}/router.ckpt"] and checkpoint.load(data)[0] == 0

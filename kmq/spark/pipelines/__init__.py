@@ -1,1 +1,1 @@
-"""The pipelines: each a module with functions of DataFrames, and `run`, which `kmq pipeline run <name>` calls."""
+"""The pipelines: each is a module with functions on DataFrames, and `run`, which `kmq pipeline run <name>` calls."""

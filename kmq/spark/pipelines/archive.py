@@ -4,13 +4,13 @@
     rows = spark.read.format("kmq").schema(READ).option("path", "data").option("subscribe", "orders").load()
     enrich(parse(rows, "price double, user string NOT NULL")).where("reason is null").show()
 
-A stream of micro-batches. Each is parsed; its bad records go to `<topic>.dlq` of the broker they came from; then the good ones
-become part of the table.
+A stream of micro-batches. Each batch is parsed. Its bad records are sent to `<topic>.dlq` of the broker they came from,
+then its good records are added to the table.
 
-Invariant   Every record of the topics is in the table once, or in its dead-letter topic once, with the reason (bad="keep": in the
-            table with the reason; bad="drop": counted). No field of a record is dropped without being asked for: what an inferred
-            schema does not know, at any depth, is in column `rest`.
-Crash       before the table's commit   the batch is run again; dead letters that were sent are not stored again;
+Invariant   Every record of the topics is in the table once, or in its dead-letter topic once, with the reason
+            (bad="keep": in the table with the reason; bad="drop": only counted). No field of a record is ever dropped
+            unasked: fields that an inferred schema lacks, at any depth, are in column `rest`.
+Crash       before the table's commit   the batch is repeated; dead letters already sent are not stored again;
             after it, before Spark's    the table has the batch: skipped (kmq/spark/tables).
 Bad         See payloads.py. JSON to the letter: one object, nothing behind it, no NaN, no single quotes.
 """
@@ -45,7 +45,7 @@ from kmq.spark.tables import PARQUET, Table, TableSpec
 __all__ = ["BAD", "EVERY", "INFER", "NONE", "READ", "Archive", "Archived", "Payloads"]
 __all__ += ["dead_letters", "enrich", "infer", "parse", "run", "start", "with_text"]
 
-# The columns that are read. The key as bytes: a dead letter keeps it to the last one.
+# The columns that are read. The key as bytes, so that a dead letter keeps it exactly.
 READ = (
     "broker string, topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key string,"
     " routing_key binary, producer_ts string, id string, headers map<string,string>, value binary"
@@ -54,15 +54,15 @@ PARTITION_BY = ("topic", "date", "hour")
 BAD = ("dlq", "keep", "drop")
 
 
-# --- functions of DataFrames -----------------------------------------------------------------------------------------
+# --- functions on DataFrames ----------------------------------------------------------------------------------------
 
 
 def enrich(rows: DataFrame, host: str | None = None, pod: str | None = None) -> DataFrame:
-    """`rows` with host, pod, and date and hour (UTC) of recv_ts.
+    """Return `rows` with host, pod, and date and hour (UTC) of recv_ts.
 
-    A message that says host or pod in a header is believed; else they are of the broker: its name where it was read over HTTP, or
-    what is given, or what this process knows of itself (NODE_NAME, POD_NAME as Kubernetes' downward API is commonly asked for,
-    the host's name).
+    Host and pod come from a message's headers. Otherwise they are the broker's: its name if it was read over HTTP, or
+    the arguments, or what this process knows of itself (NODE_NAME and POD_NAME, commonly set by Kubernetes' downward
+    API, or the host's name).
     """
     here = host or os.environ.get("NODE_NAME") or socket.gethostname()
     mine = pod or os.environ.get("POD_NAME") or os.environ.get("HOSTNAME") or socket.gethostname()
@@ -78,24 +78,22 @@ def enrich(rows: DataFrame, host: str | None = None, pod: str | None = None) -> 
 
 
 def with_text(rows: DataFrame) -> DataFrame:
-    """Payloads as they are, in columns that readers like: `value_text`, and `value` only for those that are not UTF-8."""
+    """Return payloads unparsed, as column `value_text`; `value` holds only those that are not UTF-8."""
     text = F.col("value").cast("string")
     good = F.is_valid_utf8(text)
     return rows.withColumns({"value_text": F.when(good, text), "value": F.when(~good, F.col("value"))})
 
 
-# --- what is asked for -----------------------------------------------------------------------------------------------
+# --- what is requested ----------------------------------------------------------------------------------------------
 
 
 class Payloads(NamedTuple):
-    """What becomes of payloads."""
+    """How payloads are parsed and stored."""
 
-    schema: str = (
-        INFER  # DDL, a file of it, `infer` (of a sample at the first start, then the same ever after), or `none`: text
-    )
-    bad: str = "dlq"  # payloads that are none of the schema: see BAD
-    rest: bool | None = None  # a column of fields that the schema lacks; None: where it is inferred
-    enrich_with: str = ""  # module:function, from a DataFrame of the good rows to the one that is stored
+    schema: str = INFER  # DDL, a file with DDL, `infer` (from a sample at the first start, then fixed), or `none`: text
+    bad: str = "dlq"  # payloads that do not match the schema: see BAD
+    rest: bool | None = None  # a column for fields that the schema lacks; None: if it is inferred
+    enrich_with: str = ""  # module:function, from the DataFrame of good rows to the stored one
 
     @property
     def keeps_rest(self) -> bool:
@@ -103,14 +101,14 @@ class Payloads(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Where records come from that do not say it: None is what this process knows of itself."""
+    """Host and pod of records that do not name them; None: what this process knows of itself."""
 
     host: str | None = None
     pod: str | None = None
 
 
 class Archive(NamedTuple):
-    """An archive as it is asked for."""
+    """An archive as requested."""
 
     where: Mapping[str, str]  # options of format("kmq")
     table: TableSpec
@@ -122,7 +120,7 @@ class Archive(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """The keyword arguments of `run`: fields of Payloads, Destination, Trigger, TableSpec and Host, and `batch_bytes`."""
+    """Keyword arguments of `run`: fields of Payloads, Destination, Trigger, TableSpec and Host, and `batch_bytes`."""
 
     schema: str
     bad: str
@@ -141,15 +139,15 @@ class Options(TypedDict, total=False):
 
 
 class Archived(NamedTuple):
-    """What a run did."""
+    """The result of a run."""
 
     rows: int  # added to the table
-    bad: int  # that were none of the schema
+    bad: int  # records that did not match the schema
     batches: int
-    merged: int  # small files that became few
+    merged: int  # small files that were merged
 
 
-# --- the pipeline ----------------------------------------------------------------------------------------------------
+# --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -161,12 +159,12 @@ def run(
     progress: Any = None,
     **options: Unpack[Options],
 ) -> Archived:
-    """Archive what `where` (options of format("kmq")) names: all there is now, or on and on.
+    """Archive the topics of `where` (options of format("kmq")): all records there are now, or continuously.
 
     `schema`, `bad`, `rest`, `enrich_with`: see Payloads. `partition_by`, `catalog`: see TableSpec. `once`, `every`,
     `checkpoint`: see Trigger.
-    `producers`: host:port of each broker's lines, in the order of `where`; without it that of this directory's settings.
-    `connection`: options of the sink for their token, TLS and timeout; without it the token of `where`.
+    `producers`: host:port for lines of each broker, in the order of `where`; default: this directory's broker.
+    `connection`: the sink's options for token, TLS and timeout; default: the token of `where`.
     """
     given = Keywords("run", options)
     asked = given.value(
@@ -206,7 +204,7 @@ def start(spark: SparkSession, asked: Archive, progress: Any = None) -> Archived
 
 
 class _Batches:
-    """What happens to each batch, and how many bad records there were so far."""
+    """Handles each batch, and counts the bad records so far."""
 
     def __init__(
         self,
@@ -216,7 +214,7 @@ class _Batches:
         enrich_more: Callable[[DataFrame], DataFrame] | None,
         letters: DeadLetters | None,
     ) -> None:
-        """`fields`: None: payloads are stored as text."""
+        """`fields`: None stores payloads as text."""
         self._asked, self._table, self._fields = asked, table, fields
         self._enrich_more, self._letters = enrich_more, letters
         self._keeps_bad = asked.payloads.bad == "keep"
@@ -229,7 +227,7 @@ class _Batches:
         return enrich(rows.drop("routing_key"), *self._asked.host)
 
     def _stored(self, rows: DataFrame) -> DataFrame:
-        """Return the good rows, as they become part of the table."""
+        """Return the good rows as they are added to the table."""
         if self._fields is None or self._keeps_bad:
             rows = with_text(rows)
         else:
@@ -238,7 +236,7 @@ class _Batches:
         return self._enrich_more(enriched) if self._enrich_more else enriched
 
     def check(self, spark: SparkSession) -> None:
-        """Raise ConfigError for what cannot be stored, before the stream starts: tried with no rows."""
+        """Raise ConfigError if rows cannot be stored; tried with an empty DataFrame before the stream starts."""
         parsed = self._parsed(spark.createDataFrame([], READ))
         given = self._enriched(parsed).columns if self._enrich_more else None
         partition_by = self._asked.table.partition_by
@@ -251,7 +249,7 @@ class _Batches:
             self._table.stage(self._stored(batch))
             return
         seen = Observation()
-        # Observed between the parsing and the choice, also so that Spark does not parse once for each of them.
+        # Observe between parsing and filtering; this also keeps Spark from parsing once for good and once for bad rows.
         parsed = self._parsed(batch).observe(seen, F.count("reason").alias("bad"))
         if self._keeps_bad:
             rows = parsed.withColumn("value", F.when(F.col("reason").isNotNull(), F.col("value")))
@@ -266,7 +264,7 @@ class _Batches:
 
 
 def _check_partitions(partition_by: Sequence[str], stored: Any, given: Sequence[str] | None, enrich_with: str) -> None:
-    """`given`: the columns that the function of --enrich was given, where there is one."""
+    """Raise ConfigError for impossible partition columns. `given`: the columns passed to the function of --enrich."""
     if not isinstance(stored, DataFrame):
         raise ConfigError(f"--enrich {enrich_with!r}: must return a DataFrame, not {type(stored).__name__}")
     kinds = {field.name.lower(): field.dataType for field in stored.schema}
@@ -287,9 +285,9 @@ def _check_partitions(partition_by: Sequence[str], stored: Any, given: Sequence[
 
 
 def _function(name: str) -> Callable[[DataFrame], DataFrame]:
-    """The function `module:function` names."""
+    """Return the function named as `module:function`."""
     module, _, attribute = name.partition(":")
-    sys.path.append(os.getcwd())  # a command installed elsewhere does not look here
+    sys.path.append(os.getcwd())  # an installed command does not search the current directory
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as err:

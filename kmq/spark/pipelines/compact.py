@@ -1,17 +1,20 @@
-"""Compact: of topics declared `cleanup = "compact"`, the latest record of each key stays, in place; offsets do not change.
+"""Compact topics declared `cleanup = "compact"`: keep the latest record of each key, in place, with the same offset.
 
     from kmq.spark.pipelines.compact import latest
-    latest(spark.read.format("kmq").option("path", "data").option("subscribe", "users").load()).show()    # a topic as a table
+    latest(spark.read.format("kmq").option("path", "data").option("subscribe", "users").load()).show()    # a topic as a
+                                                                                                          table
 
-Spark finds which records have been replaced, reading up to what router.ckpt says is on disk; tasks write each sealed segment
-that has any anew; who owns topics/ swaps them: kmq/log/compaction.py, which says why nothing is lost, whatever is killed.
+Spark finds the records that have been replaced; it reads as far as router.ckpt says the logs are on disk. Tasks rewrite
+each sealed segment that has such records, and the owner of topics/ swaps the segments. kmq/log/compaction.py explains
+why nothing is lost, whatever is killed.
 
-Invariant   What stays: the latest record of each key of a partition; records without a key; the first and the last record of
-            each segment; the active segment. A key is what the record has stored, whether there is a mark before it or not.
-            A tombstone (empty payload; with enc=b64 it is an empty value) goes when it is older than `tombstones_s`, nothing
-            else of its key is left, and the WAL begins behind it.
-Again       A run that was killed has changed nothing, or whole segments. The next one finds what is left to do: nothing, after a
-            run that came through.
+Invariant   These records are never removed: the latest record of each key of a partition; records without a key; the
+            first and the last record of each segment; the active segment. The key is compared as stored, with or
+            without a mark before it. A tombstone (an empty payload; with enc=b64 it is an empty value instead) is
+            removed only if it is older than `tombstones_s`, no other record of its key is left, and the WAL begins
+            after it.
+Again       A killed run has changed nothing, or whole segments. The next run does what is left; after a complete run
+            nothing.
 """
 
 import json
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from kmq.spark.streaming.progress import Progress
 
 DAY_S = 86400.0
-MIN_DIRTY = 0.5  # of a partition's sealed bytes: below that, rewriting costs more than it gives (Kafka's default too)
+MIN_DIRTY = 0.5  # minimum share of sealed bytes: below it rewriting costs more than it gains (also Kafka's default)
 READ = "topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key binary, line binary"
 _TOMBSTONE = r"\A[^|]*(\|[^|]*){3}\|(?![^|]*;enc=b64[;|])[^|]*\|\z"
 _LIST = 1 << 16  # offsets
@@ -44,34 +47,34 @@ _PLACE = ("broker", "topic", "partition")
 
 
 class Compacted(NamedTuple):
-    """What a run found in one partition, and whether it was worth it."""
+    """What a run found in one partition, and whether it was compacted."""
 
     topic: str
     partition: int
-    segments: int  # sealed ones that have something to go
-    records: int  # to go
-    bytes: int  # of these, newlines stay
+    segments: int  # sealed segments with records to remove
+    records: int  # to remove
+    bytes: int  # of these records; their newlines stay
     of_bytes: int  # in all sealed segments
     done: bool
 
     @property
     def dirty(self) -> float:
-        """Which part of the sealed bytes is to go."""
+        """Return the share of the sealed bytes that can be removed."""
         return self.bytes / self.of_bytes if self.of_bytes else 0.0
 
 
-# --- functions of DataFrames -----------------------------------------------------------------------------------------
+# --- functions on DataFrames ----------------------------------------------------------------------------------------
 
 
 def latest(rows: DataFrame) -> DataFrame:
-    """The topic as a table: of each key its latest record, without those that a tombstone has deleted."""
+    """Return the topic as a table: the latest record of each key, without keys deleted by a tombstone."""
     by = [name for name in _PLACE if name in rows.columns]
     found = rows.where(F.col("key").isNotNull()).groupBy(*by, "key").agg(F.max_by(F.struct("*"), "offset").alias("row"))
     return found.select("row.*").where(F.col("value").isNotNull())
 
 
 def replaced(rows: DataFrame, deleted_before: datetime, wal_first: int) -> DataFrame:
-    """(topic, partition, offset, bytes) of the records of READ that may go: see the module."""
+    """Return (topic, partition, offset, bytes) of the rows that may be removed: see the module."""
     line = F.col("line")
     is_tombstone = F.endswith(line, F.lit(b"|")) & line.cast("string").rlike(_TOMBSTONE)
     is_old = (F.col("recv_ts") < F.lit(deleted_before)) & (F.col("seq") < wal_first)
@@ -86,7 +89,7 @@ def replaced(rows: DataFrame, deleted_before: datetime, wal_first: int) -> DataF
     return counted.where(gone).select("topic", "partition", "offset", "bytes")
 
 
-# --- the pipeline ------------------------------------------------------------------------------------------------------
+# --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
 def run(
@@ -113,14 +116,14 @@ def run(
             found += _compact(spark, data, wanted, None, min_dirty, tombstones_s)
             continue
         with compaction.compactor(data) as place:
-            compaction.settle(data)  # what a run that was killed had laid out
+            compaction.settle(data)  # segments that a killed run had prepared
             found += _compact(spark, data, wanted, place, min_dirty, tombstones_s)
             compaction.settle(data)
     return found
 
 
 def _topics(data: str, options: Options) -> list[str]:
-    """Those asked for. Who names one that is not declared so gets an error, not silence."""
+    """Return the requested topics. Raises ConfigError if one requested by name is not declared compact."""
     asked = [name for name in topics.names(data) if options.wants(name)]
     other = [name for name in asked if not compaction.is_compacted(data, name)]
     if other and not options.pattern:
@@ -134,7 +137,7 @@ def _topics(data: str, options: Options) -> list[str]:
 def _compact(
     spark: SparkSession, data: str, wanted: Sequence[str], place: str | None, min_dirty: float, tombstones_s: float
 ) -> list[Compacted]:
-    """`place`: where segments are laid out; None: a dry run."""
+    """Compact one directory. `place`: where new segments are prepared; None: a dry run."""
     ends = {at: end for at, end in compaction.synced_ends(data).items() if at[0] in wanted}
     segments = [each for at, end in ends.items() for each in compaction.sealed(data, *at, end)]
     if not segments:
@@ -158,7 +161,7 @@ def _compact(
 
 
 def _now(data: str) -> datetime:
-    """The time of day, at most GAP_S beyond the last record: a clock that is years ahead would delete every tombstone."""
+    """Return the current time, at most GAP_S after the last record: a wrong clock would delete every tombstone."""
     last_record = wal.last_stored(data)[1] / 1e6
     return datetime.fromtimestamp(min(time.time(), last_record + GAP_S), UTC)
 
@@ -166,7 +169,7 @@ def _now(data: str) -> datetime:
 def _rows(
     spark: SparkSession, data: str, ends: Mapping[tuple[str, int], int], wanted: set[tuple[str, int]]
 ) -> DataFrame:
-    """The records of these partitions as far as they are on disk."""
+    """Return the records of these partitions that are on disk."""
     assigned: dict[str, list[int]] = {}
     ending: dict[str, dict[str, int]] = {}
     for topic, partition in sorted(wanted):
@@ -177,7 +180,7 @@ def _rows(
 
 
 def _in_segments(gone: DataFrame, segments: Sequence[Sealed]) -> DataFrame:
-    """(segment, offset, bytes): in which of the sealed segments, less their first and last records and the active segment."""
+    """Return (segment, offset, bytes) of records in sealed segments, except the first and last record of each."""
     spans = gone.sparkSession.createDataFrame(
         [(n, each.topic, each.partition, each.first, each.end - 1) for n, each in enumerate(segments)],
         "segment int, topic string, partition int, first bigint, last bigint",
@@ -188,7 +191,7 @@ def _in_segments(gone: DataFrame, segments: Sequence[Sealed]) -> DataFrame:
 
 
 def _lists(gone: DataFrame, tasks: int) -> DataFrame:
-    """(segment, offsets) in order, so many offsets at once that a row stays small. No Arrow: Spark wants pandas for that here."""
+    """Return (segment, offsets) in order, in small rows. Not with Arrow: Spark would need pandas for it here."""
     lists = gone.groupBy("segment", F.floor(F.col("offset") / _LIST).alias("number"))
     sorted_lists = lists.agg(F.sort_array(F.collect_list("offset")).alias("offsets"))
     return sorted_lists.repartition(tasks, "segment").sortWithinPartitions("segment", "number")
@@ -211,7 +214,7 @@ def _assess(
 
 
 class _Rewriter:
-    """A task: lays out the segments whose records to go come in lists, sorted."""
+    """A task: prepares the new segments from sorted lists of the records to remove."""
 
     def __init__(self, data: str, place: str, segments: Sequence[Sealed]) -> None:
         self.data, self.place = data, place

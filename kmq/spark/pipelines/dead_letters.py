@@ -1,9 +1,9 @@
-"""Dead letters: records that are none of an archive's schema, back to `<topic>.dlq` of the broker they came from.
+"""Dead letters: records that do not match an archive's schema go back to `<topic>.dlq` of their broker.
 
-Invariant   A letter is stored once, however often its batch is run: the broker knows it by producer (the archive and the
-            partition of the record) and id (offset + 1).
-Crash       The letters of a batch are sent before its commit. A broker that is down stops the archive before the commit, so
-            that nothing counts as archived that is not.
+Invariant   A dead letter is always stored once, however often its batch is run: the broker knows it by producer (the
+            archive and the record's partition) and id (offset + 1).
+Crash       The dead letters of a batch are sent before its commit. If the broker is down, the archive stops before the
+            commit, so that no record counts as archived that is not.
 """
 
 import os
@@ -21,18 +21,18 @@ from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import Options
 
-DLQ = ".dlq"  # behind the topic
-MAX_LINE = 1 << 20  # bytes, where the broker does not say
-_BESIDE = ("routing_key", "producer_ts", "id", "reason")  # what a dead letter's line holds beside headers and payload
+DLQ = ".dlq"  # suffix of the topic
+MAX_LINE = 1 << 20  # bytes, if the broker does not tell
+_BESIDE = ("routing_key", "producer_ts", "id", "reason")  # parts of a dead letter's line besides headers and payload
 _ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
 def dead_letters(bad: DataFrame, archive: str, max_line: int = MAX_LINE) -> DataFrame:
-    """Rows of `parse` with a reason as messages to <topic>.dlq, for format("kmq").
+    """Return rows of `parse` that have a reason as messages to <topic>.dlq, for format("kmq").
 
-    Payload, key, producer_ts and headers are kept. Headers tell the reason, `from` (topic-partition-offset) and the `id` it had.
-    Headers with names that only raw lines can have (one letter, or what must be encoded) are in header `other`, as JSON.
-    A payload that these make too long for a line is cut; header `len` is then its length. Where it is from, all of it is.
+    Payload, key, producer_ts and headers are kept. New headers are `reason`, `from` (topic-partition-offset) and the old
+    `id`. Headers with names that only raw lines can have (one letter, or encoded characters) are in header `other`, as
+    JSON. A payload that becomes too long for a line is cut, and header `len` tells its length; its origin has all of it.
     """
     source = F.sha2(F.concat_ws("|", "broker", "topic"), 256).substr(1, 16)
     text, size = F.col("value").cast("string"), F.octet_length("value")
@@ -40,12 +40,12 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = MAX_LINE) -> Data
     room = F.lit(max_line - 1024) - 3 * reduce(add, beside)  # percent-encoded: three bytes for one
     plain = F.is_valid_utf8(text) & ~text.rlike(
         r"[\x00-\x08\x0a-\x1f\x7f]"
-    )  # all else goes as base64: four bytes for three
+    )  # other payloads are sent as base64: four bytes for three
     short = F.greatest((room * 3 / 4).cast("int"), F.lit(0))
     cut = size > F.when(plain, room).otherwise(short)
     odd = F.map_filter(
         "headers", lambda name, _: ~_is_plain(name) & ~name.isin("p", "w", "enc")
-    )  # of how it was stored
+    )  # headers that tell how it was stored
     ours = {
         "reason": F.col("reason"),
         "from": F.concat_ws("-", "topic", "partition", "offset"),
@@ -69,7 +69,7 @@ def dead_letters(bad: DataFrame, archive: str, max_line: int = MAX_LINE) -> Data
 
 
 def _dot_and_key() -> Column:
-    """`.<key>` of a routing key, binary, whether there is a mark between topic and key or not; empty without a key."""
+    """Return `.<key>` of a routing key, binary, whether or not a mark precedes the key; empty without a key."""
     behind = F.expr("substring(routing_key, octet_length(topic) + 1)")
     mark = F.regexp_extract(behind.cast("string"), r"\A(\.@[0-9]*)(?:\.|\z)", 1)
     return F.when(mark != "", F.substring(behind, F.length(mark) + 1, F.lit((1 << 31) - 1))).otherwise(behind)

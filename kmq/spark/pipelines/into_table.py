@@ -1,4 +1,4 @@
-"""A stream that becomes part of a table, batch by batch."""
+"""Add a stream to a table, batch by batch."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class Followed(NamedTuple):
 
     rows: int
     batches: int
-    merged: int  # small files that became few
+    merged: int  # small files that were merged
 
 
 def follow(
@@ -27,9 +27,9 @@ def follow(
     name: str,
     trigger: Trigger = ONCE,
 ) -> Followed:
-    """Add a stream to a table, batch by batch. `prepare(batch, query id)` stages what is to be added.
+    """Add a stream to a table, batch by batch. `prepare(batch, query id)` stages the rows to add.
 
-    The checkpoint is the table's own where the trigger names none.
+    The checkpoint is the table's own unless the trigger names one.
     """
     trigger = trigger.at(f"{table.state}/checkpoint")
     where = trigger.checkpoint.removeprefix("file://")

@@ -2,7 +2,7 @@
 
 def run(spark, where, to, **options: Unpack[Options]) -> Done:
     keywords = Keywords("run", options)
-    trigger = keywords.value(Trigger, every="1 second")     # its default here, where it is not given
+    trigger = keywords.value(Trigger, every="1 second")     # a default for this pipeline
     …
     keywords.check_all_taken()
 """
@@ -20,12 +20,12 @@ class Keywords:
         self._function, self._given = function, dict(given)
 
     def value(self, kind: type[T], **defaults: Any) -> T:
-        """Return a NamedTuple with those of its fields that were given, and these defaults or its own for the others."""
+        """Return a NamedTuple of the given arguments; its other fields have these defaults, or its own."""
         fields = kind._fields  # type: ignore[attr-defined]
         taken = {name: self._given.pop(name) for name in fields if name in self._given}
         return kind(**(defaults | taken))
 
     def check_all_taken(self) -> None:
-        """Raise TypeError, as Python does, where an argument is unknown."""
+        """Raise TypeError, as Python does, if an argument is unknown."""
         for name in self._given:
             raise TypeError(f"{self._function}() got an unexpected keyword argument {name!r}")

@@ -1,12 +1,13 @@
-"""Metrics: how many messages, how large, of how many keys, how late, per topic and window of time.
+"""Metrics per topic and time window: the number of messages, their sizes, keys and delays.
 
     from kmq.spark.pipelines.metrics import READ, measure
     measure(spark.read.format("kmq").schema(READ).option("path", "data").option("subscribePattern", ".*").load()).show()
 
-`measure` is a function of a DataFrame, of a batch or of a stream. In a stream a window is written once, when records of
-WATERMARK later have arrived; records that arrive later still are counted in no window. `run` then ends with an error
-(streaming/late.py), or drops them where it is told so. It shows a table, or adds rows to a Parquet, Delta or Iceberg table
-(exactly once, kmq/spark/tables) or to a topic, as JSON (exactly once by query and batch, kmq/spark/sink/sink.py).
+`measure` works on a DataFrame of a batch or of a stream. In a stream a window is written once, when records of
+WATERMARK later have arrived; records that arrive even later are counted in no window. `run` then ends with an error
+(streaming/late.py), or drops such records if requested. It shows a table, or adds rows to a Parquet, Delta or Iceberg
+table (exactly once, kmq/spark/tables) or to a topic, as JSON (exactly once per query and batch,
+kmq/spark/sink/sink.py).
 """
 
 import re
@@ -29,23 +30,23 @@ from kmq.spark.streaming.streams import Trigger
 from kmq.spark.tables import PARQUET, TableSpec
 
 READ = "topic string, recv_ts timestamp, routing_key binary, producer_ts string, value binary"
-PARTITION_BY = ("date",)  # of a table
+PARTITION_BY = ("date",)  # of the table
 WINDOW = "1 minute"
-# recv_ts never decreases within a broker: this covers partitions that are read one after the other.
+# recv_ts never decreases within a broker: this covers the time between reading two partitions.
 WATERMARK = "10 seconds"
 QUANTILE_ERROR = 1000  # approx_percentile is within count / this of the right rank
 MOST_SHOWN = 1000  # rows on a terminal
-_DAY_S = 86_400  # a producer_ts further from recv_ts is no clock's
-_JSON = r"^\s*[\[{]"  # looks like an object or a list: only then is it parsed
+_DAY_S = 86_400  # a producer_ts further from recv_ts is not a time
+_JSON = r"^\s*[\[{]"  # begins like an object or a list; other payloads are not parsed
 
 
 def measure(rows: DataFrame, window: str = WINDOW, watermark: str = WATERMARK) -> DataFrame:
-    """One row per topic and window: its start, messages, bytes of payload, msg/s, sizes, keys, share of JSON, delay in seconds.
+    """Return a row per topic and window: start, messages, bytes, msg/s, sizes, keys, share of JSON, delay in seconds.
 
-    The delay is recv_ts - producer_ts, of the messages where producer_ts is a time of that day (in s, ms or µs).
+    The delay is recv_ts - producer_ts of messages whose producer_ts is a time within a day (in s, ms or µs).
     """
     seconds = _seconds(window)
-    value = F.coalesce("value", F.lit(b""))  # of a tombstone
+    value = F.coalesce("value", F.lit(b""))  # null: a tombstone
     text, size = value.cast("string"), F.octet_length(value)
     is_json = text.rlike(_JSON) & F.is_valid_utf8(text) & F.try_parse_json(text).isNotNull()
     of_rows = rows.select(
@@ -82,9 +83,9 @@ def _quantiles(column: str) -> Column:
 
 
 def _delay() -> Column:
-    """Seconds between producer_ts and recv_ts, null where producer_ts is no such time."""
+    """Return the seconds between producer_ts and recv_ts, null if producer_ts is not a time near recv_ts."""
     given = F.col("producer_ts").try_cast("double")
-    # The unit shows in the number: seconds have ten digits now, milliseconds three more, microseconds six.
+    # The size of the number tells its unit: seconds have ten digits now, milliseconds three more, microseconds six.
     seconds = F.when(given >= 1e14, given / 1e6).when(given >= 1e11, given / 1e3).otherwise(given)
     delay = F.unix_micros("recv_ts") / 1e6 - seconds
     return F.when(F.abs(delay) <= _DAY_S, delay)
@@ -97,17 +98,17 @@ def _seconds(window: str, option: str = "--window") -> int:
     return int(match[1]) * {"second": 1, "minute": 60, "hour": 3600, "day": _DAY_S}[match[2]]
 
 
-# --- the pipeline ----------------------------------------------------------------------------------------------------
+# --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
 def summary(spark: SparkSession, where: Mapping[str, str], window: str = WINDOW) -> DataFrame:
-    """All there is now, in order of time."""
+    """Measure all records there are now; return the windows in order of time."""
     rows = spark.read.format("kmq").schema(READ).options(**where).load()
     return measure(rows, window).orderBy("start", "topic")
 
 
 def as_table(figures: DataFrame) -> Table:
-    """What `summary` found, for a terminal; at most MOST_SHOWN rows, the last ones."""
+    """Return the result of `summary` as a table for a terminal: the last rows, at most MOST_SHOWN."""
     titles = (
         "start (UTC)",
         "topic",
@@ -134,22 +135,22 @@ def as_table(figures: DataFrame) -> Table:
     return shown
 
 
-# --- the pipeline ----------------------------------------------------------------------------------------------------
+# --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
 class Windows(NamedTuple):
-    """How records are put into windows of time."""
+    """How records are assigned to time windows."""
 
     window: str = WINDOW
-    watermark: str = WATERMARK  # how long a window stays open for records that come later than others
-    on_late: str = late.FAIL  # what becomes of a batch with records behind that: see `run`
+    watermark: str = WATERMARK  # how long a window stays open for late records
+    on_late: str = late.FAIL  # what happens to a batch with later records: see `run`
 
 
 class Metrics(NamedTuple):
-    """Metrics as a stream, as they are asked for: to a table, or to a topic."""
+    """Metrics of a stream, as requested: to a table or to a topic."""
 
     where: Mapping[str, str]  # options of format("kmq")
-    table: TableSpec = TableSpec("")  # its `to` is "" where a topic gets the metrics
+    table: TableSpec = TableSpec("")  # its `to` is "" if a topic gets the metrics
     topic: str = ""
     destination: Destination = Destination()
     windows: Windows = Windows()
@@ -178,12 +179,13 @@ def run(
     format: str = PARQUET,
     **options: Unpack[Options],
 ) -> int:
-    """Measure as a stream, to a table (`to`) or as JSON to `topic` of the broker at `producers` (default: the one of this
-    directory's settings), by `connection`, options of the sink for token, TLS and timeout; return rows added to the table.
+    """Measure a stream, to a table (`to`) or as JSON to `topic`; return the rows added to the table.
 
-    `once`: windows that are not over are left to the next run, which resumes from the checkpoint. `on_late`: what becomes of
-    a batch with records that come later than `watermark`. fail: LateError, and nothing of that batch is added to a table (a
-    topic has it already); drop: they are counted in no window, and the log says so.
+    `producers`: the topic's broker; default: the broker of this directory's settings. `connection`: the sink's options
+    for token, TLS and timeout.
+    `once`: open windows are left to the next run, which resumes from the checkpoint. `on_late`: what happens to a batch
+    with records later than `watermark`. fail: raise LateError and add nothing of that batch to a table (a topic has it
+    already); drop: count the records in no window, and log that.
     """
     given = Keywords("run", options)
     asked = given.value(
@@ -199,7 +201,7 @@ def run(
 
 
 def start(spark: SparkSession, asked: Metrics) -> int:
-    """Run metrics as a stream; return rows added to the table."""
+    """Run metrics of a stream; return the rows added to the table."""
     windows, to = asked.windows, asked.table.to
     late.check_mode(windows.on_late)
     _seconds(windows.watermark, "--watermark")

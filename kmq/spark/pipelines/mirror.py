@@ -1,34 +1,38 @@
-"""Mirror: topics of one broker, or several, into another, each message stored there exactly once.
+"""Mirror topics of one or several brokers into another broker, which stores each message exactly once.
 
     from kmq.spark.pipelines.mirror import READ, messages
     rows = spark.readStream.format("kmq").schema(READ).option("path", "data").option("subscribe", "orders").load()
     messages(rows, {"data": identity}).writeStream.format("kmq").option("kmq.producers", "b:5673").…
 
-Routing key, producer_ts and payload come as they are, and the headers, less those that say how a message was stored (p, w, enc).
-Only where a key was stored that looks like a mark, before there were marks, the routing key is written with one.
-What a number in the source was is said in headers of the copy:
+Routing key, producer_ts, payload and headers are copied unchanged, except headers that tell how a message was stored
+(p, w, enc). Only if a stored key looks like a mark, from a time before there were marks, the routing key is written
+with a mark. Headers of the copy tell where the record is in the source:
 
-    mirror              id of the data directory it comes from (its file `id`)
-    mirror_partition    where it is there
+    mirror              id of the source's data directory (its file `id`)
+    mirror_partition    its partition, offset and seq there
     mirror_offset
     mirror_seq
-    mirror_id           its id there, if it had one: a producer with a name numbers what it sends
-    mirror_<letter>     a header of one letter, which only KMQ may give; of another name that no client may give: mirror_0x<hex>
+    mirror_id           its id there, if it had one: producers with a name number their messages
+    mirror_<letter>     a header of one letter, which only KMQ may set; any other name that no client may set:
+                        mirror_0x<hex>
 
-Invariant   The target knows a message by producer `mirror-<source id>-<topic>-<partition>` and number offset + 1, so what is sent
-            again is stored once, in order: after a kill of the driver, of a task, of the target; from a lost checkpoint.
-            Messages with a header `mirror` are copies, and not copied on: two brokers may mirror each other, and messages do
-            not go round. (So of three, each mirrors from each.)
-Partitions  The same key comes to the partition of the same number only where there are as many. So a topic that the target lacks
-            is declared there with as many (`--to-path`) or named with the command (`--to-brokers`); another number is refused.
-            Where neither is given nothing is known of the target: topics with several partitions or a dot in their name, which
-            a message alone does not create, are refused. Messages without a key are spread anew, as they are everywhere.
-Again       A record that the target has is compared with its copy there, where the target's logs can be read (`--to-path`,
-            `--to-brokers`): another one, as of a source restored from an older copy, or a copy that retention took stops the
-            mirror; `--replay trust` passes it over. Without them producer and number are believed.
-Not covered The target forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days). Without its checkpoint a mirror that idle
-            would copy everything anew. A message that with these headers is longer than the target's KMQ_MAX_LINE stops the
-            mirror, by name: give the target some 300 bytes more.
+Invariant   The target knows a message by producer `mirror-<source id>-<topic>-<partition>` and id offset + 1. So a
+            message that is sent again is stored once, in order: after a kill of the driver, a task or the target, or
+            without the checkpoint. A message with a header `mirror` is a copy and never copied again: two brokers may
+            mirror each other without a loop. (Of three brokers each must mirror from both others.)
+Partitions  A key keeps its partition number only if both topics have as many partitions. So a topic that the target
+            lacks is declared there with as many (`--to-path`), or the error shows the command that does
+            (`--to-brokers`); a different number is refused. Without either option nothing is known of the target:
+            topics with several partitions or a dot in their name, which a message alone does not create, are refused.
+            Messages without a key are spread anew.
+Again       A record that the target has already is compared with its copy, if the target's logs can be read
+            (`--to-path`, `--to-brokers`). A different record (a source restored from an older copy), or a copy removed
+            by retention, stops the mirror; `--replay trust` skips the record. Without these options producer and id
+            decide.
+Not covered The target forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days). If a mirror idles longer and
+loses its
+            checkpoint, it copies everything again. A message that exceeds the target's KMQ_MAX_LINE with these headers
+            stops the mirror, and the error names it: allow the target some 300 bytes more.
 """
 
 import time
@@ -62,19 +66,19 @@ READ = (
 )
 ORIGIN = "mirror"
 OWN = (ORIGIN, "mirror_partition", "mirror_offset", "mirror_seq", "mirror_id")
-_LEFT_OUT = (*OWN, "p", "w", "enc")  # the latter say how it was stored there
+_LEFT_OUT = (*OWN, "p", "w", "enc")  # p, w and enc tell how it was stored there
 _NAME_OF = "".join(
     rf"\x{code:02x}" for code in range(128) if code != ord("=") and percent_encode(chr(code)) == chr(code)
 )
-_NAME = f"^[{_NAME_OF}]{{2,}}$"  # of a header that a client may give
-EVERY = "1 second"  # between two of them
-_LONGEST_NAME = 39  # of a topic in a producer's name, which has at most 64 characters
-_ID = 12  # digits of a source's id in it
+_NAME = f"^[{_NAME_OF}]{{2,}}$"  # of a header that a client may set
+EVERY = "1 second"  # between two batches
+_LONGEST_NAME = 39  # characters of a topic in a producer's name, which has at most 64
+_ID = 12  # digits of a source's id in a producer's name
 _ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 
 
 def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
-    """Rows of READ as messages for format("kmq"), without those that are copies. `sources`: broker → its identity."""
+    """Return rows of READ as messages for format("kmq"), without copies. `sources`: broker → its data id."""
     table = F.create_map(*(F.lit(text) for pair in sources.items() for text in pair))
     origin = table[F.col("broker")]
     digest = F.substring(F.sha2(F.col("topic"), 256), 1, _LONGEST_NAME - 8)
@@ -93,11 +97,11 @@ def messages(rows: DataFrame, sources: Mapping[str, str]) -> DataFrame:
         producer.alias("producer"),
         (F.col("offset") + 1).alias("id"),
     )
-    return found.repartition("producer").sortWithinPartitions("producer", "id")  # one task a producer, in order
+    return found.repartition("producer").sortWithinPartitions("producer", "id")  # one task per producer, in order
 
 
 def _free(name: Column) -> Column:
-    """The name of a header as the sink takes it: lines that were made by hand hold any."""
+    """Return a header's name as the sink accepts it: lines made by hand may hold any name."""
     own = F.when(name.rlike("^[A-Za-z0-9]$"), name).otherwise(F.concat(F.lit("0x"), F.hex(name)))
     return F.when(name.rlike(_NAME), name).otherwise(F.concat(F.lit(f"{ORIGIN}_"), own))
 
@@ -111,28 +115,28 @@ def _never(name: Column, value: Column) -> Column:
 
 
 def producer_of(source: str, topic: str, partition: int) -> str:
-    """The name under which the target knows what comes from a partition; what `messages` makes."""
+    """Return the producer name of a source partition at the target, as `messages` makes it."""
     name = topic if len(topic) <= _LONGEST_NAME else sha256(topic.encode()).hexdigest()[: _LONGEST_NAME - 8]
     return f"mirror-{source[:_ID]}-{name}-{partition}"
 
 
-# --- the pipeline ------------------------------------------------------------------------------------------------------
+# --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
 class Mirrored(NamedTuple):
-    """What a run did."""
+    """The result of a run."""
 
-    rows: int  # sent; the target had stored some of them before where a batch came again
-    skipped: int  # copies themselves
+    rows: int  # sent; of a repeated batch the target had stored some before
+    skipped: int  # records that are copies themselves
     batches: int
 
 
 class To(NamedTuple):
     """The broker that gets the copies."""
 
-    lines: str  # host:port where it takes lines
-    logs: Broker | None = None  # its topics and logs, to compare and to declare; None: nothing is known of it
-    connection: Mapping[str, str] | None = None  # options of the sink for its token, TLS and timeout
+    lines: str  # host:port where it accepts lines
+    logs: Broker | None = None  # its topics and logs, to compare and to declare; None: unknown
+    connection: Mapping[str, str] | None = None  # the sink's options for token, TLS and timeout
     replay: str = STOP  # see Again
 
 
@@ -155,9 +159,9 @@ def run(
     progress: "Progress | None" = None,
     **options: Unpack[Options],
 ) -> Mirrored:
-    """Mirror what `where` (options of format("kmq")) names to the broker whose lines come in at `to`: all there is, or on and on.
+    """Mirror the topics of `where` (options of format("kmq")) to the broker at `to`: all there is now, or continuously.
 
-    `connection`: options of the sink for its token, TLS and timeout.
+    `connection`: the sink's options for token, TLS and timeout.
     `target`: the same broker's topics and logs, to compare and to declare. `replay`: see Again.
     `checkpoint`: default kmq-mirror-<to> in this directory.
     """
@@ -196,7 +200,7 @@ def start(
 
 
 def _comparing(to: Target, logs: Broker | None, replay: str) -> dict[str, str]:
-    """The options of the sink; `logs`: where the copies can be read."""
+    """Return the sink's options. `logs`: where the copies can be read."""
     if logs is None:
         return {**to.options, "kmq.replay": TRUST}
     where = "path" if isinstance(logs, Directory) else "kmq.bootstrap.servers"
@@ -204,28 +208,28 @@ def _comparing(to: Target, logs: Broker | None, replay: str) -> dict[str, str]:
 
 
 class _Mirror:
-    """What happens to each micro-batch, and what came of it so far."""
+    """Copies each micro-batch, and counts the results."""
 
     def __init__(self, to: Mapping[str, str], identities: Mapping[str, str], agree: Callable[[], None]) -> None:
-        """`to`: options of the sink."""
+        """`to`: the sink's options."""
         self.to, self.identities, self.agree = to, identities, agree
         self.rows = self.skipped = self.batches = 0
 
     def copy(self, batch: DataFrame, batch_id: int) -> None:
-        """Called by Spark with each micro-batch, again with one whose end it did not see."""
-        self.agree()  # topics that have come since; those of this batch are among them
+        """Copy a micro-batch. Spark calls this for each batch, and again for a batch whose end it did not see."""
+        self.agree()  # for new topics, which this batch may have
         seen = Observation()
         is_copy = F.map_contains_key("headers", ORIGIN)
         counted = batch.observe(seen, F.count("*").alias("rows"), F.count_if(is_copy).alias("copies"))
         writer = messages(counted, self.identities).write.format("kmq").mode("append").options(**self.to)
-        writer.option("kmq.probe", "false").save()  # the start has looked: a target that is away later is waited for
+        writer.option("kmq.probe", "false").save()  # checked at the start; later wait for a target that is down
         self.rows += seen.get["rows"] - seen.get["copies"]
         self.skipped += seen.get["copies"]
         self.batches += 1
 
 
 def _agree(sources: Mapping[str, Broker], options: ReadOptions, target: Broker | None) -> None:
-    """See that the target has the topics asked for with as many partitions. ConfigError says what to do where it has not."""
+    """Ensure that the target has the requested topics with as many partitions; else ConfigError tells what to do."""
     wanted: dict[str, int] = {}
     for name, broker in sources.items():
         for topic, partitions in broker.topics().items():

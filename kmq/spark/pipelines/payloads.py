@@ -1,24 +1,26 @@
-"""JSON payloads as typed columns, to the letter: what is one object of the schema, why the others are bad, what no column holds.
+"""Parse JSON payloads into typed columns, exactly: with the reason why a payload is bad, and what no column holds.
 
-    rows = spark.read.format("kmq").schema("value binary, …").option("path", "data").option("subscribe", "orders").load()
+    rows = spark.read.format("kmq").schema("value binary, …").option("path", "data").option("subscribe", "o").load()
     parse(rows, "price double, user string NOT NULL", rest=True).where("reason is null").show()
 
-Invariant   A row has no reason only if its payload is exactly one JSON object (RFC 8259, UTF-8) and each of its values is in its
-            column, at every depth, with the type that the schema says. With `rest`, each field that the schema does not know, at
-            any depth, is in column `rest` too.
-Bad         not_json, not_object, not_utf8 (bytes, or half a surrogate pair as an escape), `wrong_type: fields`,
-            `missing: fields` (declared NOT NULL). Of a name given twice the last counts. Past what Jackson reads (1,000 levels, a
-            number of 1,000 digits) a text is not_json.
-Rest        A map: name of the top-level field → its text, or its JSON where that is no string. A known field with something
-            unknown inside is there as a whole, beside its column. Where a copy of JSON would not have the same numbers
-            (1e400, 18 digits and a fraction, a whole number beyond 2^53 in a double), `*` has the whole payload as it came.
-Numbers     A number with a fraction is its nearest double. A whole number is exact or bad; in a column of doubles that cannot
-            hold it: in `rest`, or (without `rest`) its nearest double. An infinite one is bad.
-Cost        Most payloads are checked by counting (_accounted): the object that from_json made has n names and objects; a text
-            that begins with `{`, ends with `}` and holds n colons and closing braces in all holds no other name, nothing twice
-            and nothing behind the object; those in the strings that were made are counted too. Each text where the count
-            differs (an explicit null, a field the schema does not know) is parsed a second time, as one element of a list
-            whose next element nobody can guess: that tells the same exactly.
+Invariant   A row has no reason only if its payload is exactly one JSON object (RFC 8259, UTF-8) and each of its values
+            is in its column, at every depth, with the type of the schema. With `rest`, each field that is not in the
+            schema, at any depth, is in column `rest` too.
+Reason      not_json, not_object, not_utf8 (bytes, or half a surrogate pair as an escape), `wrong_type: fields`,
+            `missing: fields` (declared NOT NULL). If a name is given twice, the last one counts. A text beyond
+            Jackson's limits (1,000 levels, a number of 1,000 digits) is not_json.
+Rest        A map from the name of a top-level field to its text, or to its JSON if the value is not a string. A known
+            field with an unknown field inside is in the map as a whole, and in its column. If a copy of the JSON would
+            change a number (1e400, 18 digits and a fraction, a whole number beyond 2^53 in a double), `*` maps to the
+            whole payload.
+Numbers     A number with a fraction becomes the nearest double. A whole number is exact or bad. If a column of doubles
+            cannot hold a whole number, it is in `rest`, or (without `rest`) becomes the nearest double. An infinite
+            number is bad.
+Cost        Most payloads are checked by counting (_accounted). from_json has made an object with n names and objects.
+            If the text begins with `{`, ends with `}` and holds n colons and closing braces in all, then it holds no
+            other name, no name twice and nothing after the object. Colons and braces in the strings are counted too. A
+            text whose count differs (an explicit null, an unknown field) is parsed a second time, as one element of a
+            list whose next element nobody can guess; this gives an exact answer.
 """
 
 import json
@@ -44,14 +46,14 @@ from pyspark.sql.types import (
 
 from kmq.errors import ConfigError
 
-# Of the source; and what the archive adds. A payload's field gets another name.
+# Columns of the source, and those that the archive adds. A payload's field of the same name is renamed.
 OWN = ("broker", "topic", "partition", "offset", "seq", "recv_ts", "key", "producer_ts", "id", "headers")
 ADDED = ("host", "pod", "date", "hour", "rest", "reason", "value", "value_text", "routing_key")
-WHOLE = "*"  # in `rest`: the payload as it came
+WHOLE = "*"  # key in `rest` of the whole payload, unchanged
 
 _JSON, _VERDICT = "_json", "_verdict"
-_GUESS = secrets.token_hex(16)  # nobody can know it; the same for all batches, whose code Java then compiles once
-_CORRUPT = "\3corrupt"  # no field is called so
+_GUESS = secrets.token_hex(16)  # nobody can guess it. One value for all batches: Java compiles their code once
+_CORRUPT = "\3corrupt"  # no field has this name
 _STRICT = {
     "columnNameOfCorruptRecord": _CORRUPT,
     "mode": "PERMISSIVE",
@@ -59,15 +61,15 @@ _STRICT = {
     "allowNonNumericNumbers": "false",
     "timeZone": "UTC",
 }
-Tests = Mapping[type[DataType], Callable[[Column], Column]]  # of values of a type
+Tests = Mapping[type[DataType], Callable[[Column], Column]]  # per type, a test of its values
 
-_OBJECT = r"^\s*\{"  # how one begins
-_NO_NAMES = set(" ,;{}()\n\t=`")  # in names of columns: some reader of Parquet or Delta takes none of them
+_OBJECT = r"^\s*\{"  # how an object begins
+_NO_NAMES = set(" ,;{}()\n\t=`")  # in names of columns: readers of Parquet or Delta reject them
 _EXACT = float(1 << 53)  # below it a double holds every whole number
-_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'  # a string of JSON
-# Numbers of which a copy has other digits: infinite ones, and a fraction with more digits than a double tells apart.
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'  # a JSON string
+# Numbers that a copy would change: infinite ones, and fractions with more digits than a double can hold.
 _FRAGILE = r"[0-9][eE]\+?[0-9]{3}|[0-9]{300}|\.0*+[1-9][0-9]{17}|(?<![0-9.])[1-9](?=[0-9.]{18})[0-9]*+\.[0-9]"
-_COPY = r'\A(?:-?[0-9][0-9.eE+-]*|"-?Infinity"|\[(?s:.*)\]|\{(?s:.*)\})\z'  # of what is no string
+_COPY = r'\A(?:-?[0-9][0-9.eE+-]*|"-?Infinity"|\[(?s:.*)\]|\{(?s:.*)\})\z'  # of values that are not strings
 _SCALAR = rf'(?:{_STRING}|[^\[\]{{}}",:]++)'
 _CHANGING = (StringType, DoubleType, FloatType, DecimalType)
 _PAIR = r"[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -75,15 +77,15 @@ _WHOLE_PAIRS = rf"\A(?:[^\\]++|\\(?:[^u]|u(?:{_PAIR}|(?![dD][89a-fA-F]))))*+\z"
 
 
 def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> DataFrame:
-    """`rows` with the fields of the JSON object in `value`, and `reason`: null, or why it is none of this schema.
+    """Return `rows` with the fields of the JSON object in `value`, and `reason`: null, or why the payload is bad.
 
-    A field whose name a column has already becomes payload_<name>. `rest`: a map of what the schema does not know.
+    A field that has the name of a column becomes payload_<name>. `rest`: add a map of the fields outside the schema.
     """
     fields = cast(StructType, StructType.fromDDL(schema)) if isinstance(schema, str) else schema
     columns, document, verdict = rows.columns, F.col(_JSON), F.col(_VERDICT)
-    text = F.coalesce(F.col("value").cast("string"), F.lit(""))  # a tombstone is no JSON object either
+    text = F.coalesce(F.col("value").cast("string"), F.lit(""))  # a tombstone is not a JSON object either
     typed = StructType([StructField(field.name, field.dataType) for field in fields])
-    # Every further column that is parsed or checked would have Spark copy all rows once more.
+    # Spark would copy all rows once more for each further column here.
     judged = rows.withColumn(_JSON, F.from_json(text, _with_corrupt(typed), _STRICT)).withColumn(
         _VERDICT, F.when(~_accounted(text, document, typed), _verdict(text, document, fields, rest))
     )
@@ -105,11 +107,11 @@ def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> Data
 
 
 def infer(sample: DataFrame) -> StructType:
-    """The schema of the JSON objects in `value`. Of names that differ in case only, the first is a field of it."""
+    """Return the schema of the JSON objects in `value`. If names differ only in case, the first one becomes a field."""
     text = F.col("value").cast("string")
     objects = sample.where(text.rlike(_OBJECT)).select(text.alias("value"))
-    found = sample.sparkSession.read.options(**_STRICT).json(objects)
-    fields = StructType([field for field in found.schema if field.name != _CORRUPT])
+    inferred = sample.sparkSession.read.options(**_STRICT).json(objects).schema
+    fields = StructType([field for field in inferred if field.name != _CORRUPT])
     known = _storable(fields)
     if known is None:
         raise ConfigError("--schema infer: there is no JSON object to infer from; give a schema, or --schema none")
@@ -117,7 +119,7 @@ def infer(sample: DataFrame) -> StructType:
 
 
 def _storable(kind: DataType) -> DataType | None:
-    """The type without names that no table takes, at any depth; None where nothing is left. `rest` has their fields."""
+    """Return the type without names that tables reject, at any depth; None if nothing is left. `rest` has them."""
     if isinstance(kind, ArrayType):
         element = _storable(kind.elementType)
         return element and ArrayType(element)
@@ -145,20 +147,20 @@ def _with_corrupt(fields: StructType) -> StructType:
     return StructType([*fields, StructField(_CORRUPT, StringType())])
 
 
-# --- most payloads: by counting ----------------------------------------------------------------------------------------
+# --- most payloads: checked by counting -----------------------------------------------------------------------------
 
 
 def _accounted(text: Column, document: Column, kind: StructType) -> Column:
-    """Whether it is sure that `document` holds all there is in `text`, and that this is one object. Never null."""
+    """Return True if `text` is surely one object and `document` holds all of it. Never null."""
     is_whole = F.startswith(text, F.lit("{")) & F.endswith(text, F.lit("}")) & F.is_valid_utf8(text)
-    if _has(kind, DecimalType):  # that one was rounded cannot be seen
+    if _has(kind, DecimalType):  # rounding of a decimal cannot be seen
         return F.lit(False)
-    # What follows a \u may be half a pair, which from_json makes a question mark.
+    # A \u escape may be half a surrogate pair, which from_json turns into a question mark.
     half = F.contains(text, F.lit("\\u")) & (F.contains(text, F.lit("\\ud")) | F.contains(text, F.lit("\\uD")))
     marks, expected = _marks_in(text), cast(Column, _marks(document, kind))
     are_all = marks == expected
     if texts := list(_texts(document, kind)):
-        # A time of day in a string: these marks are no names. As an escape, one would be in the value and not in the text.
+        # Marks inside strings (a time of day) are no names. An escaped mark would be in the value but not in the text.
         escaped = F.contains(text, F.lit("\\u003")) | F.contains(text, F.lit("\\u007"))
         are_all |= (marks == expected + _marks_in(F.concat_ws("", *texts))) & ~escaped
     sure = is_whole & document[_CORRUPT].isNull() & are_all & ~half
@@ -166,14 +168,17 @@ def _accounted(text: Column, document: Column, kind: StructType) -> Column:
 
 
 def _marks_in(text: Column) -> Column:
-    """How many colons and closing braces."""
+    """Count colons and closing braces."""
     return F.octet_length(text) - F.octet_length(
         F.replace(F.replace(text, F.lit(":"), F.lit("")), F.lit("}"), F.lit(""))
     )
 
 
 def _texts(value: Column, kind: DataType, lists: int = 0) -> Iterator[Column]:
-    """The strings in a value, as texts and lists of texts; `lists`: of how many lists around it. Not those of maps in lists."""
+    """Yield the strings in a value, as texts and lists of texts, except those of maps in lists.
+
+    `lists`: how many lists surround the value.
+    """
     if isinstance(kind, StructType):
         for field in kind:
             yield from _texts(value[field.name], field.dataType, lists)
@@ -182,11 +187,11 @@ def _texts(value: Column, kind: DataType, lists: int = 0) -> Iterator[Column]:
     elif isinstance(kind, MapType) and not lists:
         yield from _texts(F.map_values(value), kind.valueType, 1)
     elif isinstance(kind, StringType):
-        yield reduce(lambda found, _: F.flatten(found), range(lists - 1), value)
+        yield reduce(lambda nested, _: F.flatten(nested), range(lists - 1), value)
 
 
 def _marks(value: Column, kind: DataType) -> Column | None:
-    """How many names and objects the JSON of `value` had, at least: null where it is null. None: always 0."""
+    """Return how many names and objects the JSON of `value` had at least, null for a null value. None: always 0."""
     if isinstance(kind, StructType):
         counts: Iterator[Column] = (_marks_of_field(value[field.name], field.dataType) for field in kind)
         return reduce(add, counts, F.lit(1))
@@ -216,9 +221,9 @@ def _sum(values: Column, kind: DataType) -> Column | None:
 
 
 def _inexact(text: Column) -> Tests:
-    """Of values that need not be what `text` said: a double's whole numbers have gaps, a copy of JSON may have other digits."""
+    """Return tests for values that may differ from `text`: large doubles have gaps, copies may have other digits."""
 
-    def may_be_copy(value: Column) -> Column:  # of a number, a list or an object; but strings begin so too
+    def may_be_copy(value: Column) -> Column:  # begins like a number, list or object; strings may too
         first = F.ascii(value)
         begins_so = ((first >= ord("-")) & (first <= ord("9"))) | first.isin(*map(ord, '[{"'))
         return begins_so & ~F.contains(text, value)
@@ -235,19 +240,19 @@ def _is_infinite(number: Column) -> Column:
 
 
 def _any(value: Column, kind: DataType, tests: Tests) -> Column:
-    """Whether a test finds something at any depth. Never null."""
-    return reduce(or_, _found(value, kind, tests), F.lit(False))
+    """Return True if a test holds for a value at any depth. Never null."""
+    return reduce(or_, _findings(value, kind, tests), F.lit(False))
 
 
-def _found(value: Column, kind: DataType, tests: Tests) -> Iterator[Column]:
+def _findings(value: Column, kind: DataType, tests: Tests) -> Iterator[Column]:
     if isinstance(kind, StructType):
         for field in kind:
-            yield from _found(value[field.name], field.dataType, tests)
+            yield from _findings(value[field.name], field.dataType, tests)
     elif isinstance(kind, ArrayType | MapType):
         inner = kind.elementType if isinstance(kind, ArrayType) else kind.valueType
         values = value if isinstance(kind, ArrayType) else F.map_values(value)
         if _has(inner, *tests):
-            yield F.coalesce(F.exists(values, lambda each: _any(each, inner, tests)), F.lit(False))
+            yield F.coalesce(F.exists(values, lambda element: _any(element, inner, tests)), F.lit(False))
     elif type(kind) in tests:
         yield F.coalesce(tests[type(kind)](value), F.lit(False))
 
@@ -260,25 +265,25 @@ def _has(kind: DataType, *kinds: type[DataType]) -> bool:
     return isinstance(kind, kinds)
 
 
-# --- the others: parsed again --------------------------------------------------------------------------------------------
+# --- the other payloads: parsed a second time -----------------------------------------------------------------------
 
 
 def _verdict(text: Column, document: Column, fields: StructType, rest: bool) -> Column:
-    """What a text is that was parsed a second time: why it is broken, what has a wrong type, what no column holds."""
+    """Parse a text a second time; return why it is broken, which fields have a wrong type, and what no column holds."""
     parsed = F.from_json(F.concat(F.lit("["), text, F.lit(f',{{"{_GUESS}":1}}]')), "array<map<string,string>>", _STRICT)
 
     def judged(values: Column, _: Column) -> Column:
-        second = _Second(text, document, F.get(values, F.lit(0)), fields)
+        second = _SecondParse(text, document, F.get(values, F.lit(0)), fields)
         named = {"broken": _broken(text, values), "wrong_type": second.wrong_type(rest), "rest": second.rest()}
         return F.struct(*(column.alias(name) for name, column in named.items()))
 
-    # A list of one gives what is used many times a name, without another column of all rows. By zip_with: in the code that Spark
-    # makes of `transform` the name is another one each time, so that Java would have to compile it anew for every batch.
+    # A list with one element gives a value that is used many times a name, without copying all rows to another column.
+    # Not by `transform`: Spark's code for it gets new names each time, and Java would compile it again for every batch.
     return F.get(F.zip_with(F.array(parsed), F.array(F.lit(0)), judged), F.lit(0))
 
 
 def _broken(text: Column, raw: Column) -> Column:
-    """Why a text is not one JSON object, else null."""
+    """Return why a text is not one JSON object, else null."""
     values = F.from_json(F.concat(F.lit("["), text, F.lit(f",{json.dumps(_GUESS)}]")), "array<string>", _STRICT)
     is_one = (F.size(raw) == 2) & F.get(raw, F.lit(1))[_GUESS].isNotNull()
     is_value = (F.size(values) == 2) & (F.get(values, F.lit(1)) == _GUESS)
@@ -289,14 +294,14 @@ def _broken(text: Column, raw: Column) -> Column:
     return reason.when(F.coalesce(is_value, F.lit(False)), "not_object").otherwise("not_json")
 
 
-class _Second:
-    """Of an object that was parsed as a map too (`raw`: name → text, or JSON): what its columns do not hold."""
+class _SecondParse:
+    """What the columns of an object do not hold. The object was also parsed as a map, `raw`: name → text or JSON."""
 
     def __init__(self, text: Column, document: Column, raw: Column, fields: StructType) -> None:
         self._text, self._document, self._raw, self._fields = text, document, raw, fields
 
     def rest(self) -> Column:
-        """What the schema does not know, else null."""
+        """Return the fields that are not in the schema, else null."""
 
         def is_unknown(name: Column, value: Column) -> Column:
             scalar = [field.name for field in self._fields if _known(field.dataType) == _SCALAR]
@@ -314,7 +319,7 @@ class _Second:
         return F.when(lost, whole).when(F.size(unknown) > 0, unknown)
 
     def wrong_type(self, rest: bool) -> Column:
-        """`wrong_type: fields`, of those whose values no column holds; else null."""
+        """Return `wrong_type: fields`, the fields whose values no column holds; else null."""
         failed = [self._failed(field) for field in self._fields]
         changed = [F.when(self._is_changed(field, rest), F.lit(field.name)) for field in self._fields]
         named = [
@@ -322,12 +327,12 @@ class _Second:
         ]
         reason = F.when(self._document[_CORRUPT].isNotNull(), _listing("wrong_type", failed))
         if named:
-            found = F.concat_ws(",", *named)
-            reason = reason.when(found != "", F.concat(F.lit("wrong_type: "), found))
+            names = F.concat_ws(",", *named)
+            reason = reason.when(names != "", F.concat(F.lit("wrong_type: "), names))
         return reason
 
     def _failed(self, field: StructField) -> Column:
-        """The name of a field where from_json could not make the value."""
+        """Return the name of a field if from_json could not convert its value."""
         raw, value = self._raw[field.name], self._document[field.name]
         failed = raw.isNotNull() & value.isNull()
         if isinstance(field.dataType, StructType | ArrayType | MapType):
@@ -337,7 +342,7 @@ class _Second:
         return F.when(failed, F.lit(field.name))
 
     def _is_changed(self, field: StructField, rest: bool) -> Column:
-        """Whether from_json made another number of the field's value, silently."""
+        """Return True if from_json silently changed a number in the field's value."""
         value, kind = self._document[field.name], field.dataType
         tests: Tests = {DoubleType: _is_infinite, FloatType: _is_infinite}
         changed = _any(value, kind, tests if rest else {**tests, StringType: self._is_other_copy})
@@ -345,17 +350,17 @@ class _Second:
             return changed
         shell = StructType([StructField(field.name, _replaced(kind, StringType()))])
         as_double = _replaced(kind, DoubleType())
-        said = F.from_json(self._text, shell, _STRICT)[field.name].try_cast(as_double)
-        pair = (F.to_json(F.struct(each.alias("_"))) for each in (said, value.cast(as_double)))
+        original = F.from_json(self._text, shell, _STRICT)[field.name].try_cast(as_double)
+        pair = (F.to_json(F.struct(number.alias("_"))) for number in (original, value.cast(as_double)))
         return changed | (next(pair) != next(pair))
 
     def _is_other_copy(self, value: Column) -> Column:
-        """Whether a text was made of a number or a list with digits that it does not have."""
+        """Return True if a text copies a number, list or object with other digits than the payload has."""
         return value.rlike(_COPY) & self._text.rlike(_FRAGILE) & ~F.contains(self._text, value)
 
 
 def _replaced(kind: DataType, by: DataType) -> DataType:
-    """The type with another in place of decimals."""
+    """Return the type with `by` in place of decimals."""
     if isinstance(kind, StructType):
         return StructType([StructField(field.name, _replaced(field.dataType, by)) for field in kind])
     if isinstance(kind, ArrayType):
@@ -366,7 +371,7 @@ def _replaced(kind: DataType, by: DataType) -> DataType:
 
 
 def _known(kind: DataType) -> str:
-    """JSON as Jackson writes it, whose names the type knows, at every depth: an expression of Java's, without backtracking."""
+    """Return a Java regex, without backtracking, for JSON as Jackson writes it that has only the type's names."""
     if isinstance(kind, StructType):
         names = (_quoted(json.dumps(field.name, ensure_ascii=False)) for field in kind)
         members = (f"{name}:{_known(field.dataType)}" for name, field in zip(names, kind, strict=True))
@@ -379,10 +384,10 @@ def _known(kind: DataType) -> str:
 
 
 def _quoted(text: str) -> str:
-    r"""Every character as it is: \E alone would end \Q."""
+    r"""Quote every character for a regex; \Q…\E would end at an \E in the text."""
     return "".join(rf"\x{{{ord(character):x}}}" for character in text)
 
 
 def _listing(what: str, names: Iterable[Column]) -> Column:
-    """`what: a,b` of the names that are not null, `what` without any."""
+    """Return `what: a,b` with the names that are not null, or `what` if all are null."""
     return F.concat_ws(": ", F.lit(what), F.nullif(F.concat_ws(",", *names), F.lit("")))

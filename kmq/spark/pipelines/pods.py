@@ -1,4 +1,4 @@
-"""What pods know of themselves: their routing tables, and what drop_oldest took from their queues."""
+"""What pods know of themselves: their routing tables, and what drop_oldest removed from their queues."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from kmq.spark.sink.routing import Routing
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import WAL, Options
 
-Ranges = Mapping[str, Sequence[tuple[int, int]]]  # broker → seqs, first and last
+Ranges = Mapping[str, Sequence[tuple[int, int]]]  # broker → (first, last) seqs
 
 
 class Pods:
     """The brokers of some options, with their routing tables."""
 
     def __init__(self, where: Mapping[str, str], table: str = "") -> None:
-        """`table`: a data directory whose table is for all of them, in place of their own."""
+        """`table`: a data directory whose table replaces the tables of all brokers."""
         self.options = Options({**where, "subscribe": WAL})
         self.is_path = bool(self.options.paths)
         self._table = table
@@ -27,22 +27,22 @@ class Pods:
         self.brokers = {name: open_broker(name, self.is_path, self.options.access) for name in self.options.brokers}
 
     def look(self) -> tuple[Routing, Ranges]:
-        """The routing table, and what drop_oldest took from the queues: as of now."""
+        """Return the current routing table, and what drop_oldest removed from the queues."""
         ledgers = {name: broker.ledger() for name, broker in self.brokers.items()}
         dropped = {name: ledger["dropped"]["durable"] for name, ledger in ledgers.items()}
-        if self._table:  # its seqs are not theirs: in force from the start
+        if self._table:  # seqs of another broker mean nothing here: all of it is in force from the start
             rows = topics.listing(self._table)
             given = [(name.encode(), Topic(name, partitions, 0)) for name, partitions, _ in rows]
             return Routing({name: Table(given, _marks_from(ledger)) for name, ledger in ledgers.items()}), dropped
         return Routing({name: in_force(ledger) for name, ledger in ledgers.items()}), dropped
 
     def identities(self) -> dict[str, str]:
-        """Broker → which data directory it has."""
+        """Return broker → id of its data directory."""
         return {name: broker.identity() for name, broker in self.brokers.items()}
 
 
 def in_force(ledger: Mapping[str, Any]) -> Table:
-    """The table that a ledger speaks of."""
+    """Return the routing table in a ledger."""
     rows = [
         (row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"] is not None
     ]
@@ -50,4 +50,4 @@ def in_force(ledger: Mapping[str, Any]) -> Table:
 
 
 def _marks_from(ledger: Mapping[str, Any]) -> int:
-    return int(ledger.get("marks_from", identity.NEVER))  # a gateway before this one does not say
+    return int(ledger.get("marks_from", identity.NEVER))  # an older gateway does not send it

@@ -1,4 +1,4 @@
-"""The queues of one pod, file by file and byte by byte what its router writes. Promises: see route.py, target `log`."""
+"""The queues of one pod, in the same files and bytes that its router writes. Promises: see route.py, target `log`."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class QueueFiles:
         self._lock.release()
 
     def _check_whole(self) -> None:
-        """What retention took from the WAL cannot be routed, and what comes behind it would get wrong offsets."""
+        """Check that retention has removed no unrouted record from the WAL: later records would get wrong offsets."""
         first = reader.first_seq(self._pod)
         if dropped.without(self._seq + 1, first - 1, dropped.read(self._pod, "framed")):
             raise ConfigError(
@@ -99,12 +99,12 @@ class QueueFiles:
         return self._table.get(name.encode()) or Topic(name, 1, self._first_seq(name))
 
     def _first_seq(self, name: str) -> int:
-        """Of a topic that a message made and that the pod's router has not seen yet."""
+        """Return the first seq of a topic that a message created and that the pod's router has not seen yet."""
         with open(segment.listing(directory_of(self.to, name, 0))[0][1], "rb") as file:
             return segment.stamp(file.read(64))[0]
 
     def _topic_limits(self) -> dict[str, Limits]:
-        """When a log goes on in a new segment: by our settings, "", and those topics that have their own."""
+        """Return when a log begins a new segment: by our settings under "", and by topics with their own settings."""
         own = {name: topics.read(self._pod, name).limits for name in topics.names(self._pod)}
         return {"": self._limits} | {name: self._limits.but(texts) for name, texts in own.items() if texts}
 
@@ -118,11 +118,11 @@ class QueueFiles:
                 replace_file(path, declared.text())
 
 
-# --- in a task: lines to logs ------------------------------------------------------------------------------------------
+# --- in a task: lines to logs ---------------------------------------------------------------------------------------
 
 
 class _Run(NamedTuple):
-    """Lines of one partition that follow one another."""
+    """Consecutive lines of one partition."""
 
     at: tuple[str, int]
     lines: bytes
@@ -146,7 +146,7 @@ def _runs(batches: Iterable[pa.RecordBatch]) -> Iterator[_Run]:
 def _append(
     batches: Iterable[pa.RecordBatch], to: str, known: checkpoint.Rows, table: Table, limits: Mapping[str, Limits]
 ) -> Iterator[pa.RecordBatch]:
-    """Append sorted lines to their logs; the state of each, when it is on disk."""
+    """Append sorted lines to their logs; yield the state of each log when it is on disk."""
     for (topic, number), runs in groupby(_runs(batches), itemgetter(0)):
         before = known.get((topic, number), EMPTY)
         log = _open_log(to, topic, number, before, table, limits)
@@ -156,7 +156,7 @@ def _append(
         log.note_open_block()
         log.close()
         _sync([*log.unsynced, log.path, segment.index_path(log.path)])
-        # Counted from what was known: an attempt of this batch that was broken off may have written some already.
+        # Count from the known state: an interrupted attempt of this batch may have written some lines already.
         row = (topic, number, *log.state.values(), log.state.end_offset - before.end_offset)
         names = [name.split()[0] for name in _STATES.split(", ")]
         types = [pa.string(), pa.int32(), *[pa.int64()] * 5]
@@ -167,7 +167,7 @@ def _append(
 def _open_log(
     to: str, topic: str, number: int, known: State, table: Table, limits: Mapping[str, Limits]
 ) -> PartitionLog:
-    """One log, ready to go on; what an attempt before this one left torn is cut."""
+    """Open a log for appending; cut off what an earlier attempt has left torn."""
     directory = directory_of(to, topic, number)
     segments, state = segment.survey(directory), State(*known.values())
     is_whole = fits(segments, known)

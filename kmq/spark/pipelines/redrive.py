@@ -1,17 +1,20 @@
-"""Dead letters back through a broker, selected and renamed by SQL; or what drop_oldest took from the queues of many brokers.
+"""Send dead letters through a broker again, selected and renamed by SQL; or what drop_oldest removed from queues.
 
     redrive.run(spark, {"path": "data"}, "dead", "concat('test.', key)", condition="value_text like '%timeout%'")
 
-The rules are those that `kmq redrive` has too (kmq.deadletters): what a new key may be, what a line becomes, under which producer
-and number it is sent. A template ({topic}, {key}, …) is a shorthand for an expression: kmq.deadletters.redrive.to_sql.
+The rules are those of `kmq redrive` (kmq.deadletters): what a new key may be, what a line becomes, under which producer
+and id it is sent. A template ({topic}, {key}, …) is short for an expression: kmq.deadletters.redrive.to_sql.
 
-Columns     those of format("kmq") and `line`, the whole stored line; of a dropped record topic, partition and key are what the
-            routing table says. key and routing_key are the very bytes as stored, not percent-decoded, and text to SQL.
-Invariant   A record is stored once, however often the same redrive is run or a task is tried again: see `Once` there. So a
-            partition is sent by one task, in the order of its offsets; under a rate all are sent by one.
-Before      anything is sent, all new keys are checked, of exactly the rows that will be sent. These rows are kept (on disk, if
-            memory does not hold them), so that an expression like uuid() is not evaluated again. Later records are not redriven.
-Why no sink format("kmq") would write the values anew: here the lines go byte by byte, and what had been stored is counted.
+Columns     those of format("kmq") and `line`, the whole stored line. The routing table gives topic, partition and key
+            of a dropped record. key and routing_key are the stored bytes, not percent-decoded, and text to SQL.
+Invariant   A record is always stored once, however often the same redrive is run or a task is retried: see `Once`
+            there. So one task sends a whole partition, in the order of its offsets; with a rate one task sends all
+            partitions.
+Before      anything is sent, the new keys of exactly the rows to send are checked. These rows are kept (on disk, if
+            memory is too small), so that an expression like uuid() is not evaluated twice. Later records are not
+            redriven.
+Why no sink format("kmq") would encode the values anew. Here the lines are sent byte by byte, and duplicates are
+counted.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,7 +38,7 @@ from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source import columns
 from kmq.spark.source.options import WAL
 
-_EXACT = ("key", "routing_key")  # read as they are
+_EXACT = ("key", "routing_key")  # read as stored, not decoded
 SCHEMA = ", ".join(
     f"{name} {'binary' if name in _EXACT else kind}"
     for name, kind in (*columns.COLUMNS.items(), (columns.LINE, "binary"))
@@ -45,7 +48,7 @@ SHOWN = 20  # new keys in a summary
 
 
 class Key(NamedTuple):
-    """A new routing key, how many records get it, and the old one of one of them."""
+    """A new routing key, how many records get it, and the old key of one of these records."""
 
     new: bytes
     records: int
@@ -53,25 +56,25 @@ class Key(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a redrive is about, and what it did."""
+    """What a redrive selects, and what it has done."""
 
     records: int
-    keys: int  # different new ones
-    most: list[Key]  # those with most records
+    keys: int  # different new keys
+    most: list[Key]  # the keys with most records
     never_stored: int  # dropped by ring framed, before the WAL
     retired: int  # no longer in the WAL
-    before: int = 0  # of `records`, those that had been stored before
+    before: int = 0  # how many of `records` had been stored before
 
 
 def rewritten(rows: DataFrame, to: str, where: str = "") -> DataFrame:
-    """The rows that `where` selects, with `new_key` (binary) as the expression `to` gives it."""
+    """Return the rows that `where` selects, with `new_key` (binary), the result of expression `to`."""
     place = F.col("topic"), F.col("key")
     old = {
         "exact": exact(*place),
         "key": F.coalesce("key", F.lit(b"")),
         "routing_key": unambiguous(*place, F.col("routing_key")),
     }
-    rows = rows.withColumns({name: it.cast("string") for name, it in old.items()})  # Spark takes the bytes as they are
+    rows = rows.withColumns({name: it.cast("string") for name, it in old.items()})  # Spark keeps the bytes as they are
     if where:
         rows = _sql("--where", where, lambda: rows.where(where))
     found = _sql("--to", to, lambda: rows.withColumn("new_key", F.expr(to)))
@@ -87,11 +90,11 @@ def _sql(option: str, text: str, make: Callable[[], DataFrame]) -> DataFrame:
         raise ConfigError(f"{option} {text!r}: {str(err).strip().splitlines()[0]}") from None
 
 
-# --- which -------------------------------------------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------------------------
 
 
 class _Source(NamedTuple):
-    rows: DataFrame  # with `log` and `number`: where each was read
+    rows: DataFrame  # with `log` and `number`: where each row was read
     never_stored: int = 0
     retired: int = 0
 
@@ -119,11 +122,11 @@ def _read(spark: SparkSession, where: Mapping[str, str], topic: str) -> DataFram
     return rows.withColumns({"log": F.col("topic"), "number": F.col("partition")})
 
 
-# --- what of it --------------------------------------------------------------------------------------------------------
+# --- summary --------------------------------------------------------------------------------------------------------
 
 
 def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
-    """Counts by new key. Raises ConfigError where one of them is none."""
+    """Count records by new key. Raises ConfigError if a new key is not valid."""
     fault = F.udf(lambda new: "it is null" if new is None else rules.not_a_key(bytes(new)), "string")
     keys = chosen.groupBy("new_key").agg(F.count("*").alias("records"), F.min("routing_key").alias("old")).cache()
     bad = keys.withColumn("fault", fault("new_key")).where("fault <> ''").first()
@@ -138,7 +141,7 @@ def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
     return Summary(total.records or 0, total.keys, shown, source.never_stored, source.retired)
 
 
-# --- in a task ---------------------------------------------------------------------------------------------------------
+# --- in a task ------------------------------------------------------------------------------------------------------
 
 
 def _send(
@@ -148,7 +151,7 @@ def _send(
     target: Target,
     rate: float,
 ) -> Iterator[pa.RecordBatch]:
-    """Send rows, those of a partition together and in order; how many had been stored before."""
+    """Send rows, those of a partition together and in order; yield how many had been stored before."""
 
     @lru_cache(maxsize=1)
     def name(broker: str, log: str, number: int) -> str:
@@ -164,25 +167,25 @@ def _send(
     yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
 
 
-# --- the pipeline ------------------------------------------------------------------------------------------------------
+# --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
 class Redrive(NamedTuple):
-    """A redrive as it is asked for."""
+    """A redrive as requested."""
 
     where: Mapping[str, str]  # options of format("kmq")
-    topic: str  # which is read; with `dropped` "" is all
+    topic: str  # the topic to read; with `dropped` "" is all topics
     to: str  # SQL expression of the new key
     condition: str = ""  # SQL: only records for which it holds
-    dropped: bool = False  # what dropped.log names, not what the topic holds
-    name: str = ""  # of the redrive; under another name what had been redriven is again
+    dropped: bool = False  # redrive what dropped.log names, not what the topic holds
+    name: str = ""  # of the redrive; under another name the same records are redriven again
 
 
 class Sending(NamedTuple):
     """How the redriven records are sent."""
 
-    rate: float = 0  # messages a second at most; 0: no limit
-    dry_run: bool = False  # nothing is sent
+    rate: float = 0  # maximum messages per second; 0: no limit
+    dry_run: bool = False  # send nothing
 
 
 class Options(TypedDict, total=False):
@@ -206,11 +209,11 @@ def run(
     progress: Any = None,
     **options: Unpack[Options],
 ) -> Summary:
-    """Redrive what `topic` holds at the brokers of `where` (options of format("kmq")), where `condition` (SQL) holds.
+    """Redrive the records of `topic` at the brokers of `where` (options of format("kmq")) that match `condition` (SQL).
 
-    `to`: SQL expression of the new key. `dropped`: what dropped.log names, of a topic or of all. `name`: of the redrive; under
-    another one what had been redriven is again. `producers`: host:port of the broker that gets it, else that of our settings.
-    `connection`: options of the sink for its token, TLS and timeout; None: the token of `where`.
+    `to`: SQL expression of the new key. `dropped`: what dropped.log names, of one topic or of all. `name`: of the redrive;
+    under another name the same records are redriven again. `producers`: host:port of the target; default: the broker of
+    our settings. `connection`: the sink's options for its token, TLS and timeout; None: the token of `where`.
     """
     given = Keywords("run", options)
     asked = given.value(Redrive, where=where, topic=topic, to=to, condition=condition)

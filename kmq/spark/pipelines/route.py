@@ -1,23 +1,27 @@
-"""The router's job on a cluster: the records of WALs sorted into topics and partitions, by the routing table of their pods.
+"""The router's job on a cluster: sort the records of WALs into topics and partitions by their pods' routing tables.
 
-    log         the queues of one pod, file by file and byte by byte what its router writes: topics/<topic>/<partition>/…, with
-                index, symlinks, topic.toml and router.ckpt, in a data directory with the pod's id. What for: queues from a WAL
-                that was shipped elsewhere; a pod whose queues are lost and whose WAL takes too long for one router; a second
-                opinion. `kmq log`, `kmq verify` and format("kmq") read it, a pod may continue with it.
+    log         the queues of one pod, file by file and byte by byte what its router writes:
+                topics/<topic>/<partition>/…, with index, symlinks, topic.toml and router.ckpt, in a data directory with
+                the pod's id. Uses: queues from a WAL that was shipped elsewhere; a pod that lost its queues and whose
+                WAL takes one router too long; a second opinion. `kmq log`, `kmq verify` and format("kmq") read it, and
+                a pod may continue with it.
     parquet,    the queues of many pods as one table, partitioned by topic and partition, each file in the order of
-    delta,      (broker, seq). What for: to ask all pods at once, also for what no queue has any more; with `--table` under
-    iceberg     another table than theirs: how would it spread over 64 partitions?
+    delta,      (broker, seq). Uses: to query all pods at once, even for records that no queue has any more; with
+                `--table` to try
+    iceberg     another routing table: how would records spread over 64 partitions?
 
-Invariant   A record is in the output once, where kmq.routing puts it under the table in force at its seq; what dropped.log
-            names for ring `durable` is not, as in the pod. The stream's checkpoint says up to which seq.
-Crash       Spark runs the batch again whose end it has not seen.
-            log             each log skips what it has: its last line says up to which seq. A torn end is cut first, as by
-                            the router. Files are synced before the batch ends, and router.ckpt then says how long they are.
+Invariant   A record is in the output once, where kmq.routing puts it by the table in force at its seq. As in the pod,
+            records that dropped.log names for ring `durable` are left out. The stream's checkpoint tells the seq
+            reached.
+Crash       Spark repeats a batch whose end it has not seen.
+            log             each log skips the records it has, as its last line tells. A torn end is cut first, as by
+                            the router. Files are synced before the batch ends; then router.ckpt records their lengths.
             tables          see kmq.spark.tables: a batch is in the table whole, once, or not at all.
 Owner       of topics/ in `log`: one run at a time, and no router (lock topics/.owner).
-Not covered A stream that runs ahead of a pod's router cannot know what that will drop, nor from which seq on it will put in
-            force what is being declared, or named by a mark, just now. Cuts of segments by age: they fall where the router
-            appended. Within a table, order is that of a file; files are numbered by batch.
+Not covered A stream that runs ahead of a pod's router cannot know what the router will drop, nor the seq from which a
+topic
+            that is being declared, or named by a mark, will be in force. Segments cut by age: these cuts depend on when
+            the router appended. A table is ordered only within a file; files are numbered by batch.
 """
 
 import os
@@ -39,17 +43,17 @@ from kmq.spark.tables import FORMATS, TableSpec
 from kmq.spark.tables import Table as Files
 
 LOG = "log"
-PARTITION_BY = ("topic", "partition")  # of a table
-SCHEMA = "broker string, seq bigint, recv_ts timestamp, routing_key binary, line binary"  # what is read of the WALs
+PARTITION_BY = ("topic", "partition")  # of the table
+SCHEMA = "broker string, seq bigint, recv_ts timestamp, routing_key binary, line binary"  # the columns read from WALs
 EVERY = "1 second"
-BATCH_BYTES = "1g"  # of WAL in a batch; it is sorted on disk where memory does not hold it
+BATCH_BYTES = "1g"  # of WAL in a batch, which is sorted on disk if memory is too small
 _BLOCK = 4096  # seqs; ranges are looked up by the block of a seq
 
-# --- of DataFrames -----------------------------------------------------------------------------------------------------
+# --- functions on DataFrames -----------------------------------------------------------------------------------------
 
 
 def route(rows: DataFrame, routing: Routing) -> DataFrame:
-    """Rows of WALs with topic, partition and key (binary) of each, without those of deleted topics.
+    """Return rows of WALs with their topic, partition and key (binary), without rows of deleted topics.
 
     Needs broker, seq and routing_key (best as binary).
     """
@@ -61,7 +65,7 @@ def route(rows: DataFrame, routing: Routing) -> DataFrame:
 
 
 def among(rows: DataFrame, ranges: Ranges, inside: bool = True) -> DataFrame:
-    """The rows whose seq lies in the ranges of their broker, or those whose does not. However many ranges: they are hashed."""
+    """Return the rows whose seq lies in a range of their broker, or outside. Fast for many ranges: they are hashed."""
     spans = [(broker, first, last) for broker, mine in ranges.items() for first, last in mine]
     if not spans:
         return rows.limit(0) if inside else rows
@@ -72,7 +76,7 @@ def among(rows: DataFrame, ranges: Ranges, inside: bool = True) -> DataFrame:
     return rows.join(F.broadcast(table), lies_in, "left_semi" if inside else "left_anti")
 
 
-# --- targets -----------------------------------------------------------------------------------------------------------
+# --- targets --------------------------------------------------------------------------------------------------------
 
 
 class Target(Protocol):
@@ -81,11 +85,11 @@ class Target(Protocol):
     def __enter__(self) -> "Target": ...
     def __exit__(self, *error: object) -> None: ...
     def add(self, rows: DataFrame, batch_id: int) -> int:
-        """Add a batch, unless it is there; how many records that was."""
+        """Add a batch unless it was added before; return how many records were added."""
         ...
 
     def check_checkpoint(self, path: str) -> None:
-        """Raise ConfigError where a stream cannot go on from there."""
+        """Raise ConfigError if a stream cannot resume from this checkpoint."""
         ...
 
 
@@ -114,11 +118,11 @@ class Tables:
         self._files.stage(in_order.select("topic", "partition", "broker", "seq", "recv_ts", "key", "line"))
 
 
-# --- the pipeline ------------------------------------------------------------------------------------------------------
+# --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
 class Route(NamedTuple):
-    """A route as it is asked for."""
+    """A route as requested."""
 
     where: Mapping[str, str]  # options of format("kmq")
     output: TableSpec  # its format may be `log`
@@ -146,9 +150,9 @@ def run(
     progress: Any = None,
     **options: Unpack[Options],
 ) -> int:
-    """Route the WALs that `where` (options of format("kmq")) names: all there is now, or on and on. Returns how many records.
+    """Route the WALs of `where` (options of format("kmq")): all there is now, or continuously. Return how many records.
 
-    `table`: a data directory whose routing table is used in place of each pod's own; with `log` there is none but the pod's.
+    `table`: a data directory whose routing table replaces each pod's own; not with `log`.
     """
     given = Keywords("run", options)
     output = given.value(TableSpec, to=to, format=format, partition_by=PARTITION_BY)
@@ -158,7 +162,7 @@ def run(
 
 
 def start(spark: SparkSession, asked: Route, progress: Any = None) -> int:
-    """Run a route; return how many records."""
+    """Run a route; return how many records were routed."""
     output = asked.output
     if output.format not in (LOG, *FORMATS):
         raise ConfigError(f"--as {output.format!r}: must be one of {', '.join((LOG, *FORMATS))}")

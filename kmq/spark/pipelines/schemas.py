@@ -1,4 +1,4 @@
-"""The schema of an archive's payloads: given as DDL, or inferred from a sample at the first start and the same ever after."""
+"""The schema of an archive's payloads: given as DDL, or inferred from a sample at the first start and then fixed."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import Options
 from kmq.spark.tables import Table
 
-INFER, NONE = "infer", "none"  # schemas that are no DDL
+INFER, NONE = "infer", "none"  # values in place of DDL
 SAMPLE = 10_000  # records that a schema is inferred from
 
 
 def decide(spark: SparkSession, table: Table, where: Mapping[str, str], schema: str) -> StructType:
-    """Return the schema of this table, as decided at its first start: a batch that runs again must come out the same."""
+    """Return the schema of this table, as decided at its first start: a repeated batch must give the same rows."""
     path = _schema_file(table)
     known = None
     if os.path.exists(path):
@@ -60,7 +60,7 @@ def _given(schema: str) -> StructType:
             raise ConfigError(f"--schema {schema!r}: {wrong}: {err}") from err
     try:
         found = StructType.fromDDL(text)
-    except Exception as err:  # Spark's parser has several
+    except Exception as err:  # Spark's parser raises several types
         raise ConfigError(f"--schema {schema[:80]!r}: {wrong}") from err
     if not isinstance(found, StructType) or not found.names:
         raise ConfigError(f"--schema {schema[:80]!r}: {wrong}")

@@ -1,21 +1,24 @@
-"""Arrow columns to lines as sent, a column at a time: what kmq/client/lines.py does message by message, for whole batches.
+"""Convert Arrow columns to lines as sent, a column at a time: what kmq/client/lines.py does for single messages.
 
-    routing_key                     as it is, or made of topic and key like make_routing_key (a null key is none)
-    partition                       only where it was asked for: the number in the mark of the routing key. Null: the key decides
+    routing_key                     as it is, or made of topic and key like make_routing_key (null: no key)
+    partition                       only with option usePartition: the number in the routing key's mark. Null: the key
+                                    decides
     producer_ts                     text as it is, or a timestamp; null or missing: now
-    id                              a number each, given or made
-    headers map<string,string>      as make_id writes them. p, w and enc are left out: they tell how a message read elsewhere was
-                                    stored there, and are made anew; so is a header that is null. reason and len stay: a copy
-                                    of a dead letter is to say why.
-    headers array<struct<…>>        the same in the shape of Kafka's connector, key string and value binary: names that come twice
-                                    keep their order, and values are any bytes, percent-encoded where they are no plain text.
-    value                           bytes or text. Null is an empty payload, which compaction takes for a deletion; what is empty
-                                    goes as base64, and comes back as empty.
+    id                              one number per row, given or made
+    headers map<string,string>      as make_id writes them. p, w and enc are left out, because they describe how a
+                                    message was stored elsewhere, and are made anew; so is a header that is null. reason
+                                    and len stay, so that a copy of a dead letter keeps its reason.
+    headers array<struct<…>>        the same in the shape of Kafka's connector, key string and value binary: repeated
+                                    names keep their order. Values are any bytes, percent-encoded if they are not plain
+                                    text.
+    value                           bytes or text. Null is an empty payload, which compaction treats as a deletion. An
+                                    empty value is sent as base64, and is read back as empty.
 
-Invariant   A batch becomes lines as a whole or not at all: what no line can hold is a RowError, which names column, row and
-            limit, before a byte of the batch is sent. What is read back is what was written, to the byte.
-Speed       Rows are touched one by one only where something in them must be encoded: a value that is no printable text, a key
-            with a dot. All else is done on whole columns: some 2 million rows/s of 100 bytes.
+Invariant   A batch becomes lines as a whole or not at all: a row that no line can hold is a RowError, which names
+            column, row and limit, before a byte of the batch is sent. A reader always gets what was written, to the
+            byte.
+Speed       Python touches single rows only if something in them must be encoded: a value that is not printable text, a
+            key with a dot. Everything else is done on whole columns: some 2 million rows/s of 100 bytes.
 """
 
 from base64 import b64encode
@@ -34,14 +37,14 @@ from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.ids import MAX_ID_DIGITS
 from kmq.routing import exact
 
-_STORED_ONLY = ("p", "w", "enc")  # headers of the record that was read, not of the message
+_STORED_ONLY = ("p", "w", "enc")  # headers that describe a stored record, not its message
 
 Mask = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 
 class RowError(KmqError):
-    """A row that no line can hold."""
+    """A line cannot hold this row."""
 
     exit_code = EXIT_CONFIG
 
@@ -56,8 +59,8 @@ def _bytes_of(*characters: str) -> Mask:
 
 
 _SAFE = "".join(chr(c) for c in range(128) if percent_encode(chr(c)) == chr(c))
-_BREAKS = _bytes_of("|\n\0")  # what no field before the payload can hold
-_ENCODED = ~_bytes_of(_SAFE)  # in header values
+_BREAKS = _bytes_of("|\n\0")  # bytes that no field before the payload can hold
+_ENCODED = ~_bytes_of(_SAFE)  # bytes that are percent-encoded in header values
 _ENCODED_IN_KEYS = _ENCODED | _bytes_of(".")
 _NO_DIGITS = ~_bytes_of("0123456789")
 
@@ -72,9 +75,10 @@ def to_lines(
     first_row: int = 0,
     use_partition: bool = False,
 ) -> pa.BinaryArray:
-    """A line for each row, with its newline; all to `topic` where it is given. Raises RowError; `first_row` is for its text.
+    """Return a line for each row, with its newline. Raises RowError.
 
-    `use_partition`: column partition says where a row goes.
+    `topic`: the topic of all rows, "" if columns name it. `first_row`: the number of the first row, for errors.
+    `use_partition`: column partition decides the partition of a row.
     """
     value, encoded = _payloads(batch)
     parts = [
@@ -101,13 +105,13 @@ def to_lines(
 
 
 def block(lines: pa.BinaryArray) -> bytes:
-    """The lines, one after the other."""
+    """Return all lines as one bytes object."""
     offsets, data = _view(lines)
     return data[offsets[0] : offsets[-1]].tobytes()
 
 
 def pieces(lines: pa.BinaryArray, nbytes: int) -> list[pa.BinaryArray]:
-    """The same lines cut into pieces of about so many bytes, at least a line each."""
+    """Split the lines into arrays of about `nbytes`, with at least one line each."""
     offsets, _ = _view(lines)
     starts, at = [0], 0
     while (at := max(at + 1, int(np.searchsorted(offsets, offsets[at] + nbytes, "right")) - 1)) < len(lines):
@@ -116,7 +120,7 @@ def pieces(lines: pa.BinaryArray, nbytes: int) -> list[pa.BinaryArray]:
 
 
 def numbers(batch: pa.RecordBatch, first_row: int = 0) -> Ints:
-    """The ids of column `id`. Raises RowError where one is no decimal number of at most 18 digits."""
+    """Return the ids of column `id`. Raises RowError if one is not a decimal number of at most 18 digits."""
     texts = batch.column("id").cast(pa.string()).cast(pa.binary()).fill_null(b"")
     lengths = np.diff(_view(texts)[0])
     bad = _holding(texts, _NO_DIGITS) | (lengths == 0) | (lengths > MAX_ID_DIGITS)
@@ -124,11 +128,11 @@ def numbers(batch: pa.RecordBatch, first_row: int = 0) -> Ints:
         row = int(bad.argmax())
         why = f"a producer's ids are decimal numbers of at most {MAX_ID_DIGITS} digits"
         raise RowError(first_row + row, "id", f"{texts[row].as_py()!r}: {why}")
-    found: Ints = texts.cast(pa.string()).cast(pa.int64()).to_numpy()
-    return found
+    ids: Ints = texts.cast(pa.string()).cast(pa.int64()).to_numpy()
+    return ids
 
 
-# --- columns -------------------------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------------------------
 
 
 def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int, use_partition: bool) -> list[object]:
@@ -147,7 +151,7 @@ def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int, use_partiti
         _check_topics(head, first_row)
         no_key = pc.if_else(pc.match_substring(head, b"."), b".@", b"")
     mark: object = b".@"
-    if asked is not None:  # without a number, a row is what it would be without the column
+    if asked is not None:  # a row whose number is null is sent as if there were no such column
         no_key = pc.if_else(asked.is_valid(), pc.binary_join_element_wise(b".@", _digits(asked), b""), no_key)
         mark = pc.binary_join_element_wise(b".@", _digits(asked), b"")
     if "key" not in names:
@@ -159,7 +163,7 @@ def _routing_keys(batch: pa.RecordBatch, topic: str, first_row: int, use_partiti
 
 
 def _partitions(batch: pa.RecordBatch, first_row: int) -> pa.Array:
-    """The partitions asked for, null where none is. Raises RowError for what no topic can have."""
+    """Return the requested partitions, null where a row requests none. Raises RowError for an impossible number."""
     column = batch.column("partition").cast(pa.int64())
     wrong = pc.or_(pc.less(column, 0), pc.greater_equal(column, record.NO_PARTITION)).fill_null(False)
     if pc.any(wrong).as_py():
@@ -175,7 +179,7 @@ def _digits(partitions: pa.Array) -> pa.BinaryArray:
 
 
 def _with_partitions(batch: pa.RecordBatch, keys: pa.BinaryArray, asked: pa.Array, first_row: int) -> pa.BinaryArray:
-    """Routing keys with the partitions asked for in their marks; the topic of one without a mark is told by column topic."""
+    """Put the requested partitions into the marks of routing keys; without a mark, column topic tells the topic."""
     topics: Iterable[bytes | None] = repeat(None)
     if "topic" in batch.schema.names:
         topics = _binary(batch.column("topic")).to_pylist()
@@ -218,7 +222,7 @@ def _check_topics(column: pa.BinaryArray, first_row: int) -> None:
     for topic in pc.unique(column).to_pylist():
         try:
             reason = record.refusal(make_routing_key(topic.decode()) + b"|")
-        except ValueError as err:  # also of bytes that are no UTF-8
+        except ValueError as err:  # also raised for bytes that are not UTF-8
             reason = str(err)
         if reason:
             row = pc.index(column, topic).as_py()
@@ -240,7 +244,7 @@ def _producer_ts(batch: pa.RecordBatch, now: float, first_row: int) -> list[obje
 
 
 def _headers(batch: pa.RecordBatch, first_row: int) -> list[object]:
-    """`;name=value…` of each row: the texts of all headers lie one after the other, and are only cut anew."""
+    """Return `;name=value…` of each row: one buffer holds the texts of all headers, and is only cut into rows."""
     if "headers" not in batch.schema.names:
         return []
     column = batch.column("headers")
@@ -249,7 +253,7 @@ def _headers(batch: pa.RecordBatch, first_row: int) -> list[object]:
     if first == last:
         return []
     names, values = (_binary(child[first:last]) for child in _names_and_values(column))
-    if names.null_count:  # in an array: keys of a map are never null
+    if names.null_count:  # only in an array: a map's keys are never null
         row = int(np.searchsorted(offsets, first + pc.index(names.is_null(), True).as_py(), "right")) - 1
         raise RowError(first_row + row, "headers", "a header without a name: its key is null")
     for name in pc.unique(names).to_pylist():
@@ -271,7 +275,7 @@ def _headers(batch: pa.RecordBatch, first_row: int) -> list[object]:
 
 
 def _names_and_values(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Of all headers of a column: a map, or an array of structs."""
+    """Return names and values of all headers of a column, which is a map or an array of structs."""
     if pa.types.is_map(column.type):
         return column.keys, column.items
     headers = column.values
@@ -280,7 +284,7 @@ def _names_and_values(column: pa.Array) -> tuple[pa.Array, pa.Array]:
 
 
 def _payloads(batch: pa.RecordBatch) -> tuple[pa.BinaryArray, Mask | None]:
-    """The payloads as sent, and which of them had to be encoded, None where none."""
+    """Return the payloads as sent, and which of them had to be encoded; None if none had to be."""
     column = batch.column("value")
     is_null = np.asarray(column.is_null())
     value = _binary(column).fill_null(b"")
@@ -290,7 +294,7 @@ def _payloads(batch: pa.RecordBatch) -> tuple[pa.BinaryArray, Mask | None]:
     encoded = _rows(offsets, suspect)
     if not pa.types.is_string(column.type):
         try:
-            value.cast(pa.string())  # also finds a character that is cut by the end of its row
+            value.cast(pa.string())  # also detects a character that the end of its row cuts
         except pa.ArrowInvalid:
             for row in np.flatnonzero(~encoded & _rows(offsets, used > 127)):
                 encoded[row] = not is_text(value[int(row)].as_py())
@@ -300,23 +304,23 @@ def _payloads(batch: pa.RecordBatch) -> tuple[pa.BinaryArray, Mask | None]:
     return _replaced(value, encoded, b64encode), encoded
 
 
-# --- arrays --------------------------------------------------------------------------------------------------------------
+# --- arrays ---------------------------------------------------------------------------------------------------------
 
 
 def _view(array: pa.BinaryArray) -> tuple[Ints, npt.NDArray[np.uint8]]:
-    """(offsets of the rows in the data, the data)."""
+    """Return (offsets of the rows in the data, the data)."""
     _, offsets, data = array.buffers()
     if not len(array) or offsets is None:
         return np.zeros(1, np.int64), np.zeros(0, np.uint8)
-    found = np.frombuffer(offsets, np.int32)[array.offset : array.offset + len(array) + 1]
-    return found.astype(np.int64), np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
+    ends = np.frombuffer(offsets, np.int32)[array.offset : array.offset + len(array) + 1]
+    return ends.astype(np.int64), np.frombuffer(data, np.uint8) if data else np.zeros(0, np.uint8)
 
 
 def _rows(offsets: Ints, marked: Mask) -> Mask:
-    """Which rows hold one of the marked bytes; `marked` begins with the first byte of the first row."""
-    found = np.zeros(len(offsets) - 1, bool)
-    found[np.searchsorted(offsets, np.flatnonzero(marked) + offsets[0], "right") - 1] = True
-    return found
+    """Return which rows hold a marked byte; `marked` begins at the first byte of the first row."""
+    holding = np.zeros(len(offsets) - 1, bool)
+    holding[np.searchsorted(offsets, np.flatnonzero(marked) + offsets[0], "right") - 1] = True
+    return holding
 
 
 def _holding(array: pa.BinaryArray, table: Mask) -> Mask:

@@ -1,17 +1,18 @@
-"""The producer and the number of each row of a task: what the broker knows the row by when it comes again.
+"""The producer and id of each row of a task: by them the broker recognizes the row when it is sent again.
 
-    columns producer and id     are taken as they are
-    columns origin_…            id = origin_offset + 1; producer <kmq.producer, or s>[-<query id>]-<origin>-<Spark partition>
+    columns producer and id     used as they are
+    columns origin_…            id = origin_offset + 1; producer <kmq.producer, or s>[-<query id>]-<origin>-<Spark
+                                partition>
     neither                     id = batch · 10⁹ + row; producer <kmq.producer, or s>[-<query id>]-<Spark partition>
 
-`query id` in a stream, and in what its foreachBatch does. `origin` is a hash of origin_broker, origin_topic and origin_partition.
+`query id` is there in a stream and in its foreachBatch. `origin` is a hash of the other columns origin_…
 
-Invariant   Two rows of a task never get one number of one producer, and the numbers of a producer rise: what does not is a
-            RowError before a row of its Arrow batch is sent. Two origins never share a producer: neither two partitions, nor
-            two brokers where column origin_broker tells them apart.
-Again       A record is known by its origin however many rows are before it, so a filter that takes other records, or a source
-            that has lost some, changes no other row's number. For that the slices that the source cuts have to be the same
-            again: the Spark partition stands for the slice.
+Invariant   Two rows of a task never get the same id of the same producer, and the ids of a producer always rise: an id
+            that does not is a RowError before any row of its Arrow batch is sent. Two origins never share a producer:
+            neither two partitions, nor two brokers that column origin_broker tells apart.
+Again       An id made of an origin does not depend on how many rows come before it. So a filter that selects other
+            records, or a source that has lost some, changes no other row's id. This needs the source to cut the same
+            slices again, because the number of the Spark partition stands for the slice.
 """
 
 from collections.abc import Callable
@@ -27,22 +28,22 @@ from kmq.ids import MAX_NAME
 from kmq.spark.sink.lines import Ints, RowError, numbers
 from kmq.spark.sink.write_options import NAME
 
-# Of what runs a task (Spark's own names, guarded by a test): set in streams, and in what foreachBatch does.
+# Local properties of a task (Spark's own names, guarded by a test): set in streams, and inside foreachBatch.
 QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
-BATCH_ROWS = BATCHES = 10**9  # numbers of a batch in a Spark partition; batches: 18 digits are all there are
-ORIGIN = ("origin_topic", "origin_partition", "origin_offset")  # all of them, and origin_broker or not
+BATCH_ROWS = BATCHES = 10**9  # ids of a batch in a Spark partition, and batches of a query: an id has 18 digits
+ORIGIN = ("origin_topic", "origin_partition", "origin_offset")  # all three are required; origin_broker is optional
 ORIGIN_BROKER = "origin_broker"
 
 _MAX_OFFSET = 10**18 - 2
-_HASHED = 32  # digits that stand for a name that is too long
+_HASHED = 32  # hex digits that replace a name that is too long
 _ORIGIN_DIGITS = 16
 
-Identity = tuple[Ints, list[tuple[str, Ints | None]]]  # ids, and whose rows (None: all)
+Identity = tuple[Ints, list[tuple[str, Ints | None]]]  # the ids, and each producer with its rows; None: all rows
 Numbering = Callable[[pa.RecordBatch, int], Identity]
 
 
 class Counted:
-    """Numbers made from the place of a row."""
+    """Make ids from the place of a row in its Spark partition."""
 
     def __init__(self, name: str, first: int) -> None:
         self._name, self._first = name, first
@@ -54,12 +55,15 @@ class Counted:
         return np.arange(self._first + first_row, self._first + end), [(self._name, None)]
 
     def row(self, id: int) -> int:
-        """The row that got this number."""
+        """Return the row that got this id."""
         return id - self._first
 
 
 class Given:
-    """Numbers from columns `producer` and `id`. One that is not above the last would count as stored, and be lost: an error."""
+    """Take ids from columns `producer` and `id`.
+
+    An id must be above the previous one: the broker would count it as stored already, and the row would be lost.
+    """
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
@@ -71,8 +75,8 @@ class Given:
             raise RowError(first_row + pc.index(names.is_null(), True).as_py(), "producer", "is null")
         owners = _owners(names)
         for name, rows in owners:
-            of = slice(None) if rows is None else rows
-            self._check(name, ids[of], np.arange(first_row, first_row + len(ids))[of])
+            own = slice(None) if rows is None else rows
+            self._check(name, ids[own], np.arange(first_row, first_row + len(ids))[own])
         return ids, owners
 
     def _check(self, name: str, ids: Ints, rows: Ints) -> None:
@@ -85,10 +89,10 @@ class Given:
 
 
 class Origins:
-    """Numbers from where a row comes from."""
+    """Make ids from the record that a row was made of."""
 
     def __init__(self, job: str, slice_: int) -> None:
-        """`job`: what all names of this write begin with."""
+        """`job`: the prefix of all producer names of this write."""
         self._job, self._slice = job, slice_
         self._last: dict[str, int] = {}
         self._names: dict[str, str] = {}
@@ -105,19 +109,19 @@ class Origins:
         else:
             owners = _owners(pc.binary_join_element_wise(*columns, "|"))
         for origin, rows in owners:
-            of = slice(None) if rows is None else rows
-            self._check(origin, offsets[of], np.arange(first_row, first_row + len(offsets))[of])
+            own = slice(None) if rows is None else rows
+            self._check(origin, offsets[own], np.arange(first_row, first_row + len(offsets))[own])
         return offsets + 1, [(self._name_of(origin), rows) for origin, rows in owners]
 
     def _offsets(self, batch: pa.RecordBatch, first_row: int) -> Ints:
         column = batch.column("origin_offset").cast(pa.int64())
         bad = np.asarray(column.is_null())
-        found: Ints = column.fill_null(0).to_numpy()
-        bad |= (found < 0) | (found > _MAX_OFFSET)
+        offsets: Ints = column.fill_null(0).to_numpy()
+        bad |= (offsets < 0) | (offsets > _MAX_OFFSET)
         if bad.any():
             row = int(bad.argmax())
             raise RowError(first_row + row, "origin_offset", f"{column[row].as_py()}: must be an offset, from 0 on")
-        return found
+        return offsets
 
     def _check(self, origin: str, offsets: Ints, rows: Ints) -> None:
         at, before = _not_rising(self._last, origin, offsets)
@@ -139,7 +143,7 @@ class Origins:
 
 
 def numbering(task: TaskContext, producer: str, is_stream: bool, has_ids: bool, has_origin: bool) -> Numbering:
-    """What numbers this task's rows. `producer`: the option."""
+    """Return what gives this task's rows their producers and ids. `producer`: option kmq.producer."""
     if has_ids:
         return Given()
     query, batch = task.getLocalProperty(QUERY_ID), task.getLocalProperty(BATCH_ID)
@@ -156,14 +160,14 @@ def numbering(task: TaskContext, producer: str, is_stream: bool, has_ids: bool, 
 
 
 def _fitting(job: str, rest: str) -> str:
-    """A producer's name: a job's name that leaves no room for the rest is hashed."""
+    """Return a producer's name; a job name that leaves no room for the rest is hashed."""
     if len(job) + len(rest) > MAX_NAME:
         job = sha256(job.encode()).hexdigest()[:_HASHED]
     return job + rest
 
 
 def _owners(labels: pa.StringArray) -> list[tuple[str, Ints | None]]:
-    """Each label with its rows, in their order; None: all rows."""
+    """Return each label with its rows in order; None stands for all rows."""
     coded = labels.dictionary_encode()
     codes = coded.indices.to_numpy()
     order = np.argsort(codes, kind="stable")
@@ -173,7 +177,10 @@ def _owners(labels: pa.StringArray) -> list[tuple[str, Ints | None]]:
 
 
 def _not_rising(last: dict[str, int], label: str, ids: Ints) -> tuple[int, int]:
-    """(place, number before it) of the first that is not above the one before it, else (-1, 0) and the last one is kept."""
+    """Return (place, previous id) of the first id that is not above the previous one.
+
+    Without such an id return (-1, 0), and remember the last id in `last`.
+    """
     before = np.concatenate(([last.get(label, -1)], ids[:-1]))
     wrong = ids <= before
     if wrong.any():

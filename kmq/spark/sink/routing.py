@@ -1,14 +1,14 @@
-"""The routing table as columns: what kmq.routing says of one line, as expressions over all rows of a DataFrame.
+"""The routing table as columns: what kmq.routing decides for one line, as expressions over all rows of a DataFrame.
 
     routing = Routing({"data": topics.table("data")})               # broker → its table, from kmq.log.topics
     frame.select("line", routing.topic("routing_key", "seq"), routing.partition("routing_key", "seq"))
 
-Exact       For every routing key that can be stored the columns say what `resolve` and `Topic.partition_of` say, byte by byte,
-            also where it is not UTF-8: Spark takes bytes for text as they are, and cuts text at a dot byte by byte. The topic
-            is empty where it was deleted after the record.
-Cost        The table is one constant map. Spark looks up in a constant by hash (4.3, from 1,000 entries on), and a table of
-            10,000 topics costs no more than one of ten. Per row there is a lookup for each number of dots that declared topics
-            have (in most tables one or none), not for each dot of the key: a key of a million dots holds nobody up.
+Exact       For every routing key that can be stored the columns equal `resolve` and `Topic.partition_of`, byte by byte,
+            even if the key is not UTF-8: Spark keeps the bytes of a text as they are, and cuts text at a dot byte by
+            byte. The topic is empty if it was deleted after the record was stored.
+Cost        The table is one constant map. Spark looks up a constant by hash (4.3, from 1,000 entries on), so a table of
+            10,000 topics costs no more than a table of ten. Each row costs one lookup per number of dots that declared
+            topics have (in most tables one or none), not per dot of the key: a key of a million dots is no slower.
 """
 
 import json
@@ -27,10 +27,10 @@ _PARTITIONS, _FROM_SEQ = 0, 1
 
 
 class Routing:
-    """The tables of some brokers. A topic that none of them has is the text before the first dot, with one partition."""
+    """The tables of some brokers. An undeclared topic is the text before the key's first dot, with one partition."""
 
     def __init__(self, tables: Mapping[str, Table]) -> None:
-        """`tables`: broker → table. One alone is for all rows, whatever their broker."""
+        """`tables`: broker → table. A single table is used for all rows, whatever their broker."""
         self._by_broker = len(tables) > 1
         bounds = {
             self._name(broker, name.decode()): topic.bounds()
@@ -40,12 +40,12 @@ class Routing:
         }
         ends = {name: seqs[1::2] for name, seqs in bounds.items()}
         self.knows_deleted = bool(bounds)
-        self._bounds, self._ends = (_constant(each) for each in (bounds, ends))
+        self._bounds, self._ends = (_constant(table) for table in (bounds, ends))
         rows = {
             self._name(broker, name.decode()): (topic.partitions, topic.from_seq)
             for broker, table in tables.items()
             for name, topic in table.items()
-            if topic.partitions > 1 or b"." in name  # the others are as if they were not declared
+            if topic.partitions > 1 or b"." in name  # other topics behave as if they were not declared
             if not topic.is_gone
         }
         self._marks_from = {broker: table.marks_from for broker, table in tables.items()}
@@ -54,7 +54,7 @@ class Routing:
         self._rows = _constant(rows)
 
     def topic(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
-        """The topic, text: what a mark says, else the longest in force, else the first label; empty where it was deleted."""
+        """Return the topic, text: from a mark, else the longest in force, else the first label; empty if deleted."""
         marked = self._marked(routing_key, seq, broker, 1)
         name = F.when(marked != "", marked).otherwise(self._longest(routing_key, seq, broker))
         if not self.knows_deleted:
@@ -76,18 +76,17 @@ class Routing:
         return F.coalesce(since, F.lit(False)) | F.coalesce(F.size(passed) % 2 == 1, F.lit(False))
 
     def key(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
-        """The message key, binary: what follows the topic, or the mark; null without one."""
+        """Return the message key, binary: what follows the topic or the mark; null without a key."""
         binary = _column(routing_key).cast("binary")
         topic, digits = (self._marked(routing_key, seq, broker, group) for group in (1, 2))
         mark_end = F.length(topic) + 2 + F.length(digits)
-        behind_mark = F.when(
-            F.length(binary) > mark_end, _from(binary, mark_end + 2)
-        )  # the dot; positions count from 1
+        # Positions count from 1, and a dot follows the mark.
+        behind_mark = F.when(F.length(binary) > mark_end, _from(binary, mark_end + 2))
         rest = _from(binary, F.length(self._longest(routing_key, seq, broker)) + 2)
         return F.when(topic != "", behind_mark).otherwise(F.when(F.length(rest) > 0, rest))
 
     def partition(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
-        """The partition, int: as the mark asks, or by the key, without one by the seq."""
+        """Return the partition, int: from the mark, else by the key, else by the seq."""
         row = self._row(self.topic(routing_key, seq, broker), broker)
         digits, key = self._marked(routing_key, seq, broker, 2), self.key(routing_key, seq, broker)
         asked = F.when(F.length(digits) > 18, F.lit(NO_PARTITION)).otherwise(
@@ -97,7 +96,7 @@ class Routing:
         return (number % F.coalesce(row[_PARTITIONS], F.lit(1))).cast("int")
 
     def _marked(self, routing_key: Column | str, seq: Column | str, broker: Column | str, group: int) -> Column:
-        """Topic (group 1) or digits (2) of a mark that counts, text; empty where there is none."""
+        """Return the topic (group 1) or the digits (2) of a valid mark, text; empty without a mark."""
         text = _column(routing_key).cast("string")
         first = F.lit(next(iter(self._marks_from.values()), 0))
         if self._by_broker:
@@ -106,7 +105,7 @@ class Routing:
         return F.when(counts, F.regexp_extract(text, _MARKED, group)).otherwise("")
 
     def _row(self, name: Column, broker: Column | str) -> Column:
-        """(partitions, from_seq) of a topic; null where the table has none."""
+        """Return (partitions, from_seq) of a topic; null if the table lacks the topic."""
         return self._at(self._rows, name, broker)
 
     def _at(self, table: Column, name: Column, broker: Column | str) -> Column:
@@ -117,14 +116,14 @@ class Routing:
 
 
 def unambiguous(topic: Column, key: Column, routing_key: Column) -> Column:
-    """The routing key, binary, as another broker takes it: what was a part of the key here must be no mark there."""
+    """Return the routing key, binary, for another broker: a part of the key here must not become a mark there."""
     rest = _from(routing_key, F.octet_length(topic) + 2)
     looks_marked = F.contains(routing_key.cast("string"), F.lit(".@")) & (rest == key)
     return F.when(looks_marked, exact(topic, key)).otherwise(routing_key)
 
 
 def exact(topic: Column, key: Column) -> Column:
-    """kmq.routing.exact: a routing key, binary, that leads to `topic` whatever is declared. `key`: binary, null where none."""
+    """kmq.routing.exact as a column: a binary routing key that leads to `topic`, whatever is declared."""
     marked = F.concat(topic, F.lit(".@"))
     name = F.when(F.contains(topic, F.lit(".")), marked).otherwise(topic).cast("binary")
     return F.coalesce(F.concat(marked.cast("binary"), F.lit(b"."), key), name)

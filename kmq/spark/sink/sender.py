@@ -1,13 +1,15 @@
-"""The connections of a writing task: whole lines with numbers of their own, each stored once by its broker.
+"""The connections of a writing task: they send whole lines that carry their ids, and the broker stores each line once.
 
-Invariant   A row is stored only when the broker has said so (`!ack`), or when what it has under the row's id says the same: read
-            from its logs (stored.py), or compared by the broker itself, which remembers what the last 4,096 ids of a producer
-            said. An id that is neither is never taken for the row's. `kmq.replay` decides what becomes of such a row: stop
-            ends the task, again stores it under the producer's next name, trust takes the id for the row.
-Again       The names of a producer are name, name:1, name:2 … A row belongs to the first whose id is free or says the same. So a
-            replay of a replay finds each row where the last one put it, and nothing is lost whatever has changed in between.
-Own         Lines sent again because a connection broke may be known to the broker by then: where its logs are not read, those
-            count as this task's own, because no other attempt has had a turn.
+Invariant   A row counts as stored only when the broker has acknowledged it (`!ack`), or when the record stored under
+            the row's id has the same content. The task compares it in the broker's logs (stored.py), or the broker
+            compares it, which remembers checksums of a producer's last 4,096 ids. An id whose content differs or is
+            unknown never counts as the row's. `kmq.replay` decides what happens to such a row: stop ends the task,
+            again stores the row under the producer's next name, trust counts the row as stored.
+Again       The names of a producer are name, name:1, name:2 … A row belongs to the first name under which its id is
+            free or has the same content. So a replay of a replay finds each row where the previous replay put it.
+            Nothing is lost, whatever has changed in between.
+Resent      Lines sent again after a broken connection may already be stored. Where the broker's logs cannot be read,
+            such lines count as this task's own, because no other attempt has written in between.
 """
 
 import logging
@@ -29,13 +31,13 @@ from kmq.spark.sink.targets import check, producer
 from kmq.spark.sink.write_options import AGAIN, TRUST, WriteOptions
 
 _IN_FLIGHT_BYTES = 16 * MIB
-_OPEN = 8  # connections of a task whose rows have many producers
+_MAX_OPEN = 8  # simultaneous connections of a task whose rows have many producers
 _SAY_S = 10.0
-_FIRST_S = 1.0  # without a connection: then it is looked at whether there is hope of one
-_TURNS_S = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # pauses of one that was fenced, ever longer: two never stop each other
-_NAMES = 20  # of a producer whose rows are stored again
-_OTHER = ("id_reused", "id_too_old")  # refusals: the id is another row's
-_SHOWN = 200  # bytes of a line in an error
+_FIRST_S = 1.0  # without a connection, before the first look for a permanent fault
+_TURNS_S = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # growing pauses of a fenced sender: two attempts never block each other
+_MAX_NAMES = 20  # names of one producer whose rows are stored again
+_TAKEN = ("id_reused", "id_too_old")  # codes of refusals: the id is another row's
+_SHOWN_BYTES = 200  # of a line in an error
 _SEQ = re.compile(r"as seq (\d+)")  # in the reason of a refusal
 _ADVICE = (
     "rows came again otherwise than they were stored: the query, its source or its parallelism has changed, or two writes have"
@@ -45,20 +47,20 @@ _ADVICE = (
 
 
 class ReplayError(KmqError):
-    """A row whose id the broker has, and which cannot be told to be the row that is stored."""
+    """The broker has a row's id, but the row stored under it differs or cannot be compared."""
 
     def __init__(self, producer: str, id: int, problem: str, row: int | None = None) -> None:
-        """`row`: of its Spark partition, where that is known."""
+        """`row`: the row's place in its Spark partition, if known."""
         self.producer, self.id, self.problem = producer, id, problem
         where = "" if row is None else f"row {row} of this Spark partition, "
         super().__init__(f"{where}producer {producer}, id {id}: {problem}")
 
 
 class Senders:
-    """The producers of a task: one, or those that column `producer` names, the latest of them connected."""
+    """The producers of a task: one, or those named in column `producer`. The most recently used ones stay connected."""
 
     def __init__(self, options: WriteOptions, place: int | None) -> None:
-        """`place` says which of the brokers; None: the name of a producer does."""
+        """`place` selects the broker for all producers; if None, a producer's name selects it."""
         self._options, self._place = options, place
         self._open: OrderedDict[str, Sender] = OrderedDict()
         self._duplicates = 0
@@ -72,7 +74,7 @@ class Senders:
     def _sender(self, name: str) -> "Sender":
         sender = self._open.get(name)
         if sender is None:
-            if len(self._open) >= _OPEN:
+            if len(self._open) >= _MAX_OPEN:
                 self._close(next(iter(self._open)))
             place = zlib.crc32(name.encode()) if self._place is None else self._place
             sender = self._open[name] = Sender(name, self._options, place % len(self._options.brokers))
@@ -85,7 +87,7 @@ class Senders:
         self._duplicates += sender.duplicates
 
     def finish(self) -> int:
-        """Wait for all replies. Returns how many rows had been stored before."""
+        """Wait for all replies and return how many rows had been stored before."""
         for name in list(self._open):
             self._close(name)
         return self._duplicates
@@ -99,7 +101,7 @@ class Senders:
 
 
 class NoPartition(KmqError):
-    """A topic does not have the partition that a row asks for."""
+    """A row names a partition that its topic does not have."""
 
     exit_code = EXIT_CONFIG
 
@@ -115,12 +117,12 @@ class NoPartition(KmqError):
 
 
 class Sender:
-    """One producer at one broker: whole lines with numbers of their own, each stored once."""
+    """One producer at one broker: it sends whole lines that carry their ids, each stored once."""
 
     def __init__(self, name: str, options: WriteOptions, at: int = 0, turn: int = 0) -> None:
-        """`at`: which of the brokers. `turn`: of the producer's names; 0 is the name itself."""
+        """`at`: the index of the broker. `turn`: which of the producer's names; 0 is the name itself."""
         self._first_name, self._options, self._at, self._turn = name, options, at, turn
-        self._name, self._address = _named(name, turn), options.brokers[at]
+        self._name, self._address = _name_of_turn(name, turn), options.brokers[at]
         self._stored = Stored(options.logs(at)) if options.has_logs else None
         self._check = partial(check, self._address, options.access, is_host_sure=True)
         self._make = partial(
@@ -128,29 +130,29 @@ class Sender:
             self._address,
             options.access,
             producer=self._name,
-            # The lines bring ids of their own. Only who cannot read what is stored asks for the last one, and waits for it.
+            # The lines carry their own ids. Ask and wait for the last stored id only if the logs cannot be read.
             first_id=0 if self._stored or options.replay == TRUST else None,
             timeout_s=options.timeout_s,
             max_in_flight_bytes=_IN_FLIGHT_BYTES,
             stall_s=_SAY_S,
-            on_stall=self._say,
+            on_stall=self._warn,
         )
         self._unsent: deque[bytes] = deque()
-        self._sent: deque[tuple[Delivery, bytes]] = deque()  # without a reply, when last looked at
+        self._sent: deque[tuple[Delivery, bytes]] = deque()  # had no reply at the last look
         self._turns = iter(_TURNS_S)
-        self._next: Sender | None = None  # for rows that are stored again
+        self._next: Sender | None = None  # the sender under the next name, for rows that are stored again
         self.duplicates = 0
         self._connect()
 
     def send(self, lines: bytes) -> None:
-        """Queue lines; waits while the broker pushes back."""
+        """Queue lines; wait while the broker applies back-pressure."""
         self._unsent.append(lines)
-        self._go_on(False)
+        self._send_queued(False)
 
     def finish(self) -> None:
-        """Wait until all is stored, and end."""
+        """Wait until all lines are stored, then close the connection."""
         try:
-            self._go_on(True)
+            self._send_queued(True)
             if self._next is not None:
                 self._next.finish()
                 self.duplicates += self._next.duplicates
@@ -158,7 +160,7 @@ class Sender:
             self.abort()
 
     def abort(self) -> None:
-        """End now."""
+        """Close the connection now."""
         self._producer.abort()
         if self._next is not None:
             self._next.abort()
@@ -173,105 +175,106 @@ class Sender:
                 return
             except NotAnswered as err:
                 tick_s = _SAY_S
-                self._check_once_more()
+                self._check_for_fault()
                 if time.monotonic() >= deadline:
                     self._producer.abort()
                     raise self._failed(err) from err
-                self._say(str(err))
+                self._warn(str(err))
             except Refused as err:
                 self._producer.abort()
                 raise self._failed(err) from err
 
-    def _check_once_more(self) -> None:
-        """There is no connection: see that it is not for a reason that no waiting mends."""
+    def _check_for_fault(self) -> None:
+        """Raise ConfigError if the connection fails for a reason that waiting cannot mend."""
         try:
             self._check()
         except ConfigError as err:
             self._producer.abort()
             raise ConfigError(f"producer {self._name} at {err}") from err
 
-    def _go_on(self, to_the_end: bool) -> None:
+    def _send_queued(self, until_stored: bool) -> None:
         while True:
             try:
                 while self._unsent:
                     delivery = self._producer.send_lines(self._unsent[0])
-                    delivery.seen = True  # what becomes of it is looked at here
+                    delivery.seen = True  # this class handles its outcome
                     self._sent.append((delivery, self._unsent.popleft()))
-                if to_the_end:
+                if until_stored:
                     self._producer.flush()
                 while self._sent and self._sent[0][0].done:
                     delivery, lines = self._sent[0]
                     if delivery.answered < delivery.count:
-                        self._producer.flush()  # raises what has ended it; what has no reply stays, for the next turn
+                        self._producer.flush()  # raises what ended it; lines without a reply stay for the next turn
                     self._sent.popleft()
                     self._settle(delivery, lines)
                 return
             except Fenced as err:
-                self._wait_for_a_turn(err)
+                self._wait_for_turn(err)
             except (Refused, NotAnswered) as err:
                 raise self._failed(err) from err
 
-    def _wait_for_a_turn(self, err: Fenced) -> None:
-        """Another attempt of this task is at work; if it succeeds Spark ends us, and if it was left behind it ends soon."""
+    def _wait_for_turn(self, err: Fenced) -> None:
+        """Pause, then reconnect: another attempt of this task is writing.
+
+        If the other attempt succeeds, Spark ends this one; an attempt left behind by a dead driver ends soon.
+        """
         pause_s = next(self._turns, None)
         if pause_s is None:
             raise self._failed(err) from err
-        self._say(f"fenced: another attempt of this task, or a job of the same name; next turn in {pause_s:g} s")
+        self._warn(f"fenced: another attempt of this task, or a job of the same name; next turn in {pause_s:g} s")
         self._producer.abort()
-        again = []
+        unanswered = []
         for delivery, lines in self._sent:
             self._settle(delivery, lines)
             if delivery.answered < delivery.count:
-                again.append(b"".join(lines.splitlines(keepends=True)[delivery.answered :]))
+                unanswered.append(b"".join(lines.splitlines(keepends=True)[delivery.answered :]))
         self._sent.clear()
-        self._unsent.extendleft(reversed(again))
+        self._unsent.extendleft(reversed(unanswered))
         time.sleep(pause_s)
         self._connect()
 
-    # --- what had been stored before ---------------------------------------------------------------------------------
+    # --- rows that had been stored before ----------------------------------------------------------------------------
 
     def _settle(self, delivery: Delivery, lines: bytes) -> None:
-        """See that what has been answered is stored; what is not is stored again, or an error."""
+        """Check that each row with a reply is stored; if its record differs, store the row again or raise."""
         if not (delivery.duplicates or delivery.refused):
             return
         rows = lines.split(b"\n")
         self.duplicates += len(delivery.duplicates)
-        wrong: dict[int, str] = {}  # row → what is wrong
+        problems: dict[int, str] = {}  # place of a row in `lines` → what is wrong
         if self._options.replay != TRUST:
             places = {_id_of(rows[place]): place for place, _ in delivery.duplicates}
-            problems = self._compare(
-                [Sent(_id_of(rows[place]), seq, rows[place]) for place, seq in delivery.duplicates]
-            )
-            wrong = {places[id]: problem for id, problem in problems}
-            self.duplicates -= len(wrong)
+            repeated = [Sent(_id_of(rows[place]), seq, rows[place]) for place, seq in delivery.duplicates]
+            problems = {places[id]: problem for id, problem in self._compare(repeated)}
+            self.duplicates -= len(problems)
         for place, refusal in delivery.refused.items():
-            if refusal.code not in _OTHER or self._options.replay == TRUST:
+            if refusal.code not in _TAKEN or self._options.replay == TRUST:
                 raise refusal
-            wrong[place] = refusal.reason
-        if not wrong:
+            problems[place] = refusal.reason
+        if not problems:
             return
-        first = min(wrong)
-        why = self._refusal(delivery.refused[first], rows[first]) if first in delivery.refused else wrong[first]
+        first = min(problems)
+        why = self._refusal(delivery.refused[first], rows[first]) if first in delivery.refused else problems[first]
         if self._options.replay != AGAIN:
             raise ReplayError(self._name, _id_of(rows[first]), f"{why}; {_ADVICE}")
-        self._store_again([rows[place] for place in sorted(wrong)], why)
+        self._store_again([rows[place] for place in sorted(problems)], why)
 
     def _compare(self, repeated: list[Sent]) -> list[tuple[int, str]]:
-        """(id, problem) of those whose record is not known to say the same."""
+        """Return (id, problem) of each repeated row whose stored record differs or is not found."""
         if self._stored is None:
-            for each in repeated:
-                if each.id <= self._last_id - PRINTS:
-                    raise self._unread(each.id)
+            for sent in repeated:
+                if sent.id <= self._last_id - PRINTS:
+                    raise self._not_comparable(sent.id)
             return []
-        found = self._stored.find(self._name, repeated)
+        stored_lines = self._stored.find(self._name, repeated)
         problems = []
-        for each in repeated:
-            stored = found.get(each.id)
+        for sent in repeated:
+            stored = stored_lines.get(sent.id)
             if stored is None:
-                seq = f" as seq {each.seq}" if each.seq else ""
-                problems.append((each.id, f"what is stored{seq} is in no log any more; came {_shown(each.line)}"))
-            elif not says_the_same(each.line, stored):
-                problems.append((each.id, f"stored is {_shown(stored)}; came {_shown(each.line)}"))
+                seq = f" as seq {sent.seq}" if sent.seq else ""
+                problems.append((sent.id, f"what is stored{seq} is in no log any more; came {_shown(sent.line)}"))
+            elif not says_the_same(sent.line, stored):
+                problems.append((sent.id, f"stored is {_shown(stored)}; came {_shown(sent.line)}"))
         return problems
 
     def _refusal(self, refusal: Refused, line: bytes) -> str:
@@ -283,7 +286,7 @@ class Sender:
         other = _shown(stored) if stored else f"something else as seq {sent.seq} (id_reused)"
         return f"stored is {other}; came {_shown(line)}"
 
-    def _unread(self, id: int) -> ReplayError:
+    def _not_comparable(self, id: int) -> ReplayError:
         return ReplayError(
             self._name,
             id,
@@ -295,10 +298,12 @@ class Sender:
 
     def _store_again(self, lines: list[bytes], why: str) -> None:
         if self._next is None:
-            if self._turn + 1 >= _NAMES:
-                raise ReplayError(self._name, _id_of(lines[0]), f"{why}; and so it is under {_NAMES - 1} other names")
+            if self._turn + 1 >= _MAX_NAMES:
+                raise ReplayError(
+                    self._name, _id_of(lines[0]), f"{why}; and so it is under {_MAX_NAMES - 1} other names"
+                )
             self._next = Sender(self._first_name, self._options, self._at, self._turn + 1)
-            self._say(f"id {_id_of(lines[0])} is another row's: {why}; such rows are stored as {self._next._name}")
+            self._warn(f"id {_id_of(lines[0])} is another row's: {why}; such rows are stored as {self._next._name}")
         self._next.send(b"\n".join(lines) + b"\n")
 
     def _failed(self, err: KmqError) -> KmqError:
@@ -307,15 +312,15 @@ class Sender:
         kind = RetryError if isinstance(err, (NotAnswered, Fenced)) else KmqError
         return kind(f"producer {self._name} at {self._address}: {err}")
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         log().warning("producer %s at %s: %s", self._name, self._address, text)
 
 
-def _named(name: str, turn: int) -> str:
+def _name_of_turn(name: str, turn: int) -> str:
     if not turn:
         return name
-    made = f"{name}:{turn}"
-    return made if len(made) <= MAX_NAME else f"{sha256(name.encode()).hexdigest()[:48]}:{turn}"
+    suffixed = f"{name}:{turn}"
+    return suffixed if len(suffixed) <= MAX_NAME else f"{sha256(name.encode()).hexdigest()[:48]}:{turn}"
 
 
 def _id_of(line: bytes) -> int:
@@ -323,7 +328,7 @@ def _id_of(line: bytes) -> int:
 
 
 def _shown(line: bytes) -> str:
-    return repr(line[:_SHOWN])[1:] + ("…" if len(line) > _SHOWN else "")
+    return repr(line[:_SHOWN_BYTES])[1:] + ("…" if len(line) > _SHOWN_BYTES else "")
 
 
 def log() -> logging.Logger:

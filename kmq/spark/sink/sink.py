@@ -1,70 +1,77 @@
-"""format("kmq"), writing: the rows of a batch or a stream as messages; a row that comes again is stored once.
+"""format("kmq") for writing: send the rows of a batch or a stream as messages; a row sent again is stored once.
 
     df.write.format("kmq").mode("append").option("kmq.producers", "a:5673").option("topic", "orders")
         .option("kmq.producer", "backfill-7").option("path", "data").save()
-    df.writeStream.format("kmq").option("kmq.producers", "a:5673").option("path", "data").option("checkpointLocation", …)
+    df.writeStream.format("kmq").option("kmq.producers", "a:5673").option("path", "data").option("checkpointLocation",
+    …)
 
-Columns, by name; others are not looked at:
-    value               binary or string; null is a tombstone, which empty is not
-    routing_key         binary or string, as in the line; or topic and key; or option `topic`, which wins, and key (null: none)
-    producer_ts         string or timestamp; without it now
+Columns, by name; other columns are ignored:
+    value               binary or string; null is a tombstone, an empty value is not
+    routing_key         binary or string, as in the line. Or columns topic and key. Or option `topic`, which overrides
+                        both, and column key (null: no key)
+    producer_ts         string or timestamp; default: now
     headers             map<string,string>, or Kafka's array<struct<key:string,value:binary>>
-    partition           int; with usePartition=true the partition of its topic that a row goes to (null: the key decides), else
-                        not looked at, which a warning says
-    producer and id     both, or neither is looked at: under which name and number the broker knows a row. Numbers have at most 18
-                        digits and rise within a producer, whose rows of a batch are in one Spark partition:
-                        df.repartition("producer").sortWithinPartitions("producer", "id")
-    origin_topic, origin_partition, origin_offset, and origin_broker where rows come from several brokers: of which record a row
-                        was made (the source gives them with includeOrigin=true). All or none. One row a record, unshuffled
+    partition           int; with usePartition=true the partition of its topic that a row is sent to (null: the key
+                        decides). Otherwise it is ignored, with a warning
+    producer and id     the name and the number by which the broker knows a row; used only if both columns exist. Ids
+                        have at most 18 digits and rise within a producer, whose rows of a batch are in one Spark
+                        partition: df.repartition("producer").sortWithinPartitions("producer", "id")
+    origin_topic, origin_partition, origin_offset, and origin_broker if rows come from several brokers
+                        the record that a row was made of (the source provides them with includeOrigin=true). All or
+                        none. One row per record, not shuffled
 
 Options:
-    kmq.producers       where ingress listens: host:5673, several with commas. A Spark partition (a producer, where there is that
-                        column) always goes to the same one of them: leave the list as it is while a checkpoint lives
-    path                data directories of these brokers, or kmq.bootstrap.servers, their gateways, spelled as for the source:
-                        there a row that comes again is compared with what is stored
-    kmq.replay          what a row does whose number another row has, see Again: stop (default), again, trust
-    kmq.token           bearer token, where the broker asks for one
-    topic               of all rows
+    kmq.producers       where ingress listens: host:5673; several are comma-separated. A Spark partition (with column
+                        producer: a producer) always writes to the same broker of the list. Do not change the list
+                        during the life of a checkpoint
+    path                data directories of these brokers, or kmq.bootstrap.servers, their gateways, spelled as for the
+                        source: there a row that is sent again is compared with the stored record
+    kmq.replay          what happens to a row whose id belongs to another row, see Again: stop (default), again, trust
+    kmq.token           bearer token, if the broker requires one
+    topic               the topic of all rows
     usePartition        true: column partition decides. A partition that the topic does not have fails the task
-    kmq.producer        name of this job. A batch needs one, because nothing else identifies it. Each write of a foreachBatch
-                        needs its own
-    kmq.timeout         how long to wait for a broker that does not answer, as 30s or in seconds (600), with a warning
+    kmq.producer        the name of this job. A batch requires it, because nothing else identifies the batch. Each write
+                        of a foreachBatch requires a name of its own
+    kmq.timeout         how long to wait for a broker that does not reply, as 30s or in seconds (600), with a warning
                         every 10 s
-    kmq.probe           false: do not look first, on the driver, for what no waiting mends: see Before
-    kmq.ssl.…           TLS, certificates: kmq/spark/connections.py. With any of these addresses have TLS and port 5443, unless
-                        they are tcp://host:5673; without, those do that are tls://host:5443
+    kmq.probe           false: the driver does not check the brokers for permanent faults first, see Before
+    kmq.ssl.…           TLS, certificates: kmq/spark/connections.py. With any of these options an address has TLS and
+                        port 5443, unless it is tcp://host:5673; without them only tls://host:5443 has TLS
 
-Numbers     The line of a row carries a producer and a number (numbering.py): those of its columns producer and id; made of its
-            origin; or query, Spark partition, batch and row. From the same checkpoint Spark gives a batch that is run again the
-            same number.
-Invariant   No row is counted as stored because of another one. `!dup`, the broker's word that it has a number, counts only where
-            the record there says the same: topic, key, the user's headers and value, to the byte (stored.py). So whatever has
-            changed between two runs of a batch, no row of the last one is missing when it ends well. Without `path` or
-            kmq.bootstrap.servers the broker compares, by a checksum of 32 bits, and only the last 4,096 numbers of a producer: a
-            task that meets an older one stops, and asks for the option.
-Crash       of the driver, an executor, a Python worker: the rows come again with the same numbers. If they are the same rows in
-            the same Spark partitions and order, each is stored once.
-            of the broker: kmq.Producer connects again and sends what has no reply; each row is stored once.
-            Writers that a dead driver leaves behind, and speculative attempts: the later one fences the other, which waits and
-            takes its turn again, so that none stops the other for ever. What both send is stored once.
-Again       Rows that come otherwise than they were stored (another filter, other Spark partitions, a source that was compacted)
-            end the task with an error: which row, what is stored, what came. So does a number whose record is in no log any more,
-            and one below the last that the broker does not know. Then the user decides. kmq.replay=again: a row whose number
-            is taken is stored under the producer's next name, name:1, name:2 …; it may be there twice, but a further replay finds
-            each row where this one put it. kmq.replay=trust: the number counts, and a row that has changed is lost.
-            Rows that only moved to Spark partitions that did not exist before have numbers of their own: stored again, unnoticed.
-            With columns origin_… a row keeps its number whatever the filter passes besides.
-Order       So rows must come in the same order again: from files and from KMQ they do; behind a shuffle only after
-            sortWithinPartitions by columns that tell all rows apart, or with producer and id of your own.
-Before      A batch write, and a stream that has committed nothing yet, connects to each broker on the driver: a host that is not
-            known, a certificate or a token that is not taken is one line before any task. A broker that is down is waited for
-            in the tasks, and so is a host that is not known there, because a pod that is replaced has no name for a while. In a
-            foreachBatch each write looks; kmq.probe=false leaves it to the tasks.
-Not covered There is no transaction: rows are readable as they are stored, also those of a batch that fails later, and those
-            that a changed batch has no more. Two equal rows cannot be told apart: two equal writes under one name are one.
-            Without `path`: what another attempt with other rows stores while a connection is broken counts as this task's own;
-            and the broker lets go of checksums where over 64 producers write at a time (a number without one counts).
-            A broker forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days): what comes again then is stored again.
+Ids         The line of a row carries a producer and an id (numbering.py): from columns producer and id, or made of the
+            row's origin, or made of query, Spark partition, batch and row. If Spark repeats a batch from the same
+            checkpoint, it gives the batch the same number.
+Invariant   A row never counts as stored because of another row. `!dup` (the broker has this id) counts only if the
+            record stored under the id has the same content: topic, key, the user's headers and value, to the byte
+            (stored.py). So whatever has changed between two runs of a batch, no row of the last run is missing when it
+            succeeds. Without `path` or kmq.bootstrap.servers the broker compares, by a 32-bit checksum, and only the
+            last 4,096 ids of a producer. A task that meets an older id stops, and asks for the option.
+Crash       of the driver, an executor, a Python worker: Spark sends the rows again with the same ids. If they are the
+            same rows in the same Spark partitions and order, each is stored once. of the broker: kmq.Producer
+            reconnects and sends the lines without a reply again; each row is stored once. Writers that a dead driver
+            leaves behind, and speculative attempts: the later one fences the earlier one, which pauses and tries again,
+            so that neither blocks the other forever. A row that both send is stored once.
+Again       Rows that differ from what is stored under their ids (another filter, other Spark partitions, a compacted
+            source) end the task with an error that shows the row, what is stored and what came. So does an id whose
+            record no log holds any more, and an id below the last one that the broker does not know. Then the user
+            decides. kmq.replay=again: a row whose id is taken is stored under the producer's next name, name:1, name:2
+            … It may be stored twice, but a further replay finds each row where this one put it. kmq.replay=trust: the
+            row counts as stored, and a row that has changed is lost. Rows that moved to Spark partitions that did not
+            exist before have new ids: they are stored again, unnoticed. With columns origin_… a row keeps its id,
+            whatever other rows the filter passes.
+Order       A replay must deliver the rows in the same order. Files and KMQ do. After a shuffle this needs
+            sortWithinPartitions by columns that tell all rows apart, or columns producer and id.
+Before      A batch write, and a stream that has not committed a batch yet, first connects to each broker from the
+            driver: an unknown host, or a certificate or token that is refused, is one line before any task. The tasks
+            wait for a broker that is down, and for a host they do not know, because a pod that is being replaced has no
+            name for a while. In a foreachBatch each write checks; kmq.probe=false leaves it to the tasks.
+Not covered There is no transaction: rows are readable as soon as they are stored, even if their batch fails later, or
+if a
+            changed batch no longer contains them. Two equal rows cannot be told apart: two equal writes under one name
+            are stored as one. Without `path`, rows that another attempt stores while a connection is broken count as
+            this task's own. The broker drops checksums while over 64 producers write at the same time; an id without a
+            checksum counts. A broker forgets a producer that is idle for KMQ_PRODUCER_TTL (30 days); its rows are then
+            stored again.
 """
 
 import time
@@ -98,18 +105,18 @@ _COLUMNS = {
     ORIGIN_BROKER: ("string",),
     **dict(zip(ORIGIN, (("string",), _INTEGERS, _INTEGERS), strict=True)),
 }
-_PIECE_BYTES = 256 * KIB  # of one send: what ingress receives at once
+_PIECE_BYTES = 256 * KIB  # of one send: as much as ingress receives at once
 
 
 class Written(WriterCommitMessage):
-    """What a task has written: rows, and how many of them the broker had from an earlier attempt."""
+    """How many rows a task has written, and how many of them an earlier attempt had stored."""
 
     def __init__(self, rows: int, duplicates: int) -> None:
         self.rows, self.duplicates = rows, duplicates
 
 
 class _Writer:
-    """What batch and stream have in common. Made on the driver, pickled, used in each task."""
+    """The common part of batch and stream. Created on the driver, pickled, used in each task."""
 
     streaming = False
 
@@ -150,7 +157,7 @@ class _Writer:
             check_all(self.options.brokers, self.options.access)
 
     def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
-        """One task. Returns when the broker has answered for every row."""
+        """Write the rows of one task; return when the broker has replied to every row."""
         task = TaskContext.get()
         assert task is not None
         if self.passes_partition_over and _is_first(task):
@@ -176,7 +183,7 @@ class _Writer:
             raise ReplayError(err.producer, err.id, err.problem, row) from err
 
     def _write(self, senders: Senders, batch: pa.RecordBatch, identity: Identity, first_row: int) -> None:
-        """All of a batch or, where one of its rows is no message, nothing of it."""
+        """Send a whole Arrow batch, or nothing of it if one of its rows cannot be a message."""
         ids, owners = identity
         limit = min(senders.max_line(name) for name, _ in owners)
         options = self.options
@@ -195,16 +202,16 @@ class _Writer:
 
 
 def _is_first(task: TaskContext) -> bool:
-    """Whether this is the one task of a write, or of a query in all its batches, that says what holds for all of them."""
+    """Return True in the one task that logs what holds for all tasks of a write, or for all batches of a query."""
     batch = task.getLocalProperty(BATCH_ID) if task.getLocalProperty(QUERY_ID) else None
     return task.partitionId() == 0 and task.attemptNumber() == 0 and batch in (None, "0")
 
 
 class KmqWriter(_Writer, DataSourceArrowWriter):
-    """df.write. See the module."""
+    """The writer of df.write: see the module."""
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """On the driver, when all tasks are done; everything has been stored by then."""
+        """Log the counts, on the driver, when all tasks are done; by then every row is stored."""
         rows, duplicates = _sum(messages)
         if rows and duplicates == rows:
             log().warning(
@@ -214,20 +221,20 @@ class KmqWriter(_Writer, DataSourceArrowWriter):
             )
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """What has been stored stays; the same job run again stores the rest."""
+        """Keep what is stored; running the same job again stores the rest."""
         log().warning("the write failed: what is stored stays, and the same job run again stores the rest")
 
 
 class KmqStreamWriter(_Writer, DataSourceStreamArrowWriter):
-    """df.writeStream. See the module."""
+    """The writer of df.writeStream: see the module."""
 
     streaming = True
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Nothing to do: everything has been stored, and if Spark forgets this, it is known to the broker."""
+        """Do nothing: every row is stored, and if Spark repeats the batch the broker recognizes its rows."""
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """What has been stored stays; the batch comes again, from the same checkpoint."""
+        """Keep what is stored; Spark repeats the batch from the same checkpoint."""
 
 
 def _sum(messages: Sequence[WriterCommitMessage | None]) -> tuple[int, int]:

@@ -1,11 +1,11 @@
-"""Where the sink writes: addresses at which ingress accepts lines, and permanent faults of an address.
+"""Where the sink writes: the addresses at which ingress accepts lines, and the permanent faults of an address.
 
-    kmq.producers            [tls://|tcp://]host[:port], comma-separated. Without a scheme an address has TLS where options of TLS
-                             (kmq/spark/connections.py) are given, as those of gateways have. Ports: 5673; over TLS 5443
+    kmq.producers            [tls://|tcp://]host[:port], comma-separated. Without a scheme an address has TLS if options
+                             of TLS (kmq/spark/connections.py) are given, as for gateways. Ports: 5673; with TLS 5443
 
-Fault       `check` tells permanent faults (an unknown host, a wrong certificate, an unknown token) from passing ones (a broker
-            that is down, slow, or refuses for now). It is a guess for the first
-            of these, because a pod's name is not known while it is replaced: so whoever asks for it must be about to begin.
+Fault       `check` tells permanent faults (an unknown host, a wrong certificate, an unknown token) from temporary ones
+            (a broker that is down, slow, or refuses for now). An unknown host may be temporary too, because a pod has
+            no name while it is being replaced: so call `check` only before a job begins, not while it runs.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ _PORT, _TLS_PORT = 5673, 5443
 _TLS, _TCP = "tls://", "tcp://"
 _TIMEOUT_S = 60.0
 _AT_A_TIME = 8
-_LOOK_S = 5.0  # for a broker to answer: one that is slow is no fault
-_LISTENED = 3  # times, for an alert
-_ALERT = b"\x15\x03"  # how a TLS record begins with which a listener answers what is no TLS
-# Of what OpenSSL calls it when the broker does not take our certificate, or speaks no TLS.
+_LOOK_S = 5.0  # timeout of a check; a slow broker is no fault
+_LISTENED = 3  # connections that wait for a TLS alert
+_ALERT = b"\x15\x03"  # the first bytes of the TLS alert with which a TLS listener replies to plain text
+# OpenSSL's reasons when the broker refuses our certificate, or does not speak TLS.
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
 _FOR_GOOD = re.compile(r"CERTIFICATE|UNKNOWN_CA|ACCESS_DENIED|HANDSHAKE_FAILURE|" + "|".join(_NO_TLS))
 
 
 class Address(NamedTuple):
-    """Where a broker takes lines."""
+    """Where a broker accepts lines."""
 
     host: str
     port: int
@@ -48,7 +48,10 @@ class Address(NamedTuple):
 
 
 def addresses(option: str, text: str, has_tls: bool = False) -> list[Address]:
-    """Those of a comma-separated list; `has_tls`: without a scheme they have TLS. Raises ConfigError, which names `option`."""
+    """Return the addresses of a comma-separated list. Raises ConfigError, which names `option`.
+
+    `has_tls`: addresses without a scheme have TLS.
+    """
     return [_address(option, part.strip(), has_tls) for part in text.split(",") if part.strip()]
 
 
@@ -64,30 +67,30 @@ def _address(option: str, text: str, has_tls: bool) -> Address:
     return Address(bare, int(port), is_tls)
 
 
-# --- permanent faults ----------------------------------------------------------------------------------------------------
+# --- permanent faults -----------------------------------------------------------------------------------------------
 
 
 def producer(address: Address, access: Access, **options: Any) -> Producer:
-    """A producer of kmq.Producer's `options` at this address."""
+    """Return a kmq.Producer with these `options` at this address."""
     tls = (access.tls or Tls()).context() if address.is_tls else None
     return Producer(address.host, address.port, token=access.token, tls=tls, **options)
 
 
 class Destination(NamedTuple):
-    """The brokers that a pipeline writes to, as they are asked for."""
+    """The brokers that a pipeline is to write to, as the user gave them."""
 
-    producers: str = ""  # host:port of their lines, comma-separated; "": the broker of this directory's settings
-    connection: Mapping[str, str] | None = None  # options of the sink for token, TLS and timeout; None: as it reads
+    producers: str = ""  # host:port for lines, comma-separated; "": the broker of this directory's settings
+    connection: Mapping[str, str] | None = None  # the sink's options; None: as the pipeline reads
 
     def connection_like(self, token: str) -> dict[str, str]:
-        """Return the options; without any, the token with which the pipeline reads."""
+        """Return the options of the connection; if None were given, only the token with which the pipeline reads."""
         if self.connection is not None:
             return dict(self.connection)
         return {"kmq.token": token} if token else {}
 
 
 class Target(NamedTuple):
-    """The broker that a pipeline writes to: its address, and how it is connected to."""
+    """The broker that a pipeline writes to: its address and the options of the connection."""
 
     address: Address
     options: Mapping[str, str]  # of the sink
@@ -98,14 +101,14 @@ class Target(NamedTuple):
 
     @property
     def timeout_s(self) -> float:
-        """Of a producer that is no task's."""
+        """The timeout of a producer outside of Spark's tasks."""
         return duration(self.options, "kmq.timeout", _TIMEOUT_S)
 
     @classmethod
     def of(cls, producers: str, connection: Mapping[str, str], option: str = "--producers") -> "Target":
-        """At `producers`, host:port; without it the broker of this directory's settings. Raises ConfigError.
+        """Return the target at `producers`, host:port; "": the broker of this directory's settings. Raises ConfigError.
 
-        `connection`: options of the sink for token, TLS and timeout, which our own broker needs none of but the last.
+        `connection`: the sink's options for token, TLS and timeout; for our own broker only the timeout is used.
         """
         if not producers:
             host, port, token = local_address()
@@ -122,7 +125,7 @@ class Target(NamedTuple):
 
 
 def has_begun(options: Mapping[str, str]) -> bool:
-    """Whether a stream with these options has committed a batch, or cannot be asked: its checkpoint is not on this machine."""
+    """Return True if a stream with these options has committed a batch, or if its checkpoint is not on this machine."""
     path = {name.lower(): text for name, text in options.items()}.get("checkpointlocation", "")
     scheme, colon, rest = path.partition(":")
     if colon and scheme != "file":
@@ -135,7 +138,7 @@ def has_begun(options: Mapping[str, str]) -> bool:
 
 
 def check_all(asked: Sequence[Address], access: Access) -> None:
-    """`check` of each, at the same time."""
+    """Run `check` on all addresses at the same time."""
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
         list(pool.map(lambda address: check(address, access), dict.fromkeys(asked)))
 
@@ -143,40 +146,40 @@ def check_all(asked: Sequence[Address], access: Access) -> None:
 def check(address: Address, access: Access, is_host_sure: bool = False) -> None:
     """Connect once and say hello. Raises ConfigError for a permanent fault; all other errors are ignored.
 
-    `is_host_sure`: a host that is unknown now will be known, such as a pod that is being replaced.
+    `is_host_sure`: an unknown host is a temporary fault, as of a pod that is being replaced.
     """
     try:
-        said = _greeting(address, access)
+        reply = _greeting(address, access)
     except OSError as err:
         why = fault(err)
         if why and not (is_host_sure and isinstance(err, socket.gaierror)):
             raise ConfigError(f"{address}: {why}") from None
         return
-    if said.startswith(_ALERT) or (not said and not address.is_tls and _speaks_tls(address)):
+    if reply.startswith(_ALERT) or (not reply and not address.is_tls and _speaks_tls(address)):
         raise ConfigError(f"{address}: it speaks TLS only; write {_TLS}{address}")
-    verb, _, refusal = said.decode(errors="replace").strip().partition(" ")
+    verb, _, refusal = reply.decode(errors="replace").strip().partition(" ")
     refusal = refusal.removeprefix("0 ")
     if verb == "!err" and refusal.partition(" ")[0] not in RETRYABLE:
         raise ConfigError(f"{address}: the broker refuses the connection: {refusal}; option kmq.token")
 
 
 def _greeting(address: Address, access: Access) -> bytes:
-    """What is answered to hello; b"" where the connection only ends."""
+    """Return the broker's reply to hello; b"" if it only closes the connection."""
     hello = f"!hello acks=0{f' token={access.token}' if access.token else ''}\n".encode()
     context = (access.tls or Tls()).context() if address.is_tls else None
-    said = b""
+    reply = b""
     with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
-        said = _reply(address, hello, context)
-    # With TLS 1.3 the broker judges our certificate when the handshake is over for us. What we have sent by then makes its end
-    # a reset, which takes the alert with it: so listen, and say nothing.
-    for _ in range(_LISTENED if context and not said else 0):
+        reply = _reply(address, hello, context)
+    # In TLS 1.3 the broker checks our certificate after our side of the handshake is done. If we have sent data by
+    # then, it resets the connection and the alert is lost. So connect again, send nothing and wait for the alert.
+    for _ in range(_LISTENED if context and not reply else 0):
         with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
             return _reply(address, b"", context)
-    return said
+    return reply
 
 
 def _speaks_tls(address: Address) -> bool:
-    """Whether a handshake succeeds there, whoever's certificate it is."""
+    """Return True if a TLS handshake succeeds there, whatever the certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -197,7 +200,7 @@ def _reply(address: Address, hello: bytes, context: ssl.SSLContext | None) -> by
 
 
 def fault(err: OSError) -> str:
-    """What `err` says is wrong for good with an address, and what to do; "" where waiting may help."""
+    """Return the permanent fault that `err` shows and what to do about it; "" if waiting may help."""
     if isinstance(err, socket.gaierror):
         return "" if err.errno == socket.EAI_AGAIN else "this host is not known; is the name right?"
     if isinstance(err, ssl.SSLCertVerificationError):

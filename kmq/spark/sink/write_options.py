@@ -1,4 +1,4 @@
-"""The options of format("kmq") for writing, checked. An error names the option that is wrong."""
+"""The options of format("kmq") for writing, checked. An error names the wrong option."""
 
 import re
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ _OPTIONS = (
     *("kmq.producers", "kmq.token", "kmq.producer", "kmq.timeout", "kmq.probe", *TLS_OPTIONS),
     *("topic", "usePartition", "path", "kmq.bootstrap.servers", "kmq.replay"),
 )
-_OF_SPARK = ("queryname", "checkpointlocation")  # told to every sink of a stream
+_OF_SPARK = ("queryname", "checkpointlocation")  # Spark passes them to every sink of a stream
 _TIMEOUT_S = 600.0
-NAME = re.compile(NAME_PATTERN)  # of a producer
-STOP, AGAIN, TRUST = REPLAY = ("stop", "again", "trust")  # what a row does whose id is another row's
+NAME = re.compile(NAME_PATTERN)  # a producer's name
+STOP, AGAIN, TRUST = REPLAY = ("stop", "again", "trust")  # what happens to a row whose id is another row's
 
 
 class WriteOptions:
-    """The write options, checked; ConfigError names what is wrong."""
+    """The write options, checked; a ConfigError names the wrong option."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         options = {name.lower(): text for name, text in given.items()}
@@ -50,20 +50,20 @@ class WriteOptions:
             )
 
     def check(self) -> None:
-        """Raise ConfigError where a path to compare with is not a data directory. On the driver; executors see the same ones."""
+        """Raise ConfigError if a path to compare with is no data directory. Executors see the driver's paths."""
         for path in self.paths:
             Directory(path).identity()
 
     @property
     def has_logs(self) -> bool:
-        """Whether what is stored can be read."""
+        """Return True if stored records can be read."""
         return bool(self.servers or self.paths)
 
     def logs(self, at: int) -> list[Broker]:
-        """Where what is stored can be read; first what is named in the same place as broker number `at`."""
+        """Return where stored records can be read; first the place listed for broker number `at`."""
         names = self.servers or self.paths
         names = names[at:] + names[:at] if len(names) == len(self.brokers) else names
-        access = replace(self.access, timeout_s=TIMEOUT_S)  # kmq.timeout is how long a producer waits for a broker
+        access = replace(self.access, timeout_s=TIMEOUT_S)  # kmq.timeout is for producers, not for reading
         return [open_broker(name, bool(self.paths), access) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""Where the bars of stored lines are that part their fields: found for many lines at once (numpy)."""
+"""Find the bars that separate the fields of stored lines, for many lines at once (numpy)."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ Numbers = np.ndarray[Any, Any]
 
 FIELDS = 6
 _BAR = ord("|")
-_LONG, _HEAD = 512, 96  # bytes: where lines are that long on average, their bars are looked for in so many at first
+_LONG, _HEAD = 512, 96  # bytes: if lines average _LONG, only their first _HEAD bytes are searched at first
 
 
 def find(data: Numbers, starts: Numbers, ends: Numbers) -> list[Numbers]:
@@ -24,16 +24,16 @@ def find(data: Numbers, starts: Numbers, ends: Numbers) -> list[Numbers]:
 
 
 def _find_near(data: Numbers, starts: Numbers, ends: Numbers) -> list[Numbers] | None:
-    """Return the same, looked for in the first bytes of each line only; None where they are not all there."""
+    """Return the same, from the first bytes of each line only; None if a bar is not among them."""
     count, last = len(starts), len(data) - _HEAD
     if not count or starts[-1] > last:
         return None
     heads = np.ndarray((last + 1, _HEAD), np.uint8, data, strides=(1, 1))[starts]
-    found = np.flatnonzero(heads == _BAR)
+    places = np.flatnonzero(heads == _BAR)
     rows = np.arange(count + 1) * _HEAD
-    first = np.searchsorted(found, rows)
+    first = np.searchsorted(places, rows)
     if (np.diff(first) < FIELDS - 1).any():
         return None
     shift = starts - rows[:-1]
-    bars = [found[first[:-1] + at] + shift for at in range(FIELDS - 1)]
+    bars = [places[first[:-1] + at] + shift for at in range(FIELDS - 1)]
     return bars if (bars[-1] < ends).all() else None

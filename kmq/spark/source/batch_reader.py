@@ -1,4 +1,4 @@
-"""spark.read: which ranges a query reads, narrowed to where its filters may hold."""
+"""spark.read: which ranges a query reads, narrowed to records that its filters may match."""
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -43,13 +43,13 @@ class BatchReader(Reading, DataSourceReader):
         start, end = ({key: at[key] for key in kept} for at in (start, end))
         for each in self._conditions:
             self._narrow(each, logs, start, end)
-        # A list, and never an empty one: Spark would call read(None). What is asked for is there, or `_check_within` spoke up.
+        # Never an empty list: Spark would call read(None). Requested records exist, or `_check_within` has raised.
         return logs.tasks(plan.ranges(start, {k: max(start[k], e) for k, e in end.items()}, kept, False)) or [
             InputPartition(None)
         ]
 
     def _check_within(self, start: Offsets, end: Offsets, bounds: Bounds) -> None:
-        """Raise where options ask for what is not there, or not in this order."""
+        """Raise if options request records that do not exist, or an end before the start."""
         options = self._options
         for key, (first, stop) in bounds.items():
             value = options.start.value(key)
@@ -67,7 +67,7 @@ class BatchReader(Reading, DataSourceReader):
         ends.check_order(options.start, options.end, start, end)
 
     def _narrow(self, condition: Filter, logs: Logs, start: Offsets, end: Offsets) -> None:
-        """Move starts and ends to where `condition` may hold; Spark still looks at each row."""
+        """Move starts and ends to where `condition` may hold; Spark still checks each row."""
         name, low, high = _span(condition)
         if name == "recv_ts":
             for key in start:
@@ -83,16 +83,16 @@ class BatchReader(Reading, DataSourceReader):
 
 
 class PushdownReader(BatchReader):
-    """The same, told what the query filters by."""
+    """A BatchReader that also gets the filters of the query."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Used to read less: partitions and segment ranges. All are given back, for Spark to look at each row."""
+        """Use the filters to read fewer partitions and segments. Return all of them: Spark still checks each row."""
         self._conditions = list(filters)
         return filters
 
 
 def _may_hold(condition: Filter, key: Key) -> bool:
-    """Whether rows of this partition may pass, by what the partition alone says."""
+    """Return True if rows of this partition may pass, as far as broker, topic and partition tell."""
     if not isinstance(condition, (EqualTo, In)) or len(condition.attribute) != 1:
         return True
     mine = dict(zip(("broker", "topic", "partition"), key, strict=True)).get(condition.attribute[0])
@@ -104,7 +104,7 @@ def _may_hold(condition: Filter, key: Key) -> bool:
 
 
 def _span(condition: Filter) -> tuple[str, int | None, int | None]:
-    """(column, lowest, highest) value that may pass; for recv_ts in microseconds."""
+    """Return (column, lowest, highest): the values that may pass; of recv_ts in microseconds."""
     kinds = (EqualTo, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual)
     if not isinstance(condition, kinds) or len(condition.attribute) != 1:
         return "", None, None

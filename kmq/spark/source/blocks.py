@@ -1,13 +1,13 @@
-"""Stored lines in blocks with their newlines found: each byte is read once, summed once and searched once.
+"""Stored lines in blocks whose newlines are known: each byte is read once, summed once and searched once.
 
 Most of a log is final blocks of an index. LogReader.extents gives about 1 MiB of them, their crcs checked; one search
 finds their newlines, which count the records (as the index must) and later cut the lines into fields (columns.Block).
 
-Invariant   What is handed out, and where damage is met, is what LogReader.read says: wherever an extent is not as its
-            index says, or there is none (the open block, the unindexed tail, a segment that is being swapped or is gone),
-            LogReader.read continues from there, and raises or serves. Only whole lines of the asked range are handed out,
-            in order.
-Memory      One extent at a time; what is handed out does not share its bytes with the next.
+Invariant   Records and damage are always those that LogReader.read reports. If an extent differs from its index, or
+            there is no extent (the open block, the unindexed tail, a segment that is being swapped or was removed),
+            LogReader.read continues from there, and serves or raises. Only whole lines of the requested range are
+            handed out, in order.
+Memory      One extent at a time; a block that was handed out shares no bytes with the next one.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from kmq.log.extents import Extent
 from kmq.log.lines import last_line, within
 from kmq.log.reader import LogReader
 
-BLOCK_BYTES = 1 << 20  # of lines handed out at once: what stays in the processor's cache
-_LINE_BYTES = 512  # a guess: for longer lines LogReader.read is asked more often
+BLOCK_BYTES = 1 << 20  # size of the blocks handed out: they stay in the processor's cache
+_LINE_BYTES = 512  # an assumed length; longer lines cost more calls of LogReader.read
 _NEWLINE = ord("\n")
 
 
 class Lines:
-    """Whole stored lines from record `offset` on; `next_offset` comes after them. A bare newline is a compacted record."""
+    """Whole stored lines from record `offset` up to `next_offset`. A bare newline is a compacted record."""
 
     __slots__ = ("data", "newlines", "next_offset", "offset")
 
@@ -35,7 +35,7 @@ class Lines:
         self.next_offset = record.seq_of(last_line(data)) + 1 if by_seq else offset + len(newlines)
 
     def within(self, low: int, high: int, by_seq: bool) -> "Lines | None":
-        """Those with offsets low…high-1; None where there are none."""
+        """Return the lines with offsets low…high-1, or None."""
         if self.offset >= low and self.next_offset <= high:
             return self
         if by_seq:
@@ -57,7 +57,7 @@ def of_bytes(offset: int, data: bytes, by_seq: bool) -> Lines:
 
 
 def read(log: LogReader, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[Lines]:
-    """The records start…end-1, checked; begins later where retention took the start, and ends early where the log does."""
+    """Yield the records start…end-1, checked. They begin later if retention removed the start, and end with the log."""
     offset = start
     while offset < end:
         for lines in _final(log, offset, end, nbytes):
@@ -65,7 +65,7 @@ def read(log: LogReader, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Ite
             offset = lines.next_offset
         if offset >= end:
             return
-        # A micro-batch of a few records must not cost the reading of a whole block.
+        # For a micro-batch of a few records do not read a whole block.
         first, data = log.read(offset, min(nbytes, (end - offset + 128) * _LINE_BYTES))
         if not data or first >= end:
             return
@@ -76,7 +76,7 @@ def read(log: LogReader, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Ite
 
 
 def _final(log: LogReader, offset: int, end: int, nbytes: int) -> Iterator[Lines]:
-    """The same of final blocks of one segment."""
+    """Yield the same from the final blocks of one segment."""
     low = offset
     for extent in log.extents(offset, end, nbytes):
         counted = _counted(extent, log.by_seq)
@@ -84,13 +84,13 @@ def _final(log: LogReader, offset: int, end: int, nbytes: int) -> Iterator[Lines
             return
         if kept := counted.within(low, end, log.by_seq):
             yield kept
-            low = 0  # seqs that are out of order are not for us to hide
+            low = 0  # do not hide seqs that are out of order
         if len(counted.data) < len(extent.data):
             return
 
 
 def _counted(extent: Extent, by_seq: bool) -> Lines | None:
-    """Those blocks of an extent, up to the first that is not so, of which the index counts right; None: not one."""
+    """Return the blocks of an extent before the first whose record count in the index is wrong; None without any."""
     newlines = find_newlines(extent.data)
     if by_seq:
         return Lines(extent.offsets[0], extent.data, newlines, by_seq)

@@ -20,13 +20,12 @@ if TYPE_CHECKING:  # blocks.py needs numpy, which `kmq pipeline status` must wor
 
 
 class Directory(Broker):
-    """A data directory, of a broker that is up or not."""
+    """A data directory, whether its broker runs or not."""
 
     def __init__(self, name: str, path: str = "") -> None:
         self.name, self.path = name, os.path.abspath(path or name)
-        self._kept: dict[
-            tuple[str, int], reader.LogReader
-        ] = {}  # they know where they ended: a look at the end costs less
+        # LogReaders remember where their log ended: finding the new end costs less.
+        self._kept: dict[tuple[str, int], reader.LogReader] = {}
 
     def identity(self) -> str:
         try:
@@ -45,35 +44,35 @@ class Directory(Broker):
         return identity.marks_from(self.path)
 
     def topics(self) -> dict[str, int]:
-        self.identity()  # says so where this is no data directory
+        self.identity()  # raises if this is no data directory
         return {name: topics.load(self.path, name)[0] for name in topics.names(self.path)}
 
     def bounds(self, topics_asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
-        self.identity()  # says so where this is no data directory
-        found = {}
+        self.identity()  # raises if this is no data directory
+        bounds = {}
         for topic in topics_asked:
             if topic == WAL:
-                found[topic, 0] = self._wal_bounds()
+                bounds[topic, 0] = self._wal_bounds()
             elif os.path.isdir(f"{self.path}/topics/{topic}"):
                 for number in range(topics.load(self.path, topic)[0]):
                     log = self._log(topic, number)
-                    end = log.end_offset()  # first: what retention takes in between is then seen as taken
-                    found[topic, number] = min(log.first_offset, end), end
-        return found
+                    end = log.end_offset()  # the end first: a removal by retention in between is then noticed
+                    bounds[topic, number] = min(log.first_offset, end), end
+        return bounds
 
     def _wal_bounds(self) -> tuple[int, int]:
-        """Up to what is on disk for good: behind it lies what durability has written and not yet synced."""
+        """Return the bounds of the durable WAL, without records that durability has written but not yet synced."""
         log = reader.wal(self.path)
         synced = self._synced_seq()
         end = synced + 1 if synced else log.end_offset()
         return min(log.first_offset, end), end
 
     def _synced_seq(self) -> int:
-        """What the stats page of the broker that writes here says; 0 where none does, or it cannot be seen from here."""
+        """Return the synced seq from the stats page of the broker that writes here; 0 without a visible page."""
         return self._seq_of("durability", "append")
 
     def _seq_of(self, stage: str, owns: str) -> int:
-        """The seq of the stage that owns a directory here; 0 where none does, or its page cannot be seen from here."""
+        """Return the seq of the stage that owns a directory here; 0 without an owner or a visible page."""
         if not FileLock(f"{self.path}/{owns}/.owner").is_held():
             return 0
         mine = f"data_id={self.identity()} "
@@ -93,7 +92,7 @@ class Directory(Broker):
         return self._log(topic, partition).offset_of_time(micros)
 
     def stamp_at_end(self, topic: str, partition: int, offset: int) -> tuple[int, int] | None:
-        """(seq, recv_ts in µs) of the record before `offset`, where that was the end when `bounds` last looked."""
+        """Return (seq, recv_ts in µs) of the record before `offset`, if that was the end when `bounds` last looked."""
         return self._log(topic, partition).stamp_at_end(offset)
 
     def offset_of_seq(self, topic: str, partition: int, seq: int) -> int:
@@ -112,7 +111,7 @@ class Directory(Broker):
 
 
 def open_broker(name: str, is_path: bool, access: Access = PLAIN) -> Broker:
-    """The broker of that name: a path, or host:port of a gateway."""
+    """Return the broker of this name: a path, or host:port of a gateway."""
     if is_path:
         return Directory(name)
     from kmq.spark.source.remote import Remote

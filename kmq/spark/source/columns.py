@@ -1,10 +1,11 @@
 """Stored lines → Arrow columns, without Python per line.
 
-A block of lines is one buffer. Where its bars and newlines are is found once (numpy); a column then is an array of offsets into
-that buffer, from which Arrow gathers the bytes. Only what needs decoding is touched line by line: base64 payloads, percent-
-encoded keys and headers, and text that is not UTF-8.
+A block of lines is one buffer. Its bars and newlines are found once (numpy). A column is then an array of offsets into
+that buffer, from which Arrow gathers the bytes. Python handles single lines only to decode them: base64 payloads,
+percent-encoded keys and headers, and text that is not UTF-8.
 
-The lines come from kmq.log.reader or the gateway, which have checked them: each has five bars, or is empty (compaction).
+The lines come from kmq.log.reader or the gateway, which have checked them: each has five bars, or is empty
+(compaction).
 """
 
 from base64 import b64decode
@@ -24,25 +25,25 @@ from kmq.spark.source.blocks import Lines, of_bytes
 
 Numbers = np.ndarray[Any, Any]
 
-# In this order; Spark's names of types. Those of TEXT may also be asked for as binary: the exact bytes as stored.
+# In this order, with Spark's names of types. Columns of TEXT may also be binary: the exact bytes as stored.
 COLUMNS = {
     "broker": "string",  # as named in the options
-    "topic": "string",  # where the record was read from; __append: the WAL
+    "topic": "string",  # the topic that was read; __append: the WAL
     "partition": "int",
     "offset": "bigint",  # in the WAL: the seq
     "seq": "bigint",
     "recv_ts": "timestamp",
-    "key": "string",  # of the routing key, percent-decoded; null without one, and in the WAL, which knows no topics
+    "key": "string",  # from the routing key, percent-decoded; null without a key, and in the WAL
     "routing_key": "string",
     "producer_ts": "string",
     "id": "string",  # without headers, percent-decoded
     "headers": "map<string,string>",
-    "value": "binary",  # the payload as it was meant: base64 is decoded where enc=b64; null where it is empty (a tombstone)
-    "value_text": "string",  # the same; what is not UTF-8 is U+FFFD
+    "value": "binary",  # the payload, base64 decoded if enc=b64; null if it is empty (a tombstone)
+    "value_text": "string",  # the same as text; bytes that are not UTF-8 become U+FFFD
     "timestamp": "timestamp",  # recv_ts, as Kafka's connector names it
-    "timestampType": "int",  # as there: 1, LogAppendTime
+    "timestampType": "int",  # as in Kafka's connector: 1, LogAppendTime
 }
-# With option includeOrigin, or where a schema names them: where a record was stored first. The sink makes its ids of them.
+# With option includeOrigin, or if a schema names them: where a record was stored first. The sink makes ids of them.
 ORIGIN = {
     "origin_broker": "string",  # the id of the data directory: no two brokers have the same
     "origin_topic": "string",
@@ -50,21 +51,21 @@ ORIGIN = {
     "origin_offset": "bigint",
 }
 LINE = "line"  # binary, on request: the whole stored line
-KEY_BYTES = "key_bytes"  # binary, on request: the key percent-decoded, also where it is no UTF-8
+KEY_BYTES = "key_bytes"  # binary, on request: the key percent-decoded, even if it is not UTF-8
 ON_REQUEST = {LINE: "binary", KEY_BYTES: "binary", **ORIGIN}
-HEADERS_ARRAY = "array<struct<key:string,value:binary>>"  # as Kafka's connector has them; null where there are none
+HEADERS_ARRAY = "array<struct<key:string,value:binary>>"  # as in Kafka's connector; null without headers
 TEXT = ("key", "routing_key", "producer_ts", "id", "value_text")
 _LOG_APPEND_TIME = 1  # of Kafka's timestamp types: the broker's time, not the producer's
 
 
 def ddl(with_headers: bool = False, with_origin: bool = False) -> str:
-    """The schema without one of the user's, for Spark; `with_headers`: these as Kafka's connector has them."""
+    """Return the default schema, for Spark. `with_headers`: the type of headers is that of Kafka's connector."""
     kinds = COLUMNS | ({"headers": HEADERS_ARRAY} if with_headers else {}) | (ORIGIN if with_origin else {})
     return ", ".join(f"{name} {kind}" for name, kind in kinds.items())
 
 
 def check(name: str, kind: str) -> None:
-    """Raises ConfigError where no column `name` of Spark's type `kind` can be had."""
+    """Raise ConfigError if there is no column `name` of Spark's type `kind`."""
     named = COLUMNS | ON_REQUEST
     if name not in named:
         raise ConfigError(f"schema: there is no column {name!r}{nearest(name, named)}; there are {', '.join(named)}")
@@ -74,12 +75,12 @@ def check(name: str, kind: str) -> None:
 
 
 def is_exact(kind: str) -> bool:
-    """Whether a column of this type holds bytes as they are, where it could hold text."""
+    """Return True if a column of this type holds exact bytes in place of text."""
     return kind in ("binary", HEADERS_ARRAY)
 
 
 class Block:
-    """Whole stored lines, cut into fields. `offset` is that of the first line; of WAL lines the seq says it.
+    """Whole stored lines, cut into fields. `offset` is that of the first line; WAL lines have their seq as offset.
 
     `marks_from`: the first seq whose routing key may have a mark.
     """
@@ -89,7 +90,7 @@ class Block:
 
     @classmethod
     def of(cls, lines: Lines, topic: str, by_seq: bool, marks_from: int = 0) -> "Block":
-        """The same of lines whose newlines are known."""
+        """Return the block of lines whose newlines are known."""
         made = object.__new__(cls)
         made._cut_up(lines, topic, by_seq, marks_from)
         return made
@@ -105,17 +106,17 @@ class Block:
             starts[0] = 0
             starts[1:] = ends[:-1] + 1
         kept = np.flatnonzero(ends > starts)
-        self.places = None if len(kept) == len(ends) else kept  # which lines are records, where not all are
+        self.places = None if len(kept) == len(ends) else kept  # which lines are records; None: all of them
         if self.places is not None:
             starts, ends = starts[kept], ends[kept]
         self.count = len(ends)
-        # Where each of the six fields of each line begins and ends, one array for each field.
+        # Where the six fields of each line begin and end: one array per field.
         self.starts = [starts, *(found + 1 for found in bars.find(self.bytes, starts, ends))]
         self.ends = [*(begin - 1 for begin in self.starts[1:]), ends]
         self.ascii = lines.data.isascii()
 
     def only(self, low: int, high: int) -> "Block":
-        """The records with offsets low…high-1."""
+        """Return the records with offsets low…high-1."""
         at = self.offsets()
         first, last = np.searchsorted(at, [low, high])
         if first == 0 and last == self.count:
@@ -134,18 +135,18 @@ class Block:
     # --- fields ------------------------------------------------------------------------------------------------------
 
     def span(self, begins: Numbers, ends: Numbers) -> pa.Array:
-        """The bytes begins[i]…ends[i] of the buffer as a binary array."""
+        """Return the bytes begins[i]…ends[i] of the buffer as a binary array."""
         return _cut(self._buffer, begins, ends)
 
     def field(self, number: int) -> pa.Array:
-        """Field 0 (seq) to 5 (payload) of each record, as stored."""
+        """Return one field of each record, as stored: 0 (seq) to 5 (payload)."""
         return self.span(self.starts[number], self.ends[number])
 
     def line(self) -> pa.Array:
         return self.span(self.starts[0], self.ends[-1])
 
     def number(self, begins: Numbers, ends: Numbers) -> pa.Array:
-        """The decimal numbers at the bytes begins[i]…ends[i]. Raises pa.ArrowInvalid where one is none."""
+        """Return the decimal numbers at the bytes begins[i]…ends[i]. Raises pa.ArrowInvalid if one is not a number."""
         found = digits.parse(self.bytes, begins, ends)
         return self.span(begins, ends).cast(pa.string()).cast(pa.int64()) if found is None else pa.array(found)
 
@@ -153,14 +154,14 @@ class Block:
         return self.number(self.starts[0], self.ends[0])
 
     def offsets(self) -> Numbers:
-        """The offset of each record."""
+        """Return the offset of each record."""
         if self.by_seq:
             found: Numbers = self.seq().to_numpy()
             return found
         return self.offset + (np.arange(self.count) if self.places is None else self.places)
 
     def recv_ts(self) -> pa.Array:
-        """Microseconds since the epoch; six decimals by contract."""
+        """Return recv_ts in microseconds since the epoch; it always has six decimals."""
         begins, ends = self.starts[1], self.ends[1]
         seconds, micros = self.number(begins, ends - 7), self.number(ends - 6, ends)
         return pc.add(pc.multiply(seconds, 1_000_000), micros).cast(pa.timestamp("us", "UTC"))
@@ -180,7 +181,7 @@ class Block:
         return keys if has_key.all() else pc.if_else(pa.array(has_key), keys, pa.scalar(None, pa.binary()))
 
     def _mark_ends(self, begins: Numbers) -> Numbers:
-        """Where the mark of each routing key ends that has one behind its topic, at `begins`; 0: it has none."""
+        """Return where the mark after the topic, at `begins`, ends in each routing key; 0 without a mark."""
         data, ends = self.bytes, self.ends[2]
         dots, ats = data[np.minimum(begins, ends)], data[np.minimum(begins + 1, ends)]
         is_mark = (dots == ord(".")) & (ats == ord("@"))
@@ -193,19 +194,19 @@ class Block:
 
     @cached_property
     def id(self) -> tuple[pa.Array, pa.Array]:
-        """(id, headers) of each record: the id before the first `;`, and the map of what follows."""
+        """Return (id, headers) of each record: the id before the first `;`, and the map of what follows."""
         ids, offsets, names, values = self._id_and_pairs
         return ids, _maps(offsets, names, values)
 
     def headers(self) -> pa.Array:
-        """What follows the id as structs of name and exact value; null where nothing does."""
+        """Return the headers as structs of name and exact value; null without headers."""
         _, offsets, names, values = self._id_and_pairs
         pairs = pa.StructArray.from_arrays([_text_of(names), decoded_bytes(values)], ["key", "value"])
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pairs, mask=pa.array(np.diff(offsets) == 0))
 
     @cached_property
     def _id_and_pairs(self) -> tuple[pa.Array, Numbers, pa.Array, pa.Array]:
-        """(id of each record, offsets of the records in the headers, names, values), all as stored."""
+        """Return (id of each record, offsets of the records in the headers, names, values), all as stored."""
         field = self.field(4)
         nothing = pa.array([], pa.binary())
         if self.lines.find(b";") < 0 or not len(field):
@@ -223,7 +224,7 @@ class Block:
 
     @cached_property
     def value(self) -> pa.Array:
-        """Payloads as they were meant; null where there is none. Afterwards `decoded` says whether there was any base64."""
+        """Return the decoded payloads, null if empty. Sets `decoded` to True if any payload was base64."""
         payloads = self.field(5)
         is_empty = self.starts[5] == self.ends[5]
         if is_empty.any():
@@ -253,14 +254,14 @@ class Block:
 def _base64(text: bytes | None) -> bytes:
     try:
         return b64decode(text or b"")
-    except ValueError:  # its producer said so, but it is none: as it is, not lost
+    except ValueError:  # not base64 although its producer marked it so: keep it as it is
         return text or b""
 
 
 def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers) -> pa.Array:
-    """The bytes begins[i]…ends[i] of `data` as a binary array.
+    """Return the bytes begins[i]…ends[i] of `data` as a binary array.
 
-    One array of offsets cuts the buffer into what is wanted and what lies between, without a copy; `take` gathers.
+    One array of offsets cuts the buffer into wanted and unwanted parts, without a copy; `take` gathers the wanted ones.
     """
     cuts = np.empty(2 * len(begins) + 1, np.int32)
     cuts[0:-1:2], cuts[1:-1:2] = begins, ends
@@ -270,7 +271,7 @@ def _cut(data: pa.Buffer, begins: Numbers, ends: Numbers) -> pa.Array:
 
 
 def _name_and_value(pairs: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """`name=value` texts as names and values; "" as value where there is no `=`."""
+    """Split `name=value` texts into names and values; without `=` the value is ""."""
     at = np.frombuffer(pairs.buffers()[1], np.int32)[pairs.offset : pairs.offset + len(pairs) + 1]
     sign = pc.find_substring(pairs, b"=").to_numpy()
     begins, ends = at[:-1], at[1:]
@@ -287,11 +288,11 @@ def _text_of(stored: pa.Array) -> pa.Array:
     return decoded(text(stored)) if len(stored) else pa.array([], pa.string())
 
 
-# --- text ----------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------------------------
 
 
 def text(array: pa.Array, ascii: bool = False) -> pa.Array:
-    """Bytes as UTF-8 text; U+FFFD for what is none."""
+    """Return bytes as UTF-8 text, with U+FFFD for invalid bytes."""
     made = array.view(pa.string()) if array.type == pa.binary() else array
     if not ascii:
         try:
@@ -304,7 +305,7 @@ def text(array: pa.Array, ascii: bool = False) -> pa.Array:
 
 
 def decoded(array: pa.Array) -> pa.Array:
-    """Text with what is percent-encoded in it decoded."""
+    """Return text, percent-decoded."""
     found = np.flatnonzero(pc.match_substring(array, "%").fill_null(False).to_numpy(zero_copy_only=False))
     if not len(found):
         return array
@@ -315,24 +316,24 @@ def decoded(array: pa.Array) -> pa.Array:
 
 
 def decoded_bytes(array: pa.Array) -> pa.Array:
-    """Bytes with what is percent-encoded in them decoded."""
+    """Return bytes, percent-decoded."""
     if not pc.any(pc.match_substring(array, b"%")).as_py():
         return array
     return pa.array([each if each is None else unquote_to_bytes(each) for each in array.to_pylist()], pa.binary())
 
 
 def _same(value: str, count: int) -> pa.Array:
-    """`count` times one text."""
+    """Return one text `count` times."""
     data = value.encode()
     offsets = np.arange(count + 1, dtype=np.int32) * len(data)
     return pa.Array.from_buffers(pa.string(), count, [None, pa.py_buffer(offsets), pa.py_buffer(data * count)])
 
 
-# --- columns -------------------------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------------------------
 
 
 class Where:
-    """What the columns of a block say beside its lines. `origin` is the id of the data directory."""
+    """The values of a block's columns that are not in its lines. `origin` is the id of the data directory."""
 
     def __init__(self, broker: str, topic: str, partition: int, origin: str = "") -> None:
         self.broker, self.topic, self.partition, self.origin = broker, topic, partition, origin
@@ -357,7 +358,7 @@ _MAKE: dict[str, Callable[[Block, Where, bool], pa.Array]] = {
     "timestampType": lambda block, where, exact: pa.array(np.full(block.count, _LOG_APPEND_TIME, np.int32)),
     "origin_broker": lambda block, where, exact: _same(where.origin, block.count),
 }
-# Columns that another one says already: they are made once.
+# Columns equal to another column, which is made only once.
 _ALIASES = {
     "timestamp": "recv_ts",
     "origin_topic": "topic",
@@ -367,11 +368,14 @@ _ALIASES = {
 
 
 def batch(block: Block, where: Where, names: Sequence[str], exact: Sequence[bool], schema: pa.Schema) -> pa.RecordBatch:
-    """The columns `names` of a block; `exact[i]`: bytes (`is_exact`). `schema` is the Arrow schema that Spark expects."""
+    """Return the columns `names` of a block; `exact[i]`: as bytes (`is_exact`). Spark expects `schema`."""
     wanted = [(_ALIASES.get(name, name), as_bytes) for name, as_bytes in zip(names, exact, strict=True)]
     made = {(name, as_bytes): _MAKE[name](block, where, as_bytes) for name, as_bytes in dict.fromkeys(wanted)}
-    arrays = [made[each] for each in wanted]
+    arrays = [made[column] for column in wanted]
     return pa.RecordBatch.from_arrays(
-        [each if each.type == kind.type else each.cast(kind.type) for each, kind in zip(arrays, schema, strict=True)],
+        [
+            array if array.type == kind.type else array.cast(kind.type)
+            for array, kind in zip(arrays, schema, strict=True)
+        ],
         schema=schema,
     )

@@ -1,10 +1,10 @@
-"""How ranges are cut into tasks: by bytes, so that all cores work, and by what minPartitions and maxRecordsPerPartition ask.
+"""How ranges are cut into tasks: by bytes, so that all cores work, and by minPartitions and maxRecordsPerPartition.
 
-Bytes       A task has a share of the batch that gives every core _TASKS_A_CORE of them, at least LEAST_BYTES and at most
-            SPLIT_BYTES; of very much data there are MOST_TASKS, however large. Cuts lie at the ends of index blocks, and only
-            the index is asked: twice for a range of many records, not at all for a range of few.
-Options     minPartitions: at least so many tasks where there are as many records, in proportion to what each range has.
-            maxRecordsPerPartition: no task has more records.
+Bytes       The size of a task gives every core _TASKS_A_CORE tasks, with at least LEAST_BYTES and at most SPLIT_BYTES
+            each. Very much data is cut into MOST_TASKS, however large. Cuts lie at the ends of index blocks, and only
+            the index is read: twice for a range of many records, not at all for a range of few.
+Options     minPartitions: at least this many tasks if there are as many records, in proportion to the size of each
+            range. maxRecordsPerPartition: no task has more records.
 """
 
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ from kmq.spark.source.plan import Cuts, Key, Range, cut_up
 
 SPLIT_BYTES = 64 << 20  # of lines in one task, at most
 LEAST_BYTES = 4 << 20  # a task costs some 10 ms, as much as reading this
-MOST_TASKS = 1000  # cut by bytes: a stream keeps its cuts in the checkpoint
-_TASKS_A_CORE = 2  # so that none waits long for the others
-_FEW = 1_000  # records that are never looked at for a place to cut
+MOST_TASKS = 1000  # of a batch cut by bytes: a stream keeps its cuts in the checkpoint
+_TASKS_A_CORE = 2  # more than one, so that no core idles long
+_FEW = 1_000  # records: a smaller range is not cut by bytes
 
 
 def cut(
     spans: list[Range], cuts: Cuts, cores: int = 1, min_partitions: int = 0, max_records: int = 0
 ) -> dict[Key, list[int]]:
-    """Where to cut each range; ranges that stay whole are left out."""
+    """Return where to cut each range; ranges that stay whole are left out."""
     pieces = _by_bytes(spans, cuts, _TASKS_A_CORE * cores)
     pieces = _at_least(pieces, min_partitions)
     if max_records:
@@ -35,11 +35,11 @@ def cut(
 
 
 def _by_bytes(spans: list[Range], cuts: Cuts, tasks: int) -> list[Range]:
-    """The ranges cut into shares of the bytes that they have together."""
+    """Return the ranges cut into about `tasks` shares of all their bytes."""
     large = [span for span in spans if len(span) >= _FEW]
     edges = {span.key: cuts(span.key, span.start, span.end, SPLIT_BYTES) for span in large}
     coarse = sum(map(len, edges.values()))
-    if coarse < tasks:  # less than a SPLIT_BYTES for each: look closer
+    if coarse < tasks:  # less than SPLIT_BYTES per task: cut more finely
         edges = {span.key: cuts(span.key, span.start, span.end, LEAST_BYTES) for span in large}
         total = sum(map(len, edges.values())) + len(edges)  # in LEAST_BYTES
         step = min(-(-total // tasks) or 1, SPLIT_BYTES // LEAST_BYTES)
@@ -49,7 +49,7 @@ def _by_bytes(spans: list[Range], cuts: Cuts, tasks: int) -> list[Range]:
 
 
 def _at_least(pieces: list[Range], count: int) -> list[Range]:
-    """The pieces cut by records, in proportion to what each has, until there are `count`, or one a record."""
+    """Cut the pieces by records, in proportion to their sizes, into `count` pieces, or one per record."""
     if len(pieces) >= count or not pieces:
         return pieces
     total = sum(map(len, pieces))
@@ -63,12 +63,12 @@ def _at_least(pieces: list[Range], count: int) -> list[Range]:
 
 
 def evenly(span: Range, count: int) -> list[Range]:
-    """The range in `count` parts of as many records each, or one more."""
+    """Return the range in `count` parts, equal but for one record."""
     return cut_up(span, (span.start + len(span) * n // count for n in range(1, count)))
 
 
 def cut_as_format_1(spans: Iterable[Range], cuts: Cuts, min_partitions: int) -> list[Range]:
-    """The pieces of a batch that a release before format 2 of offsets has planned, and that is read again."""
+    """Return the pieces of a repeated batch that a release before format 2 of offsets has planned."""
     pieces = [
         piece
         for span in spans

@@ -1,7 +1,7 @@
 """Decimal numbers in a buffer as integers, eight digits at a time, without a string for each.
 
-Eight bytes are one 64-bit word. Three multiplications add up its digits for all numbers at once: pairs of digits, pairs of these,
-and the two halves. A shorter number is shifted to the end of its word and filled up with zeros in front.
+Eight bytes are one 64-bit word. Three multiplications add up its digits for all numbers at once: pairs of digits, pairs
+of pairs, and the two halves. A shorter number is shifted to the end of its word and padded with zeros.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ _ONE, _4, _8, _16, _32 = (np.uint64(bits) for bits in (1, 4, 8, 16, 32))
 
 
 def parse(data: Numbers, begins: Numbers, ends: Numbers) -> Numbers | None:
-    """The numbers at begins[i]…ends[i]; None where one is no number, or not all have up to 8, or all 9 to 16 digits."""
+    """Return the numbers at begins[i]…ends[i]. They must have up to 8 digits each or 9 to 16 each, else None."""
     if not len(begins) or len(data) < 2 * _WORD:
         return None
     widths = ends - begins
@@ -38,7 +38,7 @@ def parse(data: Numbers, begins: Numbers, ends: Numbers) -> Numbers | None:
 
 
 def _parse(words: Numbers, missing: Numbers | None) -> Numbers | None:
-    """Words as numbers, whose last `missing` bytes are not theirs."""
+    """Return words as numbers; the last `missing` bytes of a word do not belong to its number."""
     if missing is not None and missing.any():
         bits = missing.astype(np.uint64) * _8
         words = (words << bits) | (_ZEROS & ((_ONE << bits) - _ONE))

@@ -1,16 +1,16 @@
-"""Where a query begins and ends: what its options say, and which offsets these are in the logs there are.
+"""Where a query begins and ends: its options, and the offsets that they mean in the logs.
 
-Of several options for one end the first of these wins, as in Kafka's connector:
+If several options are given for one end, the first of this list wins, as in Kafka's connector:
     <side>Timestamp            milliseconds since the epoch, for all partitions: the first record received then or later
-    <side>OffsetsByTimestamp   {"orders": {"0": 1700000000000}}: the same for each partition
+    <side>OffsetsByTimestamp   {"orders": {"0": 1700000000000}}: the same per partition
     <side>Offsets              earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 earliest, -1 latest)
-where <side> is starting or ending. JSON is for every broker, or {"host:8082": {"orders": …}} for each.
+<side> is starting or ending. The JSON is for every broker, or per broker: {"host:8082": {"orders": …}}.
 
-Invariant   JSON names each partition that was asked for and no other. A typing error would let a stream begin at the end of the
-            intended partition, and skip its records silently.
-No match    A partition without a record at or after a starting time begins at its end, because recv_ts never goes back: its
-            next record is the first one asked for. A starting time in the future is an error.
-            startingOffsetsByTimestampStrategy decides otherwise: error, as is the default of Kafka's connector, or latest.
+Invariant   JSON always names each requested partition and no other. Otherwise a typing error would start a stream at
+            the end of the intended partition and skip its records silently.
+No match    A partition without a record at or after a starting time begins at its end, because recv_ts never goes back:
+            its next record is the first one requested. A starting time in the future is an error.
+            startingOffsetsByTimestampStrategy changes both: error (the default of Kafka's connector) or latest.
 """
 
 import json
@@ -24,45 +24,45 @@ from kmq.spark.names import nearest
 
 EARLIEST, LATEST = -2, -1
 STRATEGY = "startingOffsetsByTimestampStrategy"
-_NAMED = 5  # partitions in an error
+_NAMED = 5  # partitions that an error names
 
 Key = tuple[str, str, int]  # broker, topic, partition
 Bounds = dict[Key, tuple[int, int]]
-Table = dict[str, dict[str, dict[str, int]]]  # by broker, topic and partition
+Table = dict[str, dict[str, dict[str, int]]]  # broker → topic → partition
 
 
 @dataclass(frozen=True)
 class End:
-    """One end of a query. `option` is the one that decides, "" where none was given: then the default of the query holds."""
+    """One end of a query. `option` is the option that decides; "" if none was given, then the query's default holds."""
 
     option: str = ""
     everywhere: int | None = None
     table: Table | None = None
-    by_broker: bool = False  # the table has come by broker
+    by_broker: bool = False  # the JSON was given per broker
     is_time: bool = False  # values are milliseconds since the epoch
 
     def value(self, key: Key) -> int | None:
-        """What the option says of a partition; None: nothing."""
+        """Return the option's value for a partition; None if it has none."""
         if self.table is None:
             return self.everywhere
         return self.table.get(key[0], {}).get(key[1], {}).get(str(key[2]))
 
     def named(self) -> Iterator[Key]:
-        """All that the JSON names."""
+        """Yield all partitions that the JSON names."""
         for broker, topics in (self.table or {}).items():
             for topic, numbers in topics.items():
                 yield from ((broker, topic, int(number)) for number in numbers)
 
     def says(self, key: Key) -> str:
-        """For errors: the option, and what it says of a partition."""
+        """Return, for errors, the option and its value for a partition."""
         return f"{self.option}={self.value(key)}"
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------------------------
 
 
 def parse(options: Mapping[str, str], side: str, brokers: Sequence[str]) -> End:
-    """The end that options (names in lower case) say. Raises ConfigError, also at those that another one overrules."""
+    """Parse the end from options (names in lower case). Raises ConfigError, even for an overridden option."""
     found = []
     for name, parse_one in (
         (f"{side}Timestamp", _one_time),
@@ -127,7 +127,7 @@ def _is_shaped(numbers: Any, least: int) -> bool:
 
 
 def parse_json(name: str, text: str) -> dict[str, Any]:
-    """The JSON object of an option. Raises ConfigError, also where it names something twice."""
+    """Return the JSON object of an option. Raises ConfigError, also for a name that occurs twice."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -145,11 +145,11 @@ def parse_json(name: str, text: str) -> dict[str, Any]:
     return table
 
 
-# --- offsets ---------------------------------------------------------------------------------------------------------
+# --- offsets --------------------------------------------------------------------------------------------------------
 
 
 def resolve(end: End, bounds: Bounds, default: int, offset_of_time: Callable[[Key, int], int]) -> dict[Key, int]:
-    """The offset of each partition. Where the log has grown until a time was looked for, `bounds` grow too."""
+    """Return the offset of each partition. If a log grows during the lookup of a time, `bounds` grow too."""
     found = {}
     for key, (first, stop) in bounds.items():
         value = end.value(key)
@@ -163,7 +163,7 @@ def resolve(end: End, bounds: Bounds, default: int, offset_of_time: Callable[[Ke
 
 
 def check_named(end: End, bounds: Bounds, wants: Callable[[str, int], bool]) -> None:
-    """Raise ConfigError where JSON names a partition that is not there, or was not asked for."""
+    """Raise ConfigError if JSON names a partition that does not exist or was not requested."""
     there = set(bounds) if end.by_broker else {("", *key[1:]) for key in bounds}
     for broker, topic, partition in end.named():
         if not wants(topic, partition):
@@ -178,7 +178,7 @@ def check_named(end: End, bounds: Bounds, wants: Callable[[str, int], bool]) -> 
 
 
 def check_complete(end: End, bounds: Bounds) -> None:
-    """Raise ConfigError where JSON says nothing of a partition that was asked for, as Kafka's connector does."""
+    """Raise ConfigError if JSON lacks a requested partition, as Kafka's connector does."""
     if end.table is None:
         return
     left = [
@@ -195,7 +195,7 @@ def check_complete(end: End, bounds: Bounds) -> None:
 
 
 def check_matches(end: End, starts: Mapping[Key, int], bounds: Bounds, strategy: str) -> None:
-    """Raise ConfigError where no record of a partition is at or behind the time it is to begin at, and that is no answer."""
+    """Raise ConfigError if a partition has no record at or after its starting time and `strategy` forbids that."""
     if not end.is_time or strategy == "latest":
         return
     for key, start in starts.items():
@@ -211,7 +211,7 @@ def check_matches(end: End, starts: Mapping[Key, int], bounds: Bounds, strategy:
 
 
 def check_order(start: End, end: End, starts: Mapping[Key, int], ends: Mapping[Key, int]) -> None:
-    """Raise ConfigError where a query would end in front of where it begins, by what its options say."""
+    """Raise ConfigError if a query's options let it end before it begins."""
     for key, first in starts.items():
         low, high = start.value(key), end.value(key)
         times = start.is_time and end.is_time and low is not None and high is not None and low > high

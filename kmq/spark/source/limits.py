@@ -1,13 +1,14 @@
-"""How far a micro-batch goes: maxOffsetsPerTrigger and maxBytesPerTrigger, and where in time it ends.
+"""Where a micro-batch ends: the limits maxOffsetsPerTrigger and maxBytesPerTrigger, and the time at which they cut.
 
-Invariant   A batch that a limit ends, ends at one recv_ts over all partitions of all brokers: no partition is read beyond a time
-            up to which another one was not read. So no watermark of an event time that follows recv_ts runs ahead of a
-            partition that is behind, however different they are in size. Of the records received at exactly that time
-            partitions are filled in order: equal times are never late.
-Offsets     Never more than maxOffsetsPerTrigger, and exactly so many where there are as many. What compaction took counts.
-Bytes       About maxBytesPerTrigger, by the index alone, and at least one record: a batch is never stuck.
-Cost        The time is found by looking at a record of the largest partition where the end is expected, and asking each
-            partition where that time is. Two to four rounds of two questions to each partition are usual.
+Invariant   A batch that a limit cuts off always ends at one recv_ts over all partitions of all brokers: no partition is
+            read beyond a time that another partition has not reached. So a watermark on an event time that follows
+            recv_ts never runs ahead of a slower partition, however different the partitions are in size. The records
+            received at exactly that time fill the batch partition by partition, because equal times are never late.
+Offsets     Never more than maxOffsetsPerTrigger, and exactly as many if they exist. Compacted records count.
+Bytes       About maxBytesPerTrigger, estimated from the index alone, and at least one record: a batch always advances.
+Cost        The search reads the time of a record in the largest partition, near the expected end, and asks each
+            partition for the offset of that time. It usually takes two to four rounds, with two requests to each
+            partition.
 """
 
 from bisect import bisect_right
@@ -16,33 +17,33 @@ from typing import Protocol
 
 from kmq.spark.source.plan import Cuts, Key, Offsets, Range
 
-_LEAST_LINE = 24  # bytes; a stored line has more
-_LINE_BYTES = 512  # a guess where the index says nothing
+_LEAST_LINE = 24  # bytes; each stored line is longer
+_LINE_BYTES = 512  # assumed where the index does not tell
 _MARKS = 16  # places of a partition at which its bytes are known
-_BLOCK = 64 << 10  # bytes of lines that an index line speaks of
-_FEW = 16  # records in so many bytes are long
+_BLOCK = 64 << 10  # bytes of lines that an index line covers
+_FEW = 16  # a block with fewer records has long lines
 
-Weigh = Callable[[Key, int], float]  # how much lies before this offset, in the range of that partition
+Weigh = Callable[[Key, int], float]  # how much of a partition's range lies before an offset
 
 
 class Times(Protocol):
-    """Lookups by recv_ts, in microseconds, and what there is at an offset."""
+    """Lookups by recv_ts, in microseconds, and by offset."""
 
     def offset_of_time(self, key: Key, micros: int) -> int:
-        """The offset of the first record received then or later; the end where there is none."""
+        """Return the offset of the first record received at that time or later; without one, the end."""
         ...
 
     def time_at(self, key: Key, start: int, end: int) -> int | None:
-        """When the first record of offsets start…end-1 was received; None where compaction took all of them."""
+        """Return when the first record of offsets start…end-1 was received; None if all of them were compacted."""
         ...
 
     def bytes_of(self, key: Key, start: int, end: int) -> int:
-        """How many bytes the lines of a few records have."""
+        """Return the size of the lines of a few records."""
         ...
 
 
 def limited(spans: list[Range], max_offsets: int, max_bytes: int, cuts: Cuts, times: Times) -> Offsets:
-    """Where each range ends in this batch; 0 is no limit. Goes on somewhere, if there is anything."""
+    """Return where each range ends in this batch; 0 is no limit. At least one range advances, unless all are empty."""
     spans = [span for span in spans if len(span)]
     if max_offsets and sum(map(len, spans)) > max_offsets:
         starts = {span.key: span.start for span in spans}
@@ -57,19 +58,19 @@ def limited(spans: list[Range], max_offsets: int, max_bytes: int, cuts: Cuts, ti
 
 
 class Bytes:
-    """About how many bytes of a range lie before an offset, by the cuts in its index."""
+    """Estimate how many bytes of a range lie before an offset, from the cuts in its index."""
 
     def __init__(self, spans: list[Range], max_bytes: int, cuts: Cuts, times: Times) -> None:
         blocks = max(1, max_bytes // _MARKS // _BLOCK)
         self._places: dict[Key, list[int]] = {}
-        self._mark: dict[Key, float] = {}  # bytes from place to place
+        self._mark: dict[Key, float] = {}  # bytes between two places
         for span in spans:
-            # No more than a batch can have of this partition, so that a backlog of years is not cut up each time.
+            # Cut no more than a batch can take from this partition: a backlog of years would be cut up each time.
             end = min(span.end, span.start + max_bytes // _LEAST_LINE + 1)
-            # A block has its last line whole: with half a block more, these are as many blocks as are meant.
+            # A block ends with a whole line. With half a block added, a cut covers as many blocks as intended.
             places = [span.start, *cuts(span.key, span.start, end, blocks * _BLOCK + _BLOCK // 2)]
             self._places[span.key], self._mark[span.key] = places, blocks * _BLOCK
-            if len(places) > 1 and places[1] - places[0] < _FEW:  # a block of long lines is as long as these
+            if len(places) > 1 and places[1] - places[0] < _FEW:  # a block of long lines is larger than _BLOCK
                 self._mark[span.key] = max(blocks * _BLOCK, times.bytes_of(span.key, places[0], places[1]))
 
     def __call__(self, key: Key, offset: int) -> float:
@@ -77,19 +78,22 @@ class Bytes:
         at = max(1, bisect_right(places, offset)) - 1
         if at + 1 < len(places):
             return mark * (at + (offset - places[at]) / (places[at + 1] - places[at]))
-        known = places[at] - places[0]  # behind the last place: as dense as in front of it
-        dense = mark * at / known if known else _LINE_BYTES
-        return mark * at + dense * (offset - places[at])
+        known = places[at] - places[0]  # after the last place: assume the same density as before it
+        density = mark * at / known if known else _LINE_BYTES
+        return mark * at + density * (offset - places[at])
 
 
 def at_one_time(spans: list[Range], limit: int, weigh: Weigh, times: Times) -> Offsets:
-    """The ends of the ranges at the latest recv_ts up to which they weigh no more than `limit`; they weigh more in all."""
+    """Return where the ranges end at the latest recv_ts up to which they weigh at most `limit`.
+
+    As a whole the ranges must weigh more than `limit`.
+    """
     search = _Search([span for span in spans if len(span)], limit, weigh, times)
     return {span.key: span.end for span in spans} | search.run()
 
 
 class _Search:
-    """All that lies before `low` goes into the batch, nothing from `high` on does; both are at one time each."""
+    """A search between two times: offsets before `low` are in the batch, offsets from `high` on are not."""
 
     def __init__(self, spans: list[Range], limit: int, weigh: Weigh, times: Times) -> None:
         self._limit, self._weigh, self._times = limit, weigh, times
@@ -101,16 +105,16 @@ class _Search:
         turn = 0
         while any(self._low[key] < self._high[key] for key in self._low):
             turn += 1
-            micros = self._look(halve=turn % 3 == 0)
+            micros = self._probe(halve=turn % 3 == 0)
             if micros is None:
                 if self._weight(self._high) <= self._limit:
                     return self._high
                 continue
-            before = self._at(micros)
+            before = self._offsets_at(micros)
             if self._weight(before) > self._limit:
                 self._high = before
                 continue
-            after = self._at(micros + 1)
+            after = self._offsets_at(micros + 1)
             if self._weight(after) > self._limit:
                 return self._fill(before, after)
             self._low = after
@@ -119,12 +123,15 @@ class _Search:
     def _weight(self, offsets: Offsets) -> float:
         return sum(self._weigh(key, offset) for key, offset in offsets.items())
 
-    def _look(self, halve: bool) -> int | None:
-        """The recv_ts of a record about where the end is to be expected; None: those behind it are left out now."""
+    def _probe(self, halve: bool) -> int | None:
+        """Return the recv_ts of a record near the expected end.
+
+        None if there is no such record: `high` has then moved down to the offset looked at.
+        """
         low, high = self._low, self._high
-        key = max(low, key=lambda each: high[each] - low[each])
-        light = self._weight(low)
-        share = 0.5 if halve else (self._limit - light) / max(1.0, self._weight(high) - light)
+        key = max(low, key=lambda candidate: high[candidate] - low[candidate])
+        low_weight = self._weight(low)
+        share = 0.5 if halve else (self._limit - low_weight) / max(1.0, self._weight(high) - low_weight)
         width = high[key] - low[key]
         at = low[key] + min(width - 1, max(0, int(width * share)))
         micros = self._times.time_at(key, at, high[key])
@@ -132,20 +139,20 @@ class _Search:
             self._high = high | {key: at}
         return micros
 
-    def _at(self, micros: int) -> Offsets:
-        """Where in each range this time is."""
-        found = {}
+    def _offsets_at(self, micros: int) -> Offsets:
+        """Return the offset of this time in each range."""
+        offsets = {}
         for key, low in self._low.items():
             high = self._high[key]
-            found[key] = min(max(self._times.offset_of_time(key, micros), low), high) if low < high else low
-        return found
+            offsets[key] = min(max(self._times.offset_of_time(key, micros), low), high) if low < high else low
+        return offsets
 
     def _fill(self, before: Offsets, after: Offsets) -> Offsets:
-        """`before`, and of the records from there to `after`, all received at one time, as many as the limit lets in."""
+        """Return `before`, moved on by as many records as the limit permits; those up to `after` share one recv_ts."""
         reached = dict(before)
         left = self._limit - self._weight(before)
         for key, start in before.items():
-            # The last offset that does not weigh too much.
+            # Take the last offset whose weight is within the limit.
             room = self._weigh(key, start) + left
             candidates = range(start, after[key] + 1)
             reached[key] = start + max(0, bisect_right(candidates, room, key=lambda at: self._weigh(key, at)) - 1)

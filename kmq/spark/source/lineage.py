@@ -1,17 +1,18 @@
 """Does a broker still have the records that a stream has read? A data directory restored from an older copy does not.
 
-Such a copy has the same id, and gives the seqs and offsets behind its end to other records: by offsets alone those would
-look like records that were read, or the other way round. So a stream remembers of each partition the seq and recv_ts of the
-last record it has read (plan.py), and that record is looked for.
+Such a copy has the same id, and gives the seqs and offsets after its end to other records. By offsets alone these would
+look like records that were read, or the reverse. So a stream remembers the seq and recv_ts of the last record it has
+read in each partition (plan.py), and looks for that record.
 
-In the WAL   Seqs are contiguous and recv_ts never decreases, so a WAL that has the latest of the records remembered, with that
-             recv_ts, has all that came before. One record is read, however many partitions there are. A WAL that ends before
-             it, or has another record there, is of a restored copy.
-In its       Where retention took it from the WAL: the record is where it was read, or, if retention or compaction took it from
-partition    there too, no record at its place or after it has its seq or a lower one.
-Shorter      A partition that ends before what was read of it, while the WAL has that record, is being rebuilt: the router is
-             recovering. Nothing is read of it until it is as long as it was.
-Not covered  Damage: what cannot be read is not compared, reading it is an error of its own. Offsets of format 1, without stamps.
+WAL          Seqs are contiguous and recv_ts never decreases. So a WAL that has the latest remembered record, with its
+             recv_ts, has all earlier records. One record is read, however many partitions there are. A WAL that ends
+             before that record, or has another one there, belongs to a restored copy.
+Partition    If retention has removed the record from the WAL: the record is where it was read. If it was removed there
+             too, no record at its place or after it has the same or a lower seq.
+Shorter      If the WAL has a partition's last read record, but the partition ends before it, the router is recovering
+             and rebuilds the partition. The stream does not read it until it has its old length.
+Not covered  Damage: unreadable records are not compared, and reading them fails by itself. Offsets of format 1: no
+             stamps.
 """
 
 from kmq import record
@@ -22,17 +23,17 @@ from kmq.spark.source.brokers import Directory
 from kmq.spark.source.options import WAL
 from kmq.spark.source.plan import Stamp
 
-_LOOK_BACK = (1, 64, 4096)  # records: behind compaction, a bare newline says nothing
+_LOOK_BACK = (1, 64, 4096)  # records: the bare newlines of compacted records have no stamp
 
 
 def stamp_of(line: bytes) -> Stamp:
-    """(seq, recv_ts in µs) of a stored line."""
+    """Return (seq, recv_ts in µs) of a stored line."""
     seq, ts, _ = line.split(b"|", 2)
     return int(seq), record.parse_ts(ts)
 
 
 def stamp_at(broker: Broker, topic: str, partition: int, start: int, end: int) -> Stamp | None:
-    """Of the first record of offsets start…end-1 that compaction left; None where there is none."""
+    """Return the stamp of the first record of offsets start…end-1 that compaction left, or None."""
     for ahead in (*_LOOK_BACK, end - start):
         for _, lines in broker.read(topic, partition, start, min(end, start + ahead)):
             if line := lines.lstrip(b"\n"):
@@ -41,7 +42,7 @@ def stamp_at(broker: Broker, topic: str, partition: int, start: int, end: int) -
 
 
 def stamp_before(broker: Broker, topic: str, partition: int, first: int, offset: int) -> Stamp | None:
-    """Of the last record of offsets first…offset-1 that compaction left; None where none is near, or it cannot be read."""
+    """Return the stamp of the last remaining record of first…offset-1; None if it is not near or unreadable."""
     if isinstance(broker, Directory) and (stamp := broker.stamp_at_end(topic, partition, offset)):
         return stamp
     try:
@@ -60,9 +61,10 @@ def stamp_before(broker: Broker, topic: str, partition: int, first: int, offset:
 
 
 def wal_has(broker: Broker, stamp: Stamp) -> bool | None:
-    """Whether the WAL has this record; None where it cannot tell.
+    """Return whether the WAL has this record; None if it cannot tell.
 
-    Retention took it, or a repair has named it as lost, or a gateway does not know yet what of the WAL is durable.
+    It cannot tell if retention removed the record, a repair named it as lost, or a gateway does not know yet how much
+    of the WAL is durable.
     """
     seq = stamp[0]
     try:
@@ -76,7 +78,7 @@ def wal_has(broker: Broker, stamp: Stamp) -> bool | None:
 
 
 def partition_has(broker: Broker, topic: str, partition: int, stamp: Stamp, offset: int, end: int) -> bool:
-    """Whether a partition that was read up to `offset`, and last the record of `stamp`, may be the same one still."""
+    """Return True if a partition may be the one that was read up to `offset`, with `stamp` as the last record."""
     seq = stamp[0]
     at = broker.offset_of_seq(topic, partition, seq)
     try:

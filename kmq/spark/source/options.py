@@ -1,30 +1,35 @@
-"""The options of format("kmq"), named as in Spark's Kafka source. An error names the option that is wrong.
+"""The options of format("kmq"), named as in Spark's Kafka source. An error names the wrong option.
 
 path                     data directories, comma-separated, each may be a glob: pods/*/data
 kmq.bootstrap.servers    or brokers over HTTP: host:8082,host:8082 (the gateways)
 kmq.token, kmq.ssl.*, kmq.timeout, kmq.patience
-                         how these are connected to: kmq/spark/connections.py
+                         how to connect to them: kmq/spark/connections.py
 subscribe                topics, comma-separated; __append is the WAL
-subscribePattern         or topics by a regular expression (of the whole name; those of KMQ's own, __*, only if it names them)
+subscribePattern         or topics by a regular expression (of the whole name; KMQ's own topics, __*, only if it begins
+                         so)
 assign                   or partitions: {"orders": [0, 1]}
-startingOffsets          earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 earliest, -1 latest), for every broker, or
-                         {"host:8082": {"orders": …}} for each; default: earliest in a batch, latest in a stream
+startingOffsets          earliest, latest or {"orders": {"0": 23, "1": -2}} (-2 earliest, -1 latest), for every broker,
+                         or {"host:8082": {"orders": …}} per broker; default: earliest in a batch, latest in a stream
 startingOffsetsByTimestamp, startingTimestamp
-                         by time, in milliseconds since the epoch: kmq/spark/source/ends.py, also what JSON must name
+                         by time, in milliseconds since the epoch; see kmq/spark/source/ends.py, also for what JSON must
+                         name
 startingOffsetsByTimestampStrategy
-                         where no record is of that time or later: error, or latest; default: latest, if that time is past
+                         if no record is of that time or later: error, or latest; default: latest, unless the time is in
+                         the future
 endingOffsets, endingOffsetsByTimestamp, endingTimestamp
-                         batch only: the same, for where it ends; default: latest
-maxOffsetsPerTrigger     stream: so many records in a micro-batch at most, up to one recv_ts over all partitions
-maxBytesPerTrigger       stream: about so many bytes in a micro-batch, up to one recv_ts over all partitions; with a unit: 64m
-minOffsetsPerTrigger     stream: a micro-batch waits until there are so many records, but at most maxTriggerDelay
+                         batch only: where it ends, in the same way; default: latest
+maxOffsetsPerTrigger     stream: maximum records in a micro-batch, which ends at one recv_ts over all partitions
+maxBytesPerTrigger       stream: approximate bytes in a micro-batch, which ends at one recv_ts over all partitions; with
+                         a unit: 64m
+minOffsetsPerTrigger     stream: a micro-batch waits for at least this many records, but at most maxTriggerDelay
 maxTriggerDelay          how long minOffsetsPerTrigger may keep records waiting: 90s, 15m (default), 1h
-minPartitions            at least so many tasks, where there are as many records
-maxRecordsPerPartition   at most so many records in a task
-failOnDataLoss           true: stop where records that were to be read are gone (default); false: skip them
-includeHeaders           true: column headers is array<struct<key:string,value:binary>>, as Kafka's connector has it, null without
-                         any; false: map<string,string> (default)
-includeOrigin            true: columns origin_broker, origin_topic, origin_partition, origin_offset, of which the sink makes ids
+minPartitions            minimum tasks, if there are as many records
+maxRecordsPerPartition   maximum records in a task
+failOnDataLoss           true: stop if records that were to be read are lost (default); false: skip them
+includeHeaders           true: column headers is array<struct<key:string,value:binary>>, as in Kafka's connector, null
+                         without headers; false: map<string,string> (default)
+includeOrigin            true: columns origin_broker, origin_topic, origin_partition, origin_offset, from which the sink
+                         makes ids
 """
 
 import glob
@@ -57,7 +62,7 @@ _READ = (
 )
 _STREAM_ONLY = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay")
 _BATCH_ONLY = ("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp")
-# What others call it.
+# Names of the options elsewhere.
 _ELSEWHERE = {
     "topic": "subscribe",
     "topics": "subscribe",
@@ -66,14 +71,14 @@ _ELSEWHERE = {
     "kafka.ssl.truststore.location": "kmq.ssl.ca.location",
     "kafka.ssl.keystore.location": "kmq.ssl.certificate.location and kmq.ssl.key.location",
 }
-# Without a connection they are for nothing; a token is also for what goes back to the broker.
+# Useless without a connection, except a token, which is also used to write back to the broker.
 _CONNECTING = [name for name in connections.OPTIONS if name != "kmq.token"]
 
 
 class Options:
-    """The read options, checked; ConfigError names what is wrong."""
+    """The read options, checked; a ConfigError names the wrong option."""
 
-    cores = 0  # of the session that reads, as source.py knows them; 0: not known
+    cores = 0  # cores of the session that reads, set by the format; 0: not known
 
     def __init__(self, given: Mapping[str, str]) -> None:
         options = {name.lower(): text for name, text in given.items()}
@@ -103,7 +108,7 @@ class Options:
         self.include_origin = self._flag("includeOrigin", False)
 
     def _limits(self) -> None:
-        """How much a micro-batch and a task may have; 0 is no limit."""
+        """Parse the limits of a micro-batch and a task; 0 is no limit."""
         self.max_offsets = self._number("maxOffsetsPerTrigger", 1)
         self.min_offsets = self._number("minOffsetsPerTrigger", 1)
         self.max_bytes = self._parsed("maxBytesPerTrigger", parse_bytes, 0)
@@ -123,7 +128,7 @@ class Options:
 
     @property
     def brokers(self) -> list[str]:
-        """Their names, as given."""
+        """Return the names of the brokers, as given."""
         return self.servers or self.paths
 
     def _topics_asked(self) -> None:
@@ -152,8 +157,10 @@ class Options:
                 )
 
     def check_schema(self, names: Collection[str]) -> None:
-        """Raise ConfigError where a schema of the user's lacks the columns that options ask for."""
-        from kmq.spark.source import columns  # here: it needs numpy, which kmq pipeline status is to work without
+        """Raise ConfigError if the user's schema lacks a column that an option requests."""
+        from kmq.spark.source import (
+            columns,
+        )  # here: it needs numpy, which kmq pipeline status must work without
 
         for option, is_on, needed in (
             ("includeOrigin", self.include_origin, columns.ORIGIN),
@@ -164,19 +171,19 @@ class Options:
                 raise ConfigError(f"{option}: the schema given lacks {', '.join(lacking)}; a schema says what there is")
 
     def check_batch(self) -> None:
-        """Say which options have no effect in a batch, as Kafka's connector does."""
+        """Warn of options that have no effect in a batch, as Kafka's connector does."""
         for name in _STREAM_ONLY:
             if name.lower() in self._given:
                 Logger("spark").warn("option_without_effect", option=name, effect="only a stream has triggers")
 
     def check_stream(self) -> None:
-        """Raise ConfigError at options that only a batch has."""
+        """Raise ConfigError for options that only a batch has."""
         for name in _BATCH_ONLY:
             if name.lower() in self._given:
                 raise ConfigError(f"{name}={self._given[name.lower()][:80]!r}: a stream has no end; spark.read has one")
 
     def wants(self, topic: str, partition: int | None = None) -> bool:
-        """Whether a topic, or one of its partitions, was asked for."""
+        """Return True if a topic, or this partition of it, was requested."""
         if self.pattern is not None:
             own = topic.startswith("__") and not self.pattern.pattern.startswith("__")
             return not own and self.pattern.fullmatch(topic) is not None
@@ -189,7 +196,7 @@ class Options:
         return text == "true"
 
     def _number(self, name: str, least: int) -> int:
-        """The number given, 0 without one."""
+        """Return the number given, or 0."""
         text = self._given.get(name.lower())
         if text is None:
             return 0
@@ -198,7 +205,7 @@ class Options:
         return int(text)
 
     def _parsed(self, name: str, parse: Callable[[str], Number], default: Number) -> Number:
-        """What `parse` makes of the text given, over 0; the default without one."""
+        """Parse the text given, which must be over 0; return the default without a text."""
         text = self._given.get(name.lower())
         if text is None:
             return default
@@ -226,13 +233,13 @@ def _assigned(text: str) -> dict[str, list[int]]:
 
 
 def places(options: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Gateways and data directories that options name; the names of options in lower case."""
+    """Return the gateways and data directories in `options`, whose names are in lower case."""
     paths = [path for part in _paths(options) for path in _expand(part)]
     return _list(options, "kmq.bootstrap.servers"), paths
 
 
 def _list(options: Mapping[str, str], name: str) -> list[str]:
-    """What stands between the commas of an option, [] without it."""
+    """Return the comma-separated parts of an option, [] without it."""
     text = options.get(name)
     if text is None:
         return []
@@ -246,7 +253,7 @@ def _list(options: Mapping[str, str], name: str) -> list[str]:
 
 
 def _paths(options: Mapping[str, str]) -> list[str]:
-    """Those of `path`, and of `paths`, as which Spark hands on load([a, b])."""
+    """Return the directories of `path` and of `paths`; Spark passes load([a, b]) as `paths`."""
     text = options.get("paths")
     if text is None:
         return _list(options, "path")
@@ -264,10 +271,10 @@ def _expand(path: str) -> list[str]:
     if not glob.has_magic(path):
         return [path]
     matches = sorted(glob.glob(path))
-    found = [each for each in matches if os.path.isdir(f"{each}/append")]
-    if not found:
+    directories = [match for match in matches if os.path.isdir(f"{match}/append")]
+    if not directories:
         what = (
             f"; {matches[0]} is none" + (f", nor are {len(matches) - 1} more" if matches[1:] else "") if matches else ""
         )
         raise ConfigError(f"path={path!r}: matches no data directory{what}")
-    return found
+    return directories

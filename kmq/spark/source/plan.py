@@ -1,9 +1,10 @@
-"""What a stream has read and what a query reads next: offsets, ranges of offsets, and tasks. Plain values in and out.
+"""What a stream has read and what a query reads next: offsets, ranges of offsets, and tasks. Plain values only.
 
 Key       (broker, topic, partition)
 Offsets   {key: the next offset to read}
-Stamp     (seq, recv_ts in microseconds) of a record; a record keeps it for ever, and no other record has it
-Position  how far a stream has read, and how the batch that ends there was cut. Spark keeps it in its checkpoint as JSON:
+Stamp     (seq, recv_ts in microseconds) of a record; a record keeps it forever, and no other record has it
+Position  how far a stream has read, and how the batch that ends there was cut. Spark keeps it in its checkpoint as
+          JSON:
 
     {"pods/0/data": {"__id": "0f…", "__format": "2",
                      "orders": {"0": 1500, "1": 20},
@@ -11,16 +12,18 @@ Position  how far a stream has read, and how the batch that ends there was cut. 
                      "__cuts": {"orders": {"0": "1200 1400"}},
                      "__from": {"orders": {"1": "10"}}}}
 
-by broker   The name is how the query spells it. __id is the data id, and decides: the same directory resumes under another
-            name, and another directory under the same name is refused.
-__format    2. Without it the JSON is of format 1, which had __id and the offsets only; it is read for ever.
-offsets     by topic and partition, the only numbers in the JSON: whoever sums them knows how far the stream is.
-__last      seq and recv_ts of the last record before the offset, where there is one. kmq/spark/source/lineage.py compares it.
-__cuts      where the batch that ends here is cut into tasks, so that a replay has the same tasks, in the order of this JSON.
-__from      where the batch begins in a partition, if not at the offset of its start: in partitions that are new. Of the first
-            batch in all of them, because its start is no part of the checkpoint.
+by broker   The name is as the query spells it. __id is the data id, and decides: the same directory resumes under
+            another name, and another directory under the same name is refused.
+__format    2. Without it the JSON is of format 1, which had __id and the offsets only; it stays readable forever.
+offsets     by topic and partition, the only numbers in the JSON: their sum tells how far the stream is.
+__last      seq and recv_ts of the last record before the offset, where there is one. kmq/spark/source/lineage.py
+            compares it.
+__cuts      where the batch that ends here is cut into tasks, so that a replay has the same tasks, in the order of this
+            JSON.
+__from      where the batch begins in a new partition, which has no offset in the batch's start. The first batch has it
+            for all partitions, because its start is not in the checkpoint.
 
-Invariant   `partitions` of a batch depends on its two offsets alone: neither on options nor on cores, retention or compaction.
+Invariant   `partitions` of a batch depends only on its two offsets, never on options, cores, retention or compaction.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +37,7 @@ from kmq.spark.source.options import WAL
 
 Key = tuple[str, str, int]
 Offsets = dict[Key, int]
-Bounds = dict[Key, tuple[int, int]]  # first offset there is, offset that comes next
+Bounds = dict[Key, tuple[int, int]]  # the first offset that exists, the next offset to be given
 Cuts = Callable[[Key, int, int, int], list[int]]  # key, start, end, bytes → where to cut
 Stamp = tuple[int, int]
 
@@ -45,7 +48,7 @@ _SKIP = "failOnDataLoss=false continues without them"
 
 
 class DataLossError(KmqError):
-    """Records that were to be read are not there any more."""
+    """Records that were to be read no longer exist."""
 
     def __init__(self, key: Key, what: str, advice: str = _SKIP) -> None:
         super().__init__(f"{name_of(key)}: {what}; {advice}")
@@ -68,17 +71,17 @@ class Range:
         return max(0, self.end - self.start)
 
 
-# --- JSON --------------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Position:
-    """See the module. `offsets` is in the order in which a batch that ends here has its tasks."""
+    """See the module. `offsets` has the order of the tasks of a batch that ends here."""
 
     offsets: Offsets
     identities: dict[str, str]
     last: dict[Key, Stamp] = field(default_factory=dict)
-    cuts: dict[Key, list[int]] | None = None  # None: of format 1, which does not say
+    cuts: dict[Key, list[int]] | None = None  # None: format 1, which has no cuts
     begins: Offsets = field(default_factory=dict)
 
     @staticmethod
@@ -110,7 +113,7 @@ class Position:
         return table
 
     def renamed(self, names: Mapping[str, str]) -> "Position":
-        """The same with other names of brokers, in the same order."""
+        """Return the position with other names of brokers, in the same order."""
 
         def moved(table: dict[Key, Any]) -> dict[Key, Any]:
             return {(names[broker], topic, partition): value for (broker, topic, partition), value in table.items()}
@@ -135,7 +138,7 @@ def _stamp(text: str) -> Stamp:
 
 
 def to_json(offsets: Offsets, identities: dict[str, str]) -> dict[str, Any]:
-    """The offsets alone."""
+    """Return the JSON of the offsets alone."""
     table: dict[str, Any] = {broker: {IDENTITY: identity} for broker, identity in identities.items()}
     for (broker, topic, partition), offset in sorted(offsets.items()):
         table[broker].setdefault(topic, {})[str(partition)] = offset
@@ -143,7 +146,7 @@ def to_json(offsets: Offsets, identities: dict[str, str]) -> dict[str, Any]:
 
 
 def from_json(table: dict[str, Any]) -> tuple[Offsets, dict[str, str]]:
-    """(offsets, identities), of either format."""
+    """Return (offsets, identities) of either format."""
     offsets = {
         (broker, topic, int(number)): offset
         for broker, topics in table.items()
@@ -154,23 +157,23 @@ def from_json(table: dict[str, Any]) -> tuple[Offsets, dict[str, str]]:
     return offsets, {broker: topics[IDENTITY] for broker, topics in table.items() if IDENTITY in topics}
 
 
-# --- ranges ------------------------------------------------------------------------------------------------------------------
+# --- ranges ---------------------------------------------------------------------------------------------------------
 
 
 def least(topic: str) -> int:
-    """The first offset a partition ever had."""
+    """Return the first offset that a partition ever had."""
     return 1 if topic == WAL else 0
 
 
 def wanted(start: Offsets, end: Offsets) -> list[Range]:
-    """What lies between two offsets, in the order of `end`, whether or not it is there."""
-    # A partition that is new begins with its first record.
+    """Return the ranges between two offsets, in the order of `end`, whether or not the records exist."""
+    # A new partition begins with its first record.
     spans = [Range(key, start.get(key, least(key[1])), stop) for key, stop in end.items()]
     return [span for span in spans if len(span)]
 
 
 def lost(span: Range, bounds: Bounds) -> str:
-    """What of a range is not there; "" where all is."""
+    """Describe which records of a range do not exist; "" if all do."""
     begin, stop = span.start, span.end
     if span.key not in bounds:
         return f"offsets {begin} to {stop - 1} are gone with their partition"
@@ -182,21 +185,21 @@ def lost(span: Range, bounds: Bounds) -> str:
 
 
 def check_there(spans: Iterable[Range], bounds: Bounds) -> None:
-    """Raise DataLossError where a range is not all there."""
+    """Raise DataLossError if a record of the ranges does not exist."""
     for span in spans:
         if what := lost(span, bounds):
             raise DataLossError(span.key, what)
 
 
 def within(span: Range, bounds: Bounds) -> Range:
-    """What there is of a range, which may be nothing."""
+    """Return the part of a range that exists, which may be empty."""
     first, limit = bounds.get(span.key, (span.end, span.end))
     start = min(max(span.start, first), span.end)
     return Range(span.key, start, max(start, min(span.end, limit)))
 
 
 def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool) -> list[Range]:
-    """What there is to read, in order of keys. Raises DataLossError where something is gone that must not be."""
+    """Return the ranges to read, in order of keys. With `fail_on_data_loss`, raise DataLossError if some are lost."""
     spans = wanted(start, dict(sorted(end.items())))
     if fail_on_data_loss:
         check_there(spans, bounds)
@@ -204,6 +207,6 @@ def ranges(start: Offsets, end: Offsets, bounds: Bounds, fail_on_data_loss: bool
 
 
 def cut_up(span: Range, at: Iterable[int]) -> list[Range]:
-    """The range cut at these offsets, those of them that lie in it."""
+    """Return the range cut at those of the offsets that lie in it."""
     edges = [span.start, *(edge for edge in at if span.start < edge < span.end), span.end]
     return [Range(span.key, low, high) for low, high in pairwise(edges)]

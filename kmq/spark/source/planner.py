@@ -1,4 +1,4 @@
-"""The brokers of a query, as its planner on the driver sees them: what there is, where it begins and ends, how it is cut."""
+"""The brokers of a query as its planner on the driver sees them: bounds, where the query begins and ends, its tasks."""
 
 import os
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class Logs:
         return open_broker(name, bool(self.options.paths), self.options.access)
 
     def identities(self) -> dict[str, str]:
-        """The data id of each broker. ConfigError where two brokers are one."""
+        """Return the data id of each broker. Raises ConfigError if two names lead to one broker."""
         found: dict[str, str] = {}
         names: dict[str, str] = {}
         for name, broker in self.brokers.items():
@@ -39,7 +39,7 @@ class Logs:
         return found
 
     def bounds(self) -> Bounds:
-        """Of all partitions that were asked for and exist now."""
+        """Return the bounds of all requested partitions that exist now."""
         return {key: edges for name in self.brokers for key, edges in self._bounds_of(name).items()}
 
     def _bounds_of(self, name: str) -> Bounds:
@@ -49,7 +49,7 @@ class Logs:
         return {(name, *log): edges for log, edges in found.items() if options.wants(*log)}
 
     def look_anew(self, name: str, bounds: Bounds) -> None:
-        """Forget what a way to the broker remembers of files that may be others now."""
+        """Open the broker again and read its bounds: its files may have been replaced."""
         self.brokers[name] = self._open(name)
         for key in [key for key in bounds if key[0] == name]:
             del bounds[key]
@@ -76,9 +76,9 @@ class Logs:
     # --- where a query begins and ends -------------------------------------------------------------------------------
 
     def starting(self, bounds: Bounds, default: int) -> Offsets:
-        """Where the query begins in each partition. Raises ConfigError where options name what is not there.
+        """Return where the query begins in each partition. Raises ConfigError if options name what does not exist.
 
-        Bounds grow where the log has grown until a time was looked for.
+        If a log grows during the lookup of a time, `bounds` grow too.
         """
         options = self.options
         self._check_exist(bounds)
@@ -88,18 +88,18 @@ class Logs:
         return starts
 
     def ending(self, bounds: Bounds) -> Offsets:
-        """Where a batch ends, in the same way."""
+        """Return where a batch ends, in the same way."""
         options = self.options
         ends.check_named(options.end, bounds, options.wants)
         return ends.resolve(options.end, bounds, LATEST, self.offset_of_time)
 
     def check_complete(self, bounds: Bounds) -> None:
-        """Raise ConfigError where offsets are given as JSON and not for every partition."""
+        """Raise ConfigError if offsets are given as JSON, but not for every partition."""
         for end in (self.options.start, self.options.end):
             ends.check_complete(end, bounds)
 
     def _check_exist(self, bounds: Bounds) -> None:
-        """A topic asked for by name must be at one broker at least: a typing error must not look like an empty topic."""
+        """Check that a broker has each topic requested by name: a typing error must not look like an empty topic."""
         there = {key[1:] for key in bounds}
         for topic in self.options.topics:
             wanted = self.options.assigned.get(topic)
@@ -110,7 +110,7 @@ class Logs:
                     self._refuse(topic, partition)
 
     def _refuse(self, topic: str, partition: int = 0) -> None:
-        """Say that a topic, or this partition of it, does not exist."""
+        """Raise the error that a topic, or this partition of it, does not exist."""
         where = ", ".join(self.options.brokers)
         known = {WAL: 1}
         for broker in self.brokers.values():
@@ -125,12 +125,12 @@ class Logs:
     # --- tasks -------------------------------------------------------------------------------------------------------
 
     def cut(self, spans: list[Range]) -> dict[Key, list[int]]:
-        """Where each range is cut into tasks."""
+        """Return where each range is cut into tasks."""
         options = self.options
         return cutting.cut(spans, self.cuts, self._cores, options.min_partitions, options.max_records_per_partition)
 
     def tasks(self, spans: Iterable[Range]) -> list[Task]:
-        """Tasks that read the ranges, cut now."""
+        """Cut the ranges now and return the tasks that read them."""
         spans = list(spans)
         edges = self.cut(spans)
         return self.as_tasks(piece for span in spans for piece in plan.cut_up(span, edges.get(span.key, ())))

@@ -1,4 +1,4 @@
-"""What runs in a task of Spark's: a range of offsets of one partition as Arrow batches; the same for batches and streams."""
+"""Runs in a Spark task: read a range of offsets of one partition as Arrow batches; the same for batches and streams."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Task(InputPartition):
-    """A range, and what a process that knows nothing else needs to read it."""
+    """A range, and all that another process needs to read it."""
 
     def __init__(self, span: Range, is_path: bool, access: Access, fail_on_data_loss: bool) -> None:
         self.broker, self.topic, self.partition = span.key
@@ -29,7 +29,7 @@ class Task(InputPartition):
 
 
 class Reading:
-    """What runs in a task; the same for batches and streams."""
+    """Reads a task's range; the same for batches and streams."""
 
     def __init__(self, schema: StructType) -> None:
         for field in schema.fields:
@@ -40,7 +40,7 @@ class Reading:
 
     def read(self, partition: InputPartition) -> Iterator["pa.RecordBatch"]:
         if not isinstance(partition, Task):
-            return  # Spark's stand-in where there is nothing to read
+            return  # Spark's placeholder if there is nothing to read
         schema = to_arrow_schema(self._schema, timezone="UTC")
         broker = open_broker(partition.broker, partition.is_path, partition.access)
         origin = broker.identity() if "origin_broker" in self._names else ""
@@ -54,7 +54,7 @@ class Reading:
 
 
 def _lines(task: Task, broker: Broker) -> Iterator[Lines]:
-    """The lines of a task in blocks. Raises DataLossError where there are fewer than planned."""
+    """Yield the lines of a task in blocks. Raises DataLossError if there are fewer than planned."""
     key = (task.broker, task.topic, task.partition)
     reached = task.start
     for lines in broker.blocks(task.topic, task.partition, task.start, task.end):
@@ -67,7 +67,7 @@ def _lines(task: Task, broker: Broker) -> Iterator[Lines]:
 
 
 def _check_not_lost(task: Task, broker: Broker, key: Key, reached: int) -> None:
-    """There is nothing at `reached`: in the WAL drop_oldest may have left a gap, else it is gone."""
+    """Raise DataLossError if the records at `reached` are lost; in the WAL drop_oldest may have left a gap."""
     first, end = broker.bounds([task.topic]).get((task.topic, task.partition), (task.end, task.end))
     if not task.fail_on_data_loss:
         return

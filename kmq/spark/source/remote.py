@@ -1,12 +1,13 @@
-"""A broker read from afar: the logs that its gateway serves over HTTP (kmq/gateway/http/logs.py).
+"""A broker read remotely: the logs that its gateway serves over HTTP (kmq/gateway/http/logs.py).
 
-State       Only a connection, so any process may ask. A Remote can be pickled: in another process it is unconnected at first.
-Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is away or too busy; reading resumes
-            at the next offset. Only when nothing has arrived for kmq.patience that is an error: a restart of the gateway in the
-            middle of a read goes unnoticed.
-Complete    A response says from which offset to which it goes, and how many bytes that is. Only whole lines are handed out, and
-            those of a partition are counted. What is missing of a response is requested again.
-Damage      is raised as DamageError, as if the files were read here; all records before it have been handed out.
+State       Only a connection, so any process may send requests. A Remote can be pickled; in another process it connects
+            anew.
+Retries     Every request only reads. It is repeated, with growing pauses, while the gateway is down or too busy, and
+            reading resumes at the next offset. It fails only when nothing has arrived for kmq.patience: a restart of
+            the gateway in the middle of a read goes unnoticed.
+Complete    A response states its first and last offset and its size in bytes. Only whole lines are handed out, and
+            those of a partition are counted. The missing rest of a response is requested again.
+Damage      is raised as DamageError, as if the files were read here, after all records before it were handed out.
 """
 
 import json
@@ -27,15 +28,15 @@ from kmq.spark.connections import PLAIN, Access, Tls
 from kmq.spark.source.broker import BLOCK_BYTES, Broker
 from kmq.spark.source.options import WAL
 
-if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status is to work without
+if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status must work without
     from kmq.spark.source.blocks import Lines
 
-_PAUSES_S = (0.05, 2.0)  # before asking again: the first one, the longest one
+_PAUSES_S = (0.05, 2.0)  # before a retry: the first pause, the longest one
 _LONGEST_QUERY = 4000  # bytes; servers refuse a request line of 8 KiB
 _PORTS = {"http": 8082, "https": 8443}
 _NAME = re.compile(r"(?:(https?)://)?([^\s/@:\[\]]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
 _LATER = (429, 503)
-# Reasons of OpenSSL that do not go away: one of us does not trust the other, or does not speak TLS.
+# OpenSSL's reasons of permanent faults: one side does not trust the other, or does not speak TLS.
 _FINAL = re.compile(r"CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|WRONG_VERSION_NUMBER|PROTOCOL_VERSION|ACCESS_DENIED")
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Remote(Broker):
         self._scheme, self._host = match[1] or ("https" if access.tls else "http"), match[2]
         self._port = int(match[3] or _PORTS[self._scheme])
 
-    def __del__(self) -> None:  # a Broker is not closed, it is let go
+    def __del__(self) -> None:  # a Broker has no close method
         self.close()
 
     def __reduce__(self) -> tuple[type["Remote"], tuple[str, Access]]:
@@ -69,14 +70,14 @@ class Remote(Broker):
         return str(self._get("/v1/broker")["data_id"])
 
     def marks_from(self) -> int:
-        return int(self._get("/v1/broker").get("marks_from", identity.NEVER))  # a gateway before this one does not say
+        return int(self._get("/v1/broker").get("marks_from", identity.NEVER))  # an older gateway does not send it
 
     def topics(self) -> dict[str, int]:
         return {row["name"]: row["partitions"] for row in self._get("/v1/topics")}
 
     def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
         asked = urlencode([("topic", name) for name in topics])
-        # Of so many that a request line cannot name them all are asked for.
+        # Request all topics if a request line cannot name these.
         rows = self._get(f"/v1/logs?{asked}" if len(asked) < _LONGEST_QUERY else "/v1/logs") if topics else []
         found = {(row["topic"], row["partition"]): (row["first_offset"], row["end_offset"]) for row in rows}
         return {key: ends for key, ends in found.items() if key[0] in set(topics)}
@@ -103,7 +104,7 @@ class Remote(Broker):
                 with closing(self._connect()) as connection:
                     response = self._ask(connection, target)
                     first, following = (int(response.headers[f"KMQ-{name}-Offset"]) for name in ("First", "Next"))
-                    if not response.length:  # the log ends here, or what there is begins behind `end`
+                    if not response.length:  # the log ends here, or begins after `end`
                         return
                     offset = first
                     for data in _blocks(response):
@@ -123,7 +124,7 @@ class Remote(Broker):
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def _get(self, target: str) -> Any:
-        """The JSON that is answered."""
+        """Return the JSON of the response."""
         trial = _Trial(self._access.patience_s)
         while True:
             try:
@@ -134,7 +135,7 @@ class Remote(Broker):
                 self._again(trial, err, target)
 
     def close(self) -> None:
-        """Let go of the connection; what is asked next makes a new one."""
+        """Close the connection; the next request opens a new one."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -151,7 +152,7 @@ class Remote(Broker):
         return f"broker {self.name}: {self._scheme}://{self._host}:{self._port}{target}"
 
     def _again(self, trial: "_Trial", err: Exception, target: str) -> None:
-        """Wait before the same is asked again. Raises RetryError when it has taken too long."""
+        """Wait before a request is repeated. Raises RetryError after kmq.patience."""
         advice = ""
         if (
             isinstance(err, RemoteDisconnected)
@@ -162,7 +163,7 @@ class Remote(Broker):
         trial.failed(err, self._url(target), advice)
 
     def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
-        """The response to a GET, its body not yet read. Raises what a refusal means."""
+        """Return the response to a GET, its body not yet read. Raises the error that a refusal means."""
         token = self._access.token
         try:
             connection.request("GET", target, headers={"Authorization": f"Bearer {token}"} if token else {})
@@ -195,30 +196,30 @@ class Remote(Broker):
 
 
 class _LaterError(Exception):
-    """The gateway says: not now."""
+    """The gateway asks for a later retry."""
 
 
 _AGAIN = (OSError, HTTPException, _LaterError)
 
 
 class _Trial:
-    """How often and how long something is tried again."""
+    """How often and how long a request is retried."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self.progress()
 
     def progress(self) -> None:
-        """Something has come: the time begins anew."""
+        """Restart the time limit, because data has arrived."""
         self._pause, self._deadline = _PAUSES_S[0], time.monotonic() + self._patience_s
 
     def failed(self, err: Exception, url: str, advice: str) -> None:
-        """Wait before the next time. Raises RetryError when it has taken too long."""
+        """Wait before the next attempt. Raises RetryError when it has taken too long."""
         if time.monotonic() + self._pause > self._deadline:
             raise RetryError(
                 f"{url}: {err or type(err).__name__}; nothing else for {self._patience_s:g} s (kmq.patience){advice}"
             ) from err
-        time.sleep(self._pause * random.uniform(0.5, 1))  # not all tasks of a job at once
+        time.sleep(self._pause * random.uniform(0.5, 1))  # random, so that the tasks of a job do not retry all at once
         self._pause = min(2 * self._pause, _PAUSES_S[1])
 
 
@@ -227,11 +228,11 @@ def _at(topic: str, partition: int, what: str, **query: int) -> str:
 
 
 def _blocks(response: HTTPResponse) -> Iterator[bytes]:
-    """The body in blocks of whole lines; where it breaks off, response.length says how much has not come."""
+    """Yield the body in blocks of whole lines; if it breaks off, response.length tells how much is missing."""
     while response.length:
         data = response.read(BLOCK_BYTES) + response.readline()
         whole = data.rfind(b"\n") + 1
         if whole:
-            yield data[:whole]  # no copy where that is all
+            yield data[:whole]  # no copy if the block ends with a whole line
         if whole < len(data) or not data:
             return

@@ -7,15 +7,15 @@ from kmq.spark.source.planner import Logs
 
 
 class Resumption:
-    """What a stream has read, compared with what its brokers have."""
+    """Compares what a stream has read with what its brokers have."""
 
     def __init__(self, logs: Logs) -> None:
         self._logs, self._options = logs, logs.options
 
     def begun(self, known: Offsets, bounds: Bounds) -> Offsets:
-        """Return how far a stream has read, and where new partitions begin that follow deleted ones of their name.
+        """Return how far a stream has read, and where partitions begin that replace deleted ones of the same name.
 
-        Raises DataLossError where a topic was deleted before all was read, or one that was asked for by name.
+        Raises DataLossError if a topic was deleted before all of it was read, or was requested by name.
         """
         new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
         if not new and not lost:
@@ -35,10 +35,10 @@ class Resumption:
         return {key: ends[key] for key in new & ends.keys()} | known
 
     def check_same_records(self, read: Position, bounds: Bounds) -> None:
-        """Raise DataLossError where a broker has other records now than the ones that were read.
+        """Raise DataLossError if a broker now has other records than those that were read.
 
-        Records that retention or compaction took count as read. With failOnDataLoss=false it is a warning, `read` is set back
-        to the first record received after the last one read (none before it is new), and `bounds` are read again.
+        Records removed by retention or compaction are no difference. With failOnDataLoss=false this only warns, sets
+        `read` back to the first record received after the last one read (no earlier is new), and reads `bounds` again.
         """
         for name, broker in self._logs.brokers.items():
             stamps = {key: stamp for key, stamp in read.last.items() if key[0] == name}
@@ -62,7 +62,7 @@ class Resumption:
         if latest_is_there is not None and (found := lineage.wal_has(broker, stamp)) is not None:
             return found
         if key not in bounds:
-            return latest_is_there is None  # deleted, and `begun` has said so
+            return latest_is_there is None  # deleted, which `begun` has reported
         return lineage.partition_has(broker, key[1], key[2], stamp, read.offsets[key], bounds[key][1])
 
     def _set_back(self, key: Key, read: Position, bounds: Bounds) -> None:

@@ -1,10 +1,10 @@
 """spark.readStream: how far each micro-batch goes, and what is checked before a stream resumes from a checkpoint.
 
-Invariant   What an offset says is all that `partitions` needs (plan.py): a batch that is read again has the same tasks. An offset
-            is returned as it was while there is nothing new, so that no batch runs.
-Unlimited   A batch without a limit ends where the partitions end. They are looked at one after the other, so one may go further
-            in time than another by as long as that takes, some milliseconds: a watermark of seconds covers it. With a limit a
-            batch ends at one recv_ts (limits.py).
+Invariant   `partitions` needs nothing but the two offsets of a batch (plan.py): a repeated batch always has the same
+            tasks. Without new records latestOffset returns its start unchanged, so that no batch runs.
+Unlimited   A batch without a limit ends where the partitions end. Their ends are read one after the other, so one
+            partition may reach some milliseconds further in time than another; a watermark of seconds covers that. A
+            batch with a limit ends at one recv_ts (limits.py).
 """
 
 import math
@@ -34,7 +34,7 @@ from kmq.spark.source.resuming import Resumption
 
 
 class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """spark.readStream: one object lives in the driver's planner as long as its query; reading is elsewhere."""
+    """spark.readStream: one object plans a query on the driver, as long as the query lives; tasks do the reading."""
 
     def __init__(self, schema: StructType, options: Options) -> None:
         super().__init__(schema)
@@ -44,14 +44,14 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._target: Offsets | None = None  # where Trigger.AvailableNow ends
         self._latest: dict[str, Any] | None = None
         self._last_batch = -math.inf  # when the last batch was planned
-        self._looked = False  # at what this checkpoint has read, since this process began
-        self._planned: tuple[dict[str, Any], Bounds] | None = None  # the last offset returned, and what there was then
+        self._is_compared = False  # this process has compared the checkpoint with the brokers
+        self._planned: tuple[dict[str, Any], Bounds] | None = None  # the last offset returned, and the bounds then
 
     def initialOffset(self) -> dict[str, Any]:
         bounds = self._logs.bounds()
         starts = self._logs.starting(bounds, LATEST)
         self._logs.check_complete(bounds)
-        # Of a first batch that was not committed Spark asks again; its end must say where it began, for `latest` has moved.
+        # Spark asks again after an uncommitted first batch. Its end tells where it began, because `latest` has moved.
         position = Position(starts, self._logs.identities(), begins=dict(starts))
         self._remember(position, position.offsets, bounds)
         return position.to_json()
@@ -64,16 +64,16 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         read, bounds = self._read_up_to(start)
         before = dict(read.offsets)
-        if not self._looked or self._there(bounds) != before:
+        if not self._is_compared or self._there(bounds) != before:
             self._resumption.check_same_records(read, bounds)
             self._check_begins(read, bounds)
-            self._looked = True
+            self._is_compared = True
         self._latest = plan.to_json({key: end for key, (_, end) in bounds.items()}, read.identities)
         begun = self._resumption.begun(read.offsets, bounds)
-        spans = plan.wanted(begun, self._there(bounds))  # a partition that ends before what was read of it is held
+        spans = plan.wanted(begun, self._there(bounds))  # a partition that ends before its read offset is held back
         if not spans and read.offsets == before:
             return start
-        if not isinstance(limit, ReadAllAvailable) and self._waits(spans):
+        if not isinstance(limit, ReadAllAvailable) and self._must_wait(spans):
             return start
         position = self._batch(read, before, begun, spans, bounds, limit)
         table = position.to_json()
@@ -81,9 +81,9 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return table
 
     def _check_begins(self, read: Position, bounds: Bounds) -> None:
-        """Raise ConfigError where the stream was told to begin beyond the end of a log.
+        """Raise ConfigError if the stream is to begin beyond the end of a log.
 
-        Of what was read there is a stamp, so that a log which is shorter for a while, in a recovery, is another case.
+        Partitions with a stamp were read before: their logs are only shorter for a while, during a recovery.
         """
         for key in (read.offsets.keys() & bounds.keys()) - read.last.keys():
             begin, end = read.offsets[key], bounds[key][1]
@@ -96,13 +96,13 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             read.offsets[key] = end
 
     def _there(self, bounds: Bounds) -> Offsets:
-        """How far this stream may go now."""
+        """Return how far this stream may read now."""
         if self._target is None:
             return {key: end for key, (_, end) in bounds.items()}
         return {key: min(bounds.get(key, (0, 0))[1], end) for key, end in self._target.items()}
 
-    def _waits(self, spans: list[Range]) -> bool:
-        """Whether minOffsetsPerTrigger keeps what there is waiting, as it does for maxTriggerDelay since the last batch."""
+    def _must_wait(self, spans: list[Range]) -> bool:
+        """Return True if minOffsetsPerTrigger holds the records back: at most maxTriggerDelay since the last batch."""
         least, now = self._options.min_offsets, time.monotonic()
         is_late = now - self._last_batch >= self._options.max_trigger_delay_s
         if least and self._target is None and sum(map(len, spans)) < least and not is_late:
@@ -111,15 +111,15 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return False
 
     def _read_up_to(self, start: dict[str, Any]) -> tuple[Position, Bounds]:
-        """What an offset of Spark's says, under the names that the brokers have now, and what there is."""
+        """Return the position of an offset from Spark, under the brokers' current names, and the bounds."""
         identities = self._logs.identities()
-        return self._with_names_of_now(Position.of_json(start), identities), self._logs.bounds()
+        return self._with_current_names(Position.of_json(start), identities), self._logs.bounds()
 
     def _batch(
         self, read: Position, before: Offsets, begun: Offsets, spans: list[Range], bounds: Bounds, limit: ReadLimit
     ) -> Position:
-        """The end of the next batch: its offsets, and what a replay needs."""
-        there = [plan.within(span, bounds) for span in spans]  # what retention took is no part of a limit
+        """Return the end of the next batch: its offsets, and all that a replay needs."""
+        there = [plan.within(span, bounds) for span in spans]  # records removed by retention do not count for a limit
         reached = {span.key: span.end for span in spans}
         if not isinstance(limit, ReadAllAvailable):
             options = self._options
@@ -142,7 +142,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                 position.last[key] = stamp
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """That there is a limit; `latestOffset` obeys all options, of which Spark has a word for one only."""
+        """Tell Spark that there is a limit. Spark can express only one option; `latestOffset` obeys all of them."""
         options = self._options
         if options.max_offsets:
             return ReadMaxRows(options.max_offsets)
@@ -172,9 +172,9 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def _ends_of(
         self, start: dict[str, Any], end: dict[str, Any], bounds: Bounds | None
     ) -> tuple[Position, Position, Bounds]:
-        """Both offsets of a batch and what there is; without `bounds` the batch was planned by an earlier process."""
+        """Return both offsets of a batch and the bounds; without `bounds` an earlier process has planned the batch."""
         identities = self._logs.identities()
-        read, ends = (self._with_names_of_now(Position.of_json(table), identities) for table in (start, end))
+        read, ends = (self._with_current_names(Position.of_json(table), identities) for table in (start, end))
         if bounds is None:
             bounds = self._logs.bounds()
             if self._options.fail_on_data_loss:
@@ -193,10 +193,10 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         there = [piece for span in spans if len(piece := plan.within(span, bounds))]
         return cutting.cut_as_format_1(there, self._logs.cuts, self._options.min_partitions)
 
-    def _with_names_of_now(self, position: Position, now: dict[str, str]) -> Position:
-        """The position by the brokers of this query: the data id says which is which.
+    def _with_current_names(self, position: Position, now: dict[str, str]) -> Position:
+        """Return the position under the names of this query's brokers; the data id tells which broker is which.
 
-        Offsets of one data directory mean nothing in another.
+        Offsets of one data directory mean nothing in another one.
         """
         names = {identity: name for name, identity in now.items()}
         for broker, identity in position.identities.items():
