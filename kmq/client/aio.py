@@ -5,9 +5,10 @@
         replies = [await producer.submit("orders", b"two") for _ in range(64)]
         seqs = await asyncio.gather(*replies)
 
-Promise     As kmq.Producer: nothing waits for ever in silence. Messages keep the order of the calls.
-            A cancelled `send` may be stored all the same.
-Loop        All in the loop that entered it. What is queued in one turn of the loop leaves with one write.
+Promise     As for kmq.Producer: no call waits for ever in silence. Messages keep the order of the calls.
+            The message of a cancelled `send` may be stored all the same.
+Loop        Use a producer only in the event loop that entered it. Messages queued in one turn of the loop leave with
+            one write.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class AsyncProducer:
         self.options = Options(**options)
         self._core = Core(self.options)
         self._link = Link(self._core, address_of(host, port))
-        self._order = asyncio.Lock()  # senders that wait for room are served in order
+        self._order = asyncio.Lock()  # so that senders waiting for room proceed in order
 
     @classmethod
     def local(cls, **options: Unpack[Choices]) -> "AsyncProducer":
@@ -52,7 +53,7 @@ class AsyncProducer:
 
     @property
     def unanswered(self) -> int:
-        """How many messages have no outcome yet."""
+        """Return how many messages have no outcome yet."""
         return self._core.window.unanswered
 
     @property
@@ -61,7 +62,7 @@ class AsyncProducer:
 
     @property
     def failed(self) -> KmqError | None:
-        """Why this producer has ended; None while it has not."""
+        """Return why this producer has ended; None while it has not."""
         return self._core.failed
 
     def describe(self) -> str:
@@ -70,12 +71,12 @@ class AsyncProducer:
 
     @property
     def connections(self) -> int:
-        """How many connections were made so far."""
+        """Return how many connections were made so far."""
         return self._core.connections
 
     @property
     def duplicates(self) -> int:
-        """How many messages were sent again that the broker had stored already."""
+        """Return how many messages were sent again although the broker had stored them already."""
         return self._core.duplicates
 
     # --- sending -----------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ class AsyncProducer:
         ts: float | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Send one message. Returns its seq, once it is on disk."""
+        """Send one message. Returns its seq once the message is on disk."""
         reply = await self.submit(
             topic, payload, key, partition=partition, id=id, headers=headers, ts=ts, timeout=timeout
         )
@@ -155,7 +156,7 @@ class AsyncProducer:
             raise self._core.failed
 
     async def close(self, timeout: float | None = None) -> None:
-        """Flush, then end, also after a timeout: a message without a reply then fails here, though it may be stored."""
+        """Flush and end, even if the flush times out: messages without a reply then fail, though they may be stored."""
         try:
             if not self._link.closed:
                 await self.flush(timeout)
@@ -200,7 +201,7 @@ def _expect() -> "tuple[Delivery, asyncio.Future[int]]":
 
     def done(delivery: Delivery) -> None:
         if reply.done():
-            return  # whoever waited for it was cancelled
+            return  # the waiting task was cancelled
         if delivery.error is None:
             reply.set_result(delivery.seq)
         else:
@@ -210,7 +211,7 @@ def _expect() -> "tuple[Delivery, asyncio.Future[int]]":
 
 
 class _Timeout:
-    """asyncio.timeout whose error says what was waited for."""
+    """An asyncio.timeout whose error names what the caller waited for."""
 
     def __init__(self, seconds: float, what: str, describe: Callable[[], str]) -> None:
         self._timeout, self._what, self._describe = asyncio.timeout(seconds), what, describe

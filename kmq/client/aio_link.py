@@ -1,4 +1,4 @@
-"""The connection of a kmq.AsyncProducer: one task keeps it, everything runs in one event loop."""
+"""The connection of a kmq.AsyncProducer: one task maintains it, and everything runs in one event loop."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from kmq.errors import KmqError
 
 
 class Link(asyncio.Protocol):
-    """Moves a core's bytes. What is queued in one turn of the loop leaves with one write."""
+    """Moves a core's bytes. Messages queued in one turn of the loop leave with one write."""
 
     def __init__(self, core: Core, address: Address) -> None:
         self.core, self.address = core, address
@@ -27,26 +27,26 @@ class Link(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Make a connection, and others after it, unless that has begun. Call inside the event loop."""
+        """Start the task that connects and reconnects, unless it runs already. Call inside the event loop."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="kmq-producer")
 
     def queued(self) -> None:
-        """Write what may go of what was queued, at the end of this turn of the loop."""
+        """Write queued messages at the end of this turn of the loop, as far as they should go."""
         self.start()
         if not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     async def wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until `is_over`, writing at once whatever is queued."""
+        """Wait until `is_over`, writing all queued messages at once."""
         while not is_over():
             self.core.pacing.hurry = True
             self._flush()
             await self.changed.wait()
 
     async def end(self) -> None:
-        """Close the connection; what has no reply fails."""
+        """Close the connection; messages without a reply fail."""
         self.closed = True
         if self.core.failed is None:
             self.core.fail(NotAnswered("the producer was closed before the reply came"))
@@ -59,7 +59,7 @@ class Link(asyncio.Protocol):
             self._task = None
 
     def _flush(self) -> None:
-        """Write what may go."""
+        """Write the messages that should go now."""
         self._is_scheduled = False
         core, transport = self.core, self._transport
         if transport is None or not core.connected:
@@ -73,7 +73,7 @@ class Link(asyncio.Protocol):
             asyncio.get_running_loop().call_later(linger, self._flush)
 
     def _call_back(self) -> None:
-        """Call the callbacks of finished messages, in order, and wake whoever waits."""
+        """Call the callbacks of finished messages, in order, and wake all waiting tasks."""
         done = self.core.outcomes.done
         while done:
             delivery = done.popleft()
@@ -91,7 +91,7 @@ class Link(asyncio.Protocol):
                 self._greeting.set_result(self._greeting_so_far)
             return
         if not self.core.connected:
-            return  # this connection was lost before
+            return  # the core has already given up this connection
         try:
             self.core.receive(data)
             self._attempts = 0
@@ -119,7 +119,7 @@ class Link(asyncio.Protocol):
     # --- the task ----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Make connections, and look now and then for what is overdue."""
+        """Keep a connection, and check regularly for overdue messages."""
         looking = asyncio.get_running_loop().create_task(self._look())
         try:
             while not self.closed and self.core.failed is None:
@@ -154,7 +154,7 @@ class Link(asyncio.Protocol):
             return False
         finally:
             if greeting.done() and not greeting.cancelled():
-                greeting.exception()  # or asyncio would report that nothing has looked at it
+                greeting.exception()  # otherwise asyncio would report an exception that was never retrieved
             self._greeting = None
 
     async def _say_hello(self, host: str, port: int, token: str) -> None:

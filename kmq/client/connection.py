@@ -1,4 +1,4 @@
-"""What every producer needs for a connection: where the broker is, when to try again, a socket of the right kind."""
+"""What every producer needs for a connection: the broker's address, when to retry, and the socket."""
 
 import contextlib
 import logging
@@ -16,7 +16,7 @@ from kmq.errors import KmqError, RetryError
 from kmq.settings import KIB, load
 
 CONNECT_S = 5.0  # to connect and be greeted
-BACKOFF_S = (0.01, 0.5)  # between two attempts: the first wait, doubled up to the last
+BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second
 _RECEIVE_BYTES = 16 * KIB  # replies are short; a buffer that malloc has to map anew each time costs 20 µs
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -43,7 +43,7 @@ def local_address() -> tuple[str, int, str]:
 
 
 def backoff(attempt: int) -> float:
-    """Return the seconds before another attempt; random, because otherwise all clients would come back at once."""
+    """Return the seconds before another attempt; random, so that clients do not all reconnect at once."""
     first, longest = BACKOFF_S
     return float(min(longest, first * 2 ** min(attempt, 16)) * random.uniform(0.5, 1.0))
 
@@ -71,7 +71,7 @@ class Greeted:
 
 
 def dial(address: Address, core: Core) -> Greeted:
-    """Connect and say hello. Raises KmqError that says why there is no connection."""
+    """Connect and say hello. Raises RetryError that says why there is no connection."""
     options = core.options
     where = "the broker"
     with contextlib.ExitStack() as undo:
@@ -97,7 +97,7 @@ def dial(address: Address, core: Core) -> Greeted:
 
 
 class Channel:
-    """The socket between a core and the broker, while there is one. Whoever calls holds the producer's lock.
+    """The socket between a core and the broker, while there is one. Callers hold the producer's lock.
 
     `poll` waits without the lock; everything else returns at once.
     """
@@ -107,7 +107,7 @@ class Channel:
         self.attempts = 0  # to connect, since the broker last replied
         self._sock: socket.socket | None = None
         self._epoll = select.epoll()
-        self._out = memoryview(b"")  # taken from the core, not yet by the kernel
+        self._out = memoryview(b"")  # taken from the core, not yet accepted by the kernel
         self._wants_room = False
 
     @property
@@ -121,11 +121,11 @@ class Channel:
         self._epoll.register(sock, select.EPOLLIN)
 
     def poll(self, timeout_s: float) -> bool:
-        """Return True once the socket has something for us, or room, within that time."""
+        """Return True once the socket has bytes to read or room to write, False after that time."""
         return bool(self._epoll.poll(timeout_s))
 
     def read(self) -> str:
-        """Give the core all replies that are there. Returns why the connection has to be replaced, "" if it need not."""
+        """Give the core all replies received. Returns why the connection must be replaced, "" if it is fine."""
         sock = self._sock
         assert sock is not None
         try:
@@ -143,7 +143,7 @@ class Channel:
             return str(err)
 
     def write(self) -> str:
-        """Give the kernel what may go, as far as it takes it. Returns as `read` does."""
+        """Write the messages that should go, as far as the kernel accepts them. Returns as `read` does."""
         sock = self._sock
         if sock is None:
             return ""
@@ -163,7 +163,7 @@ class Channel:
 
     @property
     def has_output(self) -> bool:
-        """Whether something waits to be written."""
+        """Return True if messages wait to be written."""
         return bool(self._out) or bool(self._core.window.queue)
 
     def drop(self) -> None:
@@ -176,5 +176,5 @@ class Channel:
         self._out, self._wants_room = memoryview(b""), False
 
     def close(self) -> None:
-        """Let go of everything; nobody polls any more."""
+        """Release all resources. No thread may poll any more."""
         self._epoll.close()

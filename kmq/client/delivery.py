@@ -1,4 +1,4 @@
-"""Messages on their way, and what became of them."""
+"""Messages on their way, and their outcomes."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,14 @@ _MAX_UNSEEN = 1000  # failed messages kept until an error of one of them is show
 
 
 class Delivery:
-    """Messages sent together, one or a list, and what became of them.
+    """Messages sent together, one or a list, and their outcomes.
 
-    seq         of the message, or of the first stored one of a list; 0: stored before, too long ago for the broker to know it
-    runs        of a list: (place in the list, seq there, how many follow one another from there), in order
-    refused     of a list: place → Refused
+    seq         seq of the message, or of the first stored message of a list; 0: stored too long ago for the broker to
+                know the seq
+    runs        for a list: (place in the list, seq of that message, length of the run of consecutive seqs), in order
+    refused     for a list: place → Refused
     duplicates  (place, seq) of each message that had been stored before, in order
-    error       why it failed: the first refusal, or NotAnswered
+    error       why the delivery failed: the first refusal, or NotAnswered
     """
 
     __slots__ = (
@@ -48,10 +49,10 @@ class Delivery:
     def __init__(self, callback: "Callable[[Delivery], object] | None" = None) -> None:
         self.callback = callback
         self.answered = 0
-        self.lines: list[bytes] | None = None  # of `data`, once a single one was asked for
+        self.lines: list[bytes] | None = None  # the lines of `data`, once `line` was called
         self.done = self.seen = False  # seen: its error was raised, or given to the callback
-        self.is_provisional = False  # its ids count from 1 until the broker has told the last one it knows
-        self.may_be_stored = False  # it was sent on a connection that broke, or has an id of the user's own
+        self.is_provisional = False  # its ids count from 1 until the broker has told the last id it knows
+        self.may_be_stored = False  # it was sent on a connection that broke, or the user chose its id
         self.seq = -1
         self.error: KmqError | None = None
         self.runs: Sequence[tuple[int, int, int]] = ()
@@ -62,7 +63,7 @@ class Delivery:
         """Return the message at `place` as it was sent."""
         if not self.data:
             return b""
-        if self.lines is None:  # many of a list may be refused
+        if self.lines is None:  # split once: many messages of a list may be refused
             self.lines = self.data.split(b"\n")
         return self.lines[place]
 
@@ -134,7 +135,7 @@ class Outcomes:
             self._unseen.append(delivery)
 
     def unseen_error(self) -> KmqError | None:
-        """Return the first error that neither a callback nor result() has shown; all of them count as seen from now on."""
+        """Return the first error that neither a callback nor result() has shown. From then on all count as seen."""
         unseen = [delivery for delivery in self._unseen if not delivery.seen]
         self._unseen.clear()
         for delivery in unseen:

@@ -1,9 +1,10 @@
-"""The threads of a kmq.Producer: callers and one of its own take turns at the socket.
+"""The threads of a kmq.Producer: calling threads and one background thread take turns at the socket.
 
-Turns       Of the callers that wait for replies one attends to the socket, so that a caller who sends and waits does all of it
-            itself, without a change of threads. The background thread makes connections, and attends when no caller does.
-Locking     One lock guards the core and the channel; nobody waits while holding it. Callbacks and reports run without it,
-            callbacks in the thread that attends, one after the other, in order.
+Turns       One of the callers that wait for replies attends to the socket. So a caller that sends and waits does both
+            itself, without a switch of threads. The background thread makes connections, and attends to the socket when
+            no caller does.
+Locking     One lock guards the core and the channel; no thread waits while holding it. Callbacks and reports run
+            without it. Callbacks run in the thread that attends, one after the other, in order.
 """
 
 import threading
@@ -17,13 +18,13 @@ from kmq.errors import KmqError
 
 _TICK_S = 0.002  # how long callers may leave the socket alone before the background thread attends to it
 _REST_S = 0.05  # how long the background thread stays at the socket when nothing is left to wait for
-_BUSY_TICK_S = 0.01  # as _TICK_S while callers do attend: each look costs them a change of threads
-_LINGER_SLACK_S = 0.0005  # added to a wait for linger_ms, so that it is over for certain
-_JOIN_S = 5.0  # an attempt to connect takes so long at most
+_BUSY_TICK_S = 0.01  # the same while callers do attend: each check costs them a switch of threads
+_LINGER_SLACK_S = 0.0005  # added to a wait for linger_ms, so that the time is surely up afterwards
+_JOIN_S = 5.0  # how long an attempt to connect takes at most
 
 
 class Unlocked:
-    """`with unlocked:` lets go of a lock that the caller holds, and takes it again."""
+    """`with unlocked:` releases a lock that the caller holds, and acquires it again afterwards."""
 
     __slots__ = ("_lock",)
 
@@ -45,13 +46,13 @@ class Driver:
         self.lock = threading.Lock()
         self.closed = False
         self.resting = False  # the background thread waits for `_work`
-        self.told = False  # a caller has had an exception
+        self.told = False  # an error was raised to a caller
         self._unlocked = Unlocked(self.lock)
         self._changed = threading.Condition(self.lock)  # for callers that wait
         self._work = threading.Condition(self.lock)  # for the background thread
         self._waiting = 0  # callers that wait for `_changed`
-        self._attending = 0  # ident of the thread that attends to the socket
-        self._turns = 0  # of callers at it
+        self._attending = 0  # ident of the thread that attends to the socket; 0: none
+        self._turns = 0  # how often callers have attended
         self._busy = False  # callers have attended lately
         self._channel = Channel(core)
         self._overdue = Overdue(core, logger().warning)
@@ -61,14 +62,14 @@ class Driver:
     # --- callers -----------------------------------------------------------------------------------------------------
 
     def queued(self) -> None:
-        """Write what may go of what has just been queued."""
+        """Write the messages just queued, as far as they should go now."""
         self._write()
         if self.resting:
             self.resting = False
             self._work.notify()
 
     def wait_for_room(self, timeout: float | None, count: int = 1) -> None:
-        """Wait until `count` messages may be queued; others may have the lock in between."""
+        """Wait until `count` messages may be queued; the lock is released meanwhile."""
         core = self.core
         if count > core.options.max_in_flight:
             raise ValueError(f"a list of {count:,} messages is over max_in_flight={core.options.max_in_flight:,}")
@@ -111,7 +112,7 @@ class Driver:
                 self._look()
 
     def end(self) -> None:
-        """Close the connection; what has no reply fails."""
+        """Close the connection; messages without a reply fail."""
         with self.lock:
             if self.closed:
                 return
@@ -126,7 +127,7 @@ class Driver:
     # --- the socket --------------------------------------------------------------------------------------------------
 
     def _attend(self, timeout_s: float) -> None:
-        """Take what the socket has, within that time, and call back. The lock is let go meanwhile."""
+        """Read what arrives within that time, and run callbacks. The lock is released meanwhile."""
         before, self._attending = self._attending, threading.get_ident()
         channel = self._channel
         try:
@@ -146,7 +147,7 @@ class Driver:
                 self._changed.notify_all()
 
     def _call_back(self) -> None:
-        """Call the callbacks of finished messages, in order: only the thread that attends gets here."""
+        """Call the callbacks of finished messages, in order. Only the thread that attends calls this."""
         done = self.core.outcomes.done
         while done:
             delivery = done.popleft()
@@ -171,7 +172,7 @@ class Driver:
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of the connection, and wake everybody."""
+        """Drop the connection, and wake all waiting threads."""
         self._channel.drop()
         self.resting = False
         self._work.notify()
@@ -187,13 +188,13 @@ class Driver:
                 else:
                     self._connect()
             self._changed.notify_all()
-            while self._attending:  # that caller sees within _overdue.period_s that it is over
+            while self._attending:  # the attending caller notices the end within _overdue.period_s
                 self._changed.wait(self._overdue.period_s)
             self._channel.close()
         self._call_back()
 
     def _connect(self) -> None:
-        """Make one attempt, and pause if it failed. The lock is let go meanwhile."""
+        """Make one attempt, and pause if it failed. The lock is released meanwhile."""
         greeted, reason = None, ""
         try:
             with self._unlocked:
@@ -223,7 +224,7 @@ class Driver:
             self._channel.attempts += 1
 
     def _help(self) -> None:
-        """Attend to the socket while no caller does. The lock is let go meanwhile."""
+        """Attend to the socket while no caller does. The lock is released meanwhile."""
         core, turns = self.core, self._turns
         if not core.window.unanswered and not self._busy:
             self.resting = True
@@ -238,7 +239,7 @@ class Driver:
             self._attend_alone()
 
     def _attend_alone(self) -> None:
-        """Attend until nothing was left to wait for during _REST_S, or a caller waits."""
+        """Attend until no reply was awaited for _REST_S, or until a caller waits."""
         core = self.core
         until = time.monotonic() + _REST_S
         while self._channel.is_open and not self._waiting and not self.closed and not self._attending:

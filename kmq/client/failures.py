@@ -4,7 +4,7 @@ from kmq.errors import KmqError, RetryError
 
 
 class Refused(KmqError):
-    """The broker refused a message, or the connection: nothing of it was stored. `code` is the first word of `reason`."""
+    """The broker refused a message or the connection, and stored nothing. `code` is the first word of `reason`."""
 
     def __init__(self, reason: str, line: bytes = b"") -> None:
         self.code, self.reason, self.line = reason.partition(" ")[0], reason, line
@@ -13,7 +13,7 @@ class Refused(KmqError):
 
 
 class Fenced(Refused):
-    """A newer producer of the same name has said hello: this one has ended."""
+    """A newer producer of the same name has connected, so this producer has ended."""
 
 
 class NotAnswered(RetryError, TimeoutError):
@@ -23,8 +23,8 @@ class NotAnswered(RetryError, TimeoutError):
 _ADVICE = {
     "id_reused": "id {id} was stored before, as seq {rest}, with other content, so this is no retry;"
     " give this message an id above the last one",
-    "id_too_old": "id {id} is below the last one stored, and not known as stored itself, because a producer's ids must rise;"
-    " give this message an id above the last one, unless it is a late retry",
+    "id_too_old": "id {id} is below the last one stored, and not known as stored itself, because a producer's ids must"
+    " rise; give this message an id above the last one, unless it is a late retry",
 }
 
 

@@ -11,28 +11,28 @@ from kmq.ids import MADE_UP, MAX_ID_DIGITS
 class Ids:
     """The ids of one producer or window.
 
-    Provisional   A producer with a name of the user's own may queue messages before its first connection has told the last id
-                  that the broker knows. Their ids count from 1; `resume` says by how much they are then raised. Once the user
-                  gives an id, ids continue from that one and are final.
+    Provisional   A producer with a name chosen by the user may queue messages before its first connection has told the
+                  last id that the broker knows. These ids count from 1, and are raised by that last id on connecting.
+                  Once the user gives an id, ids continue after it and are final.
     """
 
     def __init__(self, options: Options) -> None:
         self.name = options.producer
-        self.prefix = ""  # of the made ids of a window
-        self.are_made = False  # the user gives none, as far as we were told
+        self.prefix = ""  # of the generated ids of a window
+        self.are_made = False  # all ids are generated, according to the options
         self.asks_last = self.is_provisional = bool(options.producer) and options.first_id is None
         self._next = 0
-        self._provisional = 0  # how many provisional ids there are, once they are no longer made
+        self._provisional = 0  # how many provisional ids were made, once no more are made
         if options.window:
             self.prefix = token_hex(8)
         elif options.dedupe:
             self.are_made = options.first_id is None
             self._next = 1 if options.first_id is None else options.first_id
-            self.name = self.name or f"{MADE_UP}{token_hex(12)}"  # of all names the broker forgets such ones first
+            self.name = self.name or f"{MADE_UP}{token_hex(12)}"  # the broker forgets generated names first
 
     @property
     def last(self) -> int:
-        """The id below the next one that is made."""
+        """Return the id before the next one that is made."""
         return self._next - 1
 
     def make(self) -> bytes:
@@ -56,7 +56,7 @@ class Ids:
         self._next += count
 
     def make_field(self, id: str | int | None, headers: Mapping[str, str] | None) -> bytes:
-        """Return the id field with its headers, for the user's `id` or a made one."""
+        """Return the id field with its headers, for the user's `id` or a generated id."""
         if id is None:
             return self.make() + format_headers(headers or {})
         if self.name:
@@ -71,7 +71,7 @@ class Ids:
         return make_id(str(id), headers)
 
     def resume(self, last: int) -> None:
-        """Continue after the `last` id that the broker knows, behind the provisional ones that are raised by as much."""
+        """Continue after the broker's `last` id plus the provisional ids, which are raised by `last`."""
         made = self.last if self.is_provisional else self._provisional
         self._next = max(self._next, last + made + 1)
         self.asks_last = self.is_provisional = False

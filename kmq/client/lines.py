@@ -1,17 +1,19 @@
 """Lines as a client writes and reads them, and the plain protocol: fire and forget, in blocks.
 
-Payloads    Tools that pass on lines of text (`kmq produce`, the demo) leave bytes as they are and encode only what no line can
-            hold: NUL and newline. The Python clients encode whatever is not printable text: text is UTF-8 without
-            control characters other than tab and carriage return, so that `tail -F` of a queue can drive no terminal. Either way
-            it is base64 with the header `enc=b64`, and `decode_payload` gives back the very bytes.
-Null        No value (None) is an empty payload: under `cleanup=compact` a tombstone. An empty value is an empty payload with
-            `enc=b64`, the base64 of nothing.
-Keys        Text or bytes, percent-encoded, behind a mark (kmq/record.py): whichever topics are declared, now or later, the
-            message goes to the one that was named. Dots are encoded too, as they were before there were marks: so a key keeps
-            its text, and with it its partition. `decode` gives the text back, `decode_bytes` the bytes.
+Payloads    Tools that pass on lines of text (`kmq produce`, the demo) leave bytes as they are, except a payload with
+            NUL or newline, which no line can hold: it is encoded. The Python clients encode every payload that is not
+            printable text. Text here is UTF-8 without control characters other than tab and carriage return, so that
+            `tail -F` of a queue cannot disturb a terminal. An encoded payload is base64 with the header `enc=b64`;
+            `decode_payload` restores the exact bytes.
+Null        No value (None) is sent as an empty payload, a tombstone under `cleanup=compact`. An empty value is sent as
+            an empty payload with the header `enc=b64`.
+Keys        Text or bytes, percent-encoded, behind a mark (kmq/record.py). With a mark the message goes to the named
+            topic, whichever topics are declared now or later. Dots are encoded too, as they were before marks existed,
+            so that a key keeps its text and its partition. `decode` restores the text, `decode_bytes` the bytes.
 
-Promise     close() returns only after ingress has taken every byte and closed its side, so an error on the way is seen. What
-            ingress took is durable a moment later, but nobody says so: that is the acknowledged protocol's job.
+Promise     close() returns only after ingress has received every byte and closed its side, so that no error on the way
+            is missed. Messages are durable a moment later, but nothing confirms that: only the acknowledged protocol
+            does.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
 
 
 def read_port(settings: Settings, name: str, fixed: int) -> int:
-    """The port a listener has: the setting, or what the stage wrote where the setting is 0."""
+    """Return the port of a listener: the setting, or if that is 0 the port that the stage wrote to its file."""
     if fixed:
         return fixed
     path = f"{settings.pipes}/{name}.port"
@@ -48,12 +50,12 @@ def read_port(settings: Settings, name: str, fixed: int) -> int:
 
 
 def percent_encode(text: str | bytes) -> str:
-    """A key or id in the form that fits between the bars: no `|`, `;`, `%`, space or control byte."""
+    """Encode a key or id for a field of a line: without `|`, `;`, `%`, space and control bytes."""
     return quote(text, safe=_KEY_SAFE)
 
 
 def format_message(routing_key: bytes, payload: bytes, id: bytes = b"", ts: float | None = None) -> bytes:
-    """One line as sent, with its newline. A payload with a NUL or a newline goes as base64, marked `enc=b64`."""
+    """Return a line with its newline. A payload with NUL or newline becomes base64 with the header `enc=b64`."""
     if b"\0" in payload or b"\n" in payload:
         payload, id = b64encode(payload), id + b";enc=b64"
     stamp = b"%.6f" % (time.time() if ts is None else ts)
@@ -61,14 +63,14 @@ def format_message(routing_key: bytes, payload: bytes, id: bytes = b"", ts: floa
 
 
 _CONTROL_FREE = bytes(byte for byte in range(256) if (byte >= 32 and byte != 127) or byte in b"\t\r")
-_OWN_HEADERS = ("enc", "reason", "len")  # and all of one letter: those are the broker's
+_OWN_HEADERS = ("enc", "reason", "len")  # reserved for the broker, as are all names of one letter
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_:@/=+-]*")
 _LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot instead of a format call per message
 
 
 def is_text(payload: bytes) -> bool:
-    """Whether a payload is printable text, and so stays as it is."""
+    """Return True if a payload is printable text, which is sent unencoded."""
     return not payload.translate(None, _CONTROL_FREE) and (payload.isascii() or _is_utf8(payload))
 
 
@@ -81,22 +83,22 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def decode_payload(id: bytes, payload: bytes) -> bytes | None:
-    """The payload that was sent, of a record with this id field; None where none was."""
+    """Return the payload as it was sent, given the id field of its record; None for a tombstone."""
     return b64decode(payload) if b"enc=b64" in id.split(b";")[1:] else payload or None
 
 
 def decode_bytes(field: bytes | str) -> bytes:
-    """A key as it was before `percent_encode`, also where it is no UTF-8."""
+    """Return the bytes of a key before `percent_encode`, which need not be UTF-8."""
     return unquote_to_bytes(field)
 
 
 def decode(field: bytes | str) -> str:
-    """A key, id or header value as it was before `percent_encode`."""
+    """Return the text of a key, id or header value before `percent_encode`."""
     return unquote(field)
 
 
 def make_routing_key(topic: str, key: str | bytes | None = None, partition: int | None = None) -> bytes:
-    """`<topic>.@[<partition>][.<key>]`, or `<topic>` where that says it all. Raises ValueError for what cannot be one."""
+    """Return `<topic>.@[<partition>][.<key>]`, or just `<topic>` if that is enough. Raises ValueError."""
     if not _TOPIC.fullmatch(topic):
         raise ValueError(f"topic {topic!r}: must be letters, digits, _ . - and begin with none of the last two")
     if partition is not None and partition < 0:
@@ -118,7 +120,7 @@ class RoutingKeys(dict[str, bytes]):
 
 
 def key_text(key: str | bytes) -> str:
-    """A key as it stands in a routing key."""
+    """Return a key in the form that it has in a routing key."""
     if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
         return key
     return percent_encode(key).replace(".", "%2E")
@@ -140,7 +142,7 @@ def format_headers(headers: Mapping[str, str]) -> bytes:
 
 
 def format_text(routing_key: bytes, payload: bytes | None, id: bytes, ts: float) -> bytes:
-    """One line as a Python client sends it."""
+    """Return one line as a Python client sends it."""
     if payload is None:
         payload = b""
     elif not payload or not is_text(payload):
@@ -149,12 +151,12 @@ def format_text(routing_key: bytes, payload: bytes | None, id: bytes, ts: float)
 
 
 def format_many(routing_key: bytes, payloads: Sequence[bytes | None], ts: float, first_id: int | None = None) -> bytes:
-    """The same for many, numbered from `first_id` on where there is one: some 70 ns a message where all are text."""
+    """Return many such lines, numbered from `first_id` on if given: some 70 ns per message if all are text."""
     if not payloads:
         return b""
     head = b"%b|%.6f|" % (routing_key, ts)
     data = b""
-    if all(payloads):  # none is None, and none is empty
+    if all(payloads):  # no payload is None or empty
         texts = cast("Sequence[bytes]", payloads)
         if first_id is None:
             separator = b"\n" + head + b"|"
@@ -163,7 +165,7 @@ def format_many(routing_key: bytes, payloads: Sequence[bytes | None], ts: float,
             data = _numbered(head, texts, first_id)
     has_lines = data and len(data.translate(None, _CONTROL_FREE)) == len(payloads)
     if has_lines and (data.isascii() or _is_utf8(data)):
-        return data  # no control character but our newlines
+        return data  # the only control characters are the newlines added here
     ids: Iterable[bytes] = (b"" for _ in payloads)
     if first_id is not None:
         ids = (b"%d" % id for id in range(first_id, first_id + len(payloads)))
@@ -185,13 +187,13 @@ def _numbered(head: bytes, payloads: Sequence[bytes], first_id: int) -> bytes:
         triples[2::3] = payloads[done : done + run]
         parts += triples
         done += run
-    parts[0] = parts[0][1:]  # every line but the first brings the newline of the one before it
+    parts[0] = parts[0][1:]  # every line except the first begins with the newline of the line before
     parts.append(b"\n")
     return b"".join(parts)
 
 
 def renumber(lines: bytes, ahead: int) -> bytes:
-    """`lines` with `ahead` added to the number that each has for an id."""
+    """Return `lines` with `ahead` added to the number that is the id of each."""
     out: list[bytes] = []
     for line in lines.split(b"\n")[:-1]:
         routing_key, ts, id, payload = line.split(b"|", 3)
@@ -201,7 +203,7 @@ def renumber(lines: bytes, ahead: int) -> bytes:
 
 
 def no_connection(where: str, err: Exception) -> str:
-    """Return why there is no connection to `where`; the broker's own refusal of one is protocol.Refused."""
+    """Return the text for a failed connection to `where`. A refusal by the broker itself is failures.Refused."""
     if isinstance(err, ConnectionRefusedError):
         return f"nothing listens on {where}; is the broker up?"
     return f"cannot connect to {where}: {getattr(err, 'strerror', None) or err or 'it does not answer'}"
@@ -211,18 +213,18 @@ class LineSender:
     """One connection of a fire-and-forget producer."""
 
     def __init__(self, host: str, port: int, token: str = "", patience: Patience | None = None) -> None:
-        """`patience` says what is waited for while the broker pushes back; without it nobody is told."""
+        """`patience` tells the user what the sender waits for while the broker pushes back; None: silence."""
         self._host, self._port, self._token = host, port, token
         self._waiting: list[bytes] = []
         self._bytes = 0
-        self._unsent = memoryview(b"")  # of what was flushed
+        self._unsent = memoryview(b"")  # flushed, but not yet accepted by the kernel
         self.sent = 0
         self._tick_s = patience.tick_s if patience else None
         self._until_done = patience.until_done if patience else _once
         self._sock = self._until_done(self._connect)
 
     def _connect(self) -> socket.socket:
-        """A connection that has been greeted where there is a token. Raises TimeoutError where it is worth another attempt."""
+        """Connect, with a greeting if there is a token. Raises TimeoutError if another attempt may succeed."""
         where = (self._host, self._port)
         try:
             sock = socket.create_connection(where, timeout=_CONNECT_S)
@@ -270,12 +272,12 @@ class LineSender:
             raise self._broken(err) from err
 
     def outcome(self) -> str:
-        """What has become of the messages, for whoever does not want to wait for the rest."""
+        """Return how many messages were handed over, for a user who has interrupted the sending."""
         left = bytes(self._unsent).count(b"\n") + len(self._waiting)
         return f"{self.sent - left} handed over, which nothing confirms; {left} not sent"
 
     def close(self) -> None:
-        """Send what is queued and wait until ingress has taken it all."""
+        """Send all queued lines and wait until ingress has received everything."""
         self.flush()
         said = b""
         try:
@@ -288,7 +290,7 @@ class LineSender:
             self._sock.close()
 
     def _broken(self, err: OSError, said: bytes = b"") -> RetryError:
-        """What to raise, with what the broker said before it closed the connection, if anything."""
+        """Return the error to raise, with the last words of the broker, if there are any."""
         with contextlib.suppress(OSError):
             said = said or self._sock.recv(4096, socket.MSG_DONTWAIT)
         self._sock.close()

@@ -21,13 +21,13 @@ class Options:
     Who is sending, and so what a retry does:
         (nothing)       a generated name: a message is stored once however often the connection breaks.
         producer=       a name of your own, whose ids the broker remembers over restarts of your program. Then
-                          - give each message its number, send(…, id=n), from something that you can come back to (a line
-                            number, a key of your database): what you repeat after a crash is stored once. Or
-                          - let ids be made: they continue after the last one that the broker knows of this name, which the
-                            first connection asks for, or from `first_id`. If a made id turns out to be stored already, that
-                            is an error (code id_reused), never taken for a success.
-                        An id that comes again with other content fails (id_reused), and so does an id below the last one
-                        that the broker does not know as stored (id_too_old): neither message is stored.
+                          - give each message its number, send(…, id=n), from a source that survives a crash (a line
+                            number, a key of your database): a message repeated after the crash is stored once. Or
+                          - let ids be generated: they continue from `first_id`, or after the last id that the broker
+                            knows for this name, which the first connection asks for. If the broker has stored a
+                            generated id already, that is an error (code id_reused), never a success.
+                        A repeated id with other content fails (id_reused). An id below the last one fails too, unless
+                        the broker knows it as stored (id_too_old). Neither message is stored.
         Two programs with one name: the later one fences the earlier one.
         window=         ids are any text; the broker knows them as stored for KMQ_DEDUPE_COUNT ids and KMQ_DEDUPE_AGE.
         dedupe=False    no memory at all: a message without a reply when a connection broke may be stored twice.
@@ -37,19 +37,19 @@ class Options:
     window: str = ""
     dedupe: bool = True
     first_id: int | None = None
-    # None: messages that arrive while a reply is awaited go with the next write. 0: one write per message. Else: gather so long.
+    # How long to gather messages for a write. None: until the next reply, if one is awaited. 0: a write per message.
     linger_ms: float | None = None
-    batch_bytes: int = 64 * KIB  # once so many bytes are gathered they are written, whatever linger_ms says
-    max_in_flight: int = 100_000  # at most so many messages without a reply, those not yet written included
+    batch_bytes: int = 64 * KIB  # this many gathered bytes are written at once, whatever linger_ms says
+    max_in_flight: int = 100_000  # maximum number of messages without a reply, including those not yet written
     max_in_flight_bytes: int = 32 * MIB
-    timeout_s: float = 60.0  # of every call that waits and is not given a timeout of its own
-    delivery_timeout_s: float | None = None  # a message without a reply for so long fails (NotAnswered); None: never
-    retry: frozenset[str] = RETRYABLE  # after these refusals: reconnect and send again. Others fail the message.
+    timeout_s: float = 60.0  # of every waiting call that gets no timeout of its own
+    delivery_timeout_s: float | None = None  # a message without a reply fails after it (NotAnswered); None: never
+    retry: frozenset[str] = RETRYABLE  # refusals to retry on a new connection; others fail the message
     token: str = ""  # bearer token
     tls: ssl.SSLContext | None = None
     server_hostname: str | None = None
-    stall_s: float = 5.0  # without a reply for so long a producer reports it, and again after each further stall_s
-    on_stall: Callable[[str], None] | None = None  # called with the report; None: a warning of logger kmq.producer
+    stall_s: float = 5.0  # how long without a reply until the producer reports a stall, and between reports
+    on_stall: Callable[[str], None] | None = None  # called with the report; None: logger kmq.producer warns
 
     def __post_init__(self) -> None:
         for field in ("producer", "window"):

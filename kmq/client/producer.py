@@ -4,12 +4,14 @@
         seq = producer.send("orders", b"one", key="42").result()         # on disk, as this seq
         producer.send("orders", b"two", callback=lambda d: print(d.seq, d.error))
         producer.send_many("orders", [b"three", b"four"])
-                                                                         # leaving: everything has its reply, or it raises
+                                                              # the end of the block waits for all replies, or raises
 
-Promise     No call waits for ever in silence: each has a timeout, whose error says what was waited for, and a producer without
-            replies for stall_s reports it (on_stall). A message that failed is an exception of its result(), an argument
-            of its callback, or, if there is neither, raised by flush() and close().
-Threads     kmq/client/driver.py. Callbacks run one after the other, in order; a callback that blocks holds up the others.
+Promise     No call waits for ever in silence: each has a timeout, whose error names what the call waited for, and a
+            producer without replies for stall_s reports it (on_stall). The error of a failed message is raised by its
+            result(), or passed to its callback. An error that was shown in neither way is raised by flush() and
+            close().
+Threads     kmq/client/driver.py. Callbacks run one after the other, in order; a callback that blocks holds up the
+            others.
 """
 
 import atexit
@@ -32,12 +34,12 @@ class Delivery(CoreDelivery):
     _driver: Driver
 
     def results(self, timeout: float | None = None) -> list[int]:
-        """Wait until all are on disk. Returns the seq of each; 0 if the broker only knows that it was stored long ago."""
+        """Wait until all are on disk. Returns the seq of each; 0 if it was stored too long ago to know its seq."""
         self.result(timeout)
         return self.seqs
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until all is on disk. Returns the seq, of a list that of its first message. Raises the first error of any."""
+        """Wait until all is on disk. Returns the (first) seq, or raises the first error."""
         self._driver.wait(lambda: self.done, timeout, "the reply to this message")
         if self.error is not None:
             self.seen = self._driver.told = True
@@ -77,26 +79,29 @@ class Producer:
 
     @property
     def unanswered(self) -> int:
-        """How many messages have no outcome yet."""
+        """Return how many messages have no outcome yet."""
         return self._window.unanswered
 
     @property
     def connections(self) -> int:
-        """How many connections were made so far."""
+        """Return how many connections were made so far."""
         return self._core.connections
 
     @property
     def last_id(self) -> int:
-        """The id below the next one that is made. Connected, without first_id and before any message: the last one stored."""
+        """Return the id before the next generated one.
+
+        After connecting without first_id, and before the first message, it is the last id that the broker has stored.
+        """
         return self._core.ids.last
 
     @property
     def duplicates(self) -> int:
-        """How many messages were sent again that the broker had stored already."""
+        """Return how many messages were sent again although the broker had stored them already."""
         return self._core.duplicates
 
     def connect(self, timeout: float | None = None) -> int:
-        """Wait for the first connection. Returns how many bytes a line may have at most."""
+        """Wait for the first connection. Returns the maximum bytes of a line."""
         self._driver.wait(lambda: self._core.connections > 0, timeout, "a connection")
         self._raise(self._core.failed)
         return self._core.max_line
@@ -146,7 +151,7 @@ class Producer:
         callback: Callable[[CoreDelivery], object] | None = None,
         timeout: float | None = None,
     ) -> Delivery:
-        """Queue a list in one go, for a fraction of the cost of as many sends: with made ids, as one delivery."""
+        """Queue a list as one delivery, with generated ids, for a fraction of the cost of as many sends."""
         delivery = Delivery(callback)
         delivery._driver = self._driver
         routing_key = make_routing_key(topic, key, partition)
@@ -176,7 +181,7 @@ class Producer:
         return delivery
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until every message has its reply. Raises what ended the producer, or an error that nobody has been told of."""
+        """Wait until every message has its reply. Raises the error that ended the producer, or the first unseen one."""
         self._driver.wait(lambda: not self._window.unanswered, timeout, "the replies to all messages")
         with self._lock:
             error = self._core.failed or self._core.outcomes.unseen_error()
@@ -188,7 +193,7 @@ class Producer:
             raise error
 
     def close(self, timeout: float | None = None) -> None:
-        """Flush, then end, also after a timeout: a message without a reply then fails here, though it may be stored."""
+        """Flush and end, even if the flush times out: messages without a reply then fail, though they may be stored."""
         if self._driver.closed:
             return
         try:
@@ -197,7 +202,7 @@ class Producer:
             self.abort()
 
     def _at_exit(self) -> None:
-        """Close a producer that the program has not closed when it ends."""
+        """Close the producer at the end of a program that has not closed it."""
         told = self._driver.told
         try:
             self.close()

@@ -3,15 +3,16 @@
     add → queue → take → flying → receive → done            (kmq.Producer and kmq.AsyncProducer move the bytes)
             ↑_______ lost ________|
 
-    ids.py       which id the next message gets        window.py    messages without an outcome, and when they are written
+    ids.py       which id the next message gets        window.py    messages without an outcome, and their pacing
     wire.py      hello, its reply, replies             delivery.py  a message on its way, and its outcome
-    options.py   what a producer can be told           failures.py  why a message was not stored
+    options.py   the options of a producer             failures.py  why a message was not stored
 
-Invariant   Messages leave in the order in which they came, and a message without a reply stays here: `lost` puts everything in
-            flight back in front of the queue, with the same ids. So the next connection sends it again, and the broker answers
-            `!dup` for what it had stored. Every message gets exactly one outcome: a seq, or an error.
-Memory      Bounded by max_in_flight and max_in_flight_bytes: `window.is_full` until replies come. A message, or one list of
-            them, is let in whole as long as the window is not full.
+Invariant   Messages always leave in the order in which they were added. A message without a reply is kept: `lost` puts
+            all messages in flight back in front of the queue, with the same ids. The next connection sends them again,
+            and the broker replies `!dup` to those it had stored. Every message gets exactly one outcome: a seq, or an
+            error.
+Memory      At most max_in_flight messages and max_in_flight_bytes: then `window.is_full` until replies come. A message,
+            or one list of messages, is accepted whole as long as the window is not full.
 Threads     None: callers lock.
 """
 
@@ -40,7 +41,7 @@ class Outage:
 
 
 class Core:
-    """One producer's messages and what is known of them."""
+    """The messages of one producer, and what is known of them."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -49,8 +50,8 @@ class Core:
         self.outcomes = Outcomes()
         self.window = Window(options, self.outcomes)
         self.pacing = Pacing(options, self.window)
-        self.connections = self.duplicates = 0  # made so far; messages that the broker had stored already
-        self.max_line = MIB  # bytes of a line that the broker takes
+        self.connections = self.duplicates = 0  # connections made; messages that the broker had stored already
+        self.max_line = MIB  # maximum bytes of a line that the broker accepts
         self.failed: KmqError | None = None  # why the producer has ended
         self._outage: Outage | None = Outage("not connected yet")
         self._replies = Replies()  # of this connection
@@ -87,7 +88,7 @@ class Core:
     def add_many(
         self, delivery: Delivery, routing_key: bytes, payloads: Sequence[bytes | None], ts: float | None = None
     ) -> None:
-        """Queue a list, with made ids."""
+        """Queue a list, with generated ids."""
         ids = self.ids
         ts = time.time() if ts is None else ts
         if ids.prefix:
@@ -116,7 +117,7 @@ class Core:
         return Greeting.is_whole(data, self.ids.asks_last)
 
     def greeted(self, data: bytes) -> None:
-        """Take the reply to hello. Raises Refused if this connection is of no use; `failed` says whether any other is."""
+        """Take the reply to hello. Raises Refused if the broker refuses; `failed` is set if retrying is useless."""
         greeting = Greeting(data)
         if greeting.refusal is not None:
             self._refused_connection(greeting.refusal)
@@ -164,7 +165,7 @@ class Core:
     # --- replies in --------------------------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
-        """Take replies. Raises Refused if the connection must be replaced (call `lost`), or the producer has `failed`."""
+        """Take replies. Raises Refused if the producer has `failed`, or if the caller must reconnect (`lost`)."""
         replies = self._replies
         for line in replies.split(data):
             answered = replies.answered
@@ -180,7 +181,7 @@ class Core:
             except (ValueError, IndexError):
                 raise Refused(f"protocol the broker says {line[:100]!r} after {answered} replies") from None
         if replies.refusing and not self.window.flying:
-            raise Refused(replies.refusing)  # the next connection may do better
+            raise Refused(replies.refusing)  # the next connection may be accepted
 
     def _received_one(self, verb: bytes, text: bytes) -> None:
         """Take a reply to the next message alone."""
@@ -214,15 +215,15 @@ class Core:
         delivery = self.window.flying[0]
         self.window.refuse(refused_message(reason, delivery.line(delivery.answered)))
 
-    # --- ends ----------------------------------------------------------------------------------------------------------
+    # --- ends --------------------------------------------------------------------------------------------------------
 
     def fail(self, error: KmqError) -> None:
-        """End the producer, and with it every message that has no reply."""
+        """End the producer, and fail every message without a reply."""
         self.failed = error
         self.window.fail_all(error)
 
     def describe(self, now: float) -> str:
-        """Say what is being waited for."""
+        """Return a sentence on what the producer waits for."""
         oldest, outage = self.window.oldest, self._outage
         text = f"{self.window.unanswered:,} messages unanswered"
         if oldest is not None:
@@ -233,12 +234,12 @@ class Core:
 
 
 class Overdue:
-    """Lets messages fail whose time is up, and reports when no reply has come for long."""
+    """Fails messages whose time is up, and reports when no reply has come for a long time."""
 
     def __init__(self, core: Core, report: Callable[[str], None]) -> None:
-        """`report` is called where the options name nothing else (on_stall)."""
+        """`report` is called with a stall unless the options name on_stall."""
         options = core.options
-        self.period_s = min(1.0, options.stall_s / 4, (options.delivery_timeout_s or 1.0) / 4)  # between two looks
+        self.period_s = min(1.0, options.stall_s / 4, (options.delivery_timeout_s or 1.0) / 4)  # between two checks
         self._core = core
         self.report = options.on_stall or report
         self._stall_s = options.stall_s

@@ -1,6 +1,7 @@
-"""What a command does while the broker takes nothing: it waits, and says on stderr what for.
+"""What a command does while the broker accepts nothing: it waits, and says on stderr what it waits for.
 
-Backpressure is the contract: a broker that has no room takes no more, and who waits loses nothing. Only silence is wrong.
+Backpressure is the contract: a broker without room accepts no more, and a sender that waits loses nothing. But it must
+not wait in silence.
 """
 
 import math
@@ -12,25 +13,25 @@ from typing import TypeVar
 
 from kmq.errors import RetryError
 
-STALL_S = 2.0  # nothing has moved for so long: whoever looks at the terminal should hear why
+STALL_S = 2.0  # how long nothing moves before the terminal says why
 _T = TypeVar("_T")
 
 
 def say(text: str) -> None:
-    """A line for the user, beside what the command prints."""
+    """Print a line for the user on stderr."""
     print(f"kmq: {text}", file=sys.stderr, flush=True)
 
 
 def _gist(reason: str) -> str:
-    """What a reason says, whatever its numbers: "for 3.1 s" is no news after "for 2.1 s"."""
+    """Return a reason without its numbers, because "for 3.1 s" is no news after "for 2.1 s"."""
     return re.sub(r"[\d.,]+", "#", reason)
 
 
 class Patience:
-    """Waits with the user: says the reason once, again only if it changes, and when messages move again."""
+    """Keeps the user informed of a wait: says the reason once, every change of it, and when messages move again."""
 
     def __init__(self, why: Callable[[], str], timeout_s: float = math.inf) -> None:
-        """`why` is asked what keeps the broker; after `timeout_s` without progress a wait ends with RetryError."""
+        """`why` returns what the broker waits for; `timeout_s` without progress ends a wait with RetryError."""
         self.timeout_s = timeout_s
         self._why = why
         self._moved = self._stalled = time.monotonic()
@@ -38,11 +39,11 @@ class Patience:
 
     @property
     def tick_s(self) -> float:
-        """How long one attempt may take."""
+        """Return how long one attempt may take."""
         return min(STALL_S, self.timeout_s)
 
     def until_done(self, attempt: Callable[[], _T]) -> _T:
-        """Return the result of `attempt`, made again as often as it times out. Raises RetryError when the time is up."""
+        """Return the result of `attempt`, repeated while it times out. Raises RetryError when the time is up."""
         self._moved = time.monotonic()
         while True:
             try:
@@ -54,17 +55,17 @@ class Patience:
             return result
 
     def moved(self) -> None:
-        """The broker has taken something."""
+        """Note that the broker has accepted something."""
         if self._reason:
             say(f"the broker takes messages again, after {time.monotonic() - self._stalled:.0f} s")
             self._reason = ""
         self._moved = time.monotonic()
 
     def stalled(self) -> None:
-        """Somebody has waited for a while. Raises RetryError when the time is up."""
+        """Note that an attempt has timed out. Raises RetryError when the time is up."""
         waited_s = time.monotonic() - self._moved
         if waited_s < self.tick_s:
-            return  # for one message, while others move
+            return  # only this message waits, while others move
         reason = self._why()
         if waited_s >= self.timeout_s:
             raise RetryError(f"the broker took nothing for {waited_s:.0f} s: {reason}; gave up, as --timeout says")

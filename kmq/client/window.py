@@ -1,4 +1,4 @@
-"""The messages of a producer that have no outcome yet, and when those not yet written go."""
+"""The messages of a producer that have no outcome yet, and when queued messages are written."""
 
 from collections import deque
 from time import monotonic
@@ -10,14 +10,14 @@ from kmq.client.options import Options
 from kmq.errors import KmqError
 from kmq.settings import KIB
 
-CHUNK_BYTES = 256 * KIB  # of one write: what ingress receives at once
+CHUNK_BYTES = 256 * KIB  # of one write: as much as ingress receives at once
 
 
 class Window:
-    """Messages without an outcome, in the order in which they came: those in flight, then those queued.
+    """Messages without an outcome, in the order in which they were added: those in flight, then those queued.
 
-    Invariant   A message leaves the window only with an outcome. `requeue` puts the messages in flight back in front of the
-                queue, in order.
+    Invariant   A message leaves the window only with an outcome. `requeue` puts the messages in flight back in front of
+                the queue, in order.
     Memory      At most max_in_flight messages and max_in_flight_bytes, plus the one message or list that filled it.
     """
 
@@ -36,20 +36,20 @@ class Window:
 
     @property
     def is_half_free(self) -> bool:
-        """Whether senders that a full window blocked may resume.
+        """Return True if senders that a full window blocked may resume.
 
-        They wait for half of it so that messages travel in few, large groups: the broker's cost of a group hardly depends on
-        its size. At 64 in flight this more than doubles the throughput.
+        They wait for half of the window so that messages travel in few, large groups: the broker's cost of a group
+        hardly depends on its size. With 64 messages in flight this more than doubles the throughput.
         """
         return self.unanswered <= self._max_messages // 2 and self.bytes <= self._max_bytes // 2
 
     @property
     def oldest(self) -> float | None:
-        """Since when the oldest message waits for its reply."""
+        """Return since when the oldest message has waited for its reply; None if there is none."""
         waiting = self.flying or self.queue
         return waiting[0].since if waiting else None
 
-    # --- messages in and out -------------------------------------------------------------------------------------------
+    # --- messages in and out -----------------------------------------------------------------------------------------
 
     def enqueue(self, delivery: Delivery, data: bytes, count: int) -> None:
         """Add the `count` lines of `data`."""
@@ -61,7 +61,7 @@ class Window:
         self.unanswered += count
 
     def take(self) -> bytes:
-        """Return what is queued, up to about CHUNK_BYTES: it is in flight from now on."""
+        """Return queued lines, up to about CHUNK_BYTES. From now on they are in flight."""
         queue, flying = self.queue, self.flying
         parts: list[bytes] = []
         size = 0
@@ -75,10 +75,10 @@ class Window:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def requeue(self) -> None:
-        """Queue again everything in flight, in front: its connection is gone."""
+        """Put all messages in flight back in front of the queue, because their connection is gone."""
         again: list[Delivery] = []
         for delivery in self.flying:
-            if delivery.done:  # it has expired
+            if delivery.done:  # the delivery has expired
                 self._release(delivery)
                 continue
             delivery.may_be_stored = True
@@ -88,7 +88,7 @@ class Window:
         self.queued_bytes = sum(delivery.size for delivery in self.queue)
 
     def raise_ids(self, last: int) -> None:
-        """Add `last` to all provisional ids; nothing is in flight before their connection is greeted."""
+        """Add `last` to all provisional ids. They are all queued: nothing is sent before the greeting."""
         for delivery in self.queue:
             if delivery.is_provisional and not delivery.done:
                 data = renumber(delivery.data, last)
@@ -96,10 +96,10 @@ class Window:
                 self.queued_bytes += len(data) - delivery.size
                 delivery.data, delivery.size = data, len(data)
 
-    # --- outcomes ------------------------------------------------------------------------------------------------------
+    # --- outcomes ----------------------------------------------------------------------------------------------------
 
     def stored(self, count: int, seq: int) -> None:
-        """The next `count` messages in flight are stored, from `seq` on. Raises IndexError if fewer are in flight."""
+        """Note that the next `count` messages are stored, from `seq` on. Raises IndexError if fewer are in flight."""
         flying, finish = self.flying, self._outcomes.finish
         self.unanswered -= count
         freed = 0  # bytes
@@ -123,7 +123,7 @@ class Window:
             self.bytes -= freed
 
     def refuse(self, error: Refused) -> None:
-        """The next message in flight is refused."""
+        """Note that the next message in flight is refused."""
         delivery = self.flying[0]
         self.unanswered -= 1
         delivery.refuse(error)
@@ -136,7 +136,7 @@ class Window:
             self._outcomes.finish(delivery)
 
     def fail_all(self, error: KmqError) -> None:
-        """Give `error` to every message."""
+        """Fail every message with `error`."""
         for delivery in (*self.flying, *self.queue):
             if not delivery.done and delivery.error is None:
                 delivery.error = error
@@ -147,7 +147,7 @@ class Window:
         self.queued_bytes = 0
 
     def expire(self, now: float, what: str) -> None:
-        """Fail what has waited for longer than delivery_timeout_s; `what` describes the wait."""
+        """Fail messages that have waited longer than delivery_timeout_s; `what` describes the wait."""
         limit = self._expiry_s
         if limit is None:
             return
@@ -157,13 +157,13 @@ class Window:
             if not delivery.done:
                 delivery.error = NotAnswered(f"no reply within {limit:g} s: {what}")
                 self._outcomes.finish(delivery)
-        while self.queue and self.queue[0].done:  # in flight it keeps its place among the replies
+        while self.queue and self.queue[0].done:  # one in flight keeps its place, because its reply is still to come
             delivery = self.queue.popleft()
             self.queued_bytes -= delivery.size
             self._release(delivery)
 
     def _release(self, delivery: Delivery) -> None:
-        """It is on no connection, and will not be."""
+        """Stop counting a delivery that is on no connection and will not be sent."""
         self.unanswered -= delivery.count - delivery.answered
         self.bytes -= delivery.size
 
@@ -172,10 +172,8 @@ class Pacing:
     """When queued messages are written: at once, or gathered into fewer and larger writes."""
 
     def __init__(self, options: Options, window: Window) -> None:
-        self.hurry = False  # somebody waits: what is queued goes now
-        self.filling = (
-            False  # the window was full: the next group goes when it is full again, or somebody is in a hurry
-        )
+        self.hurry = False  # a caller waits: write queued messages now
+        self.filling = False  # the window was full: write the next group when it is full again, or on `hurry`
         self._window = window
         self._gathers = options.linger_ms is None
         self._linger_s = (options.linger_ms or 0) / 1000
@@ -183,7 +181,7 @@ class Pacing:
 
     @property
     def waits_for_reply(self) -> bool:
-        """Whether nothing goes before the next reply: asked for each message, so it must be quick."""
+        """Return True if nothing is written before the next reply. Called for each message, so it must be quick."""
         window = self._window
         return bool(
             self._gathers

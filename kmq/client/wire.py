@@ -1,11 +1,11 @@
-"""The lines of the acknowledged protocol that are no messages, as a client writes and reads them.
+"""The lines of the acknowledged protocol besides messages, as a client writes and reads them.
 
     !hello acks=1 [producer=<name> | window=<scope>] [last=?] [token=<token>]      first line of a connection
     !ok max_line=<bytes>       or  !err 0 <code> <text>                            its reply
     !last <id>                                                                     after !ok, if last=? was asked
     !ack <n> <seq>   !dup <n> <seq>   !err <n> <code> <text>                       replies to messages, n counted from 1
 
-kmq/ingress/hello.py reads the first, kmq/framing/parser.py makes the last.
+kmq/ingress/hello.py reads the first line, kmq/framing/parser.py makes the last.
 """
 
 from kmq.client.failures import Refused
@@ -28,7 +28,7 @@ class Greeting:
     __slots__ = ("_more", "max_line", "refusal")
 
     def __init__(self, data: bytes) -> None:
-        """Raises Refused if no KMQ broker says this."""
+        """Raises Refused if this is no reply of a KMQ broker."""
         line, _, self._more = data.partition(b"\n")
         verb, _, rest = line.decode(errors="replace").strip().partition(" ")
         if verb not in ("!ok", "!err"):
@@ -57,7 +57,7 @@ class Replies:
 
     def __init__(self) -> None:
         self.answered = 0  # messages on this connection
-        self.refusing = ""  # all further messages of this connection are refused, and this is why
+        self.refusing = ""  # why all further messages of this connection are refused; "": they are not
         self._unfinished = b""
 
     def split(self, data: bytes) -> list[bytes]:

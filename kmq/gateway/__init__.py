@@ -5,11 +5,11 @@
     listeners.py      every port it listens on, with TLS and tokens
     doors.py          every connection, from accept to its end
     core/             what all doors share; knows none of them
-      broker.py       how the broker is: health, readiness
-      catalog.py      which logs there are, and from where to where each goes
-      bounds.py       the same of partitions, remembered
+      broker.py       the state of the broker: health, readiness
+      catalog.py      which logs exist, and their first and end offsets
+      bounds.py       the first and end offsets of partitions, cached
       spans.py        a range of records as checked bytes of the files
-      feed.py         the records of a topic in order of seq, and how far the router is
+      feed.py         the records of a topic in order of seq, and how far the router has come
       metrics.py      every metric
       refused.py      a refused request; kmq/refusals.py has the codes
     http/             door: HTTP
@@ -19,20 +19,20 @@
       podbus.py       what the methods of podbus.v1.PodBus do
       schema.py       their messages (podbus.proto; podbus.desc is that file compiled)
       service.py      PodBus as a service: statuses, counting
-      calls.py        each call: its memory, its deadlines, who gives way
+      calls.py        each call: its memory, its deadlines, which call is evicted
       front.py        connections relayed to gRPC
       health.py       service grpc.health.v1.Health
-      statuses.py     refusals as gRPC says them
+      statuses.py     refusals as gRPC statuses
 
 A door never imports another door. Further doors get a folder each, beside http/ and grpc/.
 
-Produces through ingress' acknowledged protocol, over one connection; reads the queue files that the router writes. So it can be
-killed and started at any time: a client without a reply asks again.
+The gateway produces through ingress' acknowledged protocol, over one connection, and reads the queue files that the
+router writes. So it can be killed and started at any time: a client without a reply sends its request again.
 """
 
 from importlib.util import find_spec
 
 
 def is_installed() -> bool:
-    """Return True if the extra `gateway` is installed. Imports nothing of it."""
+    """Return True if the extra `gateway` is installed. Imports none of its packages."""
     return all(map(find_spec, ("aiohttp", "grpc", "grpc_health", "grpc_reflection", "prometheus_client")))

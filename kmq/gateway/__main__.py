@@ -15,21 +15,21 @@ from kmq.logfmt import Logger
 from kmq.settings import load
 
 _PR_SET_PDEATHSIG = 1
-_LEAST_FILES = 128  # its listeners and event loops, and some connections
+_LEAST_FILES = 128  # descriptors for its listeners, its event loop and some connections
 
 
 def end_with(pid: int) -> None:
-    """Be killed when the process `pid`, which has started us, ends."""
+    """Let the kernel kill this process when the process `pid`, which has started it, ends."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != pid:  # gone already
+    if os.getppid() != pid:  # the starter is gone already
         raise SystemExit(EXIT_OK)
 
 
 def run(log: Logger, supervisor: int) -> None:
     settings = load()
-    descriptors.claim(_LEAST_FILES)  # one for each connection, two for those of gRPC
+    descriptors.claim(_LEAST_FILES)  # a connection needs one, a connection of gRPC two
     data_id = open_data(settings.data)
     os.makedirs(settings.pipes, exist_ok=True)
     owner = FileLock(f"{settings.pipes}/gateway.owner")
@@ -37,7 +37,7 @@ def run(log: Logger, supervisor: int) -> None:
     page = StatsPage(settings.instance, data_id, settings.data)
     row = page.rows["gateway"]
     row.begin(supervisor)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it has to say, it says by exceptions too
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reports everything by exceptions too
     try:
         try:
             import asyncio
@@ -58,8 +58,8 @@ def run(log: Logger, supervisor: int) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kmq.gateway",
-        description="The HTTP and gRPC gateway of the broker of this directory's settings (environment, kmq.toml), in the"
-        " foreground. `kmq up` starts it by itself where the extra kmq[gateway] is installed.",
+        description="The HTTP and gRPC gateway of the broker of this directory's settings (environment, kmq.toml),"
+        " in the foreground. `kmq up` starts it by itself where the extra kmq[gateway] is installed.",
         epilog="example: KMQ_HTTP_PORT=8082 python -m kmq.gateway",
     )
     parser.add_argument(
@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
         type=int,
         default=0,
         metavar="PID",
-        # It holds nothing that must outlive the supervisor, and the next one's gateway wants the ports.
+        # The gateway holds nothing that must outlive the supervisor, and the next supervisor's gateway needs the ports.
         help="the process that has started it: when that is gone, so is the gateway",
     )
     return parser.parse_args()

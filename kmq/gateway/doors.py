@@ -1,9 +1,11 @@
-"""The ports of the gateway: each connection from accept to its end, how many there are, and which of them keep us waiting.
+"""The connections to the gateway's ports, from accept to close: their limits, deadlines and memory.
 
-Limits      On each port _MOST connections, and _HANDSHAKES more whose TLS handshake is not over (each costs some 300 KiB).
-            Beyond that the newcomer evicts the one that has kept us waiting for longest: a handshake evicts a handshake, a
-            connection evicts one without a request. A newcomer is refused only if all of them are being served.
-Deadline    KMQ_LINE_DEADLINE: for a handshake, for the next request to be whole, for a response to be read.
+Limits      At most _MOST connections on each port, and _HANDSHAKES more whose TLS handshake is unfinished (some 300
+            KiB each). At the limit a new connection evicts the one that has kept the gateway waiting longest: a
+            handshake evicts a handshake, a connection evicts a connection without a request. If all connections are
+            being served, the new one is refused.
+Deadline    KMQ_LINE_DEADLINE limits a handshake, the time until the next request is whole, and the reading of a
+            response.
 Memory      Responses that clients have not read hold at most _UNREAD_BYTES in all connections together; beyond that the
             connection that holds most is closed.
 """
@@ -25,17 +27,17 @@ from kmq.broker.incidents import Strangers
 from kmq.gateway.grpc.front import Relay
 from kmq.settings import MIB, Settings
 
-_MOST = 320  # more than the streams of gRPC that may wait for us, so that a newcomer always finds one that does not
+_MOST = 320  # more than the gRPC streams that may wait for the gateway, so that one connection can always be evicted
 _HANDSHAKES = 96
 _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
-_BATCH = 64  # connections that are accepted before others have their turn
-_PAUSE_S = 0.2  # out of descriptors: before it is tried again
+_BATCH = 64  # connections accepted in a row before the event loop continues
+_PAUSE_S = 0.2  # after running out of descriptors, before the next accept
 _LONGEST_HANDSHAKE_S = 60.0
 
 
 def listening(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen there, one for each address of the host. Raises OSError."""
+    """Return sockets that listen there, one for each address of the host. Raises OSError."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     opened: list[socket.socket] = []
     try:
@@ -55,7 +57,7 @@ def listening(host: str, port: int) -> list[socket.socket]:
 
 
 def most_connections(settings: Settings) -> int:
-    """How many connections one port of the gateway may have."""
+    """Return how many connections one port of the gateway may have at most."""
     return max(1, min(_MOST, settings.connections, descriptors.claim() // 8))
 
 
@@ -64,22 +66,22 @@ class _Open:
 
     def __init__(self, transport: Any, peer: str, door: socket.socket) -> None:
         self.transport, self.peer, self.door = transport, peer, door
-        self.has_asked = False  # a whole request at least once
+        self.has_asked = False  # at least one whole request has arrived
 
 
 class Doors:
-    """The connections of all ports: those of HTTP have aiohttp's handlers, those of gRPC are relayed (front.py)."""
+    """The connections of all ports. aiohttp handles those of HTTP; those of gRPC are relayed (front.py)."""
 
     def __init__(self, settings: Settings, strangers: Strangers) -> None:
         self._strangers, self._deadline_s = strangers, settings.line_deadline
         self._handshake_s = min(settings.line_deadline, _LONGEST_HANDSHAKE_S)
         self._most = most_connections(settings)
         self._doors: list[socket.socket] = []
-        self._shaking: dict[asyncio.Task[None], str] = {}  # the oldest first; whose
-        self._plain: dict[asyncio.Task[None], str] = {}  # without TLS: they are over in a moment
-        self._open: dict[Any, _Open] = {}  # by aiohttp's handler
-        self._served: set[Any] = set()  # handlers whose request is being worked on: they wait for us
-        self._waiting: dict[Any, float] = {}  # the others, and since when we have seen them so
+        self._shaking: dict[asyncio.Task[None], str] = {}  # TLS handshakes: task → peer, the oldest first
+        self._plain: dict[asyncio.Task[None], str] = {}  # accepted without TLS: these tasks end in a moment
+        self._open: dict[Any, _Open] = {}  # by handler: aiohttp's, or the relay of a gRPC connection
+        self._served: set[Any] = set()  # handlers whose request is being worked on
+        self._waiting: dict[Any, float] = {}  # the other HTTP handlers → since when they have been seen idle
 
     @property
     def connections(self) -> int:
@@ -87,7 +89,7 @@ class Doors:
 
     @property
     def middleware(self) -> Any:
-        """Tells which connections are being served."""
+        """Return the middleware that notes which connections are being served."""
 
         @web.middleware
         async def served(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
@@ -109,7 +111,7 @@ class Doors:
         loop.add_reader(door, self._accept, door, server, context)
 
     def close(self) -> None:
-        """Accept no more connections; those that are open stay."""
+        """Accept no more connections; open connections stay."""
         for door in self._doors:
             asyncio.get_running_loop().remove_reader(door)
             door.close()
@@ -128,7 +130,7 @@ class Doors:
                 if err.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._strangers.note("accept_failed", "", os.strerror(err.errno))
                     loop.remove_reader(door)
-                    loop.call_later(_PAUSE_S, self._again, door, server, context)
+                    loop.call_later(_PAUSE_S, self._resume_accepting, door, server, context)
                 return
             sock.setblocking(False)
             peer = f"{address[0]}:{address[1]}"
@@ -136,29 +138,29 @@ class Doors:
                 task = next(iter(self._shaking))
                 self._strangers.turn_away(self._shaking.pop(task), f"{_HANDSHAKES} handshakes are not over")
                 task.cancel()
-            task = loop.create_task(self._take(sock, peer, door, server, context))
+            task = loop.create_task(self._establish(sock, peer, door, server, context))
             tasks = self._shaking if context else self._plain
             tasks[task] = peer
-            task.add_done_callback(self._is_over)
+            task.add_done_callback(self._forget)
 
-    def _is_over(self, task: "asyncio.Task[None]") -> None:
+    def _forget(self, task: "asyncio.Task[None]") -> None:
         self._shaking.pop(task, None)
         self._plain.pop(task, None)
 
-    def _again(self, door: socket.socket, server: Any, context: SSLContext | None) -> None:
+    def _resume_accepting(self, door: socket.socket, server: Any, context: SSLContext | None) -> None:
         if door in self._doors:
             asyncio.get_running_loop().add_reader(door, self._accept, door, server, context)
 
-    async def _take(
+    async def _establish(
         self, sock: socket.socket, peer: str, door: socket.socket, server: Any, context: SSLContext | None
     ) -> None:
-        """From accept to the end of the handshake."""
+        """Finish the TLS handshake, if there is one, and admit the connection or turn it away."""
         patience = {"ssl_handshake_timeout": self._handshake_s} if context else {}
         try:
             transport, handler = await asyncio.get_running_loop().connect_accepted_socket(
                 server, sock, ssl=context, **patience
             )
-        except ConnectionAbortedError as err:  # what asyncio says of a handshake that takes too long
+        except ConnectionAbortedError as err:  # asyncio raises this when a handshake takes too long
             self._strangers.cut_off(peer, str(err))
         except OSError as err:
             self._strangers.note("tls_failed", peer, getattr(err, "reason", None) or err.strerror or type(err).__name__)
@@ -170,13 +172,13 @@ class Doors:
                 self._open[handler] = _Open(transport, peer, door)
 
     def _has_room(self, door: socket.socket) -> bool:
-        """Return True if that port may have one more connection; evict one that keeps us waiting if that is needed."""
-        for handler in [handler for handler, it in self._open.items() if it.transport.is_closing()]:
+        """Return True if that port may have one more connection; evict a slow one if necessary."""
+        for handler in [handler for handler, connection in self._open.items() if connection.transport.is_closing()]:
             del self._open[handler]
-        here = [handler for handler, it in self._open.items() if it.door is door]
-        if len(here) < self._most:
+        at_door = [handler for handler, connection in self._open.items() if connection.door is door]
+        if len(at_door) < self._most:
             return True
-        slow = [handler for handler in here if self._waits_since(handler)]
+        slow = [handler for handler in at_door if self._waits_since(handler)]
         if slow:
             longest = min(slow, key=self._waits_since)
             self._end(longest)
@@ -184,7 +186,7 @@ class Doors:
         return bool(slow)
 
     def _waits_since(self, handler: Any) -> float:
-        """Return since when a connection has kept us waiting; 0 if it waits for us."""
+        """Return since when a client has kept the gateway waiting; 0 if the client waits for the gateway."""
         if isinstance(handler, Relay):
             return handler.waits_since
         return 0.0 if handler in self._served else self._waiting.get(handler, time.monotonic())
@@ -194,17 +196,21 @@ class Doors:
         self._open[handler].transport.abort()
 
     def sweep(self) -> None:
-        """Close connections past their deadline, and those that read too little. Call some times a second."""
+        """Close connections past their deadline or with too many unread bytes. Call several times a second."""
         now = time.monotonic()
-        self._open = {handler: it for handler, it in self._open.items() if not it.transport.is_closing()}
-        asked = [handler for handler in self._open if not isinstance(handler, Relay)]  # gRPC has deadlines of its own
-        self._waiting = {it: self._waiting.get(it, now) for it in asked if it not in self._served}
+        self._open = {
+            handler: connection for handler, connection in self._open.items() if not connection.transport.is_closing()
+        }
+        over_http = [handler for handler in self._open if not isinstance(handler, Relay)]  # gRPC's: see calls.py
+        self._waiting = {
+            handler: self._waiting.get(handler, now) for handler in over_http if handler not in self._served
+        }
         for handler, since in self._waiting.items():
             if now - since >= self._deadline_s:
                 if not self._open[handler].has_asked:
                     self._strangers.cut_off(self._open[handler].peer, "no whole request within KMQ_LINE_DEADLINE")
                 self._end(handler)
-        unread = {handler: it.transport.get_write_buffer_size() for handler, it in self._open.items()}
+        unread = {handler: connection.transport.get_write_buffer_size() for handler, connection in self._open.items()}
         over = sum(unread.values()) - _UNREAD_BYTES
         for handler in sorted(unread, key=lambda handler: unread[handler], reverse=True):
             if over <= 0:

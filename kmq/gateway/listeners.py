@@ -1,7 +1,7 @@
 """Every port the gateway listens on is opened here: one place for addresses, limits, TLS and tokens.
 
-With certificates (tls.py) HTTP and gRPC are there twice, plaintext and TLS. With KMQ_TOKENS each request must bring
-`authorization: Bearer <token>`, except questions about health, which kubelets ask.
+With certificates (tls.py) HTTP and gRPC each listen on two ports, plaintext and TLS. With KMQ_TOKENS each request
+must carry `authorization: Bearer <token>`, except health checks, because kubelets send no token.
 """
 
 import os
@@ -26,13 +26,13 @@ from kmq.log.disk import replace_file
 from kmq.settings import KIB, Settings
 from kmq.tokens import Tokens
 
-_RPCS = 2048  # requests at a time, streams included
-_UNREAD_BYTES = 16 * KIB  # of each that gRPC takes before it is read
+_RPCS = 2048  # simultaneous calls, streams included
+_UNREAD_BYTES = 16 * KIB  # of each call that gRPC receives before the gateway reads them
 _RPCS_PER_CONNECTION = 1024
-_KEEPALIVE_MS, _KEEPALIVE_ANSWER_MS = 30_000, 10_000  # a peer that is gone must not keep its stream for ever
+_KEEPALIVE_MS, _KEEPALIVE_ANSWER_MS = 30_000, 10_000  # otherwise a dead peer would keep its stream for ever
 _LONGEST_HANDSHAKE_S = 60.0
-_LONGEST_IDLE_S = 3600.0  # of a connection without a call; its client connects again by itself
-_MIN_PING_MS = 10_000  # clients may ping so often, also while nothing is going on
+_LONGEST_IDLE_S = 3600.0  # of a connection without a call; the client reconnects by itself
+_MIN_PING_MS = 10_000  # shortest time between two pings of a client, also on an idle connection
 
 
 _OPEN_PAGES = ("/healthz", "/readyz")
@@ -40,7 +40,7 @@ _UNAUTHORIZED = "authorization: Bearer <token> is asked for, with a token that `
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls that show no valid token."""
+    """Refuses calls without a valid token."""
 
     def __init__(self, tokens: Tokens, strangers: Strangers) -> None:
         self._tokens, self._strangers = tokens, strangers
@@ -60,7 +60,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
-    """The same as a middleware."""
+    """Return a middleware that refuses HTTP requests without a valid token."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
@@ -77,18 +77,18 @@ def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
 
 
 def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers, calls: Calls, service: str) -> Any:
-    """A server without a port, to add services to."""
+    """Return a gRPC server without ports or services."""
     longest = longest_message(settings)
     handshake_ms = int(min(settings.line_deadline, _LONGEST_HANDSHAKE_S) * 1000)
     return grpc.aio.server(
         interceptors=(*([_Guard(tokens, strangers)] if tokens else []), Bystanders(calls, service)),
         maximum_concurrent_rpcs=_RPCS,
         options=(
-            ("grpc.so_reuseport", 0),  # or a second gateway would share the port, and half of the clients, in silence
+            ("grpc.so_reuseport", 0),  # otherwise a second gateway would silently take half of the connections
             ("grpc.server_handshake_timeout_ms", handshake_ms),
             ("grpc.max_connection_idle_ms", int(min(settings.line_deadline, _LONGEST_IDLE_S) * 1000)),
             ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
-            ("grpc.http2.bdp_probe", 0),  # or it would take more and more
+            ("grpc.http2.bdp_probe", 0),  # otherwise gRPC would buffer more and more per call
             ("grpc.max_receive_message_length", longest),
             ("grpc.max_send_message_length", longest),
             ("grpc.max_concurrent_streams", _RPCS_PER_CONNECTION),
@@ -103,7 +103,7 @@ def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers,
 def listen_grpc(
     server: Any, calls: Calls, doors: Doors, settings: Settings, certificates: Certificates | None
 ) -> dict[str, int]:
-    """Open its ports; name → which one. Call inside the event loop."""
+    """Open the ports of gRPC's `server`. Returns name → port number. Call inside the event loop."""
     calls.front = _front(server.add_insecure_port)
     ports = {"grpc": _open(calls.front, doors, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
     if certificates is not None:
@@ -114,14 +114,14 @@ def listen_grpc(
 
 
 def _front(add_port: Callable[[str], int]) -> Front:
-    """What relays to gRPC, which listens on a socket with a name that nobody else knows."""
+    """Make gRPC listen on a Unix socket with a secret name, and return the relay to that socket."""
     name = f"kmq-grpc-{token_hex(16)}"
     add_port(f"unix-abstract:{name}")
     return Front(name)
 
 
 def _credentials(settings: Settings, certificates: Certificates) -> Any:
-    """gRPC has a TLS of its own. It asks for the files before each handshake."""
+    """Return credentials for gRPC's own TLS, which asks for the files before each handshake."""
 
     def read(path: str) -> bytes | None:
         if not path:
@@ -140,14 +140,14 @@ def _credentials(settings: Settings, certificates: Certificates) -> Any:
         certificates.renew()
         if certificates.latest is used:
             return None
-        used = certificates.latest  # whoever has noticed that there are new ones
+        used = certificates.latest  # another port may have noticed the new files first
         return configuration()
 
     return grpc.dynamic_ssl_server_credentials(configuration(), fetch, bool(settings.tls_client_ca))
 
 
 def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Certificates | None) -> dict[str, int]:
-    """Open the ports of aiohttp's `server`; name → which one. Call inside the event loop."""
+    """Open the ports of aiohttp's `server`. Returns name → port number. Call inside the event loop."""
     ports = {"http": _open(server, doors, "KMQ_HTTP_PORT", settings.host, settings.http_port)}
     if certificates is not None:
         context = certificates.context()
@@ -156,7 +156,7 @@ def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Cer
 
 
 def listen_metrics(server: Any, doors: Doors, settings: Settings) -> dict[str, int]:
-    """Open the port for metrics where one is wanted; as listen_http."""
+    """Open the port for metrics if KMQ_METRICS_HOST is set. Returns name → port number, as listen_http does."""
     if not settings.metrics_host:
         return {}
     number = _open(server, doors, "KMQ_METRICS_PORT", settings.metrics_host, settings.metrics_port)

@@ -1,9 +1,9 @@
-"""The gateway process: opens, serves, watches the broker, and ends.
+"""The gateway process: opens its ports, serves, watches the broker, and drains.
 
-Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port, with TLS https.port and grpcs.port,
-            with KMQ_METRICS_HOST metrics.port.
-End         SIGTERM: no new requests. Requests already accepted get their replies, streams end with UNAVAILABLE, so that their
-            clients resume elsewhere or later; then exit 0. A second signal ends it at once.
+Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port, with TLS https.port and
+            grpcs.port, with KMQ_METRICS_HOST metrics.port.
+End         SIGTERM: no new requests. Requests already accepted get their replies, streams end with UNAVAILABLE, so
+            that their clients resume elsewhere or later; then exit 0. A second signal ends it at once.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings
 from kmq.tokens import open_tokens
 
-_LOOK_S = 0.25  # between looks at the broker; also our heartbeat
-_SAY_S = 1.0  # between log lines of one event
-SETTLED_S = 1.0  # readiness that holds for so long is no flapping
+_CHECK_S = 0.25  # between two checks of the broker; also the heartbeat
+_REPORT_S = 1.0  # between two log lines of one event
+SETTLED_S = 1.0  # how long a state must last to be logged, so that flapping is not
 
 
 class _Logfmt(logging.Handler):
-    """Warnings of libraries in our form: one line per library and second."""
+    """Logs the warnings of libraries as events: one line per library and second."""
 
     def __init__(self, incidents: Incidents) -> None:
         super().__init__(logging.WARNING)
@@ -49,7 +49,7 @@ class _Logfmt(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         reason = record.getMessage()
-        if record.exc_info and record.exc_info[0]:  # its text may be what a client has sent: a token, 28 KB
+        if record.exc_info and record.exc_info[0]:  # the traceback may contain what a client has sent: a token, 28 KB
             reason = f"{record.exc_info[0].__name__}: {reason.splitlines()[0] if reason else ''}"
         self.incidents.note("library", record.name, reason)
 
@@ -57,17 +57,17 @@ class _Logfmt(logging.Handler):
 class Changes:
     """One log line for each change of readiness.
 
-    A broker that was ready is `not_ready` at once. Everything else must last SETTLED_S: it is `ready_again` when that holds,
-    and a start is not worth a line.
+    When a ready broker becomes unready, `not_ready` is logged at once. Every other change must last SETTLED_S first.
+    `ready_again` follows only a logged `not_ready`, so the first readiness after a start has no line.
     """
 
     def __init__(self, log: Logger) -> None:
         self.log = log
-        self._said: str | None = None  # code of the first reason, "" for ready; None: nothing yet
+        self._said: str | None = None  # code of the reason last logged, "" for ready; None: nothing logged yet
         self._seen, self._since = "", 0.0
 
     def follow(self, verdict: Verdict, now: float) -> None:
-        """Call at each look."""
+        """Log a change, if `verdict` brings one. Call at each check."""
         reason = verdict.first
         code = reason.code if reason else ""
         if code != self._seen:
@@ -133,7 +133,7 @@ class Gateway:
             self.incidents.say()
 
     async def _runner(self, app: web.Application) -> web.AppRunner:
-        """What serves the pages of `app` to whoever may see them."""
+        """Return the runner of `app`, which counts connections and asks for tokens if KMQ_TOKENS is set."""
         app.middlewares.append(self.doors.middleware)
         if self.tokens:
             app.middlewares.append(http_guard(self.tokens, self.strangers))
@@ -142,16 +142,16 @@ class Gateway:
         return runner
 
     async def _watch(self) -> None:
-        """Heartbeat and health, until we are told to stop."""
-        look_at = 0.0
+        """Keep up the heartbeat and the health status until a signal comes."""
+        report_at = 0.0
         while not self.stopping.is_set():
             self._state("ready")
             self.page.keep_in_place("gateway")
             self.doors.sweep()
             self.calls.sweep()
             self.row.connections = self.doors.connections
-            if time.monotonic() >= look_at:
-                look_at = time.monotonic() + _SAY_S
+            if time.monotonic() >= report_at:
+                report_at = time.monotonic() + _REPORT_S
                 self.incidents.say()
                 if self.certificates is not None:
                     self.certificates.look()
@@ -160,7 +160,7 @@ class Gateway:
                 self.health.set(service, verdict.ready)
             self.changes.follow(verdict, time.monotonic())
             try:
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(_CHECK_S):
                     await self.stopping.wait()
             except TimeoutError:
                 pass

@@ -1,4 +1,4 @@
-"""Does a segment belong where it lies? A restore that puts a file where another one was is damage, not data.
+"""Checks that a segment belongs where it lies: a file that a restore has put in a wrong place is damage, not data.
 
 Invariant   A segment is believed only where its index and its first record agree with its place: lineage, log, first
             record.
@@ -13,7 +13,7 @@ _HEAD = 1 << 12  # bytes of a segment that its first record's topic lies in
 
 
 class FirstRecord:
-    """The seq of a segment's first record, and its routing key or the first bytes of that."""
+    """The seq of a segment's first record, and its routing key, or the first bytes of a long one."""
 
     __slots__ = ("routing_key", "seq")
 
@@ -22,7 +22,7 @@ class FirstRecord:
 
 
 def first_record(fd: int) -> FirstRecord | None:
-    """The first record of a segment; None where there is none that can be read."""
+    """Return the first record of a segment; None if it cannot be read."""
     head = os.pread(fd, _HEAD, 0)
     fields = head.lstrip(b"\n").split(b"|", 3)
     is_torn = len(fields) == 3 and len(head) < _HEAD
@@ -32,7 +32,7 @@ def first_record(fd: int) -> FirstRecord | None:
 
 
 def why_misplaced(path: str, fd: int, first: int, by_seq: bool, says: bytes) -> str:
-    """Why this is not the segment that its place says; "" where nothing contradicts. `says`: its index's label."""
+    """Return how a segment contradicts its place; "" if it does not. `says`: the label of its index."""
     wanted = label(path)
     if not wanted:
         return ""
@@ -49,7 +49,7 @@ def why_misplaced(path: str, fd: int, first: int, by_seq: bool, says: bytes) -> 
 
 
 def why_unlabelled(path: str, fd: int) -> str:
-    """Why a segment whose index has no label cannot be believed; "" where it can.
+    """Return why a segment whose index has no label cannot be trusted; "" if it can.
 
     A segment of format 1 needs no label. While compaction swaps a segment it has no index.
     """

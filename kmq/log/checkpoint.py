@@ -38,7 +38,7 @@ Rows = dict[tuple[str, int], State]
 
 
 def load(data: str) -> tuple[int, Rows, dict[str, int]]:
-    """(WAL seq, rows, from_seq of each topic); empty without a checkpoint. Raises ValueError where it is damaged."""
+    """Return (WAL seq, rows, from_seq of each topic); empty if there is no file. Raises ValueError if damaged."""
     lines = _read(data)
     if not lines:
         return 0, {}, {}
@@ -72,7 +72,7 @@ def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
 
 
 def _read(data: str) -> list[str]:
-    """The lines of the file without the last; none where there is no file. Raises ValueError where its crc is wrong."""
+    """Return the lines except the last; [] if there is no file. Raises ValueError if the crc is wrong."""
     try:
         with open(f"{data}/router.ckpt", "rb") as file:
             content = file.read()
@@ -85,7 +85,7 @@ def _read(data: str) -> list[str]:
 
 
 def routed_seq(data: str) -> int:
-    """The WAL seq of the checkpoint on disk; 0 where there is none that can be read."""
+    """Return the WAL seq of the checkpoint on disk; 0 if there is no readable checkpoint."""
     try:
         return int((_read(data) or ["0"])[0])
     except ValueError:
@@ -93,7 +93,7 @@ def routed_seq(data: str) -> int:
 
 
 def wal_is_free_up_to(data: str) -> int:
-    """Up to which seq no crash makes the WAL necessary again: neither for the router nor for the dedupe table."""
+    """Return up to which seq neither the router nor the dedupe table needs the WAL after a crash."""
     return min(routed_seq(data), dedupe_file.checkpoint_seq(data))
 
 
@@ -107,7 +107,7 @@ class Checkpointer:
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written. Raises RetryError where the last one failed."""
+        """Return True while a checkpoint is being written. Raises RetryError if the last one failed."""
         if self._error is not None:
             raise RetryError(f"checkpoint failed: {self._error}") from self._error
         return self._thread is not None and self._thread.is_alive()
@@ -121,7 +121,7 @@ class Checkpointer:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until it is written. Raises RetryError where it failed."""
+        """Wait until the checkpoint is written. Raises RetryError if that failed."""
         if self._thread is not None:
             self._thread.join()
         _ = self.busy

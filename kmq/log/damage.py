@@ -1,4 +1,4 @@
-"""The errors of a reader that must not go on: bytes that are damaged, and segments that lie in the wrong place."""
+"""The errors that stop a reader: damaged bytes, and segments in the wrong place."""
 
 import os
 
@@ -17,4 +17,4 @@ class DamageError(CorruptError):
 
 
 class MisplacedError(DamageError):
-    """A whole segment of which it is not certain that it belongs where it lies."""
+    """A whole segment that may not belong where it lies."""

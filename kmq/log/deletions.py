@@ -1,15 +1,14 @@
 """data/deletions: which topics were deleted, and after which record. docs/decisions/topic-deletion.md says why.
 
-    topic|from_seq|last_seq|ts|end_offset,…        a topic in force from `from_seq` on was deleted after record
-    `last_seq` crc32|<crc32 of the lines above>
+    topic|from_seq|last_seq|ts|end_offset,…        the topic, in force from `from_seq` on, was deleted after `last_seq`
+    crc32|<crc32 of the lines above>
 
-Owner       the router writes it, whole, and then the same to topics/.deletions; a repair where one of the two is
-            damaged.
+Owner       the router writes the file whole, and then a second copy, topics/.deletions. A repair restores a damaged
+            copy from the other one.
 Invariant   Records of the topic up to `last_seq` belong to no queue. A later topic of this name is in force from a
-            later seq, and each of its partitions begins with the end offset of the one that was deleted: no offset ever
+            later seq, and each of its partitions begins at the end offset of the deleted partition: no offset ever
             means two records.
-Crash       Each file is replaced atomically. The first one counts; the second one where the first is missing or
-            damaged.
+Crash       Each file is replaced atomically. The first file counts; if it is missing or damaged, the second.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ class Deletion:
 
 
 def read(data: str) -> list[Deletion]:
-    """All deletions, the oldest first. Raises CorruptError where both files are damaged."""
+    """Return all deletions, the oldest first. Raises CorruptError if both files are damaged."""
     faults = []
     for name in (NAME, COPY):
         try:
@@ -59,7 +58,7 @@ def read(data: str) -> list[Deletion]:
 
 
 def _parse(content: bytes) -> list[Deletion]:
-    """What a file says. Raises ValueError where it is damaged."""
+    """Return the deletions in a file's content. Raises ValueError if it is damaged."""
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     if content != b"%bcrc32|%d\n" % (body, zlib.crc32(body)):
         raise ValueError("its crc does not match")
@@ -71,7 +70,7 @@ def _parse(content: bytes) -> list[Deletion]:
 
 
 def faults(data: str) -> dict[str, str]:
-    """Which of the two files is not as it should be, and why."""
+    """Return which of the two files is wrong, and why."""
     contents = {name: _content(f"{data}/{name}") for name in (NAME, COPY)}
     found = {}
     for name, content in contents.items():
@@ -95,7 +94,7 @@ def _content(path: str) -> bytes | None:
 
 
 def write(data: str, deletions: Sequence[Deletion], do: Callable[[str, Callable[[], object]], object]) -> None:
-    """Both files; on disk when this returns. `do`: how something is done that may find no room."""
+    """Write both files to disk. `do` runs an action that may find the disk full."""
     body = "".join(each.line() for each in deletions).encode()
     content = b"%bcrc32|%d\n" % (body, zlib.crc32(body))
     for path in (f"{data}/{NAME}", f"{data}/{COPY}"):
@@ -103,7 +102,7 @@ def write(data: str, deletions: Sequence[Deletion], do: Callable[[str, Callable[
 
 
 class Deleted:
-    """What the deletions say of each topic."""
+    """The deletions by topic."""
 
     def __init__(self, deletions: Sequence[Deletion]) -> None:
         self.lives = lives((each.topic, each.from_seq, each.last_seq) for each in deletions)
@@ -118,11 +117,11 @@ class Deleted:
         return cls(read(data))
 
     def last_seq(self, topic: str) -> int:
-        """Up to this seq records of the topic are deleted; 0: none is."""
+        """Return up to which seq records of the topic are deleted; 0: none."""
         return self.lives[topic][-1][1] if topic in self.lives else 0
 
     def first_offset(self, topic: str, partition: int) -> int:
-        """With which offset a partition begins."""
+        """Return the first offset of a partition."""
         return self._ends.get((topic, partition), 0)
 
 
@@ -141,7 +140,7 @@ def remove_files(data: str, topic: Topic, check: Callable[[], None]) -> None:
 
 
 def sweep(data: str, check: Callable[[], None]) -> None:
-    """Remove the directories of deleted topics; they have no name any more."""
+    """Remove the renamed directories of deleted topics."""
     for entry in os.listdir(f"{data}/topics"):
         if entry.startswith(_ASIDE):
             for path, directories, files in os.walk(f"{data}/topics/{entry}", topdown=False):
@@ -158,12 +157,12 @@ def now() -> str:
 
 
 def last_seq(data: str) -> int:
-    """The last record that was there when a topic was deleted; 0: none ever was."""
+    """Return the seq of the last record before the latest deletion; 0 if no topic was deleted."""
     return max((each.last_seq for each in read(data)), default=0)
 
 
 def changed_ns(data: str) -> int:
-    """When topics were deleted last, as the file system says; 0: never."""
+    """Return when topics were last deleted, by the file's mtime; 0: never."""
     try:
         return os.stat(f"{data}/{NAME}").st_mtime_ns
     except FileNotFoundError:

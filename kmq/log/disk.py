@@ -12,7 +12,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 QUARANTINE = "quarantine"  # directory of what a repair could not heal, or has set aside
 _IOV_MAX = 1024  # buffers one writev takes (Linux)
 _CHUNK = 1 << 18  # bytes read at once from the end of a file
-_DROP_STEP = 4 << 20  # appended bytes between two looks at what the page cache may forget
+_DROP_STEP = 4 << 20  # appended bytes after which old pages are dropped from the page cache
 _KEEP = 16 << 20  # the end of a file that stays in the page cache, for readers that follow it
 
 Buffer = bytes | memoryview
@@ -32,7 +32,7 @@ def sync_directory(path: str) -> None:
 
 
 def give_up(path: str) -> None:
-    """In place of waiting for room: raise, as the disk did."""
+    """Raise the error of a full disk instead of waiting for room."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
@@ -46,7 +46,7 @@ def sync_file(path: str) -> None:
 
 
 def with_room(path: str, wait_for_room: WaitForRoom, action: Callable[[], object]) -> object:
-    """Do `action`, which may be repeated, and again whenever the disk has no room for it."""
+    """Run `action` and return its result; wait for room and repeat it while the disk is full."""
     while True:
         try:
             return action()
@@ -115,7 +115,7 @@ class AppendFile:
         self._dropped = self.size
 
     def append(self, buffers: Sequence[Buffer], nbytes: int) -> None:
-        """Append all of `buffers`, `nbytes` in total, waiting for room where the disk is full."""
+        """Append all of `buffers`, `nbytes` in total, waiting for room while the disk is full."""
         while True:
             try:
                 written = self._write(buffers)
@@ -124,7 +124,7 @@ class AppendFile:
                 break
             except OSError as err:
                 if err.errno not in FULL:
-                    with contextlib.suppress(OSError):  # such a disk may refuse that as well: the next start cuts
+                    with contextlib.suppress(OSError):  # a failing disk may refuse that too; then the next start cuts
                         os.ftruncate(self.fd, self.size)
                     raise RetryError(f"{self.path}: write failed: {err.strerror}") from err
                 os.ftruncate(self.fd, self.size)
@@ -134,7 +134,7 @@ class AppendFile:
             self._drop_behind()
 
     def _drop_behind(self) -> None:
-        """Two passes over every byte: the first starts writing it to the disk, the next drops it, by then clean."""
+        """Drop old pages from the page cache. Each byte is passed twice: first to write it out, then to drop it."""
         until = self.size - _KEEP
         start = max(0, self._dropped - 2 * _DROP_STEP)
         os.posix_fadvise(self.fd, start, until - start, os.POSIX_FADV_DONTNEED)
@@ -150,7 +150,7 @@ class AppendFile:
             written += os.write(self.fd, memoryview(data)[written:])
 
     def sync(self) -> None:
-        """fdatasync. On failure raises RetryError; this descriptor must not be synced again."""
+        """Call fdatasync. Raises RetryError if it fails; this descriptor must never be synced again."""
         try:
             os.fdatasync(self.fd)
         except OSError as err:
@@ -173,7 +173,7 @@ class AppendFile:
             self.fd = -1
 
     def __del__(self) -> None:
-        """Nothing is written. But a descriptor that is never closed counts against the limit of open files."""
+        """Close the descriptor, because an unclosed one counts against the limit of open files. Writes nothing."""
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
 
@@ -188,7 +188,7 @@ class Tail:
 
 
 def find_tail(fd: int, size: int, is_good: Callable[[bytes], bool], floor: int = 0) -> Tail:
-    """The end of the last whole, good line of a file, looking back from `size`, not below `floor` (a line start).
+    """Return the end of the last whole, good line of a file, searching back from `size` to `floor` (a line start).
 
     A torn last line, a run of NULs, and lines that are not good are skipped; `last` is b"" when none is left.
     """
@@ -215,7 +215,7 @@ def find_tail(fd: int, size: int, is_good: Callable[[bytes], bool], floor: int =
 
 
 def find_nul(fd: int, start: int, end: int) -> int:
-    """Position of the first NUL byte in [start, end), or -1."""
+    """Return the position of the first NUL byte in [start, end); -1 if there is none."""
     for at in range(start, end, _CHUNK):
         found = os.pread(fd, min(_CHUNK, end - at), at).find(b"\0")
         if found >= 0:

@@ -1,8 +1,8 @@
 """dropped.log: what `drop_oldest` threw away, `ring|first_seq|last_seq|count|ts`, one line per range.
 
 Writers     the reader of each ring: durability for `framed`, the router for `durable`. One line is one append, synced.
-Invariant   A range is in the file, on disk, before its reader goes on past it, so no record after a gap is stored
-            while the gap has no name.
+Invariant   A range is in the file, on disk, before its reader continues behind it. So no record after a gap is
+            stored before the gap is named.
 Crash       A torn last line is cut by the next writer; its range is found again in the ring and named again.
 """
 
@@ -28,7 +28,7 @@ class SeqRange(namedtuple("SeqRange", ("first", "last"))):
 
 
 def read(data: str, ring: str) -> list[SeqRange]:
-    """The named ranges of one ring, in order."""
+    """Return the named ranges of one ring, in order."""
     try:
         with open(f"{data}/dropped.log", "rb") as file:
             text = file.read()
@@ -37,7 +37,7 @@ def read(data: str, ring: str) -> list[SeqRange]:
     ranges = []
     at = 0
     for line in text[: text.rfind(b"\n") + 1].split(b"\n")[:-1]:
-        if not is_range(line):  # to pass it over would take what was dropped for lost, or bring it back
+        if not is_range(line):  # skipping it would report dropped records as lost, or bring them back
             raise CorruptError(f"{data}/dropped.log: damaged at byte {at}: {line[:60]!r}; run kmq verify --repair")
         at += len(line) + 1
         name, first, last = line.split(b"|")[:3]
@@ -62,7 +62,7 @@ def quarantined(data: str, where: str = "append/") -> list[SeqRange]:
 
 
 def is_range(line: bytes) -> bool:
-    """Whether a line names a range; the count tells a damaged digit."""
+    """Return True if a line names a range; the count reveals a damaged digit."""
     match = _LINE.fullmatch(line)
     return match is not None and 0 < int(match[1]) <= int(match[2]) == int(match[1]) + int(match[3]) - 1
 
@@ -88,7 +88,7 @@ def append(data: str, ring: str, first: int, last: int, wait_for_room: WaitForRo
 
 
 def without(first: int, last: int, ranges: Sequence[SeqRange]) -> list[SeqRange]:
-    """first…last without `ranges` (in order)."""
+    """Return the parts of first…last that are in none of `ranges` (in order)."""
     rest = []
     for gone in ranges:
         if gone.last < first or gone.first > last:

@@ -1,5 +1,4 @@
-"""Whole blocks of a segment, read at once, for readers that count lines faster than this package may (it imports no
-numpy).
+"""Whole blocks of a segment, read at once, for readers that count lines with numpy, which this package must not import.
 
 Invariant   Every block of an extent has the right crc. Its records are counted by the caller.
             An extent never says why it ends: kmq/log/reader.py continues there.
@@ -61,7 +60,7 @@ def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[li
 
 
 def _read(segment: SegmentReader, entries: list[Entry]) -> Extent:
-    """The blocks that begin with `entries`, up to a bad one; the last entry says only where they end."""
+    """Return the blocks that begin with `entries`, up to a bad block; the last entry only marks the end."""
     position = entries[0].position
     edges = [entry.position - position for entry in entries if entry.position <= segment.size] or [0]
     data = os.pread(segment.fd, edges[-1], position)

@@ -1,7 +1,7 @@
 """Finding a record of a log by its seq or its time, in O(log n) reads of a few bytes: by segment, then by index line.
 
-Invariant   What an index line leads to is checked against the data: a damaged line leads to an error or to a longer
-            search, not to a wrong answer.
+Invariant   Every hit from an index line is checked against the data: a damaged index line causes an error or a longer
+            search, never a wrong result.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class FoundRecord:
 
 
 def find(segments: Segments, target: int, field: int) -> FoundRecord | None:
-    """The first record whose SEQ or RECV_TS is at least `target`. FileNotFoundError where retention was faster."""
+    """Return the first record whose SEQ or RECV_TS is at least `target`. FileNotFoundError if it was deleted."""
     low, high = 0, len(segments)  # the segments before `low` begin before the target, those from `high` on do not
     while low < high:
         middle = (low + high) // 2
@@ -56,7 +56,7 @@ def _find_in(segment: SegmentReader, target: int, field: int) -> FoundRecord | N
 
 
 def _hits(segment: SegmentReader, start: int, target: int, field: int) -> Iterator[tuple[bool, FoundRecord]]:
-    """(whether it is the first line that was read, record) for the first hit of each run of lines from `start` on."""
+    """Yield (is it the first line read, record) for the first hit in each run of lines from `start` on."""
     for number, checked in enumerate(segment.checked_lines(start)):
         lines = checked.lines.split(b"\n")[:-1]
         at = first_at(lines, target, field)

@@ -1,17 +1,17 @@
 """Who a data directory is, and in which version its files are written. Three small files, written once and whole.
 
-    id         names the directory for ever. Rings carry it, so that one left by another directory is never read as this
-               one's.
-    lineage    names the records: what the directory was called where they began. Equal to `id` unless it is a copy of
-               another one that goes its own way. Every index carries it, so that a segment of other records is never
-               taken for one of these.
+    id         names the directory for ever. Rings carry it, so that a ring of another directory is never read as this
+               directory's.
+    lineage    names the records: the id of the directory in which they began. Equal to `id`, unless this directory was
+               copied from another one and then diverged. Every index carries it, so that a segment with records of
+               another lineage is never accepted.
     format     `<version> from_seq=<n> marks_from=<m> crc32=<of what stands before it>`: the version of all formats,
                for records from seq n on; and from which seq on routing keys have marks.
 
 Version 2 (from version 1: lines look alike): an index begins with a line that says whose it is (index.py). What lies
-before `from_seq` may be without. In a routing key `.@` is a mark (record.py): what lies before `marks_from` was routed
-without, and keeps its place. A directory of version 1 is raised to 2 by durability, which knows where its WAL ends; so
-is one of an early version 2, which does not say `marks_from`.
+before `from_seq` may lack that line. In a routing key `.@` is a mark (record.py): records before `marks_from` were
+routed without marks, and keep their place. Durability raises a directory of version 1 to 2, because it knows where the
+WAL ends. It does the same for an early version 2, which does not say `marks_from`.
 """
 
 import contextlib
@@ -57,13 +57,13 @@ def open_data(path: str) -> str:
 
 
 def read(path: str, name: str) -> str:
-    """The text of `id`, `lineage` or `format`."""
+    """Return the text of `id`, `lineage` or `format`."""
     with open(f"{path}/{name}", encoding="ascii", errors="replace") as file:
         return file.read().strip()
 
 
 def version(path: str) -> tuple[int, int] | None:
-    """(version, first seq for which it holds) of the formats; None where there is none, or an unknown one."""
+    """Return (version, first seq for which it holds) of the formats; None if missing or unknown."""
     try:
         text = read(path, "format")
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def version(path: str) -> tuple[int, int] | None:
 
 
 def _parse(text: str) -> tuple[int, int, int | None] | None:
-    """(version, from_seq, marks_from) of a well made format, of whatever version."""
+    """Return (version, from_seq, marks_from) of a valid `format` of any version."""
     match = _FORMAT.fullmatch(text)
     if match is None:
         return None
@@ -85,7 +85,7 @@ def _parse(text: str) -> tuple[int, int, int | None] | None:
 
 
 def marks_from(path: str) -> int:
-    """The first seq whose routing key may have a mark; NEVER where the directory has not been raised to marks."""
+    """Return the first seq whose routing key may have a mark; NEVER if the directory has no marks yet."""
     try:
         said = _parse(read(path, "format"))
     except FileNotFoundError:
@@ -94,13 +94,13 @@ def marks_from(path: str) -> int:
 
 
 def is_of_another_version(path: str) -> bool:
-    """Whether `format` is as another version may have written it: damaged, it would not be so well made."""
+    """Return True if another version may have written `format`: damage would break its syntax."""
     text = read(path, "format")
     return text.isdigit() or _parse(text) is not None
 
 
 def mended(path: str) -> str:
-    """The text of a `format` with one flipped bit, which its crc tells; "" where that is not what happened."""
+    """Return the repaired text of a `format` with one flipped bit, found by its crc; "" if that does not fit."""
     with contextlib.suppress(FileNotFoundError), open(f"{path}/format", "rb") as file:
         damaged = file.read(_LONGEST).rstrip(b"\n")
         for bit in range(8 * len(damaged)):
@@ -113,7 +113,7 @@ def mended(path: str) -> str:
 
 
 def labelled_from(log_path: str) -> int:
-    """The first seq whose segment must say whose it is, for a log in append/ or topics/<topic>/<partition>/."""
+    """Return the first seq whose segment needs a label, for a log in append/ or topics/<topic>/<partition>/."""
     parent = os.path.dirname(os.path.dirname(log_path))
     for root in (parent, os.path.dirname(os.path.dirname(parent))):
         found = version(root)
@@ -123,12 +123,12 @@ def labelled_from(log_path: str) -> int:
 
 
 def is_newest(path: str) -> bool:
-    """Whether everything that is written from now on is of the newest version."""
+    """Return True if all new files have the newest version."""
     return version(path) is not None and marks_from(path) < NEVER
 
 
 def raise_version(path: str, next_seq: int) -> bool:
-    """From `next_seq` on everything is written by the newest version; whether it was not before."""
+    """Use the newest version from `next_seq` on; return True if the directory was older."""
     found = version(path)
     if found is None or is_newest(path):
         return False
@@ -138,13 +138,13 @@ def raise_version(path: str, next_seq: int) -> bool:
 
 
 def format_text(from_seq: int, marks_from: int | None = None, number: int = FORMAT) -> str:
-    """What `format` holds; without `marks_from` as an early version 2 wrote it."""
+    """Return the content of `format`; without `marks_from` it is that of an early version 2."""
     text = f"{number} from_seq={from_seq}" + ("" if marks_from is None else f" marks_from={marks_from}")
     return f"{text} crc32={zlib.crc32(text.encode())}"
 
 
 def lineage(path: str) -> str:
-    """The name of the records of this directory: `lineage`, else its id; "" where it has neither."""
+    """Return the lineage of this directory's records: `lineage`, else the id; "" if it has neither."""
     for name in ("lineage", "id"):
         with contextlib.suppress(FileNotFoundError):
             return read(path, name)
@@ -152,10 +152,10 @@ def lineage(path: str) -> str:
 
 
 def _write_once(path: str, name: str, text: str) -> None:
-    """Several stages start at once: the first one's file wins, whole."""
+    """Write the file unless it exists: of several stages that start at once, the first one's file counts."""
     if os.path.exists(f"{path}/{name}"):
         return
-    making = f"{path}/{name}.{os.urandom(8).hex()}"  # not our pid: in a container of its own each has the same
+    making = f"{path}/{name}.{os.urandom(8).hex()}"  # no pid: stages in containers of their own have the same pid
     with open(making, "w", encoding="ascii") as file:
         file.write(text + "\n")
         file.flush()

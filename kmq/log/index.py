@@ -1,21 +1,20 @@
-"""The sparse index beside a log: text. First whose it is, then `offset|byte_position|crc32|recv_ts`, one line per ~64
-KiB block.
+"""The sparse index beside a log, as text: a label, then `offset|byte_position|crc32|recv_ts` per ~64 KiB block.
 
     kmq-idx 2 lineage=<hex> log=append|<topic>/<partition> base=<first seq or offset>
 
-The first line (format 2) says which records the segment holds: of which lineage (identity.py), of which log, from which
-on. A segment is believed only where that is its place, and its first record belongs there (belonging.py): a restore
-that puts a file where another one was is damage, not data. Indexes of format 1 begin with the first block.
+The first line, the label (format 2), says which records the segment holds: the lineage (identity.py), the log, and the
+first record. A segment is trusted only if the label names its place and its first record belongs there (belonging.py):
+a file that a restore has put in a wrong place is damage, not data. Indexes of format 1 begin with the first block.
 
 A line describes the block that begins at `byte_position` with record `offset`, received at `recv_ts`; the block ends
-where the next one begins, and `crc32` (zlib) covers its bytes. The block still open gets a provisional line now and
-then: the last line for an offset wins, and its crc covers the block up to the end of some line in it. In a sealed
-segment it covers all that there is.
+where the next one begins, and `crc32` (zlib) covers its bytes. The open block gets a provisional line now and then: the
+last line for an offset counts, and its crc covers the block up to the end of some line in it. In a sealed segment it
+covers the whole block.
 
 Invariant   An index never says more than the log holds: it is written after the log, cut when the log is cut, and
             can be thrown away, because everything in it follows from the log.
-Crash       A torn last line is cut at open; the open block is read again (at most ~64 KiB and one group) to go on with
-            its crc.
+Crash       A torn last line is cut at open; the open block is read again (at most ~64 KiB and one group) to
+            continue its crc.
 """
 
 import os
@@ -50,7 +49,7 @@ _lineages: dict[str, tuple[tuple[int, int], str]] = {}  # by directory: inode an
 
 
 def place_of(log_path: str) -> tuple[str, str, int] | None:
-    """(data directory, log, first record) by the path of a segment or of its index; None outside a data directory."""
+    """Return (data directory, log, first record) of the path of a segment or index; None if it is elsewhere."""
     directory, name = os.path.split(log_path)
     parent, last = os.path.split(directory)
     if last == "append":
@@ -61,7 +60,7 @@ def place_of(log_path: str) -> tuple[str, str, int] | None:
 
 
 def label(log_path: str) -> bytes:
-    """The line that the index of the log at `log_path` begins with, by its place; b"" outside of a data directory."""
+    """Return the label that the index of the log at `log_path` must have; b"" outside a data directory."""
     place = place_of(log_path)
     if place is None:
         return b""
@@ -70,7 +69,7 @@ def label(log_path: str) -> bytes:
 
 
 def lineage_of(root: str) -> str:
-    """The lineage of a data directory. It is read again when its file has changed: the directory may be another one."""
+    """Return the lineage of a data directory, cached until its file changes."""
     try:
         status = os.stat(f"{root}/lineage")
     except FileNotFoundError:
@@ -86,18 +85,18 @@ _PARSED = re.compile(rb"kmq-idx 2 lineage=([0-9a-f]*) log=(append|[A-Za-z0-9_.-]
 
 
 def parse_label(line: bytes) -> tuple[str, str, int] | None:
-    """(lineage, log, base) of the first line of an index; None where it does not say them."""
+    """Return (lineage, log, base) of a label; None if `line` is no label."""
     match = _PARSED.fullmatch(line)
     return (match[1].decode(), match[2].decode(), int(match[3])) if match else None
 
 
 def read_label(text: bytes) -> bytes:
-    """The first line of an index, with its newline, where it says whose the index is; b"" where it does not."""
+    """Return the label of an index, with its newline; b"" if it has no label."""
     return text[: text.find(b"\n") + 1] if text.startswith(LABEL) else b""
 
 
 def parse_line(line: bytes) -> Entry | None:
-    """An index line as an Entry, or None if it is not one."""
+    """Return an index line as an Entry; None if it is no index line."""
     fields = line.split(b"|")
     try:
         offset, position, crc = (int(field) for field in fields[:3])
@@ -108,7 +107,7 @@ def parse_line(line: bytes) -> Entry | None:
 
 
 def read_entries(path: str, log_size: int) -> list[Entry]:
-    """The entries in force for a log of `log_size` bytes, in order; [] where there is no index."""
+    """Return the entries in force for a log of `log_size` bytes, in order; [] if there is no index."""
     try:
         with open(path, "rb") as file:
             text = file.read()
@@ -126,7 +125,7 @@ def read_entries(path: str, log_size: int) -> list[Entry]:
 
 
 def is_whole(path: str) -> bool:
-    """Whether the log at `path` ends where its index says, as a sealed segment must."""
+    """Return True if the log at `path` ends where its index says, as a sealed segment must."""
     size = os.stat(path).st_size
     entries = read_entries(path.removesuffix(".log") + ".idx", 1 << 62)
     if not entries or entries[-1].position >= size:
@@ -137,7 +136,7 @@ def is_whole(path: str) -> bool:
 
 
 def last_before(path: str, log_size: int, offset: int) -> tuple[int, int]:
-    """(offset, byte position) of a line start at or before `offset`, as near as the index says: O(log n) reads."""
+    """Return (offset, byte position) of the last indexed line start at or before `offset`: O(log n) reads."""
     best = (-1, 0)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -160,7 +159,7 @@ def last_before(path: str, log_size: int, offset: int) -> tuple[int, int]:
 
 
 def _line_at(fd: int, at: int, end: int) -> tuple[int, bytes]:
-    """(start, text) of the line that holds byte `at`."""
+    """Return (start, text) of the line that holds byte `at`."""
     window = 256  # an index line is shorter
     base = max(0, at - window)
     data = os.pread(fd, window * 2, base)
@@ -170,7 +169,7 @@ def _line_at(fd: int, at: int, end: int) -> tuple[int, bytes]:
 
 
 def line_end(data: Buffer, at: int) -> int:
-    """Where the line that holds byte `at` ends, with its newline. A memoryview has no find, hence the windows."""
+    """Return where the line that holds byte `at` ends, with its newline. In windows: a memoryview has no find."""
     while True:
         found = bytes(data[at : at + _WINDOW]).find(b"\n")
         if found >= 0:
@@ -179,7 +178,7 @@ def line_end(data: Buffer, at: int) -> int:
 
 
 def _first_fields(data: Buffer, at: int) -> list[bytes]:
-    """seq and recv_ts of the first record from the line start `at` on, behind the bare newlines of compaction."""
+    """Return seq and recv_ts of the first record from the line start `at` on, skipping compacted records."""
     while True:
         head = bytes(data[at : at + _HEAD_BYTES])
         record_at = at + len(head) - len(head.lstrip(b"\n"))
@@ -221,7 +220,7 @@ class IndexWriter:
         """
         entries = read_entries(self.path, log_size)
         self._rewrite_if_damaged(entries, log_size, log_fd)
-        self._pending = []  # may speak of what has been cut
+        self._pending = []  # they may describe bytes that were cut
         self._open, self._length, self._noted = None, 0, 0
         if entries:
             offset, position = entries[-1].offset, entries[-1].position
@@ -243,14 +242,14 @@ class IndexWriter:
             position += len(data)
         if not entries:
             self.begin()
-        # A log that was cut inside its last block must not be left with the crc of the block as it was.
+        # If the log was cut inside its last block, the crc of the longer block must not stay in force.
         if entries and self._open_line() == entries[-1].line():
             self._noted = self._length
-        self.note_open()  # at once: until then it speaks of bytes that are gone, and readers take that for damage
+        self.note_open()  # at once, because readers would take the old line, which covers cut bytes, for damage
         self.flush()
 
     def begin(self) -> None:
-        """Write the label before the log has a record: without a label no reader believes the index."""
+        """Write the label before the log has a record, because readers do not trust an index without a label."""
         file = AppendFile(self.path, self._wait_for_room)
         try:
             if not file.size and (head := label(self._label_of)):
@@ -273,7 +272,7 @@ class IndexWriter:
         self._rewrite(label(self._label_of) if needs_label else head, entries)
 
     def _rewrite(self, head: bytes, entries: list[Entry]) -> None:
-        """Without any line it begins anew, with a label by its place; else it says what it said."""
+        """Rewrite the index as `head` and `entries`; without entries empty it, so that it gets a new label."""
         text = head + b"".join(entry.line() for entry in entries) if entries else b""
 
         def rewrite() -> None:
@@ -296,7 +295,7 @@ class IndexWriter:
     def complete(
         cls, log_path: str, first_offset: int, wait_for_room: WaitForRoom, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Make the index of a sealed log whole, where a crash has left it behind."""
+        """Complete the index of a sealed log if a crash left it incomplete."""
         if is_whole(log_path):
             return
         fd = os.open(log_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -308,7 +307,7 @@ class IndexWriter:
             os.close(fd)
 
     def extend(self, data: Buffer, position: int, offset: int, first_seq: int = 0) -> None:
-        """`data`, whole lines, now lies at `position` of the log; its first line is record `offset`.
+        """Note that `data`, whole lines, now lies at `position` of the log; its first line is record `offset`.
 
         `first_seq`: where given, the seqs in `data` follow one another from there, so that a line's offset is read off
         its seq; else the lines before it are counted, which costs more than the crc.
@@ -348,12 +347,12 @@ class IndexWriter:
         return self._open is not None and self._length > self._noted
 
     def seal(self, wait_for_room: WaitForRoom | None = None) -> None:
-        """The log is complete: so is the index now, each block with its final line."""
+        """Complete the index of a complete log: each block gets its final line."""
         self.note_open()
         self.flush(wait_for_room)
 
     def flush(self, wait_for_room: WaitForRoom | None = None) -> None:
-        """Write the lines that have come together; later, where `wait_for_room` gives up."""
+        """Write the pending lines; keep them for later if `wait_for_room` gives up."""
         if self._pending:
             text = b"".join(self._pending)
             file = AppendFile(self.path, wait_for_room or self._wait_for_room)

@@ -1,8 +1,8 @@
 """Reading one index file: its label, and its lines by halving or in order. The format is in index.py.
 
 Owner       nobody: read-only, needs no lock.
-Invariant   A line that is being written is not among those that are read. What is no index line, or does not follow
-            from the line before it, raises DamageError as soon as it is reached.
+Invariant   A line that is still being written is never read. A line that is no index line, or does not fit the line
+            before it, raises DamageError when it is reached.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class IndexReader:
             size = os.fstat(self.fd).st_size
             start = max(0, size - _LINE_BYTES)
             whole = start + os.pread(self.fd, _LINE_BYTES, start).rfind(b"\n") + 1
-            # Without any end of line there, the last line is too long: it is found to be damaged when it is reached.
+            # Without a newline there the last line is too long: reading it will raise DamageError.
             self.size = whole if whole > start or not start else size
             self.label = read_label(os.pread(self.fd, MAX_LABEL, 0))
         self.begin = min(len(self.label), self.size)  # of the first entry
@@ -46,7 +46,7 @@ class IndexReader:
         return self.size <= self.begin
 
     def is_in_force(self) -> bool:
-        """Return True if its name still leads to it, or still to no index."""
+        """Return True if the path still leads to this index, or still to no index."""
         try:
             now = os.stat(self.path)
         except FileNotFoundError:
@@ -58,7 +58,7 @@ class IndexReader:
             os.close(self.fd)
 
     def line(self, at: int) -> IndexLine:
-        """The line that holds byte `at`. Raises DamageError where that is no index line."""
+        """Return the line that holds byte `at`. Raises DamageError if it is no index line."""
         base = max(0, at - _LINE_BYTES)
         data = os.pread(self.fd, 2 * _LINE_BYTES, base)
         start = data.rfind(b"\n", 0, at - base) + 1
@@ -76,7 +76,7 @@ class IndexReader:
         return DamageError(self.path, at, self.size, 0, 0, what)
 
     def last(self, holds: Callable[[Entry], bool]) -> IndexLine | None:
-        """The last line whose entry `holds`, if the entries of all lines before it do and none after it does."""
+        """Return the last line for whose entry `holds` is true; it must be true up to some line, and false after it."""
         best, low, high = None, self.begin, self.size
         while low < high:
             line = self.line((low + high) // 2)
@@ -87,7 +87,7 @@ class IndexReader:
         return best
 
     def entries(self, at: int = 0) -> Iterator[tuple[int, Entry]]:
-        """(byte, entry) of the lines in force, the last one for each offset, from the line at byte `at` on."""
+        """Yield (byte, entry) of the lines in force, the last for each offset, from the line at byte `at` on."""
         pending: tuple[int, Entry] | None = None
         at = max(at, self.begin)
         while at < self.size:

@@ -1,5 +1,4 @@
-"""Whole stored lines, and what can be said of them without an index. A bare newline is a record that compaction
-removed.
+"""Whole stored lines, and checks of them without an index. A bare newline is a record that compaction removed.
 
 Invariant   A line is good when it has the syntax of a stored line, without NUL, and its seq is above the one before it.
 """
@@ -29,7 +28,7 @@ class CheckedLines:
 
     @property
     def end(self) -> int:
-        """The byte behind them."""
+        """Return the byte behind the lines."""
         return self.position + len(self.lines)
 
 
@@ -39,12 +38,12 @@ def is_stored(line: bytes) -> bool:
 
 
 def seqs_of(lines: bytes) -> list[int]:
-    """The seqs of whole stored lines, without the records that compaction removed."""
+    """Return the seqs of whole stored lines, without the records that compaction removed."""
     return [int(line[: line.index(b"|")]) for line in lines.split(b"\n") if line]
 
 
 def bad_line(lines: bytes, after: int = 0) -> int | None:
-    """At which byte of whole lines the first one begins that is not a stored line, or whose seq does not rise.
+    """Return the byte at which the first line begins that is not a stored line, or whose seq does not rise.
 
     None where all are good. `after` is the seq that comes before them.
     """
@@ -61,12 +60,12 @@ def bad_line(lines: bytes, after: int = 0) -> int | None:
 
 
 def last_line(lines: bytes) -> bytes:
-    """The last of whole `lines`."""
+    """Return the last of whole `lines`."""
     return lines[lines.rfind(b"\n", 0, -1) + 1 :]
 
 
 def within(lines: bytes, low: int, high: int) -> bytes:
-    """Those of `lines` (whole, in order of seq) whose seq is in low…high."""
+    """Return those of `lines` (whole, in order of seq) whose seq is in low…high."""
     if not lines or (record.seq_of(lines) >= low and record.seq_of(last_line(lines)) <= high):
         return lines
     kept = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]
@@ -74,7 +73,7 @@ def within(lines: bytes, low: int, high: int) -> bytes:
 
 
 def first_at(lines: list[bytes], target: int, field: int) -> int | None:
-    """Which of checked lines is the first whose SEQ or RECV_TS is at least `target`; None where none is."""
+    """Return the first of checked lines whose SEQ or RECV_TS is at least `target`; None if there is none."""
 
     def stamp(at: int) -> int:
         parsed = record.parse_stored(lines[at])
@@ -86,5 +85,5 @@ def first_at(lines: list[bytes], target: int, field: int) -> int | None:
 
 
 def count_lines(fd: int, position: int, end: int) -> int:
-    """How many lines end between two bytes of a file."""
+    """Return how many lines end between two bytes of a file."""
     return sum(os.pread(fd, min(_CHUNK, end - at), at).count(b"\n") for at in range(position, end, _CHUNK))

@@ -1,6 +1,6 @@
-"""From where to where each partition goes, for listings of thousands of topics: looked up again only where a file has changed.
+"""The first and end offset of each partition, for listings of thousands of topics: cached until a file changes.
 
-Memory      Some hundred bytes for each partition that there is.
+Memory      A few hundred bytes for each partition.
 """
 
 import os
@@ -12,53 +12,54 @@ Signature = tuple[int, ...]
 
 
 def _signature(path: str) -> Signature:
-    found = os.stat(path)
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    status = os.stat(path)
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class Bounds:
-    """What the last look has found, and by which files."""
+    """The offsets found last, with the signatures of the files they were read from."""
 
     def __init__(self, data: str) -> None:
         self._data = data
         self._declared: dict[str, tuple[Signature, tuple[int, int | None]]] = {}
-        self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # by directory; of its active segment
+        self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # directory → segment, signature, offsets
 
     def declared(self, topic: str) -> tuple[int, int | None]:
-        """(partitions, from_seq) of a topic."""
+        """Return (partitions, from_seq) of a topic."""
         try:
             now = _signature(topics.toml_path(self._data, topic))
         except FileNotFoundError:
             return topics.load(self._data, topic)
-        found = self._declared.get(topic)
-        if found is None or found[0] != now:
-            found = self._declared[topic] = now, topics.load(self._data, topic)
-        return found[1]
+        cached = self._declared.get(topic)
+        if cached is None or cached[0] != now:
+            cached = self._declared[topic] = now, topics.load(self._data, topic)
+        return cached[1]
 
     def of(self, topic: str, partition: int) -> tuple[int, int]:
-        """(first offset, end offset) of a partition."""
+        """Return (first offset, end offset) of a partition."""
         directory = f"{self._data}/topics/{topic}/{partition}"
-        found = self._bounds.get(directory)
-        if found is not None:
+        cached = self._bounds.get(directory)
+        if cached is not None:
             try:
-                if self._look(directory, found[0]) == found[1]:
-                    return found[2]
+                if self._signature_of(directory, cached[0]) == cached[1]:
+                    return cached[2]
             except FileNotFoundError:
                 pass
         log = reader.partition(self._data, topic, partition)
         segments = segment.listing(directory)
-        seen = self._look(directory, segments[-1][1]) if segments else None  # first: what comes then changes it
+        # Before the read, so that a write during the read counts as a change.
+        seen = self._signature_of(directory, segments[-1][1]) if segments else None
         end = log.end_offset()
         bounds = min(log.first_offset, end), end
         if seen is not None:
             self._bounds[directory] = segments[-1][1], seen, bounds
         return bounds
 
-    def _look(self, directory: str, active: str) -> Signature:
+    def _signature_of(self, directory: str, active: str) -> Signature:
         return _signature(directory) + _signature(active)
 
     def rows(self, names: list[str]) -> Iterator[dict[str, object]]:
-        """The topics of these names, ready for JSON."""
+        """Yield the rows of these topics, ready for JSON."""
         for name in names:
             partitions, from_seq = self.declared(name)
             firsts, ends = zip(*(self.of(name, number) for number in range(partitions)), strict=True)

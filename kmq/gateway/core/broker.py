@@ -1,4 +1,4 @@
-"""How the broker is, as its stats page says: alive, ready (readiness.py), and what was last made durable."""
+"""The state of the broker from its stats page: alive, ready (readiness.py), and the last durable write."""
 
 import time
 from typing import Any
@@ -9,17 +9,17 @@ from kmq.settings import STAGES, Settings
 
 
 class Broker:
-    """Looks only."""
+    """Reads the stats page, and changes nothing."""
 
     def __init__(self, settings: Settings, page: StatsPage) -> None:
         self.settings, self.page = settings, page
 
     def verdict(self) -> Verdict:
-        """Whether it is ready, and why not."""
+        """Return whether the broker is ready, and if not, why."""
         return judge(self.page, self.settings)
 
     def report(self, verdict: Verdict, reason: Reason | None) -> dict[str, Any]:
-        """What /healthz and /readyz say; `reason` is why the answer is no."""
+        """Return the body of /healthz and /readyz; `reason` says why the status is 503, None if it is 200."""
         durability = self.page.rows["durability"]
         synced = durability.synced
         return {
@@ -27,8 +27,8 @@ class Broker:
             "reason": str(reason or ""),
             "code": reason.code if reason else "",
             "advice": reason.advice if reason else "",
-            "reasons": [each.fields() for each in verdict.reasons],
-            "warnings": [each.fields() for each in verdict.warnings],
+            "reasons": [reason.fields() for reason in verdict.reasons],
+            "warnings": [warning.fields() for warning in verdict.warnings],
             "last_durable_seq": durability.seq,
             "last_durable_write": _utc(synced) if synced else None,
             "last_durable_write_age_s": round(time.time() - synced / 1e9, 3) if synced else None,

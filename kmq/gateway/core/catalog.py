@@ -1,7 +1,7 @@
-"""The logs of a broker as a reader from afar may see them: which there are, and from where to where each goes.
+"""The logs of a broker as a remote reader may see them: which logs exist, and their first and end offsets.
 
-A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. Everything here
-reads files, so call it in a thread.
+A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable.
+Everything here reads files, so call it in a thread.
 """
 
 from bisect import bisect_right
@@ -19,13 +19,13 @@ END = (1 << 63) - 1  # beyond any offset
 
 
 class Catalog:
-    """The logs. Looks only."""
+    """The logs. Changes nothing."""
 
     def __init__(self, broker: Broker) -> None:
         self._data, self._settings = broker.settings.data, broker.settings
         self._durability, self._router = broker.page.rows["durability"], broker.page.rows["router"]
         self._durable = 0
-        self._known = Bounds(self._data)
+        self._bounds_cache = Bounds(self._data)
 
     def identity(self) -> dict[str, str | int]:
         """Return which data directory this is."""
@@ -45,16 +45,16 @@ class Catalog:
         """Return the next `limit` topics by name."""
         names = topics.names(self._data)
         start = bisect_right(names, after)
-        return list(self._known.rows(names[start : start + limit]))
+        return list(self._bounds_cache.rows(names[start : start + limit]))
 
     def logs(self, asked: list[str]) -> list[dict[str, Any]]:
         """Return the logs of these topics, or of all; a topic that does not exist has none."""
-        found = []
+        rows = []
         for topic in asked or [*topics.names(self._data), WAL]:
             for number in range(self._partitions(topic)):
                 first, end = self._bounds(topic, number)
-                found.append({"topic": topic, "partition": number, "first_offset": first, "end_offset": end})
-        return found
+                rows.append({"topic": topic, "partition": number, "first_offset": first, "end_offset": end})
+        return rows
 
     def open(self, topic: str, partition: int) -> LogReader:
         """Return a log. Raises RequestRefused if it does not exist."""
@@ -63,7 +63,7 @@ class Catalog:
         return self._open(topic, partition)
 
     def readable_end(self, topic: str) -> int:
-        """Return the offset that no answer may go beyond: a partition's own end limits it by itself."""
+        """Return the offset beyond which nothing may be read; a partition is limited by its own end alone."""
         return self._durable_seq() + 1 if topic == WAL else END
 
     def _open(self, topic: str, partition: int) -> LogReader:
@@ -73,14 +73,14 @@ class Catalog:
         """Return how many partitions a topic has; 0 if it does not exist."""
         if topic == WAL:
             return 1
-        is_name = topic == basename(topic) and not topic.startswith(".")  # it comes from afar
-        return self._known.declared(topic)[0] if is_name and isdir(f"{self._data}/topics/{topic}") else 0
+        is_name = topic == basename(topic) and not topic.startswith(".")  # the name comes from a remote reader
+        return self._bounds_cache.declared(topic)[0] if is_name and isdir(f"{self._data}/topics/{topic}") else 0
 
     def _bounds(self, topic: str, partition: int) -> tuple[int, int]:
         if topic != WAL:
-            return self._known.of(topic, partition)
+            return self._bounds_cache.of(topic, partition)
         log = self._open(topic, partition)
-        end = self._durable_seq() + 1  # first: what retention deletes in between then counts as deleted
+        end = self._durable_seq() + 1  # before first_offset: what retention deletes in between counts as deleted
         return min(log.first_offset, end), end
 
     def _durable_seq(self) -> int:

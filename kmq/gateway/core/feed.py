@@ -1,7 +1,7 @@
-"""The records of a topic in order of seq, whatever its partitions, and how far the router is.
+"""The records of a topic in order of seq across its partitions, and how far the router has come.
 
-Invariant   Nothing is shown before the router's watermark has passed it, so what is shown is in its queue file, and a record
-            with a lower seq never appears later.
+Invariant   A record is shown only after the router's watermark has passed it. So a shown record is always in its queue
+            file, and a record with a lower seq never appears later.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from kmq.log import reader, topics
 from kmq.routing import Topic
 
 _OBJECT = 200  # bytes of memory that a record takes beside its payload
-CHUNK_BYTES = 1 << 16  # read at once from one partition; a longer record comes alone
-_FAST_S, _SLOW_S = 0.001, 0.05  # between looks at the watermark: when it has just moved, or will in a moment; when idle
+CHUNK_BYTES = 1 << 16  # read at once from one partition; a longer record is read alone
+_FAST_S, _SLOW_S = 0.001, 0.05  # between looks at the watermark: when it has just moved or soon will; when idle
 
 
 class Record(NamedTuple):
@@ -28,7 +28,7 @@ class Record(NamedTuple):
 
 
 class _Cursor:
-    """Where we are in one partition, and what has been read but not handed out."""
+    """The position in one partition, and the records read but not handed out."""
 
     def __init__(self, log: reader.LogReader, seq: int) -> None:
         self.log, self.seq = log, seq
@@ -36,7 +36,7 @@ class _Cursor:
         self.read: deque[tuple[int, bytes]] = deque()
 
     def fill(self) -> None:
-        """Read on, past what compaction has emptied; nothing comes at the end only."""
+        """Read the next records, skipping those that compaction removed. Reads nothing only at the end."""
         if self.offset < 0:
             self.offset = self.log.offset_of_seq(self.seq)
         lines = b"\n"
@@ -44,7 +44,7 @@ class _Cursor:
             first, lines = self.log.read(self.offset, CHUNK_BYTES)
             self.offset = first + lines.count(b"\n")
             numbered = ((record.seq_of(line), line) for line in lines.split(b"\n") if line)
-            self.read.extend(found for found in numbered if found[0] >= self.seq)
+            self.read.extend(entry for entry in numbered if entry[0] >= self.seq)
 
 
 class Feed:
@@ -52,42 +52,43 @@ class Feed:
 
     def __init__(self, data: str, topic: str, seq: int) -> None:
         self.data, self.topic = data, topic
-        self.next_seq = seq  # all before it has been in `ready`
+        self.next_seq = seq  # every record before it has been in `ready`
         self.ready: deque[Record] = deque()
-        self.weight = 0  # bytes that it held in memory when it was last filled
+        self.weight = 0  # bytes of memory held after the last `fill`
         self._cursors: list[_Cursor] = []
         self._links: list[str] = []
-        self._ended_at: list[tuple[int, int]] | None = None  # the active segments when there was nothing more in them
+        # Sizes of the active segments when everything in them was read; None: there may be more to read.
+        self._ended_at: list[tuple[int, int]] | None = None
 
     def has_more(self) -> bool:
-        """Whether `fill` may find something: a cheap look, so that followers can be woken for what is not theirs."""
-        return self._ended_at is None or self._ended_at != self._look()
+        """Return True if `fill` may find records. It is cheap, because followers are woken for other topics too."""
+        return self._ended_at is None or self._ended_at != self._active_sizes()
 
-    def _look(self) -> list[tuple[int, int]]:
-        """Which segments are active, and how long."""
+    def _active_sizes(self) -> list[tuple[int, int]]:
+        """Return (inode, size) of each active segment."""
         sizes = []
         for link in self._links:
             with contextlib.suppress(FileNotFoundError):
-                found = os.stat(link)
-                sizes.append((found.st_ino, found.st_size))
+                status = os.stat(link)
+                sizes.append((status.st_ino, status.st_size))
         return sizes
 
     def fill(self, upto: int) -> None:
-        """Have more in `ready`, of what the router had written when it was at `upto`. Raises DamageError."""
+        """Add records to `ready`, from what the router had written when it was at seq `upto`. Raises DamageError."""
         if not self._cursors and not self._open():
             return
-        before = self._look()  # what comes while we read is a change
+        before = self._active_sizes()  # so that a write during the read counts as a change
         for cursor in self._cursors:
             if not cursor.read:
                 cursor.fill()
         self._ended_at = None if any(cursor.read for cursor in self._cursors) else before
-        # A partition of which nothing is left has nothing up to `upto`; of the others we know what has been read.
+        # An exhausted partition has nothing more up to `upto`; any other partition is known up to its last record read.
         known = min([upto, *(cursor.read[-1][0] for cursor in self._cursors if cursor.read)])
-        found: list[tuple[int, bytes]] = []
+        entries: list[tuple[int, bytes]] = []
         for cursor in self._cursors:
             while cursor.read and cursor.read[0][0] <= known:
-                found.append(cursor.read.popleft())
-        for seq, line in sorted(found):
+                entries.append(cursor.read.popleft())
+        for seq, line in sorted(entries):
             fields = line.split(b"|", 5)
             self.ready.append(Record(seq, decode_payload(fields[4], fields[5]) or b""))
             self.next_seq = seq + 1
@@ -95,7 +96,7 @@ class Feed:
         self.weight = waiting + sum(len(record.payload) + _OBJECT for record in self.ready)
 
     def _open(self) -> bool:
-        """The partitions, once the topic exists."""
+        """Open the partitions; return False if the topic does not exist yet."""
         if not os.path.isdir(f"{self.data}/topics/{self.topic}"):
             return False
         topic = Topic(self.topic, topics.load(self.data, self.topic)[0], 1)
@@ -106,15 +107,15 @@ class Feed:
 
 
 class Watermark:
-    """The router's seq, and whoever waits for it to move: one timer looks for all, and only while somebody waits.
+    """The router's seq, and the tasks that wait for it to move: one timer polls for all, and only while a task waits.
 
-    A word in shared memory wakes nobody. A look costs some microseconds, every 50 ms when nothing comes; whoever knows that
-    something comes says so (`expect`), and does not wait for the next one.
+    A store to shared memory wakes no process, so the seq is polled. A poll costs a few microseconds, every 50 ms when
+    idle. A caller that knows that the seq is about to move calls `expect`, which makes the next poll come sooner.
     """
 
     def __init__(self, page: StatsPage) -> None:
         self._router, self._durability = page.rows["router"], page.rows["durability"]
-        self._durable = 0  # the highest we have seen: a stage that starts again counts from 0 until it has recovered
+        self._durable = 0  # the highest seen: a restarted stage shows 0 until it has recovered
         self._seen = 0
         self._moved = asyncio.Event()
         self._pause = _SLOW_S
@@ -132,12 +133,12 @@ class Watermark:
         return self._durable
 
     def stop(self) -> None:
-        """Nobody waits any longer."""
+        """Wake all waiting tasks; they raise RequestRefused."""
         self._stopping = True
         self._moved.set()
 
     def expect(self, seq: int) -> None:
-        """`seq` is durable: the router will have it in a moment."""
+        """Note that `seq` is durable, so that the router is about to reach it."""
         self._durable = max(self._durable, seq)
         if self._timer is not None and self._pause > 2 * _FAST_S:
             self._timer.cancel()
@@ -158,9 +159,9 @@ class Watermark:
 
     def _arm(self, pause: float) -> None:
         self._pause = pause
-        self._timer = asyncio.get_running_loop().call_later(pause, self._look)
+        self._timer = asyncio.get_running_loop().call_later(pause, self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._timer = None
         seen, self._seen = self._seen, self.routed
         if seen != self._seen:

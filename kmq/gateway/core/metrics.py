@@ -1,7 +1,7 @@
 """Every metric the gateway serves, each declared once with its description.
 
-Read when scraped: the stats page of the stages, what lies on disk, and what the gateway itself counts. Counters of a stage begin
-again at 0 when it is started again, as Prometheus expects of a process.
+A scrape reads the stats page of the stages, the files on disk, and the counters of the gateway itself. The counters
+of a stage restart at 0 when the stage is restarted, as Prometheus expects of a process.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from kmq.log import reader, segment, topics
 from kmq.settings import STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_MAX_TOPICS = 100  # with an end offset each: the first of them by name, or a scrape of 10,000 would take seconds
+_MAX_TOPICS = 100  # first topics by name that get end offsets; for 10,000 topics a scrape would take seconds
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds
 
-Samples = Iterable[tuple[tuple[str, ...], float]]  # values of the labels, and the value
+Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, sample value
 
 
 class Metric(NamedTuple):
-    """One row of the list. `counter`s have names that end in _total."""
+    """One row of SCRAPED. A metric is a counter if its name ends in `_total`, otherwise a gauge."""
 
     name: str
     help: str
@@ -39,12 +39,12 @@ class Metric(NamedTuple):
 
 
 def _rows(value: Callable[[Row], float], names: tuple[str, ...] = PROCESSES) -> Callable[[Broker], Samples]:
-    """A value of each process that has ever been started."""
+    """Return a reader of one value per process, for the processes that have ever been started."""
     return lambda broker: [((name,), value(row)) for name in names if (row := broker.page.rows[name]).pid]
 
 
-def _one(name: str, value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
-    """A value that only one process has."""
+def _single(name: str, value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
+    """Return a reader of a value that only the process `name` has."""
     return lambda broker: [((), value(broker.page.rows[name]))]
 
 
@@ -79,17 +79,18 @@ def _ready(broker: Broker) -> Samples:
 
 
 def _not_ready(broker: Broker) -> Samples:
-    found = {reason.code for reason in broker.verdict().reasons}
-    return [((code,), code in found) for code in REASONS]
+    present = {reason.code for reason in broker.verdict().reasons}
+    return [((code,), code in present) for code in REASONS]
 
 
 def _warnings(broker: Broker) -> Samples:
-    found = {warning.code for warning in broker.verdict().warnings}
-    return [((code,), code in found) for code in WARNINGS]
+    present = {warning.code for warning in broker.verdict().warnings}
+    return [((code,), code in present) for code in WARNINGS]
 
 
 def _certificates(broker: Broker) -> Samples:
-    return [((each.process, each.path), each.validity.not_after) for each in broker.verdict().certificates]
+    certificates = broker.verdict().certificates
+    return [((used.process, used.path), used.validity.not_after) for used in certificates]
 
 
 def _topics(broker: Broker) -> Samples:
@@ -104,7 +105,7 @@ def _end_offsets(broker: Broker) -> Samples:
 
 
 _STAGE = ("stage",)
-_DOORS = ("ingress", "gateway")  # who listens
+_DOORS = ("ingress", "gateway")  # the processes that listen on ports
 
 SCRAPED = (
     Metric("kmq_ready", "1: a message sent now would be made durable, as /readyz says; 0: it would not.", (), _ready),
@@ -156,13 +157,13 @@ SCRAPED = (
         "kmq_duplicates_total",
         "Messages answered with the seq they had been stored under before.",
         (),
-        _one("framer", lambda r: r.duplicates),
+        _single("framer", lambda r: r.duplicates),
     ),
-    Metric("kmq_producers", "Producer names that are remembered.", (), _one("framer", lambda r: r.producers)),
-    Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", (), _one("framer", lambda r: r.remembered)),
-    Metric("kmq_connections", "Connections of producers.", (), _one("ingress", lambda r: r.connections)),
-    Metric("kmq_gateway_connections", "Connections to the gateway.", (), _one("gateway", lambda r: r.connections)),
-    Metric("kmq_askers", "Connections on the ack port.", (), _one("ingress", lambda r: r.askers)),
+    Metric("kmq_producers", "Producer names that are remembered.", (), _single("framer", lambda r: r.producers)),
+    Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", (), _single("framer", lambda r: r.remembered)),
+    Metric("kmq_connections", "Connections of producers.", (), _single("ingress", lambda r: r.connections)),
+    Metric("kmq_gateway_connections", "Connections to the gateway.", (), _single("gateway", lambda r: r.connections)),
+    Metric("kmq_askers", "Connections on the ack port.", (), _single("ingress", lambda r: r.askers)),
     Metric(
         "kmq_turned_away_total",
         "Connections and calls that were refused, or gave way to others, because too many were open.",
@@ -185,7 +186,7 @@ SCRAPED = (
         "kmq_unanswered",
         "Acknowledged messages that ingress has taken and not answered yet.",
         (),
-        _one("ingress", lambda r: r.unanswered),
+        _single("ingress", lambda r: r.unanswered),
     ),
     Metric("kmq_ring_messages", "Messages that wait in a ring.", ("ring",), _backlogs),
     Metric("kmq_raw_bytes", "Bytes that wait in the FIFO between ingress and framer.", (), _raw_bytes),
@@ -211,7 +212,7 @@ DECLARED = [row[:3] for row in SCRAPED] + [GRPC_REQUESTS, GRPC_SECONDS]
 
 
 class _Scrape(Collector):
-    """Reads the list anew for each scrape."""
+    """Reads every metric of SCRAPED at each scrape."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
@@ -220,17 +221,17 @@ class _Scrape(Collector):
         for metric in SCRAPED:
             kind = CounterMetricFamily if metric.name.endswith("_total") else GaugeMetricFamily
             family = kind(metric.name, metric.help, labels=metric.labels)
-            with contextlib.suppress(FileNotFoundError):  # it has just gone, or is not there yet
+            with contextlib.suppress(FileNotFoundError):  # the file is gone, or not there yet
                 for labels, value in metric.read(self.broker):
                     family.add_metric(labels, value)
             yield family
 
     def describe(self) -> list[Family]:
-        return []  # or registering would read it all
+        return []  # otherwise registering would read every metric
 
 
 class Requests:
-    """What the gateway counts itself."""
+    """The metrics of gRPC requests, which the gateway counts itself."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -238,13 +239,14 @@ class Requests:
         self._seconds = Histogram(*GRPC_SECONDS, registry=self.registry, buckets=_BUCKETS)
 
     def count(self, method: str, code: str, seconds: float) -> None:
+        """Count one call that has ended."""
         self._requests.labels(method, code).inc()
-        if not method.endswith("Stream"):  # a stream is as long as its client wants it to be
+        if not method.endswith("Stream"):  # the client decides how long a stream lasts
             self._seconds.labels(method).observe(seconds)
 
 
 def page(broker: Broker, requests: Requests) -> bytes:
-    """All metrics as text. Reads files: call it in a thread."""
+    """Return all metrics as text. Reads files, so call it in a thread."""
     registry = CollectorRegistry()
     registry.register(_Scrape(broker))
     return generate_latest(registry) + generate_latest(requests.registry)

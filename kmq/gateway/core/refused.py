@@ -6,7 +6,7 @@ from kmq.refusals import Refusal
 
 
 class RequestRefused(KmqError):
-    """A request is refused. `code` is one of kmq/refusals.py, or what a newer broker has sent."""
+    """A request is refused. `code` is a code of kmq/refusals.py, or an unknown code from a newer broker."""
 
     def __init__(self, code: str, text: str = "") -> None:
         self.code = code

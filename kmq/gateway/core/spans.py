@@ -1,13 +1,14 @@
-"""A range of a log's records as bytes of its files, checked piece by piece, to be sent from the files themselves.
+"""A range of a log's records as bytes of its files: checked span by span, then sent from the files themselves.
 
-Owner       nobody: read-only, needs no lock. One thread at a time.
-Invariant   A span is named after each of its blocks was read and found right (kmq.log.reader). It holds whole lines, in order;
-            all spans together are the records first_offset…next_offset-1, `length` bytes.
-End         Decided at the start; what is written later is not part of it. Where the end cannot be looked up for damage, the
-            range is a piece of what is good in front of it: whoever goes on at next_offset comes to the damage.
-Files       One segment is open at a time: a range of any length costs two descriptors. What retention takes while it is open
-            is read to its end; one that is gone before its turn, or replaced by a compacted one, is a FileNotFoundError.
-Not covered A disk that answers differently the second time: what has been checked is sent from the page cache, a moment later.
+Owner       Nobody: read-only, needs no lock. One thread at a time.
+Invariant   A span is returned only after each of its blocks was read and checked (kmq.log.reader). It holds whole
+            lines, in order; all spans together are the records first_offset…next_offset-1, `length` bytes.
+End         Decided at the start; later records are not part of the range. If damage hides the end, the range ends with
+            good records in front of the damage. A reader that resumes at next_offset then reaches the damage.
+Files       One segment is open at a time, so a range of any length costs two descriptors. An open segment is read to
+            its end even if retention deletes it. A segment that is deleted, or replaced by compaction, before its
+            turn raises FileNotFoundError.
+Not covered A disk that returns other bytes the second time: checked bytes are sent from the page cache a moment later.
 """
 
 from collections.abc import Generator
@@ -21,7 +22,7 @@ from kmq.log.lines import CheckedLines, within
 from kmq.log.reader import LogReader
 from kmq.log.segment_reader import LineStart, SegmentReader
 
-PIECE_BYTES = 2 << 20  # checked, then sent: a few milliseconds of work
+PIECE_BYTES = 2 << 20  # in a span: checking takes a few milliseconds
 _NEVER = 1 << 63
 
 
@@ -39,7 +40,7 @@ class _Part(NamedTuple):
     first: int
     path: str
     is_sealed: bool
-    file: tuple[int, int]  # inode, size: of a sealed one they stay, unless it is replaced
+    file: tuple[int, int]  # inode, size: in a sealed segment they change only if it is replaced
     offset: int
     begin: int
     next_offset: int
@@ -47,10 +48,10 @@ class _Part(NamedTuple):
 
 
 class Range:
-    """The records start…end-1 of a log, or as many of them as there are."""
+    """The records start…end-1 of a log, as far as they exist."""
 
     def __init__(self, log: LogReader, start: int, end: int, max_bytes: int = 0) -> None:
-        """`max_bytes`, 0: any: cut at the end of a block, to about so many bytes of one segment."""
+        """`max_bytes`: end with a block after about that many bytes of one segment; 0: no limit."""
         self.first_offset = self.next_offset = start
         self._log = log
         self._parts: list[_Part] = []
@@ -59,13 +60,13 @@ class Range:
         self._spans = self._check()
 
     def take(self) -> Span | None:
-        """The next span; None at the end. Raises DamageError once all that is good in front of the damage has been taken."""
+        """Return the next span; None at the end. Raises DamageError once all good records in front are taken."""
         return next(self._spans, None)
 
     def close(self) -> None:
         self._spans.close()
 
-    # --- where it is -------------------------------------------------------------------------------------------------
+    # --- locating ----------------------------------------------------------------------------------------------------
 
     def _locate(self, end: int, max_bytes: int) -> None:
         segments = self._log.segments()
@@ -74,112 +75,112 @@ class Range:
             if first >= end:
                 return
             try:
-                held = SegmentReader(path, first, self._log.by_seq, following < _NEVER)
+                segment = SegmentReader(path, first, self._log.by_seq, following < _NEVER)
             except DamageError:
                 if self._parts:
-                    return  # a piece: what is good in front of it
+                    return  # a shorter range: the good records in front of the damage
                 raise
-            with held:
+            with segment:
                 offset, begin = first, 0
                 if not self._parts:
-                    piece = _holding(held, max(self.first_offset, first))
+                    piece = _holding(segment, max(self.first_offset, first))
                     if piece is None:
-                        _check_whole(held, max(self.first_offset, first), following)
+                        _check_whole(segment, max(self.first_offset, first), following)
                         continue
                     offset, begin = piece.offset, piece.position
                     self.first_offset = self.next_offset = offset
                     if max_bytes:
-                        end = min(end, following, _cut(held, piece, begin + max_bytes))
+                        end = min(end, following, _cut(segment, piece, begin + max_bytes))
                     if offset >= end:
                         return
-                stop, self.next_offset = held.size, following
+                stop, self.next_offset = segment.size, following
                 if end < following:
-                    stop, self.next_offset = _end(held, LineStart(offset, begin), end)
-                if stop > begin or held.sealed:
-                    file = held.inode, held.size
-                    self._parts.append(_Part(first, path, held.sealed, file, offset, begin, self.next_offset, stop))
+                    stop, self.next_offset = _end(segment, LineStart(offset, begin), end)
+                if stop > begin or segment.sealed:
+                    file = segment.inode, segment.size
+                    self._parts.append(_Part(first, path, segment.sealed, file, offset, begin, self.next_offset, stop))
 
-    # --- what it holds -----------------------------------------------------------------------------------------------
+    # --- checking ----------------------------------------------------------------------------------------------------
 
     def _check(self) -> Generator[Span, None, None]:
         for part in self._parts:
-            with SegmentReader(part.path, part.first, self._log.by_seq, part.is_sealed) as held:
-                if part.is_sealed and (held.inode, held.size) != part.file:
+            with SegmentReader(part.path, part.first, self._log.by_seq, part.is_sealed) as segment:
+                if part.is_sealed and (segment.inode, segment.size) != part.file:
                     raise FileNotFoundError(f"{part.path}: has been replaced")
-                yield from self._check_part(held, part)
+                yield from self._check_part(segment, part)
 
-    def _check_part(self, held: SegmentReader, part: _Part) -> Generator[Span, None, None]:
+    def _check_part(self, segment: SegmentReader, part: _Part) -> Generator[Span, None, None]:
         at = end = part.begin
         offset = part.offset
         try:
-            for piece in held.checked_lines(part.offset, LineStart(part.offset, part.begin)):
+            for piece in segment.checked_lines(part.offset, LineStart(part.offset, part.begin)):
                 end, offset = min(piece.position + len(piece.lines), part.stop), piece.next_offset
                 if end == part.stop:
                     break
                 if end - at >= PIECE_BYTES:
-                    yield Span(held.fd, at, end - at)
+                    yield Span(segment.fd, at, end - at)
                     at = end
         except DamageError:
             if end > at:
-                yield Span(held.fd, at, end - at)
+                yield Span(segment.fd, at, end - at)
             raise
         if end > at:
-            yield Span(held.fd, at, end - at)
+            yield Span(segment.fd, at, end - at)
         if end < part.stop:
-            raise held.damage(end, part.stop, offset, offset + 1, "the log ends in it")
-        _check_whole(held, offset, part.next_offset)
+            raise segment.damage(end, part.stop, offset, offset + 1, "the log ends in it")
+        _check_whole(segment, offset, part.next_offset)
 
 
-def _check_whole(held: SegmentReader, offset: int, following: int) -> None:
-    """Records of a partition have no gaps; the WAL has, under drop_oldest."""
-    if held.sealed and not held.by_seq and offset < following:
-        raise held.damage(held.size, held.size, offset, following, "the log ends before the next segment")
+def _check_whole(segment: SegmentReader, offset: int, following: int) -> None:
+    """Raise DamageError if the end of a sealed segment is missing; the WAL may have gaps, from drop_oldest."""
+    if segment.sealed and not segment.by_seq and offset < following:
+        raise segment.damage(segment.size, segment.size, offset, following, "the log ends before the next segment")
 
 
-def _holding(held: SegmentReader, offset: int) -> CheckedLines | None:
-    """The piece that holds the first record at `offset` or later, without what lies in front of that."""
-    for piece in held.checked_lines(offset):
+def _holding(segment: SegmentReader, offset: int) -> CheckedLines | None:
+    """Return the lines of the block with the first record at `offset` or later, from that record on."""
+    for piece in segment.checked_lines(offset):
         if piece.next_offset > offset:
-            lines = _rest(piece, offset, held.by_seq)
-            first = record.seq_of(lines) if held.by_seq else max(offset, piece.offset)
+            lines = _rest(piece, offset, segment.by_seq)
+            first = record.seq_of(lines) if segment.by_seq else max(offset, piece.offset)
             return CheckedLines(first, piece.position + len(piece.lines) - len(lines), lines, piece.next_offset)
     return None
 
 
 def _rest(piece: CheckedLines, offset: int, by_seq: bool) -> bytes:
-    """The lines of a piece from record `offset` on."""
+    """Return the lines of a block from record `offset` on."""
     if by_seq:
         return within(piece.lines, offset, _NEVER)
     ahead = offset - piece.offset
     return piece.lines.split(b"\n", ahead)[ahead] if ahead > 0 else piece.lines
 
 
-def _cut(held: SegmentReader, piece: CheckedLines, limit: int) -> int:
-    """The offset at which a range that begins in `piece` ends with a block, up to byte `limit`, but not before the piece does."""
-    if limit >= held.size:
+def _cut(segment: SegmentReader, piece: CheckedLines, limit: int) -> int:
+    """Return the offset behind the last block up to byte `limit`, or behind `piece` if that is later."""
+    if limit >= segment.size:
         return _NEVER
     with suppress(DamageError):
-        found = held.index.last(lambda entry: entry.position <= limit)
-        return max(piece.next_offset, found.entry.offset if found else 0)
+        last = segment.index.last(lambda entry: entry.position <= limit)
+        return max(piece.next_offset, last.entry.offset if last else 0)
     return piece.next_offset
 
 
-def _end(held: SegmentReader, known: LineStart, end: int) -> tuple[int, int]:
-    """(byte, offset) where the records before `end` stop, which begin at `known`, (offset, byte)."""
+def _end(segment: SegmentReader, known: LineStart, end: int) -> tuple[int, int]:
+    """Return (byte, offset) where the records before `end` stop, given the start of an earlier line."""
     with suppress(DamageError):
-        return _stop(held, end, known, end)
-    return _stop(held, known[0], known, end, known[1] + PIECE_BYTES)
+        return _stop(segment, end, known, end)
+    return _stop(segment, known[0], known, end, known[1] + PIECE_BYTES)
 
 
-def _stop(held: SegmentReader, offset: int, known: LineStart, end: int, limit: int = _NEVER) -> tuple[int, int]:
-    """The same, found by reading from record `offset` on, to byte `limit` or damage at most."""
+def _stop(segment: SegmentReader, offset: int, known: LineStart, end: int, limit: int = _NEVER) -> tuple[int, int]:
+    """Return the same by reading from record `offset` on, at most to byte `limit` or to damage."""
     following, stop = known
     found = False
     try:
-        for piece in held.checked_lines(offset, known):
+        for piece in segment.checked_lines(offset, known):
             found, following, stop = True, piece.next_offset, piece.position + len(piece.lines)
             if following >= end:
-                return stop - (len(_rest(piece, end, held.by_seq)) if following > end else 0), end
+                return stop - (len(_rest(piece, end, segment.by_seq)) if following > end else 0), end
             if stop >= limit:
                 break
     except DamageError:

@@ -1,13 +1,17 @@
-"""gRPC calls that wait for their clients: for the rest of a request, or until a response has been read.
+"""gRPC calls that wait for their clients: for the rest of a request, or until the client has read a response.
 
-gRPC itself bounds neither how long that takes nor the memory of it: a message that has begun, or that nobody reads, is held until
-the connection ends. So every method is registered as a stream, which leaves it to us when a message is read and written.
+gRPC itself bounds neither the duration of such a wait nor its memory: it holds a half-received message, or a response
+that the client does not read, until the connection ends. So every method is registered as a stream. Then this module
+decides when a message is read and written.
 
-Budgets     A call takes its share of a Budget before it makes gRPC hold something for it. Where a budget is used up, the call
-            that has kept us waiting for longest gives way, and the newcomer waits until there is room.
-End         A call that keeps us waiting and has to end takes its connection with it (front.py): gRPC would keep its messages.
-Deadline    KMQ_LINE_DEADLINE for a request of one message, and for each response to be read. A stream may be silent.
-Bystanders  Health/Watch and reflection: at most _BYSTANDERS at a time, the oldest gives way.
+Budgets     A call reserves its share of a Budget before gRPC holds a message for it. When the budget is used up, the
+            call that has waited longest for its client is evicted, and the new call waits until enough bytes are
+            free.
+End         A call that is evicted while it waits for its client takes its connection with it (front.py). Otherwise
+            gRPC would keep the messages of the call.
+Deadline    KMQ_LINE_DEADLINE limits how long the only request of a call, and the reading of each response, may take.
+            A stream of requests may be silent for any time.
+Bystanders  Health/Watch and reflection: at most _BYSTANDERS calls at a time; a new one evicts the oldest.
 """
 
 import asyncio
@@ -24,37 +28,38 @@ from kmq.gateway.grpc.front import Front, Relay
 from kmq.gateway.grpc.statuses import refuse
 from kmq.settings import KIB, MIB, Settings
 
-ENVELOPE = 64 * KIB  # of a gRPC message around the record: the id, and gRPC's own framing
+ENVELOPE = 64 * KIB  # bytes of a gRPC message besides the record: the id, and gRPC's own framing
 CHECK = "/grpc.health.v1.Health/Check"
 _BYSTANDERS = 32
-_RECEIVING_BYTES = 48 * MIB  # of requests that are not whole; each may become as long as the longest
-PATIENCE_S = 0.1  # so long a call may wait for its client before it gives way to another
-_IDLE_S = 1.0  # so long a stream of requests may be silent before it gives way
-_LOOK_S = 0.05  # while waiting for room
-_LONGEST_WAIT_S = 5.0  # for room
+_RECEIVING_BYTES = 48 * MIB  # of half-received requests; each counts as the longest message
+PATIENCE_S = 0.1  # how long a call may wait for its client before another call may evict it
+_IDLE_S = 1.0  # how long a stream of requests may be silent before another call may evict it
+_RETRY_S = 0.05  # between two attempts to reserve bytes
+_LONGEST_WAIT_S = 5.0  # for bytes of a budget
 
 
 def longest_message(settings: Settings) -> int:
-    """Bytes of the longest gRPC message."""
+    """Return how many bytes a gRPC message may have at most."""
     return settings.max_line + ENVELOPE
 
 
 class Call:
-    """One call. It waits for its client, or the client waits for us."""
+    """One call. At any time either the call waits for its client, or the client waits for the gateway."""
 
     def __init__(self, relay: Relay | None = None) -> None:
         self.task, self._relay = asyncio.current_task(), relay
-        self.since = 0.0  # when it began to wait for its client; 0: it does not
-        self.is_patient = False  # no deadline: a client may take its time between the messages of a stream
+        self.since = 0.0  # when it began to wait for its client; 0: it does not wait
+        self.is_patient = False  # no deadline applies: between two requests of a stream a client may take any time
         self.why_ended = ""
-        self.is_told = False  # why
+        self.is_told = False  # the client gets `why_ended` as a status
         self._held: list[Budget] = []
 
     def has_waited(self, seconds: float) -> bool:
+        """Return True if the call has waited for its client for at least that time."""
         return self.since > 0 and time.monotonic() - self.since >= seconds
 
     def end(self, why: str, politely: bool = False) -> None:
-        """Others, or the deadline, want it to be over. Politely: it gets a status, and its connection stays."""
+        """End the call early, with its connection. `politely`: send a status instead, and keep the connection."""
         if not self.why_ended and self.task is not None:
             self.why_ended, self.is_told = why, politely
             self.task.cancel()
@@ -62,23 +67,24 @@ class Call:
                 self._relay.force_close()
 
     def hold(self, budget: "Budget") -> None:
+        """Note that the call has a share of `budget`."""
         if budget not in self._held:
             self._held.append(budget)
 
     def close(self) -> None:
-        """It is over: what it has held is free."""
+        """Give back all shares of budgets, because the call is over."""
         while self._held:
             self._held.pop().release(self)
 
 
 def longest_waiting(calls: Iterable[Call], seconds: float) -> Call | None:
-    """The call that has waited for its client for longest, and for at least so long."""
+    """Return the call that has waited longest for its client; None if no call has waited for `seconds`."""
     late = [call for call in calls if call.has_waited(seconds) and not call.why_ended]
     return min(late, key=lambda call: call.since, default=None)
 
 
 class Budget:
-    """Bytes that calls may hold together."""
+    """A limit on the bytes that all calls hold together."""
 
     def __init__(self, most: int, patience_s: float, strangers: Strangers | None = None) -> None:
         self.most, self.used = most, 0
@@ -86,7 +92,7 @@ class Budget:
         self._held: dict[Call, int] = {}
 
     async def take(self, call: Call, nbytes: int) -> None:
-        """Have it hold so many bytes, once there is room. Raises RequestRefused where there is none for long."""
+        """Reserve bytes for `call`, waiting until they are free. Raises RequestRefused after _LONGEST_WAIT_S."""
         begin = time.monotonic()
         while self.used > self._held.get(call, 0) and self.used - self._held.get(call, 0) + nbytes > self.most:
             slow = longest_waiting(self._held, self._patience_s)
@@ -98,21 +104,22 @@ class Budget:
                 continue
             if time.monotonic() - begin > _LONGEST_WAIT_S:
                 raise RequestRefused("too_many", "too many calls have messages on the way")
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_RETRY_S)
         self.settle(call, nbytes)
 
     def settle(self, call: Call, nbytes: int) -> None:
-        """It holds so many bytes now."""
+        """Set the share of `call` to `nbytes`, without waiting."""
         self.used += nbytes - self._held.get(call, 0)
         self._held[call] = nbytes
         call.hold(self)
 
     def release(self, call: Call) -> None:
+        """Give back the share of `call`, if it has one."""
         self.used -= self._held.pop(call, 0)
 
 
 class Calls:
-    """All calls there are."""
+    """All open calls, and the budgets they share."""
 
     def __init__(self, settings: Settings, strangers: Strangers) -> None:
         self.longest = longest_message(settings)
@@ -121,16 +128,16 @@ class Calls:
         self._deadline_s, self._strangers = settings.line_deadline, strangers
         self.front: Front | None = None
         self.tls_front: Front | None = None
-        self._all: set[Call] = set()
-        self._bystanders: dict[Call, None] = {}  # the oldest first
+        self._open: set[Call] = set()
+        self._bystanders: dict[Call, None] = {}  # in the order in which they began
 
     @contextlib.asynccontextmanager
     async def begin(self, context: Any) -> AsyncIterator[Call]:
-        """A call, from its first byte to its end."""
+        """Register a call for as long as the block runs, and end it with a status if it is refused."""
         peer = context.peer()
-        relay = next((found for front in (self.front, self.tls_front) if front and (found := front.find(peer))), None)
+        relay = next((hit for front in (self.front, self.tls_front) if front and (hit := front.find(peer))), None)
         call = Call(relay)
-        self._all.add(call)
+        self._open.add(call)
         if relay is not None:
             relay.calls.add(call)
         try:
@@ -140,23 +147,20 @@ class Calls:
         except asyncio.CancelledError:
             if call.task is None or not call.is_told:
                 raise
-            why, call.why_ended, call.since = (
-                call.why_ended,
-                "",
-                time.monotonic(),
-            )  # the deadline is also one for the status
+            why, call.why_ended = call.why_ended, ""
+            call.since = time.monotonic()  # the deadline applies to the status too
             call.task.uncancel()
             await refuse(context, RequestRefused("too_many", why))
         finally:
             if relay is not None:
                 relay.calls.discard(call)
                 relay.idle_since = time.monotonic()
-            self._all.discard(call)
+            self._open.discard(call)
             self._bystanders.pop(call, None)
             call.close()
 
     async def read(self, call: Call, context: Any) -> Any:
-        """The only request of a call."""
+        """Return the only request of a call."""
         await self.receiving.take(call, self.longest)
         call.since = time.monotonic()
         request = await context.read()
@@ -167,7 +171,7 @@ class Calls:
         return request
 
     async def stream(self, call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """The requests of a stream."""
+        """Yield the requests of a stream."""
         await self.streaming.take(call, self.longest)
         call.since, call.is_patient = time.monotonic(), True
         async for request in requests:
@@ -175,14 +179,14 @@ class Calls:
             yield request
 
     async def write(self, call: Call, context: Any, response: Any) -> None:
-        """One response, until the client has room for it."""
+        """Write one response, waiting until the client has room for it."""
         is_patient = call.is_patient
         call.since, call.is_patient = time.monotonic(), False
-        await context.write(response)  # a call that is cancelled in here stays as it is to its end
+        await context.write(response)  # a call that is cancelled here stays marked as waiting until it is over
         call.since, call.is_patient = time.monotonic() if is_patient else 0.0, is_patient
 
     def stand_by(self, call: Call) -> None:
-        """It is nobody's business how long it takes: it gives way to the next of its kind where there are many."""
+        """Let the call last for any time, until too many such calls are open: then a new one evicts the oldest."""
         if len(self._bystanders) >= _BYSTANDERS:
             oldest = next(iter(self._bystanders))
             del self._bystanders[oldest]
@@ -191,19 +195,19 @@ class Calls:
         self._bystanders[call] = None
 
     async def drain(self) -> None:
-        """Call when gRPC has stopped."""
+        """Wait until the clients have received their last bytes. Call when gRPC has stopped."""
         await asyncio.gather(*(front.drain() for front in (self.front, self.tls_front) if front))
 
     def sweep(self) -> None:
-        """End those that have kept us waiting for too long. Call some times a second."""
-        for call in list(self._all):
+        """End calls that have waited for their client past the deadline. Call several times a second."""
+        for call in list(self._open):
             if not call.is_patient and call.has_waited(self._deadline_s) and not call.why_ended:
                 self._strangers.cut_off("", "a call whose client did not go on within KMQ_LINE_DEADLINE")
                 call.end("the client did not go on within KMQ_LINE_DEADLINE")
 
 
 class Bystanders(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Puts health and reflection, whose methods are gRPC's own, under the same rules."""
+    """Applies the same rules to health and reflection, whose methods come from gRPC's own packages."""
 
     def __init__(self, calls: Calls, service: str) -> None:
         self._calls, self._service = calls, f"/{service}/"

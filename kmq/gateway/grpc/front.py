@@ -1,11 +1,11 @@
-"""In front of gRPC: each TCP connection of a client, relayed byte by byte to gRPC, which listens where nobody else finds it.
+"""The gateway's TCP connections for gRPC: each is relayed byte by byte to gRPC, which listens on a secret socket.
 
-gRPC for Python does not bound its connections, a server of it cannot break one, and a call that its client does not go on with
-holds its messages until its connection ends. So the connections are ours: doors.py counts them, and a call that has to give way
-takes its connection with it. TLS passes through: gRPC does its own.
+gRPC for Python neither limits the number of its connections nor lets a server close one. A call whose client has
+stopped holds its messages until its connection ends. Therefore the gateway accepts the connections itself: doors.py
+counts them, and an evicted call takes its connection with it. TLS passes through unchanged: gRPC does the TLS itself.
 
-Bound       A side that takes nothing stops the reading of the other one: a connection holds two socket buffers and what asyncio
-            keeps for one write, at most _HIGH_BYTES and one receive.
+Bound       When one side stops reading, the relay stops reading from the other side. So a connection holds two socket
+            buffers and what asyncio keeps for one write: at most _HIGH_BYTES and one receive.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ import time
 from typing import Any
 
 _HIGH_BYTES = 1 << 16
-_LINGER_S = 1.0  # for a client to take its last bytes and to go by itself
-_TRIES, _PAUSE_S = 50, 0.02  # while gRPC has as many connections to accept as the kernel keeps for it
+_LINGER_S = 1.0  # how long a client has to read its last bytes and to close the connection itself
+_TRIES, _PAUSE_S = 50, 0.02  # to connect while the accept queue of gRPC's socket is full
 
 
 class _End(asyncio.Protocol):
-    """One end; what it receives goes to the other one."""
+    """One end of a relayed connection. It passes everything it receives to the other end."""
 
     def __init__(self) -> None:
         self.transport: Any = None
@@ -53,19 +53,19 @@ class _End(asyncio.Protocol):
             other.end()
 
     def end(self) -> None:
-        """The other end is over: hand over what came from it."""
+        """Close after writing what the other end had sent, because the other end is gone."""
         self.transport.close()
 
 
 class _Inner(_End):
-    """The end that gRPC knows."""
+    """The end that is connected to gRPC."""
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
         self._sock = sock
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take what gRPC said last, where it was a write that found the connection over: a client waits for its status."""
+        """Pass on the last bytes of gRPC even if a failed write revealed the end: the client waits for its status."""
         with contextlib.suppress(OSError):
             while exc is not None and (data := self._sock.recv(_HIGH_BYTES)):
                 self.data_received(data)
@@ -79,16 +79,16 @@ class Relay(_End):
         super().__init__()
         self._front = front
         self.name = ""
-        self._early: list[bytes] | None = []  # received before gRPC knows of the connection
-        self.calls: set[Any] = set()  # that are being served
-        self.idle_since = time.monotonic()  # without a call
+        self._early: list[bytes] | None = []  # received before the connection to gRPC was made; None: it is made
+        self.calls: set[Any] = set()  # calls that are being served
+        self.idle_since = time.monotonic()  # when its last call ended
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._front.join(self)
 
     def data_received(self, data: bytes) -> None:
-        """Keep what comes too early, at most one receive. Python 3.11.2 reads once even if it was paused before that."""
+        """Pass the bytes on, or keep them until gRPC is connected: Python 3.11.2 reads once even if paused before."""
         if self._early is None:
             super().data_received(data)
         else:
@@ -96,7 +96,7 @@ class Relay(_End):
             self.transport.pause_reading()
 
     def meet(self, inner: _End) -> None:
-        """gRPC knows of the connection: from now on the two hand over what they receive."""
+        """Join both ends: from now on each passes on what it receives."""
         self.other, inner.other = inner, self
         early, self._early = self._early or [], None
         for data in early:
@@ -108,26 +108,30 @@ class Relay(_End):
         self._front.leave(self)
 
     def end(self) -> None:
-        """gRPC is done with it. Not at once: that is a reset where the client has just sent something, and overtakes a status."""
+        """Close after gRPC has closed its end, once the client has had time to read.
+
+        Closing at once would reset the connection if the client has just sent something. Then the client might lose its
+        status.
+        """
         if self.transport.is_closing():
             return
-        self.transport.resume_reading()  # and nobody takes it
+        self.transport.resume_reading()  # what the client still sends is discarded
         self.transport.write_eof()
         asyncio.get_running_loop().call_later(_LINGER_S, self.force_close)
 
     @property
     def waits_since(self) -> float:
-        """Since when it has kept us waiting; 0 where it waits for us."""
+        """Return since when the client has kept the gateway waiting; 0 if the client waits for the gateway."""
         return min((call.since for call in self.calls), default=self.idle_since)
 
     def force_close(self) -> None:
-        """End it now, whatever is on the way."""
+        """Close at once. Bytes in both directions may be lost."""
         if self.transport is not None:
             self.transport.abort()
 
 
 class Front:
-    """Relays to the gRPC server behind one socket; `Front()` is a factory of protocols, as aiohttp's server is."""
+    """The relays to one socket of the gRPC server. An instance is a factory of protocols, as aiohttp's server is."""
 
     def __init__(self, address: str) -> None:
         self._address = address  # an abstract name
@@ -139,11 +143,11 @@ class Front:
         return Relay(self)
 
     def find(self, peer: str) -> Relay | None:
-        """The connection of a call, by what gRPC calls its peer."""
+        """Return the connection of a call by the peer name that gRPC reports for the call; None if it is gone."""
         return self._relays.get(peer.rpartition(":")[2])
 
     def join(self, relay: Relay) -> None:
-        """Connect it with gRPC."""
+        """Name a new connection, and start to connect it to gRPC."""
         self._number += 1
         relay.name = f"{self._address}-{self._number}"
         self._relays[relay.name] = relay
@@ -155,7 +159,7 @@ class Front:
         self._relays.pop(relay.name, None)
 
     async def drain(self) -> None:
-        """Call when gRPC has stopped: wait for the clients to take their last bytes, and no longer than they may."""
+        """Wait until the clients have read their last bytes, at most _LINGER_S. Call when gRPC has stopped."""
         until = time.monotonic() + _LINGER_S
         while self._relays and time.monotonic() < until:
             await asyncio.sleep(_PAUSE_S)

@@ -1,7 +1,7 @@
-"""grpc.health.v1.Health: whether a write can be made durable now, for those who ask by gRPC.
+"""Service grpc.health.v1.Health: tells gRPC clients whether a write can be made durable now.
 
-Not gRPC's own servicer: that one holds a lock while it writes to a watcher. A watcher that reads nothing would stop whoever tells
-it that health has changed, and with that the gateway's heartbeat.
+Not gRPC's own servicer: that one holds a lock while it writes to a watcher. A watcher that reads nothing would stop
+whoever tells it that health has changed, and with that the gateway's heartbeat.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._stopping = False
 
     def set(self, service: str, serving: bool) -> None:
-        """From now on this is how it is."""
+        """Set the status of a service, and tell its watchers."""
         status = _Response.SERVING if serving else _Response.NOT_SERVING
         if not self._stopping and status != self._status.get(service):
             self._status[service] = status
             self._wake()
 
     def stop(self) -> None:
-        """Nothing is served any more."""
+        """Report all services as NOT_SERVING from now on."""
         self._stopping = True
         self._status = dict.fromkeys(self._status, _Response.NOT_SERVING)
         self._wake()
@@ -45,11 +45,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return _Response(status=self._status[request.service])
 
     async def Watch(self, request: Any, context: Any) -> None:
-        told = None
+        sent = None
         while True:
             changed, status = self._changed, self._status.get(request.service, _Response.SERVICE_UNKNOWN)
-            if status != told:
+            if status != sent:
                 await context.write(_Response(status=status))
-                told = status
+                sent = status
             else:
                 await changed.wait()

@@ -1,12 +1,13 @@
-"""Service podbus.v1.PodBus: a durable bus between the containers of a pod (podbus.proto says what each call answers).
+"""Service podbus.v1.PodBus: a durable bus between the containers of a pod (podbus.proto says what each call returns).
 
-Produce     through ingress' acknowledged protocol, window=podbus: one connection with many in flight. Answered after the fsync;
-            what was stored before under the same message_id is answered with that offset.
-Consume     from the queue files, never ahead of the router. An offset is a WAL seq. What is durable but not routed yet is waited
-            for: NOT_FOUND is said only of what nobody has stored.
-Memory      Bounded: the producer's window, and _WAITING_BYTES before it; _STREAMS streams, each with _STREAM_IN_FLIGHT futures or
-            one chunk of records; _FEEDS read-ahead chunks, so that a consumer that asks for one record after another costs a
-            read per chunk.
+Produce     Goes through ingress' acknowledged protocol, window=podbus: one connection with many messages in flight.
+            The response comes after the fsync. A message_id that was stored before gets the offset it was stored
+            under.
+Consume     Reads the queue files, never ahead of the router. An offset is a WAL seq. A call waits for records that
+            are durable but not routed yet. So NOT_FOUND always means that no such record was stored.
+Memory      At most: the producer's window, and _WAITING_BYTES in front of it; _STREAMS streams, each with
+            _STREAM_IN_FLIGHT futures or one chunk of records; _FEEDS read-ahead chunks. The chunks let a consumer
+            that asks for one record after another cost one file read per chunk.
 """
 
 import asyncio
@@ -28,21 +29,21 @@ from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.settings import Settings
 
-SCOPE = "podbus"  # of the message ids
-_ANSWER_S = 5.0  # longest wait for ingress' reply, and for the router; a shorter deadline of the client wins
-_STREAMS = 256  # at a time
-_WAITING_BYTES = 32 << 20  # of records that wait for room in the producer, which holds as many bytes without a reply
+SCOPE = "podbus"  # in which message ids are unique
+_ANSWER_S = 5.0  # longest wait for ingress' reply, and for the router; the client may have a shorter deadline
+_STREAMS = 256  # simultaneous streams
+_WAITING_BYTES = 32 << 20  # of records that wait for room in the producer's window, which holds as many bytes again
 _STREAM_IN_FLIGHT = 1024  # requests of one ProduceStream without a response
-_FEEDS = 64  # read-ahead chunks kept for consumers that come back
-_KEPT_BYTES = 16 << 20  # of them together
-_READING_BYTES = 64 << 20  # of records that have been read from files and not been taken by clients
+_FEEDS = 64  # read-ahead chunks kept for the next call of a consumer
+_KEPT_BYTES = 16 << 20  # of all these chunks together
+_READING_BYTES = 64 << 20  # of records read from files that clients have not received yet
 _COPIES = 4  # of a record on its way out: line, payload, message, and its bytes in gRPC
 _MEANING = {"too_long": "with its id, and as base64 unless it is printable text, the record is over KMQ_MAX_LINE bytes"}
-_REPLACE_S = 1.0  # a producer that ingress has turned away for good is made anew at most so often
+_REPLACE_S = 1.0  # shortest time before a producer that ingress refused for good is replaced
 
 
 class PodBus:
-    """The four methods. They raise RequestRefused, which Service makes a gRPC status."""
+    """The four methods. They raise RequestRefused, which Service turns into a gRPC status."""
 
     def __init__(
         self, settings: Settings, watermark: Watermark, log: Logger, strangers: Strangers | None = None
@@ -51,16 +52,16 @@ class PodBus:
         self._longest = longest_message(settings)
         self._reading = Budget(max(_READING_BYTES, _COPIES * self._longest), PATIENCE_S, strangers)
         self._streams: set[Call] = set()
-        self._waiting_bytes = 0  # of records for which the producer has no room yet
-        self._taking: set[asyncio.Task[None]] = set()  # one for each ProduceStream
-        self._feeds: OrderedDict[int, Feed] = OrderedDict()  # by the offset that its next reader will ask for
+        self._waiting_bytes = 0  # of records that wait for room in the producer's window
+        self._submitting: set[asyncio.Task[None]] = set()  # one task for each ProduceStream
+        self._feeds: OrderedDict[int, Feed] = OrderedDict()  # by the offset where each continues; the oldest first
         self._producer = self._new_producer()
         self._made = time.monotonic()
 
     def _new_producer(self) -> AsyncProducer:
         return AsyncProducer.local(
             window=SCOPE,
-            retry=frozenset(),  # whoever is refused is told at once and may come again: its deadline is not ours
+            retry=frozenset(),  # the client hears of a refusal at once, because only the client knows how long to retry
             delivery_timeout_s=_ANSWER_S,
             timeout_s=_ANSWER_S,
             on_stall=lambda text: self.log.warn("produce_stalled", waiting=text),
@@ -68,13 +69,13 @@ class PodBus:
 
     @property
     def streams(self) -> int:
-        """How many are open."""
+        """Return how many streams are open."""
         return len(self._streams)
 
     def stop(self) -> None:
-        """Streams end; what has been taken is still answered."""
+        """End the streams; requests that were accepted still get their responses."""
         self.watermark.stop()
-        for task in self._taking:
+        for task in self._submitting:
             task.cancel()
 
     async def close(self) -> None:
@@ -90,7 +91,7 @@ class PodBus:
         replies: asyncio.Queue[asyncio.Future[int] | RequestRefused | None] = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_IN_FLIGHT)
 
-        async def take() -> None:
+        async def submit_all() -> None:
             end: RequestRefused | None = None
             try:
                 async for request in requests:
@@ -104,8 +105,8 @@ class PodBus:
                 replies.put_nowait(end)
 
         with self._stream(call or Call()):
-            taking = asyncio.create_task(take())
-            self._taking.add(taking)
+            submitting = asyncio.create_task(submit_all())
+            self._submitting.add(submitting)
             try:
                 while reply := await replies.get():
                     if isinstance(reply, RequestRefused):
@@ -113,8 +114,8 @@ class PodBus:
                     yield ProduceResponse(offset=await self._stored(reply))
                     room.release()
             finally:
-                self._taking.discard(taking)
-                taking.cancel()
+                self._submitting.discard(submitting)
+                submitting.cancel()
                 while not replies.empty():
                     _forget(replies.get_nowait())
 
@@ -135,7 +136,7 @@ class PodBus:
             self._waiting_bytes -= size
 
     async def _stored(self, reply: "asyncio.Future[int]") -> int:
-        """The offset, once it is durable."""
+        """Return the offset of a record once it is durable."""
         try:
             seq = await reply
         except KmqError as err:
@@ -157,7 +158,7 @@ class PodBus:
         return ConsumeResponse(record=record.payload, next_offset=record.seq + 1)
 
     def _keep(self, offset: int, feed: Feed) -> None:
-        """For a consumer that comes back: what it has read ahead, as long as all of them together are small."""
+        """Keep the read-ahead records for the consumer's next call, within _FEEDS and _KEPT_BYTES."""
         self._feeds[offset] = feed
         while len(self._feeds) > _FEEDS or sum(kept.weight for kept in self._feeds.values()) > _KEPT_BYTES:
             self._feeds.popitem(last=False)
@@ -179,9 +180,9 @@ class PodBus:
         return Feed(self.settings.data, self.settings.podbus_topic, offset)
 
     async def _next(self, feed: Feed, call: Call) -> Record | None:
-        """The next record, waiting for what is durable already; None where nobody has stored one.
+        """Return the next record, waiting until all durable records are routed; None if no such record is stored.
 
-        Reading takes as much as the longest record does, with its copies on the way out; then what it has come to.
+        Reserves memory for the longest record and its copies before reading; afterwards only what the records need.
         """
         if not feed.ready:
             durable = self.watermark.durable
@@ -195,7 +196,7 @@ class PodBus:
         return feed.ready.popleft() if feed.ready else None
 
     async def _fill(self, feed: Feed) -> int:
-        """Let the feed read what the router has written; how far that was."""
+        """Let the feed read the files, and return the seq up to which the router had written them."""
         routed = self.watermark.routed
         if feed.has_more():
             try:
@@ -233,13 +234,13 @@ class PodBus:
 
 
 def _forget(reply: "asyncio.Future[int] | RequestRefused | None") -> None:
-    """Nobody waits for it any more, whatever comes."""
+    """Retrieve the outcome of a reply that is no longer needed, so that asyncio reports no unhandled error."""
     if isinstance(reply, asyncio.Future):
         reply.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _refusal_of(err: KmqError) -> RequestRefused:
-    """What became of a message that the producer has given up."""
+    """Return the refusal for a message that the producer has given up."""
     if isinstance(err, Refused):
         return RequestRefused(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, ""))
     return RequestRefused("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))

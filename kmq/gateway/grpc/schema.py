@@ -1,6 +1,6 @@
 """Messages and methods of podbus.v1.PodBus, from podbus.desc, which is podbus.proto compiled.
 
-Not from generated Python, which works only with a protobuf at least as new as the protoc that made it.
+No generated Python is used, because it works only with a protobuf at least as new as the protoc that made it.
 """
 
 from importlib.resources import files
@@ -19,7 +19,7 @@ def _load() -> Any:
 
 _FILE = _load()
 MESSAGES: dict[str, Any] = {
-    name: message_factory.GetMessageClass(it) for name, it in _FILE.message_types_by_name.items()
+    name: message_factory.GetMessageClass(message) for name, message in _FILE.message_types_by_name.items()
 }
 METHODS: dict[str, Any] = dict(_FILE.services_by_name["PodBus"].methods_by_name)
 SERVICE: str = _FILE.services_by_name["PodBus"].full_name

@@ -22,7 +22,7 @@ Serve = Callable[[Any, Any], Awaitable[None]]
 
 
 class Service:
-    """The four methods for a server. gRPC knows each as a stream, so that `calls` bounds what is read and written."""
+    """The four methods for a server. Each is registered as a stream, so that `calls` decides when messages are read."""
 
     def __init__(self, bus: PodBus, calls: Calls, requests: Requests, incidents: Incidents) -> None:
         self._calls, self._requests, self._incidents = calls, requests, incidents
@@ -34,7 +34,7 @@ class Service:
         }
 
     def handler(self) -> Any:
-        """Return what a grpc server adds."""
+        """Return the handler to register with a gRPC server."""
         handlers = {
             name: grpc.stream_stream_rpc_method_handler(
                 serve, request_of(name).FromString, response_of(name).SerializeToString
@@ -71,7 +71,7 @@ class Service:
         return serve
 
     def _streaming(self, name: str, method: Streaming, is_stream: bool) -> Serve:
-        """`is_stream`: its requests are a stream too."""
+        """`is_stream`: the requests of the method are a stream too."""
 
         async def serve(requests: Any, context: Any) -> None:
             async with self._calls.begin(context) as call, self._counted(name, context):

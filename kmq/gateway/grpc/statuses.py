@@ -1,4 +1,4 @@
-"""Refusals as gRPC says them: a status, and `<code>: <text>` as its message."""
+"""Refusals as gRPC statuses, with `<code>: <text>` as the message."""
 
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ from kmq.gateway.core.refused import RequestRefused
 
 
 def status_of(code: str) -> grpc.StatusCode:
-    """Return the status of a refusal's code."""
+    """Return the gRPC status that belongs to the code of a refusal."""
     return grpc.StatusCode[refusals.find(code).grpc]
 
 

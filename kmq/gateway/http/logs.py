@@ -1,24 +1,26 @@
-"""The logs over HTTP, read-only: what kmq.spark.source.remote, or anyone with curl, needs to read a broker's files from afar.
+"""The logs over HTTP, read-only, for kmq.spark.source.remote, or anyone with curl, to read a broker's files remotely.
 
     GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}
     GET /v1/topics[?after=&limit=]       [{"name", "partitions", "from_seq", "first_offsets": […], "end_offsets": […]}]
-    GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}, for an audit
-    GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}], without topics that do not exist
+    GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}
+    GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}] of the topics that exist
     GET /v1/logs/{topic}/{partition}/…
-      offset?time=|seq=                  {"offset"} of the first record received then (µs) or later; with that seq or a later one
+      offset?time=|seq=                  {"offset"} of the first record at or after that time of receipt (µs), or seq
       cuts?bytes=[&start=&end=]          {"cuts": […]}: offsets that cut start…end into pieces of about so many bytes
       records[?start=&end=&max_bytes=]   the stored lines as they are; KMQ-First-Offset and KMQ-Next-Offset say which
 
-A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. These are files;
-/v1/topics/{topic}/… stays free for an API of messages. Errors: {"code", "error"}; kmq/refusals.py has codes and statuses.
+A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. These are
+files; /v1/topics/{topic}/… is reserved for an API of messages. An error is {"code", "error"}; kmq/refusals.py has the
+codes and statuses.
 
-Records     The bytes of the files, sent by the kernel (sendfile) once their crcs were found right (spans.py). Against writing
-            the checked bytes from Python that is as fast or faster, at two thirds of the gateway's CPU time, and a slow reader
-            holds two descriptors and one block. TLS takes asyncio's detour: 256 KiB at a time.
-Complete    Content-Length is that of the whole range, so what breaks off never looks complete: damage behind good records, a
-            segment that went away, a reader that takes less than a piece in KMQ_LINE_DEADLINE, the end of the gateway. Whoever
-            asks again at the offset it has come to reads on, or is told what is wrong.
-Threads     A few of its own, so that bulk reading leaves the consumers theirs; held only while a piece is found and checked.
+Records     The kernel sends the bytes of the files (sendfile) after their crcs were checked (spans.py). That is at
+            least as fast as writing the checked bytes from Python, and takes two thirds of the gateway's CPU time. A
+            slow reader holds two descriptors and one block. With TLS asyncio reads and sends 256 KiB at a time.
+Complete    Content-Length covers the whole range, so a response that breaks off never looks complete. Causes: damage
+            behind good records, a removed segment, a reader that takes less than one span within KMQ_LINE_DEADLINE,
+            the end of the gateway. A reader resumes at the offset it has reached, and then learns what is wrong.
+Threads     Bulk reading has a few threads of its own, so that it never blocks consumers. A request holds a thread only
+            while a span is found and checked.
 """
 
 import asyncio
@@ -43,14 +45,14 @@ PAGES = {
     "/v1/logs": "the same of every log, the WAL too; /v1/logs/{topic}/{partition}/records gives the stored lines",
 }
 _THREADS = 4
-_STREAMS = 128  # responses with records at a time; each holds three descriptors
+_STREAMS = 128  # simultaneous responses with records; each holds three descriptors
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Logs:
-    """The handlers. They read, and change nothing."""
+    """The handlers. They only read."""
 
     def __init__(self, broker: Broker) -> None:
         self._catalog = Catalog(broker)
@@ -59,7 +61,7 @@ class Logs:
         self._sending: set[asyncio.Task[None] | None] = set()
 
     def add_to(self, app: web.Application) -> None:
-        """Serve them with `app`."""
+        """Register the handlers with `app`."""
         at_log = "/v1/logs/{topic}/{partition}"
         app.add_routes(
             [
@@ -76,7 +78,7 @@ class Logs:
         app.on_cleanup.append(self._close)
 
     async def _stop(self, app: web.Application) -> None:
-        for task in self._sending:  # a long response would keep us for as long as its reader likes
+        for task in self._sending:  # otherwise a slow reader of a long response would delay the end
             if task is not None:
                 task.cancel()
 
@@ -86,7 +88,7 @@ class Logs:
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    # --- what there is -----------------------------------------------------------------------------------------------
+    # --- all logs ----------------------------------------------------------------------------------------------------
 
     async def broker(self, request: web.Request) -> web.Response:
         return web.json_response(await self._run(self._catalog.identity))
@@ -99,15 +101,15 @@ class Logs:
         return web.json_response(await self._run(self._catalog.ledger))
 
     async def logs(self, request: web.Request) -> web.Response:
-        asked = request.query.getall("topic", [])
-        if "" in asked:
+        wanted = request.query.getall("topic", [])
+        if "" in wanted:
             raise RequestRefused("bad_request", "topic=: must be the name of a topic, or be left out")
-        return web.json_response(await self._run(self._catalog.logs, asked))
+        return web.json_response(await self._run(self._catalog.logs, wanted))
 
     # --- one log -----------------------------------------------------------------------------------------------------
 
-    def _asked(self, request: web.Request) -> tuple[str, LogReader]:
-        """Return the topic and the log that a path names."""
+    def _named_log(self, request: web.Request) -> tuple[str, LogReader]:
+        """Return the topic and the log that the path names."""
         topic, partition = request.match_info["topic"], _number("partition", request.match_info["partition"])
         return topic, self._catalog.open(topic, partition)
 
@@ -117,26 +119,26 @@ class Logs:
             raise RequestRefused("bad_request", "give time=<microseconds since the epoch> or seq=<number>, one of them")
         target = _number(given[0], request.query[given[0]])
 
-        def look() -> int:
-            topic, log = self._asked(request)
+        def find() -> int:
+            topic, log = self._named_log(request)
             end = self._catalog.readable_end(topic)
             return min(log.offset_of_time(target) if given == ["time"] else log.offset_of_seq(target), end)
 
-        return web.json_response({"offset": await self._run(look)})
+        return web.json_response({"offset": await self._run(find)})
 
     async def cuts(self, request: web.Request) -> web.Response:
         nbytes = _number("bytes", request.query.get("bytes", ""), least=1)
 
-        def look() -> list[int]:
+        def find() -> list[int]:
             log, start, end = self._range(request)
             return log.cuts(start, end, nbytes)
 
-        return web.json_response({"cuts": await self._run(look)})
+        return web.json_response({"cuts": await self._run(find)})
 
     def _range(self, request: web.Request) -> tuple[LogReader, int, int]:
-        """Return the log that is asked for, and the range of offsets."""
+        """Return the log that the path names, and the range of offsets that the query names."""
         start, end = (_number(name, request.query.get(name, default)) for name, default in _RANGE.items())
-        topic, log = self._asked(request)
+        topic, log = self._named_log(request)
         return log, start, min(end, self._catalog.readable_end(topic))
 
     async def records(self, request: web.Request) -> web.StreamResponse:
@@ -145,12 +147,12 @@ class Logs:
         def begin() -> tuple[Range, Span | None]:
             log, start, end = self._range(request)
             while True:
-                with suppress(FileNotFoundError):  # retention or compaction was faster
-                    found = Range(log, start, end, max_bytes)
-                    return found, found.take()
+                with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
+                    opened = Range(log, start, end, max_bytes)
+                    return opened, opened.take()
 
         with self._stream():
-            asked, span = await self._run(begin)  # what is wrong with the first piece has a status of its own
+            asked, span = await self._run(begin)  # an error in the first span still gets its own status
             try:
                 return await self._send(request, asked, span)
             finally:
@@ -166,7 +168,7 @@ class Logs:
                 async with asyncio.timeout(self._deadline_s):
                     await _sendfile(request, span)
                 span = await self._run(asked.take)
-        except (DamageError, OSError, TimeoutError):  # it is less than was announced, so the reader knows
+        except (DamageError, OSError, TimeoutError):  # the response is shorter than announced, so the reader notices
             pass
         if span is not None and request.transport is not None:
             request.transport.close()
@@ -197,7 +199,7 @@ async def _sendfile(request: web.Request, span: Span) -> None:
 
 
 def _answering(handler: Handler) -> Handler:
-    """Errors as JSON, with the status of their code."""
+    """Return `handler` with its errors turned into JSON and the status of their code."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         try:

@@ -1,4 +1,4 @@
-"""HTTP: metrics, health, and the logs (logs.py). One GET each; what a path answers is said in its row of PAGES."""
+"""HTTP: metrics, health, and the logs (logs.py). Each page is one GET; its row of PAGES says what it returns."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.http import logs
 
-_MAX_BODY = 1 << 16  # nobody has to send one yet
+_MAX_BODY = 1 << 16  # no page needs a request body so far
 
 PAGES = {
     "/healthz": "200 while every stage gives signs of life, else 503 and the reason; with the last durable write",
@@ -23,7 +23,7 @@ PAGES = {
 
 
 def application(broker: Broker, requests: Requests) -> web.Application:
-    """All pages, to be served."""
+    """Return the application with all pages."""
 
     async def index(request: web.Request) -> web.Response:
         return web.Response(text=_index(broker), content_type="text/html")
@@ -35,7 +35,7 @@ def application(broker: Broker, requests: Requests) -> web.Application:
 
 
 def monitoring(broker: Broker, requests: Requests) -> web.Application:
-    """The pages that say how the broker is, and nothing of what it holds."""
+    """Return the application with the pages on the broker's state only: none of them shows records."""
 
     async def healthz(request: web.Request) -> web.Response:
         verdict = broker.verdict()
