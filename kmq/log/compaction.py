@@ -1,4 +1,4 @@
-"""Log compaction of queues: in sealed segments, a record that a later one of its key has replaced becomes a bare newline.
+"""Log compaction of queues: in sealed segments, a record that a later one of its key replaced becomes a bare newline.
 
 Which records go is planned elsewhere (kmq/spark/pipelines/compact.py); here is what may be touched, and how a segment
 is swapped under a router that writes, retains and checkpoints, and under readers, so that neither ever meets half of
@@ -27,8 +27,8 @@ Readers     A log has two files. While they change there is no index: the reader
 Crash       Installing, what is there after a kill or power cut at each step (each rename is synced before the next):
               laid out       topics/ is untouched; the next owner installs it
               index removed  the old log without an index: read line by line, until it is installed
-              log renamed    the new log without an index: likewise; a start makes the index, as `bytes` in router.ckpt
-              do not fit index renamed  done; a start finds by the index what the new `bytes` are
+              log renamed    the new log without an index: likewise; a start makes one: `bytes` in router.ckpt do not fit
+              index renamed  done; a start finds by the index what the new `bytes` are
             What was being laid out is hidden (.new-…), and removed by the next compactor.
 """
 

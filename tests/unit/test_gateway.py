@@ -239,7 +239,7 @@ def test_a_router_that_starts_again_has_passed_nothing_and_wakes_when_it_is_back
         waiting = asyncio.create_task(watermark.passed(6))
         await asyncio.sleep(0)
         page.rows["router"].seq = 0
-        watermark._look()
+        watermark._poll()
         assert not waiting.done()
         page.rows["router"].seq = 6
         await waiting
