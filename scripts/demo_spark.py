@@ -41,11 +41,11 @@ def analyse(data: str, run_id: str, since: float, sent: dict[str, int], out: Con
         is_good = audit.run(job.spark, {"path": data}, str(report), progress=job.progress) == EXIT_OK
         out.print(f"audit      {'good' if is_good else 'NOT good'}, in {time.monotonic() - begin:.1f} s")
         if sent:
-            is_good = _archive(job, data, archived, run_id, since, sent, out) and is_good
+            is_good = archive_new(job, data, archived, run_id, since, sent, out) and is_good
     return is_good
 
 
-def _archive(job: Job, data: str, to: Path, run_id: str, since: float, sent: dict[str, int], out: Console) -> bool:
+def archive_new(job: Job, data: str, to: Path, run_id: str, since: float, sent: dict[str, int], out: Console) -> bool:
     from pyspark.sql import functions as F
 
     from kmq.spark.pipelines import archive

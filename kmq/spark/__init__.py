@@ -1,7 +1,9 @@
-"""KMQ on Spark: the data source and sink `format("kmq")`, and the pipelines built on it. Needs `pip install kmq[spark]`.
+"""KMQ on Spark: the data source and sink `format("kmq")`, and the pipelines built on it.
 
-spark = kmq.spark.session()                                     # or any session of yours, then kmq.spark.register(spark)
-spark.read.format("kmq").option("path", "data").option("subscribe", "orders").load().show()
+Needs `pip install kmq[spark]`.
+
+    spark = kmq.spark.session()                        # or any session of yours, then kmq.spark.register(spark)
+    spark.read.format("kmq").option("path", "data").option("subscribe", "orders").load().show()
 """
 
 from collections.abc import Mapping
@@ -14,8 +16,9 @@ if TYPE_CHECKING:
 def register(spark: "SparkSession") -> None:
     """Make format("kmq") known to `spark`, with filters pushed down to offset ranges.
 
-    Not needed where discovery finds it (pip install kmq[spark] on driver and executors), but then filters are not pushed down:
-    Spark pushes filters to Python sources only if its conf says so, and a source cannot ask for it.
+    Spark finds the format without this call if kmq[spark] is installed on the driver and the executors. Then filters
+    are not pushed down, because Spark does that for Python sources only if its conf says so, and a source cannot set
+    the conf.
     """
     from kmq.spark import format
 
@@ -29,7 +32,7 @@ def session(
     log_level: str = "error",
     listen: bool = True,
 ) -> "SparkSession":
-    """Return a session with format("kmq") registered: see kmq.spark.sessions.session."""
+    """Return a session with format("kmq") registered; see kmq.spark.sessions.session."""
     from kmq.spark import sessions
 
     return sessions.session(master, app, conf, log_level, listen)

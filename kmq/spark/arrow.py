@@ -11,10 +11,11 @@ Work = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
 def map_in_arrow(rows: DataFrame, work: Work, schema: str) -> DataFrame:
-    """Return `rows.mapInArrow(work, schema)`, which needs pandas in Spark although no part of it uses pandas.
+    """Return what `rows.mapInArrow(work, schema)` returns, without its need for pandas.
 
-    It does the same as Spark's own (pyspark.sql.pandas.map_ops, as of 4.2 and 4.3) except that it does not ask for pandas.
+    Does the same as Spark's own method (pyspark.sql.pandas.map_ops, as of 4.2 and 4.3), which requires pandas although
+    no part of it uses pandas.
     """
-    made = UserDefinedFunction(work, returnType=schema, evalType=PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
-    columns = made(*(rows[name] for name in rows.columns))
+    udf = UserDefinedFunction(work, returnType=schema, evalType=PythonEvalType.SQL_MAP_ARROW_ITER_UDF)
+    columns = udf(*(rows[name] for name in rows.columns))
     return DataFrame(rows._jdf.mapInArrow(columns._jc, False, None), rows.sparkSession)

@@ -1,15 +1,18 @@
-"""How to connect to brokers elsewhere: token, TLS and patience, as options of format("kmq"), for reading and writing.
+"""How to connect to brokers on other machines: options of format("kmq"), for reading and writing.
 
-kmq.token                      bearer token, if brokers ask for one
-kmq.ssl.ca.location            certificates (PEM) of the trusted authorities; without it those of this machine
-kmq.ssl.certificate.location   certificate chain (PEM) to show, if brokers ask clients for one
-kmq.ssl.key.location           its private key (PEM); without it the certificate's file holds it
+kmq.token                      bearer token, if the brokers require one
+kmq.ssl.ca.location            certificates (PEM) of the trusted authorities; default: those of this machine
+kmq.ssl.certificate.location   certificate chain (PEM) of the client, if the brokers require one
+kmq.ssl.key.location           private key (PEM) of that certificate; default: the certificate's file holds it
 kmq.ssl.key.password           password of the private key
-kmq.ssl.server.name            name that brokers' certificates must have, if brokers are reached by another name
-kmq.timeout                    how long a broker may be silent within a request: 500ms, 30s (default), 2m; a number is seconds
-kmq.patience                   how long a gateway may be away before that is an error (30s), for example while its pod restarts
+kmq.ssl.server.name            name in the brokers' certificates, if it differs from the name in their addresses
+kmq.timeout                    how long a broker may be silent within a request: 500ms, 30s (default), 2m; a bare number
+                               is seconds
+kmq.patience                   how long a gateway may be unreachable before that is an error, for example while its pod
+                               restarts (default 30s)
 
-Names are librdkafka's. Files are opened where they are used: executors elsewhere need them at the same places.
+The names of the TLS options follow librdkafka. Files are opened where they are used, so executors on other machines
+need them at the same paths.
 """
 
 import ssl
@@ -24,13 +27,13 @@ CA, CERTIFICATE, KEY = (f"kmq.ssl.{name}.location" for name in ("ca", "certifica
 PASSWORD = "kmq.ssl.key.password"
 SERVER_NAME = "kmq.ssl.server.name"
 TLS_OPTIONS = (CA, CERTIFICATE, KEY, PASSWORD, SERVER_NAME)
-SECRETS = "(?i:kmq[.](?:token|ssl[.]key[.]password))"  # options that Spark must never show: a regular expression
+SECRETS = "(?i:kmq[.](?:token|ssl[.]key[.]password))"  # regular expression of options that Spark must never show
 OPTIONS = ("kmq.token", "kmq.timeout", "kmq.patience", *TLS_OPTIONS)
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Whom to trust and what to show; "" is none. Unlike an SSL context it can be pickled."""
+    """TLS files and names; "" means not given. Unlike an SSL context this can be pickled."""
 
     ca: str = ""
     certificate: str = ""
@@ -39,20 +42,20 @@ class Tls:
     server_name: str = ""
 
     def context(self) -> ssl.SSLContext:
-        """Return the context of a client. Raises ConfigError with the option whose file is wrong."""
+        """Return a client's SSL context. Raises ConfigError naming the option whose file cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.ca or None)
         except (OSError, ValueError) as err:
             raise ConfigError(f"{CA}={self.ca!r}: must be a PEM file of certificates: {err}") from None
         if self.certificate:
             try:
-                # A callable, even without a password: OpenSSL would ask the terminal.
+                # A callable, even without a password, because OpenSSL would prompt on the terminal otherwise.
                 context.load_cert_chain(self.certificate, self.key or None, lambda: self.password)
             except (OSError, ValueError) as err:
                 given = f"{CERTIFICATE}={self.certificate!r}" + (f", {KEY}={self.key!r}" if self.key else "")
                 raise ConfigError(f"{given}: must be PEM files of a certificate and its key: {err}") from None
         if self.server_name:
-            wrap = context.wrap_socket  # no client of the standard library takes a name beside the host
+            wrap = context.wrap_socket  # the standard library's clients accept no name other than the host
             context.wrap_socket = (  # type: ignore[method-assign]
                 lambda sock, *args, **more: wrap(sock, *args, **(more | {"server_hostname": self.server_name}))
             )
@@ -61,7 +64,7 @@ class Tls:
 
 @dataclass(frozen=True)
 class Access:
-    """All that a process needs to connect. Without `tls` only https:// addresses use TLS."""
+    """Everything that a process needs to connect. Without `tls` only https:// addresses use TLS."""
 
     token: str = field(default="", repr=False)
     tls: Tls | None = None
@@ -70,7 +73,10 @@ class Access:
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> "Access":
-        """Return what options with lower-case names say; other options are ignored. Raises ConfigError."""
+        """Return the access that the options describe; names are in lower case, unrelated options are ignored.
+
+        Raises ConfigError.
+        """
         return cls(
             options.get("kmq.token", ""),
             tls_of(options),
@@ -83,20 +89,20 @@ PLAIN = Access()
 
 
 def tls_of(options: Mapping[str, str]) -> Tls | None:
-    """Return None where no option of TLS is given. Raises ConfigError, also for files that cannot be used here."""
+    """Return the TLS options, or None if none is given. Raises ConfigError, also if a file cannot be used here."""
     if not any(options.get(name) for name in TLS_OPTIONS):
         return None
     if not options.get(CERTIFICATE):
         for name in (KEY, PASSWORD):
             if options.get(name):
-                raise ConfigError(f"{name}: there is no certificate that it belongs to; give {CERTIFICATE} too")
+                raise ConfigError(f"{name}: needs the certificate that it belongs to; give {CERTIFICATE} too")
     tls = Tls(*(options.get(name, "") for name in TLS_OPTIONS))
     tls.context()
     return tls
 
 
 def duration(options: Mapping[str, str], name: str, default: float) -> float:
-    """Return the seconds of a duration, which must be over 0; a bare number is seconds."""
+    """Return a duration option in seconds. A bare number is seconds. Raises ConfigError unless it is above 0."""
     text = options.get(name)
     if text is None:
         return default
@@ -105,5 +111,5 @@ def duration(options: Mapping[str, str], name: str, default: float) -> float:
     except ValueError as err:
         raise ConfigError(f"{name}={text!r}: {err}") from None
     if not 0 < seconds < 1e9:
-        raise ConfigError(f"{name}={text!r}: must be over 0, such as 30s")
+        raise ConfigError(f"{name}={text!r}: must be above 0, such as 30s")
     return seconds

@@ -1,7 +1,7 @@
-"""What went wrong in Spark, as one line: the cause, without the trace of the JVM around it.
+"""Reduces an error of Spark to one line: its cause, without the JVM's stack trace around it.
 
-A KmqError raised in a Python worker comes back as text in an exception of Spark's. It is recognised there by its class, and
-keeps its exit code.
+A KmqError raised in a Python worker comes back as text within an exception of Spark. It is recognised by its class
+name, so that the command still ends with its exit code.
 """
 
 import re
@@ -12,17 +12,17 @@ from kmq.errors import KmqError, RetryError
 # The last line of a Python traceback, anywhere in the text of Spark's exception.
 _RAISED = re.compile(r"^((?:\w+\.)*)(\w+(?:Error|Exception|Exit|Interrupt)): (.+)$", re.MULTILINE)
 _CALLED = re.compile(r"^An error occurred while calling \S+\s*: (?:\w+\.)+")  # py4j's preface, and the class's package
-_LOST = re.compile(r"Job aborted due to .*?most recent failure: .*?\): (?:\w+\.)*", re.DOTALL)
+_ABORTED = re.compile(r"Job aborted due to .*?most recent failure: .*?\): (?:\w+\.)*", re.DOTALL)
 _NO_WORKER = ("Python worker failed to connect back", "waiting for the Python worker to connect back")
 _BUSY = (
-    "no Python worker started within the 10 s that Spark waits, because this machine is busy; give it fewer tasks at once"
-    " (--master 'local[1]'), give its container more CPU, or start again later; nothing that was done is lost"
+    "no Python worker started within the 10 s that Spark waits, because this machine is busy; give it fewer tasks at"
+    " once (--master 'local[1]'), give its container more CPU, or start again later; nothing that was done is lost"
 )
-_MOST = 600  # characters of a message that is not ours
+_MAX_CHARS = 600  # of a message of Spark
 
 
 def explain(error: Exception) -> KmqError | None:
-    """Return the cause of an error of Spark's, as KmqError with the right exit code; None if `error` is not Spark's."""
+    """Return the cause of a Spark error as a KmqError with its exit code; None if the error is not one of Spark."""
     if isinstance(error, KmqError):
         return error
     module = type(error).__module__
@@ -33,17 +33,17 @@ def explain(error: Exception) -> KmqError | None:
     if is_worker_timeout(error):
         return RetryError(_BUSY)
     text = str(error)
-    return _ours(text) or KmqError(_first(text))
+    return _raised_in_worker(text) or KmqError(_summary(text))
 
 
 def is_worker_timeout(error: BaseException) -> bool:
-    """Return True if a new Python interpreter did not start in the 10 s that Spark waits: a retry may help."""
+    """Return True if a new Python interpreter did not start in the 10 s that Spark waits, so that a retry may help."""
     text = str(error)
-    return type(error).__module__.startswith(("pyspark", "py4j")) and any(said in text for said in _NO_WORKER)
+    return type(error).__module__.startswith(("pyspark", "py4j")) and any(phrase in text for phrase in _NO_WORKER)
 
 
-def _ours(text: str) -> KmqError | None:
-    """Return the error that a Python worker raised, if one did: a KmqError with its class, any other with its name."""
+def _raised_in_worker(text: str) -> KmqError | None:
+    """Return the error that a Python worker raised, or None. A KmqError keeps its exit code, others are named."""
     raised = [match for match in _RAISED.findall(text) if not match[0].startswith(("org.", "java.", "py4j.", "scala."))]
     if not raised:
         return None
@@ -55,9 +55,9 @@ def _ours(text: str) -> KmqError | None:
     return cause
 
 
-def _first(text: str) -> str:
-    """Return what Spark says itself, without its plan, its trace and its advice."""
-    text = _LOST.sub("", _CALLED.sub("", text)).removeprefix("SparkException: ")
+def _summary(text: str) -> str:
+    """Return Spark's own message without the query plan, the stack trace and its advice."""
+    text = _ABORTED.sub("", _CALLED.sub("", text)).removeprefix("SparkException: ")
     text = re.split(r"\n\s*at |\n\n|; line \d+ pos|\.? SQLSTATE|\n'|Driver stacktrace", text.strip())[0]
-    text = " ".join(text.split())[:_MOST].rstrip(" .;")
+    text = " ".join(text.split())[:_MAX_CHARS].rstrip(" .;")
     return text + ("; more: --conf spark.driver.memory=1g" if "OutOfMemoryError" in text else "")

@@ -1,19 +1,22 @@
-"""format("kmq") as Spark sees it: batches and streams of topics and of the WAL, read and written.
+"""The data source format("kmq") as Spark sees it: reads and writes topics, and reads the WAL, in batches and streams.
 
     spark.read.format("kmq").option("path", "data").option("subscribe", "orders").load()
-    spark.readStream.format("kmq").option("kmq.bootstrap.servers", "a:8082,b:8082").option("subscribePattern", "orders.*").load()
+    brokers = {"kmq.bootstrap.servers": "a:8082,b:8082", "subscribePattern": "orders.*"}
+    spark.readStream.format("kmq").options(**brokers).load()
 
-Writing     sink/sink.py.
-Options     source/options.py. Columns: source/columns.py; a schema of yours is the projection. Spark prunes no columns of
-            Python sources, so give one: columns that are not asked for are not made.
+Writing     See sink/sink.py.
+Options     See source/options.py.
+Columns     See source/columns.py. Spark prunes no columns of Python sources. Give a schema with the columns that you
+            need: only these are built.
 
-Invariant   A task is a range of offsets of one partition of one broker, and reading it gives the same rows each time: records
-            never change their offset, and only compaction and retention take any away. Where something that was to be read is
-            gone, the query stops with its name, or skips it with failOnDataLoss=false. Damage always stops it.
-Crash       All state is in Spark's checkpoint: the offsets up to which each batch goes are written there before it is read.
-            After a kill the last batch is read again, as the same tasks with the same rows in the same order.
-Where       Planning runs in a Python process of the driver, reading in those of the executors: nothing is shared but what is
-            pickled.
+Invariant   A task is a range of offsets of one partition of one broker. Reading it again always gives the same rows,
+            because records never change their offset and only compaction and retention remove records. If records that
+            were to be read are gone, the query stops with an error that names them, or skips them with
+            failOnDataLoss=false. Damage always stops the query.
+Crash       All state is in Spark's checkpoint: the end offsets of each batch are written there before it is read. After
+            a kill the last batch is read again, as the same tasks with the same rows in the same order.
+Where       Planning runs in a Python process of the driver, reading in Python processes of the executors. They share
+            only what is pickled.
 """
 
 from collections.abc import Mapping
@@ -32,26 +35,29 @@ from kmq.spark.source.stream_reader import StreamReader
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_OF_TABLES = {"location", "provider", "owner", "external", "is_managed_location"}  # added by CREATE TABLE
+_TABLE_PROPERTIES = {"location", "provider", "owner", "external", "is_managed_location"}  # added by CREATE TABLE
 NO_OPTIONS = (
-    'format("kmq") got no options: it needs `path` or `kmq.bootstrap.servers`, and `subscribe`. In SQL: CREATE TABLE does not'
-    " hand its options to Python data sources; use CREATE TEMPORARY VIEW … USING kmq OPTIONS (path '…', subscribe '…'), or"
-    " SELECT … FROM table WITH (path '…', subscribe '…')"
+    'format("kmq") got no options: it needs `path` or `kmq.bootstrap.servers`, and `subscribe`. In SQL: CREATE TABLE'
+    " does not hand its options to Python data sources; use CREATE TEMPORARY VIEW … USING kmq OPTIONS (path '…',"
+    " subscribe '…'), or SELECT … FROM table WITH (path '…', subscribe '…')"
 )
 
 
 class KmqDataSource(DataSource):
-    """See the module."""
+    """Implement Spark's interface of a data source; see the module."""
 
-    cores = 0  # of the session, where `register` has said it: a planner has no other way to know
+    cores = 0  # cores of the session, set by `source_for`: a planner has no other way to know; 0: unknown
 
     @classmethod
     def name(cls) -> str:
         return "kmq"
 
     def _given(self) -> Mapping[str, str]:
-        """The options; ConfigError says what to do in SQL where none came, and where CREATE TABLE asks for the schema."""
-        if not self.options or not _OF_TABLES.isdisjoint(map(str.lower, self.options)):
+        """Return the options. Raises ConfigError if there are none, or if they are those of a CREATE TABLE.
+
+        Spark passes a table's properties there, and drops its options.
+        """
+        if not self.options or not _TABLE_PROPERTIES.isdisjoint(map(str.lower, self.options)):
             raise ConfigError(NO_OPTIONS)
         return self.options
 
@@ -87,7 +93,10 @@ class KmqDataSource(DataSource):
 
 
 class PushdownSource(KmqDataSource):
-    """For sessions whose conf has Spark push filters down to Python sources: elsewhere a reader that takes any is refused."""
+    """The source for sessions whose conf enables filter pushdown.
+
+    Without that conf Spark refuses a reader that accepts filters.
+    """
 
     def reader(self, schema: StructType) -> DataSourceReader:
         options = self._checked(schema)
@@ -96,7 +105,11 @@ class PushdownSource(KmqDataSource):
 
 
 def source_for(cores: int) -> type[PushdownSource]:
-    """The source for a session of so many cores. A class made here is sent to Spark's processes as it is, not by its name."""
+    """Return the source for a session with this many cores.
+
+    Spark's processes receive the class with its attribute `cores`: a class made in a function is pickled by value, not
+    by name.
+    """
 
     class SessionSource(PushdownSource):
         pass
@@ -106,14 +119,14 @@ def source_for(cores: int) -> type[PushdownSource]:
 
 
 def register(spark: "SparkSession") -> None:
-    """See kmq.spark.register."""
+    """Make format("kmq") known to a session; see kmq.spark.register."""
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    # Spark's own pattern (spark.redaction.regex) covers both, but a pattern of the user's may not.
+    # Spark's default pattern (spark.redaction.regex) covers both secrets, but a user's own pattern may not.
     redacted = spark.conf.get("spark.sql.redaction.options.regex") or ""
     if SECRETS not in redacted:
         spark.conf.set("spark.sql.redaction.options.regex", f"{redacted}|{SECRETS}" if redacted else SECRETS)
     try:
         cores = spark.sparkContext.defaultParallelism
-    except AttributeError:  # Spark Connect does not tell
+    except AttributeError:  # Spark Connect does not expose it
         cores = 0
     spark.dataSource.register(source_for(cores))

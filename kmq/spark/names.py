@@ -1,4 +1,4 @@
-"""Names that a user types: an unknown one is an error with its value and the nearest known name."""
+"""Checks names that a user types: an unknown name is an error with its value and the nearest known name."""
 
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher, get_close_matches
@@ -13,9 +13,9 @@ _SHOWN = 80  # characters of a value: a token or an offsets table is long
 def check_options(
     given: Mapping[str, str], names: Iterable[str], kind: str, elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Raise ConfigError at the first unknown option of a `kind` (reader, writer); the case of `names` does not matter.
+    """Raise ConfigError at the first unknown option of a `kind` (reader, writer); upper and lower case are the same.
 
-    `elsewhere`: other systems' names of an option, in lower case, and ours.
+    `elsewhere`: name of an option in other systems, in lower case → its name here.
     """
     known = {name.lower(): name for name in names}
     for name, value in given.items():
@@ -29,9 +29,9 @@ def check_options(
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean …?` with the most similar of `names`, or several if they are about as similar; "" without any."""
+    """Return `; did you mean …?` with the most similar name, or several that are about equally similar; "" for none."""
     known = {each.lower(): each for each in names}
-    # With and without the house's prefix, so that `token` finds kmq.token, and kmq.subscribe finds subscribe.
+    # With and without the prefix, so that `token` finds kmq.token, and kmq.subscribe finds subscribe.
     short = {each.removeprefix("kmq."): each for each in known}
     wanted = name.lower()
     for text, among in ((wanted, {each: each for each in known}), (wanted.removeprefix("kmq."), short)):

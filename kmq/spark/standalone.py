@@ -1,10 +1,11 @@
-"""A Spark cluster on this machine's loopback: a standalone master and workers, as child processes.
+"""Runs a Spark cluster on this machine's loopback: a standalone master and workers, as child processes.
 
     with Standalone(workers=2) as cluster:
         spark = session(cluster.url, conf=cluster.conf)
 
-For tests, the cluster demo and benchmarks. Each executor is a process of its own that shares nothing with the driver, as on a
-cluster of machines. Ports are free ones. Only processes that were started here are ended here, executors included.
+For tests, the cluster demo and benchmarks. Each executor is a process of its own and shares nothing with the driver, as
+on a cluster of machines. The system chooses free ports. Only processes started here are ended here, including
+executors.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ from types import TracebackType
 from kmq.errors import RetryError
 from kmq.spark.sessions import find_java, log_options, require_spark
 
-_READY_S = 90.0  # longest wait for one JVM to say that it is there: seconds on an idle machine
+_READY_S = 90.0  # longest wait until a JVM reports that it is ready; on an idle machine it takes a few seconds
 _STOP_S = 10.0
 _POLL_S = 0.05
-_FRUGAL = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # master and workers do little: they should start fast
+_FRUGAL = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # master and workers do little work, and should start fast
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 
@@ -35,7 +36,7 @@ class Standalone:
     def __init__(self, workers: int = 2, cores: int = 1, memory_mb: int = 512) -> None:
         require_spark()
         self._wanted, self._cores, self._memory_mb = workers, cores, memory_mb
-        self._home = Path(tempfile.mkdtemp(prefix="kmq-spark-"))
+        self.home = Path(tempfile.mkdtemp(prefix="kmq-spark-"))
         self._all: list[subprocess.Popen[bytes]] = []
         self.workers: list[subprocess.Popen[bytes]] = []
         self.url = ""
@@ -45,12 +46,12 @@ class Standalone:
         try:
             port = ("--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
             master = self._start("master", _MASTER, *port)
-            self.url = self._wait_said("master", master, rb"Starting Spark master at (spark://[\w.:]+)")
-            offer = ("--cores", str(self._cores), "--memory", f"{self._memory_mb}m", "--work-dir", f"{self._home}/work")
+            self.url = self._wait_for_log("master", master, rb"Starting Spark master at (spark://[\w.:]+)")
+            offer = ("--cores", str(self._cores), "--memory", f"{self._memory_mb}m", "--work-dir", f"{self.home}/work")
             names = [f"worker-{number}" for number in range(self._wanted)]
             self.workers = [self._start(name, _WORKER, *port, *offer, self.url) for name in names]
             for name, worker in zip(names, self.workers, strict=True):
-                self._wait_said(name, worker, rb"(Successfully registered with master)")
+                self._wait_for_log(name, worker, rb"(Successfully registered with master)")
         except BaseException:
             self.close()
             raise
@@ -67,13 +68,13 @@ class Standalone:
         for process in reversed(self._all):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):  # no process is left in the group, as it should be
+            with contextlib.suppress(ProcessLookupError):  # the group has no process left, as expected
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        shutil.rmtree(self._home, ignore_errors=True)
+        shutil.rmtree(self.home, ignore_errors=True)
 
     def kill_worker(self, number: int) -> None:
-        """SIGKILL a worker and its executors at once, as when its machine is gone."""
+        """SIGKILL a worker and its executors, as if their machine were lost."""
         os.killpg(self.workers[number].pid, signal.SIGKILL)
         self.workers[number].wait()
 
@@ -89,12 +90,12 @@ class Standalone:
             "SPARK_DAEMON_JAVA_OPTS": f"{log_options('info')} {_FRUGAL}",
         }
         command = [str(home / "bin" / "spark-class"), main_class, *arguments]
-        with open(self._home / f"{name}.log", "wb") as log:
-            # A group of its own: Ctrl-C is for the driver, and the executors that it starts end with it.
+        with open(self.home / f"{name}.log", "wb") as log:
+            # A process group of its own, so that Ctrl-C reaches only the driver, and a worker's executors end with it.
             process = subprocess.Popen(
                 command,
                 env=env,
-                cwd=self._home,
+                cwd=self.home,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -103,13 +104,13 @@ class Standalone:
         self._all.append(process)
         return process
 
-    def _wait_said(self, name: str, process: "subprocess.Popen[bytes]", what: bytes) -> str:
-        """Wait until `what` is in the log of a process; return its group."""
-        log = self._home / f"{name}.log"
+    def _wait_for_log(self, name: str, process: "subprocess.Popen[bytes]", pattern: bytes) -> str:
+        """Wait until `pattern` is in the log of a process; return its group. Raises RetryError if the process ends."""
+        log = self.home / f"{name}.log"
         deadline = time.monotonic() + _READY_S
-        while not (found := re.search(what, log.read_bytes())):
+        while not (found := re.search(pattern, log.read_bytes())):
             if process.poll() is not None or time.monotonic() > deadline:
                 last = log.read_text(errors="replace").strip().splitlines()[-3:]
-                raise RetryError(f"Spark's {name} did not start: {' / '.join(last) or 'it said nothing'}")
+                raise RetryError(f"Spark's {name} did not start: {' / '.join(last) or 'it printed nothing'}")
             time.sleep(_POLL_S)
         return found[1].decode()

@@ -1,13 +1,14 @@
-"""What spark-submit runs: a pipeline, with the arguments of `kmq pipeline run`, on the master that spark-submit was told.
+"""The script for spark-submit: runs a pipeline with the arguments of `kmq pipeline run`, on spark-submit's master.
 
-spark-submit --master k8s://https://… --conf … local:///opt/kmq/app/kmq/spark/submit.py archive --topics orders --to /archive
+    spark-submit --master k8s://https://… --conf … \\
+        local:///opt/kmq/app/kmq/spark/submit.py archive --topics orders --to /archive
 """
 
 import os
 import sys
 
 if __name__ == "__main__":
-    # Python looks for modules beside a script first, where `names` or `sql` would be ours by the wrong name.
+    # Python searches the script's directory first: `import names` or `import sql` would find modules of this package.
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
     from kmq.cli.app import main
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import warnings
+from typing import Any
 
 from kmq.spark.pipelines import archive
 from kmq.spark.pipelines.dead_letters import DeadLetters
@@ -18,18 +19,18 @@ from kmq.spark.tables.bound import BoundStream
 point, batch, whole_group, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "group", json.loads(sys.argv[4])
 
 
-def kill():
+def kill() -> None:
     """This process; or with it the JVM and the Python workers."""
     if whole_group:
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying(owner, name, before):
+def dying(owner: type, name: str, before: bool) -> None:
     """Die in `owner.name` in that batch, before it does its work or after."""
     real = getattr(owner, name)
 
-    def method(self, *args, **kwargs):
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if before and begun:
             kill()
         done = real(self, *args, **kwargs)
@@ -44,7 +45,7 @@ begun: list[int] = []
 real_bind = BoundStream.bind
 
 
-def bind(self, query, batch_id):
+def bind(self: BoundStream, query: str, batch_id: int) -> None:
     real_bind(self, query, batch_id)
     if batch_id == batch:
         begun.append(batch_id)

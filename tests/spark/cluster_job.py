@@ -8,9 +8,12 @@ With `gate` a job more, whose tasks each leave a file there and wait until there
 import json
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from pyspark import TaskContext
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from kmq.spark import session
@@ -21,18 +24,19 @@ from kmq.spark.pipelines import archive
 PATIENCE_S = 300
 
 
-def say(**result):
+def say(**result: Any) -> None:
     print(json.dumps(result), flush=True)
 
 
-def figures(rows):
+def figures(rows: DataFrame) -> Row:
     """What is the same for the same records in any order."""
-    return rows.agg(
+    found = rows.agg(
         F.count("*").alias("rows"), F.count_distinct("broker", "seq").alias("records"), F.sum("seq").alias("seqs")
     ).first()
+    return cast(Row, found)
 
 
-def main(master, servers, lines, directory, gate=""):
+def main(master: str, servers: str, lines: str, directory: str, gate: str = "") -> None:
     quick = dict.fromkeys(
         (f"spark.{who}.extraJavaOptions" for who in ("driver", "executor")), "-XX:TieredStopAtLevel=1"
     )
@@ -57,23 +61,22 @@ def main(master, servers, lines, directory, gate=""):
     spark.stop()
 
 
-def figures_of(spark, path):
+def figures_of(spark: SparkSession, path: str) -> dict[str, Any]:
     return {f"table_{name}": value for name, value in figures(spark.read.parquet(path)).asDict().items()}
 
 
-def where_tasks_run(spark):
+def where_tasks_run(spark: SparkSession) -> set[str]:
     """The processes that tasks run in, of a few tasks that wait for each other's executor."""
 
-    def process(tasks):
+    def process(tasks: Iterable[int]) -> Iterator[str]:
         time.sleep(0.5)  # long enough for each executor to take one
         yield open("/proc/self/stat").read().split()[3]
 
     return set(spark.sparkContext.parallelize(range(4), 4).mapPartitions(process).collect())
 
 
-def through_gate(rows, gate):
-    @F.udf("bigint")
-    def wait(seq):
+def through_gate(rows: DataFrame, gate: str) -> DataFrame:
+    def wait(seq: int) -> int:
         task = TaskContext.get()
         assert task is not None
         here = Path(gate, f"task-{task.taskAttemptId()}")
@@ -85,7 +88,9 @@ def through_gate(rows, gate):
                 time.sleep(0.02)
         return seq
 
-    return rows.select("broker", wait("seq").alias("seq"))
+    # Of a function with annotations Spark would infer a kind of UDF, and warn that this needs pandas.
+    waits = F.udf(lambda seq: wait(seq), "bigint")
+    return rows.select("broker", waits("seq").alias("seq"))
 
 
 if __name__ == "__main__":

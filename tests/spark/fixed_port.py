@@ -1,9 +1,12 @@
 """A broker whose line protocol stays at one address over restarts, as a writer that is told `host:port` needs it."""
 
 import socket
+from typing import Any
+
+from brokers import Broker
 
 
-def up(broker, **settings):
+def up(broker: Broker, **settings: Any) -> str:
     """Start `broker`, and return its address; the same one each time."""
     if broker.env["KMQ_PORT"] == "0":
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -12,11 +15,11 @@ def up(broker, **settings):
     return address(broker)
 
 
-def address(broker):
+def address(broker: Broker) -> str:
     return f"127.0.0.1:{broker.env['KMQ_PORT']}"
 
 
-def messages(broker, topic):
+def messages(broker: Broker, topic: str) -> list[tuple[str, bytes]]:
     """(id, payload) of each stored line of `topic`; id without headers but with the producer: `name/number`."""
     found = []
     for line in broker.lines(topic):
@@ -26,11 +29,11 @@ def messages(broker, topic):
     return found
 
 
-def payloads(broker, topic):
+def payloads(broker: Broker, topic: str) -> list[bytes]:
     return [payload for _, payload in messages(broker, topic)]
 
 
-def routed(broker, count):
+def routed(broker: Broker, count: int) -> None:
     """Wait until `count` messages, and no more, are in their topics."""
     broker.wait_routed(count)
     assert int(broker.status()["framer"]["seq"]) == count

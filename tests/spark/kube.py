@@ -6,6 +6,7 @@ What it is asked is written down, so that a test can hold it against the rights 
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -14,16 +15,20 @@ from urllib.parse import parse_qs, urlsplit
 
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
+Document = dict[str, Any]  # a pod, an event, a status
+Query = dict[str, list[str]]
+
 
 class ApiServer:
     """`start(pod)` is called with each pod that is made and returns what ends it; `url` is for --master k8s://."""
 
-    def __init__(self, start):
+    def __init__(self, start: Callable[[Document], Callable[[], object]]) -> None:
         self.asked: set[tuple[str, str]] = set()  # (verb, resource)
-        self.made: list[dict[str, Any]] = []  # pods as they were asked for
-        self.pods: dict[str, dict[str, Any]] = {}
-        self._start, self._end = start, {}
-        self._events: list[dict[str, Any]] = []
+        self.made: list[Document] = []  # pods as they were asked for
+        self.pods: dict[str, Document] = {}
+        self._start = start
+        self._end: dict[str, Callable[[], object]] = {}
+        self._events: list[Document] = []
         self._changed = threading.Condition()
         self._numbers = count(1)
         server = self
@@ -36,17 +41,17 @@ class ApiServer:
         self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
 
-    def __enter__(self):
+    def __enter__(self) -> "ApiServer":
         self._thread.start()
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         for name in list(self.pods):
             self.delete(name)
         self._http.shutdown()
         self._http.server_close()
 
-    def put(self, pod):
+    def put(self, pod: Document) -> Document:
         """A pod that runs, as if the API had been asked for it; returns it as it is stored."""
         number = next(self._numbers)
         pod["metadata"] |= {"uid": f"uid-{number}", "namespace": "default", "creationTimestamp": "2026-01-01T00:00:00Z"}
@@ -55,18 +60,18 @@ class ApiServer:
         self._tell("ADDED", pod)
         return pod
 
-    def create(self, pod):
+    def create(self, pod: Document) -> Document:
         self.made.append(json.loads(json.dumps(pod)))
         stored = self.put(pod)
         self._end[pod["metadata"]["name"]] = self._start(stored)
         return stored
 
-    def delete(self, name):
+    def delete(self, name: str) -> None:
         pod = self.pods[name]
         self._end.pop(name, lambda: None)()
         self._tell("DELETED", pod)
 
-    def _tell(self, what, pod):
+    def _tell(self, what: str, pod: Document) -> None:
         with self._changed:
             pod["metadata"]["resourceVersion"] = str(len(self._events) + 1)
             if what == "DELETED":
@@ -76,7 +81,7 @@ class ApiServer:
             self._events.append({"type": what, "object": pod})
             self._changed.notify_all()
 
-    def selected(self, query):
+    def selected(self, query: Query) -> Callable[[Document], bool]:
         """Whether a pod is asked for: by labels, name=value or name!=value, and by fields, of which only the name is known."""
         terms = [
             (term.partition("=")[0], term.partition("=")[2], where)
@@ -85,7 +90,7 @@ class ApiServer:
             if term
         ]
 
-        def is_asked_for(pod):
+        def is_asked_for(pod: Document) -> bool:
             labels = pod["metadata"].get("labels", {})
             for name, value, where in terms:
                 held = labels.get(name.rstrip("!")) if where == "label" else pod["metadata"]["name"]
@@ -95,10 +100,10 @@ class ApiServer:
 
         return is_asked_for
 
-    def _has_more(self, at):
+    def _has_more(self, at: int) -> bool:
         return len(self._events) > at
 
-    def watch(self, query, patience_s=30.0):
+    def watch(self, query: Query, patience_s: float = 30.0) -> Iterator[Document]:
         """Events from a version on, as they come."""
         at, is_wanted = int(query.get("resourceVersion", ["0"])[0] or 0), self.selected(query)
         deadline = time.monotonic() + patience_s
@@ -108,7 +113,7 @@ class ApiServer:
                 events, at = self._events[at:], len(self._events)
             yield from (event for event in events if is_wanted(event["object"]))
 
-    def listing(self, query):
+    def listing(self, query: Query) -> Document:
         found = [pod for pod in list(self.pods.values()) if self.selected(query)(pod)]
         return {
             "apiVersion": "v1",
@@ -122,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     api: ApiServer
 
-    def _serve(self):
+    def _serve(self) -> None:
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -152,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
 
-    def _answer(self, code, what):
+    def _answer(self, code: int, what: Document) -> None:
         text = json.dumps(what).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
@@ -160,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def _stream(self, query):
+    def _stream(self, query: Query) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Transfer-Encoding", "chunked")
@@ -175,5 +180,5 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             pass  # whoever watched has gone
 
-    def log_message(self, *args):
+    def log_message(self, *args: object) -> None:
         pass

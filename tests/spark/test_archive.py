@@ -411,7 +411,7 @@ def test_a_merge_that_dies_leaves_the_rows_once(spark, tmp_path, monkeypatch, st
             table.merge(spark, all=True)
     assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
     with tables.open_table(to, "parquet", ["topic"]) as table:
-        assert not os.path.exists(table._merging)
+        assert not os.path.exists(table.merging)
         assert table.merge(spark, all=True) == (10 if step == "writer" else 0)
     assert sorted(row["n"] for row in read(to, "parquet")) == list(range(10))
 

@@ -95,7 +95,7 @@ def place_of(row):
 
 def delete(made, data, *names):
     for name in names:
-        requests.lay_down(data, requests.DELETE, name, {})
+        requests.submit(data, requests.DELETE, name, {})
     made[1].tick()
 
 

@@ -252,8 +252,8 @@ def test_times_in_strings_are_told_by_counting_and_odd_ones_are_not(spark):
     ]
     odd = [r'{"s":"\u003a","new":1}', '{"s":null}', '{"s":":","new":1}', '{"s":{"a":1.50000000000000000000000000001}}']
     rows = spark.createDataFrame([(text,) for text in [*plain, *odd]], "text string")
-    document = F.from_json("text", payloads._with_corrupt(kind))
-    told = rows.withColumn("made", document).select(payloads._accounted(F.col("text"), F.col("made"), kind)).collect()
+    document = F.from_json("text", payloads.with_corrupt(kind))
+    told = rows.withColumn("made", document).select(payloads.accounted(F.col("text"), F.col("made"), kind)).collect()
     assert [each[0] for each in told] == [True] * len(plain) + [False] * len(odd)
 
 

@@ -112,15 +112,15 @@ def test_a_signal_before_its_stream_is_active_stops_it_too(tmp_path):
 
 STARTING = """
 import typer
-from kmq.spark import sessions
 from kmq.cli.pipeline_options import On
 from kmq.cli.pipeline_session import running
+from pyspark import java_gateway
 
-launch = sessions._launched
-def launched(conf):
+launch = java_gateway.launch_gateway
+def launched(conf, popen_kwargs):
     print("started", flush=True)
-    return launch(conf)
-sessions._launched = launched
+    return launch(conf, popen_kwargs)
+java_gateway.launch_gateway = launched
 
 def main() -> None:
     with running("stream", On("local[1]")):
@@ -182,7 +182,7 @@ def test_kmq_sql_reads_a_script_and_ends_at_its_first_error_with_one_line(tmp_pa
     )
     assert done.stdout.split() == ["n", "2", "value_text", "a", "b"]
     assert done.returncode == 78
-    assert done.stderr.splitlines()[-1] == "kmq: no topic `nope`; there are orders, append, all_topics"
+    assert done.stderr.splitlines()[-1] == "kmq: unknown topic `nope`; expected one of orders, append, all_topics"
     assert not [line for line in done.stderr.splitlines()[:-1] if not line.startswith("ts=")], "Spark is quiet"
     assert os.listdir(tmp_path) == ["data"], "nothing is left where it was run"
 
@@ -219,7 +219,7 @@ def test_without_a_terminal_progress_is_a_line_of_logfmt_every_few_seconds(spark
         said += capfd.readouterr().err
         return said
 
-    with Progress(spark, "audit", Console(file=io.StringIO()), say_s=0.1) as progress:
+    with Progress(spark, "audit", Console(file=io.StringIO()), log_s=0.1) as progress:
         progress.describe("reading the WAL")
         wait(lambda: "tasks_done=0 tasks=2" in text())
     assert 'stage=audit event=step what="reading the WAL"' in said
@@ -248,7 +248,7 @@ def test_a_stream_shows_its_batches(spark, tmp_path, capfd):
         return said
 
     try:
-        with Progress(spark, "copy", Console(file=io.StringIO()), say_s=0.05):
+        with Progress(spark, "copy", Console(file=io.StringIO()), log_s=0.05):
             wait(lambda: "event=batch query=copy batch=2 rows=10 " in text())
     finally:
         query.stop()

@@ -106,7 +106,7 @@ def test_a_running_query_is_shown_as_running_and_is_not_reset(spark, copied, tmp
         code, out, err = kmq("pipeline", "status", at, "--json")
         assert json.loads(out)["running"] is True, err
         code, out, err = kmq("pipeline", "reset", at, "--to", "earliest")
-        assert (code, out) == (69, "") and "its query runs" in err
+        assert (code, out) == (69, "") and "its query is running" in err
     finally:
         query.stop()
     wait(lambda: not checkpoint.Checkpoint(at).holder())

@@ -56,14 +56,14 @@ def test_lines_queued_as_their_sender_is_fenced_are_sent_in_its_next_turn(up, mo
     monkeypatch.setattr(senders, "_TURNS_S", (0.01, 0.02, 0.04, 0.08, 0.16))
     older = sender(up)
     newer = sender(up)
-    queue = older._producer.send_lines
+    queue = older.producer.send_lines
 
     def queue_and_wait(lines):
         delivery = queue(lines)
         up.wait(lambda: delivery.done, "the refusal")
         return delivery
 
-    monkeypatch.setattr(older._producer, "send_lines", queue_and_wait)
+    monkeypatch.setattr(older.producer, "send_lines", queue_and_wait)
     older.send(block(0, 100))
     older.finish()
     newer.abort()
@@ -133,7 +133,7 @@ def test_rows_whose_seq_the_broker_has_forgotten_are_found_by_their_id(broker, m
     for start in range(0, 3000, 60):  # in turns: many runs
         for each in (one, two):
             each.send(block(start, start + 60))
-            each._producer.flush()
+            each.producer.flush()
     one.finish()
     two.finish()
     monkeypatch.setattr(stored, "_STEP", 64)

@@ -151,7 +151,7 @@ def test_two_writes_of_one_batch_under_one_name_stop_the_stream(spark, up, tmp_p
     query = rows.option("startingOffsets", "earliest").load().writeStream.foreachBatch(both)
     query = query.option("checkpointLocation", str(tmp_path / "c")).trigger(availableNow=True).start()
     with pytest.raises(
-        StreamingQueryException, match=r"stored is .*a\|.*; came .*b\|.*two writes have one kmq.producer"
+        StreamingQueryException, match=r"stored is .*a\|.*; came .*b\|.*two writes share a kmq.producer"
     ):
         query.awaitTermination(200)
 

@@ -82,7 +82,7 @@ def test_what_retention_took_before_it_was_read_stops_the_stream_or_is_passed_ov
 
 
 def delete(made, data, topic):
-    requests.lay_down(data, requests.DELETE, topic, {})
+    requests.submit(data, requests.DELETE, topic, {})
     made[1].tick()
     assert topic not in topics.names(data)
 

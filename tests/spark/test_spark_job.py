@@ -76,7 +76,7 @@ def test_the_job_archives_a_live_broker_on_a_standalone_cluster(here, served):
         done = run(here, on_it)
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"archived {COUNT} rows in 1 batches" in done.stdout
-        assert list((cluster._home / "work").glob("app-*/0")), "an executor of this cluster, and not the driver, did it"
+        assert list((cluster.home / "work").glob("app-*/0")), "an executor of this cluster, and not the driver, did it"
     check(here, served)
 
 

@@ -93,7 +93,9 @@ def test_names_that_differ_in_case_only_are_two_topics(ask, data):
 
 
 def test_a_topic_that_does_not_exist_is_named_with_those_that_do(ask):
-    with pytest.raises(ConfigError, match=r"no topic `nope`; there are Jobs, jobs.eu, orders, append, all_topics"):
+    with pytest.raises(
+        ConfigError, match=r"unknown topic `nope`; expected one of Jobs, jobs.eu, orders, append, all_topics"
+    ):
         ask("select 1 from nope")
 
 

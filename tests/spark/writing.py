@@ -1,9 +1,15 @@
 """Writes to format("kmq"), batch and stream, to one broker. An option's dots are underscores: kmq_producer."""
 
+from pathlib import Path
+
 import fixed_port
+from brokers import Broker
+from pyspark.sql import DataFrame, DataFrameWriter
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 
-def writer(df, broker, **options):
+def writer(df: DataFrame, broker: Broker, **options: str) -> DataFrameWriter:
     options = {
         "kmq.producers": fixed_port.address(broker),
         **{name.replace("_", "."): v for name, v in options.items()},
@@ -11,7 +17,7 @@ def writer(df, broker, **options):
     return df.write.format("kmq").mode("append").options(**options)
 
 
-def stream(df, broker, checkpoint, **options):
+def stream(df: DataFrame, broker: Broker, checkpoint: Path, **options: str) -> DataStreamWriter:
     options = {
         "kmq.producers": fixed_port.address(broker),
         **{name.replace("_", "."): v for name, v in options.items()},
@@ -20,12 +26,12 @@ def stream(df, broker, checkpoint, **options):
     return query.trigger(availableNow=True)
 
 
-def finish(query):
+def finish(query: StreamingQuery) -> None:
     assert query.awaitTermination(200)
     assert query.exception() is None
 
 
-def forget_last_commit(checkpoint):
+def forget_last_commit(checkpoint: Path) -> None:
     """What is left when the driver is killed between the sink and Spark's commit: the last batch comes again."""
     last = max(
         (path for path in checkpoint.joinpath("commits").iterdir() if path.name.isdecimal()), key=lambda p: int(p.name)

@@ -1,4 +1,4 @@
-"""How many records and bytes came into the WAL, by topic and moment."""
+"""Counts the records and bytes that the WAL received, by topic and moment."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ class Arrivals:
     """Counts of what was read so far."""
 
     def __init__(self, bucket: int) -> None:
-        """`bucket`: µs that are counted as one moment."""
+        """`bucket`: µs of one moment."""
         self._bucket = bucket
         self._counts: Counter[TopicTime] = Counter()
         self._sizes: Counter[TopicTime] = Counter()
 
     def add(self, block: Block, times: Numbers, targets: Numbers, places: list[Place]) -> None:
-        """Count the records of a block, received at `times`, that belong to `targets`, numbers in `places`."""
+        """Count the records of a block. `times`: when each was received; `targets`: index of its queue in `places`."""
         lengths = block.ends[-1] + 1 - block.starts[0]
         moments = times // self._bucket
         cuts = [0, *(np.flatnonzero(np.diff(moments)) + 1).tolist(), block.count]

@@ -1,16 +1,17 @@
-"""The WAL against all queues: is every record in its queue once, in order, with the same bytes, and nothing else?
+"""Compares the WAL with all queues: is every record in its queue once, in order, with the same bytes, and nothing else?
 
-    kmq pipeline run audit --path data                               a data directory, of a broker that is up or not
+    kmq pipeline run audit --path data                               a data directory, of a broker that may be running
     kmq pipeline run audit --brokers a:8082,b:8082                   or over HTTP, each broker by itself
 
-The way of an audit: snapshot.py (the brokers at one moment), tasks.py (cut by seqs), auditor.py and queue.py (in a task), here
-(Spark adds up), found.py (the result), report.py and page.py. What is audited, and what cannot be, is argued in auditor.py.
+Steps       snapshot.py (the brokers at one moment), tasks.py (cut by seqs), auditor.py and queue.py (within a task),
+            this module (Spark adds up), found.py (the result), report.py and page.py. auditor.py says what is audited,
+            what cannot be, and why.
+Speed       Nothing is shuffled. The WAL and each queue are in order of seq, so a task reads a range of the WAL and the
+            part of each queue that belongs to it. Only rows about topics, moments and findings leave the task. They are
+            combined with DataFrames, as users can do: `evidence`, `findings`, `by_hour`.
 
-Speed       Nothing is shuffled. The WAL and each queue are in order of seq, so a task reads a range of the WAL and the part of
-            each queue that belongs to it. Only rows about topics, moments and findings leave it. They are combined with
-            DataFrames, as users can do: `evidence`, `findings`, `by_hour`.
-
-`gaps`, `duplicates` and `out_of_order` find the same in any DataFrame of format("kmq"), by ordinary (shuffling) queries.
+`gaps`, `duplicates` and `out_of_order` find the same in any DataFrame of format("kmq"), by ordinary queries,
+which shuffle.
 """
 
 import json
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from kmq.spark.streaming.progress import Progress
 
 _WINDOW = 1 << 20  # seqs of a broker that `gaps` sorts at once
-_LISTED = 5_000  # findings, and notes, that are listed one by one; all are counted
+_MAX_LISTED = 5_000  # findings, and notes, that are listed one by one; all are counted
 _ORDER = ("broker", "topic", "partition", "first_seq", "offset", "byte", "what")
 
 _DDL = "broker string, " + ", ".join(
@@ -45,13 +46,14 @@ _DDL = "broker string, " + ", ".join(
 
 
 def evidence(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTES) -> "DataFrame":
-    """Return all that an audit of these brokers sees, as rows (findings.Row) with the broker's name.
+    """Return the evidence of an audit of these brokers: rows (findings.Row) with the broker's name in front.
 
-    `what` is one of FINDINGS or NOTES; `records`: WAL records by topic and moment; `queue`: queue records compared.
+    Column `what` is a key of FINDINGS or NOTES, or `records` (WAL records by topic and moment), or `queue` (queue
+    records compared). `nbytes`: of the WAL in a task, about.
     """
     tasks = [(source, task) for source in audited for task in plan(source.open(), source.snapshot, nbytes)]
-    # Not mapInArrow: it asks for pandas. What comes out is few rows.
-    rows = spark.sparkContext.parallelize(tasks, len(tasks)).flatMap(_rows).cache()  # audited once, asked often
+    # Not mapInArrow, which requires pandas. The result has few rows.
+    rows = spark.sparkContext.parallelize(tasks, len(tasks)).flatMap(_rows).cache()  # computed once for many queries
     return spark.createDataFrame(rows, _DDL)
 
 
@@ -68,7 +70,7 @@ def findings(rows: "DataFrame") -> "DataFrame":
 
 
 def over_time(rows: "DataFrame") -> "DataFrame":
-    """Return records and bytes by broker, topic and moment, as they came into the WAL."""
+    """Return the records and bytes that the WAL received, by broker, topic and moment."""
     from pyspark.sql import functions as F
 
     counted = rows.filter("what = 'records'").groupBy("broker", "topic", F.timestamp_micros("time").alias("time"))
@@ -79,17 +81,20 @@ def by_hour(rows: "DataFrame") -> "DataFrame":
     """Return records and bytes by broker, topic and hour."""
     from pyspark.sql import functions as F
 
-    # Not date_trunc, which goes by the session's time zone.
+    # Not date_trunc, which uses the session's time zone.
     hour = F.timestamp_micros(F.expr(f"time - time % {BUCKETS[-1]}")).alias("hour")
     counted = rows.filter("what = 'records'").groupBy("broker", "topic", hour)
     return counted.agg(F.sum("records").alias("records"), F.sum("nbytes").alias("bytes"))
 
 
-# --- for DataFrames of users ---------------------------------------------------------------------------------------------
+# --- for DataFrames of users -----------------------------------------------------------------------------------------
 
 
 def gaps(df: "DataFrame") -> "DataFrame":
-    """Return (broker, first_seq, last_seq): the seqs that are missing between those of `df`, which has columns broker and seq."""
+    """Return the ranges of seqs that are missing in `df`, as (broker, first_seq, last_seq).
+
+    `df`: has columns broker and seq.
+    """
     from pyspark.sql import Window
     from pyspark.sql import functions as F
 
@@ -104,14 +109,17 @@ def gaps(df: "DataFrame") -> "DataFrame":
 
 
 def duplicates(df: "DataFrame") -> "DataFrame":
-    """Return (broker, seq, times): the seqs that are in `df` more than once."""
+    """Return the seqs that are in `df` more than once, as (broker, seq, times)."""
     from pyspark.sql import functions as F
 
     return df.groupBy("broker", "seq").agg(F.count("*").alias("times")).filter("times > 1")
 
 
 def out_of_order(df: "DataFrame") -> "DataFrame":
-    """Return the records of `df` (broker, topic, partition, offset, seq) whose seq is not above that of the offset before."""
+    """Return the records of `df` whose seq is not above the seq at the previous offset.
+
+    `df`: has columns broker, topic, partition, offset and seq.
+    """
     from pyspark.sql import Window
     from pyspark.sql import functions as F
 
@@ -124,17 +132,17 @@ def missing(wal: "DataFrame", queues: "DataFrame") -> "DataFrame":
     return wal.join(queues.select("broker", "seq"), ["broker", "seq"], "left_anti")
 
 
-# --- the result ------------------------------------------------------------------------------------------------------------
+# --- the result ------------------------------------------------------------------------------------------------------
 
 
 def audit(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTES) -> Result:
-    """Audit these brokers, and return what was found."""
+    """Audit these brokers, and return the result."""
     from pyspark.sql import functions as F
 
     rows = evidence(spark, audited, nbytes)
     totals: dict[str, dict[Key, int]] = {}
     moments: list[Moment] = []
-    # One query for all that is counted: each more takes the JVM a second of its own.
+    # One query for all counts, because each further query takes the JVM another second.
     counted = rows.groupBy("what", "broker", "topic", "partition", "time")
     for what, broker, topic, partition, time, records, size in counted.agg(F.sum("records"), F.sum("nbytes")).collect():
         if what == "records":
@@ -152,7 +160,7 @@ def audit(spark: "SparkSession", audited: list[Source], nbytes: int = SPLIT_BYTE
 def _listed(rows: "DataFrame", kinds: dict[str, str]) -> list[Any]:
     from pyspark.sql import functions as F
 
-    return rows.filter(F.col("what").isin(list(kinds))).orderBy(*_ORDER).limit(_LISTED).collect()
+    return rows.filter(F.col("what").isin(list(kinds))).orderBy(*_ORDER).limit(_MAX_LISTED).collect()
 
 
 def run(
@@ -163,9 +171,9 @@ def run(
     limit: int = 20,
     progress: "Progress | None" = None,
 ) -> int:
-    """Audit the brokers that `where` names, print the result, write the HTML file `report`.
+    """Audit the brokers that the options `where` name, print the result, and write the HTML file `report` if given.
 
-    Returns the exit code: 0 if all is good, 1 if there are findings.
+    `limit`: findings to list. Returns the exit code: 0 without findings, 1 with findings.
     """
     if progress:
         progress.describe("comparing the WAL with the queues")

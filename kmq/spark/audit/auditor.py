@@ -1,13 +1,13 @@
-"""Are the queues what the WAL says? One task: a range of the WAL's seqs against the offsets of all queues that belong to it.
+"""Audits one task: compares a range of the WAL's seqs with the offsets of all queues that belong to it.
 
-Exact       In a good task the bytes of a queue are the lines of the WAL that route there, one after another. They are compared
-            as bytes, block by block, without Python per record. Only where they differ, lines are compared one by one
-            (queue.py): which is missing, doubled, out of order, altered, elsewhere, from nowhere.
-Not audited Records of deleted topics. Queue records below the first seq of the WAL: only their crc, form and order are checked.
-            WAL records below the first that a queue still has. All are counted as notes. In a compacted queue there must be as
-            many bare newlines between two records as records are missing there; which ones is unknown. Those at a cut count
-            for both sides of it.
-Memory      One block of the WAL and of each queue; of queues that differ all their lines in the task.
+Exact       In a task without errors, the bytes of a queue are the lines of the WAL that route there, one after another.
+            They are compared as bytes, block by block, without Python code per record. Only for queues that differ are
+            lines compared one by one (queue.py): missing, duplicate, out of order, altered, in a wrong queue, foreign.
+Not audited Records of deleted topics. Queue records below the first seq of the WAL: only their crc, format and order
+            are checked. WAL records below the first record that a queue still has. All of these are counted as notes.
+            In a compacted queue there must be as many bare newlines between two records as records are missing there;
+            which records they stand for is unknown. Bare newlines at a cut between two tasks count for both.
+Memory      One block of the WAL and of each queue. Of queues that differ, all their lines in the task.
 """
 
 from collections import defaultdict
@@ -31,11 +31,11 @@ from kmq.spark.audit.tasks import OlderTask, Task
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.columns import Block, Numbers
 
-Seen = tuple[Numbers, Numbers]  # seqs and targets of the task's records, in the WAL's order
+Seen = tuple[Numbers, Numbers]  # seqs and targets of the task's records, in the order of the WAL
 
 
 def audit_task(broker: Broker, snapshot: Snapshot, task: Task | OlderTask, bucket: int) -> list[Row]:
-    """Return the evidence of one task. `bucket`: µs that are counted as one moment."""
+    """Return the evidence of one task. `bucket`: µs of one moment."""
     evidence = Evidence()
     if isinstance(task, OlderTask):
         _check_older(LogReader(broker, evidence), task, evidence)
@@ -45,7 +45,7 @@ def audit_task(broker: Broker, snapshot: Snapshot, task: Task | OlderTask, bucke
 
 
 def _check_older(reader: LogReader, task: OlderTask, evidence: Evidence) -> None:
-    """Check the order of queue records that the WAL no longer has."""
+    """Check the order of queue records that are no longer in the WAL."""
     count, before = 0, 0
     for block in reader.read(task.place, task.offsets):
         if isinstance(block, Unreadable):
@@ -67,7 +67,7 @@ class Auditor:
         self._evidence, self._routes = comparison.evidence, comparison.routes
 
     def run(self) -> None:
-        """Add all that there is to say of the task to the evidence."""
+        """Audit the task, and add everything found to the evidence."""
         task = self._with.task
         if task.low == self._with.snapshot.wal[0]:
             for topic, damage in self._with.snapshot.hidden.items():
@@ -79,10 +79,10 @@ class Auditor:
             if end > start:
                 self._evidence.count(Row.of("queue", place, end - start))
 
-    # --- the quick way: bytes ----------------------------------------------------------------------------------------
+    # --- the fast comparison: bytes ----------------------------------------------------------------------------------
 
     def _compare_bytes(self) -> list[int]:
-        """Read the WAL and all queues beside it; return the queues whose bytes are not those of the WAL."""
+        """Read the WAL and all queues side by side; return the queues whose bytes differ from the WAL's."""
         seen: list[Numbers] = []
         streams: dict[int, _Stream] = {}
         before = 0  # recv_ts
@@ -99,7 +99,7 @@ class Auditor:
             for target, lines in self._lines_by_target(block, seqs, targets):
                 if target not in streams:
                     streams[target] = self._stream(target)
-                streams[target].take(lines)
+                streams[target].compare(lines)
             seen.append(seqs)
         self._follow_retention(seen)
         self._check_order(concatenated(seen))
@@ -116,7 +116,7 @@ class Auditor:
         return _Stream(self._with.reader.broker.read(*place, start, end) if end > start else ())
 
     def _lines_by_target(self, block: Block, seqs: Numbers, targets: Numbers) -> Iterator[tuple[int, pa.Buffer]]:
-        """Yield the bytes that each queue should hold of a block, except queues that cannot be compared."""
+        """Yield for each queue the bytes of a block that it should hold, except for queues that cannot be compared."""
         inside = self._with.is_inside(seqs)
         for target, lines in self._by_target(block, seqs, targets, inside):
             place = self._routes.places[target]
@@ -159,13 +159,13 @@ class Auditor:
     # --- the WAL by itself -------------------------------------------------------------------------------------------
 
     def _check_clock(self, seqs: Numbers, times: Numbers, before: int) -> int:
-        """Check that times never decrease; return the latest one."""
+        """Check that the times never decrease; return the latest time. `before`: the latest time so far."""
         back = np.flatnonzero(np.diff(times, prepend=before) < 0)
         self._evidence.add_runs("clock_back", THE_WAL, seqs, back)
         return int(times.max(initial=before))
 
     def _follow_retention(self, seen: list[Numbers]) -> None:
-        """Treat what retention took from the WAL while it was read as if it had gone before."""
+        """Treat records that retention removed from the WAL during the read as removed before the audit."""
         task = self._with
         first = int(seen[0][0]) if seen else task.high
         if first > task.low and not task.unreadable:
@@ -173,7 +173,7 @@ class Auditor:
             task.low = max(task.low, min(task.high, retained))
 
     def _check_order(self, seqs: Numbers) -> None:
-        """Add gaps, duplicates and what is out of order."""
+        """Add gaps, duplicates and records out of order to the evidence."""
         task = self._with
         if len(seqs) == task.high - task.low and (np.diff(seqs) == 1).all() and seqs[0] == task.low:
             return
@@ -193,21 +193,24 @@ class Auditor:
                 if count:
                     self._evidence.add(Row.of_wal("dropped_framed", (first, last), count))
 
-    # --- the slow way: lines -------------------------------------------------------------------------------------------
+    # --- the exact comparison: lines ---------------------------------------------------------------------------------
 
     def _compare_lines(self, differing: list[int]) -> None:
-        """Add what is wrong in these queues to the evidence."""
+        """Add the errors of these queues to the evidence."""
         expected, (seqs, targets) = self._expected(differing)
         belongs = TargetOfSeq(seqs, targets)
         queues = [QueueAuditor(self._with, target, *expected[target]) for target in differing]
-        elsewhere: defaultdict[int, list[int]] = defaultdict(list)  # what is in another queue is not lost
+        elsewhere: defaultdict[int, list[int]] = defaultdict(list)  # a record in another queue is not lost
         for queue in queues:
             queue.classify(belongs, elsewhere)
         for queue in queues:
             queue.account(np.array(elsewhere[queue.target], np.int64))
 
     def _expected(self, differing: list[int]) -> tuple[dict[int, tuple[Numbers, pa.Array]], Seen]:
-        """Read the WAL once more: (seqs, lines) of these queues, each seq once; and seqs and targets of all records."""
+        """Read the WAL again; return (seqs, lines) of each of these queues, and seqs and targets of all records.
+
+        The seqs of a queue are sorted, each once.
+        """
         chosen = np.array(differing)
         parts: dict[int, list[tuple[Numbers, pa.Array]]] = {target: [] for target in differing}
         seen: list[Seen] = []
@@ -231,14 +234,14 @@ class Auditor:
 
 
 class _Stream:
-    """The bytes of a queue, compared in order; after one difference it is read no further."""
+    """The bytes of a queue, compared in order. After the first difference nothing more is read."""
 
     def __init__(self, blocks: Iterable[tuple[int, bytes]]) -> None:
         self._blocks = iter(blocks)
         self._rest = pa.py_buffer(b"")
         self._is_same = True
 
-    def take(self, expected: pa.Buffer) -> None:
+    def compare(self, expected: pa.Buffer) -> None:
         """Compare the next bytes with `expected`."""
         while self._is_same and expected.size:
             if not self._rest.size:
@@ -248,7 +251,7 @@ class _Stream:
             expected, self._rest = expected.slice(size), self._rest.slice(size)
 
     def ended(self) -> bool:
-        """Return True if all was the same, and nothing is left."""
+        """Return True if all bytes were the same, and the queue has no more."""
         return self._is_same and not self._rest.size and not self._next().size and self._is_same
 
     def _next(self) -> pa.Buffer:

@@ -1,4 +1,4 @@
-"""What all queues of one task are compared with, and where the outcome goes."""
+"""What the comparisons of one task share: the WAL's range, the routing table, and the evidence that they add to."""
 
 from kmq.spark.audit.evidence import Evidence
 from kmq.spark.audit.findings import SeqRange
@@ -12,11 +12,11 @@ from kmq.spark.source.columns import Numbers
 
 
 class Comparison:
-    """One task: the WAL's seqs low…high-1 against the offsets of all queues that belong to them."""
+    """The comparison of one task: the WAL's seqs low…high-1 with the offsets of all queues that belong to them."""
 
     def __init__(self, broker: Broker, snapshot: Snapshot, task: Task, evidence: Evidence) -> None:
         self.snapshot, self.task, self.evidence = snapshot, task, evidence
-        self.low, self.high = task.low, task.high  # `low` grows when retention takes records meanwhile
+        self.low, self.high = task.low, task.high  # `low` grows if retention removes records during the audit
         self.reader = LogReader(broker, evidence)
         self.routes = Routes(snapshot)
         self.dropped = SeqRanges(snapshot.dropped["durable"])

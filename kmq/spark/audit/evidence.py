@@ -1,4 +1,4 @@
-"""The rows that one task of an audit collects; very many of one kind become one row."""
+"""Collects the rows of one task of an audit; above a limit, rows of one kind are combined into one."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import numpy as np
 from kmq.spark.audit.findings import Place, Row
 from kmq.spark.source.columns import Numbers
 
-MAX_ROWS = 1000  # of one kind and log in a task; all further ones are counted in one row
+MAX_ROWS = 1000  # of one kind and log in a task; one further row counts the rest
 
 
 class Evidence:
     """Rows in the order in which they were added.
 
-    Memory      at most MAX_ROWS rows of a kind for each log.
+    Memory      At most MAX_ROWS rows of a kind for each log, and one more.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class Evidence:
         return [*self._rows, *self._more.values()]
 
     def count(self, row: Row) -> None:
-        """Add a row that sums up a whole log or moment, whatever their number."""
+        """Add a row that sums up a log or a moment; these are not limited."""
         self._rows.append(row)
 
     def add(self, row: Row) -> None:
-        """Add one finding or note."""
+        """Add a finding or a note."""
         key = row.what, row.place
         self._added[key] += 1
         if self._added[key] <= MAX_ROWS:
@@ -48,7 +48,7 @@ class Evidence:
         offsets: Numbers | None = None,
         details: Sequence[str] = (),
     ) -> None:
-        """Add one row for each run of consecutive positions in `at`; a position is one in `seqs` and `offsets`."""
+        """Add a row for each run of consecutive positions in `at`. They are positions in `seqs` and `offsets`."""
         if not len(at):
             return
         starts = np.concatenate([[0], np.flatnonzero(np.diff(at) != 1) + 1])

@@ -8,20 +8,20 @@ if TYPE_CHECKING:
     from kmq.log.damage import DamageError
 
 Place = tuple[str, int]  # topic, partition
-OffsetRange = tuple[int, int]  # first, and the one behind the last
+OffsetRange = tuple[int, int]  # first, and the one after the last
 SeqRange = tuple[int, int]  # first and last
 
 THE_WAL: Place = (WAL, 0)
 FINDINGS = {
     "gap": "seqs missing in the WAL that dropped.log does not name",
-    "duplicate": "stored once more",
-    "out_of_order": "stored behind a later one",
-    "clock_back": "recv_ts before that of the record in front of it",
-    "damage": "bytes that are not as they were written",
+    "duplicate": "stored more than once",
+    "out_of_order": "stored after a later record",
+    "clock_back": "recv_ts before that of the previous record",
+    "damage": "bytes that differ from what was written",
     "malformed": "not a stored line",
     "lost": "in the WAL, not in its queue",
     "wrong_queue": "in a queue where it does not belong",
-    "altered": "other bytes than in the WAL",
+    "altered": "bytes that differ from the WAL",
     "foreign": "in a queue, not in the WAL",
     "undropped": "in the queue, although dropped.log names it",
     "blank": "bare newlines in a queue that is not compacted",
@@ -29,18 +29,18 @@ FINDINGS = {
 NOTES = {
     "dropped_framed": "seqs that dropped.log names for ring framed, or that a repair named as lost",
     "dropped_durable": "records that dropped.log names for ring durable",
-    "compacted": "records that compaction took from their queue",
-    "retained": "records that retention took from their queue: not audited",
+    "compacted": "records that compaction removed from their queue",
+    "retained": "records that retention removed from their queue: not audited",
     "deleted": "records of topics that were deleted",
     "older": "queue records from before the WAL's first seq: crc and order checked only",
     "unrouted": "durable, not routed yet",
-    "unreadable": "records in or behind damage: not audited",
+    "unreadable": "records in or after damage: not audited",
 }
 _MAX_SHOWN = 60  # bytes of a line that is not a stored line
 
 
 class Damage(NamedTuple):
-    """Bytes that are not as they were written."""
+    """A place in a file where the bytes differ from what was written."""
 
     path: str
     byte: int
@@ -52,13 +52,13 @@ class Damage(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One thing seen. `what`: a finding, a note, `records` (of a topic and moment) or `queue` (records compared)."""
+    """A row of evidence. `what`: a finding, a note, `records` (of a topic and moment) or `queue` (records compared)."""
 
     what: str
     topic: str = WAL
     partition: int = 0
     records: int = 1
-    first_seq: int = 0  # 0: not known
+    first_seq: int = 0  # 0: unknown
     last_seq: int = 0
     offset: int = -1  # in the queue, -1: none
     time: int = 0  # µs since the epoch
@@ -73,13 +73,13 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, what: str, place: Place, records: int, seqs: SeqRange | None = None, offset: int = -1) -> "Row":
-        """`records` of a log, at these seqs where they are known."""
+        """Return a row about `records` records of a log. `seqs`: None if they are unknown."""
         first, last = seqs or (0, 0)
         return cls(what, *place, records, first, last, offset)
 
     @classmethod
     def of_wal(cls, what: str, seqs: SeqRange, records: int) -> "Row":
-        """`records` of the WAL."""
+        """Return a row about `records` records of the WAL."""
         return cls.of(what, THE_WAL, records, seqs)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What an audit found: the values that its report is made of."""
+"""The result of an audit: the values that its reports show."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from kmq.spark.source.options import WAL
 
 
 class Found(NamedTuple):
-    """A finding, or a note that has a place. `file`: under the data directory; "" where it is unknown."""
+    """A finding, or a note that has a place. `file`: below the data directory; "" if unknown."""
 
     broker: str
     row: Row
@@ -20,7 +20,7 @@ class Found(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Records and bytes of a topic that came in at a time (µs since the epoch)."""
+    """Records and bytes of a topic that were received at a time (µs since the epoch)."""
 
     broker: str
     topic: str
@@ -33,23 +33,23 @@ Key = tuple[str, str, int]  # broker, topic, partition
 
 
 class Result(NamedTuple):
-    """What an audit found."""
+    """The result of an audit."""
 
     sources: list[Source]
-    totals: dict[str, dict[Key, int]]  # finding or note → where → records
-    found: list[Found]  # findings, the first ones
-    noted: list[Found]
+    totals: dict[str, dict[Key, int]]  # finding or note → log → records
+    found: list[Found]  # the first findings
+    noted: list[Found]  # the first notes
     moments: list[Moment]  # in order of time
     hours: list[Moment]
 
     @property
     def findings(self) -> dict[str, int]:
-        """Finding → the number of records, or places, that it is about."""
+        """Finding → its number of records, or of places."""
         return {what: sum(self.totals[what].values()) for what in FINDINGS if what in self.totals}
 
     @property
     def notes(self) -> dict[str, int]:
-        """Note → the number of records."""
+        """Note → its number of records."""
         return {what: sum(self.totals[what].values()) for what in NOTES if what in self.totals}
 
     @property
@@ -59,7 +59,7 @@ class Result(NamedTuple):
 
 
 def by_hour(moments: list[Moment]) -> list[Moment]:
-    """Return the moments of each hour as one, in order of time; a moment lies within one hour."""
+    """Return the sums of each broker, topic and hour, in order of time. A moment lies within one hour."""
     sums: dict[tuple[str, str, int], Moment] = {}
     for moment in moments:
         hour = moment._replace(time=moment.time - moment.time % BUCKETS[-1])
@@ -70,14 +70,14 @@ def by_hour(moments: list[Moment]) -> list[Moment]:
 
 
 def found(audited: list[Source], fields: Sequence[Any]) -> Found:
-    """Return a row of the evidence, which begins with its broker's name, with the file where it is."""
+    """Return a row of the evidence, which begins with its broker's name, together with its file."""
     broker, row = fields[0], Row(*fields[1:])
-    source = next(each for each in audited if each.name == broker)
+    source = next(source for source in audited if source.name == broker)
     return Found(broker, row, _file(source, row))
 
 
 def _file(source: Source, row: Row) -> str:
-    """The file under the data directory where it is."""
+    """Return the file of a row, below the data directory; "" if unknown."""
     if not source.is_path:
         return row.path
     data = Directory(source.name).path
@@ -86,5 +86,5 @@ def _file(source: Source, row: Row) -> str:
     directory, at = (
         ("append", row.first_seq) if row.topic == WAL else (f"topics/{row.topic}/{row.partition}", row.offset)
     )
-    held = [path for first, path in segment.listing(f"{data}/{directory}") if first <= at]
-    return os.path.relpath(held[-1], data) if held else ""
+    segments = [path for first, path in segment.listing(f"{data}/{directory}") if first <= at]
+    return os.path.relpath(segments[-1], data) if segments else ""

@@ -1,4 +1,4 @@
-"""What an audit found, as one HTML file with plots that needs no network."""
+"""Writes an audit's result as one HTML file with plots. The file needs no network."""
 
 import os
 from collections.abc import Iterable
@@ -19,17 +19,19 @@ main{max-width:1080px;margin:0 auto;padding:28px 20px 60px}h1{font-size:26px;mar
 header{border-left:6px solid var(--good);padding:2px 0 2px 16px;margin-bottom:22px}header.bad{border-color:var(--bad)}
 header p{margin:2px 0 0;color:var(--soft)}.tiles{display:flex;flex-wrap:wrap;gap:12px;margin-bottom:18px}
 .tile,section{background:#fff;border:1px solid var(--line);border-radius:8px}
-.tile{padding:10px 16px;min-width:130px;flex:1}.tile b{display:block;font-size:21px}.tile span{color:var(--soft);font-size:13px}
+.tile{padding:10px 16px;min-width:130px;flex:1}.tile b{display:block;font-size:21px}
+.tile span{color:var(--soft);font-size:13px}
 section{padding:16px 18px;margin-bottom:18px;overflow-x:auto}svg{max-width:100%;height:auto;display:block}
 table{border-collapse:collapse;width:100%;font-size:13.5px}th{text-align:left;color:var(--soft);font-weight:600}
 th,td{padding:4px 14px 4px 0;border-bottom:1px solid var(--line);vertical-align:top}td.n,th.n{text-align:right}
-td:last-child{padding-right:0}td.kind{color:var(--bad);font-weight:600;white-space:nowrap}td.file,td.seq{white-space:nowrap;font-size:12.5px}
+td:last-child{padding-right:0}td.kind{color:var(--bad);font-weight:600;white-space:nowrap}
+td.file,td.seq{white-space:nowrap;font-size:12.5px}
 .soft{color:var(--soft)}footer{color:var(--soft);font-size:13px}
 """
 
 
 def write(result: Result, path: str) -> None:
-    """The page, as one file; a reader never sees half of it."""
+    """Write the page to a file, and replace an older one as a whole: a reader never sees half of it."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(f"{path}.new", "w", encoding="utf-8") as file:
         file.write(page(result))
@@ -37,7 +39,7 @@ def write(result: Result, path: str) -> None:
 
 
 def page(result: Result) -> str:
-    """The page."""
+    """Return the page as HTML."""
     title = "all good" if result.is_good else f"{found(result):,} records with findings"
     names = ", ".join(each.name for each in result.sources)
     parts = [

@@ -1,4 +1,4 @@
-"""Plots of an audit's page, as SVG."""
+"""Draws the plots of an audit's page, as SVG."""
 
 import io
 from collections import defaultdict
@@ -20,7 +20,7 @@ _OTHERS = "others"
 
 
 def _plot(height: float, columns: int = 1) -> tuple[Any, Any]:
-    """(figure, axes) in the page's style; nothing is asked of a display."""
+    """Return (figure, axes) in the page's style. Needs no display."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ def _svg(figure: Any) -> str:
 
 
 def seq_map(result: Result) -> str:
-    """Findings (red) and notes (amber) of each log over the seqs; the WAL first, then the queues that have any."""
+    """Draw findings (red) and notes (amber) of each log over the seqs: the WAL first, then queues that have any."""
     marks: defaultdict[tuple[str, str, int], list[Found]] = defaultdict(list)
     for each in [*result.noted, *result.found]:
         if each.row.first_seq:
@@ -64,7 +64,7 @@ def seq_map(result: Result) -> str:
     figure, axes = _plot(0.7 + 0.27 * len(logs))
     ends = [source.snapshot.wal for source in result.sources]
     low, high = min(first for first, _ in ends), max(end for _, end in ends)
-    least = (high - low) / 400  # a single record must be seen
+    least = (high - low) / 400  # so that a single record is visible
     labels = []
     for y, (source, topic, partition) in enumerate(logs):
         first, end = source.snapshot.wal
@@ -88,7 +88,7 @@ def seq_map(result: Result) -> str:
 
 
 def _by_topic(moments: list[Moment]) -> tuple[list[str], dict[tuple[str, int], int]]:
-    """Return (topics, most records first, and `others`; records by topic and time)."""
+    """Return (topics, records by topic and time). Topics with most records come first; the last may be `others`."""
     sums: defaultdict[str, int] = defaultdict(int)
     for each in moments:
         sums[each.topic] += each.records
@@ -101,15 +101,15 @@ def _by_topic(moments: list[Moment]) -> tuple[list[str], dict[tuple[str, int], i
 
 
 def throughput(result: Result) -> str:
-    """Records a second over time, one colour a topic."""
+    """Draw records per second over time, with a colour for each topic."""
     if not result.moments:
         return ""
     bucket = max(each.bucket for each in result.sources)
     names, counts = _by_topic([each._replace(time=each.time // bucket * bucket) for each in result.moments])
     times = [time for _, time in counts]
     ticks = range(min(times) - bucket, max(times) + 2 * bucket, bucket)
-    if len(ticks) > 5_000:  # days without a message between: only where there are any
-        ticks = sorted({*times, *(time - bucket for time in times), *(time + bucket for time in times)})  # type: ignore[assignment]
+    if len(ticks) > 5_000:  # days without messages: plot only around the times that have some
+        ticks = sorted({time + step for time in times for step in (-bucket, 0, bucket)})  # type: ignore[assignment]
     figure, axes = _plot(2.7)
     rates = [[counts.get((name, time), 0) / (bucket / 1e6) for time in ticks] for name in names]
     axes.stackplot([as_time(time) for time in ticks], rates, labels=names, colors=_COLOURS, step="post")
@@ -132,7 +132,7 @@ def _time_axis(axes: "Axes") -> None:
 
 
 def hours(result: Result) -> str:
-    """Records by hour, one colour a topic; topics alone where there is one hour."""
+    """Draw records by hour, with a colour for each topic; if there is only one hour, by topic."""
     if not result.hours:
         return ""
     names, counts = _by_topic(result.hours)

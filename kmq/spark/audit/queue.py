@@ -1,4 +1,4 @@
-"""One queue, line by line, where its bytes are not those of the WAL: what is missing, doubled, late, altered or foreign."""
+"""Compares one queue with the WAL line by line: which records are missing, duplicate, late, altered or foreign."""
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ from kmq.spark.source.columns import Numbers
 
 
 class QueueAuditor:
-    """The records of one queue in a task, and the ones that it should have (`seqs`, rising, and `lines`)."""
+    """The records of one queue in a task, and those that it should have (`seqs`, sorted, and their `lines`)."""
 
     def __init__(self, comparison: Comparison, target: int, seqs: Numbers, lines: pa.ChunkedArray) -> None:
         self._with, self.target, self.place = comparison, target, comparison.routes.places[target]
@@ -35,7 +35,7 @@ class QueueAuditor:
                 at = min(block.end, self._stop)
                 self._unreadable.append((block.first, at))
                 continue
-            if block.offset > at:  # retention was faster
+            if block.offset > at:  # retention has removed the start since the snapshot
                 self._start = self._first = block.offset
             total = block.lines.count(b"\n")
             at = block.offset + total
@@ -50,7 +50,7 @@ class QueueAuditor:
         self._lines = pa.chunked_array(lines, pa.binary())
 
     def classify(self, belongs: TargetOfSeq, elsewhere: dict[int, list[int]]) -> None:
-        """Add what is here and should not be, or not so, to the evidence; remember what is missing."""
+        """Add records that are wrong or in the wrong place to the evidence; note which records are missing."""
         seqs, expected = self._seqs, self._expected
         at = np.searchsorted(expected, seqs)
         is_ours = np.zeros(len(seqs), bool)
@@ -78,7 +78,7 @@ class QueueAuditor:
         self._marks, self._mark_offsets = at[steady], self._offsets[steady]
 
     def _strangers(self, chosen: Numbers, belongs: TargetOfSeq, elsewhere: dict[int, list[int]]) -> None:
-        """Add the records that do not belong into this part of this queue."""
+        """Add the records that do not belong in this part of this queue."""
         task, seqs, places = self._with, self._seqs, self._with.routes.places
         wal_first, wal_end = task.snapshot.wal
         targets = belongs.get(seqs)
@@ -89,7 +89,7 @@ class QueueAuditor:
         task.evidence.add_runs("wrong_queue", self.place, seqs, at, self._offsets, names)
         rest = chosen & (targets < 0)
         is_old = rest & (seqs < task.low) & (task.low == wal_first)
-        is_old |= rest & (seqs < task.low) & (task.low > task.task.low)  # the WAL's retention was faster
+        is_old |= rest & (seqs < task.low) & (task.low > task.task.low)  # retention of the WAL during the audit
         is_hidden = rest & SeqRanges(task.unreadable).hold(seqs)
         in_wal = (seqs >= wal_first) & (seqs < wal_end)
         is_astray = rest & ~is_old & ~is_hidden & in_wal & ~task.is_inside(seqs)
@@ -99,9 +99,10 @@ class QueueAuditor:
         self._add("foreign", rest & ~is_old & ~is_hidden & ~is_astray)
 
     def account(self, elsewhere: Numbers) -> None:
-        """Add the missing records between each two that are here: excused, or lost.
+        """Add the records missing between each two that are here, as excused or as lost.
 
-        Compaction leaves a bare newline for each, damage hides one for each of its offsets; which ones is unknown.
+        Compaction leaves a bare newline for each record that it removes. Damage hides a record for each of its offsets.
+        Which records they are is unknown.
         """
         expected = self._expected
         missing = self._missing & ~np.isin(expected, elsewhere)
@@ -109,18 +110,18 @@ class QueueAuditor:
         marks = np.concatenate([[-1], self._marks, [len(expected)]])
         edges = np.concatenate([[self._start - 1], self._mark_offsets, [self._stop]])
         sums = np.concatenate([[0], np.cumsum(missing)])
-        gone = sums[marks[1:]] - sums[marks[:-1] + 1]
+        absent = sums[marks[1:]] - sums[marks[:-1] + 1]
         blanks = np.diff(np.searchsorted(self._blanks, edges))
-        if gone[0] and self._start > self._first:
-            blanks[0] += self._blanks_before(int(gone[0]))
+        if absent[0] and self._start > self._first:
+            blanks[0] += self._blanks_before(int(absent[0]))
         unreadable = np.diff(np.searchsorted(hidden, edges))
-        by_blank = np.minimum(gone, blanks)
-        by_damage = np.minimum(gone - by_blank, unreadable)
+        by_blank = np.minimum(absent, blanks)
+        by_damage = np.minimum(absent - by_blank, unreadable)
         self._note("unreadable", int(by_damage.sum()))
         is_compacted = self.place[0] in self._with.snapshot.compacted
         self._note("compacted" if is_compacted else "blank", int(by_blank.sum()))
         self._note("blank", int((blanks - by_blank)[1:-1][unreadable[1:-1] == 0].sum()))
-        lost = gone - by_blank - by_damage
+        lost = absent - by_blank - by_damage
         for at in np.flatnonzero(lost).tolist():
             between = slice(int(marks[at]) + 1, int(marks[at + 1]))
             seqs, count = expected[between][missing[between]], int(lost[at])
@@ -128,7 +129,7 @@ class QueueAuditor:
                 self._lost(at == len(lost) - 1, seqs, count, int(edges[at]) + 1)
 
     def _is_excused(self, is_first: bool, seqs: Numbers, count: int) -> bool:
-        """Note missing records that retention or a deletion of the topic took."""
+        """Return True if retention or a deletion of the topic removed the missing records; add a note about them."""
         if is_first and self._start == self._first > 0:
             self._note("retained", count, seqs)
         elif self._is_deleted_meanwhile():
@@ -138,7 +139,7 @@ class QueueAuditor:
         return True
 
     def _lost(self, is_last: bool, seqs: Numbers, count: int, offset: int) -> None:
-        """Add `count` of `seqs` as lost, except at the queue's end those that were not routed yet."""
+        """Add `count` of `seqs` as lost, except records at the queue's end that were not routed yet."""
         if is_last and self._stop == self._end:
             late = seqs[seqs > self._with.snapshot.routed]
             self._note("unrouted", len(late), late)
@@ -149,7 +150,10 @@ class QueueAuditor:
             self._with.evidence.add(row._replace(detail=some))
 
     def _is_deleted_meanwhile(self) -> bool:
-        """Return True if nothing is left of what the snapshot saw here; a later topic of this name begins behind it."""
+        """Return True if nothing is left of what the snapshot saw here.
+
+        A later topic of the same name begins after it.
+        """
         if self.place not in self._with.snapshot.queues:
             return False
         try:
@@ -159,7 +163,10 @@ class QueueAuditor:
         return now is None or now[0] >= self._end > self._first
 
     def _blanks_before(self, count: int) -> int:
-        """Return how many bare newlines, up to `count`, lie before the task: it begins with a record that is there."""
+        """Return how many bare newlines, at most `count`, end the offsets before the task.
+
+        The task itself begins with a record, so the bare newlines of its first missing records lie before it.
+        """
         try:
             first = max(self._first, self._start - count)
             lines = b"".join(lines for _, lines in self._with.reader.broker.read(*self.place, first, self._start))

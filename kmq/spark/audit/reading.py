@@ -1,8 +1,8 @@
-"""Logs as an audit reads them: blocks of stored lines, with damage and malformed lines as evidence.
+"""Reads logs for an audit: blocks of stored lines; damage and malformed lines become evidence.
 
-Checked     The broker's reader compares the crc of every block with the index. Damage is a finding; the records in it, and what
-            a damaged index hides, are not audited further and are counted so.
-Limit       A block of the WAL that begins with a seq out of order leads lookups astray: it is found, but as a gap.
+Checked     The broker's reader compares the crc of every block with the index. Damage is a finding. The records in it,
+            and those that a damaged index hides, are not audited further, and are counted as such.
+Limit       A block of the WAL that begins with a seq out of order misleads lookups: it is found, but reported as a gap.
 """
 
 from collections import defaultdict
@@ -29,16 +29,16 @@ class Unreadable(NamedTuple):
 
 
 class LogReader:
-    """Reads the logs of a broker, and adds what is wrong with their bytes to the evidence."""
+    """Reads the logs of a broker, and adds errors in their bytes to the evidence."""
 
     def __init__(self, broker: Broker, evidence: Evidence) -> None:
         self.broker, self._evidence = broker, evidence
         self.malformed: defaultdict[Place, list[int]] = defaultdict(list)  # offsets
 
     def read(self, place: Place, offsets: OffsetRange, is_second: bool = False) -> Iterator[Block | Unreadable]:
-        """Yield blocks in order, and Unreadable for damage; resume behind it if that place is known.
+        """Yield blocks in order, and Unreadable for damage. Resume after the damage if its end is known.
 
-        `is_second`: what is wrong with these bytes is evidence already.
+        `is_second`: the bytes are read again, and their errors are in the evidence already.
         """
         at, end = offsets
         resumed = at
@@ -53,22 +53,22 @@ class LogReader:
                         seqs = block.offsets()
                         led_back = at != resumed and int(seqs[0]) < at
                         if led_back:
-                            break  # by a seq out of order at the end of the last read: not once more
+                            break  # a seq out of order at the end of the last read misled the lookup; do not repeat it
                         at = max(at, int(seqs.max()) + 1)
                     yield block
             except DamageError as err:
-                behind = err.next_offset if err.next_offset > at else end
+                after = err.next_offset if err.next_offset > at else end
                 if not is_second:
                     self._evidence.add(Row.of_damage(place, Damage.of(err)))
-                yield Unreadable(at, behind)
-                at = behind
+                yield Unreadable(at, after)
+                at = after
             else:
                 if not led_back:
                     return
             resumed = at
 
     def _block(self, place: Place, lines: Lines, is_second: bool) -> Block:
-        """Return lines as a block without the malformed ones: a crc only proves that they were written so."""
+        """Return lines as a block without malformed ones. A crc proves only that the bytes are as they were written."""
         topic, is_wal = place[0], place[0] == WAL
         try:
             block = Block.of(lines, topic, is_wal)
@@ -88,7 +88,7 @@ class LogReader:
 
 
 def _is_sound(block: Block) -> bool:
-    """Return True if each line has its five bars, and a number in front."""
+    """Return True if each line has its five bars and begins with a number."""
     block.seq()
     begins, ends = block.starts, block.ends
     return bool((begins[1] > begins[0]).all() and (begins[5] <= ends[5]).all())

@@ -1,4 +1,4 @@
-"""What an audit found, in words: as a table on a terminal, and as JSON. page.py: as a page with plots."""
+"""Presents an audit's result in words: as a table on a terminal, and as JSON. page.py: as a page with plots."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -8,19 +8,19 @@ from kmq.spark.audit.findings import FINDINGS, NOTES
 from kmq.spark.audit.found import Found, Moment, Result
 from kmq.spark.source.options import WAL
 
-_WIDTH = 240  # columns of a table on a terminal, at most
-_HOURS = 100  # topics and hours there
+_WIDTH = 240  # least columns of a terminal that tables are laid out for
+_HOURS = 100  # lines of topics and hours in a table
 
 
 def where(found: Found, with_broker: bool = False) -> str:
-    """The log it is in: append, or <topic>/<partition>."""
+    """Return the log of a finding: `append`, or `<topic>/<partition>`."""
     row = found.row
     log = "append" if row.topic == WAL else f"{row.topic}/{row.partition}"
     return f"{found.broker} {log}" if with_broker else log
 
 
 def at(found: Found) -> str:
-    """Where in the log: an offset of a queue, a byte of damage."""
+    """Return the position in the log: an offset of a queue, or the byte of damage; "" if unknown."""
     row = found.row
     if row.path:
         return f"byte {row.byte:,}"
@@ -28,7 +28,7 @@ def at(found: Found) -> str:
 
 
 def seqs(found: Found) -> str:
-    """Its seqs: `17`, or `17 to 20`."""
+    """Return the seqs of a finding: `17`, or `17 to 20`; "" if unknown."""
     first, last = found.row.first_seq, found.row.last_seq
     if not first:
         return ""
@@ -36,16 +36,16 @@ def seqs(found: Found) -> str:
 
 
 def what(found: Found) -> str:
-    """What it means, in words."""
+    """Return the meaning of a finding, in words."""
     row = found.row
     return f"{FINDINGS.get(row.what) or NOTES[row.what]}" + (f" ({row.detail})" if row.detail else "")
 
 
-# --- JSON ------------------------------------------------------------------------------------------------------------------
+# --- JSON ------------------------------------------------------------------------------------------------------------
 
 
 def table(result: Result, limit: int) -> dict[str, Any]:
-    """The whole result, with at most `limit` findings one by one."""
+    """Return the whole result for JSON, with at most `limit` findings one by one."""
     return {
         "result": "pass" if result.is_good else "fail",
         "brokers": [
@@ -74,18 +74,18 @@ def found(result: Result) -> int:
     return sum(result.findings.values())
 
 
-# --- the terminal ------------------------------------------------------------------------------------------------------------
+# --- the terminal ----------------------------------------------------------------------------------------------------
 
 
 def show(result: Result, limit: int) -> None:
-    """Print tables: findings first, then records and bytes by hour, then what was compared, and the verdict."""
+    """Print findings, then records and bytes by hour, then what was compared, and the verdict."""
     from rich.console import Console
     from rich.markup import escape as escape_markup
     from rich.table import Table
 
     from kmq.terminal import console
 
-    # A table that a terminal breaks is better than one with "…" for a seq.
+    # A table whose lines wrap is better than a table with "…" in place of a seq.
     out = Console(highlight=False, width=max(_WIDTH, console().width))
     many = len(result.sources) > 1
     if result.found:
@@ -122,7 +122,7 @@ def show(result: Result, limit: int) -> None:
 
 
 def verdict(result: Result) -> str:
-    """`all good`, or the findings and how many records each is about."""
+    """Return `all good`, or the findings with their numbers of records."""
     return ", ".join(f"{kind} {count:,}" for kind, count in result.findings.items()) or "all good"
 
 

@@ -1,4 +1,4 @@
-"""Where the records of a block belong, by the routing table in force at their seqs: each key is looked up once a block."""
+"""Finds the queues where records belong, by the routing table in force at their seqs."""
 
 from collections import defaultdict
 
@@ -13,7 +13,7 @@ _MAX_KEYS = 1 << 18  # routing keys remembered
 
 
 class Routes:
-    """Numbers queues (`places[number]`), and says of each record the number of the queue where it belongs."""
+    """Numbers the queues (`places[number]`), and finds for each record the number of its queue."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.places: list[Place] = []
@@ -41,7 +41,7 @@ class Routes:
         return self._numbers[topic, 0]
 
     def targets(self, block: Block, seqs: Numbers) -> Numbers:
-        """Return the number of the queue where each record belongs."""
+        """Return for each record the number of the queue where it belongs. Each key is looked up once per block."""
         coded = block.field(2).dictionary_encode()
         keys, codes = coded.dictionary.to_pylist(), coded.indices.to_numpy()
         epochs = np.searchsorted(self._epochs, seqs, "right")
@@ -53,9 +53,9 @@ class Routes:
         return targets
 
     def _target(self, key: bytes, epoch: int) -> tuple[int, int]:
-        """Return (target, 1), or (first target, partitions) where the seq decides.
+        """Return (target, 1), or (first target, partitions) if the seq decides on the partition.
 
-        `epoch`: how many of the seqs at which the table changes are reached.
+        `epoch`: how many changes of the table precede the seq.
         """
         memo = self._memo[epoch]
         if key in memo:

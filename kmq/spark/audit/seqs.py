@@ -1,4 +1,4 @@
-"""Many seqs looked up at once: in ranges, and in the queues where they belong."""
+"""Looks up many seqs at once: in ranges, and in the queues where they belong."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from kmq.spark.source.columns import Numbers
 
 
 class SeqRanges:
-    """Ranges of seqs, sorted and joined."""
+    """Ranges of seqs, sorted, and merged where they touch."""
 
     def __init__(self, ranges: Iterable[SeqRange]) -> None:
         joined: list[list[int]] = []
@@ -40,7 +40,7 @@ class TargetOfSeq:
         self._seqs, self._targets = seqs[order], targets[order]
 
     def get(self, seqs: Numbers) -> Numbers:
-        """Return the target of each seq, -1 for seqs without one."""
+        """Return the target of each seq; -1 for seqs without a target."""
         found = np.full(len(seqs), -1, np.int64)
         if len(self._seqs):
             at = np.minimum(np.searchsorted(self._seqs, seqs), len(self._seqs) - 1)
@@ -50,12 +50,12 @@ class TargetOfSeq:
 
 
 def is_first_time(seqs: Numbers) -> Numbers:
-    """Return for each seq whether it is the first one of its value."""
+    """Return for each seq whether it occurs for the first time."""
     first_time = np.zeros(len(seqs), bool)
     first_time[np.unique(seqs, return_index=True)[1]] = True
     return first_time
 
 
 def concatenated(parts: Iterable[Numbers]) -> Numbers:
-    """Return one array; an empty one where there are no parts."""
+    """Return all parts as one array, which is empty without parts."""
     return np.concatenate([np.empty(0, np.int64), *parts])

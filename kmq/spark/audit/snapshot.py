@@ -1,8 +1,8 @@
-"""A broker at one moment, as an audit compares it, and the brokers that an audit is asked for.
+"""Takes the snapshot of a broker that an audit compares.
 
-Order       What the router says it has routed, the ends of the queues, the end of the WAL, the routing table, dropped.log.
-            So every record that a queue shows is in the part of the WAL that is compared. Records of the WAL beyond `routed`
-            and beyond the end of their queue were not routed yet: they become a note, not a finding.
+Order       The router's routed seq, the ends of the queues, the end of the WAL, the routing table, dropped.log. In this
+            order every record of a queue is in the part of the WAL that is compared. Records of the WAL above the
+            routed seq and beyond the end of their queue were not routed yet: they become a note, not a finding.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import WAL, Options
 
 BUCKETS = (100_000, 1_000_000, 10_000_000, 60_000_000, 600_000_000, 3_600_000_000)  # µs; each divides an hour
-_MOMENTS, _MAX_MOMENTS = 240, 50_000  # points in a plot over time, about; points of all topics
+_MOMENTS, _MAX_MOMENTS = 240, 50_000  # about the points in a plot over time; points of all topics together
 
 
 class Snapshot(NamedTuple):
-    """A broker at one moment; of its topics those that are in force."""
+    """A broker at one moment, with the topics that are in force."""
 
     routed: int
     queues: dict[Place, OffsetRange]
@@ -30,9 +30,9 @@ class Snapshot(NamedTuple):
     topics: list[tuple[str, int, int]]  # name, partitions, from_seq
     compacted: list[str]
     dropped: dict[str, list[SeqRange]]  # by ring
-    hidden: dict[str, Damage]  # topics whose queues have no known end
+    hidden: dict[str, Damage]  # topics whose queues' ends are hidden by damage
     marks_from: int = 0  # the first seq whose routing key may have a mark
-    deleted: Sequence[tuple[str, int, int]] = ()  # topics that were: name, from_seq, last_seq
+    deleted: Sequence[tuple[str, int, int]] = ()  # deleted topics: name, from_seq, last_seq
 
 
 def take(broker: Broker) -> Snapshot:
@@ -44,19 +44,19 @@ def take(broker: Broker) -> Snapshot:
     names = {row["name"] for row in ledger["topics"]}
     return Snapshot(
         routed=routed,
-        queues={place: ends for place, ends in queues.items() if place[0] in names},  # else: deleted in between
+        queues={place: ends for place, ends in queues.items() if place[0] in names},  # others were deleted since
         wal=wal,
         topics=[(row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"]],
         compacted=[row["name"] for row in ledger["topics"] if row["cleanup"] == "compact"],
         dropped=ledger["dropped"],
         hidden=hidden,
-        marks_from=ledger.get("marks_from", identity.NEVER),  # an older gateway does not say
+        marks_from=ledger.get("marks_from", identity.NEVER),  # an older gateway does not send it
         deleted=[(name, from_seq, last_seq) for name, from_seq, last_seq, _ in ledger.get("deleted", ())],
     )
 
 
 def _queues(broker: Broker, names: list[str]) -> tuple[dict[Place, OffsetRange], dict[str, Damage]]:
-    """(the bounds of the queues, the topics whose bounds are hidden by damage)."""
+    """Return (the bounds of the queues, the topics whose bounds are hidden by damage)."""
     try:
         return broker.bounds(names), {}
     except DamageError as err:
@@ -68,7 +68,7 @@ def _queues(broker: Broker, names: list[str]) -> tuple[dict[Place, OffsetRange],
 
 
 class Source(NamedTuple):
-    """A broker to audit: how a task opens it, and its snapshot."""
+    """A broker to audit, with its snapshot. Pickled, so that tasks can open the broker."""
 
     name: str
     is_path: bool
@@ -83,16 +83,16 @@ class Source(NamedTuple):
 def sources(where: dict[str, str]) -> list[Source]:
     """Return the brokers that the options `where` name (path, or kmq.bootstrap.servers and kmq.token)."""
     options = Options(where | {"subscribe": WAL})
-    made = []
+    opened = []
     for name in options.brokers:
         broker = open_broker(name, bool(options.paths), options.access)
         taken = take(broker)
-        made.append(Source(name, bool(options.paths), options.access, taken, _bucket(broker, taken)))
-    return made
+        opened.append(Source(name, bool(options.paths), options.access, taken, _bucket(broker, taken)))
+    return opened
 
 
 def _bucket(broker: Broker, taken: Snapshot) -> int:
-    """Return how many µs are one point of a plot over time: it has some 240 points, fewer with very many topics."""
+    """Return the µs of one point in a plot over time: for about 240 points, fewer with very many topics."""
     first, end = taken.wal
     stamps = []
     with contextlib.suppress(DamageError):

@@ -1,6 +1,6 @@
-"""An audit cut into tasks: blocks of the WAL's seqs, each with the offsets of every queue that belong to them.
+"""Cuts an audit into tasks: ranges of the WAL's seqs, each with the offsets of every queue that belong to them.
 
-Invariant   The offsets of each queue are covered exactly once, whatever the queue holds: cuts never go back.
+Invariant   The offsets of each queue are always covered exactly once, whatever the queue holds: cuts never go back.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from kmq.spark.audit.snapshot import Snapshot
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.cutting import SPLIT_BYTES
 
-_MAX_LOOKUPS = 20_000  # of a seq in a queue: with very many queues the tasks are larger
+_MAX_LOOKUPS = 20_000  # of a seq in a queue; with very many queues the tasks are larger
 
 
 class Task(NamedTuple):
@@ -32,11 +32,11 @@ class OlderTask(NamedTuple):
 
 
 def plan(broker: Broker, taken: Snapshot, nbytes: int = SPLIT_BYTES) -> list[Task | OlderTask]:
-    """Return tasks of about `nbytes` of the WAL each, with their parts of all queues; then what is older than the WAL."""
+    """Return tasks of about `nbytes` of the WAL, with their parts of all queues; then tasks for older queue records."""
     first, end = taken.wal
     try:
         cuts = broker.cuts(*THE_WAL, first, end, nbytes)
-    except DamageError:  # of an index; the reader will report it
+    except DamageError:  # in an index; the reader will report it
         cuts = []
     step = 1 + len(cuts) * len(taken.queues) // _MAX_LOOKUPS
     starts = {place: offsets[0] for place, offsets in taken.queues.items()}
@@ -53,7 +53,7 @@ def plan(broker: Broker, taken: Snapshot, nbytes: int = SPLIT_BYTES) -> list[Tas
     low = first
     for cut in cuts[step - 1 :: step]:
         ends = _offsets(broker, taken, cut, starts)
-        if ends is not None:  # else damage is in the way, and the task reaches to the next cut
+        if ends is not None:  # else damage hides the offsets, and the task extends to the next cut
             tasks.append(Task(low, cut, {place: (starts[place], ends[place]) for place in starts}))
             low, starts = cut, ends
     rest = {place: (start, taken.queues[place][1]) for place, start in starts.items()}
@@ -63,7 +63,7 @@ def plan(broker: Broker, taken: Snapshot, nbytes: int = SPLIT_BYTES) -> list[Tas
 
 
 def _offsets(broker: Broker, taken: Snapshot, seq: int, least: dict[Place, int]) -> dict[Place, int] | None:
-    """Return where each queue reaches `seq`, never before `least`; None where damage hides it."""
+    """Return the offset where each queue reaches `seq`, never below `least`; None if damage hides one."""
     found = {}
     for place, (_, end) in taken.queues.items():
         if least[place] == end:

@@ -129,7 +129,8 @@ def _topics(data: str, options: Options) -> list[str]:
     if other and not options.pattern:
         raise ConfigError(
             f"topic {', '.join(other)}: not declared to be compacted;"
-            ' kmq topics create --set cleanup=compact, or cleanup = "compact" in its topic.toml before the router starts'
+            " kmq topics create --set cleanup=compact,"
+            ' or cleanup = "compact" in its topic.toml before the router starts'
         )
     return [name for name in asked if name not in other]
 

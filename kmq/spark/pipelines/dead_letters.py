@@ -30,9 +30,10 @@ _ADOPT_S = 30.0  # how long a router may take to adopt a new topic
 def dead_letters(bad: DataFrame, archive: str, max_line: int = MAX_LINE) -> DataFrame:
     """Return rows of `parse` that have a reason as messages to <topic>.dlq, for format("kmq").
 
-    Payload, key, producer_ts and headers are kept. New headers are `reason`, `from` (topic-partition-offset) and the old
-    `id`. Headers with names that only raw lines can have (one letter, or encoded characters) are in header `other`, as
-    JSON. A payload that becomes too long for a line is cut, and header `len` tells its length; its origin has all of it.
+    Payload, key, producer_ts and headers are kept. New headers are `reason`, `from` (topic-partition-offset) and the
+    old `id`. Headers with names that only raw lines can have (one letter, or encoded characters) are in header `other`,
+    as JSON. A payload that becomes too long for a line is cut, and header `len` tells its length; its origin has all of
+    it.
     """
     source = F.sha2(F.concat_ws("|", "broker", "topic"), 256).substr(1, 16)
     text, size = F.col("value").cast("string"), F.octet_length("value")
@@ -83,7 +84,7 @@ class DeadLetters:
     """The way of dead letters back to the brokers their records came from."""
 
     def __init__(self, options: Options, to: Destination) -> None:
-        """Raises ConfigError where a broker cannot be reached: better at the start than at the first bad record."""
+        """Raise ConfigError if a broker cannot be reached: better at the start than at the first bad record."""
         self._options = options
         self._connection = to.connection_like(options.token)
         given = [part.strip() for part in to.producers.split(",") if part.strip()]

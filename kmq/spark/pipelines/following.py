@@ -6,7 +6,10 @@ BATCH_BYTES = "64m"  # of lines in a micro-batch
 
 
 def starting(where: Mapping[str, str], batch_bytes: str = BATCH_BYTES) -> dict[str, str]:
-    """Return the options of a stream from the first record on, in batches of a size; a pattern matches no dead letters."""
+    """Return the options of a stream from the first record on. A pattern matches no dead letters.
+
+    `batch_bytes`: of lines in a micro-batch.
+    """
     lower = {name.lower(): text for name, text in where.items()}
     options = dict(where)
     if "subscribepattern" in lower:

@@ -249,7 +249,8 @@ def _agree(sources: Mapping[str, Broker], options: ReadOptions, target: Broker |
             _declare(target, topic, partitions)
         elif there[topic] != partitions:
             raise ConfigError(
-                f"topic {topic}: {partitions} partitions here, {there[topic]} at {target.name}: keys would change places"
+                f"topic {topic}: {partitions} partitions here, {there[topic]} at {target.name}:"
+                " keys would change places"
             )
 
 

@@ -16,7 +16,7 @@ Rest        A map from the name of a top-level field to its text, or to its JSON
 Numbers     A number with a fraction becomes the nearest double. A whole number is exact or bad. If a column of doubles
             cannot hold a whole number, it is in `rest`, or (without `rest`) becomes the nearest double. An infinite
             number is bad.
-Cost        Most payloads are checked by counting (_accounted). from_json has made an object with n names and objects.
+Cost        Most payloads are checked by counting (accounted). from_json has made an object with n names and objects.
             If the text begins with `{`, ends with `}` and holds n colons and closing braces in all, then it holds no
             other name, no name twice and nothing after the object. Colons and braces in the strings are counted too. A
             text whose count differs (an explicit null, an unknown field) is parsed a second time, as one element of a
@@ -86,8 +86,8 @@ def parse(rows: DataFrame, schema: StructType | str, rest: bool = False) -> Data
     text = F.coalesce(F.col("value").cast("string"), F.lit(""))  # a tombstone is not a JSON object either
     typed = StructType([StructField(field.name, field.dataType) for field in fields])
     # Spark would copy all rows once more for each further column here.
-    judged = rows.withColumn(_JSON, F.from_json(text, _with_corrupt(typed), _STRICT)).withColumn(
-        _VERDICT, F.when(~_accounted(text, document, typed), _verdict(text, document, fields, rest))
+    judged = rows.withColumn(_JSON, F.from_json(text, with_corrupt(typed), _STRICT)).withColumn(
+        _VERDICT, F.when(~accounted(text, document, typed), _verdict(text, document, fields, rest))
     )
     is_object = verdict["broken"].isNull()
     named = [
@@ -143,14 +143,15 @@ def _names(fields: StructType, taken: Sequence[str]) -> list[str]:
     return names
 
 
-def _with_corrupt(fields: StructType) -> StructType:
+def with_corrupt(fields: StructType) -> StructType:
+    """Return the fields and the column where from_json puts a text that it cannot read."""
     return StructType([*fields, StructField(_CORRUPT, StringType())])
 
 
 # --- most payloads: checked by counting -----------------------------------------------------------------------------
 
 
-def _accounted(text: Column, document: Column, kind: StructType) -> Column:
+def accounted(text: Column, document: Column, kind: StructType) -> Column:
     """Return True if `text` is surely one object and `document` holds all of it. Never null."""
     is_whole = F.startswith(text, F.lit("{")) & F.endswith(text, F.lit("}")) & F.is_valid_utf8(text)
     if _has(kind, DecimalType):  # rounding of a decimal cannot be seen
@@ -337,7 +338,7 @@ class _SecondParse:
         failed = raw.isNotNull() & value.isNull()
         if isinstance(field.dataType, StructType | ArrayType | MapType):
             again = F.concat(F.lit(f"{{{json.dumps(field.name)}:"), raw, F.lit("}"))
-            alone = F.from_json(again, _with_corrupt(StructType([StructField(field.name, field.dataType)])), _STRICT)
+            alone = F.from_json(again, with_corrupt(StructType([StructField(field.name, field.dataType)])), _STRICT)
             failed = failed | (raw.isNotNull() & alone[_CORRUPT].isNotNull())
         return F.when(failed, F.lit(field.name))
 

@@ -106,7 +106,7 @@ class QueueFiles:
     def _topic_limits(self) -> dict[str, Limits]:
         """Return when a log begins a new segment: by our settings under "", and by topics with their own settings."""
         own = {name: topics.read(self._pod, name).limits for name in topics.names(self._pod)}
-        return {"": self._limits} | {name: self._limits.but(texts) for name, texts in own.items() if texts}
+        return {"": self._limits} | {name: self._limits.with_changes(texts) for name, texts in own.items() if texts}
 
     def _write_tomls(self, names: Iterable[str]) -> None:
         for name in names:
@@ -180,7 +180,7 @@ def _open_log(
             IndexWriter.complete(each.path, each.first, _no_room)
         segments = segment.survey(directory)
     if segments:
-        state.holds(segments)
+        state.set_segments(segments)
     link = (table.get(topic.encode()) or Topic(topic, 1, 0)).log_names()[number]
     log = PartitionLog(PartitionPlace(to, topic, number, link), state, _no_room, limits.get(topic, limits[""]))
     log.open(lambda *_, **__: None, was_cut=not is_whole)

@@ -211,9 +211,9 @@ def run(
 ) -> Summary:
     """Redrive the records of `topic` at the brokers of `where` (options of format("kmq")) that match `condition` (SQL).
 
-    `to`: SQL expression of the new key. `dropped`: what dropped.log names, of one topic or of all. `name`: of the redrive;
-    under another name the same records are redriven again. `producers`: host:port of the target; default: the broker of
-    our settings. `connection`: the sink's options for its token, TLS and timeout; None: the token of `where`.
+    `to`: SQL expression of the new key. `dropped`: what dropped.log names, of one topic or of all. `name`: of the
+    redrive; under another name the same records are redriven again. `producers`: host:port of the target; default: the
+    broker of our settings. `connection`: the sink's options for its token, TLS and timeout; None: the token of `where`.
     """
     given = Keywords("run", options)
     asked = given.value(Redrive, where=where, topic=topic, to=to, condition=condition)

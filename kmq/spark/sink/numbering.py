@@ -129,16 +129,16 @@ class Origins:
             raise RowError(
                 int(rows[at]),
                 "origin_offset",
-                f"{offsets[at]} comes after {before} of the same origin ({origin.replace('|', ', ')}): rows take their ids from"
-                " their origin, one row a record and in order. Behind explode or a shuffle drop the columns origin_…, or give"
-                " columns producer and id",
+                f"{offsets[at]} comes after {before} of the same origin ({origin.replace('|', ', ')}): rows take"
+                " their ids from their origin, one row a record and in order. After explode or a shuffle drop the"
+                " columns origin_…, or give columns producer and id",
             )
 
     def _name_of(self, origin: str) -> str:
         name = self._names.get(origin)
         if name is None:
             digest = sha256(origin.encode()).hexdigest()[:_ORIGIN_DIGITS]
-            name = self._names[origin] = _fitting(self._job, f"-{digest}-{self._slice}")
+            name = self._names[origin] = fitting_name(self._job, f"-{digest}-{self._slice}")
         return name
 
 
@@ -156,10 +156,10 @@ def numbering(task: TaskContext, producer: str, is_stream: bool, has_ids: bool, 
         return Origins(job, task.partitionId())
     if first >= BATCHES * BATCH_ROWS:
         raise ConfigError(f"batch {batch}: a query has at most {BATCHES:,}; go on with a new checkpoint")
-    return Counted(_fitting(job, f"-{task.partitionId()}"), first)
+    return Counted(fitting_name(job, f"-{task.partitionId()}"), first)
 
 
-def _fitting(job: str, rest: str) -> str:
+def fitting_name(job: str, rest: str) -> str:
     """Return a producer's name; a job name that leaves no room for the rest is hashed."""
     if len(job) + len(rest) > MAX_NAME:
         job = sha256(job.encode()).hexdigest()[:_HASHED]

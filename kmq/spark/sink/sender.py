@@ -40,9 +40,10 @@ _TAKEN = ("id_reused", "id_too_old")  # codes of refusals: the id is another row
 _SHOWN_BYTES = 200  # of a line in an error
 _SEQ = re.compile(r"as seq (\d+)")  # in the reason of a refusal
 _ADVICE = (
-    "rows came again otherwise than they were stored: the query, its source or its parallelism has changed, or two writes have"
-    " one kmq.producer (each needs its own). kmq.replay=again stores what is not stored under new ids, so that rows may be"
-    " there twice but none is lost; kmq.replay=trust takes an id for its row, and loses rows that have changed"
+    "rows were sent again that differ from the stored ones: the query, its source or its parallelism has changed, or"
+    " two writes share a kmq.producer (each needs its own). kmq.replay=again stores rows that are not stored under new"
+    " ids, so that rows may be there twice but none is lost; kmq.replay=trust compares ids only, and loses rows that"
+    " have changed"
 )
 
 
@@ -161,27 +162,27 @@ class Sender:
 
     def abort(self) -> None:
         """Close the connection now."""
-        self._producer.abort()
+        self.producer.abort()
         if self._next is not None:
             self._next.abort()
 
     def _connect(self) -> None:
-        self._producer = self._make()
+        self.producer = self._make()
         deadline, tick_s = time.monotonic() + self._options.timeout_s, _FIRST_S
         while True:
             try:
-                self.max_line = self._producer.connect(max(0.0, min(tick_s, deadline - time.monotonic())))
-                self._last_id = self._producer.last_id
+                self.max_line = self.producer.connect(max(0.0, min(tick_s, deadline - time.monotonic())))
+                self._last_id = self.producer.last_id
                 return
             except NotAnswered as err:
                 tick_s = _SAY_S
                 self._check_for_fault()
                 if time.monotonic() >= deadline:
-                    self._producer.abort()
+                    self.producer.abort()
                     raise self._failed(err) from err
                 self._warn(str(err))
             except Refused as err:
-                self._producer.abort()
+                self.producer.abort()
                 raise self._failed(err) from err
 
     def _check_for_fault(self) -> None:
@@ -189,22 +190,22 @@ class Sender:
         try:
             self._check()
         except ConfigError as err:
-            self._producer.abort()
+            self.producer.abort()
             raise ConfigError(f"producer {self._name} at {err}") from err
 
     def _send_queued(self, until_stored: bool) -> None:
         while True:
             try:
                 while self._unsent:
-                    delivery = self._producer.send_lines(self._unsent[0])
+                    delivery = self.producer.send_lines(self._unsent[0])
                     delivery.seen = True  # this class handles its outcome
                     self._sent.append((delivery, self._unsent.popleft()))
                 if until_stored:
-                    self._producer.flush()
+                    self.producer.flush()
                 while self._sent and self._sent[0][0].done:
                     delivery, lines = self._sent[0]
                     if delivery.answered < delivery.count:
-                        self._producer.flush()  # raises what ended it; lines without a reply stay for the next turn
+                        self.producer.flush()  # raises what ended it; lines without a reply stay for the next turn
                     self._sent.popleft()
                     self._settle(delivery, lines)
                 return
@@ -222,7 +223,7 @@ class Sender:
         if pause_s is None:
             raise self._failed(err) from err
         self._warn(f"fenced: another attempt of this task, or a job of the same name; next turn in {pause_s:g} s")
-        self._producer.abort()
+        self.producer.abort()
         unanswered = []
         for delivery, lines in self._sent:
             self._settle(delivery, lines)
@@ -290,10 +291,10 @@ class Sender:
         return ReplayError(
             self._name,
             id,
-            f"it is stored already, and {self._last_id - id:,} ids below the last one: of those before the last {PRINTS:,}"
-            " the broker does not know what they said. Give option path, its data directory, or kmq.bootstrap.servers, its"
-            " gateway, so that what comes again is compared; two writes of one foreachBatch need a kmq.producer each;"
-            " kmq.replay=trust takes the id for the row",
+            f"it is stored already, and {self._last_id - id:,} ids below the last one: the broker knows the content of"
+            f" the last {PRINTS:,} only. Give option path, its data directory, or kmq.bootstrap.servers, its gateway,"
+            " so that rows sent again are compared; two writes of one foreachBatch need a kmq.producer each;"
+            " kmq.replay=trust compares ids only",
         )
 
     def _store_again(self, lines: list[bytes], why: str) -> None:

@@ -144,13 +144,13 @@ class _Writer:
         self.has_origin = not lacking
         if lacking and not self.has_ids and any(name in kinds for name in (ORIGIN_BROKER, *ORIGIN)):
             raise ConfigError(
-                f"column {lacking[0]} is missing: ids are made of {', '.join(ORIGIN)}, and {ORIGIN_BROKER} where there are"
-                " several brokers; give all of them or none"
+                f"column {lacking[0]} is missing: ids are made of {', '.join(ORIGIN)}, and {ORIGIN_BROKER} with several"
+                " brokers; give all of them or none"
             )
         self.options.check()
         if not (self.streaming or self.has_ids or self.options.producer):
             raise ConfigError(
-                "a batch write needs option kmq.producer, a name of this job, so that what is tried again is stored once;"
+                "a batch write needs option kmq.producer, a name of this job, so that rows sent again are stored once;"
                 " or columns producer and id"
             )
         if self.options.probe and not (self.streaming and has_begun(options)):
@@ -162,7 +162,8 @@ class _Writer:
         assert task is not None
         if self.passes_partition_over and _is_first(task):
             log().warning(
-                "column partition is not used: keys decide on partitions; option usePartition=true writes to those it names"
+                "column partition is not used: keys decide on partitions;"
+                " option usePartition=true writes to those it names"
             )
         number = numbering(task, self.options.producer, self.streaming, self.has_ids, self.has_origin)
         place = None if self.has_ids else task.partitionId()

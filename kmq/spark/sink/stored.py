@@ -71,7 +71,7 @@ class Stored:
     def _search_wal(self, broker: Broker, search: "_Search") -> None:
         first, end = broker.bounds([WAL])[WAL, 0]
         search.is_ahead |= any(sent.seq >= end for sent in search.missing.values())
-        for low, high in _ranges(sorted(sent.seq for sent in search.missing.values() if first <= sent.seq < end)):
+        for low, high in ranges(sorted(sent.seq for sent in search.missing.values() if first <= sent.seq < end)):
             for _, lines in broker.read(WAL, 0, low, high + 1):
                 search.take_seqs(lines)
         self._search_by_id(broker, WAL, 0, (first, end), search)
@@ -87,7 +87,7 @@ class Stored:
         for (topic, partition), ends in bounds.items():
             wanted = [sent for sent in by_topic[topic] if sent.id in search.missing]
             seqs = sorted(sent.seq for sent in wanted if sent.seq)
-            for low, high in _ranges(seqs):
+            for low, high in ranges(seqs):
                 start, end = (broker.offset_of_seq(topic, partition, seq) for seq in (low, high + 1))
                 for _, lines in broker.read(topic, partition, start, end):
                     search.take_seqs(lines)
@@ -174,7 +174,7 @@ class _Search:
         return int(number) if number.isdigit() and rest.partition(b";")[0] == self.producer else -1
 
 
-def _ranges(seqs: Sequence[int]) -> Iterator[tuple[int, int]]:
+def ranges(seqs: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (first, last) of the seqs that are read together."""
     at = 0
     for place in range(1, len(seqs) + 1):

@@ -57,7 +57,7 @@ def of_bytes(offset: int, data: bytes, by_seq: bool) -> Lines:
 
 
 def read(log: LogReader, start: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[Lines]:
-    """Yield the records start…end-1, checked. They begin later if retention removed the start, and end with the log."""
+    """Yield records start…end-1, checked. They begin later if retention removed the start. They end with the log."""
     offset = start
     while offset < end:
         for lines in _final(log, offset, end, nbytes):

@@ -217,7 +217,8 @@ def check_order(start: End, end: End, starts: Mapping[Key, int], ends: Mapping[K
         times = start.is_time and end.is_time and low is not None and high is not None and low > high
         if times or (first > ends[key] and low not in (None, EARLIEST)):
             broker, topic, partition = key
-            said = end.says(key) if end.option else "the end of the log"
+            limit = end.says(key) if end.option else "the end of the log"
             raise ConfigError(
-                f"{start.says(key)} is behind {said}: {broker} {topic}/{partition} would be read from {first} to {ends[key]}"
+                f"{start.says(key)} is behind {limit}:"
+                f" {broker} {topic}/{partition} would be read from {first} to {ends[key]}"
             )

@@ -101,7 +101,7 @@ class Remote(Broker):
         while offset < end:
             target = _at(topic, partition, "records", start=offset, end=end)
             try:
-                with closing(self._connect()) as connection:
+                with closing(self.connect()) as connection:
                     response = self._ask(connection, target)
                     first, following = (int(response.headers[f"KMQ-{name}-Offset"]) for name in ("First", "Next"))
                     if not response.length:  # the log ends here, or begins after `end`
@@ -118,7 +118,7 @@ class Remote(Broker):
                 self._again(trial, err, target)
                 continue
             if offset != following and (topic != WAL or offset > following):
-                raise CorruptError(f"{self._url(target)}: {offset - first} records came of {following - first}")
+                raise CorruptError(f"{self.describe(target)}: {offset - first} records came of {following - first}")
             offset = following
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Remote(Broker):
         trial = _Trial(self._access.patience_s)
         while True:
             try:
-                self._connection = self._connection or self._connect()
+                self._connection = self._connection or self.connect()
                 return json.loads(self._ask(self._connection, target).read())
             except _AGAIN as err:
                 self.close()
@@ -140,7 +140,8 @@ class Remote(Broker):
             self._connection.close()
         self._connection = None
 
-    def _connect(self) -> HTTPConnection:
+    def connect(self) -> HTTPConnection:
+        """Return a new connection, which opens with its first request."""
         timeout = self._access.timeout_s
         if self._scheme == "http":
             return HTTPConnection(self._host, self._port, timeout=timeout)
@@ -148,7 +149,8 @@ class Remote(Broker):
             self._context = (self._access.tls or Tls()).context()
         return HTTPSConnection(self._host, self._port, timeout=timeout, context=self._context)
 
-    def _url(self, target: str) -> str:
+    def describe(self, target: str = "") -> str:
+        """Return the broker's name and the URL of a request, as errors name them."""
         return f"broker {self.name}: {self._scheme}://{self._host}:{self._port}{target}"
 
     def _again(self, trial: "_Trial", err: Exception, target: str) -> None:
@@ -160,7 +162,7 @@ class Remote(Broker):
             and not (self._access.tls or Tls()).certificate
         ):
             advice = "; does it ask for a certificate? option kmq.ssl.certificate.location"
-        trial.failed(err, self._url(target), advice)
+        trial.failed(err, self.describe(target), advice)
 
     def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
         """Return the response to a GET, its body not yet read. Raises the error that a refusal means."""
@@ -172,7 +174,7 @@ class Remote(Broker):
             if not _FINAL.search(str(err.reason)):
                 raise
             advice = "options kmq.ssl.ca.location (whom to trust) and kmq.ssl.certificate.location (what to show)"
-            raise ConfigError(f"{self._url(target)}: {err}; see {advice}") from err
+            raise ConfigError(f"{self.describe(target)}: {err}; see {advice}") from err
         if response.status == 200:
             return response
         raise self._refusal(target, response.status, response.read())
@@ -183,7 +185,7 @@ class Remote(Broker):
             code, text = said["code"], said["error"]
         except (ValueError, KeyError, TypeError):
             return ConfigError(
-                f"{self._url(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
+                f"{self.describe(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
             )
         if status in _LATER:
             return _LaterError(f"{code}: {text}")
@@ -191,8 +193,8 @@ class Remote(Broker):
             fields = (said[name] for name in ("byte", "end", "first_offset", "next_offset", "what"))
             return DamageError(f"{self.name}:{said['path']}", *fields)
         if code == "unauthorized":
-            return ConfigError(f"{self._url(target)}: option kmq.token: {text}")
-        return (RetryError if status >= 500 else ConfigError)(f"{self._url(target)}: {code}: {text}")
+            return ConfigError(f"{self.describe(target)}: option kmq.token: {text}")
+        return (RetryError if status >= 500 else ConfigError)(f"{self.describe(target)}: {code}: {text}")
 
 
 class _LaterError(Exception):

@@ -80,8 +80,8 @@ class Resumption:
 
 
 _ADVICE = (
-    "start with a new checkpoint to read what is there now, or continue with failOnDataLoss=false: with what was received"
-    " after that record"
+    "start with a new checkpoint to read what is there now,"
+    " or continue with failOnDataLoss=false: with what was received after that record"
 )
 
 
@@ -90,6 +90,6 @@ def _restored(stamp: Stamp) -> str:
     when = f"{micros // 1_000_000}.{micros % 1_000_000:06d}"
     return (
         f"the last record read of it, seq {seq} received at {when}, is not there:"
-        " the data directory was restored from an older copy (or lost its end in a power cut), and may have given its offsets"
-        " to other records"
+        " the data directory was restored from an older copy (or lost its end in a power cut),"
+        " and may have given its offsets to other records"
     )

@@ -205,7 +205,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             if broker not in now:
                 raise ConfigError(f"{broker} is in the checkpoint, but not among the brokers of this query")
             raise ConfigError(
-                f"{broker} has another data directory (id {now[broker]}) than the one this checkpoint is of ({identity}):"
+                f"{broker} has another data directory (id {now[broker]}) than this checkpoint ({identity});"
                 " start with a new checkpoint"
             )
         renamed = position.renamed({broker: names[identity] for broker, identity in position.identities.items()})

@@ -1,7 +1,8 @@
-"""`kmq sql`: topics as views, one query or a prompt.
+"""`kmq sql`: topics as views, for one query or at a prompt.
 
-Every topic is a view under its name (`jobs.eu` between backticks), and so are `append`, the WAL, and `all_topics`. A query sees
-what is durable when it begins. Only what it names is read: the topics, and of their columns those it needs, where that is sure.
+Every topic is a view under its name (`jobs.eu` between backticks). So are `append`, the WAL, and `all_topics`. A query
+sees the records that are durable when it begins. Only topics that it names are read. Only columns that it names are
+read, if the text shows for certain which these are; otherwise all columns.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 WAL_VIEW, ALL_VIEW = "append", "all_topics"
 _WORD = re.compile(r"`([^`]+)`|([A-Za-z0-9_]+)")
-# What takes columns without naming them: a star, a natural join, a pipe, a statement that is no plain SELECT.
+# Syntax that uses columns without naming them: a star, a natural join, a pipe, a statement other than a plain SELECT.
 _UNNAMED = re.compile(
     r"\*|\bnatural\b|\btable\b|\blateral\b|\|>|^\s*(?!select\b|with\b|\s)"
     r"|\b(?:union|except|intersect|minus|all|distinct)\s+from\b",
@@ -35,13 +36,13 @@ _HISTORY = Path.home() / ".kmq_sql_history"
 
 
 class Shell:
-    """A session, where its topics are, and how results are shown."""
+    """Run statements over the topics of one source. `show`: prints a result."""
 
     def __init__(self, spark: "SparkSession", source: dict[str, str], show: Show) -> None:
         self.spark, self.source, self._show = spark, source, show
 
     def topics(self) -> list[str]:
-        """The topics there are now."""
+        """Return the names of the topics that exist now."""
         from kmq.spark.source.brokers import open_broker
         from kmq.spark.source.options import Options
 
@@ -50,29 +51,31 @@ class Shell:
         return sorted({topic for broker in opened for topic in broker.topics()})
 
     def query(self, text: str) -> "DataFrame":
-        """The result of one statement, not yet computed, over views of the topics that it names."""
-        there = self.topics()
+        """Return the result of one statement, not computed yet, over views of the topics that it names.
+
+        Raises ConfigError if the statement names a topic that does not exist.
+        """
+        topics = self.topics()
         named = {quoted or plain for quoted, plain in _WORD.findall(text)}
         columns = needed(text)
-        if len({topic.lower() for topic in there}) < len(there):
+        if len({topic.lower() for topic in topics}) < len(topics):
             self.spark.conf.set("spark.sql.caseSensitive", "true")
         else:
             named = {name.lower() for name in named}
-        wanted = {topic: {"subscribe": topic} for topic in there if {topic, topic.lower()} & named}
+        views = {topic: {"subscribe": topic} for topic in topics if {topic, topic.lower()} & named}
         if WAL_VIEW in named:
-            wanted[WAL_VIEW] = {"subscribe": WAL}
+            views[WAL_VIEW] = {"subscribe": WAL}
         if ALL_VIEW in named:
-            wanted.setdefault(ALL_VIEW, {"subscribePattern": r"(?!__).*"})
-        for view, topics in wanted.items():
-            reader = self.spark.read.format("kmq").options(**self.source, **topics)
+            views.setdefault(ALL_VIEW, {"subscribePattern": r"(?!__).*"})
+        for view, subscription in views.items():
+            reader = self.spark.read.format("kmq").options(**self.source, **subscription)
             (reader.schema(columns) if columns else reader).load().createOrReplaceTempView(f"`{view}`")
         try:
             return self.spark.sql(text)
         except Exception as error:
             if missing := re.match(r"\[TABLE_OR_VIEW_NOT_FOUND\] The table or view (\S+)", str(error)):
-                raise ConfigError(
-                    f"no topic {missing[1]}; there are {', '.join([*there, WAL_VIEW, ALL_VIEW])}"
-                ) from None
+                known = ", ".join([*topics, WAL_VIEW, ALL_VIEW])
+                raise ConfigError(f"unknown topic {missing[1]}; expected one of {known}") from None
             raise
 
     def run(self, text: str) -> None:
@@ -81,12 +84,15 @@ class Shell:
             self._show(self.query(text), progress)
 
     def cancel(self) -> None:
-        """End the query that runs, from a signal handler: its call has the main thread's connection to Spark."""
+        """Cancel the running query; may be called from a signal handler.
+
+        Uses a thread, because the query occupies the main thread's connection to Spark.
+        """
         threading.Thread(target=self.spark.sparkContext.cancelAllJobs).start()
 
 
 def needed(text: str) -> str:
-    """The columns of the source that a query names, as its schema; "" for all, where it may need what it does not name."""
+    """Return the schema of the columns that a query names; "" for all, if its text does not name all that it needs."""
     from kmq.spark.source.columns import COLUMNS
 
     text = re.sub(r"'[^']*'", "''", re.sub(r"count\s*\(\s*\*\s*\)", "count(1)", text, flags=re.IGNORECASE))
@@ -97,7 +103,7 @@ def needed(text: str) -> str:
 
 
 def statements(text: str) -> Iterator[str]:
-    """The statements of a script: each ends with a semicolon, unless that is in quotes or in a comment."""
+    """Yield the statements of a script. A semicolon ends a statement, unless it is in quotes or in a comment."""
     for part in _STATEMENT.findall(text):
         if part.strip():
             yield part.strip()
@@ -107,14 +113,17 @@ def statements(text: str) -> Iterator[str]:
 
 
 def prompt(shell: Shell) -> int:
-    """Read statements from a terminal, with history, until its end (Ctrl-D). Ctrl-C ends the query that runs."""
+    """Read statements from a terminal, with history, until its end (Ctrl-D). Ctrl-C cancels the running query.
+
+    Returns the exit code.
+    """
     import readline
 
     with contextlib.suppress(OSError):
         readline.read_history_file(_HISTORY)
     readline.set_completer(_completer([*shell.topics(), WAL_VIEW, ALL_VIEW]))
     readline.parse_and_bind("tab: complete")
-    print("Topics are tables. A statement ends with a semicolon, the prompt with Ctrl-D.")
+    print("Topics are tables. End a statement with a semicolon, and the prompt with Ctrl-D.")
     print("tables: " + ", ".join([*map(_quoted, shell.topics()), WAL_VIEW, ALL_VIEW]))
     while True:
         try:
@@ -127,7 +136,7 @@ def prompt(shell: Shell) -> int:
             print()
             return EXIT_OK
         except KeyboardInterrupt:
-            print()  # the line is dropped
+            print()  # the line typed so far is discarded
         except Exception as error:
             cause = failures.explain(error)
             if cause is None:
@@ -157,5 +166,5 @@ def _completer(tables: list[str]) -> Callable[[str, int], str | None]:
 
 
 def _quoted(topic: str) -> str:
-    """A topic as SQL has it: between backticks unless it is a plain word."""
+    """Return a topic's name in SQL: between backticks unless it is a plain word."""
     return topic if re.fullmatch(r"[A-Za-z_]\w*", topic) else f"`{topic}`"

@@ -1,1 +1,1 @@
-"""What every streaming query has: its start, progress, lag, checkpoint and end."""
+"""What all streaming queries share: start, progress, lag, checkpoint and end."""

@@ -1,11 +1,13 @@
-"""A checkpoint of Spark's streaming, read as plain files: how far its query is. Needs neither pyspark nor Java.
+"""Reads a checkpoint of Spark's streaming as plain files: how far its query is. Needs neither pyspark nor Java.
 
-    offsets/<n>     where batch n ends, written before it runs: a line of version, one of JSON for all, one for each source
-    commits/<n>     written when batch n is through
-    state/          what windows and the like hold, a version for each batch
+    offsets/<n>     where batch n ends, written before the batch runs: a line with the version, a line of JSON about the
+                    batch, and a line for each source
+    commits/<n>     written when batch n is finished
+    state/          the state of windows and similar operators, a version for each batch
     metadata        the query's id
 
-and beside them what kmq/spark/streaming/listener.py leaves. A batch with an offset and no commit is run again at the next start.
+Beside them are the files of kmq/spark/streaming/listener.py. A batch with a file in offsets/ and none in commits/ is
+run again at the next start.
 """
 
 import json
@@ -21,7 +23,7 @@ from kmq.spark.streaming.lag import positions
 
 STATUS, OWNER = "kmq-status.json", "kmq-owner"
 _VERSION = "v1"
-_NAMED = 5  # topics that a text names
+_MAX_TOPICS = 5  # named in the description of a batch
 
 
 class Logged(NamedTuple):
@@ -29,16 +31,16 @@ class Logged(NamedTuple):
 
     version: str
     about: dict[str, Any]  # watermark, time, confs
-    sources: list[str]  # as written, each
+    sources: list[str]  # the line of each source, as written
 
 
 class Checkpoint:
-    """The checkpoint in a directory, of a query that runs or not."""
+    """The checkpoint in a directory, of a query that may be running."""
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(str(path).removeprefix("file://"))
         if not is_checkpoint(self.path):
-            raise ConfigError(f"{path}: not found, or no checkpoint of a stream (it has no metadata and offsets)")
+            raise ConfigError(f"{path}: not found, or not a checkpoint of a stream (it has no metadata and offsets)")
         # A table's own checkpoint is in <table>/.kmq, beside the lock of its writer.
         above = os.path.dirname(self.path)
         self.table = os.path.dirname(above) if os.path.basename(above) == ".kmq" else ""
@@ -48,31 +50,34 @@ class Checkpoint:
             return str(json.load(file)["id"])
 
     def status(self) -> dict[str, Any]:
-        """What the listener of the last run wrote; empty where there was none."""
+        """Return the status that the listener of the last run wrote; empty if there is none."""
         try:
             with open(f"{self.path}/{STATUS}", encoding="utf-8") as file:
-                found = json.load(file)
+                status = json.load(file)
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return status if isinstance(status, dict) else {}
 
     def seen_age_s(self) -> float | None:
-        """Seconds since the listener last wrote: it does with each batch, and every ten seconds or so without any."""
+        """Return the seconds since the listener last wrote the status; None if it never did.
+
+        It writes with each batch, and about every ten seconds while there are no batches.
+        """
         try:
             return max(0.0, time.time() - os.stat(f"{self.path}/{STATUS}").st_mtime)
         except FileNotFoundError:
             return None
 
     def locks(self) -> list[FileLock]:
-        """Those that a process of this query holds while it runs."""
+        """Return the locks that a process of this query holds while it runs."""
         return [FileLock(f"{self.path}/{OWNER}"), *([FileLock(f"{self.table}/.kmq/owner")] if self.table else [])]
 
     def holder(self) -> str:
-        """Who runs the query now; "" where nobody holds one of its locks."""
+        """Return who runs the query now; "" if none of its locks is held."""
         return next((lock.holder() or "another process" for lock in self.locks() if lock.is_held()), "")
 
     def batches(self, log: str) -> list[int]:
-        """Numbers in offsets/ or commits/, ascending."""
+        """Return the sorted batch numbers in a log, `offsets` or `commits`."""
         try:
             names = os.listdir(f"{self.path}/{log}")
         except FileNotFoundError:
@@ -80,7 +85,7 @@ class Checkpoint:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def logged(self, batch: int) -> Logged:
-        """One file of offsets/. Raises ConfigError where it is of a format that is not known here."""
+        """Return one file of offsets/. Raises ConfigError if its format is unknown."""
         with open(f"{self.path}/offsets/{batch}", encoding="utf-8") as file:
             version, *lines = file.read().splitlines()
         if version != _VERSION or not lines:
@@ -88,34 +93,36 @@ class Checkpoint:
         return Logged(version, json.loads(lines[0]) if lines[0] else {}, lines[1:])
 
     def committed(self) -> tuple[int, Logged | None]:
-        """(number, offsets) of the last batch that is through; (-1, None) without any."""
-        through = set(self.batches("commits"))
-        last = max((number for number in self.batches("offsets") if number in through), default=-1)
+        """Return (number, offsets) of the last committed batch; (-1, None) if there is none."""
+        committed = set(self.batches("commits"))
+        last = max((number for number in self.batches("offsets") if number in committed), default=-1)
         return (last, self.logged(last)) if last >= 0 else (-1, None)
 
     def unfinished(self) -> int | None:
-        """The batch that was begun and will be run again, if there is one."""
+        """Return the number of the batch that was begun and will be run again; None if there is none."""
         planned = self.batches("offsets")
         return planned[-1] if planned and planned[-1] not in self.batches("commits") else None
 
     def has_state(self) -> bool:
-        """Whether the query keeps something from batch to batch."""
+        """Return True if the query keeps state from batch to batch."""
         return os.path.isdir(f"{self.path}/state") and bool(os.listdir(f"{self.path}/state"))
 
     def commit_age_s(self) -> float | None:
-        """Seconds since the last batch was through."""
-        through = self.batches("commits")
-        return max(0.0, time.time() - os.stat(f"{self.path}/commits/{through[-1]}").st_mtime) if through else None
+        """Return the seconds since the last batch was committed; None if none was."""
+        committed = self.batches("commits")
+        if not committed:
+            return None
+        return max(0.0, time.time() - os.stat(f"{self.path}/commits/{committed[-1]}").st_mtime)
 
     def size(self) -> tuple[int, int]:
-        """(files, bytes)."""
+        """Return (files, bytes) of the checkpoint."""
         sizes = []
         for directory, _, names in os.walk(self.path):
             for name in names:
                 try:
                     sizes.append(os.stat(f"{directory}/{name}").st_size)
                 except FileNotFoundError:
-                    pass  # a running query tidies up
+                    pass  # a running query deletes old files
         return len(sizes), sum(sizes)
 
 
@@ -124,17 +131,21 @@ def is_checkpoint(path: str) -> bool:
 
 
 def find(paths: list[str]) -> list[Checkpoint]:
-    """Checkpoints that these are, or that belong to these tables, or lie directly below; each path must have one."""
-    found: list[Checkpoint] = []
+    """Return the checkpoints at these paths.
+
+    A path is a checkpoint, or a table with its own checkpoint, or a directory with some of these directly below it.
+    Raises ConfigError for a path without any.
+    """
+    checkpoints: list[Checkpoint] = []
     for path in paths:
-        here = list(_at(path.removeprefix("file://")))
-        if not here:
+        at_path = list(_at(path.removeprefix("file://")))
+        if not at_path:
             raise ConfigError(
-                f"{path}: not found, or neither a checkpoint, nor a table of ours with its own, nor a directory of such;"
-                " a table that was given --checkpoint is asked for by that directory"
+                f"{path}: not found, or not a checkpoint, a pipeline's table with its own checkpoint, or a directory of"
+                " these; for a table written with --checkpoint give that directory"
             )
-        found += here
-    return found
+        checkpoints += at_path
+    return checkpoints
 
 
 def _at(path: str) -> Iterator[Checkpoint]:
@@ -149,28 +160,28 @@ def _at(path: str) -> Iterator[Checkpoint]:
 
 
 def identities(source: str) -> dict[str, str]:
-    """Broker → data id, of one source's line; nothing where it is no stream of format("kmq")."""
+    """Return broker → data id from one source's line; empty if the source is not format("kmq")."""
     try:
         table = json.loads(source)
     except ValueError:
         return {}
     topics = table.items() if isinstance(table, dict) else ()
-    return {broker: each[IDENTITY] for broker, each in topics if isinstance(each, dict) and IDENTITY in each}
+    return {broker: part[IDENTITY] for broker, part in topics if isinstance(part, dict) and IDENTITY in part}
 
 
 def is_ours(source: str) -> bool:
-    """Whether a source's line is of format("kmq")."""
+    """Return True if a source's line is of format("kmq")."""
     return bool(identities(source))
 
 
 def offsets_of(logged: Logged | None) -> dict[Key, int]:
-    """The next offset of each partition, over all sources that are ours."""
+    """Return the next offset of each partition, over all sources of format("kmq")."""
     lines = [line for line in logged.sources if is_ours(line)] if logged else []
     return {key: offset for line in lines for key, offset in positions(line).items()}
 
 
 def batch_text(path: str, batch: int) -> str:
-    """What a batch reads, for people: `orders/0,1 jobs/0: 1,234 records`; "" where its checkpoint is not to be read from here."""
+    """Describe what a batch reads: `orders/0,1 jobs/0: 1,234 records`; "" if its checkpoint cannot be read here."""
     try:
         log = Checkpoint(path)
         ends = offsets_of(log.logged(batch))
@@ -183,7 +194,9 @@ def batch_text(path: str, batch: int) -> str:
     for _, topic, number in read:
         topics.setdefault(topic, []).append(str(number))
     named = [f"{topic}/{','.join(dict.fromkeys(numbers))}" for topic, numbers in topics.items()]
-    more = f" and {len(named) - _NAMED} more topics" if len(named) > _NAMED else ""
-    # Of partitions that are new it is not known here with which offset they begin.
+    more = f" and {len(named) - _MAX_TOPICS} more topics" if len(named) > _MAX_TOPICS else ""
+    # The checkpoint does not say at which offset a new partition begins.
     about = "" if all(key in begun for key in read) else "up to "
-    return f"{' '.join(named[:_NAMED])}{more}: {about}{sum(counts[key] for key in read):,} records" if named else ""
+    if not named:
+        return ""
+    return f"{' '.join(named[:_MAX_TOPICS])}{more}: {about}{sum(counts[key] for key in read):,} records"

@@ -1,4 +1,4 @@
-"""What a micro-batch says of itself, in figures: how far a query is, how far behind, and what it has left out.
+"""Computes the figures of a micro-batch: how far the query is, how far behind, and how many rows it dropped.
 
 Works on the JSON of Spark's StreamingQueryProgress and of its checkpoints. Needs neither pyspark nor a JVM.
 """
@@ -13,9 +13,9 @@ from kmq.spark.streaming import late
 
 
 def positions(offsets: Any) -> dict[Key, int]:
-    """Return (broker, topic, partition) → next offset, of the JSON of a stream of format("kmq"); else nothing.
+    """Return (broker, topic, partition) → next offset from the JSON of a stream of format("kmq"); else nothing.
 
-    What else a broker's part holds (names that begin with __, such as its identity) is ignored.
+    Other entries of a broker are ignored: their names begin with __, such as that of its identity.
     """
     if isinstance(offsets, str):
         offsets = json.loads(offsets)
@@ -31,7 +31,7 @@ def positions(offsets: Any) -> dict[Key, int]:
 
 
 def behind(latest: Any, end: Any) -> int | None:
-    """Return how many records lie between two positions; None where that is unknown."""
+    """Return how many records lie between two positions; None if that is unknown."""
     if not latest or not end:
         return None
     reached = positions(end)
@@ -39,7 +39,10 @@ def behind(latest: Any, end: Any) -> int | None:
 
 
 def batch_figures(query: str, progress: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a batch says: query, batch, rows, rows_per_s, ms, behind (records; None: unknown), late (rows left out)."""
+    """Return the figures of a batch: query, batch, rows, rows_per_s, ms, behind, late.
+
+    `behind`: records that are not read yet; None: unknown. `late`: rows that were dropped; None: no rows.
+    """
     gaps = [behind(source.get("latestOffset"), source.get("endOffset")) for source in progress.get("sources", ())]
     known = [gap for gap in gaps if gap is not None]
     return {

@@ -1,11 +1,11 @@
-"""Rows that a streaming query dropped because they came later than its watermark: reported, and an error in our pipelines.
+"""Finds rows that a streaming query dropped because they came later than its watermark. In a pipeline that is an error.
 
-Spark counts them per operator (numRowsDroppedByWatermark) and continues: the result is silently wrong. Of what Spark 4.3 counts
-in operators with state, this alone means lost rows: numDroppedDuplicateRows is what was asked for, and skippedNullValueCount
-counts nulls in a join that match nothing by definition.
+Spark counts these rows per operator (numRowsDroppedByWatermark) and continues, so that the result is silently wrong. Of
+the counters that Spark 4.3 has for operators with state, only this one means lost rows. numDroppedDuplicateRows counts
+rows that the query was told to drop. skippedNullValueCount counts nulls in a join, which never match anything.
 
-Numbers     What is dropped may have been added up before (records of one task, topic and window are then one row): the number is
-            what Spark says, and at least so many records.
+Numbers     Rows may be aggregates of several records (of one task, topic and window). The number is Spark's count of
+            rows, so at least so many records were dropped.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 
 DROPPED = "numRowsDroppedByWatermark"
 FAIL, DROP = "fail", "drop"  # what a pipeline does about late rows
-ADVICE = "begin again with a new table or topic, a new checkpoint and a longer --watermark, or leave them out with --late drop"
+ADVICE = (
+    "begin again with a new table or topic, a new checkpoint and a longer --watermark,"
+    " or leave them out with --late drop"
+)
 
 
 class LateError(KmqError):
-    """Rows came later than the watermark, and are in no result."""
+    """Raised when rows came later than the watermark, so that they are in no result."""
 
     def __init__(self, query: str, batch: int, rows: int, kept: str) -> None:
         super().__init__(
@@ -31,21 +34,21 @@ class LateError(KmqError):
 
 
 def check_mode(mode: str) -> None:
-    """Raise ConfigError where --late is neither of the two."""
+    """Raise ConfigError if --late is neither `fail` nor `drop`."""
     if mode not in (FAIL, DROP):
         raise ConfigError(f"--late {mode!r}: must be {FAIL} or {DROP}")
 
 
 def dropped(progress: Mapping[str, Any]) -> int:
-    """Return how many rows the batch of a StreamingQueryProgress, as JSON, has left out."""
+    """Return how many late rows a batch has dropped. `progress`: a StreamingQueryProgress, parsed from JSON."""
     return sum(int(operator.get(DROPPED, 0)) for operator in progress.get("stateOperators", ()))
 
 
 def dropped_so_far(spark: "SparkSession", query: str) -> int:
-    """Return how many rows the batch that now runs in `foreachBatch` has left out, as far as its jobs have ended.
+    """Return how many late rows the batch in `foreachBatch` has dropped, as far as its jobs have ended.
 
-    Asked after all rows of the batch were written and before they are committed. By way of the JVM: Python is told after the
-    batch, when it is too late to hold it back.
+    Call it after all rows of the batch were written and before they are committed. It asks the JVM, because Python
+    hears of the number only after the batch, when it is too late to hold the commit back.
     """
     running = spark._jsparkSession.streams().get(query)
     return _of_plan(running.streamingQuery().lastExecution().executedPlan())

@@ -1,10 +1,10 @@
-"""What each streaming query of a session does, kept beside its checkpoint for `kmq pipeline status`; a warning if it drops rows.
+"""Keeps each streaming query's status beside its checkpoint, for `kmq pipeline status`; warns if a query drops rows.
 
-Owns        In the directory of a checkpoint on this machine's file system: kmq-status.json, replaced as a whole at most once
-            a second, a few KiB; and the lock kmq-owner, held as long as the query runs (`kmq pipeline reset` takes it too).
-Invariant   Nothing here fails or delays a query: an error is ignored, and then there is only no status. The
-            position that counts is Spark's own, in the checkpoint; this file adds what that does not say (rates, what is
-            there to read, what was left out, who runs it).
+Owns        In the directory of a checkpoint on a local file system: kmq-status.json, a few KiB, replaced as a whole at
+            most once a second; and the lock kmq-owner, held while the query runs (`kmq pipeline reset` takes it too).
+Invariant   The listener never fails or delays a query: an error is ignored, and only the status is missing then. The
+            position that counts is always Spark's own, in the checkpoint. The status adds what the checkpoint lacks:
+            rates, records that are there to read, rows that were dropped, and the process that runs the query.
 Crash       A kill leaves the last status, and releases the lock. Nothing is synced to disk.
 Cost        Two calls to the JVM for each batch, instead of the fifty that pyspark's own events take.
 Not covered Checkpoints in object stores, and sessions over Spark Connect.
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 WRITE_S = 1.0  # between two writes of one query's status
 _SETTLE_S = 5.0  # longest wait for the last status of a query that has ended
-_SAID = 500  # characters of an error that are kept
+_MAX_ERROR = 500  # characters of an error that are kept
 
 
 def listen(spark: "SparkSession") -> None:
-    """Add a listener to a session, unless it has one. Never fails."""
+    """Add a listener to a session unless it has one. Never fails."""
     with suppress(Exception):
         if getattr(spark, "_kmq_listener", None) is None:
             listener = Listener(spark)
@@ -47,9 +47,10 @@ def listen(spark: "SparkSession") -> None:
 
 
 def settle(spark: "SparkSession", run_id: str) -> None:
-    """Wait until the end of a run is written and its lock is released, so that its directory can be read, reset or removed.
+    """Wait until the end of a run is written and its lock is released.
 
-    The JVM reports the end of a run some time after the query has ended. Never fails; gives up after a few seconds.
+    After that its directory can be read, reset or removed. The JVM reports the end of a run some time after the
+    query has ended. Never fails; gives up after a few seconds.
     """
     with suppress(Exception):
         spark._kmq_listener.wait_for_end(run_id)  # type: ignore[attr-defined]
@@ -80,25 +81,28 @@ class _Query:
         if not self.directory or (not at_once and now - self.written < WRITE_S):
             return
         self.written = now
-        making = f"{self.directory}/.{STATUS}.new"
-        with open(making, "w", encoding="utf-8") as file:
+        new = f"{self.directory}/.{STATUS}.new"
+        with open(new, "w", encoding="utf-8") as file:
             json.dump(self.status, file)
-        os.replace(making, f"{self.directory}/{STATUS}")
+        os.replace(new, f"{self.directory}/{STATUS}")
 
 
 class Listener(StreamingQueryListener):
-    """See the module. Called by the JVM, one event after the other."""
+    """Keep the status of a session's queries; see the module. The JVM calls it with one event after the other."""
 
     def __init__(self, spark: "SparkSession") -> None:
         self._session = spark
         self._log = Logger("spark")
         self._queries: dict[str, _Query] = {}  # by run
-        self._locks: dict[str, FileLock] = {}  # by directory: a run may begin before the end of the last one is told
+        self._locks: dict[str, FileLock] = {}  # by directory: a run may begin before the end of the last is reported
         self._turn = threading.Condition()  # notified when a run is removed
 
     @property
     def _jlistener(self) -> Any:
-        """Take events as they come from the JVM: pyspark's own would fetch each field of each by a call."""
+        """Return the JVM's listener, which passes events on as they are.
+
+        pyspark's own listener would fetch each field of each event by a call to the JVM.
+        """
         from pyspark import SparkContext
 
         if not hasattr(self, "_jlistenerobj"):
@@ -108,7 +112,7 @@ class Listener(StreamingQueryListener):
 
     @_harmless
     def onQueryStarted(self, event: Any) -> None:
-        """Called while the query starts and waits for this."""
+        """Take the query's lock and write its first status. The query's start waits for this."""
         running = self._session._jsparkSession.streams().get(str(event.id()))
         root = str(running.streamingQuery().resolvedCheckpointRoot())
         path = unquote(root.removeprefix("file:")) if root.startswith("file:") else root
@@ -146,11 +150,11 @@ class Listener(StreamingQueryListener):
     def onQueryTerminated(self, event: Any) -> None:
         run_id = str(event.runId())
         query = self._queries[run_id]
-        said = event.exception()
+        error = event.exception()
         query.status |= {
-            "state": "failed" if said.isDefined() else "ended",
+            "state": "failed" if error.isDefined() else "ended",
             "ended": _now(),
-            "error": str(said.get())[:_SAID] if said.isDefined() else None,
+            "error": str(error.get())[:_MAX_ERROR] if error.isDefined() else None,
         }
         try:
             query.write(at_once=True)
@@ -164,7 +168,7 @@ class Listener(StreamingQueryListener):
                 self._turn.notify_all()
 
     def wait_for_end(self, run_id: str) -> None:
-        """Wait until `onQueryTerminated` is done with a run."""
+        """Wait until `onQueryTerminated` has finished with a run, or a few seconds have passed."""
         with self._turn:
             self._turn.wait_for(lambda: run_id not in self._queries, _SETTLE_S)
 
@@ -180,7 +184,7 @@ class Listener(StreamingQueryListener):
 
 
 class _Events:
-    """What the JVM calls."""
+    """The object that the JVM calls."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener

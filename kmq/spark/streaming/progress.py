@@ -1,11 +1,11 @@
-"""How far Spark is: a bar on a terminal, a logfmt line every few seconds elsewhere. Both on stderr.
+"""Shows Spark's progress on stderr: a bar on a terminal, else a logfmt line every few seconds.
 
     with Progress(spark, "audit") as progress:
         progress.describe("reading the WAL")
         …
 
-A thread asks Spark a few times a second which stages run and how many of their tasks are done, and what each streaming query
-did in its last batch. The job itself knows nothing of it and is not slowed down.
+A thread asks Spark a few times a second which stages run, how many of their tasks are done, and what each streaming
+query did in its last batch. The job itself is not involved and not slowed down.
 """
 
 import json
@@ -24,17 +24,18 @@ from kmq.spark.streaming.lag import batch_figures
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_LOOK_S = 0.3  # between two looks: a few calls of a millisecond each
-_SAY_S = 5.0  # between two lines where there is no terminal
+_POLL_S = 0.3  # between two polls, each of a few calls that take a millisecond
+_LOG_S = 5.0  # between two log lines, without a terminal
 
 
 class Progress:
     """Shows the jobs and streams of a session while the `with` block runs."""
 
     def __init__(
-        self, spark: "SparkSession", name: str = "spark", console: Console | None = None, say_s: float = _SAY_S
+        self, spark: "SparkSession", name: str = "spark", console: Console | None = None, log_s: float = _LOG_S
     ) -> None:
-        self._spark, self._say_s = spark, say_s
+        """`name`: of the step and of the logger. `log_s`: seconds between two log lines, without a terminal."""
+        self._spark, self._log_s = spark, log_s
         self.console = console or Console(stderr=True, highlight=False)
         self._log = Logger(name)
         self._what = name
@@ -47,18 +48,18 @@ class Progress:
         self._watch = threading.Thread(target=self._run, daemon=True)
 
     def describe(self, what: str) -> None:
-        """What is done from now on, in a few words: `reading the WAL`. Spark's own list of jobs shows it too."""
+        """Set a short description of the current step, such as `reading the WAL`. Spark's list of jobs shows it too."""
         self._what = what
         self._spark.sparkContext.setJobDescription(what)
         if not self.console.is_terminal:
             self._log.info("step", what=what)
 
     def print(self, *objects: Any) -> None:
-        """Print to the same place, above the bar."""
+        """Print on the same console, above the bar."""
         self.console.print(*objects)
 
     def stop(self) -> None:
-        """Take the bar away, before a result is printed on stdout. The end of the block does it too."""
+        """Remove the bar, before a result is printed on stdout. The end of the `with` block does it too."""
         self._ended.set()
         if self._watch.is_alive():
             self._watch.join()
@@ -75,27 +76,27 @@ class Progress:
     # --- the watching thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        said = time.monotonic()
-        while not self._ended.wait(_LOOK_S):
+        logged = time.monotonic()
+        while not self._ended.wait(_POLL_S):
             try:
                 done, total = self._tasks()
                 streams = self._streams()
-            except Exception:  # the session ends, or its JVM has: the job will say so
+            except Exception:  # the session or its JVM ends: the job will report that
                 continue
             if self.console.is_terminal:
                 self._show(done, total, streams)
-            elif (total or streams) and time.monotonic() - said >= self._say_s:
-                said = time.monotonic()
-                self._say(done, total, streams)
+            elif (total or streams) and time.monotonic() - logged >= self._log_s:
+                logged = time.monotonic()
+                self._log_figures(done, total, streams)
 
     def _tasks(self) -> tuple[int, int]:
-        """Of the stages that run: how many tasks are done, of how many."""
+        """Return (tasks done, all tasks) of the running stages."""
         tracker = self._spark.sparkContext.statusTracker()
         infos = [info for info in map(tracker.getStageInfo, tracker.getActiveStageIds()) if info]
         return sum(info.numCompletedTasks for info in infos), sum(info.numTasks for info in infos)
 
     def _streams(self) -> list[dict[str, Any]]:
-        """The last batch of each streaming query, in figures."""
+        """Return the figures of the last batch of each streaming query."""
         return [
             batch_figures(query.name or "stream", json.loads(progress.json()))
             for query in self._spark.streams.active
@@ -110,7 +111,7 @@ class Progress:
             parts.append(f"batch {s['batch']}: {s['rows']:,} rows, {s['rows_per_s']:,}/s{behind}{dropped}")
         self._bars.update(self._bar, description=self._what, completed=done, total=total or None, done="; ".join(parts))
 
-    def _say(self, done: int, total: int, streams: list[dict[str, Any]]) -> None:
+    def _log_figures(self, done: int, total: int, streams: list[dict[str, Any]]) -> None:
         if total:
             self._log.info("progress", what=self._what, tasks_done=done, tasks=total)
         for figures in streams:

@@ -1,15 +1,16 @@
-"""`kmq pipeline reset`: a query's next batch begins elsewhere. Changes plain files; needs neither pyspark nor Java.
+"""`kmq pipeline reset`: lets a query's next batch begin elsewhere. Changes plain files; needs neither pyspark nor Java.
 
-What is written is one more batch, which holds nothing and ends where the next one is to begin: offsets/<n> and commits/<n>, with
-n behind every existing batch. So nothing is overwritten, and the numbers of batches keep rising. A table of ours skips a batch
-whose number it knows; a number used again for other records would lose these records.
+It adds one batch to the checkpoint, without records, that ends where the next batch is to begin: offsets/<n> and
+commits/<n>, with n above every existing batch. So nothing is overwritten, and the numbers of batches keep rising. A
+pipeline's table skips a batch whose number it knows, so a number used again for other records would lose these records.
 
-Invariant   Refused while the query runs; nothing is removed, and no number of a batch is used twice.
-Crash       offsets/<n> without commits/<n>: the next start finds a batch to run, from where the query was to where it was to
-            resume. It runs as any batch, or is refused because it goes back; another reset is right after it, and before it.
-Backup      kmq-reset-<n>.json beside it: the offsets before, those after, and when; "before" may be given to --to again.
-Not covered Queries with state: their windows have counted what was read. They are refused, and begin with a new checkpoint.
-            A query that starts at this very moment, and neither writes to a table of ours nor has our listener.
+Invariant   A reset never happens while the query runs. It removes nothing, and never uses the number of a batch twice.
+Crash       offsets/<n> without commits/<n>: the next start finds a batch to run, from the old position to the new one.
+            It runs like any batch, or is refused because it goes backwards. Another reset is correct before and after
+            that.
+Backup      kmq-reset-<n>.json beside it: the offsets before and after, and the time. --to accepts the part "before".
+Not covered Queries with state: their windows have counted what was read. They are refused, and need a new checkpoint.
+            A query that starts at this very moment, and has neither a pipeline's table nor KMQ's listener.
 """
 
 import json
@@ -34,30 +35,30 @@ EARLIEST, LATEST = "earliest", "latest"
 
 
 class Move(NamedTuple):
-    """What changes for one partition."""
+    """The change of one partition's offset."""
 
     key: Key
     before: int
     after: int
-    first: int  # that there is now
-    latest: int
+    first: int  # the first offset that exists now
+    latest: int  # the end of the log now
 
     @property
     def again(self) -> int:
-        """Records that are read a second time."""
+        """The number of records that are read a second time."""
         return max(0, min(self.before, self.latest) - max(self.after, self.first))
 
     @property
     def skipped(self) -> int:
-        """Records that are never read."""
+        """The number of records that are never read."""
         return max(0, min(self.after, self.latest) - max(self.before, self.first))
 
 
 class Plan(NamedTuple):
-    """What a reset would do."""
+    """What a reset will do."""
 
     checkpoint: Checkpoint
-    batch: int  # the number of the empty one
+    batch: int  # the number of the added batch
     unfinished: int | None
     logged: Logged
     lines: list[str]  # the sources of the new batch
@@ -65,31 +66,31 @@ class Plan(NamedTuple):
 
 
 def plan(checkpoint: Checkpoint, to: str, sources: Sources = AS_NAMED) -> Plan:
-    """Work out what `to` (earliest, latest, JSON of offsets, or a time) means. Changes nothing."""
+    """Return what `to` (earliest, latest, JSON of offsets, or a time) means. Changes nothing. Raises ConfigError."""
     if checkpoint.has_state():
         raise ConfigError(
-            f"{checkpoint.path}: the query keeps state (windows, or rows to tell duplicates by), which has counted what was"
-            " read; it cannot begin elsewhere: give it a new checkpoint and a new table"
+            f"{checkpoint.path}: the query keeps state (windows, or rows to detect duplicates), which has counted what"
+            " was read, so it cannot begin elsewhere; give it a new checkpoint and a new table"
         )
     _, logged = checkpoint.committed()
     unfinished = checkpoint.unfinished()
     if logged is None:
-        raise ConfigError(f"{checkpoint.path}: no batch is through yet; remove it and give startingOffsets")
+        raise ConfigError(f"{checkpoint.path}: no batch is committed yet; remove it and give startingOffsets")
     if not any(map(is_ours, logged.sources)):
         raise ConfigError(f"{checkpoint.path}: the query reads nothing with format('kmq')")
-    said = checkpoint.status()
+    cwd = str(checkpoint.status().get("cwd") or os.getcwd())
     lines, moves = [], []
     for line in logged.sources:
         if is_ours(line):
-            wanted, changed = _source(line, to, sources, str(said.get("cwd") or os.getcwd()))
+            wanted, changed = _source(line, to, sources, cwd)
             moves += changed
             line = json.dumps(wanted)
         lines.append(line)
     batch = max([*checkpoint.batches("offsets"), *checkpoint.batches("commits"), _of_table(checkpoint)]) + 1
     if batch - 1 not in checkpoint.batches("offsets"):
         raise ConfigError(
-            f"{checkpoint.path}: its table has batch {batch - 1} already, which the checkpoint does not know; was it restored"
-            " from an older copy? Begin with a new table and a new checkpoint"
+            f"{checkpoint.path}: its table has batch {batch - 1} already, which the checkpoint does not know; was the"
+            " checkpoint restored from an older copy? Begin with a new table and a new checkpoint"
         )
     return Plan(checkpoint, batch, unfinished, logged, lines, moves)
 
@@ -131,15 +132,18 @@ def _targets(to: str, name: str, bounds: dict[Key, tuple[int, int]], broker: Bro
 
 
 def _named(to: str, name: str, bounds: dict[Key, tuple[int, int]]) -> Offsets:
-    """Offsets as startingOffsets has them: {"topic": {"0": 5}} for every broker, or by broker; -2 earliest, -1 latest."""
+    """Parse offsets in the form of startingOffsets: {"topic": {"0": 5}}, by broker or for every broker.
+
+    -2: earliest; -1: latest. Raises ConfigError.
+    """
     try:
         table = json.loads(to)
         topics = table[name] if name in table else {} if any(map(_is_broker, table.values())) else table
         asked = {
             (name, topic, int(number)): at
-            for topic, each in topics.items()
+            for topic, partitions in topics.items()
             if topic[:2] != "__" or topic == "__append"
-            for number, at in each.items()
+            for number, at in partitions.items()
         }
     except (ValueError, AttributeError, TypeError) as err:
         raise ConfigError(
@@ -147,8 +151,8 @@ def _named(to: str, name: str, bounds: dict[Key, tuple[int, int]]) -> Offsets:
         ) from None
     for key, at in asked.items():
         if key not in bounds:
-            there = ", ".join(f"{topic}/{number}" for _, topic, number in sorted(bounds))
-            raise ConfigError(f"--to: unknown partition {key[1]}/{key[2]} at {name}; expected one of {there}")
+            known = ", ".join(f"{topic}/{number}" for _, topic, number in sorted(bounds))
+            raise ConfigError(f"--to: unknown partition {key[1]}/{key[2]} at {name}; expected one of {known}")
         first, latest = bounds[key]
         asked[key] = at = {-2: first, -1: latest}.get(at, at)
         if type(at) is not int or not least(key[1]) <= at <= latest:
@@ -157,11 +161,14 @@ def _named(to: str, name: str, bounds: dict[Key, tuple[int, int]]) -> Offsets:
 
 
 def _is_broker(topics: Any) -> bool:
-    return isinstance(topics, dict) and any(isinstance(each, dict) for each in topics.values())
+    return isinstance(topics, dict) and any(isinstance(value, dict) for value in topics.values())
 
 
 def _micros(text: str) -> int:
-    """A time as microseconds since the epoch: milliseconds as Spark's options have it, or ISO 8601, UTC where it says nothing."""
+    """Return a time in microseconds since the epoch. Raises ConfigError.
+
+    `text`: milliseconds since the epoch, as in Spark's options, or ISO 8601, in UTC unless it names a zone.
+    """
     if re.fullmatch(r"\d+", text):
         return int(text) * 1000
     try:
@@ -175,7 +182,7 @@ def _micros(text: str) -> int:
 
 
 def apply(found: Plan) -> str:
-    """Do it; returns the path of the backup. Raises BusyError while the query runs."""
+    """Carry out a plan; return the path of the backup. Raises BusyError if the query runs or has advanced since."""
     checkpoint = found.checkpoint
     with _alone(checkpoint):
         if checkpoint.batches("offsets")[-1] >= found.batch:
@@ -197,30 +204,30 @@ def apply(found: Plan) -> str:
 
 
 def _write(path: str, text: str) -> None:
-    """With no checksum beside it: one left by an earlier file of this name would belie the new one."""
+    """Write a file as a whole, and remove the checksum of an earlier file of this name: it would not match."""
     directory, name = os.path.split(path)
-    making = f"{directory}/.{name}.kmq"
-    with open(making, "w", encoding="utf-8") as file:
+    new = f"{directory}/.{name}.kmq"
+    with open(new, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     with suppress(FileNotFoundError):
         os.remove(f"{directory}/.{name}.crc")
-    os.rename(making, path)
+    os.rename(new, path)
 
 
 @contextmanager
 def _alone(checkpoint: Checkpoint) -> Iterator[None]:
-    """Hold the locks of the query."""
-    taken = []
+    """Hold the locks of the query during the `with` block. Raises BusyError if the query runs."""
+    held = []
     try:
         for lock in checkpoint.locks():
             if not lock.try_acquire(describe("reset", checkpoint.path)):
-                raise BusyError(f"{checkpoint.path}: its query runs ({lock.holder()}); stop it first")
-            taken.append(lock)
+                raise BusyError(f"{checkpoint.path}: its query is running ({lock.holder()}); stop it first")
+            held.append(lock)
         yield
     finally:
-        for lock in taken:
+        for lock in held:
             lock.release()
 
 
@@ -228,7 +235,7 @@ def _alone(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def text(found: Plan) -> list[str]:
-    """What it means, in lines."""
+    """Return lines that tell the user what the plan means."""
     lines = []
     for move in found.moves:
         broker, topic, number = move.key
@@ -240,15 +247,15 @@ def text(found: Plan) -> list[str]:
     lines.append(f"in all: {again:,} records are read again, {skipped:,} are skipped")
     if again:
         lines.append(
-            "read again means stored again where the rows of a batch go by its number: a table of ours (Parquet, Delta) gets"
-            " them twice, so remove them there first, or begin a new table; a topic gets them twice, except where ids are those"
-            " of the records (origin_… columns, mirror, dead letters): the broker then stores nothing twice, nor again"
+            "read again: a pipeline's table (Parquet, Delta) gets these records twice, because it knows batches only by"
+            " number; remove the records there first, or begin a new table. A topic gets them twice, except if its ids"
+            " are made from the records (origin_… columns, mirror, dead letters): then the broker stores nothing again"
         )
     if skipped:
-        lines.append("skipped means that no result of this query will ever have them")
+        lines.append("skipped: no result of this query will ever have these records")
     if found.unfinished is not None:
         lines.append(
-            f"batch {found.unfinished} was begun and not finished: it will not be run again, and what it has added already"
-            " stays; its records count as not read above"
+            f"batch {found.unfinished} was begun and not finished: it will not be run again, and what it has added"
+            " already stays; above, its records count as not read"
         )
     return lines

@@ -1,7 +1,8 @@
-"""How far streaming queries are, for `kmq pipeline status`: from their checkpoints, and from the brokers as they are now.
+"""Tells how far streaming queries are, for `kmq pipeline status`, from their checkpoints and from the brokers.
 
-The checkpoint says what was read and when; the broker what there is by now, so that the lag is true for a query that is down,
-too. What the query's listener left (listener.py) adds its name, rates and late rows. Needs neither pyspark nor Java.
+The checkpoint says what was read and when. The broker says what exists by now, so that the lag is also true for a query
+that is down. The status that the query's listener wrote (listener.py) adds its name, rates and late rows. Needs neither
+pyspark nor Java.
 """
 
 import os
@@ -23,20 +24,23 @@ from kmq.spark.source.plan import Key, least
 from kmq.spark.streaming.checkpoint import Checkpoint, identities, offsets_of
 
 _ADDRESS = re.compile(r"https?://.*|[^/]+:\d+")
-PATIENCE = "5s"  # for a broker that may be away
-_LINE_BYTES = 1 << 12  # read to see when a record came
+PATIENCE = "5s"  # for a broker that may be unreachable
+_LINE_BYTES = 1 << 12  # read to learn when a record was received
 
 
 class Sources(NamedTuple):
-    """Where to ask; without anything as each checkpoint names its brokers."""
+    """The brokers to ask; by default those that each checkpoint names."""
 
     paths: tuple[str, ...] = ()
     servers: tuple[str, ...] = ()
     access: Access = PLAIN
-    ask: bool = True  # False: nobody is asked, and no lag is known
+    ask: bool = True  # False: no broker is asked, and no lag is known
 
     def open(self, name: str, identity: str, cwd: str) -> Broker:
-        """The broker that a checkpoint calls `name`. Raises KmqError where it is away, or another one."""
+        """Return the broker that a checkpoint calls `name`. Raises KmqError if it is unreachable or has another id.
+
+        `cwd`: the working directory of the query, for relative paths.
+        """
         if not self.ask:
             raise KmqError(f"{name}: not asked (--offline)")
         for given, is_path in (*((path, True) for path in self.paths), *((server, False) for server in self.servers)):
@@ -54,31 +58,31 @@ AS_NAMED = Sources()
 
 
 def of(checkpoint: Checkpoint, sources: Sources = AS_NAMED) -> dict[str, Any]:
-    """All that is known about a query, for --json."""
-    said, files = checkpoint.status(), checkpoint.size()
+    """Return all that is known about a query, in the form of --json."""
+    last, files = checkpoint.status(), checkpoint.size()
     batch, logged = checkpoint.committed()
     holder = checkpoint.holder()
-    partitions, problems = _partitions(offsets_of(logged), logged.sources if logged else (), sources, said)
-    lags = [each["lag"] for each in partitions if each["lag"] is not None]
-    ages = [each["oldest_unread_s"] for each in partitions if each["oldest_unread_s"] is not None]
+    partitions, problems = _partitions(offsets_of(logged), logged.sources if logged else (), sources, last)
+    lags = [partition["lag"] for partition in partitions if partition["lag"] is not None]
+    ages = [partition["oldest_unread_s"] for partition in partitions if partition["oldest_unread_s"] is not None]
     unfinished = checkpoint.unfinished()
     return {
-        "query": said.get("name") or os.path.basename(checkpoint.table or checkpoint.path),
+        "query": last.get("name") or os.path.basename(checkpoint.table or checkpoint.path),
         "checkpoint": checkpoint.path,
         "table": checkpoint.table or None,
         "id": checkpoint.id(),
         "running": bool(holder),
         "holder": holder or None,
-        "error": said.get("error") if not holder else None,
+        "error": last.get("error") if not holder else None,
         "batch": batch if batch >= 0 else None,
         "unfinished_batch": unfinished,
         "seen_s": _rounded(checkpoint.seen_age_s()),
         "last_commit_s": _rounded(checkpoint.commit_age_s()),
         "lag": sum(lags) if lags else None,
         "oldest_unread_s": max(ages, default=None),
-        "rows_per_s": said.get("rows_per_s") if holder else None,
-        "late": said.get("late"),
-        "watermark": said.get("watermark"),
+        "rows_per_s": last.get("rows_per_s") if holder else None,
+        "late": last.get("late"),
+        "watermark": last.get("watermark"),
         "has_state": checkpoint.has_state(),
         "files": files[0],
         "bytes": files[1],
@@ -88,25 +92,28 @@ def of(checkpoint: Checkpoint, sources: Sources = AS_NAMED) -> dict[str, Any]:
 
 
 def not_alive(each: Mapping[str, Any], limit_s: float) -> str:
-    """Return why a query does not count as alive; "" where it runs and was heard of in the last `limit_s` seconds."""
+    """Return why a query does not count as alive; "" if it runs and has reported in the last `limit_s` seconds."""
     if not each["running"]:
-        return f"{each['query']}: does not run"
+        return f"{each['query']}: is not running"
     seen = each["seen_s"]
-    if seen is None or seen > limit_s:
-        return f"{each['query']}: runs, but was last heard of {'never' if seen is None else f'{seen:.0f} s ago'}"
-    return ""
+    if seen is None:
+        return f"{each['query']}: is running, but has never reported its status"
+    return f"{each['query']}: is running, but last reported {seen:.0f} s ago" if seen > limit_s else ""
 
 
 def _partitions(
-    offsets: Mapping[Key, int], lines: Iterable[str], sources: Sources, said: Mapping[str, Any]
+    offsets: Mapping[Key, int], lines: Iterable[str], sources: Sources, last: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """(one entry for each partition that was read or is there to be read, what could not be asked)."""
+    """Return (an entry for each partition that was read or can be read, the brokers that could not be asked).
+
+    `lines`: of the sources in the checkpoint. `last`: the status that the listener wrote.
+    """
     known = {name: identity for line in lines for name, identity in identities(line).items()}
     found, problems = [], []
     for name, identity in known.items():
         mine = {key: offset for key, offset in offsets.items() if key[0] == name}
         try:
-            broker: Broker | None = sources.open(name, identity, str(said.get("cwd") or os.getcwd()))
+            broker: Broker | None = sources.open(name, identity, str(last.get("cwd") or os.getcwd()))
             assert broker is not None
             bounds = broker.bounds(sorted({topic for _, topic, _ in mine}))
         except KmqError as error:
@@ -130,7 +137,7 @@ def _partition(key: Key, offset: int, first: int | None, latest: int | None, bro
 
 
 def _age(broker: Broker, key: Key, offset: int) -> float | None:
-    """Seconds since the record at an offset was received."""
+    """Return the seconds since the record at an offset was received; None if that is unknown."""
     _, topic, partition = key
     try:
         if isinstance(broker, Directory):
@@ -141,7 +148,7 @@ def _age(broker: Broker, key: Key, offset: int) -> float | None:
     except KmqError:
         return None
     stamps = (record.parse_stored(line) for line in lines.split(b"\n"))
-    stamp = next((stamp for stamp in stamps if stamp), None)  # what compaction took away says nothing
+    stamp = next((stamp for stamp in stamps if stamp), None)  # a record that compaction removed has no stamp
     return _rounded(max(0.0, time.time() - stamp[1] / 1e6)) if stamp else None
 
 
@@ -153,7 +160,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def as_table(found: Iterable[Mapping[str, Any]]) -> Table:
-    """One line for each query."""
+    """Return a table with a line for each query."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     columns = ("query", "source", "runs", "batch", "lag", "oldest unread", "last commit", "late", "files", "bytes")
     for number, title in enumerate((*columns, "checkpoint")):
@@ -175,7 +182,7 @@ def as_table(found: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def as_offsets(each: Mapping[str, Any]) -> Table:
-    """The partitions of one query."""
+    """Return a table of one query's partitions."""
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("broker", "topic", "partition", "offset", "latest", "lag", "oldest unread"):
         shown.add_column(title, justify="left" if title in ("broker", "topic") else "right", overflow="fold")
@@ -186,13 +193,13 @@ def as_offsets(each: Mapping[str, Any]) -> Table:
 
 
 def notes(each: Mapping[str, Any]) -> list[str]:
-    """What the table does not say, in lines."""
+    """Return lines about problems that the table does not show."""
     lines = list(each["problems"])
     if each["unfinished_batch"] is not None and not each["running"]:
         lines.append(f"batch {each['unfinished_batch']} was begun and not finished: it is run again at the next start")
     lost = sum(part["lost"] or 0 for part in each["partitions"])
     if lost:
-        lines.append(f"{lost:,} records between its offsets and the logs are gone (retention, or a deleted topic)")
+        lines.append(f"{lost:,} records between its offsets and the logs are lost (retention, or a deleted topic)")
     if each["late"]:
         lines.append(f"{each['late']:,} rows came later than the watermark in its last run, and are in no result")
     if each["error"]:

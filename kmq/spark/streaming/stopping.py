@@ -1,14 +1,16 @@
-"""How a command on Spark ends at Ctrl-C or SIGTERM: in order, or, after a deadline, anyway.
+"""Ends a command on Spark at Ctrl-C or SIGTERM: in order, or by force after a deadline.
 
-Owns        the handlers of both signals while the command runs.
-Invariant   The process ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is busy with: what was
-            begun is done again at the next start, as after a kill.
-Cases       before the session is there    the process ends at once, and with it the JVM, whose stdin closes
-            before the query is active     it is stopped as soon as it is, and no other is started (streams.stopping)
-            while a stream runs            query.stop(), again and again: an interrupt can get lost in what it interrupts
-            in a job without a stream      its jobs are cancelled, again and again: the next may follow
+Owns        The handlers of both signals while the command runs.
+Invariant   The process always ends at most STOP_S after the first signal, whatever Spark, its JVM or a planner is
+            doing. What was begun is done again at the next start, as after a kill.
+Cases       before the session exists      the process ends at once, and the JVM with it, because its stdin closes
+            before the query is active     it is stopped as soon as it is active, and no other query is started
+                                           (streams.stopping)
+            while a stream runs            query.stop() is repeated, because the code that it interrupts may lose the
+                                           interrupt
+            in a job without a stream      its jobs are cancelled repeatedly, because another job may follow
             a second signal                the process ends at once
-            No signal is left to its default: the first process of a container has none, and would ignore it.
+            No signal keeps its default action: the first process of a container has none, and would ignore the signal.
 """
 
 import contextlib
@@ -24,15 +26,15 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-STOP_S = 60.0  # from the first signal to the end, at most
-_CANCEL_S = 0.2  # between two times that jobs are cancelled, and two looks at the streams
-_AGAIN_S = 5  # that Spark waits for a stream to end before it may be told again
+STOP_S = 60.0  # longest time from the first signal to the end
+_CANCEL_S = 0.2  # between two attempts to cancel jobs and stop streams
+_AGAIN_S = 5  # how long Spark waits for a stream to end before query.stop() is repeated
 
 
 class Stop:
-    """From the first signal on: ends the streams, or else the jobs, so that the main thread comes back from Spark.
+    """Ends streams, or else jobs, from the first signal on, so that the main thread returns from Spark.
 
-    Not from the main thread: a call of Spark that has not returned yet keeps its connection.
+    Another thread does this, because a call of Spark in the main thread occupies the main thread's connection.
     """
 
     def __init__(self) -> None:
@@ -40,25 +42,25 @@ class Stop:
         self._spark: SparkSession | None = None
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._told: dict[str, threading.Thread] = {}
+        self._stoppers: dict[str, threading.Thread] = {}  # by run
         streams.stopping.clear()
         self._handle()
 
     def begin(self, spark: "SparkSession") -> None:
-        """The session is there: from now on it is ended in order."""
+        """Note that the session exists: from now on a signal ends it in order."""
         self._spark = spark
-        self._handle()  # again, in place of Spark's own handler, which raises in the middle of anything
+        self._handle()  # again, to replace Spark's own handler, which raises an exception anywhere
 
     def _handle(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._take)
+            signal.signal(number, self._on_signal)
 
-    def _take(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         if self.number or self._spark is None:
             _exit(number)
         self.number = number
         streams.stopping.set()
-        # Of its own: whatever asks the JVM may wait for ever.
+        # A thread of its own, because a call to the JVM may wait for ever.
         limit = threading.Timer(STOP_S, self._give_up)
         limit.daemon = True
         limit.start()
@@ -73,16 +75,16 @@ class Stop:
             with contextlib.suppress(Exception):  # the JVM is ending
                 active = self._spark.streams.active
                 for query in active:
-                    self._tell(query)
+                    self._request_stop(query)
                 if not active:
                     self._spark.sparkContext.cancelAllJobs()
 
-    def _tell(self, query: "StreamingQuery") -> None:
-        """Stop a query, in a thread: it waits for the query to end."""
-        told = self._told.get(query.runId)
-        if told is None or not told.is_alive():
-            self._told[query.runId] = threading.Thread(target=_stop, args=(query,), daemon=True)
-            self._told[query.runId].start()
+    def _request_stop(self, query: "StreamingQuery") -> None:
+        """Stop a query in a thread, because query.stop() waits for its end."""
+        stopper = self._stoppers.get(query.runId)
+        if stopper is None or not stopper.is_alive():
+            self._stoppers[query.runId] = threading.Thread(target=_stop, args=(query,), daemon=True)
+            self._stoppers[query.runId].start()
 
     def _give_up(self) -> None:
         text = f"kmq: not stopped within {STOP_S:.0f} s; ended anyway; what was begun is done again at the next start"
@@ -91,20 +93,23 @@ class Stop:
         _exit(self.number)
 
     def done(self) -> None:
-        """The main thread is back: the session may go when this has returned. The limit of time stays."""
+        """Note that the main thread has returned from Spark. After this the session may be closed.
+
+        The time limit stays in force.
+        """
         self._done.set()
         if self._thread:
             self._thread.join()
-        self._spark = None  # a signal from now on has nothing left to stop in order
+        self._spark = None  # nothing is left to stop in order: a signal ends the process at once
 
 
 def _stop(query: "StreamingQuery") -> None:
-    with contextlib.suppress(Exception):  # it says why it ended where it is awaited
+    with contextlib.suppress(Exception):  # the thread that awaits the query gets its error
         query.stop()
 
 
 def _exit(number: int) -> NoReturn:
-    """End this process as the signal would, and the JVM that it has started: one that hangs would outlive it."""
+    """End this process with the signal's exit code. Kill its JVM first, because a JVM that hangs would survive it."""
     with contextlib.suppress(Exception):
         from pyspark import SparkContext
 

@@ -1,8 +1,8 @@
-"""Streams of Spark's, run to their end: what every pipeline that follows topics does in the same way.
+"""Runs streams of Spark to their end, for all pipelines that follow topics.
 
-A stream that could not get a Python worker in time is restarted from its checkpoint. The JVM waits 10 seconds for a new Python
-interpreter, no setting changes that, and on a busy machine it is not enough. Nothing is lost: the batch runs again, as after a
-kill.
+A stream that could not get a Python worker in time is restarted from its checkpoint. The JVM waits 10 seconds for a new
+Python interpreter. No setting changes that, and on a busy machine it is not enough. Nothing is lost: the batch runs
+again, as after a kill.
 """
 
 import json
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 EVERY = "10 seconds"
-STARTS = 5  # times in a row that a stream is started without finishing a batch
-_PAUSE_S = 1.0  # before the second of them; twice as long before each further one
-_LOOK_S = 1  # between two looks at what a running stream has left out
+STARTS = 5  # starts of a stream in a row without a finished batch
+_PAUSE_S = 1.0  # before the second start; it doubles before each further one
+_POLL_S = 1  # between two checks of a running stream for late rows
 
-stopping = threading.Event()  # set: this process is to end, and starts no further stream
+stopping = threading.Event()  # set: this process is stopping and starts no further stream
 
 
 class Trigger(NamedTuple):
-    """When the batches of a stream run, and where Spark keeps how far the stream is."""
+    """When the batches of a stream run, and where Spark keeps its checkpoint."""
 
-    once: bool = True  # all there is now, then return; else on and on until the stream is stopped
-    every: str = EVERY  # between two batches of a stream that runs on and on
-    checkpoint: str = ""  # a directory; "": where the pipeline keeps it
+    once: bool = True  # process all records that exist now, then return; else run until the stream is stopped
+    every: str = EVERY  # between two batches of a stream that runs until it is stopped
+    checkpoint: str = ""  # a directory; "": the pipeline's default
 
     def at(self, checkpoint: str) -> "Trigger":
-        """Return the same with this checkpoint unless another one is named."""
+        """Return a copy with this checkpoint, unless one is set already."""
         return self if self.checkpoint else self._replace(checkpoint=checkpoint)
 
 
@@ -45,8 +45,8 @@ ONCE = Trigger()
 
 
 def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late.FAIL) -> None:
-    """Run a stream to its end. Raises LateError when a batch has left out late rows, unless `on_late` is drop."""
-    from kmq.spark.streaming.listener import settle  # here: it needs pyspark
+    """Run a stream to its end. Raises LateError if a batch has dropped late rows, unless `on_late` is `drop`."""
+    from kmq.spark.streaming.listener import settle  # not at the top, because it needs pyspark
 
     triggered = stream.trigger(availableNow=True) if trigger.once else stream.trigger(processingTime=trigger.every)
     starts, pause = 0, _PAUSE_S
@@ -59,7 +59,7 @@ def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late
         except Exception as error:
             if not failures.is_worker_timeout(error):
                 raise
-            if query.lastProgress is not None:  # it has finished a batch since
+            if query.lastProgress is not None:  # this start has finished a batch
                 starts, pause = 1, _PAUSE_S
             if starts >= STARTS:
                 raise
@@ -79,22 +79,25 @@ def run(stream: "DataStreamWriter", trigger: Trigger = ONCE, on_late: str = late
 
 
 def _to_its_end(query: "StreamingQuery", on_late: str) -> None:
-    """Wait for a query to end; check its batches while it runs, and at the end all that Spark still knows."""
-    while not query.awaitTermination(_LOOK_S):
+    """Wait for a query to end. Check its last batch while it runs, and at the end all batches that Spark remembers."""
+    while not query.awaitTermination(_POLL_S):
         _check(query, [query._jsq.lastProgress()], on_late)
     _check(query, query._jsq.recentProgress(), on_late)
 
 
-def _check(query: "StreamingQuery", said: Any, on_late: str) -> None:
-    for each in said if on_late == late.FAIL else ():
-        progress = json.loads(each.json()) if each is not None else {}
+def _check(query: "StreamingQuery", batches: Any, on_late: str) -> None:
+    for batch in batches if on_late == late.FAIL else ():
+        progress = json.loads(batch.json()) if batch is not None else {}
         if missing := late.dropped(progress):
             kept = "its other rows were sent already"
             raise late.LateError(query.name or "stream", progress["batchId"], missing, kept)
 
 
 def check_checkpoint(path: str, name: str) -> None:
-    """Raise ConfigError where a checkpoint cannot be written, or is of another query; before anything is started."""
+    """Raise ConfigError if a checkpoint cannot be written or belongs to another query. Starts nothing.
+
+    `name`: of the query.
+    """
     local = path.removeprefix("file://")
     if "://" in local:
         return
@@ -120,9 +123,9 @@ def check_checkpoint(path: str, name: str) -> None:
 
 
 def follow(rows: "DataFrame", add: "Callable[[DataFrame, int], None]", name: str, trigger: Trigger) -> None:
-    """Hand a stream to `add(batch, batch id)`, batch by batch. None is being added any more on return.
+    """Hand a stream to `add(batch, batch id)`, batch by batch. On return no call of `add` is still running.
 
-    `add` itself looks for rows that came too late, where the stream keeps windows: before it commits (late.dropped_so_far).
+    If the stream keeps windows, `add` itself must check for late rows before it commits (late.dropped_so_far).
     """
     where = trigger.checkpoint
     check_checkpoint(where, name)
@@ -130,7 +133,7 @@ def follow(rows: "DataFrame", add: "Callable[[DataFrame, int], None]", name: str
 
     def in_turn(batch: "DataFrame", batch_id: int) -> None:
         with turn:
-            # In place of Spark's own text, which has the ids of query and run, and not what is read.
+            # Spark's own text has the ids of query and run, but does not say what the batch reads.
             text = checkpoint.batch_text(where, batch_id)
             context = batch.sparkSession.sparkContext
             context.setJobDescription(f"{name}, batch {batch_id}" + (f": {text}" if text else ""))
@@ -140,4 +143,4 @@ def follow(rows: "DataFrame", add: "Callable[[DataFrame, int], None]", name: str
     try:
         run(stream, trigger, late.DROP)
     finally:
-        turn.acquire()  # a batch that Spark no longer waits for may still be in its commit
+        turn.acquire()  # a batch that Spark no longer waits for may still be committing

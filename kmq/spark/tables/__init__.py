@@ -1,34 +1,36 @@
-"""Tables that the batches of a stream are added to exactly once: Parquet files in directories, Delta tables, Iceberg tables.
+"""Tables that receive the batches of a stream exactly once: Parquet files in directories, Delta tables, Iceberg tables.
 
     with open_table("archive", "parquet", ["topic", "date"]) as table:
-        table.add(batch, batch_id, lambda batch, query: table.stage(batch))   # None: it was added before
+        table.add(batch, batch_id, lambda batch, query: table.stage(batch))   # None: the batch was added before
 
-One file a format (parquet.py, delta.py, iceberg.py), on what they have in common (base.py: a batch is staged, sealed, given its
-place, committed). places.py: a directory or an S3 store. checks.py, columns.py: what is refused before a stream starts.
+Each format has a file (parquet.py, delta.py, iceberg.py). base.py holds what they share: a batch is staged, sealed,
+published, committed. places.py: a directory or an S3 store. checks.py, columns.py: checks before a stream starts.
 
-Owns        the directory `to`: one writer at a time, under an exclusive lock. Beside the table's files it holds .kmq/, which
-            readers ignore (Spark, pandas, pyarrow, Delta: a name with a dot; as a glob: to/*=*/**/*.parquet):
-                owner          who writes here now          query, batch   the stream it is of, its last committed batch
-                making/<id>/   a batch that Spark writes    sealed/        a batch that is whole, with manifest.json
-                merging/       small files as larger ones   checkpoint/, schema.json: the pipeline's
+Owns        The directory `to`, with one writer at a time under an exclusive lock. Beside the table's files lies .kmq/.
+            Readers ignore it (Spark, pandas, pyarrow, Delta: because of the dot; as a glob: to/*=*/**/*.parquet):
+                owner          the process that writes now  query, batch   the table's stream, its last committed batch
+                making/<id>/   a batch that Spark writes    sealed/        a complete batch, with manifest.json
+                merging/       small files being merged     checkpoint/, schema.json: of the pipeline
                 columns.json   of a Parquet table           catalog.db     of an Iceberg table without another catalog
-            Of a table in an object store it lies in the stream's checkpoint.
+            For a table in an object store, .kmq/ lies in the stream's checkpoint.
 
-Invariant   What a reader finds are rows of committed batches, each once. Parquet: every file that has its place in the table is
-            of a sealed batch: one rename is the commit point. (A reader may see part of it while its files get their places,
-            one by one; never more than there is.) Delta: what its log names; the entry of a batch holds its number. Iceberg:
-            what the snapshot names; the number comes in the same commit.
-Crash       before the seal      making/ is deleted, and the batch is written again under another id: tasks that outlive
-                                 their driver on a cluster write where nothing is read;
-            after it             what has no place yet gets it at the next start, before anything else, and `batch` is written;
-            after `batch`        Spark runs the batch again, as it never heard of the end: has() says it is there.
-            Delta, Iceberg       the commit is theirs: files with a place before it disturb no reader.
-            S3                   a file that was stored is stored again under the same name with the same bytes.
-            Power                files, names and the stream's own note of what the batch is are synced before the seal, in this
-                                 order. (On a cluster, what the shared file system promises to the driver holds.)
-            Another checkpoint would number its batches anew: it is refused, as is an old one for a new table.
-Not covered Readers that ignore what a name with a dot or an underscore means. Two first starts on one S3 prefix in the same
-            second, from two checkpoints: a store has no lock.
+Invariant   A reader finds only rows of committed batches, each row at most once. Parquet: every file in the table
+            belongs to a sealed batch, and one rename is the commit point. While the files of a batch are moved one by
+            one, a reader may see some of them, never other rows. Delta: the table is what its log names, and the entry
+            of a batch holds the batch's number. Iceberg: the table is what its snapshot names, and the number is in the
+            same commit.
+Crash       before the seal      making/ is deleted, and the batch is written again under another id; tasks that outlive
+                                 their driver on a cluster write to a directory that nothing reads
+            after the seal       the next start first moves the remaining files to their places, and writes `batch`
+            after `batch`        Spark runs the batch again, because it never saw the end; has() returns True
+            Delta, Iceberg       the format's own commit decides; files before it are in no reader's view
+            S3                   a stored file is stored again under the same name with the same bytes
+            Power                the files, their names and the stream's own note of the batch's content are synced
+                                 before the seal, in this order. (On a cluster this holds as far as the shared file
+                                 system keeps its promises to the driver.)
+            Another checkpoint would number its batches anew, so it is refused, as is an old checkpoint for a new table.
+Not covered Readers that read names with a leading dot or underscore. Two first starts on one S3 prefix in the
+            same second from two checkpoints, because a store has no lock.
 """
 
 import os
@@ -49,7 +51,7 @@ PARQUET = checks.PARQUET
 
 
 class TableSpec(NamedTuple):
-    """A table as it is asked for."""
+    """A table as the user describes it."""
 
     to: str  # directory, here or on a shared volume, or s3://bucket/prefix
     format: str = PARQUET
@@ -57,19 +59,20 @@ class TableSpec(NamedTuple):
     catalog: str = ""  # of Iceberg: see iceberg.py
 
     def open(self, checkpoint: str = "") -> "Table":
-        """Return the table, made if need be; a context that owns it. `checkpoint`: of the stream that it gets rows from."""
+        """Return the table as a context that owns it; see open_table."""
         return open_table(*self, checkpoint)
 
 
 def open_table(to: str, format: str, partition_by: Sequence[str], catalog: str = "", checkpoint: str = "") -> "Table":
-    """The table at `to`, made if need be; a context that owns it.
+    """Return the table at `to` as a context that owns it. The table is created if it does not exist.
 
-    `catalog`: of Iceberg, see there. `checkpoint`: the stream's, which s3://… needs: batches that are not there yet lie in it.
+    `catalog`: for Iceberg, see iceberg.py. `checkpoint`: the directory of the stream's checkpoint. A table at s3://…
+    needs it, because batches wait there until they are stored. Raises ConfigError.
     """
     if format not in FORMATS:
         raise ConfigError(f"--format {format!r}: must be one of {', '.join(FORMATS)}")
     if catalog and format != "iceberg":
-        raise ConfigError(f"--catalog {catalog!r}: is for --format iceberg alone")
+        raise ConfigError(f"--catalog {catalog!r}: applies to --format iceberg only")
     path, state = to.removeprefix("file://"), ""
     if path.startswith(("s3://", "s3a://")):
         where = checkpoint.removeprefix("file://")

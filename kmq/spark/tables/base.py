@@ -1,7 +1,7 @@
-"""What tables of every format have in common: one writer, and batches that are staged, sealed, given their places, committed.
+"""What tables of every format share: one writer, and batches that are staged, sealed, published and committed.
 
-Invariant, Crash: see the package. A format says what beside the files' being there makes them part of the table (_record), which
-columns it has (known_columns, create), and how small files become few (merge).
+Invariant, Crash: see the package. A format adds how files in their places become part of the table (_record), the
+columns of the table (known_columns, create), and how small files are merged (merge).
 """
 
 import errno
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 
-TARGET_BYTES = 128 << 20  # of a merged file; smaller than half of it is small
-MERGE_FILES = 8  # so many small files in one directory are merged
+TARGET_BYTES = 128 << 20  # of a merged file; a file below half of this is small
+MERGE_FILES = 8  # a directory with at least so many small files is merged
 
 
 class Table:
-    """Files in a place, and the ways to add to them."""
+    """A table of files; a context that owns it. Subclasses implement the formats."""
 
     format = ""  # among checks.MARKS
 
     def __init__(self, path: str, partition_by: Sequence[str], state: str = "") -> None:
-        """`state`: the directory of what is between two starts; for s3://…, which has none of its own."""
+        """`state`: the directory of what is kept between two starts, for s3://…; a directory `path` has its own."""
         self.path, self.partition_by = path, list(partition_by)
         self.state = state or f"{path}/.kmq"
         self._option = "--checkpoint" if state else "--to"
         self.place: Place = S3(path) if state else Directory(path)
         self.staging = Staging(self.state)
         self.stream = BoundStream(path, self.state, self.place)
-        self._merging = f"{self.state}/merging"
+        self.merging = f"{self.state}/merging"
         self._written: set[str] = set()  # directories that the last batch added to
         self._lock = FileLock(f"{self.state}/owner")
 
@@ -51,7 +51,7 @@ class Table:
                 self.place.check()
             checks.format_is(self.format, self.path, self.state, self.place)
             self.staging.discard()
-            shutil.rmtree(self._merging, ignore_errors=True)
+            shutil.rmtree(self.merging, ignore_errors=True)
             if self.staging.is_sealed:
                 self._publish()
             self._settle()
@@ -75,7 +75,11 @@ class Table:
         prepare: "Callable[[DataFrame, str], None]",
         sync: Iterable[str] = (),
     ) -> int | None:
-        """Add a batch of a stream; return how many rows that is, None where it was added before. `sync`: see commit."""
+        """Add a batch of a stream; return its number of rows, or None if it was added before.
+
+        `prepare(batch, query)`: stages the batch; `query`: id of the stream. `sync`: see commit. Raises ConfigError if
+        the table belongs to another stream, RetryError if the disk is full.
+        """
         query = batch.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId") or ""
         self.stream.bind(query, batch_id)
         if self.has(batch_id):
@@ -93,9 +97,9 @@ class Table:
         return batch_id <= self.stream.last_batch
 
     def expect(self, rows: "DataFrame") -> bool:
-        """Raise ConfigError where such rows cannot be added: their columns are not those of the table, or of partition_by.
+        """Raise ConfigError if rows with these columns cannot be added to the table.
 
-        Returns whether there is a table yet.
+        Returns True if the table exists.
         """
         checks.partition_by(self.partition_by, rows.columns)
         found = self.known_columns()
@@ -104,18 +108,21 @@ class Table:
         return found is not None
 
     def known_columns(self) -> dict[str, str] | None:
-        """The table's, by name; None where it has none yet. Raises ConfigError where it has other partitions."""
+        """Return column name → type of the table; None if it does not exist yet.
+
+        Raises ConfigError if the table is partitioned by other columns.
+        """
         raise NotImplementedError
 
     def _describe(self, schema: "pa.Schema") -> dict[str, str]:
         return columns.described(schema)
 
     def create(self, schema: "pa.Schema") -> None:
-        """Make the table, with these columns."""
+        """Create the table with these columns."""
         raise NotImplementedError
 
     def stage(self, rows: "DataFrame") -> None:
-        """Write the rows of a batch; nobody sees them yet."""
+        """Write the rows of a batch where no reader sees them yet; create the table if it does not exist."""
         if not self.expect(rows):
             self.create(columns.arrow_schema(rows))
         self._write(rows, self.partition_by)
@@ -125,43 +132,43 @@ class Table:
         try:
             with pinned(rows.sparkSession):
                 writer(rows).partitionBy(*partition_by).parquet(attempt)
-        except Exception as err:  # of the JVM, with the errno as words
+        except Exception as err:  # from the JVM: only the text names the errno
             if os.strerror(errno.ENOSPC) in str(err):
                 raise checks.explained("--to", self.path, OSError(errno.ENOSPC, "")) from err
             raise
 
     def _place(self, directory: str) -> str:
-        """Where in the table the files of a directory that Spark wrote belong."""
+        """Return the table's directory for the files of a directory that Spark wrote."""
         return directory
 
     def commit(self, batch_id: int, sync: Iterable[str] = ()) -> int:
-        """Add what was staged, and return how many rows that is. Files named in `sync` are to be on disk before."""
+        """Add the staged batch; return its number of rows. Files named in `sync` are synced before it is sealed."""
         files = self.staging.seal(batch_id, self._place, sync)
         self._written = {os.path.dirname(file["to"]) for file in files}
         self._publish()
         return sum(file["rows"] for file in files)
 
     def _publish(self) -> None:
-        """Move the files of the sealed batch to their places; may be repeated until it is through."""
+        """Move the files of the sealed batch to their places, and commit it. May be repeated until it succeeds."""
         batch_id, files = self.staging.manifest()
-        self.place.take(self.staging.sealed, files)
+        self.place.adopt(self.staging.sealed, files)
         self._record(batch_id, files)
         self.stream.committed(batch_id)
         self.staging.finish()
 
     def _record(self, batch_id: int, files: list[dict[str, Any]]) -> None:
-        """What beside the files' being there makes them part of the table."""
+        """Make files that are in their places part of the table, where the format needs a commit of its own."""
 
     def _settle(self) -> None:
-        """Do what a writer that died behind its commit has left undone."""
+        """Finish what a writer that died after its commit has left undone."""
 
     # --- small files ---------------------------------------------------------------------------------------------
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
-        """Make few files of many small ones; returns how many went. `all`: also where the last batch added some."""
+        """Merge small files; return how many were replaced. `all`: also in directories that the last batch wrote to."""
         raise NotImplementedError
 
 
 def writer(rows: "DataFrame") -> "DataFrameWriter":
-    """How Spark writes the files of a table, where its confs are pinned."""
+    """Return Spark's writer for the files of a table; to be used where the confs are pinned."""
     return rows.write.option("compression", "zstd")

@@ -1,4 +1,4 @@
-"""What is looked at before a stream starts, so that a wrong directory is one line and not a trace from the middle of a batch."""
+"""Checks before a stream starts, so that a wrong directory gives an error of one line, not a stack trace in a batch."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _PROBE_BYTES = 4096
 
 
 def usable(option: str, path: str) -> None:
-    """Make a directory, and those above it, and prove that files can be written there; an error names the option."""
+    """Create a directory with its parents, and prove that files can be written there. Errors name the option."""
     probe = f"{path}/{_PROBE}"
     try:
         os.makedirs(path, exist_ok=True)
@@ -34,7 +34,7 @@ def usable(option: str, path: str) -> None:
 
 
 def explained(option: str, path: str, err: OSError) -> KmqError:
-    """Why files cannot be written below `path`."""
+    """Return the error that says why files cannot be written below `path`."""
     if err.errno in FULL:
         return RetryError(f"{option} {path}: the disk is full; run again when there is room, nothing is lost")
     if file := _file_among(path):
@@ -43,15 +43,18 @@ def explained(option: str, path: str, err: OSError) -> KmqError:
 
 
 def _file_among(path: str) -> str | None:
-    """The part of a path that is a file, so that nothing can be below it."""
+    """Return the part of a path that is a file, so that nothing can be below it; None if there is none."""
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
     return path if path and not os.path.isdir(path) else None
 
 
 def checkpoint(path: str, table: str, query: str) -> None:
-    """Raise an error where a stream's checkpoint cannot be used, or is not of the table that has rows of this `query`."""
-    if "://" in path:  # Spark checks it
+    """Raise an error if a stream's checkpoint cannot be used, or belongs to another table.
+
+    `query`: id of the stream whose rows the table holds; "" for a new table.
+    """
+    if "://" in path:  # Spark checks these
         return
     usable("--checkpoint", path)
     advice = "give each table a checkpoint of its own"
@@ -61,10 +64,10 @@ def checkpoint(path: str, table: str, query: str) -> None:
             f"--checkpoint {path}: is new, but the rows of --to {table} are of another checkpoint; {advice}"
         )
     if query and found != query:
-        raise ConfigError(f"--checkpoint {path}: is of another query than the rows of --to {table}; {advice}")
+        raise ConfigError(f"--checkpoint {path}: belongs to another query than the rows of --to {table}; {advice}")
     if not query and found and any(name.isdigit() for name in _names(f"{path}/commits")):
         raise ConfigError(
-            f"--checkpoint {path}: is in the middle of another table's rows, --to {table} is new; {advice}"
+            f"--checkpoint {path}: has written batches to another table, and --to {table} is new; {advice}"
         )
 
 
@@ -75,7 +78,7 @@ def _query_id(path: str) -> str:
     except FileNotFoundError:
         return ""
     except (ValueError, KeyError, TypeError, OSError) as err:
-        raise ConfigError(f"--checkpoint {path}: its file metadata must be one of Spark's: {err}") from err
+        raise ConfigError(f"--checkpoint {path}: its file metadata must be one that Spark wrote: {err}") from err
 
 
 def _names(path: str) -> Sequence[str]:
@@ -86,7 +89,7 @@ def _names(path: str) -> Sequence[str]:
 
 
 def partition_by(names: Iterable[str], columns: Sequence[str]) -> None:
-    """Raise ConfigError where rows have no column of a name, or no column besides."""
+    """Raise ConfigError if a name is not a column of the rows, or if the names leave no other column."""
     known = {column.lower() for column in columns}  # as Spark looks for them
     for name in names:
         if name.lower() not in known:
@@ -98,7 +101,7 @@ def partition_by(names: Iterable[str], columns: Sequence[str]) -> None:
 
 
 def format_is(wanted: str, to: str, state: str, place: Place) -> None:
-    """Refuse a place that holds another kind of table, and a store that cannot be reached."""
+    """Raise ConfigError if the place holds a table of another format, or an error if its store cannot be reached."""
     found = next((name for name, mark in MARKS.items() if mark and place.has(mark)), "")
     if not found and (os.path.exists(f"{state}/batch") or disk.directories(to)):
         found = PARQUET
@@ -107,7 +110,7 @@ def format_is(wanted: str, to: str, state: str, place: Place) -> None:
 
 
 def same_partitions(to: str, table: Sequence[str], wanted: Sequence[str]) -> None:
-    """Raise ConfigError where a table is partitioned by other columns."""
+    """Raise ConfigError if a table is partitioned by other columns."""
     if list(table) != list(wanted):
         had, have = (", ".join(names) or "nothing" for names in (table, wanted))
         raise ConfigError(f"--to {to}: the table is partitioned by {had}, not by {have}; name another --to")

@@ -1,4 +1,4 @@
-"""Columns of rows and of tables, in words of SQL, and in what they differ."""
+"""Describes columns of rows and of tables by SQL types, and compares them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -25,7 +25,10 @@ _NAMES = {
 
 
 def arrow_schema(rows: "DataFrame") -> "pa.Schema":
-    """As Arrow has them. Whether Spark can tell that a column is never null is nothing that readers may rely on."""
+    """Return the Arrow schema of the rows, with every column nullable.
+
+    Spark infers for some columns that they are never null. A table's schema must not depend on that.
+    """
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
@@ -36,12 +39,12 @@ def arrow_schema(rows: "DataFrame") -> "pa.Schema":
 
 
 def described(schema: "pa.Schema", widened: bool = False) -> dict[str, str]:
-    """Name → type. `widened`: for a format that knows no integers below 32 bits."""
+    """Return column name → SQL type. `widened`: for a format without integers below 32 bits."""
     return {field.name: _sql(field.type, widened) for field in schema}
 
 
 def compare(to: str, table: Mapping[str, str], rows: Mapping[str, str]) -> None:
-    """Raise ConfigError where a table has other columns than rows; it names them. Their order is of no importance."""
+    """Raise ConfigError, naming the columns, if a table and the rows differ in columns. Their order does not matter."""
     found = [f"the table has no column {name}" for name in rows if name not in table]
     found += [f"the rows have no column {name}" for name in table if name not in rows]
     both = (name for name in rows if name in table)
@@ -53,7 +56,7 @@ def compare(to: str, table: Mapping[str, str], rows: Mapping[str, str]) -> None:
 
 
 def _sql(kind: "pa.DataType", widened: bool) -> str:
-    """A type as Spark writes it, whichever of Arrow's spellings it has."""
+    """Return a type as Spark writes it, for each of Arrow's variants of the type."""
     from pyarrow import types
 
     if types.is_struct(kind):

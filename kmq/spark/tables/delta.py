@@ -1,11 +1,12 @@
-"""A Delta table: Spark's tasks write the Parquet files, one entry of the table's log names those of a batch.
+"""A Delta table: Spark's tasks write the Parquet files, and one entry of the table's log names the files of a batch.
 
-Invariant   The entry of a batch holds the stream's id and the batch's number, as Delta's own transaction of an application. No
-            batch whose number is not above the last one of its stream is ever entered.
-Crash       before the entry    files lie in the table that no entry names: the next start finds the batch sealed, and enters it;
-            after it            the number is there: nothing is entered again.
-            In an object store the entry is stored under the condition that nobody has taken its number (deltalake does it).
-Merging     optimize, then vacuum of what has not been part of the table for a week: at the end of a run, and every hour.
+Invariant   The entry of a batch always holds the stream's id and the batch's number, as an application transaction of
+            Delta. A batch is never entered unless its number is above the last one of its stream.
+Crash       before the entry    no entry names the files in the table; the next start enters the sealed batch
+            after the entry     the log has the batch's number, and nothing is entered again
+            In an object store the entry is stored only if its number is still free (deltalake does that).
+Merging     optimize merges small files. vacuum deletes files that have not been part of the table for a week: at the
+            end of a run, and every hour.
 """
 
 import json
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 VACUUM_EVERY_S = 3600.0
-VACUUM_HOURS = 7 * 24  # how long readers may go on with a version that is not the newest
+VACUUM_HOURS = 7 * 24  # how long readers may keep using a version that is not the newest
 
 
 class Delta(Table):
-    """See the module. Spark writes the files, in its tasks; only their names pass through the driver."""
+    """A Delta table; see the module. Only the files' names pass through the driver, not their content."""
 
     format = checks.DELTA
     _vacuumed = 0.0
@@ -41,7 +42,7 @@ class Delta(Table):
 
     @property
     def _options(self) -> dict[str, str] | None:
-        """Beside what deltalake finds in the environment itself."""
+        """Storage options that deltalake does not take from the environment itself."""
         return {"AWS_ALLOW_HTTP": "true"} if isinstance(self.place, S3) and endpoint().startswith("http:") else None
 
     def known_columns(self) -> dict[str, str] | None:
@@ -89,7 +90,7 @@ class Delta(Table):
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
         table = self.table()
-        if all or time.monotonic() - self._vacuumed > VACUUM_EVERY_S:  # it lists the whole table
+        if all or time.monotonic() - self._vacuumed > VACUUM_EVERY_S:  # rarely, because it lists the whole table
             table.vacuum(VACUUM_HOURS, dry_run=False)
             self._vacuumed = time.monotonic()
         counts: dict[str, int] = {}

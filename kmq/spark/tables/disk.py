@@ -22,7 +22,10 @@ def read(path: str) -> str:
 
 
 def directories(path: str) -> dict[str, dict[str, int]]:
-    """Directory below `path` → its Parquet files → their sizes. Ignores names that begin with a dot or an underscore."""
+    """Return directory below `path` → file → size in bytes, of Parquet files.
+
+    Ignores names that begin with a dot or an underscore.
+    """
     found: dict[str, dict[str, int]] = {}
     for directory, below, names in os.walk(path):
         below[:] = sorted(name for name in below if name[0] not in "._")
@@ -37,12 +40,12 @@ def _is_data(name: str) -> bool:
 
 
 def parquet_files(path: str) -> list[str]:
-    """Names of the Parquet files below `path`, with their directories, in order."""
+    """Return the sorted names of the Parquet files below `path`, with their directories."""
     return sorted(f"{directory}/{name}".lstrip("/") for directory, files in directories(path).items() for name in files)
 
 
 def describe(root: str, name: str, directory: str, stem: str) -> dict[str, Any]:
-    """What the manifest says of a file that is to go to `directory` as `stem`; it is synced."""
+    """Sync a file; return its manifest entry: `from`, `to` (named `stem`, in `directory`), rows, size in bytes."""
     from pyarrow import parquet
 
     path = f"{root}/{name}"
@@ -52,7 +55,7 @@ def describe(root: str, name: str, directory: str, stem: str) -> dict[str, Any]:
 
 
 def sync_up(root: str, directory: str) -> None:
-    """Sync a directory below `root`, and those above it: each may be new."""
+    """Sync a directory and its parents up to `root`, because each of them may be new."""
     while True:
         sync_directory(f"{root}/{directory}")
         if not directory:
@@ -61,13 +64,13 @@ def sync_up(root: str, directory: str) -> None:
 
 
 def partition_values(place: str) -> dict[str, str | None]:
-    """Partition column → value, from the names of directories that Spark made."""
+    """Return partition column → value, from the names of directories that Spark made."""
     pairs = (part.partition("=") for part in os.path.dirname(place).split("/") if "=" in part)
     return {unquote(name): None if value == _NULL else unquote(value) for name, _, value in pairs}
 
 
 def exchange(one: str, other: str) -> None:
-    """Let two directories change places, at once."""
+    """Exchange two directories in one system call. Raises OSError, also if the file system cannot do it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
         number = ctypes.get_errno()
@@ -75,10 +78,10 @@ def exchange(one: str, other: str) -> None:
 
 
 def can_exchange(directory: str) -> bool:
-    """Whether this file system can: tried with two directories of our own, before anything is rewritten."""
+    """Return True if this file system can exchange directories. Tries it with two empty ones below `directory`."""
     pair = [f"{directory}/exchange-{side}" for side in "ab"]
-    for each in pair:
-        os.makedirs(each, exist_ok=True)
+    for path in pair:
+        os.makedirs(path, exist_ok=True)
     try:
         exchange(*pair)
         return True
@@ -87,5 +90,5 @@ def can_exchange(directory: str) -> bool:
             raise
         return False
     finally:
-        for each in pair:
-            os.rmdir(each)
+        for path in pair:
+            os.rmdir(path)

@@ -1,23 +1,26 @@
-"""An Iceberg table: Spark's tasks write the Parquet files, pyiceberg adds their names to the table in one commit of its catalog.
+"""An Iceberg table: Spark's tasks write the Parquet files, and pyiceberg adds them to the table in one catalog commit.
 
-    open_table("lake/orders", "iceberg", ["topic", "date"])                                  # a catalog of its own
-    open_table("lake/orders", "iceberg", ["topic", "date"], catalog="prod.sales.orders")     # pyiceberg's catalog "prod"
+    open_table("lake/orders", "iceberg", ["topic", "date"])                                # a catalog of its own
+    open_table("lake/orders", "iceberg", ["topic", "date"], catalog="prod.sales.orders")   # pyiceberg's catalog "prod"
 
-Catalog     Without a name: SQLite in `.kmq/catalog.db` beside the table, and metadata/version-hint.text for readers that take a
-            directory (pyiceberg's StaticTable, DuckDB). With a name: what pyiceberg finds under it in ~/.pyiceberg.yaml or in
-            PYICEBERG_CATALOG__<NAME>__… (REST, SQL, Hive, Glue); name.namespace.table names the table as well.
-Invariant   The snapshot of a batch and the property kmq.<query>.batch, which holds the number of the last one, always come in the
-            same commit. A batch whose number is not above the property is never committed again. So expired snapshots are not
-            missed; the snapshot's summary says kmq.query and kmq.batch too, for people.
-Crash       before the commit    the files lie in data/, no snapshot names them; the next start finds the batch sealed
-            during it            the catalog changes one pointer (SQLite: one row, in a transaction): before or after;
-            after it             the next start finds the property, and writes `batch` alone;
-            power                with the catalog of its own, metadata is synced before the pointer changes.
-Files       have every column, those of the partition too, as other writers of Iceberg do it; fields are found by the table's name
-            mapping. A directory's name tells the value of a partition: Spark puts a copy of the column there.
-Not covered Small files stay small, and what expired snapshots alone named stays on disk: that is for an engine's
-            rewrite_data_files and remove_orphan_files. Above KEEP_SNAPSHOTS the oldest are expired, because a commit
-            writes the list of all of them.
+Catalog     Without a name: SQLite in `.kmq/catalog.db` beside the table, and metadata/version-hint.text for readers
+            that accept a directory (pyiceberg's StaticTable, DuckDB). With a name: the catalog that pyiceberg finds
+            under it in ~/.pyiceberg.yaml or in PYICEBERG_CATALOG__<NAME>__… (REST, SQL, Hive, Glue).
+            name.namespace.table also names the table.
+Invariant   The snapshot of a batch and the property kmq.<query>.batch, the number of the last batch, always come in the
+            same commit. A batch whose number is not above the property is never committed again, even after its
+            snapshot has expired. The snapshot's summary holds kmq.query and kmq.batch too, for people.
+Crash       before the commit    no snapshot names the files in data/; the next start finds the sealed batch
+            during the commit    the catalog changes one pointer (SQLite: one row, in a transaction), so the crash
+                                 is one of the other two cases
+            after the commit     the next start finds the property, and only writes `batch`
+            power                with the catalog of its own, metadata is synced before the pointer changes
+Files       Files hold every column, also the partition's, as other Iceberg writers do. Readers find fields by the
+            table's name mapping. A directory's name holds the partition's value, from a copy of the column that Spark
+            puts there.
+Not covered Small files stay small, and files that only expired snapshots named stay on disk; use an engine's
+            rewrite_data_files and remove_orphan_files. Snapshots above KEEP_SNAPSHOTS are expired, oldest first,
+            because each commit writes the list of all snapshots.
 """
 
 import logging
@@ -40,15 +43,15 @@ if TYPE_CHECKING:
     from pyiceberg.table import Table as IcebergTable
     from pyspark.sql import DataFrame, SparkSession
 
-KEEP_SNAPSHOTS = 100  # a commit reads and writes the list of all: 1 ms of CPU for each
-EXPIRE = 50  # so many more, and as many go at once: that is a commit, too
-_COPY = "of__"  # before the name of a partition column: the copy that names the directory
-_MAPPING = "schema.name-mapping.default"  # Spark's files have no ids of fields: readers go by this
+KEEP_SNAPSHOTS = 100  # a commit reads and writes the list of all: 1 ms of CPU for each snapshot
+EXPIRE = 50  # snapshots above KEEP_SNAPSHOTS that are expired together, because that takes a commit too
+_COPY = "of__"  # prefix of the copy of a partition column that names the directory
+_MAPPING = "schema.name-mapping.default"  # readers use it because Spark's files have no field ids
 _OWN = "kmq"  # the catalog beside the table, and its namespace
 
 
 class Iceberg(Table):
-    """See the module."""
+    """An Iceberg table; see the module."""
 
     format = checks.ICEBERG
 
@@ -57,11 +60,11 @@ class Iceberg(Table):
         if not find_spec("pyiceberg") or not find_spec("sqlalchemy"):
             raise ConfigError("--format iceberg needs pyiceberg: pip install 'kmq[iceberg]'")
         if set("#?") & set(path):
-            raise ConfigError(f"--to {path!r}: Iceberg names files by URL: the path must have no # and no ?")
+            raise ConfigError(f"--to {path!r}: must contain no # and no ?, because Iceberg names files by URL")
         self._name, _, name = catalog.partition(".")
         self._identifier = name or f"{_OWN}.{re.sub('[^A-Za-z0-9_]', '_', os.path.basename(path))}"
         self._opened: Catalog | None = None
-        # Says of each column without statistics, like payloads that are long, that it has none.
+        # This logger warns of each column without statistics, such as long payloads.
         logging.getLogger("pyiceberg.io.pyarrow").setLevel(logging.ERROR)
 
     def _release(self) -> None:
@@ -91,14 +94,14 @@ class Iceberg(Table):
             return load_catalog(_OWN, type="sql", uri=uri, warehouse=self.place.url, **{"py-io-impl": io}, **store)
         try:
             return load_catalog(self._name)
-        except Exception as err:  # of pyiceberg, SQLAlchemy, requests, boto3: whatever the catalog is made of
+        except Exception as err:  # from pyiceberg, SQLAlchemy, requests, boto3 or another library of the catalog
             raise ConfigError(
                 f"--catalog {self._name}: {err}; describe it in ~/.pyiceberg.yaml"
                 f" or in PYICEBERG_CATALOG__{self._name.upper()}__URI"
             ) from err
 
     def table(self) -> "IcebergTable | None":
-        """The table as it is now; None before the first batch."""
+        """Return the table as it is now; None before the first batch."""
         from pyiceberg.exceptions import NoSuchTableError
 
         try:
@@ -135,7 +138,7 @@ class Iceberg(Table):
             return None
         if (location := table.location().rstrip("/").removeprefix("file://")) != self.path:
             raise ConfigError(
-                f"--catalog {self._name}: its table {self._identifier} is at {location}; give that as --to"
+                f"--catalog {self._name}: its table {self._identifier} is at {location}; use that as --to"
             )
         fields = table.spec().fields
         names = [table.schema().find_column_name(field.source_id) for field in fields]
@@ -162,7 +165,7 @@ class Iceberg(Table):
 
         table = self.table()
         if table is None:
-            raise ConfigError(f"--to {self.path}: the catalog has no table {self._identifier} any more")
+            raise ConfigError(f"--to {self.path}: table {self._identifier} is no longer in the catalog")
         if not self._is_committed(table, batch_id):
             query = self.stream.query
             about = {"kmq.query": query, "kmq.batch": str(batch_id)}
@@ -177,7 +180,7 @@ class Iceberg(Table):
                             for file in files:
                                 append.append_data_file(self._data_file(table, file))
             except CommitFailedException as err:
-                raise RetryError(f"--to {self.path}: the table was changed by others meanwhile: {err}") from err
+                raise RetryError(f"--to {self.path}: another writer has changed the table meanwhile: {err}") from err
         self._write_hint(table)
 
     def _data_file(self, table: "IcebergTable", file: dict[str, Any]) -> "DataFile":
@@ -190,7 +193,7 @@ class Iceberg(Table):
         from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 
         statistics = data_file_statistics_from_parquet_metadata(
-            parquet_metadata=parquet.read_metadata(self.place.here(self.staging.sealed, file)),
+            parquet_metadata=parquet.read_metadata(self.place.local_path(self.staging.sealed, file)),
             stats_columns=compute_statistics_plan(table.schema(), table.properties),
             parquet_column_mapping=parquet_path_to_id_mapping(table.schema()),
         )
@@ -212,7 +215,7 @@ class Iceberg(Table):
             self._write_hint(table)
 
     def _write_hint(self, table: "IcebergTable") -> None:
-        """For readers that know the directory alone: which metadata is the newest."""
+        """Name the newest metadata file, for readers that know only the directory."""
         if not self._name:
             version = os.path.basename(table.metadata_location).removesuffix(".metadata.json")
             self.place.replace("metadata/version-hint.text", version.encode())
@@ -220,19 +223,19 @@ class Iceberg(Table):
     # --- upkeep --------------------------------------------------------------------------------------------------
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
-        """Expire what are too many snapshots. Files stay as they are."""
+        """Expire the oldest snapshots if there are too many. Files stay as they are; returns 0."""
         table = self.table()
         if table is not None and len(table.metadata.snapshots) >= KEEP_SNAPSHOTS + EXPIRE:
             heads = {ref.snapshot_id for ref in table.metadata.refs.values()}
             by_age = sorted(table.metadata.snapshots, key=lambda snapshot: snapshot.timestamp_ms)
-            old = [each.snapshot_id for each in by_age[:-KEEP_SNAPSHOTS] if each.snapshot_id not in heads]
+            old = [snapshot.snapshot_id for snapshot in by_age[:-KEEP_SNAPSHOTS] if snapshot.snapshot_id not in heads]
             table.maintenance.expire_snapshots().by_ids(old).commit()
             self._write_hint(table)
         return 0
 
 
 def _partition(table: "IcebergTable", values: dict[str, str | None]) -> Any:
-    """What names of directories say, as Iceberg holds it: a date as a number of days."""
+    """Return the partition's values from the directories' names, in Iceberg's form (a date is a number of days)."""
     from pyiceberg.expressions.literals import literal
     from pyiceberg.typedef import Record
     from pyiceberg.types import TimestampType, TimestamptzType
@@ -240,7 +243,7 @@ def _partition(table: "IcebergTable", values: dict[str, str | None]) -> Any:
     found: list[Any] = []
     for field in table.spec().fields:
         column, text = table.schema().find_field(field.source_id), values[field.name]
-        if text is not None and column.field_type in (TimestampType(), TimestamptzType()):  # Spark's form of it, in UTC
+        if text is not None and column.field_type in (TimestampType(), TimestamptzType()):  # Spark wrote it in UTC
             text = text.replace(" ", "T") + ("+00:00" if column.field_type == TimestamptzType() else "")
         found.append(None if text is None else literal(text).to(column.field_type).value)
     return Record(*found)

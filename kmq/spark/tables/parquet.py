@@ -1,12 +1,15 @@
-"""A table of Parquet files in directories that name the values of partitions; small ones are merged.
+"""A table of Parquet files in directories named after the partitions' values; small files are merged.
 
-Invariant   A file under the table's directory is of a committed batch, or takes the place of such files, with the same rows.
-Merging     A directory with many small files is rewritten to .kmq/merging/ and changes places with the rewritten one in a single
-            system call (renameat2, RENAME_EXCHANGE): readers list the one or the other. A reader that had listed the old names
-            gets an error, not a wrong result; so while a stream runs, only directories that the last batch did not write to are
-            merged.
-Crash       A kill leaves either of the two in merging/, which the next start throws away: the other has the same rows.
-Not covered Where a file system cannot exchange (NFS), in an object store, and without partitions, files stay small.
+Invariant   Every file under the table's directory belongs to a committed batch, or replaces such files with the same
+            rows.
+Merging     A directory with many small files is rewritten to .kmq/merging/. One system call (renameat2,
+            RENAME_EXCHANGE) exchanges the two directories, so that readers list either the old or the new one. A reader
+            that had listed the old names gets an error, never a wrong result. Therefore, while a stream runs, only
+            directories that the last batch did not write to are merged.
+Crash       A kill leaves one of the two directories in merging/. The next start deletes it, and the other has the same
+            rows.
+Not covered Files stay small on file systems that cannot exchange directories (NFS), in object stores, and in tables
+            without partitions.
 """
 
 import json
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Parquet(Table):
-    """See the module."""
+    """A table of Parquet files; see the module."""
 
     format = checks.PARQUET
 
@@ -45,26 +48,26 @@ class Parquet(Table):
         replace_file(f"{self.state}/columns.json", json.dumps(about, indent=1).encode())
 
     def merge(self, spark: "SparkSession", all: bool = False) -> int:
-        gone = 0
+        merged = 0
         if isinstance(self.place, S3) or not self.partition_by or not disk.can_exchange(self.state):
-            return gone
+            return merged
         for directory, files in disk.directories(self.path).items():
             if directory and (all or directory not in self._written):
                 small = [name for name, size in files.items() if size < base.TARGET_BYTES // 2]
                 if len(small) >= base.MERGE_FILES:
-                    gone += self._merge(spark, directory, small, files)
-        return gone
+                    merged += self._merge(spark, directory, small, files)
+        return merged
 
     def _merge(self, spark: "SparkSession", directory: str, small: list[str], files: dict[str, int]) -> int:
-        live, made = f"{self.path}/{directory}", f"{self._merging}/rows"
-        shutil.rmtree(self._merging, ignore_errors=True)
-        # The schema of one file at a time would lose a column that later ones have.
+        live, made = f"{self.path}/{directory}", f"{self.merging}/rows"
+        shutil.rmtree(self.merging, ignore_errors=True)
+        # Without mergeSchema Spark takes the schema of one file, and a column that only later files have is lost.
         rows = spark.read.option("mergeSchema", "true").parquet(*(f"{live}/{name}" for name in small))
         few = rows.coalesce(ceil(sum(files[name] for name in small) / base.TARGET_BYTES))
         with pinned(spark):
             base.writer(few).parquet(made)
-        stem = max(small).removesuffix(".parquet").split("+")[0]  # of the newest: no merge before had it
-        new = f"{self._merging}/directory"
+        stem = max(small).removesuffix(".parquet").split("+")[0]  # of the newest file: no earlier merge used it
+        new = f"{self.merging}/directory"
         os.mkdir(new)
         for number, name in enumerate(disk.parquet_files(made)):
             sync_file(f"{made}/{name}")
@@ -74,6 +77,6 @@ class Parquet(Table):
         sync_directory(new)
         disk.exchange(new, live)
         sync_directory(os.path.dirname(live))
-        sync_directory(self._merging)
-        shutil.rmtree(self._merging)
+        sync_directory(self.merging)
+        shutil.rmtree(self.merging)
         return len(small)

@@ -1,12 +1,14 @@
 """Where the files of a table are: a directory, or a prefix in an S3 object store.
 
-Both take over the files of a sealed batch, again and again until it is through, and end with the same: each file is there once,
-whole, under the name that the manifest gives it. A directory does it by renaming, S3 by storing the same bytes under the same key
-again: an object is there when all of it is. The sealed batch stays on disk, in the stream's checkpoint, until the table has it.
+Both adopt the files of a sealed batch. That can be repeated until it succeeds, with the same result: each file is there
+once, complete, under its name in the manifest. A directory renames the file. S3 stores the same bytes under the same
+key again, and an object becomes visible only when all of it is stored. The sealed batch stays on disk, in the stream's
+checkpoint, until the table has all of it.
 
-S3          Keys and endpoint come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN (or a role
-            of the machine's), AWS_REGION, AWS_ENDPOINT_URL. They are handed on to the libraries and written nowhere.
-Price       The bytes pass through the driver's machine, WORKERS files at a time, and for a moment take its disk.
+S3          Keys and endpoint come from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN (or
+            a role of the machine), AWS_REGION, AWS_ENDPOINT_URL. They are passed to the libraries and never written.
+Price       The bytes pass through the driver's machine, WORKERS files at a time, and use its disk until they are
+            stored.
 """
 
 import json
@@ -28,33 +30,33 @@ SCHEME = "s3://"
 WORKERS = 8
 _CHUNK = 8 << 20
 _OWNER, _WRITER = "_kmq/owner.json", "_kmq/writer.json"  # readers ignore names with an underscore
-_FOR_A_WHILE = ("NETWORK_CONNECTION", "SLOW_DOWN", "SERVICE_UNAVAILABLE", "REQUEST_TIMEOUT", "curlCode")
+_TRANSIENT = ("NETWORK_CONNECTION", "SLOW_DOWN", "SERVICE_UNAVAILABLE", "REQUEST_TIMEOUT", "curlCode")
 
 
 class Place(Protocol):
-    """See the module. Names are relative to the table's."""
+    """Where a table's files are; see the module. Names are relative to the table."""
 
     url: str
 
     def has(self, directory: str) -> bool:
-        """Return True if something is in there."""
+        """Return True if the directory exists, or in a store holds anything."""
         ...
 
-    def take(self, sealed: str, files: Iterable[Mapping[str, Any]]) -> None:
-        """Give the files of the manifest their places; they survive a power cut."""
+    def adopt(self, sealed: str, files: Iterable[Mapping[str, Any]]) -> None:
+        """Move the files of the manifest from `sealed` to their places, so that they survive a power cut."""
         ...
 
-    def here(self, sealed: str, file: Mapping[str, Any]) -> str:
-        """Where a file that was taken can be read on this machine."""
+    def local_path(self, sealed: str, file: Mapping[str, Any]) -> str:
+        """Return the path on this machine where an adopted file can be read."""
         ...
 
     def replace(self, name: str, content: bytes) -> None:
-        """Give a small file new content, whole or not at all."""
+        """Replace the content of a small file, all of it or nothing."""
         ...
 
 
 class Directory:
-    """On this machine or on a shared volume."""
+    """A directory on this machine or on a shared volume."""
 
     def __init__(self, path: str) -> None:
         self.path, self.url = path, f"file://{path}"
@@ -62,7 +64,7 @@ class Directory:
     def has(self, directory: str) -> bool:
         return os.path.isdir(f"{self.path}/{directory}")
 
-    def take(self, sealed: str, files: Iterable[Mapping[str, Any]]) -> None:
+    def adopt(self, sealed: str, files: Iterable[Mapping[str, Any]]) -> None:
         for file in files:
             place, waiting = f"{self.path}/{file['to']}", f"{sealed}/{file['from']}"
             os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -71,7 +73,7 @@ class Directory:
         for directory in {os.path.dirname(file["to"]) for file in files}:
             disk.sync_up(self.path, directory)
 
-    def here(self, sealed: str, file: Mapping[str, Any]) -> str:
+    def local_path(self, sealed: str, file: Mapping[str, Any]) -> str:
         return f"{self.path}/{file['to']}"
 
     def replace(self, name: str, content: bytes) -> None:
@@ -98,7 +100,7 @@ class S3:
         )
 
     def owner(self) -> str:
-        """The id of the stream whose rows are here; empty for none. Raises an error where the place cannot be read."""
+        """Return the id of the stream whose rows are here; "" for none. Raises KmqError if the store cannot be read."""
         try:
             with self._fs.open_input_stream(f"{self._prefix}/{_OWNER}") as file:
                 return str(json.loads(file.read())["query"])
@@ -108,11 +110,11 @@ class S3:
             raise self._explained(err) from err
 
     def own(self, query: str) -> None:
-        """Say whose rows are here."""
+        """Note the stream whose rows are here."""
         self.replace(_OWNER, json.dumps({"query": query}).encode())
 
     def check(self) -> None:
-        """Prove that something can be stored here: say who does."""
+        """Prove that files can be stored here, with a note that names this process."""
         self.replace(_WRITER, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
 
     def has(self, directory: str) -> bool:
@@ -123,7 +125,7 @@ class S3:
         except OSError as err:
             raise self._explained(err) from err
 
-    def take(self, sealed: str, files: Iterable[Mapping[str, Any]]) -> None:
+    def adopt(self, sealed: str, files: Iterable[Mapping[str, Any]]) -> None:
         with ThreadPoolExecutor(WORKERS) as pool:
             for done in [pool.submit(self._store, f"{sealed}/{file['from']}", file["to"]) for file in files]:
                 done.result()
@@ -136,7 +138,7 @@ class S3:
         except OSError as err:
             raise self._explained(err) from err
 
-    def here(self, sealed: str, file: Mapping[str, Any]) -> str:
+    def local_path(self, sealed: str, file: Mapping[str, Any]) -> str:
         return f"{sealed}/{file['from']}"
 
     def replace(self, name: str, content: bytes) -> None:
@@ -148,16 +150,16 @@ class S3:
 
     def _explained(self, err: OSError) -> KmqError:
         text = " ".join(str(err).split())[:300]
-        if any(sign in text for sign in _FOR_A_WHILE):
-            return RetryError(f"--to {self.url}: {text}; run again when the store is there, nothing is lost")
+        if any(sign in text for sign in _TRANSIENT):
+            return RetryError(f"--to {self.url}: {text}; run again when the store is reachable, nothing is lost")
         return ConfigError(f"--to {self.url}: {text}; see AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL")
 
 
 def endpoint() -> str:
-    """Of a store that is not Amazon's."""
+    """Return the URL of an object store other than Amazon's; "" for Amazon's."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
 
 
 def region() -> str:
-    """As the environment has it."""
+    """Return the store's region from the environment; "" if it names none."""
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION", "")

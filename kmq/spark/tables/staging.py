@@ -1,7 +1,8 @@
-"""A batch on its way into a table: written by Spark, sealed with a manifest, and gone when all its files have their places.
+"""Holds a batch on its way into a table: written by Spark, sealed with a manifest, removed when its files are in place.
 
-Invariant   A batch is sealed by one rename, after all its files and the manifest are synced. Readers see none of this.
-Crash       Before the seal `making/` is thrown away; behind it `sealed/` is found at the next start.
+Invariant   A batch is sealed by one rename, and never before all its files and the manifest are synced. Readers of the
+            table never see these directories.
+Crash       Before the seal: the next start deletes `making/`. After it: the next start finds `sealed/` and resumes.
 """
 
 import json
@@ -31,18 +32,19 @@ class Staging:
         return os.path.isdir(self.sealed)
 
     def discard(self) -> None:
-        """Throw away what was being written."""
+        """Delete batches that were not sealed."""
         shutil.rmtree(self._making, ignore_errors=True)
 
     def begin(self) -> str:
-        """Return a new directory to write a batch to; tasks that outlive their driver still write to an older one."""
+        """Return a new directory for a batch. Tasks that outlive their driver keep writing to an older directory."""
         self._attempt = f"{self._making}/{uuid4().hex[:12]}"
         return self._attempt
 
     def seal(self, batch_id: int, place: Callable[[str], str], sync: Iterable[str]) -> list[File]:
-        """Seal the batch that was written; return all its files. `place`: where those of a directory belong in the table.
+        """Seal the batch that was written; return all its files.
 
-        The files named in `sync` are on disk before the batch is sealed.
+        `place`: maps a directory of the batch to the table's directory for its files.
+        `sync`: paths of other files, synced before the batch is sealed.
         """
         files = [
             disk.describe(self._attempt, name, place(os.path.dirname(name)), f"{batch_id:010}-{number:04}")
@@ -63,7 +65,7 @@ class Staging:
         return manifest["batch"], manifest["files"]
 
     def finish(self) -> None:
-        """Remove the sealed batch. It goes as a whole: nobody finds it half deleted."""
+        """Remove the sealed batch as a whole: a rename first, so that a crash never leaves it half deleted."""
         os.makedirs(self._making, exist_ok=True)
         os.rename(self.sealed, f"{self._making}/done")
         shutil.rmtree(self._making)

@@ -1,4 +1,7 @@
-"""Files of Iceberg's metadata that are on disk when they are closed: the catalog's pointer to them is, too."""
+"""Writes Iceberg's metadata files so that they are on disk when they are closed.
+
+The catalog's pointer to them is durable, so the files must be durable before it is written.
+"""
 
 import io
 import os
@@ -10,10 +13,10 @@ from kmq.log.disk import sync_directory
 
 
 class SyncedIO(PyArrowFileIO):
-    """For `py-io-impl` of a catalog whose tables are on this machine."""
+    """The value of `py-io-impl` for a catalog whose tables are on this machine."""
 
     def new_output(self, location: str) -> PyArrowFile:
-        """A local file that is synced when it is closed."""
+        """Return a local file that is synced when it is closed."""
         scheme, netloc, path = self.parse_location(location, self.properties)
         return _SyncedOutput(location, path, self.fs_by_scheme(scheme, netloc))
 

@@ -1,4 +1,4 @@
-"""What a Spark job costs: wall time, CPU of its JVM and of its Python processes apart, and the memory of its Python workers."""
+"""What a Spark job costs: wall time, CPU of the JVM and of Python separately, and the memory of its Python workers."""
 
 import contextlib
 import re
@@ -19,7 +19,7 @@ _LOOK_S = 0.05  # between two looks at the memory of the workers
 
 
 class Cost(NamedTuple):
-    """Seconds of one run, or of something until now."""
+    """Seconds: the cost of one run, or the use of some processes since they began."""
 
     wall: float
     jvm: float  # of CPU
@@ -34,12 +34,12 @@ class Cost(NamedTuple):
 
 
 def jvm_of(spark: "SparkSession") -> psutil.Process:
-    """The Java process of this session."""
+    """Return the Java process of this session."""
     return psutil.Process(spark.sparkContext._gateway.proc.pid)  # type: ignore[union-attr]
 
 
 def until_now(jvm: psutil.Process) -> Cost:
-    """What has been used since these processes began; what has ended counts through its parent."""
+    """Return what these processes have used since they began; a process that has ended counts through its parent."""
     own, java = psutil.Process().cpu_times(), jvm.cpu_times()
     python = own.user + own.system + java.children_user + java.children_system
     for child in jvm.children(recursive=True):
@@ -57,7 +57,7 @@ def cost_of(jvm: psutil.Process, work: Callable[[], object]) -> Cost:
 def in_turns(
     jvm: psutil.Process, works: Mapping[str, Callable[[], object]], rounds: int, say: Callable[[str], None]
 ) -> dict[str, list[Cost]]:
-    """The costs of each, turn after turn: what disturbs one side of a ratio disturbs the other. One turn before warms up."""
+    """Return the costs of each work, turn by turn, so that a disturbance hits both sides of a ratio. Warms up first."""
     costs: dict[str, list[Cost]] = {name: [] for name in works}
     for number in range(rounds + 1):
         for name, work in works.items():
@@ -74,7 +74,7 @@ def median(costs: list[Cost]) -> Cost:
 
 
 def ratio(ours: list[Cost], theirs: list[Cost], of: Callable[[Cost], float]) -> float:
-    """The median of the ratios of each turn."""
+    """Return the median over the turns of the ratio within a turn."""
     return statistics.median(of(a) / of(b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -82,7 +82,7 @@ def ratio(ours: list[Cost], theirs: list[Cost], of: Callable[[Cost], float]) -> 
 
 
 class Peak:
-    """The largest that one Python worker was: resident bytes, and its share of them (PSS)."""
+    """The peak of the largest Python worker, in bytes: resident set, and proportional set (PSS)."""
 
     def __init__(self) -> None:
         self.rss = self.pss = self.workers = 0
@@ -99,7 +99,7 @@ def peak_of_workers(jvm: psutil.Process) -> Iterator[Peak]:
 
     for child in jvm.children(recursive=True):
         with contextlib.suppress(OSError):
-            Path(f"/proc/{child.pid}/clear_refs").write_text("5")  # what it was at most is forgotten
+            Path(f"/proc/{child.pid}/clear_refs").write_text("5")  # resets VmHWM, the peak so far
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
