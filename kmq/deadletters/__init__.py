@@ -1,1 +1,1 @@
-"""Dead letters: what becomes of messages that could not be routed or handled."""
+"""Dead letters: messages that could not be routed or handled, and how they are sent again."""

@@ -5,12 +5,12 @@ Used by `kmq redrive` and, for many brokers and with SQL, by kmq.spark.pipelines
 Source      The records of a queue; or the records that dropped.log names for the ring `durable`, which are in the WAL
             and in no queue.
 New key     A template: `{routing_key}`, `{topic}` and `{key}` (without a mark) stand for the parts of the old routing
-            key. `{topic}.{key}` is exactly the same topic and key, whatever has been declared since. `to_sql` turns a
-            template into a SQL expression; Spark also takes any other expression. `not_a_key` checks the result before
-            anything is sent.
+            key. `{topic}.{key}` is exactly the same topic and key, even if other topics were declared since. `to_sql`
+            turns a template into a SQL expression; Spark also accepts any other expression. `not_a_key` checks the
+            result before anything is sent.
 Line        Producer's time, id, headers and payload as stored, byte by byte, without the headers that name the first
             sender (p, w).
-Once        With a producer name and a number the broker stores a line once, however often the same redrive runs;
+Once        With a producer name and a number the broker stores a line once, even if the same redrive runs again;
             records that arrived in between are redriven too. The producer is named after the redrive and the partition.
             The number is the old offset + 1. The old id and seq are kept as the headers orig_id and orig_seq. A
             partition is sent in the order of its offsets. Another selection or another key is another redrive, because
@@ -39,7 +39,7 @@ from kmq.settings import KIB
 if TYPE_CHECKING:
     from kmq.client.producer import Producer
 
-_FIRST_SENDER = re.compile(rb";[pw]=[^;]*")  # left out, because a redriven line is a new message
+_FIRST_SENDER = re.compile(rb";[pw]=[^;]*")  # removed, because a redriven line is a new message
 _FIELDS = ("routing_key", "topic", "key")
 SAME = "{topic}.{key}"  # the template that changes nothing
 _ANY_BYTES = "surrogateescape"  # keeps every byte of a key, which is UTF-8 by convention only
@@ -52,7 +52,7 @@ _NAME_BYTES = 64  # longest name of a producer
 
 @lru_cache(maxsize=8)
 def parts(template: str) -> list[tuple[str, str]]:
-    """Return a template as pairs of a text and the field behind it, at the end "". Raises ConfigError if malformed."""
+    """Return a template as pairs (text, field after it); the last field may be "". Raises ConfigError if malformed."""
     try:
         parsed = list(Formatter().parse(template))
         for _, field, spec, conversion in parsed:
@@ -75,7 +75,7 @@ def to_sql(template: str) -> str:
 
 
 def not_a_key(new: bytes) -> str:
-    """Return why `new` is no routing key; "" if it is one."""
+    """Return why `new` cannot be a routing key; "" if it can."""
     reason = record.refusal(new + b"|||")
     return reason or ("separator in it" if b"|" in new or b"\n" in new else "")
 
@@ -90,7 +90,7 @@ def checked(to: str, new: bytes) -> bytes:
 def rewrite(template: str, topic: str, routing_key: bytes, has_marks: bool = True) -> bytes:
     """Return the new routing key. Raises ConfigError if the template is malformed or its result is no routing key.
 
-    `has_marks`: the record was stored since marks count; in an older record what looks like a mark belongs to the key.
+    `has_marks`: marks count in the record. In an older record, text that looks like a mark belongs to the key.
     """
     name = topic.encode()
     key = key_behind(name, routing_key, has_marks)
@@ -156,7 +156,7 @@ class Queue:
         return f"of {self.topic}"
 
     def records(self) -> Iterator[Record]:
-        """Yield the records in order, without those that compaction removed. Raises DamageError at a damaged record."""
+        """Yield the records in order; compacted records are skipped. Raises DamageError at a damaged record."""
         for partition, (log, end) in enumerate(self._logs):
             offset = log.first_offset
             while offset < end:
@@ -171,7 +171,7 @@ class Queue:
 
 
 class Dropped:
-    """The records that drop_oldest kept from their queues; of one topic, or with "" of all topics."""
+    """The records that drop_oldest dropped before they reached their queues; `topic`: "" means all topics."""
 
     def __init__(self, data: str, topic: str = "") -> None:
         self.topic, self._data = topic, data
@@ -231,7 +231,7 @@ class Pace:
 
     def __init__(self, rate: float = 0) -> None:
         self.rate, self._due = rate, 0.0
-        self.block_limit = max(1, int(rate / _BLOCKS_PER_S)) if rate else 1 << 30  # messages in a block, at most
+        self.block_limit = max(1, int(rate / _BLOCKS_PER_S)) if rate else 1 << 30  # maximum messages in a block
 
     def wait(self, count: int) -> None:
         """Wait until the next `count` messages may be sent."""

@@ -1,6 +1,6 @@
 """Checks that a segment belongs where it lies: a file that a restore has put in a wrong place is damage, not data.
 
-Invariant   A segment is believed only where its index and its first record agree with its place: lineage, log, first
+Invariant   A segment is trusted only if its index and its first record agree with its place: lineage, log, first
             record.
 """
 
@@ -37,7 +37,7 @@ def why_misplaced(path: str, fd: int, first: int, by_seq: bool, says: bytes) -> 
     if not wanted:
         return ""
     if says not in (b"", wanted):
-        return f"its index says that it is another one: {says[len(LABEL) :].decode(errors='replace').strip()!r}"
+        return f"its index belongs to another segment: {says[len(LABEL) :].decode(errors='replace').strip()!r}"
     begin = first_record(fd)
     if begin is None:
         return ""
@@ -58,4 +58,4 @@ def why_unlabelled(path: str, fd: int) -> str:
     begin = first_record(fd)
     if begin is None or begin.seq < identity.labelled_from(path) or segment.is_being_swapped(path):
         return ""
-    return "no index says whose it is"
+    return "no index says which segment it is"

@@ -1,22 +1,22 @@
-"""router.ckpt: up to which seq the partition logs are known to be on disk, and what each then held.
+"""router.ckpt: the seq up to which all partition logs are on disk, and what each log then held.
 
     <WAL seq>
     topic|partition|end_offset|last_seq|bytes      one row per partition
     topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
     crc32|<crc32 of the lines above>
 
-The rows of a topic that was deleted since are ignored: kmq/log/deletions.py.
+The rows of a topic that was deleted later are ignored (kmq/log/deletions.py).
 A damaged checkpoint is ignored, because one wrong digit would number records wrongly.
-`bytes` are those of all segments from `first_offset` on, so a start sees by their sizes alone whether an earlier one
-was cut or is missing. Retention first moves `first_offset` here, and deletes afterwards: a segment that is missing
-behind it was lost, not deleted. `from_seq` is in topic.toml too; here it outlives the directory.
+`bytes` counts all segments from `first_offset` on, so a start sees by their sizes alone if an earlier one was cut or is
+missing. Retention first moves `first_offset` here, and deletes afterwards: a segment that is missing behind it was
+lost, not deleted. `from_seq` is in topic.toml too; here it outlives the directory.
 
 Invariant   Every record up to the WAL seq lies in its partition log, and those logs were fsynced before the file got
-            its name. So a start replays the WAL from there, and a log smaller than its row has been cut since.
-Crash       The file is replaced atomically: the old or the new. Without one the WAL is replayed from its beginning.
-            Segments in front of `first_offset` that are still there are deleted by the next start.
-Mechanism   The fsyncs run in a thread beside the routing (they give up the interpreter lock): the rows are a snapshot,
-            and the logs only grow beyond it.
+            its name. So a start replays the WAL from there, and a log smaller than its row was cut later.
+Crash       The file is replaced atomically: the old or the new is there. If there is none, the WAL is replayed from its
+            beginning. The next start deletes segments in front of `first_offset` that still exist.
+Mechanism   The fsyncs run in a thread beside the routing, because they release the interpreter lock. The rows are a
+            snapshot, and the logs only grow beyond it.
 """
 
 import os
@@ -61,7 +61,7 @@ def load(data: str) -> tuple[int, Rows, dict[str, int]]:
 
 
 def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
-    """The file."""
+    """Return the content of router.ckpt."""
     rows = [f"{seq}\n"]
     rows += [f"{at[0]}|{at[1]}|{s.end_offset}|{s.last_seq}|{s.size}\n" for at, s in states.items()]
     for topic in (topic for topic in topics if not topic.is_gone):
@@ -98,7 +98,7 @@ def wal_is_free_up_to(data: str) -> int:
 
 
 class Checkpointer:
-    """Writes router.ckpt, one at a time."""
+    """Writes router.ckpt in a thread, one checkpoint at a time."""
 
     def __init__(self, data: str, wait_for_room: WaitForRoom, log: Logger) -> None:
         self._data, self._wait_for_room, self._log = data, wait_for_room, log
@@ -113,11 +113,11 @@ class Checkpointer:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment] = ()) -> None:
-        """Sync the files `dirty`, write `content`, then delete the segments `retired`, beside the caller.
+        """In a thread: sync the files `dirty`, write `content`, then delete the segments `retired`.
 
-        `kept`: in whose place last records get their names (remnant.py).
+        `kept`: copies of last records, which then get their names (remnant.py).
         """
-        self._thread = threading.Thread(target=self._run, args=(content, dirty, retired, kept), daemon=True)
+        self._thread = threading.Thread(target=self.run, args=(content, dirty, retired, kept), daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -130,7 +130,8 @@ class Checkpointer:
         if not spare.release(self._data):
             self._wait_for_room(path)
 
-    def _run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment]) -> None:
+    def run(self, content: bytes, dirty: list[str], retired: list[Segment], kept: Sequence[Segment] = ()) -> None:
+        """Do in this thread what `start` does in another. An error is raised by `busy` and `finish`."""
         try:
             for path in dirty:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -145,11 +146,11 @@ class Checkpointer:
                 sync_directory(f"{self._data}/topics")
             path = f"{self._data}/router.ckpt"
             with_room(path, self._wait, lambda: replace_file(path, content))
-            for _, group in groupby(retired, lambda each: os.path.dirname(each.path)):
+            for _, group in groupby(retired, lambda part: os.path.dirname(part.path)):
                 segment.remove(gone := list(group))
-                for each in gone:
-                    self._log.info("segment_deleted", file=each.path, first_offset=each.first, bytes=each.size)
-            for each in kept:
-                remnant.settle(os.path.dirname(each.path), each.first)
+                for part in gone:
+                    self._log.info("segment_deleted", file=part.path, first_offset=part.first, bytes=part.size)
+            for part in kept:
+                remnant.settle(os.path.dirname(part.path), part.first)
         except Exception as err:
             self._error = err

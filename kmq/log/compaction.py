@@ -1,35 +1,36 @@
 """Log compaction of queues: in sealed segments, a record that a later one of its key replaced becomes a bare newline.
 
-Which records go is planned elsewhere (kmq/spark/pipelines/compact.py); here is what may be touched, and how a segment
-is swapped under a router that writes, retains and checkpoints, and under readers, so that neither ever meets half of
-it.
+kmq/spark/pipelines/compact.py plans which records are removed. This module says what may be touched, and how a segment
+is swapped under a router that writes, retains and checkpoints, and under readers, so that no process sees half a swap.
 
-Owner       topics/ has one owner, the router. A compactor, any process that sees the directory, only lays whole
-            segments out:
+Owner       topics/ has one owner, the router. A compactor, any process that sees the directory, only lays out whole
+            segments:
 
-                topics/.compacted/<topic>-<partition>-<first>-<end>/log    records first…end-1, less those that went
+                topics/.compacted/<topic>-<partition>-<first>-<end>/log    records first…end-1, without the removed ones
                                                                    /idx    its index
 
-            which appear with one rename and are never changed again. Whoever holds topics/.owner installs them: the
+            Each directory appears with one rename and never changes again. The holder of topics/.owner installs it: the
             router within a second, or a compactor that finds the broker down. So no lock is shared with the hot path,
-            and retention, checkpoints and compaction cannot cross: one thread does them all. The router installs for
-            topics that are declared `cleanup = "compact"`, where `end` is still where the next segment begins, and when
-            all that is sealed is synced; it checkpoints at once. One compactor at a time: topics/.compacted/.owner.
-Invariant   Offsets stay. The first and the last record of a segment always stay: so each file still says by itself
-            which seqs it spans and how old it is, and recovery, retention and repair treat it as any other.
-            Only what router.ckpt says is on disk counts as a later record: no power cut takes it back.
-            A tombstone (empty payload) goes when nothing of its key is left, neither in the queue nor in the WAL: a
-            queue is rebuilt from the WAL, and with it would come what the tombstone had deleted. Rebuilding undoes
-            compaction, no more.
-Readers     A log has two files. While they change there is no index: the reader opens the index, then the log, then
-            looks whether the index is still that one (segment_reader.py). So it has a pair, or a log without an index,
-            which it checks line by line. What it holds open stays as it was.
-Crash       Installing, what is there after a kill or power cut at each step (each rename is synced before the next):
-              laid out       topics/ is untouched; the next owner installs it
-              index removed  the old log without an index: read line by line, until it is installed
-              log renamed    the new log without an index: likewise; a start makes one: `bytes` in router.ckpt do not fit
-              index renamed  done; a start finds by the index what the new `bytes` are
-            What was being laid out is hidden (.new-…), and removed by the next compactor.
+            and compaction never overlaps with retention or a checkpoint, because one thread does all three. The router
+            installs a segment if its topic is declared `cleanup = "compact"`, if the next segment still begins at
+            `end`, and if everything sealed is synced; then it checkpoints at once. topics/.compacted/.owner admits one
+            compactor at a time.
+Invariant   Offsets never change. The first and the last record of a segment always stay. So each file still says by
+            itself which seqs it spans and how old it is, and recovery, retention and repair treat it as any other.
+            A record is removed only because of later records that router.ckpt says are on disk: no power cut takes
+            those back. A tombstone (empty payload) is removed only when nothing of its key is left, neither in the
+            queue nor in the WAL: a queue rebuilt from the WAL would bring back what the tombstone had deleted. All
+            that a rebuild changes is that it undoes compaction.
+Readers     A log has two files. While they are swapped there is no index. A reader opens the index, then the log, then
+            checks that the index is still the same (segment_reader.py). So it gets a matching pair, or a log without an
+            index, which it checks line by line. Files that a reader holds open do not change.
+Crash       Each rename is synced before the next. What a kill or power cut leaves after each step of an installation:
+              laid out       topics/ is untouched; the next owner installs the segment
+              index removed  the old log without an index: read line by line, until the segment is installed
+              log renamed    the new log without an index: likewise. A start makes an index, because `bytes` in
+                             router.ckpt do not match
+              index renamed  done; a start reads the new `bytes` from the index
+            A layout that was not complete has a hidden name (.new-…), and the next compactor removes it.
 """
 
 import contextlib
@@ -53,11 +54,11 @@ from kmq.log.segment_reader import SegmentReader
 
 _MAKING = ".new-"
 _POLL_S = 0.05
-_PLACE = re.compile(r"([^.].*)-(\d+)-(\d+)-(\d+)")  # what else lies there is nothing to stop a router
+_PLACE = re.compile(r"([^.].*)-(\d+)-(\d+)-(\d+)")  # other names are ignored: they must not stop a router
 
 
 class Sealed:
-    """Records first…end-1 of one partition: a sealed segment."""
+    """A sealed segment of a partition: its records first…end-1."""
 
     __slots__ = ("end", "first", "partition", "topic")
 
@@ -80,17 +81,17 @@ class Sealed:
 
 
 def outbox(data: str) -> str:
-    """Where compacted segments wait for the owner of topics/."""
+    """Return the directory in which compacted segments wait for the owner of topics/."""
     return f"{data}/topics/.compacted"
 
 
 def is_compacted(data: str, topic: str) -> bool:
-    """Whether records of this topic may have been compacted away: a bare newline in its queues is no loss then."""
+    """Return True if compaction may have removed records of this topic: then a bare newline in a queue is no loss."""
     return topics.read(data, topic).limits.get("cleanup") == COMPACT
 
 
 def synced_ends(data: str) -> dict[tuple[str, int], int]:
-    """(topic, partition) → the offset up to which router.ckpt says that the queue is on disk."""
+    """Return (topic, partition) → the offset up to which the queue is on disk, as router.ckpt says."""
     try:
         return {at: state.end_offset for at, state in checkpoint.load(data)[1].items()}
     except (ValueError, LookupError):
@@ -98,10 +99,10 @@ def synced_ends(data: str) -> dict[tuple[str, int], int]:
 
 
 def sealed(data: str, topic: str, partition: int, end: int) -> list[Sealed]:
-    """The sealed segments of a partition that end at or before the offset `end`."""
+    """Return the sealed segments of a partition that end at or before the offset `end`."""
     firsts = [first for first, _ in segment.listing(directory_of(data, topic, partition))]
     found = [Sealed(topic, partition, first, end) for first, end in pairwise(firsts)]
-    return [each for each in found if each.end <= end]
+    return [candidate for candidate in found if candidate.end <= end]
 
 
 # --- the compactor's side --------------------------------------------------------------------------------------------
@@ -109,9 +110,10 @@ def sealed(data: str, topic: str, partition: int, end: int) -> list[Sealed]:
 
 @contextlib.contextmanager
 def compactor(data: str) -> Iterator[str]:
-    """Be the only compactor of a data directory; where it may lay out segments. BusyError where there is another.
+    """Become the only compactor of a data directory, and yield the directory for `lay_out`.
 
-    Tasks that a dead compactor has left behind cannot lay out any more: their directory has gone.
+    Raises BusyError if another compactor is at work. The directories of dead compactors are removed, so that tasks
+    they left running can no longer lay out a segment.
     """
     os.makedirs(outbox(data), exist_ok=True)
     lock = FileLock(f"{outbox(data)}/.owner")
@@ -128,16 +130,16 @@ def compactor(data: str) -> Iterator[str]:
         lock.release()
 
 
-def lay_out(data: str, which: Sealed, gone: Sequence[int], where: str) -> int:
-    """Write a segment anew without the records `gone` (ascending offsets), for the owner of topics/; bytes saved.
+def lay_out(data: str, which: Sealed, removed: Sequence[int], where: str) -> int:
+    """Lay out a copy of a segment without the records `removed` (ascending offsets); return the bytes saved.
 
-    `where`: what compactor() gave. DamageError where the segment is not as it was written: nothing is laid out then.
+    `where`: the directory from `compactor`. Raises DamageError if the segment is damaged: then nothing is laid out.
     """
     making = f"{where}/{which}-{os.urandom(4).hex()}"
     os.mkdir(making)
     try:
         with SegmentReader(which.path(data), which.first, by_seq=False, sealed=True) as old:
-            _write(old, f"{making}/log", which, gone)
+            _write(old, f"{making}/log", which, removed)
             saved = old.size - os.path.getsize(f"{making}/log")
         fd = os.open(f"{making}/log", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -153,7 +155,7 @@ def lay_out(data: str, which: Sealed, gone: Sequence[int], where: str) -> int:
         try:
             os.rename(making, which.place(data))
         except OSError as err:
-            if err.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another attempt of the same task was faster
+            if err.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another attempt of the same task has finished first
                 raise
         sync_directory(outbox(data))
     finally:
@@ -161,16 +163,16 @@ def lay_out(data: str, which: Sealed, gone: Sequence[int], where: str) -> int:
     return saved
 
 
-def _write(old: SegmentReader, path: str, which: Sealed, gone: Sequence[int]) -> None:
+def _write(old: SegmentReader, path: str, which: Sealed, removed: Sequence[int]) -> None:
     offset = which.first
     with open(path, "wb") as new:
         for checked in old.checked_lines(which.first):
-            low = bisect_left(gone, max(checked.offset, which.first + 1))  # the first and the last record stay
-            high = bisect_left(gone, min(checked.next_offset, which.end - 1))
+            low = bisect_left(removed, max(checked.offset, which.first + 1))  # the first and the last record stay
+            high = bisect_left(removed, min(checked.next_offset, which.end - 1))
             text = checked.lines
             if low < high:
                 lines = text.split(b"\n")
-                for number in gone[low:high]:
+                for number in removed[low:high]:
                     lines[number - checked.offset] = b""
                 text = b"\n".join(lines)
             new.write(text)
@@ -180,22 +182,25 @@ def _write(old: SegmentReader, path: str, which: Sealed, gone: Sequence[int]) ->
 
 
 def _no_room(path: str) -> None:
-    raise KmqError(f"{path}: no room on the disk; nothing was changed")
+    raise KmqError(f"{path}: the disk is full; nothing was changed")
 
 
 def settle(data: str, timeout_s: float = 30.0) -> None:
-    """Return when all that is laid out has been installed: by the router, or by us where there is none."""
+    """Wait until all segments laid out are installed: by the router, or by this process if no router runs."""
     owner, deadline = FileLock(f"{data}/topics/.owner"), time.monotonic() + timeout_s
     while waiting(data):
         if owner.try_acquire(describe("compact", data)):
             try:
-                for each in waiting(data):
-                    fits = is_compacted(data, each.topic) and each in sealed(data, each.topic, each.partition, each.end)
-                    install(data, each) if fits else discard(data, each)
+                for which in waiting(data):
+                    originals = sealed(data, which.topic, which.partition, which.end)
+                    fits = is_compacted(data, which.topic) and which in originals
+                    install(data, which) if fits else discard(data, which)
             finally:
                 owner.release()
         elif time.monotonic() > deadline:
-            raise BusyError(f"{outbox(data)}: the router has not taken compacted segments within {timeout_s:g} s")
+            raise BusyError(
+                f"{outbox(data)}: the router has not installed the compacted segments within {timeout_s:g} s"
+            )
         else:
             time.sleep(_POLL_S)
 
@@ -204,26 +209,26 @@ def settle(data: str, timeout_s: float = 30.0) -> None:
 
 
 def waiting(data: str) -> list[Sealed]:
-    """What is laid out, in order."""
+    """Return the segments that are laid out, by topic, partition and first record."""
     try:
         names = [match for name in os.listdir(outbox(data)) if (match := _PLACE.fullmatch(name))]
     except FileNotFoundError:
         return []
     found = [Sealed(name[1], int(name[2]), int(name[3]), int(name[4])) for name in names]
-    return sorted(found, key=lambda each: (each.topic, each.partition, each.first))
+    return sorted(found, key=lambda which: (which.topic, which.partition, which.first))
 
 
 def install(data: str, which: Sealed) -> int:
-    """Replace a segment by its compacted form; returns the new size. Resumes where a crash interrupted it."""
+    """Replace a segment by its compacted form, and return the new size. Resumes where a crash interrupted it."""
     place, log = which.place(data), which.path(data)
     directory, index = os.path.dirname(log), segment.index_path(log)
     if os.path.exists(f"{place}/log"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(index)
-        sync_directory(directory)  # no power cut may leave the index of one beside the log of the other
+        sync_directory(directory)  # a power cut must not leave the old index beside the new log
         os.rename(f"{place}/log", log)
         sync_directory(directory)
-    if os.path.exists(f"{place}/idx") and not os.path.exists(index):  # else a start has made one
+    if os.path.exists(f"{place}/idx") and not os.path.exists(index):  # else a start has made an index
         os.rename(f"{place}/idx", index)
         sync_directory(directory)
     shutil.rmtree(place)
@@ -231,7 +236,7 @@ def install(data: str, which: Sealed) -> int:
 
 
 def discard(data: str, which: Sealed) -> None:
-    """Drop a compacted segment: the one it was made of has changed or is gone."""
+    """Remove a compacted segment whose original has changed or is gone."""
     hidden = f"{outbox(data)}/{_MAKING}{which}-discarded"
-    os.rename(which.place(data), hidden)  # at once: half of it would look like a swap to resume
+    os.rename(which.place(data), hidden)  # in one step, because a half-removed directory looks like a swap to resume
     shutil.rmtree(hidden, ignore_errors=True)

@@ -6,7 +6,7 @@ from kmq.log.segment_reader import SegmentReader, Segments
 
 
 def cuts(segments: Segments, start: int, end: int, nbytes: int) -> list[int]:
-    """Offsets that cut the records from `start` to before `end` into runs of about `nbytes`, at ends of blocks."""
+    """Return the offsets that cut the records start…end-1 into runs of about `nbytes`, at ends of blocks."""
     cutter = _Cutter(start, end, nbytes)
     for number in range(len(segments)):
         first = segments.first(number)
@@ -28,7 +28,7 @@ class _Cutter:
         self._offset, self._seen = start, 0
 
     def add(self, segment: SegmentReader) -> None:
-        if self._seen >= self._nbytes:  # a cut was due in the last block of the segment before
+        if self._seen >= self._nbytes:  # a cut is overdue since the last block of the segment before
             self.offsets.append(segment.first)
             self._seen = 0
         offset = max(self._offset, segment.first)
@@ -39,7 +39,7 @@ class _Cutter:
             limit = position + want
             line = segment.index.last(lambda entry: entry.position <= limit)  # noqa: B023 (called at once)
             if line is None or line.entry.offset <= offset:
-                want *= 2  # one block, of long lines, is more than that
+                want *= 2  # a block of long lines is larger than that
                 continue
             if line.entry.offset >= self._end:
                 break

@@ -22,7 +22,7 @@ from zlib import crc32
 from kmq.ids import PRINTS, Producer, pack, unpack
 
 _VERSION = 2
-ROWS_PER_BEAT = 1024  # rows handled between two signs of life: how many rows there are depends on the limits
+ROWS_PER_BEAT = 1024  # rows between two signs of life, because the settings allow any number of rows
 
 _Name = tuple[bytes, int, int, "array[int]", "array[int]", list[int], list[int], list[int], "array[int]"]
 WindowRow = tuple[bytes, int]  # scope|id and its packed value
@@ -47,7 +47,7 @@ class Snapshot:
     def __init__(
         self, producers: Iterable[Producer], window: Mapping[bytes, int], beat: Callable[[], None] = lambda: None
     ) -> None:
-        """`beat` is called now and then: how long this takes depends on the limits."""
+        """Copy the lists of all producers. `beat` is called now and then, because this may take long."""
         self._names: list[_Name] = []
         for number, p in enumerate(producers):
             lists = p.firsts[:], p.lasts[:], p.ids[:], p.seqs[:], p.counts[:], p.prints[-PRINTS:]
@@ -77,7 +77,7 @@ class Saved:
     """A producers.ckpt whose crc and version are right."""
 
     def __init__(self, content: bytes) -> None:
-        """Raises ValueError if `content` is damaged, or of an unknown version."""
+        """Check `content`. Raises ValueError if it is damaged, or of an unknown version."""
         head, _, self._text = content.partition(b"\n")
         self.seq, crc, version = (int(field) for field in (head + b"|1" * (head.count(b"|") == 1)).split(b"|"))
         if checksum(self.seq, self._text) != crc:

@@ -52,7 +52,7 @@ def read(data: str) -> list[Deletion]:
             faults.append(f"{data}/{name}: {err}")
     if faults:
         raise CorruptError(
-            f"{faults[0]}; restore it, or run kmq verify --repair, which gives deleted topics up for lost"
+            f"{faults[0]}; restore it, or run kmq verify --repair, which gives up the list of deleted topics"
         )
     return []
 
@@ -65,7 +65,7 @@ def _parse(content: bytes) -> list[Deletion]:
     found = []
     for line in body.decode("ascii").splitlines():
         topic, from_seq, last_seq, ts, ends = line.split("|")
-        found.append(Deletion(topic, int(from_seq), int(last_seq), ts, [int(each) for each in ends.split(",")]))
+        found.append(Deletion(topic, int(from_seq), int(last_seq), ts, [int(end) for end in ends.split(",")]))
     return found
 
 
@@ -81,7 +81,7 @@ def faults(data: str) -> dict[str, str]:
             found[name] = str(err)
     if not found and contents[NAME] != contents[COPY]:
         name = NAME if contents[NAME] is None else COPY
-        found[name] = "is missing" if contents[name] is None else f"says something else than {NAME}"
+        found[name] = "is missing" if contents[name] is None else f"differs from {NAME}"
     return found
 
 
@@ -95,7 +95,7 @@ def _content(path: str) -> bytes | None:
 
 def write(data: str, deletions: Sequence[Deletion], do: Callable[[str, Callable[[], object]], object]) -> None:
     """Write both files to disk. `do` runs an action that may find the disk full."""
-    body = "".join(each.line() for each in deletions).encode()
+    body = "".join(deletion.line() for deletion in deletions).encode()
     content = b"%bcrc32|%d\n" % (body, zlib.crc32(body))
     for path in (f"{data}/{NAME}", f"{data}/{COPY}"):
         do(path, lambda path=path: replace_file(path, content))  # type: ignore[misc]
@@ -105,11 +105,11 @@ class Deleted:
     """The deletions by topic."""
 
     def __init__(self, deletions: Sequence[Deletion]) -> None:
-        self.lives = lives((each.topic, each.from_seq, each.last_seq) for each in deletions)
+        self.lives = lives((deletion.topic, deletion.from_seq, deletion.last_seq) for deletion in deletions)
         self._ends: dict[tuple[str, int], int] = {}
-        for each in deletions:
-            for number, end in enumerate(each.ends):
-                at = each.topic, number
+        for deletion in deletions:
+            for number, end in enumerate(deletion.ends):
+                at = deletion.topic, number
                 self._ends[at] = max(end, self._ends.get(at, 0))
 
     @classmethod
@@ -158,7 +158,7 @@ def now() -> str:
 
 def last_seq(data: str) -> int:
     """Return the seq of the last record before the latest deletion; 0 if no topic was deleted."""
-    return max((each.last_seq for each in read(data)), default=0)
+    return max((deletion.last_seq for deletion in read(data)), default=0)
 
 
 def changed_ns(data: str) -> int:

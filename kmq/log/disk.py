@@ -1,4 +1,4 @@
-"""The few things KMQ does to files, each whole or not at all."""
+"""The few operations on files that KMQ needs; each happens completely or not at all."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ _DROP_STEP = 4 << 20  # appended bytes after which old pages are dropped from th
 _KEEP = 16 << 20  # the end of a file that stays in the page cache, for readers that follow it
 
 Buffer = bytes | memoryview
-# Called with the path while the disk is full; returns when it is worth trying again, raises to give up.
+# Called with the path while the disk is full; returns when a retry may succeed, raises to give up.
 WaitForRoom = Callable[[str], None]
 
 
@@ -79,7 +79,7 @@ def set_aside(path: str) -> str:
 def point_symlink(path: str, target: str) -> str:
     """Make `path` a symlink to `target`; readers see the old one or the new one.
 
-    What is no symlink (a backup that follows links leaves a copy) is kept: returns where, or "".
+    Anything else at `path` (a backup that follows links leaves a copy) is moved away: returns its new path, or "".
     """
     with contextlib.suppress(OSError):
         if os.readlink(path) == target:
@@ -93,11 +93,18 @@ def point_symlink(path: str, target: str) -> str:
     return kept
 
 
+def write_some(fd: int, buffers: Sequence[Buffer]) -> int:
+    """Write as much of `buffers` as one call takes, and return the number of bytes."""
+    if len(buffers) == 1:
+        return os.write(fd, buffers[0])
+    return os.writev(fd, buffers[:_IOV_MAX])
+
+
 class AppendFile:
     """A file that grows by whole appends.
 
     Invariant   Between calls the file ends where `size` says: an append that the disk had no room for is cut off again,
-                then tried anew when there is room, so nothing is torn and nothing is lost.
+                then repeated when there is room, so nothing is torn and nothing is lost.
     Memory      A log is written once and read near its end, so all but the last _KEEP bytes are handed to the disk
                 early and then dropped from the page cache. Filling memory never touched before costs several times
                 as much as the write itself (267 against 1,347 MB/s in one run on a virtual machine), and in
@@ -118,8 +125,8 @@ class AppendFile:
         """Append all of `buffers`, `nbytes` in total, waiting for room while the disk is full."""
         while True:
             try:
-                written = self._write(buffers)
-                if written < nbytes:  # the disk filled in the middle, or a signal came: the rest says which
+                written = write_some(self.fd, buffers)
+                if written < nbytes:  # a full disk or a signal: writing the rest tells which
                     self._write_rest(b"".join(buffers), written)
                 break
             except OSError as err:
@@ -139,11 +146,6 @@ class AppendFile:
         start = max(0, self._dropped - 2 * _DROP_STEP)
         os.posix_fadvise(self.fd, start, until - start, os.POSIX_FADV_DONTNEED)
         self._dropped = until
-
-    def _write(self, buffers: Sequence[Buffer]) -> int:
-        if len(buffers) == 1:
-            return os.write(self.fd, buffers[0])
-        return os.writev(self.fd, buffers[:_IOV_MAX])
 
     def _write_rest(self, data: bytes, written: int) -> None:
         while written < len(data):

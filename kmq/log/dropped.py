@@ -1,9 +1,9 @@
-"""dropped.log: what `drop_oldest` threw away, `ring|first_seq|last_seq|count|ts`, one line per range.
+"""dropped.log: the seqs that `drop_oldest` dropped, `ring|first_seq|last_seq|count|ts`, one line per range.
 
 Writers     the reader of each ring: durability for `framed`, the router for `durable`. One line is one append, synced.
 Invariant   A range is in the file, on disk, before its reader continues behind it. So no record after a gap is
             stored before the gap is named.
-Crash       A torn last line is cut by the next writer; its range is found again in the ring and named again.
+Crash       The next writer cuts a torn last line, finds its range in the ring again, and names it again.
 """
 
 import fcntl
@@ -47,12 +47,15 @@ def read(data: str, ring: str) -> list[SeqRange]:
 
 
 def accounted(data: str) -> list[SeqRange]:
-    """The seqs that the WAL need not have, in order: dropped from the ring framed, or named as lost by a repair."""
+    """Return the seqs that the WAL may lack, in order: dropped from the ring framed, or named lost by a repair."""
     return sorted([*read(data, "framed"), *quarantined(data)], key=lambda gone: gone.first)
 
 
 def quarantined(data: str, where: str = "append/") -> list[SeqRange]:
-    """What the WAL (or, `topics/…`, queues) lost for good, by quarantine/log: file|byte|first_seq|last_seq|count|ts."""
+    """Return the seqs that the WAL lost for good, as quarantine/log says; with `where` = "topics/", of queues.
+
+    A line of that file is file|byte|first_seq|last_seq|count|ts.
+    """
     try:
         with open(f"{data}/{QUARANTINE}/log", "rb") as file:
             rows = [line.split(b"|") for line in file.read().splitlines()]
@@ -68,11 +71,11 @@ def is_range(line: bytes) -> bool:
 
 
 def append(data: str, ring: str, first: int, last: int, wait_for_room: WaitForRoom) -> None:
-    """Name the range first…last of `ring`; it is on disk when this returns."""
+    """Name the seqs first…last as dropped from `ring`; the line is on disk when this returns."""
     path = f"{data}/dropped.log"
     file = AppendFile(path, wait_for_room)
     try:
-        # The other ring's reader writes here too, and a full disk makes each cut back to the size it knows.
+        # The other ring's reader appends too. On a full disk each cuts the file back to the size it knows.
         fcntl.flock(file.fd, fcntl.LOCK_EX)
         file.size = os.fstat(file.fd).st_size
         start = max(0, file.size - _LINE_BYTES)

@@ -1,7 +1,7 @@
 """Whole blocks of a segment, read at once, for readers that count lines with numpy, which this package must not import.
 
-Invariant   Every block of an extent has the right crc. Its records are counted by the caller.
-            An extent never says why it ends: kmq/log/reader.py continues there.
+Invariant   Every block of an extent has the right crc. The caller counts the records. An extent may end early without
+            a reason: the caller continues there with kmq/log/reader.py, which raises the error, if any.
 """
 
 import contextlib
@@ -27,10 +27,9 @@ class Extent:
 
 
 def read_extents(segment: SegmentReader, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
-    """Blocks from the one that holds `offset` to before record `end`, about `nbytes` at once, as far as they are final.
+    """Yield final blocks, from the block that holds `offset` up to record `end`, about `nbytes` at once.
 
-    Ends in front of a block that differs from the index, of the block that is still open, and of what no index line
-    covers.
+    Ends in front of a block that differs from the index, of the open block, and of lines that no index line covers.
     """
     line = segment.index.last(lambda entry: entry.offset <= offset)
     if line is None:
@@ -45,7 +44,7 @@ def read_extents(segment: SegmentReader, offset: int, end: int, nbytes: int) -> 
 
 
 def _runs(segment: SegmentReader, at: int, end: int, nbytes: int) -> Iterator[list[Entry]]:
-    """Entries of final blocks from the index line at byte `at` on, of about `nbytes`, and the entry behind them."""
+    """Yield the index entries of runs of final blocks, each with the entry behind it; from byte `at` of the index."""
     run: list[Entry] = []
     with contextlib.suppress(DamageError):
         for block in segment.blocks(at):

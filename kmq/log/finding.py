@@ -13,7 +13,7 @@ from kmq.log.segment_reader import SegmentReader, Segments
 
 
 class FoundRecord:
-    """A record and where it is: the offset in its log, the segment's path, the byte there."""
+    """A record, with its offset, the path of its segment, and the byte in that file."""
 
     __slots__ = ("byte", "line", "offset", "path")
 
@@ -50,8 +50,7 @@ def _find_in(segment: SegmentReader, target: int, field: int) -> FoundRecord | N
         is_first_line, found = next(_hits(segment, probe.entry.offset, target, field), (False, None))
         if not is_first_line:
             return found
-        # The first line of a block that begins before the target: a damaged index led too far. Search from the
-        # beginning.
+        # That block should begin before the target: a damaged index led too far. Search from the beginning.
     return next(_hits(segment, segment.first, target, field), (False, None))[1]
 
 

@@ -1,17 +1,17 @@
-"""Who a data directory is, and in which version its files are written. Three small files, written once and whole.
+"""The identity of a data directory, and the version of its files: three small files, each written atomically.
 
     id         names the directory for ever. Rings carry it, so that a ring of another directory is never read as this
                directory's.
     lineage    names the records: the id of the directory in which they began. Equal to `id`, unless this directory was
                copied from another one and then diverged. Every index carries it, so that a segment with records of
                another lineage is never accepted.
-    format     `<version> from_seq=<n> marks_from=<m> crc32=<of what stands before it>`: the version of all formats,
-               for records from seq n on; and from which seq on routing keys have marks.
+    format     `<version> from_seq=<n> marks_from=<m> crc32=<of the text before it>`: the version of all formats for
+               records from seq n on, and the first seq whose routing key may have a mark.
 
-Version 2 (from version 1: lines look alike): an index begins with a line that says whose it is (index.py). What lies
-before `from_seq` may lack that line. In a routing key `.@` is a mark (record.py): records before `marks_from` were
-routed without marks, and keep their place. Durability raises a directory of version 1 to 2, because it knows where the
-WAL ends. It does the same for an early version 2, which does not say `marks_from`.
+Version 2 (its lines look like those of version 1): an index begins with a label (index.py). Indexes of segments before
+`from_seq` may have none. In a routing key `.@` is a mark (record.py): records before `marks_from` were routed without
+marks, and keep their place. Durability raises a directory of version 1 to 2, because it knows where the WAL ends. It
+does the same for an early version 2, which has no `marks_from`.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ _FORMAT = re.compile(r"(\d{1,9}) from_seq=(\d{1,18})(?: marks_from=(\d{1,18}))? 
 
 
 def open_data(path: str) -> str:
-    """Make `path` a data directory if it is none, and return its id.
+    """Make `path` a data directory unless it is one, and return its id.
 
-    Raises ConfigError where it cannot be one, RetryError where the disk is at fault.
+    Raises ConfigError if it cannot be one, RetryError if the disk is full or fails.
     """
     try:
         os.makedirs(f"{path}/append", exist_ok=True)
@@ -47,7 +47,7 @@ def open_data(path: str) -> str:
         raise kind(f"KMQ_DATA={path!r}: cannot be written: {err.strerror} ({err.filename}){advice}") from err
     if version(path) is None:
         found = read(path, "format")
-        raise ConfigError(f"KMQ_DATA={path!r}: format {found!r} is none that this version reads (1, {FORMAT})")
+        raise ConfigError(f"KMQ_DATA={path!r}: unknown format {found!r}; this version reads 1 and {FORMAT}")
     for name in ("id", "lineage"):
         if not _NAME.fullmatch(read(path, name)):
             raise CorruptError(f"{path}/{name}: must be 32 hex digits; run kmq verify --repair")
@@ -70,8 +70,8 @@ def version(path: str) -> tuple[int, int] | None:
         return None
     if text == "1":
         return 1, 0
-    said = _parse(text)
-    return (FORMAT, said[1]) if said and said[0] == FORMAT else None
+    parsed = _parse(text)
+    return (FORMAT, parsed[1]) if parsed and parsed[0] == FORMAT else None
 
 
 def _parse(text: str) -> tuple[int, int, int | None] | None:
@@ -87,10 +87,10 @@ def _parse(text: str) -> tuple[int, int, int | None] | None:
 def marks_from(path: str) -> int:
     """Return the first seq whose routing key may have a mark; NEVER if the directory has no marks yet."""
     try:
-        said = _parse(read(path, "format"))
+        parsed = _parse(read(path, "format"))
     except FileNotFoundError:
         return NEVER
-    return NEVER if said is None or said[2] is None else said[2]
+    return NEVER if parsed is None or parsed[2] is None else parsed[2]
 
 
 def is_of_another_version(path: str) -> bool:
@@ -106,8 +106,8 @@ def mended(path: str) -> str:
         for bit in range(8 * len(damaged)):
             text = bytearray(damaged)
             text[bit // 8] ^= 1 << bit % 8
-            said = _parse(text.decode("latin-1").strip())
-            if said is not None and said[0] == FORMAT:
+            parsed = _parse(text.decode("latin-1").strip())
+            if parsed is not None and parsed[0] == FORMAT:
                 return text.decode("latin-1").strip()
     return ""
 
@@ -138,7 +138,7 @@ def raise_version(path: str, next_seq: int) -> bool:
 
 
 def format_text(from_seq: int, marks_from: int | None = None, number: int = FORMAT) -> str:
-    """Return the content of `format`; without `marks_from` it is that of an early version 2."""
+    """Return the content of `format`; without `marks_from`, as an early version 2 wrote it."""
     text = f"{number} from_seq={from_seq}" + ("" if marks_from is None else f" marks_from={marks_from}")
     return f"{text} crc32={zlib.crc32(text.encode())}"
 

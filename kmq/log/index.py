@@ -200,9 +200,10 @@ class IndexWriter:
     """
 
     def __init__(self, path: str, wait_for_room: WaitForRoom, by_seq: bool = False, label_of: str = "") -> None:
-        """`by_seq`: offsets are the seqs that stand in the lines (the WAL, where drop_oldest leaves gaps).
+        """Write the index at `path`. `by_seq`: offsets are the seqs in the lines (the WAL, where drop_oldest leaves
+        gaps).
 
-        `label_of`: path of the log that this is for, where its place is not beside `path`.
+        `label_of`: path of the log that the index describes, if it is not beside `path`.
         """
         self.path = path
         self._label_of = label_of or path
@@ -211,12 +212,12 @@ class IndexWriter:
         self._pending: list[bytes] = []
         self._open: Entry | None = None
         self._length = 0  # bytes of the open block
-        self._noted = 0  # of them, those that a provisional line has told
+        self._noted = 0  # of them, bytes that a provisional line covers
 
     def resume(self, log_fd: int, log_size: int, first_offset: int, check: Callable[[], None] = lambda: None) -> None:
         """Cut what the log no longer holds, and pick up the open block of a log of `log_size` bytes.
 
-        Where the index is missing or behind, what follows its last entry is indexed now; `check` is called meanwhile.
+        If the index is missing or behind, the lines after its last entry are indexed now; `check` is called meanwhile.
         """
         entries = read_entries(self.path, log_size)
         self._rewrite_if_damaged(entries, log_size, log_fd)
@@ -283,7 +284,7 @@ class IndexWriter:
         with_room(self.path, self._wait_for_room, rewrite)
 
     def cut(self, size: int) -> None:
-        """Forget the blocks that reach beyond byte `size`, before the log is cut to that. `resume` follows."""
+        """Remove the blocks that reach beyond byte `size`, before the log is cut there; call `resume` afterwards."""
         try:
             with open(self.path, "rb") as file:
                 head = read_label(file.read(MAX_LABEL))
@@ -309,8 +310,8 @@ class IndexWriter:
     def extend(self, data: Buffer, position: int, offset: int, first_seq: int = 0) -> None:
         """Note that `data`, whole lines, now lies at `position` of the log; its first line is record `offset`.
 
-        `first_seq`: where given, the seqs in `data` follow one another from there, so that a line's offset is read off
-        its seq; else the lines before it are counted, which costs more than the crc.
+        `first_seq`: if given, the seqs in `data` are consecutive from there, so a line's offset follows from its seq.
+        Otherwise the lines before it are counted, which costs more than the crc.
         """
         at, size = 0, len(data)
         while at < size:

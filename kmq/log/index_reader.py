@@ -1,6 +1,6 @@
-"""Reading one index file: its label, and its lines by halving or in order. The format is in index.py.
+"""Reading one index file: its label, and its lines by binary search or in order. The format is in index.py.
 
-Owner       nobody: read-only, needs no lock.
+Owner       none: read-only, needs no lock.
 Invariant   A line that is still being written is never read. A line that is no index line, or does not fit the line
             before it, raises DamageError when it is reached.
 """

@@ -45,7 +45,7 @@ def seqs_of(lines: bytes) -> list[int]:
 def bad_line(lines: bytes, after: int = 0) -> int | None:
     """Return the byte at which the first line begins that is not a stored line, or whose seq does not rise.
 
-    None where all are good. `after` is the seq that comes before them.
+    None if all are good. `after` is the seq before them.
     """
     match = _LINES.match(lines)
     end = match.end() if match else 0
@@ -65,7 +65,7 @@ def last_line(lines: bytes) -> bytes:
 
 
 def within(lines: bytes, low: int, high: int) -> bytes:
-    """Return those of `lines` (whole, in order of seq) whose seq is in low…high."""
+    """Return the lines with seqs low…high. `lines` must be whole and in order of seq."""
     if not lines or (record.seq_of(lines) >= low and record.seq_of(last_line(lines)) <= high):
         return lines
     kept = [line for line in lines.split(b"\n")[:-1] if low <= record.seq_of(line) <= high]

@@ -1,14 +1,15 @@
 """A partition log: the lines of one partition of one topic, in order, each once.
 
-Owner       the router is the only writer (lock topics/.owner); anybody may read.
-Invariant   What is in the segments is a prefix of what the WAL routes here, less what retention took from its front;
-            `last_seq` is the seq of its last line, so a line with a seq not above it is there already and is skipped.
-            A segment ends with the line that reaches `segment_bytes`, however the lines came, so a log rebuilt
-            from the WAL has the same files again (except for cuts by age, which fall between two appends).
-Crash       The files are copies: whatever is torn, cut or missing comes again from the WAL. partition_recovery.py finds
-            what is whole.
-            On disk: the lines, the index. In memory only: State; the checkpoint keeps what it has to.
-            A sealed segment is synced by the next checkpoint, not by the roll: no message waits for that.
+Owner       the router is the only writer (lock topics/.owner). Any process may read.
+Invariant   The segments are a prefix of the records that the WAL routes here, without those that retention deleted from
+            the front. `last_seq` is the seq of the last line: a line whose seq is not above it is already in the log
+            and is skipped. A segment ends with the line that reaches `segment_bytes`, no matter how the lines were
+            grouped into appends. So a log rebuilt from the WAL has the same files again (except for rolls by age,
+            which fall between two appends).
+Crash       The files are copies: the router appends whatever is torn, cut or missing again from the WAL.
+            partition_recovery.py finds out what is whole.
+            On disk: the lines and the index. In memory only: State, of which the checkpoint keeps `values`.
+            A sealed segment is synced by the next checkpoint, not by the roll, so no message waits for that sync.
 """
 
 import os
@@ -25,9 +26,10 @@ from kmq.log.segment import Limits, Segment
 
 
 class State:
-    """What is known of a partition log: `end_offset` records up to `last_seq`; `size` bytes from record `start` on.
+    """What the router knows of a partition log: its extent and its sealed segments.
 
-    `sealed` are all segments except the last one, which begins with record `base`.
+    The next record gets `end_offset`; the last one has `last_seq`. The files hold `size` bytes and begin with record
+    `start`. `sealed` are all segments except the active one, which begins with record `base`.
     """
 
     __slots__ = ("base", "end_offset", "last_seq", "sealed", "size", "start")
@@ -35,7 +37,7 @@ class State:
     def __init__(self, end_offset: int = 0, last_seq: int = 0, size: int = 0, start: int = 0) -> None:
         self.end_offset, self.last_seq, self.size, self.start = end_offset, last_seq, size, start
         self.base = start
-        self.sealed: Sequence[Segment] = ()  # most have none: one object less for each of many cold partitions
+        self.sealed: Sequence[Segment] = ()  # most partitions have none; a list for each would cost memory
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, State) and self.values() == other.values()
@@ -43,27 +45,27 @@ class State:
     __hash__ = None  # type: ignore[assignment]
 
     def values(self) -> tuple[int, int, int, int]:
-        """What the checkpoint keeps."""
+        """Return what the checkpoint keeps."""
         return self.end_offset, self.last_seq, self.size, self.start
 
     @property
     def active_bytes(self) -> int:
-        return self.size - sum(each.size for each in self.sealed)
+        return self.size - sum(part.size for part in self.sealed)
 
-    def holds(self, segments: list[Segment]) -> None:
-        """These are the files."""
+    def set_segments(self, segments: list[Segment]) -> None:
+        """Take `segments` as the files of the log; the last one is the active segment."""
         *self.sealed, active = segments
         self.base = active.first
 
     def retire(self, count: int) -> list[Segment]:
-        """Stop counting the oldest `count` segments; returns them, to be deleted when the checkpoint says so too."""
+        """Stop counting the oldest `count` segments, and return them: to be deleted once a checkpoint omits them."""
         gone, self.sealed = list(self.sealed[:count]), list(self.sealed[count:])
-        self.size -= sum(each.size for each in gone)
+        self.size -= sum(part.size for part in gone)
         self.start = self.sealed[0].first if self.sealed else self.base
         return gone
 
     def keep(self, last: Segment) -> None:
-        """Count this as sealed again: a segment with the last record alone, of those that were retired (remnant.py)."""
+        """Count `last` as the only sealed segment: it holds a copy of the last retired record (remnant.py)."""
         self.sealed, self.size, self.start = [last], last.size, last.first
 
 
@@ -75,7 +77,7 @@ def directory_of(data: str, topic: str, partition: int) -> str:
 
 
 class PartitionPlace(namedtuple("PartitionPlace", ("data", "topic", "number", "link"), defaults=("",))):
-    """Which partition of which data directory. `link`: the name of its symlink; "" for none."""
+    """A partition of a topic in a data directory. `link`: the name of its symlink, or "" if it has none."""
 
     __slots__ = ()
 
@@ -105,7 +107,7 @@ class PartitionLog:
     def __init__(
         self, place: PartitionPlace, state: State, wait_for_room: WaitForRoom, limits: Limits | None = None
     ) -> None:
-        """`state` stays the caller's: it outlives this object while the partition is cold."""
+        """Take a log that is not open yet. `state` belongs to the caller, and outlives this object."""
         self._place, self._wait_for_room = place, wait_for_room
         self.topic, self.number, self.state = place.topic, place.number, state
         self.unsynced: list[str] = []  # files sealed since the last checkpoint
@@ -117,7 +119,7 @@ class PartitionLog:
 
     @property
     def path(self) -> str:
-        """Of the active segment."""
+        """Return the path of the active segment."""
         return f"{self._directory}/{segment.name(self.state.base)}"
 
     @property
@@ -125,21 +127,22 @@ class PartitionLog:
         return self._file is not None
 
     def open(self, warn: Callable[..., None], was_cut: bool = False, check: Callable[[], None] = lambda: None) -> None:
-        """Open the file, making what is missing: directory, log, symlink.
+        """Open the active segment; make the directory, the log and the symlink if they are missing.
 
-        Raises DamageError where it differs from its index. `was_cut`: it does, and the index is to be cut as well.
+        Raises DamageError if the segment differs from its index. `was_cut`: recovery has cut the segment, so a
+        difference is expected, and the index is cut too.
         """
         self._warn = warn
         path = self.path
         with_room(path, self._wait_for_room, lambda: os.makedirs(self._directory, exist_ok=True))
         self._file = AppendFile(path, self._wait_for_room)
         expected = self.state.active_bytes
-        if self._file.size != expected:  # changed while it was closed; to append now would hide the gap for ever
-            raise RetryError(f"{path}: changed by somebody else (expected {expected} bytes)")
+        if self._file.size != expected:  # changed while it was closed; an append would hide the gap for ever
+            raise RetryError(f"{path}: changed by another process (expected {expected} bytes)")
         self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
         with_room(path, self._wait_for_room, lambda: self._point_link(path))
         if self._index is None:
-            try:  # to append to a damaged log would give the damage a crc of its own
+            try:  # an append would give the damage a valid crc
                 if expected and not was_cut:
                     reader.indexed_end(path, self.state.base, by_seq=False)
             except DamageError:
@@ -149,7 +152,7 @@ class PartitionLog:
             self._index.resume(self._file.fd, self._file.size, self.state.base, check)
 
     def _point_link(self, path: str) -> None:
-        """Let the symlink lead to this segment, unless it leads to another queue."""
+        """Point the symlink to this segment, unless it leads to another queue."""
         data, name = self._place.data, self._place.link
         if not name:
             return
@@ -160,7 +163,10 @@ class PartitionLog:
             self._warn("set_aside", file=link, now=kept, effect="the symlink is made again")
 
     def append(self, data: Buffer, count: int, first_seq: int, last_seq: int) -> int:
-        """Append `data`, the `count` lines first_seq…last_seq, less those that the log has already; bytes written."""
+        """Append `data`, the `count` lines first_seq…last_seq, and return the bytes written.
+
+        Lines that the log has already are skipped.
+        """
         state = self.state
         assert self._file is not None
         if first_seq <= state.last_seq:
@@ -170,7 +176,7 @@ class PartitionLog:
         if not data:
             return 0
         if self._file.moved_under_us():
-            raise RetryError(f"{self.path}: changed by somebody else (expected {self._file.size} bytes)")
+            raise RetryError(f"{self.path}: changed by another process (expected {self._file.size} bytes)")
         written = len(data)
         dense = last_seq - first_seq + 1 == count
         next_ts = segment.stamp(data)[1]
@@ -187,13 +193,13 @@ class PartitionLog:
             self._write(data[:end], lines, first_seq if dense else 0, next_ts)
             data, count = data[end:], count - lines
             first_seq, next_ts = segment.stamp(data)
-            state.last_seq = first_seq - 1  # at most: the seqs written so far are lower
+            state.last_seq = first_seq - 1  # an upper bound: the seqs written so far are lower
         self._write(data, count, first_seq if dense else 0, next_ts)
         state.last_seq = last_seq
         return written
 
     def _write(self, data: Buffer, count: int, first_seq: int, first_ts: int) -> None:
-        """`first_seq`: of `data`, where its seqs follow one another."""
+        """Write lines to the active segment. `first_seq`: seq of the first line if all seqs are consecutive, else 0."""
         state, file, entries = self.state, self._file, self._index
         assert file is not None and entries is not None
         position = file.size
@@ -205,7 +211,10 @@ class PartitionLog:
         state.size += len(data)
 
     def roll(self, wait_for_room: WaitForRoom | None = None) -> None:
-        """Seal the active segment and begin a new one. Until that is whole, all stays as it was: a wait may give up."""
+        """Seal the active segment and begin a new one.
+
+        The log stays as it was until the new segment is complete, so `wait_for_room` may raise.
+        """
         state, file, wait = self.state, self._file, wait_for_room or self._wait_for_room
         assert file is not None and self._index is not None
         self._index.seal(wait)
@@ -219,19 +228,19 @@ class PartitionLog:
         self._index = IndexWriter(segment.index_path(path), self._wait_for_room)
 
     def set_limits(self, limits: Limits, now_ts: int) -> None:
-        """Use other limits from now on (µs). An open log whose active segment is over them rolls at once."""
+        """Use `limits` from now on. An open log rolls at once if its segment is over them at `now_ts` (µs)."""
         self._limits = limits
         if self._file is not None and self._file.size and limits.is_full(self._file.size, self._first_ts, now_ts):
             self.roll()
 
     def seal(self) -> None:
-        """The active segment is complete."""
+        """Complete the index of the active segment; the next checkpoint syncs both files."""
         assert self._index is not None
         self._index.seal()
         self.unsynced += [self.path, self._index.path]
 
     def note_open_block(self) -> None:
-        """Once a second while there are writes: let the index speak of the block that is still open."""
+        """Write a provisional index line for the block still open; call once a second while there are writes."""
         if self._index is not None:
             self._index.note_open()
             self._index.flush()
@@ -240,14 +249,14 @@ class PartitionLog:
         return self._file is not None and self._file.is_unlinked()
 
     def close(self) -> None:
-        """Give the descriptor back; state and index stay in memory."""
+        """Close the descriptor; state and index stay in memory."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def end_offset(data: str, topic: str, partition: int) -> tuple[int, int]:
-    """(end offset, bytes) of a partition as its files are now; read-only, may be read while the router writes."""
+    """Return (end offset, bytes) of a partition as its files are now; read-only, also while the router writes."""
     segments = segment.survey(directory_of(data, topic, partition))
     if not segments:
         return 0, 0
@@ -257,6 +266,6 @@ def end_offset(data: str, topic: str, partition: int) -> tuple[int, int]:
         offset, position = last_before(segment.index_path(active.path), active.size, 1 << 62)
         if offset < 0:
             offset, position = active.first, 0
-        return offset + count_lines(fd, position, active.size), sum(each.size for each in segments)
+        return offset + count_lines(fd, position, active.size), sum(part.size for part in segments)
     finally:
         os.close(fd)

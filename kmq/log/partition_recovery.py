@@ -1,10 +1,10 @@
-"""What of a partition log is whole after a crash: its files against what the checkpoint says of them.
+"""Recovery of a partition log after a crash: compares its files with the checkpoint, and cuts what is not whole.
 
-Owner       the router, at a start: only it may cut.
-Invariant   Beyond what the checkpoint says was on disk, a log is cut at the first doubt, with all that follows: the WAL
-            has it. Where the files differ from the checkpoint, somebody has damaged them: then nothing is cut but torn
-            ends.
-Crash       Segments are removed from the last to the first, so no kill leaves a gap that was not there before.
+Owner       the router, at its start: nothing else may cut.
+Invariant   Where the files agree with the checkpoint, everything after it is suspect: the log is cut at the first torn
+            or NUL byte, with everything behind it, because the WAL still has those records. Where they disagree,
+            somebody has damaged them: then only torn ends are cut.
+Crash       Segments are removed from the last to the first, so a kill never leaves a new gap.
 """
 
 import os
@@ -20,40 +20,40 @@ from kmq.log.lines import count_lines
 from kmq.log.partition import State
 from kmq.log.segment import Segment
 
-_LOOK = 4096  # bytes of an unchanged log's end that are looked at on a start
+_LOOK = 4096  # bytes at the end of an unchanged log that a start reads
 
 
 class WalRange(namedtuple("WalRange", ("first", "last", "has_rest"))):
-    """The seqs first…last of the WAL. `has_rest`: it has all records after the checkpoint, or some before them too."""
+    """The seqs first…last of the WAL. `has_rest`: the WAL still has every record after the checkpoint."""
 
     __slots__ = ()
 
 
 class Gap:
-    """The records first…end - 1 are missing in front of another segment. In the WAL they lie in `seqs`."""
+    """Missing records first…end - 1, in front of another segment. The WAL holds them in the range `seqs`."""
 
     __slots__ = ("end", "first", "into", "seqs")
 
     def __init__(self, first: int, end: int, seqs: SeqRange, into: Segment | None) -> None:
         self.first, self.end, self.seqs = first, end, seqs
-        self.into = into  # the segment that was cut, which has to be whole again; None where whole files are missing
+        self.into = into  # the cut segment that they complete; None if whole files are missing
 
 
 class Remains:
-    """What a start finds of a partition whose files do not fit the checkpoint."""
+    """What recovery left of a partition log whose files do not match the checkpoint."""
 
     __slots__ = ("cut", "gaps", "segments", "state", "touched")
 
     def __init__(self, segments: list[Segment], state: State) -> None:
         self.segments, self.state = segments, state
-        self.cut = 0  # bytes taken off: torn, NUL, or behind one of these
+        self.cut = 0  # bytes cut off: torn, NUL, or behind such bytes
         self.gaps: list[Gap] = []
-        self.touched: list[Segment] = []  # sealed segments that nobody may have synced
+        self.touched: list[Segment] = []  # sealed segments that may not be synced
 
 
 def fits(segments: list[Segment], known: State) -> bool:
-    """Return True if these files are as the checkpoint knows them, by their sizes and one small read at the end."""
-    if sum(each.size for each in segments) != known.size:
+    """Return True if the files match the checkpoint `known`, by their sizes and one small read at the end."""
+    if sum(part.size for part in segments) != known.size:
         return False
     if not segments:
         return known.end_offset == known.start and not known.last_seq  # it never had a record
@@ -64,7 +64,7 @@ def fits(segments: list[Segment], known: State) -> bool:
 
 
 def ends_as(path: str, size: int, last_seq: int) -> bool:
-    """Return True if record `last_seq` ends at byte `size`: one small read, which sees a zeroed end."""
+    """Return True if record `last_seq` ends at byte `size`. One small read, which also reveals a zeroed end."""
     start = max(0, size - _LOOK)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -78,80 +78,87 @@ def ends_as(path: str, size: int, last_seq: int) -> bool:
 
 
 def recover(segments: list[Segment], known: State, wal: WalRange, start: int) -> Remains:
-    """Cut the files of a log to what is whole, and say what that is.
+    """Cut the files of a log to what is whole, and return what remains.
 
-    A last line whose seq is above the end of the WAL was not written by the router: it would hide all later records.
-    `known` is what the checkpoint says was on disk. The rest may be torn or have NULs in it after a power cut, so it is
-    looked through and cut at the first doubt, with all that follows, if the WAL has it. Where the files differ from
-    `known`, somebody has damaged them: then nothing is cut but torn ends, and what is missing between two segments, or
-    in front of the first one from record `start` on, is a Gap.
+    `known` is what the checkpoint says was on disk. Everything after it may be torn or hold NULs after a power cut. So
+    if the WAL still has those records, the log is cut at the first such byte, with everything behind it. If the files
+    differ from `known`, somebody has damaged them: then only torn ends are cut, and records that are missing between
+    two segments, or between record `start` and the first segment, are returned as a Gap.
+
+    A last line whose seq is above the end of the WAL is cut in either case: the router did not write it, and would skip
+    all later records up to its seq.
     """
     checkpointed = _checkpointed_end(known, segments)
     if checkpointed is not None and wal.has_rest:
-        return _look_through(segments, checkpointed, known, wal.last)
-    return _walk(segments, wal.last, start)
+        return _cut_after_checkpoint(segments, checkpointed, known, wal.last)
+    return _cut_torn_ends(segments, wal.last, start)
 
 
 class FilePlace(namedtuple("FilePlace", ("number", "byte"))):
-    """A place in a log's files: which segment, and where in it."""
+    """A byte in the segment of that number, counted from the oldest segment."""
 
     __slots__ = ()
 
 
 def _checkpointed_end(known: State, segments: list[Segment]) -> FilePlace | None:
-    """Up to where the files are what the checkpoint knows; None where they are not."""
+    """Return where the records of the checkpoint end in the files; None if the files do not match it."""
     if not segments or segments[0].first != known.start:
         return None
-    at = max(number for number, each in enumerate(segments) if each.first <= known.end_offset)
-    floor = known.size - sum(each.size for each in segments[:at])
+    at = max(number for number, part in enumerate(segments) if part.first <= known.end_offset)
+    floor = known.size - sum(part.size for part in segments[:at])
     if floor == 0:
         return FilePlace(at, 0) if segments[at].first == known.end_offset else None
     is_there = 0 < floor <= segments[at].size and ends_as(segments[at].path, floor, known.last_seq)
     return FilePlace(at, floor) if is_there else None
 
 
-def _look_through(segments: list[Segment], checkpointed: FilePlace, known: State, high: int) -> Remains:
+def _cut_after_checkpoint(segments: list[Segment], checkpointed: FilePlace, known: State, high: int) -> Remains:
+    """Keep everything up to `checkpointed`, and cut at the first bad byte after it."""
     at, floor = checkpointed
     remains = Remains(segments[:at], State(*known.values()))
     state = remains.state
-    for each in segments[at:]:
-        if not floor and each.first != state.end_offset:
+    for part in segments[at:]:
+        if not floor and part.first != state.end_offset:
             break
-        whole = _cut_to_whole(each, floor, high, look_for_nul=True)
+        whole = _cut_to_whole(part, floor, high, look_for_nul=True)
         state.end_offset += whole.lines
         state.size += whole.size - floor
         state.last_seq = whole.last_seq or state.last_seq
         floor = 0
-        remains.cut += each.size - whole.size
-        remains.segments.append(Segment(each.first, each.path, whole.size))
-        if whole.size < each.size:
+        remains.cut += part.size - whole.size
+        remains.segments.append(Segment(part.first, part.path, whole.size))
+        if whole.size < part.size:
             break
     gone = segments[len(remains.segments) :]
-    remains.cut += sum(each.size for each in gone)
-    segment.remove(gone[::-1])  # the last one first: a crash leaves no gap
+    remains.cut += sum(part.size for part in gone)
+    segment.remove(gone[::-1])  # the last segment first, so that a crash leaves no gap
     remains.touched = remains.segments[at:-1]
     return remains
 
 
-def _walk(segments: list[Segment], high: int, start: int) -> Remains:
+def _cut_torn_ends(segments: list[Segment], high: int, start: int) -> Remains:
+    """Cut the torn end of each segment, and find the gaps between segments."""
     remains = Remains([], State(start, 0, 0, start))
     state = remains.state
-    for each in segments:
-        is_last = each is segments[-1]
-        whole = _cut_to_whole(each, 0, high, look_for_nul=is_last)
-        remains.cut += each.size - whole.size
-        if not whole.size and not (is_last and each.first == state.end_offset):
-            segment.remove([each])  # it cannot say which records come after it; the next one can
+    for part in segments:
+        is_last = part is segments[-1]
+        whole = _cut_to_whole(part, 0, high, look_for_nul=is_last)
+        remains.cut += part.size - whole.size
+        if not whole.size and not (is_last and part.first == state.end_offset):
+            segment.remove([part])  # without a record; the name of the next segment tells how many are missing
             continue
-        if each.first < state.end_offset:
-            raise CorruptError(f"{each.path}: the segment before it has records up to {state.end_offset - 1}")
-        _check_order(each, state.last_seq)
-        if each.first > state.end_offset:
-            remains.gaps.append(_gap(remains, each))
-        state.end_offset = each.first + whole.lines
+        if part.first < state.end_offset:
+            raise CorruptError(
+                f"{part.path}: begins with record {part.first}, but the segment before it ends with record"
+                f" {state.end_offset - 1}; run kmq verify --repair"
+            )
+        _check_order(part, state.last_seq)
+        if part.first > state.end_offset:
+            remains.gaps.append(_gap(remains, part))
+        state.end_offset = part.first + whole.lines
         state.size += whole.size
         state.last_seq = whole.last_seq or state.last_seq
-        remains.segments.append(Segment(each.first, each.path, whole.size))
+        remains.segments.append(Segment(part.first, part.path, whole.size))
     remains.touched = remains.segments[:-1]
     return remains
 
@@ -162,7 +169,10 @@ def _first_seq(of: Segment) -> int:
 
 
 def _check_order(later: Segment, before: int) -> None:
-    """Raise CorruptError where a segment is older than the one before it: appending to it would lose the rest."""
+    """Raise CorruptError if a segment is older than the segment before it, which ends with seq `before`.
+
+    Such a segment is misplaced: an append behind it would lose the records that belong in its place.
+    """
     seq = _first_seq(later)
     if 0 < seq <= before:
         raise CorruptError(
@@ -172,7 +182,7 @@ def _check_order(later: Segment, before: int) -> None:
 
 
 def _gap(remains: Remains, after: Segment) -> Gap:
-    """What is missing in front of `after`."""
+    """Return the records that are missing in front of the segment `after`."""
     into = remains.segments[-1] if remains.segments else None
     if into is not None and index.is_whole(into.path):
         into = None
@@ -181,13 +191,13 @@ def _gap(remains: Remains, after: Segment) -> Gap:
 
 
 class WholePart(namedtuple("WholePart", ("size", "lines", "last_seq"))):
-    """What is whole in a segment: its bytes, the lines behind what the checkpoint covers, its last seq (0: no line)."""
+    """The whole part of a segment: bytes, lines after those of the checkpoint, and last seq (0: no line)."""
 
     __slots__ = ()
 
 
 def _cut_to_whole(part: Segment, floor: int, high: int, look_for_nul: bool) -> WholePart:
-    """Cut a segment to what is whole; not below byte `floor`, nor with a seq above `high`."""
+    """Cut a segment to its whole lines with seqs up to `high`; never below byte `floor`."""
 
     def is_ours(line: bytes) -> bool:
         stamp = record.parse_stored(line)

@@ -1,14 +1,14 @@
 """Reading a log, the WAL or a partition, while it grows, rolls and is retained: lookups and checked blocks.
 
-Owner       nobody: read-only, needs no lock.
-Invariant   Every byte that is handed out was checked (segment_reader.py). Damage raises DamageError, never before what
-            is good in front of it has been handed out.
+Owner       none: read-only, needs no lock.
+Invariant   Every byte that is returned was checked (segment_reader.py). Damage raises DamageError, but only after all
+            good lines in front of it have been returned.
 Numbers     A record's offset is its seq in the WAL, its position in a partition. Lookups are O(log n) reads of a few
             bytes.
-Live        Each call looks anew. A log whose open block gets longer, or gets its final line, between two calls is
-            looked at again. What retention takes away while it is read is read to its end; what it took before is not
-            there: a read that begins below `first_offset` answers from there, and its offset says so. A segment that
-            compaction swaps is read as it was, or as it is.
+Live        Each call reads the directory again, and reads an open block again if it has grown or got its final index
+            line since the last call. A segment that retention deletes during a read is read to its end. A read that
+            begins below `first_offset` returns records from `first_offset` on, and the offset that it returns says so.
+            A segment that compaction swaps is read either as it was or as it is, never as a mixture.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from kmq.log.index import read_entries
 from kmq.log.lines import RECV_TS, SEQ, CheckedLines, is_stored, last_line, within
 from kmq.log.segment_reader import READ_BYTES, UNKNOWN, LineStart, SegmentReader, Segments
 
-WAL = "__append"  # what the WAL is called among topics: no topic can have this name
-_TAIL = 1 << 12  # bytes in front of a record's end in which its beginning is looked for
+WAL = "__append"  # the name of the WAL among topics; no topic can have it
+_TAIL = 1 << 12  # bytes read before the end of a record to find its start
 
 
 class _LastRead(namedtuple("_LastRead", ("inode", "first", "start"))):
-    """Where a read ended: inode and first offset of the segment (inodes are reused), the start of the next line."""
+    """Where a read ended: inode and first offset of the segment (inodes are reused), and the next line's start."""
 
     __slots__ = ()
 
 
 class LogReader:
-    """The WAL (`by_seq`) or one partition. Cheap to make and to keep; no descriptor stays open between calls."""
+    """A reader of the WAL (`by_seq`) or of one partition. No descriptor stays open between calls."""
 
     def __init__(self, directory: str, by_seq: bool) -> None:
         self.directory, self.by_seq = directory, by_seq
@@ -47,17 +47,17 @@ class LogReader:
         return Segments(self.directory, self.by_seq)
 
     def segments(self) -> list[tuple[int, str]]:
-        """(first offset, path) of the segments, in order."""
+        """Return (first offset, path) of the segments, in order."""
         return segment.listing(self.directory)
 
     @property
     def first_offset(self) -> int:
-        """The oldest offset there is, or was, before retention took all."""
+        """Return the oldest offset of the log, or, if retention has deleted everything, the next one."""
         segments = self.segments()
         return segments[0][0] if segments else int(self.by_seq)
 
     def end_offset(self) -> int:
-        """The offset that comes next, also where the last segment lacks a label: `read` refuses that one."""
+        """Return the offset of the next record, even if the last segment has no label and `read` refuses it."""
         while True:
             segments = self._segments()
             if not segments:
@@ -73,7 +73,7 @@ class LogReader:
         line = active.index.last(lambda _: True)
         start = LineStart(line.entry.offset, line.entry.position) if line else LineStart(active.first, 0)
         offset: int
-        offset, position = max(start, self._known_in(active))
+        offset, position = max(start, self._last_read_in(active))
         while position < active.size:
             data = os.pread(active.fd, READ_BYTES, position)
             offset, position = offset + data.count(b"\n"), position + len(data)
@@ -82,7 +82,7 @@ class LogReader:
         return offset
 
     def stamp_at_end(self, offset: int) -> tuple[int, int] | None:
-        """(seq, recv_ts) of the record before `offset`, unchecked; None unless the last `end_offset` was `offset`."""
+        """Return (seq, recv_ts) of the last record, unchecked; None unless the last `end_offset` returned `offset`."""
         inode, _, (end, position) = self._last_read
         if end != offset or not position:
             return None
@@ -93,30 +93,32 @@ class LogReader:
                 return record.parse_stored(lines[-2]) if len(lines) > 1 + (start > 0) else None
         return None
 
-    def _known_in(self, part: SegmentReader) -> LineStart:
-        """Where the last read ended, in the active segment only.
+    def _last_read_in(self, part: SegmentReader) -> LineStart:
+        """Return where the last read ended if that was in `part` and `part` is active; otherwise UNKNOWN.
 
-        A sealed segment has an index, and compaction may give it the inode of another one.
+        A sealed segment needs no such hint, because it has an index; and compaction may replace it by a file that
+        reuses its inode.
         """
         inode, first, start = self._last_read
         is_same = (inode, first) == (part.inode, part.first) and not part.sealed and start.position <= part.size
         return start if is_same else UNKNOWN
 
     def read(self, offset: int, max_bytes: int = READ_BYTES) -> tuple[int, bytes]:
-        """(offset of the first line, whole lines) from `offset` on, at most `max_bytes` or one line; b"" at the end.
+        """Return (offset of the first line, whole lines) from `offset` on: at most `max_bytes`, or one longer line.
 
-        In a partition the next read begins at offset + lines.count(newline); a bare newline is a record that compaction
-        removed. In the WAL it begins after the seq of the last line.
+        The lines are b"" at the end of the log. In a partition the next read begins at offset + lines.count(newline); a
+        bare newline is a record that compaction removed. In the WAL the next read begins after the seq of the last
+        line.
         """
         while True:
-            with contextlib.suppress(FileNotFoundError):  # retention was faster
+            with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
                 return self._read(self._segments(), offset, max_bytes)
 
     def _read(self, segments: Segments, offset: int, max_bytes: int) -> tuple[int, bytes]:
         for number in range(segments.holding(offset), len(segments)):
             offset = max(offset, segments.first(number))
             with segments.open(number) as part:
-                first, lines = self._take(part, offset, max_bytes)
+                first, lines = self._read_segment(part, offset, max_bytes)
             if lines:
                 return first, lines
             if part.sealed and not self.by_seq:
@@ -124,34 +126,34 @@ class LogReader:
                 raise part.damage(part.size, part.size, offset, following, "the log ends before the next segment")
         return offset, b""
 
-    def _take(self, part: SegmentReader, offset: int, max_bytes: int) -> tuple[int, bytes]:
-        taken: list[bytes] = []
+    def _read_segment(self, part: SegmentReader, offset: int, max_bytes: int) -> tuple[int, bytes]:
+        chunks: list[bytes] = []
         length, first, stop = 0, offset, UNKNOWN
         try:
-            for checked in part.checked_lines(offset, self._known_in(part)):
+            for checked in part.checked_lines(offset, self._last_read_in(part)):
                 lines = checked.lines
-                if not taken:
-                    first, lines = self._from(checked, offset)
+                if not chunks:
+                    first, lines = self._skip_before(checked, offset)
                     if not lines:
                         continue
-                if taken and length + len(lines) > max_bytes:
+                if chunks and length + len(lines) > max_bytes:
                     break
-                taken.append(lines)
+                chunks.append(lines)
                 length, stop = length + len(lines), LineStart(checked.next_offset, checked.end)
                 if length >= max_bytes:
                     break
         except DamageError:
-            if not taken:
+            if not chunks:
                 raise
-        text = taken[0] if len(taken) == 1 else b"".join(taken)
+        text = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if length > max_bytes:
             text = text[: text.rfind(b"\n", 0, max_bytes) + 1 or text.find(b"\n") + 1]
-        elif taken:
+        elif chunks:
             self._last_read = _LastRead(part.inode, part.first, stop)
         return first, text
 
-    def _from(self, checked: CheckedLines, offset: int) -> tuple[int, bytes]:
-        """(offset, lines) without the lines before `offset`."""
+    def _skip_before(self, checked: CheckedLines, offset: int) -> tuple[int, bytes]:
+        """Return (offset, lines) without the lines before `offset`."""
         if not self.by_seq:
             ahead = max(0, offset - checked.offset)
             if ahead > checked.lines.count(b"\n"):
@@ -161,10 +163,10 @@ class LogReader:
         return (record.seq_of(lines) if lines else offset), lines
 
     def extents(self, offset: int, end: int, nbytes: int) -> Iterator[Extent]:
-        """Whole blocks of one segment, from the one that holds `offset` on, for who counts lines faster than `read`.
+        """Yield whole blocks of one segment, beginning with the block that holds `offset`.
 
-        Ends early, perhaps without any block, wherever something differs from the index or may be changing. `read`
-        continues there, or says what is wrong.
+        For callers that count lines faster than `read` does. Ends early, possibly without any block, if something
+        differs from the index or may be changing: call `read` from there, which continues or says what is wrong.
         """
         segments = self._segments()
         if not segments:
@@ -174,50 +176,50 @@ class LogReader:
             yield from read_extents(part, max(offset, part.first), end, nbytes)
 
     def cuts(self, start: int, end: int, nbytes: int) -> list[int]:
-        """Offsets that cut the records from `start` to before `end` into runs of about `nbytes`, at ends of blocks."""
+        """Return the offsets that cut the records start…end-1 into runs of about `nbytes`, at ends of blocks."""
         return cutting.cuts(self._segments(), start, end, nbytes)
 
     # --- lookups -----------------------------------------------------------------------------------------------------
 
     def offset_of_seq(self, seq: int) -> int:
-        """Offset of the first record with this seq or a later one; the end where there is none."""
+        """Return the offset of the first record with this seq or a later one; the end offset if there is none."""
         return self._offset_of(seq, SEQ)
 
     def offset_of_time(self, micros: int) -> int:
-        """Offset of the first record received at this time (µs) or later; the end where there is none."""
+        """Return the offset of the first record received at this time (µs) or later; the end offset if none was."""
         return self._offset_of(micros, RECV_TS)
 
     def _offset_of(self, target: int, field: int) -> int:
-        end = self.end_offset()  # first: a record that comes during the search must not lie before it
+        end = self.end_offset()  # before the search, because a record that arrives during it must not be skipped
         found = self.find(target, field)
         return found.offset if found else end
 
     def find(self, target: int, field: int) -> FoundRecord | None:
-        """The first record whose SEQ or RECV_TS is at least `target`; None at the end."""
+        """Return the first record whose SEQ or RECV_TS is at least `target`; None if there is none."""
         while True:
-            with contextlib.suppress(FileNotFoundError):  # retention was faster
+            with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
                 return finding.find(self._segments(), target, field)
 
 
 def wal(data: str) -> LogReader:
-    """The WAL of a data directory."""
+    """Return a reader of the WAL of a data directory."""
     return LogReader(f"{data}/append", by_seq=True)
 
 
 def partition(data: str, topic: str, partition: int) -> LogReader:
-    """One partition of a topic."""
+    """Return a reader of one partition of a topic."""
     return LogReader(f"{data}/topics/{topic}/{partition}", by_seq=False)
 
 
 def first_seq(data: str) -> int:
-    """The oldest seq the WAL still has; 1 of an empty one."""
+    """Return the oldest seq the WAL still has; 1 if the WAL is empty."""
     return wal(data).first_offset
 
 
 def read(data: str, low: int, high: int) -> Iterator[bytes]:
-    """The records low…high (inclusive) of the WAL as blocks of whole lines, in order; DamageError at damage.
+    """Yield the records low…high (inclusive) of the WAL as blocks of whole lines, in order.
 
-    The caller knows that `high` is durable; what lies after it in the file is not looked at.
+    Raises DamageError at damage. The caller must know that `high` is durable; the file is not read beyond it.
     """
     log = wal(data)
     while low <= high:
@@ -230,19 +232,19 @@ def read(data: str, low: int, high: int) -> Iterator[bytes]:
 
 
 def indexed_end(path: str, first: int, by_seq: bool) -> int:
-    """Up to which byte its index covers the segment at `path`, which begins with record `first`.
+    """Return the byte up to which the index covers the segment at `path`, which begins with record `first`.
 
-    Raises DamageError where the segment differs from its index: a writer must not take that for a torn end, nor append
-    to it.
+    Raises DamageError if the segment differs from its index: a writer must neither cut such a segment as if its end
+    were torn, nor append to it.
     """
-    entries = read_entries(segment.index_path(path), 1 << 62)  # without a torn last line, which a kill leaves
+    entries = read_entries(segment.index_path(path), 1 << 62)  # omits a torn last line, which a kill may leave
     if not entries:
         return 0
     with SegmentReader(path, first, by_seq, sealed=False, owner=True) as part:
-        return part.covered(entries[-1])
+        return part.covered_end(entries[-1])
 
 
 def check_place(path: str, first: int, by_seq: bool) -> None:
-    """Raise MisplacedError where a segment is not the one its place says; for its owner, before it appends to it."""
+    """Raise MisplacedError if a segment lies in the wrong place; for its owner, before an append."""
     with SegmentReader(path, first, by_seq, sealed=False, owner=True):
         pass

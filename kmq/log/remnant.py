@@ -1,14 +1,14 @@
-"""The last record of a log whose every segment is due: retention leaves it alone in a segment of its own.
+"""The last record of a log when all its segments are due: retention keeps it, alone in a segment of its own.
 
-What goes on behind it follows from it: the next seq, offset and time. So it has to stay, but not all that lies in front
-of it.
+The next seq, offset and time follow from the last record, so it has to stay. The records in front of it need not.
 
-Owner       who owns the log: durability for the WAL, the router for a queue.
-Invariant   The log always says by a record where it ends, before, after, and once a start has settled what a kill left.
-            A reader never meets the record twice: until the old segment has gone, its copy has no name that readers
-            know.
-Crash       laid out      `<first>.kept` and an index for it lie beside the old segment: undone, and tried again;
-            old one gone  (for a queue: and router.ckpt says so) the start gives the copy its name;
+Owner       the owner of the log: durability for the WAL, the router for a queue.
+Invariant   A record always marks the end of the log: before this, after it, and once a start has finished what a kill
+            interrupted. A reader never sees the record twice: until the old segment is removed, the copy has a name
+            that readers ignore.
+Crash       laid out      `<first>.kept` and an index for it lie beside the old segment: the next start removes both,
+                          and retention tries again;
+            old removed   (for a queue: and router.ckpt says so) the next start gives the copy its name;
             named         done.
 """
 
@@ -27,13 +27,16 @@ _SUFFIX = ".kept"
 
 
 def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | None:
-    """Copy the last record of a log's last sealed segment; it becomes a segment, `first`, by `settle`. Not synced yet.
+    """Copy the last record of the sealed segment `last` into a file of its own, and return that as a segment.
 
-    None where there is no room for it, or where the record is damaged: then `last` has to stay.
+    `first` is the record's seq or offset. `settle` gives the copy its name; the caller syncs `files` before. Returns
+    None if the disk is full or the record is damaged: then `last` has to stay.
     """
     path = f"{os.path.dirname(last.path)}/{segment.name(first)}"
     try:
-        reader.indexed_end(last.path, last.first, by_seq)  # what is damaged gets no crc of its own
+        reader.indexed_end(
+            last.path, last.first, by_seq
+        )  # raises at damage, because a copy of damage would get a valid crc
         with open(last.path, "rb") as file:
             tail = find_tail(file.fileno(), last.size, is_stored)
     except DamageError:
@@ -51,20 +54,20 @@ def lay_out(data: str, last: Segment, first: int, by_seq: bool) -> Segment | Non
         _remove(path)
         if err.errno not in FULL:
             raise
-        spare.release(data)  # for the next time
+        spare.release(data)  # so that the next attempt has room
         return None
     return Segment(first, path, len(line))
 
 
 def files(kept: Segment) -> list[str]:
-    """What has been laid out: to be synced before the old segment goes."""
+    """Return the files of the copy: they must be synced before the old segment is removed."""
     return [segment.index_path(kept.path), kept.path + _SUFFIX]
 
 
 def settle(directory: str, first: int) -> bool:
-    """The old segments have gone: give the copy of record `first` its name. True if it was there.
+    """Give the copy of record `first` its name, after the old segments are removed; return True if there was a copy.
 
-    Any other copy is of an attempt that was interrupted, and is removed.
+    Any other copy is left from an interrupted attempt, and is removed.
     """
     settled = False
     for name in [each.removesuffix(_SUFFIX) for each in os.listdir(directory) if each.endswith(_SUFFIX)]:

@@ -1,15 +1,15 @@
 """topics/.request-…: what a command asks of the router. Only the router changes topics that are in force.
 
-    set orders                       limits of its own; one without a value is taken away
+    set orders                       limits of the topic; one without a value is removed
     retention_bytes=1 GiB
     segment_age=
     delete orders
 
-Owner       a command lays a request down; the router carries it out, within a second, and removes it. While it is down,
-            its next start does.
-Invariant   A request is whole and on disk before it has its name. Requests are carried out in the order of their names,
-            by time.
-Crash       A request is removed after it has been carried out, so it may be carried out again: that changes nothing.
+Owner       a command submits a request; the router carries it out within a second, and removes it. If the router is
+            down, its next start carries the request out.
+Invariant   A request is complete and on disk before it has its name. Requests are carried out in the order of their
+            names, which begin with the time.
+Crash       A request is removed after it was carried out, so it may be carried out twice: that changes nothing.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ import time
 from kmq.log.disk import replace_file, sync_directory
 
 _PREFIX = ".request-"
-_MAKING = ".new"  # as replace_file calls what is not whole yet
+_MAKING = ".new"  # the suffix of a file that replace_file has not completed
 SET, DELETE = "set", "delete"
 
 
 class Request:
-    """What is asked (`verb`) of a topic, with limits as texts."""
+    """A request: SET or DELETE (`verb`), the topic, and the limits to set as texts."""
 
     __slots__ = ("limits", "path", "topic", "verb")
 
@@ -33,18 +33,18 @@ class Request:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the router has not carried it out yet."""
+        """Return True if the router has not carried it out yet."""
         return os.path.exists(self.path)
 
     def remove(self) -> None:
-        """It is carried out."""
+        """Remove the request, because it was carried out."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         sync_directory(os.path.dirname(self.path))
 
 
-def lay_down(data: str, verb: str, topic: str, limits: dict[str, str]) -> Request:
-    """Ask the router; the request is on disk when this returns."""
+def submit(data: str, verb: str, topic: str, limits: dict[str, str]) -> Request:
+    """Submit a request to the router; it is on disk when this returns."""
     path = f"{data}/topics/{_PREFIX}{time.time_ns():020d}-{os.getpid()}"
     lines = [f"{verb} {topic}", *(f"{name}={text}" for name, text in limits.items())]
     replace_file(path, "".join(f"{line}\n" for line in lines).encode())
@@ -52,13 +52,13 @@ def lay_down(data: str, verb: str, topic: str, limits: dict[str, str]) -> Reques
 
 
 def waiting(data: str) -> list[Request]:
-    """The requests that are not carried out yet, the oldest first."""
+    """Return the requests that are not carried out yet, the oldest first."""
     names = sorted(name for name in os.listdir(f"{data}/topics") if name.startswith(_PREFIX))
     return [request for name in names if not name.endswith(_MAKING) and (request := _read(f"{data}/topics/{name}"))]
 
 
 def _read(path: str) -> Request | None:
-    """The request in this file; None where it has been carried out meanwhile."""
+    """Return the request in a file; None if it was carried out meanwhile."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             head, *lines = file.read().splitlines() or [""]

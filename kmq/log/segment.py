@@ -1,10 +1,10 @@
 """Segments: a log is files `<first record, 20 digits>.log`, so that text order is record order.
 
-The last one is active: it grows. The others are sealed: they never change again, and each has a whole index. A log goes
-on in a new segment when the active one has reached `segment_bytes`, or when its first record is `segment_age` older
-than what comes next. Where nothing comes, its owner seals it as well once it has its size or all of it is due by age
-(`is_over`): what nobody writes to any more must not fill a disk for ever. Retention takes whole sealed segments, oldest
-first, but never the last record of a log (remnant.py).
+The last segment is active: it grows. The others are sealed: they never change again (except by compaction), and each
+has a complete index. A log continues in a new segment when the active one has reached `segment_bytes`, or when its
+first record is `segment_age` older than the next record. An idle segment is sealed too, once it has its size or all its
+records are due by age (`is_over`): otherwise a log that no producer writes to would fill the disk for ever. Retention
+deletes whole sealed segments, oldest first, but never the last record of a log (remnant.py).
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def index_path(log_path: str) -> str:
 
 
 def listing(directory: str) -> list[tuple[int, str]]:
-    """(first record, path) of the segments in `directory`, in order; [] where there is none."""
+    """Return (first record, path) of the segments in `directory`, in order; [] if it does not exist."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def listing(directory: str) -> list[tuple[int, str]]:
 
 
 class Segment:
-    """One file of a log: record `first` is its first one, `size` bytes lie in it."""
+    """A file of a log. It begins with record `first` and holds `size` bytes."""
 
     __slots__ = ("_newest", "first", "path", "size")
 
@@ -62,7 +62,7 @@ class Segment:
         self._newest = 0
 
     def newest_ts(self) -> int:
-        """recv_ts of the last record of a sealed segment, in µs: looked up once, when its age begins to matter."""
+        """Return the recv_ts (µs) of the last record of a sealed segment. Reads the file at the first call only."""
         if not self._newest:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -78,12 +78,12 @@ def _is_stored(line: bytes) -> bool:
 
 
 def survey(directory: str) -> list[Segment]:
-    """The segments in `directory` with their sizes, in order."""
+    """Return the segments in `directory` with their sizes, in order."""
     return [Segment(first, path, os.stat(path).st_size) for first, path in listing(directory)]
 
 
 def stamp(data: bytes | memoryview) -> tuple[int, int]:
-    """(seq, recv_ts in µs) of the first line of `data`; (0, 0) where there is none."""
+    """Return (seq, recv_ts in µs) of the first line of `data`; (0, 0) if there is none."""
     fields = bytes(data[:_STAMP_BYTES]).split(b"|", 2)
     try:
         return int(fields[0]), record.parse_ts(fields[1])
@@ -103,8 +103,8 @@ _PARSE = {row.attribute: row.parse for row in SETTINGS} | {"cleanup": _cleanup}
 class Limits:
     """When a log begins a new segment, and when its oldest segments are deleted. Ages in seconds; 0 bytes: no limit.
 
-    `cleanup`: "compact" lets compaction take what a later record of the same key replaces (compaction.py). Such a topic
-    is a table: retention takes its oldest rows only where it has limits of its own.
+    `cleanup`: "compact" lets compaction remove records that a later record of the same key replaces (compaction.py).
+    Such a topic is a table: retention deletes its oldest rows only if the topic has retention limits of its own.
     """
 
     __slots__ = LIMITS
@@ -124,8 +124,8 @@ class Limits:
     def of(cls, settings: Settings) -> "Limits":
         return cls(settings.segment_bytes, settings.segment_age, settings.retention_age, settings.retention_bytes)
 
-    def but(self, texts: dict[str, str]) -> "Limits":
-        """These limits with some of them replaced, as in topic.toml. Raises ConfigError naming what is wrong."""
+    def with_changes(self, texts: dict[str, str]) -> "Limits":
+        """Return these limits with some replaced, as in topic.toml. Raises ConfigError if one is unknown or invalid."""
         limits = Limits(*(getattr(self, name) for name in LIMITS))
         for name, text in texts.items():
             if name not in LIMITS:
@@ -140,32 +140,32 @@ class Limits:
         return limits
 
     def is_full(self, size: int, first_ts: int, next_ts: int) -> bool:
-        """Return True if a record of `next_ts` µs needs a new segment.
+        """Return True if a record received at `next_ts` needs a new segment.
 
-        This one has `size` bytes; its first record came at `first_ts` µs.
+        The active segment has `size` bytes; its first record was received at `first_ts`. Times in µs.
         """
         return size >= self.segment_bytes or (size > 0 and next_ts - first_ts >= self.segment_age * 1e6)
 
     def is_over(self, size: int, newest_ts: Callable[[], int], now_s: float) -> bool:
-        """Return True if an idle segment of `size` bytes has to be sealed. `newest_ts`: of its last record, in µs."""
+        """Return True if an idle segment must be sealed. `newest_ts` returns the recv_ts (µs) of its last record."""
         if size >= self.segment_bytes:
             return True
         return size > 0 and self.retention_age != FOREVER and newest_ts() <= (now_s - self.retention_age) * 1e6
 
     def expired(self, sealed: Sequence[Segment], active_bytes: int, now_s: float) -> int:
-        """How many of the oldest sealed segments have to go. `now_s`: by a trusted clock (kmq/broker/clock.py)."""
-        total = active_bytes + sum(each.size for each in sealed) if self.retention_bytes else 0
+        """Return how many of the oldest sealed segments are due. `now_s`: of a trusted clock (kmq/broker/clock.py)."""
+        total = active_bytes + sum(segment.size for segment in sealed) if self.retention_bytes else 0
         youngest = (now_s - self.retention_age) * 1e6
-        for count, each in enumerate(sealed):
-            too_old = self.retention_age != FOREVER and each.newest_ts() <= youngest
-            if total <= self.retention_bytes and not too_old:
+        for count, segment in enumerate(sealed):
+            is_too_old = self.retention_age != FOREVER and segment.newest_ts() <= youngest
+            if total <= self.retention_bytes and not is_too_old:
                 return count
-            total -= each.size
+            total -= segment.size
         return len(sealed)
 
 
 def begin(path: str, wait_for_room: WaitForRoom, also: Callable[[], object] = lambda: None) -> None:
-    """Make an empty segment with a labelled index, and do `also`. Where the disk is full, undo all of it and raise."""
+    """Make an empty segment with a labelled index, and call `also`. If the disk is full, undo everything and raise."""
     try:
         AppendFile(path, wait_for_room).close()
         IndexWriter(index_path(path), wait_for_room).begin()
@@ -177,9 +177,9 @@ def begin(path: str, wait_for_room: WaitForRoom, also: Callable[[], object] = la
 
 
 def remove(segments: Sequence[Segment]) -> None:
-    """Delete segments, the log before its index: an index alone says nothing."""
-    for each in segments:
-        for path in (each.path, index_path(each.path)):
+    """Delete segments, each log before its index, because readers ignore an index without a log."""
+    for segment in segments:
+        for path in (segment.path, index_path(segment.path)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
     if segments:

@@ -1,5 +1,4 @@
-"""What `kmq log` shows of a log, read-only, also while the broker writes: its lines, where one of them is, what there
-is.
+"""What `kmq log` shows of a log: its lines, where a record lies, and sizes. Read-only, also while the broker writes.
 
 A log is `append` (the WAL), `<topic>` or `<topic>/<partition>`. All partitions of a topic are shown in order of seq.
 """
@@ -22,7 +21,7 @@ from kmq.settings import parse_duration
 
 
 def logs(data: str, what: str) -> list[tuple[str, LogReader]]:
-    """(name, log) of what a user names; everything where that is empty. Raises ConfigError where there is none."""
+    """Return (name, reader) of each log that a user names; all logs for "". Raises ConfigError if it is unknown."""
     if not what:
         every = [each for topic in topics.names(data) for each in logs(data, topic)]
         return [("append", reader.wal(data)), *every]
@@ -30,24 +29,26 @@ def logs(data: str, what: str) -> list[tuple[str, LogReader]]:
         return [("append", reader.wal(data))]
     topic, _, number = what.partition("/")
     if not os.path.isdir(f"{data}/topics/{topic}") or topic in ("", ".", ".."):
-        raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows those that do")
+        raise ConfigError(f"topic {topic!r} does not exist; kmq topics list shows all topics")
     partitions = topics.load(data, topic)[0]
     if number and not (number.isdigit() and int(number) < partitions):
-        raise ConfigError(f"{what!r}: topic {topic} has the partitions 0 to {partitions - 1}")
+        raise ConfigError(f"{what!r}: unknown partition; topic {topic} has 0 to {partitions - 1}")
     wanted = [int(number)] if number else range(partitions)
     return [(f"{topic}/{each}", reader.partition(data, topic, each)) for each in wanted]
 
 
-def one(data: str, what: str) -> LogReader:
-    """The log that a user names, which must be a single one: an offset means nothing for several."""
+def single_log(data: str, what: str) -> LogReader:
+    """Return the one log that a user names. Raises ConfigError if there are several, because each has own offsets."""
     found = logs(data, what)
     if len(found) > 1:
-        raise ConfigError(f"{what!r} has {len(found)} partitions, each with offsets of its own: say {what}/<partition>")
+        raise ConfigError(
+            f"{what!r} has {len(found)} partitions, each with offsets of its own; name one: {what}/<partition>"
+        )
     return found[0][1]
 
 
 def parse_time(text: str) -> int:
-    """`2024-05-01T12:00`, `1714564800.5` or `10m` (ago) → µs since the epoch."""
+    """Return µs since the epoch for `2024-05-01T12:00`, `1714564800.5` or `10m` (ago)."""
     ways: list[Callable[[], float]] = [
         lambda: time.time() - parse_duration(text),
         lambda: float(text),
@@ -58,11 +59,11 @@ def parse_time(text: str) -> int:
             return round(parse() * 1e6)
         except ValueError:
             continue
-    raise ConfigError(f"{text!r} is no time: expected 2024-05-01T12:00, seconds since the epoch, or 30s, 10m, 24h ago")
+    raise ConfigError(f"{text!r}: not a time; expected 2024-05-01T12:00, seconds since the epoch, or 30s, 10m, 24h ago")
 
 
 def records(log: LogReader, offset: int) -> Iterator[tuple[int, int, bytes]]:
-    """(seq, recv_ts, line) from `offset` on to the end as it is when that is reached."""
+    """Yield (seq, recv_ts, line) from `offset` on, up to the end of the log at the time it is reached."""
     while True:
         offset, lines = log.read(offset)
         if not lines:
@@ -77,9 +78,9 @@ def records(log: LogReader, offset: int) -> Iterator[tuple[int, int, bytes]]:
 def cat(
     data: str, what: str, from_seq: int = 0, offset: int | None = None, since: str = "", until: str = ""
 ) -> Iterator[bytes]:
-    """The stored lines of a log from a seq, an offset or a time on."""
+    """Yield the stored lines of a log, from a seq, an offset or a time on, until a time."""
     if offset is not None:
-        begin = [(one(data, what), offset)]
+        begin = [(single_log(data, what), offset)]
     elif since:
         begin = [(log, log.offset_of_time(parse_time(since))) for _, log in logs(data, what)]
     else:
@@ -92,7 +93,7 @@ def cat(
 
 
 class Place(NamedTuple):
-    """Where a record is."""
+    """Where a record lies: log, file, byte and offset; and its line."""
 
     name: str
     path: str
@@ -102,8 +103,8 @@ class Place(NamedTuple):
 
 
 def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> Iterator[Place]:
-    """The first record with this seq, offset or time, or a later one, in each log that `what` names."""
-    for name, log in [(what, one(data, what))] if offset is not None else logs(data, what):
+    """Yield the first record with at least this seq, offset or time, in each log that `what` names."""
+    for name, log in [(what, single_log(data, what))] if offset is not None else logs(data, what):
         if offset is not None:
             seq = record.seq_of(log.read(offset, 1)[1].lstrip(b"\n") or b"9" * 18)
         found = log.find(parse_time(at), RECV_TS) if at else log.find(seq or 0, SEQ)
@@ -112,7 +113,7 @@ def find(data: str, what: str, seq: int | None, offset: int | None, at: str) -> 
 
 
 class Stat(NamedTuple):
-    """The size and age of a log. `first`, `end`: seqs of the WAL, offsets of a partition. Ages: -1 without a record."""
+    """Size and age of a log. `first`, `end`: seqs of the WAL, offsets of a partition. Ages: -1 if it has no record."""
 
     name: str
     segments: int
@@ -125,6 +126,7 @@ class Stat(NamedTuple):
 
 
 def stat(data: str, what: str) -> Iterator[Stat]:
+    """Yield the size and age of each log that `what` names."""
     for name, log in logs(data, what):
         listed = log.segments()
         size = blocks = 0
@@ -143,7 +145,7 @@ def _age_s(line: bytes) -> float:
 
 
 def _last(path: str) -> bytes:
-    """The last record of a segment, or of the one before it where that is still empty."""
+    """Return the last record up to the end of a segment, which may lie in an earlier one; b"" if there is none."""
     for _, earlier in reversed([listed for listed in segment.listing(os.path.dirname(path)) if listed[1] <= path]):
         with open(earlier, "rb") as file:
             tail = find_tail(file.fileno(), os.fstat(file.fileno()).st_size, is_stored)

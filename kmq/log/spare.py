@@ -1,11 +1,11 @@
-"""A little room that is ours, given up where the disk has none left: to make room takes some first.
+"""A reserve of 1 MiB on the disk, given up when the disk is full, because making room needs some room first.
 
-Retention deletes what a checkpoint does not need any more, and a checkpoint is a new file; an active segment is sealed
-by beginning another one. What is kept free (kmq/broker/admission.py) is not ours: other programs fill the disk as
-well, and who writes into the FIFO asks nobody.
+Retention deletes what a checkpoint no longer needs, and a checkpoint is a new file. An active segment is sealed by
+making another file. The free space that admission keeps (kmq/broker/admission.py) does not serve for this: other
+programs may fill the disk, and producers that write to the FIFO do not ask for admission.
 
-Owner       durability claims it while there is plenty; each stage that finds no room for what makes room releases it.
-            Never for messages: with that it would be used up before it could help.
+Owner       durability claims the reserve while the disk has plenty of room. Any stage that needs room in order to make
+            room releases it. It is never released for messages: they would use it up before it could help.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ def path_of(data: str) -> str:
 
 
 def claim(data: str) -> None:
-    """Take it, where it is not there and the disk has plenty."""
+    """Claim the reserve if it does not exist and the disk has plenty of room."""
     path, disk = path_of(data), os.statvfs(data)
     if disk.f_bavail * disk.f_frsize < _PLENTY or os.path.exists(path):
         return
@@ -35,7 +35,7 @@ def claim(data: str) -> None:
 
 
 def release(data: str) -> bool:
-    """Give it up; True where it was there, so that it is worth trying again at once."""
+    """Release the reserve; return True if there was one, so that an immediate retry may succeed."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path_of(data))
         return True

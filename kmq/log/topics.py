@@ -1,15 +1,15 @@
-"""topics/<topic>/topic.toml: what has been declared, and from which seq on it is in force.
+"""topics/<topic>/topic.toml: the declaration of a topic, and the seq from which on it is in force.
 
     partitions = 4                   fixed for the topic's life
     from_seq = 17                    written by the router
-    segment_bytes = "256 MiB"        these five in place of the settings, written as they are; read by the router
-    segment_age = "1d"               when it starts or adopts the topic, written by it on request (requests.py)
-    retention_age = "30d"
+    segment_bytes = "256 MiB"        these five replace the settings of the broker, in the same notation. The router
+    segment_age = "1d"               reads them when it starts or adopts the topic, and writes them on request
+    retention_age = "30d"            (requests.py)
     retention_bytes = "10 GiB"
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
 
-A declaration without `from_seq` is pending: `declare` makes it, the router adopts it with the next seq it will route.
-That is the only way to a seq that is right by construction: only the router knows what has been routed.
+A declaration without `from_seq` is pending: `declare` makes it, and the router adopts it with the next seq that it will
+route. No other process can choose a correct `from_seq`, because only the router knows what has been routed.
 """
 
 import os
@@ -32,13 +32,13 @@ def toml_path(data: str, name: str) -> str:
 
 
 class Declaration:
-    """What topic.toml says. `from_seq` is None while it is pending; `limits`: in place of the settings, as texts."""
+    """What topic.toml says. `from_seq` is None while pending. `limits` replace settings, and are texts."""
 
     __slots__ = ("from_seq", "is_guessed", "limits", "partitions")
 
     def __init__(self, partitions: int, from_seq: int | None = None, limits: dict[str, str] | None = None) -> None:
         self.partitions, self.from_seq, self.limits = partitions, from_seq, limits or {}
-        self.is_guessed = False  # from the directories, because the file cannot be read
+        self.is_guessed = False  # True: derived from the directories, because the file cannot be read
 
     def text(self) -> bytes:
         lines = [f"partitions = {self.partitions}"]
@@ -53,7 +53,7 @@ def _limit_line(name: str, value: str) -> str:
 
 
 def with_limits(text: str, changes: dict[str, str]) -> str:
-    """The text of a topic.toml with other limits; "" takes one away. All other lines stay as they are."""
+    """Return the text of a topic.toml with other limits; "" removes a limit. All other lines stay as they are."""
     lines = text.splitlines()
     for name, value in changes.items():
         at = [number for number, line in enumerate(lines) if re.match(rf"\s*{name}\s*=", line)]
@@ -71,10 +71,11 @@ def _in_range(partitions: int) -> int:
 
 
 def read(data: str, name: str) -> Declaration:
-    """The declaration of a topic.
+    """Return the declaration of a topic.
 
-    A file that a power cut left empty is made good from the partitions that are there: only topics that messages
-    created themselves are written without a sync, and those have one partition and are in force from the start.
+    If the file is missing or unreadable, the declaration is derived from the partitions that exist. A power cut may
+    leave the file empty only for topics that messages created, because only those are written without a sync. They
+    have one partition, and are in force from the start.
     """
     try:
         with open(toml_path(data, name), "rb") as file:
@@ -90,7 +91,7 @@ def read(data: str, name: str) -> Declaration:
 
 
 def parse(text: str) -> Declaration:
-    """What the text of a topic.toml says. Raises KeyError or ValueError where it is none."""
+    """Parse the text of a topic.toml. Raises KeyError or ValueError if it is invalid."""
     import tomllib
 
     table = tomllib.loads(text)
@@ -100,9 +101,9 @@ def parse(text: str) -> Declaration:
 
 
 def fault(data: str, name: str, since: int | None = None, at_start: bool = False) -> str:
-    """What is wrong with a declaration; "" where nothing is. `since`: its from_seq by router.ckpt, where that knows it.
+    """Return what is wrong with a declaration, or "". `since`: the from_seq in router.ckpt, if it has one.
 
-    `at_start`: only faults with which the router must not start. It makes missing partitions again.
+    `at_start`: report only faults with which the router must not start. Missing partitions are none: it makes them.
     """
     import tomllib
 
@@ -113,7 +114,7 @@ def fault(data: str, name: str, since: int | None = None, at_start: bool = False
         table = tomllib.loads(text.decode())
         partitions, from_seq = _in_range(int(table["partitions"])), table.get("from_seq")
         if not at_start:
-            Limits().but(read(data, name).limits)
+            Limits().with_changes(read(data, name).limits)
     except (FileNotFoundError, KeyError, TypeError, ValueError, ConfigError) as err:
         return f"cannot be read: {err}"
     if from_seq is None:
@@ -121,7 +122,7 @@ def fault(data: str, name: str, since: int | None = None, at_start: bool = False
         return "has no from_seq, but the topic has records" if has else ""
     if partitions < found or (partitions > found and not at_start):
         return f"says {partitions} partitions, but there are {found}"
-    if not text.endswith(b"\n"):  # the router wrote one; a cut number is a number too
+    if not text.endswith(b"\n"):  # the router writes a final newline; a number that was cut still parses
         return "is cut"
     if since not in (None, from_seq):
         return f"says from_seq {from_seq}, but router.ckpt says {since}"
@@ -133,19 +134,19 @@ def _sizes(directory: str) -> list[int]:
 
 
 def load(data: str, name: str) -> tuple[int, int | None]:
-    """(partitions, from_seq) of a topic; from_seq is None while the declaration is pending."""
+    """Return (partitions, from_seq) of a topic; from_seq is None while the declaration is pending."""
     found = read(data, name)
     return found.partitions, found.from_seq
 
 
 def names(data: str) -> list[str]:
-    """Names of all topics, in order. What cannot be one is none of ours (`check_names`)."""
+    """Return the names of all topics, in order, without misnamed directories (see `check_names`)."""
     left = {name for name, _ in left_over(data)}
     return sorted(name for name in _directories(data) if name not in left and record.is_topic_name(name))
 
 
 def left_over(data: str) -> list[tuple[str, int]]:
-    """(name, partitions) of deleted topics whose directory still exists, because a kill came before its removal."""
+    """Return (name, partitions) of deleted topics whose directory is still there, because of a kill."""
     found = []
     for name, lives in Deleted.of(data).lives.items():
         if os.path.isdir(f"{data}/topics/{name}"):
@@ -156,17 +157,17 @@ def left_over(data: str) -> list[tuple[str, int]]:
 
 
 def misnamed(data: str) -> list[str]:
-    """Directories among the topics that cannot be one. Each may be what is left of a topic."""
+    """Return the directories in topics/ whose name no topic can have. Each may be a damaged topic."""
     return sorted(name for name in _directories(data) if not record.is_topic_name(name) and name != "lost+found")
 
 
 def printable(name: str) -> str:
-    """The name of a directory, whatever bytes it is made of."""
+    """Return a printable form of a directory's name, which may hold any bytes."""
     return repr(os.fsencode(name))[2:-1]
 
 
 def check_names(data: str) -> None:
-    """Raise CorruptError where a directory among the topics is misnamed."""
+    """Raise CorruptError if a directory in topics/ is misnamed."""
     for name in misnamed(data):
         raise CorruptError(
             f"{data}/topics/{printable(name)}: is not a topic's name; move it away, or run kmq verify --repair"
@@ -178,19 +179,19 @@ def _directories(data: str) -> Iterator[str]:
 
 
 def listing(data: str) -> list[tuple[str, int, int | None]]:
-    """(name, partitions, from_seq) of all topics, in order."""
+    """Return (name, partitions, from_seq) of all topics, in order."""
     return [(name, *load(data, name)) for name in names(data)]
 
 
 def table(data: str) -> Table:
-    """The topics in force, and those that were deleted, as `kmq.routing.resolve` takes them."""
+    """Return the routing table for `kmq.routing.resolve`: topics in force, and deleted topics."""
     in_force = [(name, partitions, since) for name, partitions, since in listing(data) if since is not None]
     return routing.table(in_force, Deleted.of(data).lives, identity.marks_from(data))
 
 
 def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None) -> None:
-    """Declare a topic; it is pending until the router has adopted it. Raises ConfigError naming what is wrong."""
-    Limits().but(limits or {})
+    """Declare a topic; it is pending until the router adopts it. Raises ConfigError if an argument is invalid."""
+    Limits().with_changes(limits or {})
     if not record.is_topic(name):
         raise ConfigError(
             f"topic {name!r}: must match [A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}} and not begin with append, dropped or __"
@@ -198,10 +199,10 @@ def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise ConfigError(f"partitions={partitions}: must be between 1 and {MAX_PARTITIONS}")
     if os.path.isdir(f"{data}/topics/{name}"):
-        raise ConfigError(f"topic {name!r} exists already with {load(data, name)[0]} partition(s)")
+        raise ConfigError(f"topic {name!r} already exists with {load(data, name)[0]} partition(s)")
     for link in Topic(name, partitions, 1).log_names():
         if os.path.lexists(f"{data}/{link}"):
-            raise ConfigError(f"topic {name!r}: its symlink {link} exists already and leads to another queue")
+            raise ConfigError(f"topic {name!r}: its symlink {link} already exists and leads to another queue")
     try:
         make(data, name, Declaration(partitions, None, limits))
     except OSError as err:
@@ -209,7 +210,7 @@ def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None
 
 
 def make(data: str, name: str, declaration: Declaration) -> None:
-    """A new topic, on disk with its declaration or not at all."""
+    """Make a topic: on disk with its declaration, or not at all."""
     directory, making = f"{data}/topics/{name}", f"{data}/topics/.new-{name}-{os.urandom(4).hex()}"
     if os.path.isdir(directory):
         replace_file(f"{directory}/topic.toml", declaration.text())
@@ -219,7 +220,7 @@ def make(data: str, name: str, declaration: Declaration) -> None:
         replace_file(f"{making}/topic.toml", declaration.text())
         os.rename(making, directory)
     except OSError:
-        import shutil  # here, because it takes half a MiB of each stage
+        import shutil  # here, because the import costs each stage half a MiB of memory
 
         shutil.rmtree(making)
         raise

@@ -1,25 +1,25 @@
 """The write-ahead log: every message once, in order, numbered without a gap, on disk before it is acknowledged.
 
-Owner       durability is the only writer (lock append/.owner); anybody may read.
-Invariant   A record is acknowledged and shown to the router only after `commit` returned. Under KMQ_FSYNC=always that
-            is after the fdatasync that covers it; under `interval:<ms>` and `never` an acknowledgement means "written
-            to the page cache": it survives every kill, not a power cut. `synced_seq` never says more than what was
-            synced. Sealed segments are synced, with their index and their names, before the next one has a record.
-            Seqs are dense, except for what dropped.log names.
-Crash       inside a line    the torn end is cut at open; nothing that is cut had been acknowledged;
-            power cut        the unsynced end may be torn or NUL (ext4): cut back to the last whole, good line;
-            inside a roll    the new segment is empty, or is not there; append.log may still lead to the old one;
-            inside a removal an index without a log, which nobody reads; the log goes first, and oldest first. Of the
-                             last record see remnant.py;
-            failed fsync     the process ends; what it had not synced is cut and appended again from the ring, into a
-                             new segment and through a new descriptor. The old file is not trusted with another byte;
+Owner       durability is the only writer (lock append/.owner). Any process may read.
+Invariant   A record is acknowledged and shown to the router only after `commit` returned. Under KMQ_FSYNC=always
+            `commit` returns after the fdatasync that covers the record. Under `interval:<ms>` and `never` an
+            acknowledgement means "written to the page cache": the record survives every kill, not a power cut.
+            `synced_seq` is never above the last synced record. A sealed segment, its index and their names are synced
+            before the next segment gets a record. Seqs are dense, except for those that dropped.log names.
+Crash       inside a line    the next open cuts the torn end. Nothing that is cut had been acknowledged;
+            power cut        the unsynced end may be torn or NUL (ext4): it is cut back to the last whole, good line;
+            inside a roll    the new segment is empty or missing; append.log may still lead to the old segment;
+            inside a removal an index without a log may be left, which is never read: of each segment the log is removed
+                             before the index, and the oldest segment first. remnant.py has the crashes while all
+                             segments but the last record are removed;
+            failed fsync     the process ends. The next start cuts the unsynced records and appends them again from the
+                             ring, into a new segment and through a new descriptor. Nothing is appended to the old file;
             ring gone too    (the pod restarted on the same kernel) the page cache may show a tail that a failed fsync
-                             has lost. It is written again in place, byte for byte, and synced before anything is
-                             acknowledged: a rewritten page is dirty again, whatever became of it before. In place,
-                             and not as a copy in a new segment: that keeps `append.log` whole over every restart and
-                             needs no second file, and a crash in the middle changes nothing because the bytes are the
-                             same.
-Not covered damage in the middle (a flipped bit, a zeroed page) is not looked for here, and never cut at.
+                             has lost. The tail is written again in place, byte for byte, and synced before anything is
+                             acknowledged: a rewritten page is dirty again, whatever happened to it before. A copy in
+                             a new segment would need a second file and leave `append.log` short after a restart.
+                             A crash in the middle changes nothing, because the bytes are the same.
+Not covered Damage in the middle (a flipped bit, a zeroed page) is not detected here, and nothing is cut there.
 """
 
 import contextlib
@@ -46,8 +46,10 @@ from kmq.log.disk import (
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
 
+# (lines, first seq, count, recv_ts in µs of the last line).
+Stored = tuple[Buffer, int, int, int]
 _READ_BYTES = 1 << 20
-_LAX_BYTES = 64 << 20  # not synced each time: how far back from the end a power cut may have left NULs
+_LAX_BYTES = 64 << 20  # without a sync per commit: how far back from the end a power cut may have left NULs
 
 
 def _is_stored(line: bytes) -> bool:
@@ -55,27 +57,27 @@ def _is_stored(line: bytes) -> bool:
 
 
 def last_stored(data: str) -> tuple[int, int]:
-    """(seq, recv_ts in µs) of the last whole record of the WAL; (0, 0) of an empty one. Read-only.
+    """Return (seq, recv_ts in µs) of the last whole record of the WAL, or (0, 0) if the WAL is empty. Read-only.
 
-    Raises CorruptError where the last segment does not continue where the one before it ends: it belongs elsewhere.
+    Raises CorruptError if the last segment does not follow the segment before it, because it was put there by mistake.
     """
     segments = segment.listing(f"{data}/append")
     last: tuple[int, int] | None = None
-    behind = (0, "")  # the segment behind: its first seq and its path
+    behind = (0, "")  # first seq and path of the segment that follows
     for first, path in reversed(segments):
-        with contextlib.suppress(FileNotFoundError):  # retention was faster
+        with contextlib.suppress(FileNotFoundError):  # retention has just deleted it
             begins, ended = _ends(path)
             if ended is not None and behind[1]:
                 _check_follows(data, ended[0], *behind)
                 if last is not None:
                     break
             last = last or ended
-            behind = begins or first, path  # one without a record yet begins with what its name says
+            behind = begins or first, path  # an empty segment begins at the seq in its name
     return last or (segments[-1][0] - 1 if segments else 0, 0)
 
 
 def _ends(path: str) -> tuple[int, tuple[int, int] | None]:
-    """(seq of the first record or 0, (seq, recv_ts) of the last one or None) of a segment."""
+    """Return (seq of the first record or 0, (seq, recv_ts) of the last record or None) of a segment."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         tail = find_tail(fd, os.fstat(fd).st_size, _is_stored)
@@ -85,16 +87,16 @@ def _ends(path: str) -> tuple[int, tuple[int, int] | None]:
 
 
 def _check_follows(data: str, seq: int, first: int, path: str) -> None:
-    """Raise CorruptError unless each seq between `seq`, the end of a segment, and `first` is accounted for."""
+    """Raise CorruptError unless each seq between `seq`, a segment's last, and `first` is named as dropped or lost."""
     if first <= seq or dropped.without(seq + 1, first - 1, dropped.accounted(data)):
         raise CorruptError(
-            f"{path}: begins with seq {first}, but the log before it ends with seq {seq}: put there by mistake, or what"
-            " lies between is lost; run kmq verify --repair"
+            f"{path}: begins with seq {first}, but the segment before it ends with seq {seq}: the file was put there by"
+            " mistake, or the records between them are lost; run kmq verify --repair"
         )
 
 
 class Wal:
-    """The writing end. After open, the file ends with a whole record and `last_seq` says which."""
+    """The writing end. After open, the file ends with the whole record `last_seq`."""
 
     def __init__(
         self,
@@ -105,15 +107,16 @@ class Wal:
         fsync: float = 0.0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`unindexed_bytes`: how far back from the end NULs are looked for, at most; one group commit and more.
+        """Open the WAL of `data`: cut a torn end, and rebuild a missing index.
 
+        `unindexed_bytes`: how many bytes at the end are searched for NULs; must cover at least one group commit.
         `fsync`: seconds between two syncs; 0: every commit; FOREVER: only at a roll and at the end.
-        `check` is called again and again while a missing index is made anew.
+        `check` is called repeatedly while a missing index is rebuilt.
         """
         self.data = data
         self.directory = f"{data}/append"
         self._wait_outside = wait_for_room
-        # Called while there is no room, also within an append; at first what a start needs.
+        # Called while the disk is full, also inside an append. The owner replaces it once the start is complete.
         self.while_full: Callable[[], object] = partial(spare.release, data)
         self._limits = limits or Limits()
         self._fsync = fsync
@@ -143,8 +146,8 @@ class Wal:
         self._wait_outside(path)
 
     def _point_link(self, path: str, wait_for_room: WaitForRoom) -> None:
-        # Also for a file that was there: who made it may have ended before this, or by its failure. And before the
-        # link, which must not lead to what a power cut takes away.
+        # Sync the directory even if the file existed: the process that made it may have died before its own sync. Sync
+        # before the link is made, because the link must not lead to a file that a power cut removes.
         sync_directory(self.directory)
         link, target = f"{self.data}/append.log", os.path.relpath(path, self.data)
         self.set_aside = with_room(link, wait_for_room, lambda: point_symlink(link, target))
@@ -153,9 +156,9 @@ class Wal:
     def _cut_tail(self, unindexed_bytes: int) -> None:
         file = self._file
         floor = 0
-        if self._fsync:  # the disk may have got the index before the log
+        if self._fsync:  # the index may have reached the disk before the log
             unindexed_bytes = max(unindexed_bytes, _LAX_BYTES)
-        else:  # what the index speaks of was synced: where that is not as it was, it has been damaged, and is not cut
+        else:  # all that the index covers was synced: a difference there is damage, which must not be cut
             floor = reader.indexed_end(file.path, self._first, by_seq=True)
         floor = max(floor, file.size - unindexed_bytes)
         nul = find_nul(file.fd, floor, file.size)
@@ -171,77 +174,76 @@ class Wal:
     def path(self) -> str:
         return self._file.path
 
-    @property
-    def size(self) -> int:
-        return self._file.size
+    def append(self, blocks: Sequence[Stored]) -> None:
+        """Write blocks of lines and note them in the index."""
+        self.index(blocks, self.write(blocks))
 
-    def append(self, blocks: Sequence[tuple[Buffer, int, int, int]]) -> None:
-        """Append (lines, first seq, count, recv_ts) blocks in one write, rolling first where due; not yet durable."""
+    def write(self, blocks: Sequence[Stored]) -> int:
+        """Append blocks in one write, rolling first if that is due; not durable. Return the byte at which they begin.
+
+        `index` has to follow, before the next write and while the data is valid.
+        """
         first_ts = blocks[0][3]
         if self._limits.is_full(self._file.size, self._first_ts, first_ts):
             self.roll()
         file = self._file
-        if (
-            file.moved_under_us()
-        ):  # by a second owner, if somebody deletes the lock file: never write between its records
-            raise RetryError(f"{file.path}: changed by somebody else (expected {file.size} bytes)")
+        if file.moved_under_us():  # by a second owner (the lock file was deleted): never write between its records
+            raise RetryError(f"{file.path}: changed by another process (expected {file.size} bytes)")
         position = file.size
         file.append([data for data, *_ in blocks], sum(len(data) for data, *_ in blocks))
         if not position:
             self._first_ts = first_ts
-        for data, first_seq, count, recv_ts in blocks:
+        _, first_seq, count, self.last_ts = blocks[-1]
+        self.last_seq = first_seq + count - 1
+        return position
+
+    def index(self, blocks: Sequence[Stored], position: int) -> None:
+        """Note in the index what `write` has put at `position`. It may lag behind the log: a start completes it."""
+        for data, first_seq, *_ in blocks:
             self._index.extend(data, position, first_seq, first_seq)
             position += len(data)
-            self.last_seq, self.last_ts = first_seq + count - 1, recv_ts
+        self._index.flush()
 
     def commit(self) -> None:
-        """The commit point: everything appended is as durable as KMQ_FSYNC says, or RetryError and the process must
-        end.
+        """Make everything appended as durable as KMQ_FSYNC says: the commit point. On RetryError the process must end.
 
-        Also when nothing new came: what came before may be due by now.
+        Call it also when nothing new was appended: under `interval:<ms>` the sync of earlier records may be due by now.
         """
         if self.synced_seq < self.last_seq and time.monotonic() - self._synced_at >= self._fsync:
             self.sync()
 
     def sync(self) -> None:
-        """Everything appended is on disk, or RetryError and the process must end."""
+        """Sync everything appended. On RetryError the process must end."""
         self._file.sync()
         self._index.flush()
         self.synced_seq, self._synced_at = self.last_seq, time.monotonic()
 
     def note_open_block(self) -> None:
-        """Once a second while there are writes: let the index speak of the block that is still open."""
+        """Write a provisional index line for the block still open; call once a second while there are writes."""
         self._index.note_open()
         self._index.flush()
 
     def cut_after(self, seq: int) -> None:
-        """Forget every record after `seq`: they were never acknowledged and come again from the ring."""
-        keep = self._end_of(seq)
-        self._index.cut(keep)  # first: the framer may be reading, and would take what is missing for damage
+        """Cut every record after `seq`: none was acknowledged, and the ring still holds them all."""
+        keep = _end_of(seq, self._index.path, self._file)
+        self._index.cut(keep)  # index first: a framer that reads now would take the missing records for damage
         self._file.truncate(keep)
         self.last_seq, self.last_ts = last_stored(self.data)
         self._index.resume(self._file.fd, keep, self._first)
 
-    def _end_of(self, seq: int) -> int:
-        """Where the records up to `seq` end in the active segment."""
-        _, position = last_before(self._index.path, self._file.size, seq)
-        end = position
-        for at, line in _lines_from(self._file.fd, position, self._file.size):
-            if record.seq_of(line) > seq:
-                break
-            end = at + len(line) + 1
-        return end
-
     def roll(self, wait_for_room: WaitForRoom | None = None) -> None:
-        """Seal the active segment and begin a new one. Until that is whole, all stays as it was: a wait may give up."""
+        """Seal the active segment and begin a new one.
+
+        The WAL stays as it was until the new segment is complete, so `wait_for_room` may raise.
+        """
         wait = wait_for_room or self._wait_for_room
-        self.sync()  # also for what was cut off: it must not come back after a power cut
+        self.sync()  # also after a cut: a power cut must not bring back what was cut off
         self._index.seal(wait)
         old = Segment(self._first, self._file.path, self._file.size)
         path = f"{self.directory}/{segment.name(self.last_seq + 1)}"
         if old.size:
             _sync_path(self._index.path)
-        else:  # the new one has the same name; a file that failed is not trusted, not even an empty one
+        else:  # the new segment has the same name, and a file that failed is not used again, not even an empty one
             segment.remove([old])
         segment.begin(path, wait, lambda: self._point_link(path, wait))
         self._file.close()
@@ -249,13 +251,12 @@ class Wal:
         self._open_segment(self.last_seq + 1, path)
 
     def roll_if_over(self, now_s: float) -> bool:
-        """Roll where the active segment is over its limits, also if nothing comes; call now and then, not within
-        `append`.
+        """Roll if the active segment is over its limits, even if it is idle; call now and then, not inside `append`.
 
-        True where there was no room for that: then the active segment stays.
+        Return True if the disk had no room for the roll: then the active segment stays.
         """
         if self.last_seq <= self._first or not self._limits.is_over(self._file.size, lambda: self.last_ts, now_s):
-            return False  # retention could take nothing of one record alone
+            return False  # a roll would free nothing, because the last record of a log always stays
         try:
             self.roll(give_up)
         except OSError as err:
@@ -265,21 +266,20 @@ class Wal:
         return False
 
     def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:
-        """Delete the sealed segments that are too old or too many; call about once a second, and while waiting for
-        room.
+        """Delete the sealed segments that are too old or too many, and return them.
 
-        Returns the deleted segments. Where all are due, the last record of the last one stays.
-
-        `needed_after` says up to which seq the WAL is not needed any more; it is asked only where a segment is due.
+        Call it about once a second, and while waiting for room. If all segments are due, the last record of the last
+        segment stays. `needed_after` returns the seq up to which the WAL is no longer needed; it is called only if a
+        segment is due.
         """
         sealed = self._sealed
         due = self._limits.expired(sealed, self._file.size, now_s)
         is_all = due == len(sealed) and not self._file.size
         if is_all and sealed and sealed[-1].first == self.last_seq:
-            due -= 1  # it is only the last record: the next seq and time follow from it
+            due -= 1  # it holds only the last record, from which the next seq and time follow
         if due <= 0:
             return []
-        ends = [*(each.first for each in sealed[1:]), self._first]  # each ends before the next one's first record
+        ends = [*(each.first for each in sealed[1:]), self._first]  # a segment ends where the next one begins
         free = needed_after()
         gone = [each for each, end in zip(sealed[:due], ends, strict=False) if end <= free + 1]
         last = gone.pop() if is_all and len(gone) == len(sealed) else None
@@ -288,7 +288,7 @@ class Wal:
         return [*gone, last] if last and self._keep_record_of(last) else gone
 
     def _keep_record_of(self, last: Segment) -> bool:
-        """Replace the only segment with records by its last record; False where that is not possible now."""
+        """Replace the only segment with records by its last record; return False if that is not possible now."""
         kept = remnant.lay_out(self.data, last, self.last_seq, by_seq=True)
         if kept is None:
             return False
@@ -301,8 +301,8 @@ class Wal:
         return True
 
     def rewrite_after(self, seq: int) -> None:
-        """`rewrite_tail` for all records after `seq`."""
-        self.rewrite_tail(self._file.size - self._end_of(seq))
+        """Write all records after `seq` again in place, as `rewrite_tail` does."""
+        self.rewrite_tail(self._file.size - _end_of(seq, self._index.path, self._file))
 
     def rewrite_tail(self, nbytes: int) -> None:
         """Write the last `nbytes` again in place, so that the next sync covers them (see Crash: ring gone too)."""
@@ -319,7 +319,7 @@ class Wal:
             os.close(fd)
 
     def close(self) -> None:
-        """Everything is on disk, whatever KMQ_FSYNC says."""
+        """Sync everything, whatever KMQ_FSYNC says, and close the file."""
         if self.synced_seq < self.last_seq:
             self.sync()
         self.note_open_block()
@@ -330,6 +330,17 @@ def _settle(directory: str) -> None:
     """Finish a retention that a kill interrupted before the copy of the last record got its name (remnant.py)."""
     there = segment.listing(directory)
     remnant.settle(directory, there[0][0] - 1 if there else 0)
+
+
+def _end_of(seq: int, index: str, file: AppendFile) -> int:
+    """Return the byte at which the records up to `seq` end in the active segment."""
+    _, position = last_before(index, file.size, seq)
+    end = position
+    for at, line in _lines_from(file.fd, position, file.size):
+        if record.seq_of(line) > seq:
+            break
+        end = at + len(line) + 1
+    return end
 
 
 def _sync_path(path: str) -> None:
@@ -343,7 +354,7 @@ def _sync_path(path: str) -> None:
 
 
 def _lines_from(fd: int, position: int, size: int) -> Iterator[tuple[int, bytes]]:
-    """(position, line without newline) of the whole lines in [position, size)."""
+    """Yield (position, line without newline) of the whole lines in [position, size)."""
     rest = b""
     while position + len(rest) < size:
         data = rest + os.pread(fd, _READ_BYTES, position + len(rest))
@@ -354,5 +365,5 @@ def _lines_from(fd: int, position: int, size: int) -> Iterator[tuple[int, bytes]
         rest = data[end:]
 
 
-first_seq, read = reader.first_seq, reader.read  # what most callers need of it
+first_seq, read = reader.first_seq, reader.read  # most callers of this module need them
 last_line, within = lines.last_line, lines.within

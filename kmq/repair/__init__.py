@@ -1,4 +1,4 @@
-"""What is wrong with a data directory, and how it is made good: `kmq verify [--repair]`.
+"""Finds what is wrong with a data directory, and heals it: `kmq verify [--repair]`.
 
 check.py        the command                       directory.py  the logs and named gaps of a data directory
 verify.py       everything that is wrong          finding.py    one thing that is wrong
@@ -7,6 +7,6 @@ copies.py       both copies of each record        ledger.py     what a broker st
 rebuild.py      the order of healing              places.py     segments that lie where others belong
 wal.py          the WAL from the queues           queues.py     queues from the WAL
 conflicts.py    two records under one seq         small_files.py  the small files: healing
-evidence.py     what can still be believed        rewriting.py  segments written anew, and the report
-quarantine.py   what is set aside
+evidence.py     what can still be trusted         rewriting.py  rewriting segments, and the report
+quarantine.py   files and bytes that are set aside
 """

@@ -1,4 +1,4 @@
-"""`kmq verify`: look, heal if asked to, print what was found, and return the exit code."""
+"""`kmq verify`: check, heal if asked to, print the findings, and return the exit code."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def run(data: str, only: list[str], heal: bool, as_json: bool, progress: Callabl
     """Check everything, or only some topics; return 0 if all is good, 1 if not, 65 if something cannot be healed."""
     unknown = set(only) - {"append", *topics.names(data)}
     if unknown:
-        raise ConfigError(f"no topic {', '.join(sorted(unknown))}; kmq topics list shows the topics")
+        raise ConfigError(f"unknown topic {', '.join(sorted(unknown))}; kmq topics list shows all topics")
     if heal:
         if only:
             raise ConfigError("--repair: takes no topics, because it heals each copy from the other; leave them out")

@@ -1,11 +1,11 @@
-"""Two different records under one seq: both copies are whole, and yet not the same.
+"""Two different records under one seq: both copies are whole, but they differ.
 
 That happens when a WAL has lost its end and its seqs were given out again (numbered.py refuses that today). Both
 records may have been acknowledged, so both are kept. The record in the queue keeps its seq, because consumers may have
-it and offsets must not change; the WAL gets that record there. The record that the WAL had gets a new seq, at the end:
-the router brings it to its queue at the next start.
+it and offsets must not change; it is written into the WAL under that seq. The record that the WAL had gets a new seq at
+the end of the WAL, and the next start of the router brings it to its queue.
 
-A queue most of whose records the WAL does not have under these seqs was never written from this WAL: its segments are
+If the WAL lacks most records of a queue under their seqs, the queue was never written from this WAL: its segments are
 set aside, and the queue is rebuilt.
 """
 
@@ -25,7 +25,7 @@ from kmq.repair.rewriting import Line, Patch, Rewriter
 
 
 class _Edit(NamedTuple):
-    """A line of a log that is to be replaced."""
+    """A line of a log, and the line to replace it."""
 
     byte: int
     seq: int
@@ -34,13 +34,13 @@ class _Edit(NamedTuple):
 
 
 class Conflicts:
-    """One run over a directory whose blocks are all as their indexes say."""
+    """One run over a directory whose blocks all match their indexes."""
 
     def __init__(self, data: str, rewriter: Rewriter, progress: Callable[[int], None]) -> None:
         self.data, self.rewriter, self._progress = data, rewriter, progress
 
     def settle(self) -> bool:
-        """Keep both records of each seq; return True if anything changed, so that the logs must be looked at again."""
+        """Keep both records of each seq; return True if anything changed and the logs must be healed again."""
         end = reader.wal(self.data).end_offset() - 1
         found: defaultdict[At, list[Difference]] = defaultdict(list)
         for difference in Copies(self.data, end, [], is_live=False, progress=self._progress).differences(routed=0):
@@ -103,7 +103,7 @@ class Conflicts:
         self.rewriter.rewrite(scan, patches, lambda _, patch: iter([Line(patch.first_seq, new[patch.first_seq])]))
 
     def _append(self, lines: list[bytes]) -> None:
-        """Give records a new seq each, at the end of the WAL."""
+        """Append records to the WAL, each under a new seq."""
         seq, recv_ts = wal.last_stored(self.data)
         seq = max([seq, *(gap.last for gap in dropped.accounted(self.data))])
         stamp = record.format_ts(recv_ts)

@@ -1,14 +1,16 @@
-"""Each record is on disk twice: do both copies say the same? No crc can tell, because each copy has a right one.
+"""Compares the two copies of each record, in the WAL and in its queue. No crc reveals a difference, because each copy
+has a right one.
 
-The WAL is read in windows of seqs, each line reduced to its crc32 and to the partition that it belongs to. Then each
-queue reads the records of that window and compares. So every byte is read once, and a queue is read only if it has
-something to compare.
+The WAL is read in windows of seqs, and each line is reduced to its crc32 and the partition it belongs to. Then the
+records of each queue in that window are read and compared. So every byte is read once, and a queue is read only if it
+has records to compare.
 
 Invariant   Copies never writes.
 Memory      12 bytes per record of a window, and some numbers per queue.
-Live        Only what router.ckpt had routed at the start is compared: the router no longer writes there. Retention and
-            compaction may take records meanwhile, so on a live directory a missing record is no difference.
-Not covered What a reader refuses as damaged is skipped here; verify reports it by its block.
+Live        Only records that router.ckpt covered at the start are compared: the router no longer writes there.
+            Retention and compaction may remove records meanwhile, so on a live directory a missing record is no
+            difference.
+Not covered Blocks that a reader refuses as damaged are skipped here; verify reports each of them.
 """
 
 import zlib
@@ -43,7 +45,7 @@ class Difference(NamedTuple):
 WHAT = {
     "differs": "another record than the WAL has under this seq",
     "unknown": "a record that the WAL does not have",
-    "misrouted": "a record that belongs into another queue",
+    "misrouted": "a record that belongs in another queue",
     "missing": "missing here, but the WAL has it",
 }
 
@@ -67,7 +69,7 @@ class _Cursor:
         self.at, self.log = at, reader.partition(data, *at)
         self.offset = self.log.first_offset
         self.first_seq = 0  # of its oldest record; 0: none was read yet
-        self.next_seq = 0  # of its next record, at most
+        self.next_seq = 0  # at most the seq of its next record
 
 
 class Copies:
@@ -93,7 +95,7 @@ class Copies:
         self._compacted = {name for name in topics.names(data) if compaction.is_compacted(data, name)}
 
     def differences(self, routed: int) -> Iterator[Difference]:
-        """Yield the seqs whose copies disagree. `routed`: up to this seq every record has to be in its queue."""
+        """Yield the seqs whose copies differ. `routed`: up to this seq every record must be in its queue."""
         for window in self._windows():
             seen = bytearray(len(window.crcs))
             for cursor in self._cursors.values():
@@ -129,7 +131,7 @@ class Copies:
             yield _Window(base, crcs, numbers)
 
     def _number_of(self, key: bytes, seq: int) -> int:
-        # A topic came into force and may take keys from a shorter one; or marks did.
+        # A topic came into force, which may take keys from a shorter one; or marks came into force.
         while self._cuts and seq >= self._cuts[0]:
             del self._cuts[0]
             self._targets.clear()
@@ -193,7 +195,7 @@ class Copies:
         return "differs" if window.crcs[at] else "unknown"
 
     def _missing(self, window: _Window, seen: bytearray, high: int) -> Iterator[Difference]:
-        """Yield the records that the WAL has and the queue lacks, although nothing has taken them from it."""
+        """Yield the records that the WAL has and the queue lacks, although nothing has removed them."""
         if 0 not in seen:
             return
         by_number, base = list(self._cursors.values()), window.base

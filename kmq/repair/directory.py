@@ -1,4 +1,4 @@
-"""A data directory as verify and the repair read it: its logs, its checkpoint, and the seqs that it names as missing."""
+"""A data directory as verify and the repair read it: its logs, its checkpoint, and the seqs it names as missing."""
 
 import os
 
@@ -43,10 +43,10 @@ class Directory:
             return 0, {}, {}
 
     def named_gaps(self, ring: str = "framed") -> list[dropped.SeqRange]:
-        """Return the ranges of seqs that may be missing, in order: dropped by name, or lost for good and named so.
+        """Return the ranges of seqs that may be missing, in order: named as dropped, or named as lost for good.
 
-        Of the ring `framed` the WAL may lack them, of the ring `durable` a queue. A damaged line of dropped.log names
-        nothing.
+        For the ring `framed` the WAL may lack them, for the ring `durable` a queue. A damaged line of dropped.log is
+        skipped.
         """
         if ring not in self._gaps:
             lines = [line for line in self.read("dropped.log").split(b"\n")[:-1] if dropped.is_range(line)]

@@ -1,4 +1,4 @@
-"""What can still be believed of bytes that are not as their index says, or that no index covers."""
+"""Which records can still be trusted in bytes that differ from their index, or that no index covers."""
 
 import zlib
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ Lines = dict[int, bytes]  # seq → line with its newline
 class Evidence:
     """The records of some blocks of a segment, by how well they are confirmed.
 
-    proven      the crc of the block confirms them, once a single flipped bit in block or index line is taken back
+    proven      the crc of the block confirms them, after one flipped bit in block or index line is corrected
     unindexed   they look like records, and no index line covers them: nothing confirms or contradicts them
-    doubtful    they look like records, but the crc of their block says that something in it is wrong
+    doubtful    they look like records, but the crc of their block does not match
     """
 
     def __init__(self, scan: Scan, blocks: Iterable[Block], low: int, high: int) -> None:
@@ -36,7 +36,7 @@ class Evidence:
 
     @property
     def unsure(self) -> Lines:
-        """Return what nothing confirms yet: good where the other copy says the same."""
+        """Return the records that nothing confirms yet: they are good if the other copy is the same."""
         return self.doubtful | self.unindexed
 
 
@@ -71,9 +71,9 @@ def explain(data: bytes, entry: Entry | None) -> bytes | None:
 
 
 def confirmed_lines(blocks: Iterable[Block], position: int, lines: Iterable[tuple[int, bytes | None]]) -> Lines:
-    """Return those of `lines` that lie in blocks whose crc confirms them.
+    """Return the lines that lie in blocks whose crc confirms them.
 
-    `lines` is all that lies from byte `position` on, as far as can be told.
+    `lines` are the (seq, line) from byte `position` on, as far as they are known; a line is None where it is not.
     """
     confirmed: Lines = {}
     known = list(lines)

@@ -16,6 +16,7 @@ ID = re.compile(r"[0-9a-f]{32}\n")  # of the files id and lineage
 
 
 def of_small_files(directory: Directory, is_live: bool) -> Iterator[Finding]:
+    """Yield everything that is wrong with the small files. `is_live`: a broker may be writing meanwhile."""
     yield from _of_format(directory)
     yield from _of_identity(directory)
     yield from _of_topics(directory)
@@ -50,7 +51,7 @@ def _of_identity(directory: Directory) -> Iterator[Finding]:
             and not identity.is_newest(directory.data)
             and not os.path.exists(f"{directory.data}/{name}")
         ):
-            continue  # version 1 had none
+            continue  # version 1 had no such file
         text = directory.read(name).decode(errors="replace")
         if not ID.fullmatch(text):
             yield Finding.of_file(name, f"must hold 32 hexadecimal digits, but holds {text[:40]!r}")
@@ -68,7 +69,7 @@ def _of_topics(directory: Directory) -> Iterator[Finding]:
 
 
 def label_lineages(directory: Directory) -> Counter[str]:
-    """Count the indexes by the lineage that their first line names; "": not empty, and no lineage."""
+    """Count the indexes by the lineage in their first line; "": an index that is not empty but names none."""
     counts: Counter[str] = Counter()
     for log in directory.logs():
         for _, path in log.segments():

@@ -1,4 +1,4 @@
-"""What `kmq verify` reports: one place on disk that is not as it was written."""
+"""The findings of `kmq verify`: each is one place on disk that is not as it was written."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ class Finding(NamedTuple):
 
     path: str  # under the data directory
     byte: int  # where the damage begins
-    first_seq: int  # of the records concerned; 0: no record is
+    first_seq: int  # of the records concerned; 0: it concerns no record
     last_seq: int
     what: str
     is_damage: bool = True  # False: a note, harmless

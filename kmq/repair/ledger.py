@@ -13,14 +13,14 @@ SeqRange = tuple[int, int]
 
 
 def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
-    """Return the ledger of a data directory, ready for JSON. `routed_seq`: what a running router says.
+    """Return the ledger of a data directory, ready for JSON. `routed_seq`: of a running router.
 
-    routed_seq  up to here every record is in its queue, except those in `dropped`
+    routed_seq  up to this seq every record is in its queue, except those in `dropped`
     marks_from  the first seq whose routing key may have a mark
-    topics      with partitions, from which seq they are in force (null: not yet) and cleanup
-    deleted     topics that were deleted: from which seq and up to which each was in force, and the offsets
-                where its partitions ended
-    dropped     seqs, first and last, by ring; with those of the WAL that a repair has named as lost
+    topics      with partitions, from_seq (null: not in force yet) and cleanup
+    deleted     deleted topics: the first and the last seq at which each was in force, and the end offsets of its
+                partitions
+    dropped     ranges of seqs, first and last, by ring; `framed` also has those that a repair has named as lost
     """
     routed_seq = max(routed_seq, checkpoint.routed_seq(data))
     table = []

@@ -1,12 +1,11 @@
-"""Segments that lie where others belong: swapped, copied over one another, of another topic or broker, or of unknown
-origin.
+"""Moves misplaced segments: swapped, copied over one another, of another topic or broker, or of unknown origin.
 
-A restore by hand causes that. A segment is known by the index that describes it (crcs that fit its blocks), and that
-index by its first line, or, in format 1, by its place. So a log file finds its index wherever that is now, and both go
-to the place that the first line names. If that place has the right segment already, or the segment is of another
-lineage, the segment is set aside in quarantine/, whole and under its old name. A log file that no index describes stays
-if its records may belong there, and is compared with the other copy later; else it is set aside too. A place that has
-lost its file gets an empty file, which is then filled from the other copy.
+A restore by hand causes that. A segment is identified by the index that describes it (crcs that match its blocks), and
+that index by its label, or, in format 1, by its place. So for each log file its index is found, wherever that is now,
+and both move to the place that the label names. If that place has the right segment already, or the segment is of
+another lineage, the segment is set aside in quarantine/, whole and under its old name. A log file that no index
+describes stays if its records may belong there, and is compared with the other copy later; otherwise it is set aside
+too. A place that has lost its file gets an empty file, which is then filled from the other copy.
 
 Crash       Everything that moves goes to quarantine/moving/ first, under the name of its target, and from there to its
             place. A repair begins by finishing what a crash left there.
@@ -40,8 +39,8 @@ class _LogFile(NamedTuple):
     """A log file, and where it belongs."""
 
     path: str
-    described_by: str  # the index that fits it; "": none
-    target: str  # the path it belongs at; "": none here, or not known
+    described_by: str  # the index whose crcs match it; "": none does
+    target: str  # the path where it belongs; "": nowhere here, or unknown
 
     @property
     def is_right(self) -> bool:
@@ -51,7 +50,7 @@ class _LogFile(NamedTuple):
 class Places:
     """One run over a data directory.
 
-    `known`: the last seq that queues and checkpoints have seen; `rows`: of router.ckpt.
+    `known`: the last seq in queues and checkpoints; `rows`: of router.ckpt.
     """
 
     def __init__(self, data: str, known: int, rows: checkpoint.Rows) -> None:
@@ -96,7 +95,7 @@ class Places:
                     indexes[entries[0].recv_ts].append(f"{directory}/{name}")
         return indexes
 
-    # --- which is which ----------------------------------------------------------------------------------------------
+    # --- where each file belongs -------------------------------------------------------------------------------------
 
     def _identify(self, path: str) -> _LogFile:
         own = segment.index_path(path)
@@ -122,7 +121,7 @@ class Places:
             return file._replace(target=self._wal_target(file.path, place[2], seq or place[2], files))
         if seq < 0 or not self._is_a_place(file.path):
             return file._replace(target="")
-        # For the logs of one partition that no index describes, the records say at least the order.
+        # If no index describes several logs of one partition, their records at least give the order.
         directory = os.path.dirname(file.path)
         lost = [other.path for other in files if os.path.dirname(other.path) == directory and not other.described_by]
         places = sorted(path for path in lost if self._first_seq(path) > 0)
@@ -130,7 +129,7 @@ class Places:
         return file._replace(target=places[in_order.index(file.path)] if file.path in in_order else file.path)
 
     def _wal_target(self, path: str, base: int, seq: int, files: list[_LogFile]) -> str:
-        """Return the place of a WAL segment that begins with `seq`: that number, or after a gap that is named."""
+        """Return the place of a WAL segment that begins with `seq`: its own if only named seqs are missing before."""
         if base <= seq <= self.known + 1 and not dropped.without(base, seq - 1, dropped.accounted(self.data)):
             return path
         target = f"{os.path.dirname(path)}/{segment.name(seq)}"
@@ -139,20 +138,20 @@ class Places:
     def _first_seq(self, path: str) -> int:
         """Return the seq of the first record; 0: none can be read, -1: it belongs to another queue."""
         with SegmentReader(path, int(os.path.basename(path)[:20]), _by_seq(path), sealed=False, trust=True) as opened:
-            opened.index.label = b""  # it speaks of another file
+            opened.index.label = b""  # this index describes another file
             first = opened.first_record()
             is_elsewhere = not _by_seq(path) and opened.misplaced()
             return -1 if is_elsewhere else first.seq if first else 0
 
     def _place_by(self, index: str) -> str:
-        """Return the place of the log that `index` describes; "": it belongs nowhere here."""
+        """Return the place of the log that `index` describes; "" if it belongs nowhere here."""
         log = index.removesuffix(".idx") + ".log"
         place = place_of(log)
         assert place is not None
         with open(index, "rb") as file:
             fields = parse_label(file.readline())
         if fields is None:
-            return log  # of format 1, or damaged: it lies where it belongs
+            return log  # of format 1, or damaged: only its place can identify it
         ours = (lineage_of(place[0]), *place[1:])
         if fields != ours and os.path.exists(log):
             first = next((entry.offset for entry in read_entries(index, 1 << 62)), -1)
@@ -166,7 +165,7 @@ class Places:
 
     @staticmethod
     def _moves(files: list[_LogFile]) -> dict[str, str]:
-        """Return path → target, "" to be set aside. If two segments belong at one place, one of them gets it."""
+        """Return path → target; "": set it aside. If two segments belong in one place, one of them gets it."""
         taken = {file.path for file in files if file.is_right}
         moves: dict[str, str] = {}
         for file in files:
@@ -180,13 +179,13 @@ class Places:
             if target and file.described_by:
                 moves[file.described_by] = segment.index_path(target)
             if own not in moves and target != file.path and os.path.exists(own):
-                moves[own] = ""  # unless it turns out to describe another one, below
+                moves[own] = ""  # unless it describes another log, as found below
         for file in files:
             if file.is_right:
                 moves.pop(file.described_by, None)
         for target in [target for path, target in moves.items() if target.endswith(".idx") and target != path]:
             if os.path.exists(target):
-                moves.setdefault(target, "")  # it describes nothing that is here any more
+                moves.setdefault(target, "")  # it describes no log that is here
         return {path: target for path, target in moves.items() if path != target}
 
     def _finish(self) -> None:
@@ -208,10 +207,10 @@ class Places:
         os.rmdir(self._moving)
         sync_directory(f"{self.data}/{QUARANTINE}")
 
-    # --- what is left empty ------------------------------------------------------------------------------------------
+    # --- empty places ------------------------------------------------------------------------------------------------
 
     def _fill(self, vacated: set[str]) -> None:
-        """Make an empty log where one has gone, or where only its index is left; the healing fills it."""
+        """Make an empty log where one was moved away, or where only its index is left; the healing fills it."""
         for directory in self._directories():
             for name in os.listdir(directory):
                 log = f"{directory}/{name.removesuffix('.idx')}.log"
@@ -223,7 +222,7 @@ class Places:
                 self.done.append((log, "was missing"))
 
     def _is_a_place(self, log: str) -> bool:
-        """Return True if a segment could begin there: not inside another segment, nor beyond all that is known."""
+        """Return True if a segment could begin there: not inside another one, nor after the last known record."""
         place = place_of(log)
         assert place is not None
         _, name, base = place
@@ -258,7 +257,7 @@ def _last_seq(path: str) -> int:
 
 
 def _describes(index: str, path: str) -> bool:
-    """Return True if some blocks of a log are as an index says."""
+    """Return True if some blocks of a log match an index."""
     entries = read_entries(index, os.path.getsize(path))
     pairs = list(zip(entries, [*(entry.position for entry in entries[1:]), 0], strict=False))
     with open(path, "rb") as file:
@@ -271,7 +270,7 @@ def _describes(index: str, path: str) -> bool:
 
 
 def _begins_with(data: bytes, crc: int) -> bool:
-    """Return True if some of the first lines of `data` have this crc: the index may cover a part of an open block."""
+    """Return True if the first lines of `data` have this crc: an index may cover only a part of an open block."""
     found = 0
     for line in data.split(b"\n")[:-1]:
         found = zlib.crc32(b"\n", zlib.crc32(line, found))

@@ -1,9 +1,10 @@
-"""`quarantine/` of a data directory: bytes that could not be healed, and files that belong nowhere here. Nothing is
-thrown away.
+"""`quarantine/` of a data directory: bytes that could not be healed, and files that belong nowhere here.
+
+A repair deletes nothing. The files are:
 
 <segment>.<byte>           bytes of a segment, under its path with dots for slashes
 <path>.misplaced …         whole files
-log                        what is lost: path|byte|first_seq|last_seq|count|ts
+log                        lost records: path|byte|first_seq|last_seq|count|ts
 """
 
 import os
@@ -23,7 +24,7 @@ class Quarantine:
         self._data, self._path = data, f"{data}/{QUARANTINE}"
 
     def keep(self, path: str, begin: int, end: int) -> None:
-        """Copy some bytes of a file."""
+        """Copy the bytes begin…end-1 of a file into the quarantine."""
         os.makedirs(self._path, exist_ok=True)
         with open(path, "rb") as file:
             file.seek(begin)
@@ -31,7 +32,7 @@ class Quarantine:
         replace_file(f"{self._path}/{self.flat(path)}.{begin}", kept)
 
     def name_lost(self, path: str, byte: int, seqs: list[SeqRange], count: int | None = None) -> None:
-        """Name lost seqs in quarantine/log, once however often it is called.
+        """Name lost seqs in quarantine/log; a repeated call adds nothing.
 
         `count`: of the records, if not all of each range.
         """
@@ -43,7 +44,7 @@ class Quarantine:
         replace_file(f"{self._path}/log", (before + "".join(new)).encode())
 
     def set_aside(self, path: str, name: str) -> str:
-        """Move a file or directory here under this name, or with a number behind it; return its new path."""
+        """Move a file or directory into the quarantine as `name`, or `name` with a number; return its new path."""
         os.makedirs(self._path, exist_ok=True)
         target = _free_name(f"{self._path}/{name}")
         os.rename(path, target)
@@ -52,7 +53,7 @@ class Quarantine:
         return target
 
     def replace(self, name: str) -> None:
-        """Move a small file here; an older one of the same name gives way."""
+        """Move a small file into the quarantine; it replaces an older one of the same name."""
         os.makedirs(self._path, exist_ok=True)
         os.rename(f"{self._data}/{name}", f"{self._path}/{os.path.basename(name)}")
         sync_directory(self._data)
@@ -63,7 +64,7 @@ class Quarantine:
 
 
 def _free_name(path: str) -> str:
-    """Return `path`, or `path` with a number behind it if there is such a file."""
+    """Return `path`, or `path` with a number behind it if the file exists."""
     number, name = 1, path
     while os.path.exists(name):
         number, name = number + 1, f"{path}.{number + 1}"

@@ -1,9 +1,9 @@
-"""Queues from the WAL, which has been healed by now.
+"""Heals the queues from the WAL, which has been healed before.
 
-Whatever of a queue is not good is written again from the WAL: the records between the good ones on both sides. Offsets
-stay, so each record that no copy has leaves a bare newline, as compaction does. Bytes that no index line covers are
-compared with the WAL, record by record; where retention has taken the WAL's copy, they are kept as they are and
-reported as not confirmed.
+Damaged parts of a queue are written again from the WAL: the records between the good ones on both sides. Offsets stay,
+so each record that no copy has leaves a bare newline, as compaction does. Bytes that no index line covers are compared
+with the WAL, record by record. If retention has deleted the WAL's copy, they are kept as they are and reported as not
+confirmed.
 """
 
 import os
@@ -23,7 +23,7 @@ from kmq.routing import Topic
 
 
 class QueueHealer:
-    """One partition."""
+    """Heals one partition."""
 
     def __init__(self, directory: Directory, rewriter: Rewriter, topic: str, number: int) -> None:
         self.directory, self.rewriter, self.data = directory, rewriter, directory.data
@@ -34,10 +34,11 @@ class QueueHealer:
         self.wal_first, self.wal_end = reader.first_seq(self.data), reader.wal(self.data).end_offset() - 1
 
     def heal(self) -> None:
+        """Rewrite each segment that is damaged or not indexed."""
         row = self.directory.load_checkpoint()[1].get((self.topic.name, self.number))
         self._make_front(row)
         for at in range(len(self.rewriter.scans.of_log(self.log))):
-            scans = self.rewriter.scans.of_log(self.log)  # anew: a healed segment says where the next one begins
+            scans = self.rewriter.scans.of_log(self.log)  # again: a healed segment tells where the next one begins
             scans[at], unwitnessed = self._compared(scans[at])
             scan = scans[at]
             patches = self._patches(scans, at, row or EMPTY)
@@ -50,16 +51,16 @@ class QueueHealer:
         `row`: the queue in router.ckpt.
         """
         segments = self.log.segments()
-        has_rest = self.wal_first <= self.topic.from_seq  # else retention may have taken the records here, too
+        has_rest = self.wal_first <= self.topic.from_seq  # else retention may have deleted the records here, too
         begins = deletions.Deleted.of(self.data).first_offset(self.topic.name, self.number)
         start = row.start if row else begins if has_rest or not segments else segments[0][0]
         if (segments and segments[0][0] > start) or (not segments and row and row.end_offset > start):
             replace_file(f"{directory_of(self.data, self.topic.name, self.number)}/{segment.name(start)}", b"")
 
     def _compared(self, scan: Scan) -> tuple[Scan, list[int]]:
-        """Compare with the WAL what no index line covers: good where both say the same, else to be written again.
+        """Compare the blocks that no index line covers with the WAL, and mark those that differ as bad.
 
-        Return also the seqs that the WAL no longer has.
+        Return the scan with these blocks, and the seqs that the WAL no longer has.
         """
         blocks: list[Block] = []
         unwitnessed: list[int] = []
@@ -76,7 +77,7 @@ class QueueHealer:
         return scan._replace(blocks=blocks), unwitnessed
 
     def _patches(self, scans: list[Scan], at: int, row: State) -> list[Patch]:
-        """Return what of segment `at` has to be written again. `row`: what the queue held by router.ckpt."""
+        """Return the parts of segment `at` that must be written again. `row`: the queue in router.ckpt."""
         scan, patches = scans[at], list[Patch]()
         next_base = scans[at + 1].first if at + 1 < len(scans) else None
         last_seq = max([0, *(before.last_seq for before in scans[:at])])
@@ -128,11 +129,11 @@ class QueueHealer:
         if patch.is_end:
             seqs = self._end(patch, seqs, records)
             if patch.first_seq == 1 and scan.first and patch.records is not None:
-                seqs = seqs[max(0, len(seqs) - patch.records) :]  # retention took the records before
+                seqs = seqs[max(0, len(seqs) - patch.records) :]  # retention deleted the records before
         elif patch.records is not None:
-            # The WAL may have more: of what retention took here, or of a bad end in the next segment.
+            # The WAL may have more: records that retention deleted here, or of a bad end in the next segment.
             at_front = patch.first_seq == 1 and scan.first > 0
-            before, behind = _bare_lines(scan, patch)  # the WAL also has what compaction took on both sides
+            before, behind = _bare_lines(scan, patch)  # the WAL also has what compaction removed on both sides
             if at_front or low > patch.first_seq:
                 end = max(0, len(seqs) - behind)
                 seqs = seqs[max(0, end - patch.records) : end]
@@ -144,7 +145,7 @@ class QueueHealer:
             yield from (Line(seq, records[seq]) for seq in seqs)
 
     def _from_wal(self, low: int, high: int) -> Records:
-        """Return the records low…high of this partition, without those that drop_oldest took."""
+        """Return the records low…high of this partition, without those that drop_oldest dropped."""
         records: Records = {}
         for first, last in dropped.without(low, high, dropped.read(self.data, "durable")):
             for block in reader.read(self.data, first, last):
@@ -156,9 +157,9 @@ class QueueHealer:
         return records
 
     def _with_holes(self, scan: Scan, patch: Patch, records: Records, doubtful: Records) -> Iterator[Line]:
-        """Yield the records of a patch, of which the number is known, and a None in the place of each that no copy has.
+        """Yield the records of a patch, with None in the place of each that no copy has. `patch.records` is known.
 
-        A bare newline is no loss where compaction left it.
+        In a compacted topic a bare newline stays a bare newline, because it is no loss.
         """
         compacted = b"\n" if compaction.is_compacted(self.data, self.topic.name) else None
         candidates = {**doubtful, **records}
@@ -178,7 +179,7 @@ class QueueHealer:
         yield from slots
 
     def _end(self, patch: Patch, seqs: list[int], lines: Records) -> list[int]:
-        """Return those seqs that the end of a queue had: as its index line says, else as far as can be told."""
+        """Return the seqs that the end of a queue had: up to the crc of its index line, else up to the patch's last."""
         entry = patch.blocks[-1].entry if patch.blocks else None
         crc, position = 0, patch.position
         for count, seq in enumerate(seqs if entry is not None else [], 1):
@@ -193,7 +194,7 @@ class QueueHealer:
 def _offset_by_index(scan: Scan, block: Block) -> int | None:
     """Return the offset of a block's first record.
 
-    A damaged index is not asked: it would invent records, or lose them.
+    A damaged index is not used, because a wrong offset would invent or lose records.
     """
     return block.entry.offset if block.entry is not None and not scan.wrong else None
 

@@ -1,8 +1,7 @@
 """Healing: each record is on disk twice, in the WAL and in its queue, byte for byte the same.
 
-In this order: the list of deleted topics; id, lineage and format; segments that lie where others belong; checkpoints
-and declarations; the WAL from the queues; the queues from the WAL. Where both copies of a seq are whole and yet differ,
-both are kept.
+The order is: the list of deleted topics; id, lineage and format; misplaced segments; checkpoints and declarations; the
+WAL from the queues; the queues from the WAL. If both copies of a seq are whole but differ, both are kept.
 
 Bytes that cannot be healed go to `quarantine/<segment>.<byte>`, as they were found, and their records are named in
 `quarantine/log` by file, byte and seqs. In a queue each lost record leaves a bare newline, as compaction does, so every
@@ -50,13 +49,14 @@ class Repair:
         return report.healed
 
     def _heal_logs(self) -> None:
-        directory = Directory(self._directory.data)  # anew: it keeps the named gaps, and the steps before may name more
+        # A new object, because it caches the named gaps, and the steps before may have named more.
+        directory = Directory(self._directory.data)
         WalHealer(directory, self._rewriter).heal(self._known())
         for topic, number in directory.queues():
             QueueHealer(directory, self._rewriter, topic, number).heal()
 
     def _known(self) -> int:
-        """Return the last seq that anything but the WAL has seen."""
+        """Return the last seq in any file except the WAL."""
         directory = self._directory
         routed, rows, _ = directory.load_checkpoint()
         others = [routed, deletions.last_seq(directory.data), dedupe_file.checkpoint_seq(directory.data)]

@@ -1,4 +1,4 @@
-"""Segments written anew, and the report of what was done.
+"""Rewrites segments, and collects the report of what was done.
 
 Crash       Each file is written beside the old one, synced, and renamed, the index before its log. So after a crash the
             next repair finds the rest of the damage again and heals it the same way.
@@ -23,22 +23,20 @@ class Healed(NamedTuple):
     path: str
     what: str
     lost: list[SeqRange] = []  # seqs that could not be healed
-    unwitnessed: list[
-        SeqRange
-    ] = []  # seqs kept as they are: no checksum and no second copy confirms or contradicts them
+    unwitnessed: list[SeqRange] = []  # seqs kept, although neither a checksum nor a second copy confirms them
 
 
 class Patch(NamedTuple):
-    """Bytes of a segment that are to be replaced by the records between two good ones."""
+    """A damaged part of a segment, between two good ones, to be replaced by the records that belong there."""
 
-    position: int  # of the bytes as they are now
+    position: int  # of the bytes to be replaced
     end: int
-    first_seq: int  # of the records that belong there, at least
-    last_seq: int  # at most
-    blocks: list[Block]  # what is there now
-    offset: int | None = None  # of its first record, in a queue; None: not known
-    records: int | None = None  # in a queue; None: as many as there are
-    is_end: bool = False  # of a queue: nothing follows
+    first_seq: int  # no record that belongs there has a lower seq
+    last_seq: int  # nor a higher one
+    blocks: list[Block]  # the blocks that are there now
+    offset: int | None = None  # of the first record, in a queue; None: not known
+    records: int | None = None  # how many records belong there, in a queue; None: not known
+    is_end: bool = False  # True: the end of a queue, nothing follows
 
 
 class Line(NamedTuple):
@@ -83,7 +81,7 @@ class Scans:
         return max([0, *(block.last_seq for block in blocks if block.is_witnessed)])
 
     def forget(self, path: str) -> None:
-        """A segment has changed."""
+        """Drop the scan of a segment that changed."""
         self._scans.pop(path, None)
 
     def forget_all(self) -> None:
@@ -97,14 +95,14 @@ class Scans:
 
 
 class Rewriter:
-    """Writes segments anew where something is wrong."""
+    """Rewrites damaged segments and their indexes."""
 
     def __init__(self, data: str, progress: Callable[[int], None]) -> None:
         self.scans, self.report = Scans(progress), Report(data)
         self.quarantine = Quarantine(data)
 
     def rewrite(self, scan: Scan, patches: list[Patch], lines: Lines, unwitnessed: Sequence[int] = ()) -> None:
-        """Apply the patches to a segment and make its index anew. `unwitnessed`: seqs kept without any confirmation."""
+        """Apply the patches to a segment and rebuild its index. `unwitnessed`: seqs kept without any confirmation."""
         self.scans.forget(scan.path)
         index_path = segment.index_path(scan.path)
         if not patches and not scan.torn:
@@ -137,7 +135,7 @@ class Rewriter:
                     else:
                         missing.append(seq)
                         if not scan.by_seq:
-                            new.write(b"\n")  # the offsets behind it stay
+                            new.write(b"\n")  # so that the offsets behind it stay
                 if missing:
                     lost += self._give_up(scan, patch, missing)
                 copied = patch.end
@@ -149,7 +147,7 @@ class Rewriter:
     def _give_up(self, scan: Scan, patch: Patch, missing: list[int]) -> list[SeqRange]:
         """Keep the bytes of a patch that could not be healed, and name its lost records.
 
-        `missing`: 0 where a seq is not known.
+        `missing`: their seqs; 0 where a seq is unknown.
         """
         self.quarantine.keep(scan.path, patch.position, patch.end)
         if all(missing):
@@ -162,7 +160,7 @@ class Rewriter:
 
 
 def _reindex(scan: Scan, log_path: str) -> None:
-    """Make the index of a segment anew, from what is now in `log_path`."""
+    """Rebuild the index of a segment from the content of `log_path`."""
     path = segment.index_path(scan.path)
     new_path = f"{path}.repaired"
     if os.path.exists(new_path):

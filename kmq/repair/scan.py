@@ -1,7 +1,6 @@
-"""What lies in one segment, byte by byte: blocks that are as their index line says, blocks that are not, and bytes that
-the index does not cover.
+"""Scans one segment, byte by byte: blocks that match their index line, blocks that do not, and uncovered bytes.
 
-Read-only. What `kmq verify` reports and `kmq verify --repair` starts from.
+Read-only. `kmq verify` reports the result, and `kmq verify --repair` starts from it.
 """
 
 import os
@@ -20,15 +19,15 @@ _CHUNK = 1 << 20
 
 
 class Block(NamedTuple):
-    """Bytes of a segment: what one line of its index covers, or what the index does not cover."""
+    """Bytes of a segment: those that one index line covers, or a run that no index line covers."""
 
     position: int
     end: int
     is_good: bool
-    first_seq: int  # of a good block; 0 where it has no record
+    first_seq: int  # of a good block; 0: it has no record
     last_seq: int
-    records: int  # of a good block, with those that compaction took
-    what: str = ""  # is wrong with it
+    records: int  # of a good block, with those that compaction removed
+    what: str = ""  # what is wrong with a bad block
     entry: Entry | None = None  # its index line
 
     @classmethod
@@ -42,22 +41,22 @@ class Block(NamedTuple):
 
     @property
     def is_witnessed(self) -> bool:
-        """Return True if a checksum confirms it, and it not only looks well."""
+        """Return True if a checksum confirms the block, so that it does not just look good."""
         return self.is_good and self.entry is not None
 
 
 class Scan(NamedTuple):
-    """What was found in one segment."""
+    """The result of scanning one segment."""
 
     path: str
     first: int  # seq or offset, by its name
     by_seq: bool  # a segment of the WAL
     size: int
-    blocks: list[Block]  # in order, without a hole; they may reach beyond `size` where the log has been cut
+    blocks: list[Block]  # in order, without a hole; they may reach beyond `size` if the log was cut
     wrong: list[tuple[int, str]]  # (byte, what) of each wrong line of its index
     torn: int = 0  # bytes of a torn end
     unindexed: int = 0  # good bytes that the index does not cover
-    misplaced: str = ""  # why it is another segment than its place says
+    misplaced: str = ""  # why it belongs in another place; "": it does not
 
     @property
     def last_seq(self) -> int:
@@ -65,7 +64,7 @@ class Scan(NamedTuple):
         return max([0, *(block.last_seq for block in self.blocks)])
 
     def seq_from(self, number: int) -> int:
-        """Return the first seq that a good block says from block `number` on, or 0."""
+        """Return the first seq of the first good block with records, from block `number` on, or 0."""
         return next((block.first_seq for block in self.blocks[number:] if block.first_seq), 0)
 
     def read(self, block: Block) -> bytes:
@@ -77,7 +76,7 @@ class Scan(NamedTuple):
 def scan_segment(
     first: int, path: str, by_seq: bool, sealed: bool, progress: Callable[[int], None] = lambda _: None
 ) -> Scan:
-    """Look at every byte of a segment."""
+    """Scan every byte of a segment."""
     with SegmentReader(path, first, by_seq, sealed, trust=True) as segment:
         entries, wrong = _entries(segment)
         wrong[:0] = label_faults(segment, entries)
@@ -112,14 +111,14 @@ def _entries(segment: SegmentReader) -> tuple[list[tuple[int, Entry]], list[tupl
             wrong.append((byte, "not an index line"))
         elif not kept or _follows(kept[-1][1], entry):
             _keep(kept, byte, entry)
-        # One of the two has been damaged: the line that does not fit between its neighbours.
+        # One of the two lines is damaged: the one that does not fit between its neighbours.
         elif len(kept) == 1 or _follows(kept[-2][1], entry):
             wrong.append((kept.pop()[0], "does not fit between its neighbours"))
             _keep(kept, byte, entry)
         else:
             wrong.append((byte, "does not follow from the line before it"))
         byte += len(line) + 1
-    if text[byte:].strip(b"0123456789.|"):  # else a line that is being written, or torn by a kill
+    if text[byte:].strip(b"0123456789.|"):  # digits only: a line that is being written, or that a kill has torn
         wrong.append((byte, "not an index line"))
     return kept, wrong
 
@@ -134,7 +133,7 @@ DAMAGED_LABEL = "its first line, which says whose it is, is damaged"
 
 
 def label_faults(segment: SegmentReader, entries: list[tuple[int, Entry]]) -> list[tuple[int, str]]:
-    """Return what is wrong with the first line of an index, where that is damage and no claim to belong elsewhere."""
+    """Return what is wrong with the label of an index, if it is damaged rather than the label of another place."""
     wanted, says = label(segment.path), segment.index.label
     if wanted and says not in (b"", wanted) and claimed(segment, entries[0][1].offset if entries else -1) is None:
         return [(0, DAMAGED_LABEL)]
@@ -142,10 +141,10 @@ def label_faults(segment: SegmentReader, entries: list[tuple[int, Entry]]) -> li
 
 
 def claimed(segment: SegmentReader, first_entry: int) -> tuple[str, str, int] | None:
-    """Return the (lineage, log, base) that an index claims, if that is another place and believable, else None.
+    """Return the (lineage, log, base) in a label if it credibly names another place, else None.
 
-    One flipped bit may turn a digit into another. So a base is believed if the first block of the index begins with it
-    too, and a log that is one bit away if its first record is routed there.
+    A flipped bit may turn one digit into another. So a different base is credible only if the first block of the index
+    begins with it, and a log whose name differs by one bit only if its first record is routed there.
     """
     place, fields = place_of(segment.path), parse_label(segment.index.label)
     if place is None or fields is None:
@@ -159,7 +158,7 @@ def claimed(segment: SegmentReader, first_entry: int) -> tuple[str, str, int] | 
 
 
 def _bits(a: str, b: str) -> int:
-    """Return in how many bits they differ."""
+    """Return the number of bits in which two texts differ."""
     if len(a) != len(b):
         return 8
     return sum((x ^ y).bit_count() for x, y in zip(a.encode(), b.encode(), strict=True))
@@ -186,17 +185,17 @@ def _covered_block(segment: SegmentReader, entry: Entry, following: Entry | None
         end = following.position
     else:
         try:
-            end = segment.covered(entry)
+            end = segment.covered_end(entry)
         except DamageError as err:
             end = max(err.end, entry.position)
-            if b"\n" not in os.pread(segment.fd, _CHUNK, end):  # its last newline may be what has been damaged
+            if b"\n" not in os.pread(segment.fd, _CHUNK, end):  # the damage may have hit its last newline
                 end = max(end, segment.size)
             return Block.bad(entry.position, end, err.what, entry), ""
     data = os.pread(segment.fd, max(0, min(end, segment.size) - entry.position), entry.position)
     if zlib.crc32(data) != entry.crc or len(data) < end - entry.position:
         return Block.bad(entry.position, end, _mismatch(data, entry.position), entry), ""
     bad = bad_line(data)
-    if bad is not None:  # the crc is right: it was written so
+    if bad is not None:  # the crc matches, so it was written that way
         what = f"byte {entry.position + bad}: not a stored line in order of seq"
         return Block.bad(entry.position, end, what, entry), ""
     fault = segment.fault(entry, data, following.offset if following else 0)
@@ -204,13 +203,13 @@ def _covered_block(segment: SegmentReader, entry: Entry, following: Entry | None
 
 
 def _mismatch(data: bytes, position: int) -> str:
-    """Say what is wrong with a block whose crc is: the line, where its syntax tells."""
+    """Return what is wrong with a block whose crc is wrong: the damaged line, if its syntax reveals it."""
     bad = bad_line(data)
     return "crc mismatch" if bad is None else f"crc mismatch, and byte {position + bad} begins no stored line"
 
 
 def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[[int], None]) -> Scan:
-    """Add what the index does not cover, from byte `end` on."""
+    """Add the bytes that the index does not cover, from byte `end` on."""
     unindexed = torn = 0
     want, last_seq = _CHUNK, scan.last_seq
     while end < segment.size:
@@ -239,5 +238,5 @@ def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[
 
 
 def _holds_records(rest: bytes) -> bool:
-    """Return True if good lines follow a bad place, which is no torn end then."""
+    """Return True if good lines follow a bad place: then it is damage, not a torn end."""
     return any(record.parse_stored(line) for line in rest.rstrip(b"\0").split(b"\n")[1:-1])

@@ -1,4 +1,4 @@
-"""The small files: identity, checkpoints, declarations, dropped.log. Each is healed from what the others say."""
+"""Heals the small files: identity, checkpoints, declarations, dropped.log. Each is healed from the other files."""
 
 import os
 import re
@@ -20,14 +20,14 @@ from kmq.repair.rewriting import Report
 
 
 class SmallFiles:
-    """One run over them."""
+    """One run over the small files."""
 
     def __init__(self, directory: Directory, report: Report) -> None:
         self.directory, self.report, self.data = directory, report, directory.data
         self.quarantine = Quarantine(directory.data)
 
     def heal_identity(self) -> None:
-        """Heal id, lineage and format: first, because they say which segments are ours."""
+        """Heal id, lineage and format. Call it before the segments: they say which segments belong here."""
         data = self.data
         if not faults.ID.fullmatch(read_text(f"{data}/id")):
             replace_file(f"{data}/id", os.urandom(16).hex().encode() + b"\n")
@@ -49,17 +49,17 @@ class SmallFiles:
     def heal_deletions(self) -> None:
         """Heal one of the two files from the other.
 
-        This comes first, because they say which records belong to no queue.
+        Call it before anything else, because the files say which records belong to no queue.
         """
         damaged = deletions.faults(self.data)
         try:
-            every = deletions.read(self.data)
+            all_deletions = deletions.read(self.data)
         except CorruptError:
             for name in damaged:
                 self._set_aside(name, "cannot be read: deleted topics may come back with the records of the WAL")
             return
         if damaged:
-            deletions.write(self.data, every, lambda _, action: action())
+            deletions.write(self.data, all_deletions, lambda _, action: action())
             for name in damaged:
                 self.report.add(f"{self.data}/{name}", "written again")
 
@@ -86,15 +86,15 @@ class SmallFiles:
         self.report.add(f"{self.data}/{name}", what)
 
     def _move_away(self, name: str) -> None:
-        """Set aside what cannot be a topic.
+        """Set aside a directory that cannot be a topic.
 
-        If it was one, the queue under the right name is made again from the WAL.
+        If it was one under a damaged name, the queue is rebuilt from the WAL under the right name.
         """
         self.quarantine.set_aside(f"{self.data}/topics/{name}", f"{name}.misnamed")
         self.report.add(f"{self.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
 
     def _topic(self, name: str, since: int | None) -> None:
-        """Write a declaration from its partitions, the checkpoint, and what can still be read of it."""
+        """Rewrite a declaration from the partitions, the checkpoint, and its own readable lines."""
         path = topics.toml_path(self.data, name)
         text = read_text(path)
         partitions = max(1, sum(entry.isdigit() for entry in os.listdir(f"{self.data}/topics/{name}")))
@@ -113,7 +113,7 @@ class SmallFiles:
         return min([record.seq_of(head.line) for head in heads if head], default=1)
 
     def heal_dropped(self) -> None:
-        """Heal each line of dropped.log from those two of its three numbers that name what really is missing."""
+        """Heal each damaged line of dropped.log: two of its three numbers must match a gap that exists."""
         path = f"{self.data}/dropped.log"
         damaged = dict(faults.of_dropped(self.directory))
         if not damaged:
@@ -130,7 +130,7 @@ class SmallFiles:
         replace_file(path, b"".join(line + b"\n" for line in lines))
 
     def _range(self, line: bytes) -> bytes | None:
-        """Return the line that names what is missing; None if no two of its numbers do."""
+        """Return the line for the gap that two of its numbers match; None if there is no such gap."""
         numbers = [int(digits) for digits in re.findall(rb"(?<=\|)\d+(?=\|)", line)]
         pairs = list(product(numbers, repeat=2))
         candidates = {(a, b) for a, b in pairs if a <= b}
@@ -154,13 +154,13 @@ class SmallFiles:
         return min(after, default=last + 1) == last + 1 and (first == 1 or min(before, default=0) == first - 1)
 
 
-def _lineage(said: str, own_id: str, labels: Counter[str]) -> str:
-    """Return the lineage: as the file says, unless that is no name, or the indexes and the id contradict it."""
+def _lineage(stated: str, own_id: str, labels: Counter[str]) -> str:
+    """Return the lineage: the file's, unless it is no valid name, or the indexes and the id contradict it."""
     named = [name for name, _ in labels.most_common() if name]
-    is_name = faults.ID.fullmatch(f"{said}\n") is not None
-    if is_name and (said == own_id or not named or said in named):
-        return said
+    is_name = faults.ID.fullmatch(f"{stated}\n") is not None
+    if is_name and (stated == own_id or not named or stated in named):
+        return stated
     if own_id in named or not named:
         return own_id
-    is_near = is_name and sum(a != b for a, b in zip(said, named[0], strict=True)) == 1
-    return said if is_name and not is_near else named[0]
+    is_near = is_name and sum(a != b for a, b in zip(stated, named[0], strict=True)) == 1
+    return stated if is_name and not is_near else named[0]

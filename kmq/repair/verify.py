@@ -1,8 +1,8 @@
-"""Is everything on disk as it was written? What `kmq verify` looks at, and what `--repair` starts from.
+"""Checks that everything on disk is as it was written: the findings of `kmq verify`, from which `--repair` starts.
 
-Every segment of the WAL and of the queues is read block by block: whether the segment lies in its place, crc and index
-line of each block, the syntax of its lines, its seqs (without a gap in the WAL except for named ones, rising in a
-queue), the offsets from segment to segment. The end of the WAL is compared with what queues and checkpoints have seen.
+Every segment of the WAL and of the queues is read block by block. Checked are the place of the segment, the crc and the
+index line of each block, the syntax of its lines, its seqs (dense in the WAL except for named gaps, rising in a queue),
+and the offsets from segment to segment. The end of the WAL is compared with the last seqs in queues and checkpoints.
 Then the two copies of each record are compared, and the small files are checked.
 
 Invariant   Verify never writes.
@@ -29,7 +29,7 @@ class Verifier:
         self._directory, self._is_live, self._progress = Directory(data), is_live, progress
 
     def findings(self, only: Iterable[str] = ()) -> Iterator[Finding]:
-        """Yield everything that is wrong, or only what concerns these topics (`append`: the WAL)."""
+        """Yield all findings, or only those that concern these topics (`append`: the WAL)."""
         directory, only = self._directory, set(only)
         ends: dict[At, int] = {}  # the last seq of each queue
         damaged: set[At] = set()
@@ -65,7 +65,7 @@ class Verifier:
             sealed = number + 1 < len(segments)
             try:
                 scan = scan_segment(first, path, log.by_seq, sealed, self._progress)
-            except FileNotFoundError:  # retention was faster
+            except FileNotFoundError:  # retention has just deleted it
                 continue
             if scan.misplaced:
                 yield scan, [Finding.of_file(self._directory.relative(path), scan.misplaced)]
@@ -81,7 +81,7 @@ class Verifier:
             yield scan, findings
 
     def _of_blocks(self, scan: Scan, last_seq: int) -> Iterator[Finding]:
-        """`last_seq`: of the segments before."""
+        """Yield what is wrong with the blocks of a segment. `last_seq`: of the segments before it."""
         path = self._directory.relative(scan.path)
         if scan.by_seq and scan.first > last_seq + 1 and last_seq:
             yield from self._gaps(path, 0, last_seq + 1, scan.first - 1)
@@ -109,7 +109,7 @@ class Verifier:
                 yield from self._gaps(path, block.position, before + 1, after - 1)
 
     def _gaps(self, path: str, byte: int, first: int, last: int) -> Iterator[Finding]:
-        """Yield the seqs that the WAL lacks and nobody has named."""
+        """Yield the seqs of first…last that dropped.log and quarantine/log do not name."""
         for gap in dropped.without(first, last, self._directory.named_gaps()):
             yield Finding.of_records(path, "missing, and not named in dropped.log", gap, byte)
 
@@ -125,10 +125,10 @@ class Verifier:
         if scan.unindexed and (sealed or not self._is_live):
             yield Finding.of_file(index_path, f"does not cover {scan.unindexed} bytes of its log", is_damage=sealed)
 
-    # --- what they say of each other ---------------------------------------------------------------------------------
+    # --- comparisons -------------------------------------------------------------------------------------------------
 
     def _of_wal_end(self, routed: int, ends: dict[At, int], wal_end: int) -> Iterator[Finding]:
-        """Compare the last seq of the WAL with what queues, router.ckpt and deletions have seen."""
+        """Compare the last seq of the WAL with the last seqs in queues, router.ckpt and deletions."""
         directory = self._directory
         segments = directory.wal().segments()
         active = directory.relative(segments[-1][1]) if segments else "append"
@@ -138,7 +138,7 @@ class Verifier:
             yield Finding.of_records(active, "cut off: the queues, router.ckpt or deletions have had it", gap, size)
 
     def _of_queue_ends(self, rows: checkpoint.Rows, ends: dict[At, int]) -> Iterator[Finding]:
-        """Compare the last seq of each queue with what router.ckpt has seen."""
+        """Compare the last seq of each queue with its row in router.ckpt."""
         current = self._directory.load_checkpoint()[1].keys()  # a topic may have been deleted meanwhile
         for (topic, number), row in rows.items():
             last_seq = ends.get((topic, number), 0)

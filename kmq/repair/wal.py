@@ -1,8 +1,8 @@
-"""The WAL from the queues.
+"""Heals the WAL from the queues.
 
-A record is believed if a block with a right crc holds it, or if both copies say the same. So whatever of the WAL is not
-good is written again from the queues. Bytes that no index line covers (the index was lost) are compared with the
-queues, record by record; where the queues have nothing, the bytes are kept as they are and reported as not confirmed.
+A record is trusted if it lies in a block with a right crc, or if both copies are the same. So damaged parts of the WAL
+are written again from the queues. Bytes that no index line covers (the index was lost) are compared with the queues,
+record by record. If the queues lack the records, the bytes are kept as they are and reported as not confirmed.
 """
 
 import heapq
@@ -25,7 +25,7 @@ class WalHealer:
         self._unwitnessed: list[int] = []  # seqs of the current segment that nothing else confirms
 
     def heal(self, known: int) -> None:
-        """`known`: the last seq that anything else on disk has seen."""
+        """Rewrite each segment that is damaged or not indexed. `known`: the last seq in any other file."""
         log = self.directory.wal()
         if not log.segments() and known:
             replace_file(f"{self.data}/append/{segment.name(self._oldest())}", b"")
@@ -39,18 +39,18 @@ class WalHealer:
                 self.rewriter.rewrite(scan, patches, self._lines, unwitnessed=self._unwitnessed)
 
     def _oldest(self) -> int:
-        """Return where a WAL of which nothing is left begins.
+        """Return the first seq of a WAL of which nothing is left.
 
-        That is seq 1, unless retention has taken the first records of a queue.
+        That is 1, unless retention has deleted the first records of a queue.
         """
         logs = map(self.directory.queue, self.directory.queues())
         scans = [scan for log in logs for scan in self.rewriter.scans.of_log(log)[:1]]
         return min([scan.seq_from(0) or 1 for scan in scans], default=1) if any(scan.first for scan in scans) else 1
 
     def _patches(self, scan: Scan, until: int) -> list[Patch]:
-        """Return what of a segment has to be written again: what is not good, and what is missing.
+        """Return the parts of a segment that must be written again: damaged or missing records.
 
-        `until`: the seq that its last record must have, at least.
+        `until`: the last record of the segment has at least this seq.
         """
         patches: list[Patch] = []
         last_seq, bad = scan.first - 1, list[Block]()
@@ -59,7 +59,7 @@ class WalHealer:
                 bad.append(block)
                 continue
             position = block.position if block else scan.size - scan.torn
-            # A damaged digit must not say that there were a million more.
+            # A damaged digit must not make the segment appear a million records longer.
             at_most = last_seq + sum(scan.read(damaged).count(b"\n") for damaged in bad) + 1
             last = block.first_seq - 1 if block else max(until, self._last_in(scan, bad, last_seq, at_most))
             if bad or (last > last_seq and self._unnamed(last_seq + 1, last)):
@@ -94,7 +94,7 @@ class WalHealer:
         yield from (Line(seq, text or confirmed.get(seq)) for seq, text in lines)
 
     def _merged(self, patch: Patch, copies: Iterator[tuple[int, bytes, bool]], evidence: Evidence) -> Iterator[Line]:
-        """Yield each record by the best that is left of it.
+        """Yield each record from its best remaining copy.
 
         `copies`: the records of the queues, as `_between` yields them.
         """
@@ -112,7 +112,7 @@ class WalHealer:
                 yield Line(seq, text)
 
     def _between(self, log: reader.LogReader, low: int, high: int) -> Iterator[tuple[int, bytes, bool]]:
-        """Yield (seq, line, whether a checksum confirms it) of the records low…high of a queue, in order."""
+        """Yield (seq, line, True if a checksum confirms it) of the records low…high of a queue, in order."""
         for scan in self.rewriter.scans.of_log(log):
             last_seq = 0
             for number, block in enumerate(scan.blocks):
