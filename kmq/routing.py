@@ -1,4 +1,4 @@
-"""Where a message goes: routing key → topic, key, partition. One table, used by the router and by Spark.
+"""Where a message goes: routing key → topic, key, partition. The router and Spark use the same table.
 
 Routing is a pure function of the stored line and of the table in force at its seq, so that rebuilding a queue from the
 WAL gives the same file again:
@@ -9,11 +9,11 @@ WAL gives the same file again:
     partition   the number in the mark; else crc32(key) mod partitions; without a key: seq mod partitions
 
 A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. If it was
-deleted (kmq/log/deletions.py), its records up to then belong to no topic. Marks count from the table's `marks_from` on:
-older records stay where they are (kmq/log/identity.py).
+deleted (kmq/log/deletions.py), its records up to then belong to no topic. A mark is read as a mark only in records from
+the table's `marks_from` on, so older records stay in their queues (kmq/log/identity.py).
 
-The framer refuses a partition that the topic does not have. If such a line is stored all the same, it goes to the
-number mod partitions, because every line in the WAL has a place.
+The framer refuses a partition that the topic does not have. If such a line is stored nevertheless, its partition is the
+number mod partitions, because every line in the WAL must have a place.
 """
 
 import zlib
@@ -28,13 +28,13 @@ _NEVER = 1 << 64  # a seq that no record can have
 
 
 class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
-    """A routing key read by a table: the topic, the key or None, the partition that its mark asks for or None."""
+    """A resolved routing key: the topic, the key or None, the partition that the mark asks for or None."""
 
     __slots__ = ()
 
     @property
     def is_spread(self) -> bool:
-        """True if the seq decides on the partition."""
+        """Return True if the seq decides on the partition."""
         return self.key is None and self.asked is None
 
 
@@ -60,26 +60,26 @@ class Topic:
         return self.from_seq <= seq or any(first <= seq <= last for first, last in self.lives)
 
     def bounds(self) -> list[int]:
-        """The seqs at which it came into force and was deleted, in turns, in order."""
+        """Return the seqs at which the topic came into force and was deleted, alternating, in order."""
         mine = [] if self.is_gone else [self.from_seq]
         return [*(seq for first, last in self.lives for seq in (first, last + 1)), *mine]
 
     def partition_of(self, route: Route, seq: int) -> int:
-        """Partition of a message with this route and seq."""
+        """Return the partition of a message with this route and seq."""
         number: int | None = route.asked
         if number is None:
             number = seq if route.key is None else zlib.crc32(route.key)
         return number % self.partitions
 
     def log_names(self) -> list[str]:
-        """Names of the symlinks to its partitions, in order."""
+        """Return the names of the symlinks to the partitions, in order."""
         if self.partitions == 1:
             return [f"{self.name}.log"]
         return [f"{self.name}-{number}.log" for number in range(self.partitions)]
 
 
 class Table(dict[bytes, Topic]):
-    """Topics by name, those that were deleted among them, and the seq from which on a mark counts."""
+    """Topics by name, including deleted topics, and the seq from which marks count."""
 
     def __init__(self, topics: Mapping[bytes, Topic] | Iterable[tuple[bytes, Topic]] = (), marks_from: int = 0) -> None:
         super().__init__(topics)
@@ -135,7 +135,7 @@ def exact(topic: bytes, key: bytes | None) -> bytes:
 
 
 def key_behind(topic: bytes, routing_key: bytes, has_marks: bool = True) -> bytes | None:
-    """Return the key of a routing key that leads to `topic`. `has_marks`: its record was stored since marks count."""
+    """Return the key of a routing key that leads to `topic`. `has_marks`: marks count in its record."""
     key: bytes | None = routing_key[len(topic) + 1 :] or None
     if has_marks and b".@" in routing_key and (mark := record.marked(routing_key)) is not None:
         key = mark.key
@@ -143,10 +143,10 @@ def key_behind(topic: bytes, routing_key: bytes, has_marks: bool = True) -> byte
 
 
 class AnyTopic:
-    """Accepts every topic."""
+    """A catalog that accepts every topic."""
 
     def takes(self, text: bytes, next_seq: int) -> bool:
-        """Return True if `text` is well-formed lines that may all name their topics. The first will be `next_seq`."""
+        """Return True if `text` is well-formed lines without misplaced marks. `next_seq`: the seq of the first line."""
         return record.good_prefix(text) == len(text) and record.marks(text) is not None
 
     def refusal(self, line: bytes, seq: int) -> str:

@@ -1,9 +1,9 @@
-"""When a checkpoint is due, what it has to sync, and what it says. router.ckpt itself is kmq/log/checkpoint.py.
+"""Decides when a checkpoint is due, what it has to sync, and what it says. kmq/log/checkpoint.py writes the file.
 
 Owner       the router process.
 Invariant   A file that was written or made since the last checkpoint is synced by the next one, before router.ckpt
-            names it. No checkpoint says more than `routed_seq`; a topic that is still to be made is not in it.
-Crash       A checkpoint is the old or the new one, whole. What was in memory here is found again by recovery.
+            names it. No checkpoint covers more than `routed_seq`, and none has a topic that is not made yet.
+Crash       router.ckpt is the old or the new one, whole. Recovery finds again what was in memory here.
 """
 
 import os
@@ -20,24 +20,24 @@ from kmq.routing import Topic
 from kmq.settings import MIB
 
 CHECKPOINT_NS = 30_000_000_000
-CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay: ready in a second also after a kill
+CHECKPOINT_BYTES = 64 * MIB  # bounds what a restart has to replay, so that it is ready in a second even after a kill
 
 
 class Checkpoints:
-    """See the module."""
+    """The router's side of router.ckpt: files to sync, and when to write the next one."""
 
     def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs, sorter: Sorter) -> None:
         self._context, self._in_force, self._logs, self._sorter = context, in_force, logs, sorter
-        # Its thread only waits for room. To make room would change the logs, which belong to the thread that routes.
+        # The writer's thread only waits for room: making room changes the logs, which belong to the routing thread.
         self.writer = checkpoint.Checkpointer(context.data, context.wait_outside, context.logger)
-        self.dirty: list[str] = []  # files mended or made since the last checkpoint, besides what the logs know of
+        self.dirty: list[str] = []  # files repaired or made since the last checkpoint, besides those in `logs.unsynced`
         self.kept: list[Segment] = []  # last records that outlive their segments with the next checkpoint
         self.started_at = time.monotonic_ns()
         self._bytes_then = 0
 
     @property
     def is_busy(self) -> bool:
-        """Return True while one is being written, or waits for room. Raises RetryError where the last one failed."""
+        """Return True while a checkpoint is written or waits for room. Raises RetryError if the last one failed."""
         return self.writer.busy
 
     @property
@@ -51,7 +51,7 @@ class Checkpoints:
         return bool(self._logs.unsynced) and (is_time or self.is_due_by_bytes)
 
     def start(self, retired: Sequence[Segment] = ()) -> None:
-        """Begin to write one; the segments `retired` are deleted when it is on disk."""
+        """Begin to write a checkpoint; the segments `retired` are deleted once it is on disk."""
         for log in self._logs.unsynced:
             self.dirty += [log.path, *log.unsynced]
             log.unsynced.clear()
@@ -65,11 +65,11 @@ class Checkpoints:
         self.started_at, self._bytes_then = time.monotonic_ns(), self._sorter.routed_bytes
 
     def finish(self) -> None:
-        """Return when what has begun is written. Raises RetryError where it failed."""
+        """Wait until the checkpoint that was begun is on disk. Raises RetryError if it failed."""
         self.writer.finish()
 
     def forget(self, topic: Topic) -> None:
-        """The files of a topic are about to be deleted: do not sync them."""
+        """Drop the files of a topic from those to sync, because they are about to be deleted."""
         directory = f"{self._context.data}/topics/{topic.name}/"
         self.dirty = [path for path in self.dirty if not path.startswith(directory)]
         self.kept = [segment for segment in self.kept if not segment.path.startswith(directory)]

@@ -1,8 +1,8 @@
-"""Taking in the segments that compaction has laid out (kmq/log/compaction.py), for the topics that declare it.
+"""Installs the segments that compaction has laid out (kmq/log/compaction.py), for topics that declare compaction.
 
 Owner       the router process, as the owner of topics/.
 Invariant   A segment is replaced only while it is sealed and synced, and only by one that covers exactly its records.
-Crash       See kmq/log/compaction.py: what is laid out stays until it is installed or discarded.
+Crash       See kmq/log/compaction.py: a segment that is laid out stays until it is installed or discarded.
 """
 
 from itertools import pairwise
@@ -17,13 +17,13 @@ from kmq.routing import Topic
 
 
 class Compacted:
-    """See the module."""
+    """The installer of compacted segments."""
 
     def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs) -> None:
         self._context, self._in_force, self._logs = context, in_force, logs
 
     def install(self) -> bool:
-        """Take in what is laid out; returns True if a checkpoint has to follow."""
+        """Install the segments that are laid out; return True if a checkpoint has to follow."""
         is_due = False
         for sealed in compaction.waiting(self._context.data):
             topic = self._topic_of(sealed)
@@ -31,9 +31,7 @@ class Compacted:
                 self._discard(sealed, "topic.toml did not say compact when the router read it")
                 continue
             log = self._logs.log_of(topic, sealed.partition)
-            if (
-                log.unsynced
-            ):  # after a crash sizes will not tell, so sealed segments must be on disk: next time they are
+            if log.unsynced:  # after a swap, sizes no longer reveal a lost write: a checkpoint must sync first
                 is_due = True
                 continue
             old = _covering(log.state, sealed)
@@ -48,7 +46,7 @@ class Compacted:
         return is_due
 
     def _topic_of(self, sealed: compaction.Sealed) -> Topic | None:
-        """The topic, if it is one that is compacted."""
+        """Return the topic of a segment; None if it is not in force or not compacted."""
         topic = self._in_force.table.get(sealed.topic.encode())
         if topic is None or sealed.partition >= topic.partitions:
             return None
@@ -60,7 +58,7 @@ class Compacted:
 
 
 def _covering(state: State, sealed: compaction.Sealed) -> Segment | None:
-    """The sealed segment with exactly these records."""
+    """Return the sealed segment with exactly these records; None if there is none."""
     ends = [*(segment.first for segment in state.sealed), state.base]
     spans = zip(state.sealed, pairwise(ends), strict=True)
     return next((segment for segment, span in spans if span == (sealed.first, sealed.end)), None)

@@ -1,6 +1,6 @@
-"""What every part of the router is given: the data directory, the logger, the clock, and how to wait for room.
+"""What every part of the router receives: the data directory, the logger, the clock, and how to wait for room.
 
-Owner       the router process. One object for all parts, so a part never needs another one just to wait or to be heard.
+Owner       the router process. All parts share one object, so no part needs another part just to wait or to log.
 """
 
 import time
@@ -13,7 +13,7 @@ from kmq.logfmt import Logger
 
 
 class Context:
-    """See the module."""
+    """The values and callables that all parts of the router share."""
 
     __slots__ = ("check", "data", "logger", "make_room", "now_s", "wait_outside", "wal_is_synced")
 
@@ -22,14 +22,14 @@ class Context:
         self.wait_outside = wait_for_room
         # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.
         self.make_room: Callable[[], object] = partial(spare.release, data)
-        self.check: Callable[[], None] = lambda: None  # a sign of life, called again and again in long work
+        self.check: Callable[[], None] = lambda: None  # a sign of life, called repeatedly during long work
         self.now_s: Callable[[], float] = time.time  # for ages; the stage gives its trusted clock (kmq/broker/clock.py)
 
     def wait_for_room(self, path: str) -> None:
-        """The disk is full, perhaps in the middle of an append. Make room first, then wait."""
+        """Make room, then wait, because the disk is full; perhaps in the middle of an append."""
         self.make_room()
         self.wait_outside(path)
 
     def replace(self, path: str, content: bytes) -> None:
-        """Replace a file, waiting for room where the disk is full."""
+        """Replace a file, waiting for room while the disk is full."""
         with_room(path, self.wait_for_room, lambda: replace_file(path, content))

@@ -1,10 +1,10 @@
 """How a topic comes into force: declared in topic.toml, named by a message, or known by the checkpoint of the last run.
 
-Owner       the router process; no other writes the topic.toml of a topic in force.
+Owner       the router process: no other process writes the topic.toml of a topic in force.
 Invariant   A topic's `from_seq` is on disk before a record is routed by it, except for topics without a dot in their
             name that a message created: those have one partition from the start, which their directory says as well.
-Crash       Every topic.toml is replaced atomically. A topic that a message created is found half made by the next
-            start, and is made by the same message again. What the checkpoint knows of a topic outlives its directory.
+Crash       Every topic.toml is replaced atomically. A kill may leave a topic that a message created half made: the next
+            start makes it again from the same message. The checkpoint's row of a topic outlives its directory.
 """
 
 import os
@@ -21,7 +21,7 @@ from kmq.routing import Topic
 
 
 class Declarations:
-    """See the module."""
+    """Puts topics in force, and writes their declarations."""
 
     def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs) -> None:
         self._context, self._in_force, self._logs = context, in_force, logs
@@ -30,8 +30,8 @@ class Declarations:
     def create(self, name: bytes, seq: int) -> Topic:
         """Make a topic that a message named: one partition, in force from that message on.
 
-        Where a declaration came before the router looked, it is adopted with that message: routing to one partition
-        under a file that says several would make a rebuilt queue another one.
+        If the topic was declared since the router last looked, the declaration is adopted with that message. Routing to
+        one partition under a file that says several would make a rebuilt queue differ.
         """
         topic = Topic(name.decode(), 1, seq)
         data = self._context.data
@@ -53,7 +53,7 @@ class Declarations:
         return topic
 
     def adopt(self, name: str, next_seq: int) -> Topic:
-        """Put a declared topic in force: from `next_seq` on, unless its file already says from when."""
+        """Put a declared topic in force, from `next_seq` on unless its file already has a from_seq."""
         logger = self._context.logger
         declared = topics.read(self._context.data, name)
         if declared.is_guessed:
@@ -77,7 +77,7 @@ class Declarations:
     # --- at a start ----------------------------------------------------------------------------------------------
 
     def load(self, rows: checkpoint.Rows, since: dict[str, int]) -> list[Topic]:
-        """Put the topics in force, with those whose directory is gone but which the checkpoint still knows."""
+        """Put all topics in force, also those that only the checkpoint still knows because their directory is gone."""
         topics.check_names(self._context.data)
         found: dict[str, Topic] = {}
         guessed: set[str] = set()
@@ -91,19 +91,20 @@ class Declarations:
         self._correct(found, guessed, rows, since)
         self._restore_missing(found, rows, since)
         for topic in found.values():
-            if self._is_blank(topic.name):  # a kill or a power cut came before its text
+            if self._is_blank(topic.name):  # a kill or a power cut came before its text was written
                 os.makedirs(f"{self._context.data}/topics/{topic.name}", exist_ok=True)
                 self._write(topic, topics.Declaration(topic.partitions, topic.from_seq))
         self._in_force.load(found.values())
         return list(found.values())
 
     def _read(self, name: str, is_known: bool) -> topics.Declaration:
-        """The declaration of a topic. Raises CorruptError where it is damaged and the checkpoint does not know it."""
+        """Return a topic's declaration. Raises CorruptError if it is damaged and the checkpoint does not know it."""
         data = self._context.data
         declared = topics.read(data, name)
         if not is_known and not self._is_blank(name) and (what := topics.fault(data, name, at_start=True)):
             path = topics.toml_path(data, name)
-            raise CorruptError(f"{path}: {what}; run kmq verify --repair")  # other partitions would be other queues
+            # A guessed number of partitions would route keys to other queues.
+            raise CorruptError(f"{path}: {what}; run kmq verify --repair")
         return declared
 
     def _is_blank(self, name: str) -> bool:
@@ -116,7 +117,7 @@ class Declarations:
     def _correct(
         self, found: dict[str, Topic], guessed: set[str], rows: checkpoint.Rows, since: dict[str, int]
     ) -> None:
-        """Where a file and the checkpoint differ, the checkpoint is right: it has a crc."""
+        """Correct each file that differs from the checkpoint: the checkpoint is right, because it has a crc."""
         counts = Counter(name for name, _ in rows)
         for name in [name for name in found if name in since]:
             topic, known = found[name], Topic(name, counts[name], since[name])
@@ -124,7 +125,7 @@ class Declarations:
                 self._context.logger.warn(
                     "topic_mended", topic=name, partitions=known.partitions, from_seq=known.from_seq
                 )
-                found[name] = known  # other partitions would be another queue
+                found[name] = known  # a wrong number of partitions would route keys to other queues
                 limits = topics.read(self._context.data, name).limits
                 self._write(known, topics.Declaration(known.partitions, known.from_seq, limits))
 

@@ -1,11 +1,11 @@
-"""The end of a log that is not what its index says: damaged, or a power cut left the index ahead. The WAL knows what it
-was.
+"""Heals the end of a log that differs from its index, because of damage or because a power cut left the index ahead.
+The lines are written again from the WAL.
 
 Owner       the router process.
-Invariant   Nothing is cut that the WAL cannot give back, except where the log was not synced: then a power cut may have
-            torn it.
-Crash       The lines are written in place, the index after them. A start finds either of them half done, and does it
-            again.
+Invariant   Only what the WAL can restore is cut. The exception is a log that was not synced: a power cut may have torn
+            its end.
+Crash       The lines are written in place, then the index. If a kill leaves either half done, the next start heals the
+            log again.
 """
 
 import os
@@ -35,15 +35,16 @@ class GoodEnd:
 
 
 class EndHealer:
-    """See the module."""
+    """Heals ends of logs from the WAL."""
 
     def __init__(self, context: Context, records: WalRecords, table: Table) -> None:
         self._context, self._records, self._table = context, records, table
 
     def heal(self, log: PartitionLog, damage: DamageError, is_unsynced: bool) -> None:
-        """Write the end of the active segment again, from the WAL. Raises `damage` where nothing explains or heals it.
+        """Write the end of the active segment again, from the WAL. Raises `damage` if the WAL lacks those records.
 
-        `is_unsynced`: a power cut may have done it, because the log was written since it was last synced.
+        `is_unsynced`: the log was written since its last sync, so a power cut explains the damage, which is then no
+        error even if the WAL lacks the records.
         """
         state, path, topic = log.state, log.path, self._table[log.topic.encode()]
         with open(path, "r+b") as file:
@@ -70,8 +71,8 @@ class EndHealer:
 def _good_end(fd: int, path: str, state: State, damaged_at: int) -> GoodEnd:
     tail = find_tail(fd, min(damaged_at, state.active_bytes), is_stored)
     last = tail.last
-    every = read_entries(segment.index_path(path), 1 << 62)
-    entries = [entry for entry, following in pairwise(every) if following.position <= tail.size]
+    indexed = read_entries(segment.index_path(path), 1 << 62)
+    entries = [entry for entry, following in pairwise(indexed) if following.position <= tail.size]
     offset, start = (entries[-1].offset, entries[-1].position) if entries else (state.base, 0)
     offset += os.pread(fd, tail.size - start, start).count(b"\n")
     if not last and state.sealed:

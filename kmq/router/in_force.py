@@ -1,8 +1,8 @@
-"""The topics in force, those that were deleted, and the limits of each.
+"""The topics in force, the deleted topics, and the limits of each topic.
 
-Owner       the router process; the only place in it where a topic begins or ceases to be in force.
-Invariant   `table` always is one object, so that whoever routes may keep it. Remembered routes are forgotten before a
-            line is routed by a table that has changed.
+Owner       the router process. Only this module puts a topic in force or ends that.
+Invariant   `table` is always the same object, so the sorter may keep a reference. After the table has changed, cached
+            routes are cleared before the next line is routed.
 Crash       In memory only. A start loads it from topic.toml, router.ckpt and deletions.
 """
 
@@ -18,23 +18,23 @@ from kmq.routing import Table, Topic
 
 
 class TopicsInForce:
-    """See the module."""
+    """The table of topics, with their limits."""
 
     def __init__(self, context: Context, limits: Limits) -> None:
-        """`limits`: those of the settings, for every topic without limits of its own."""
+        """Begin without topics. `limits`: from the settings, for every topic without limits of its own."""
         self._context, self.default_limits = context, limits
         self.table = Table()  # with the deleted topics
         self.deleted = deletions.Deleted.of(context.data)
-        self.forget_routes: Callable[[], None] = lambda: None  # set by who remembers routes
+        self.forget_routes: Callable[[], None] = lambda: None  # the sorter sets it: clears the cached routes
         self._own_limits: dict[str, Limits] = {}
 
     @property
     def count(self) -> int:
-        """How many topics there are."""
+        """Return the number of topics in force."""
         return sum(not topic.is_gone for topic in self.table.values())
 
     def load(self, found: Iterable[Topic]) -> None:
-        """Begin with these topics, and with those that were deleted."""
+        """Load the table with these topics and the deleted topics."""
         self.table.clear()
         self.table.marks_from = identity.marks_from(self._context.data)
         self.table.update((name.encode(), Topic.gone(name, lives)) for name, lives in self.deleted.lives.items())
@@ -42,13 +42,13 @@ class TopicsInForce:
             self.put(topic)
 
     def put(self, topic: Topic) -> None:
-        """The topic is in force from its `from_seq` on."""
+        """Put a topic in force, from its `from_seq` on."""
         topic.lives = self.deleted.lives.get(topic.name, ())
         self.table[topic.name.encode()] = topic
         self.forget_routes()
 
     def forget(self, topic: Topic) -> None:
-        """The topic was deleted."""
+        """Take a deleted topic out of force."""
         name = topic.name.encode()
         self._own_limits.pop(topic.name, None)
         del self.table[name]
@@ -62,7 +62,7 @@ class TopicsInForce:
         return topic is not None and not topic.is_gone
 
     def first_state(self, name: str, partition: int) -> State:
-        """The state of a partition without records. It continues where a deleted partition of its name ended."""
+        """Return the state of a partition without records; it continues where a deleted partition of its name ended."""
         first = self.deleted.first_offset(name, partition)
         return State(first, 0, 0, first)
 
@@ -73,17 +73,17 @@ class TopicsInForce:
         return name in self._own_limits
 
     def set_limits(self, name: str, declared: topics.Declaration) -> None:
-        """Use the limits that a topic declares in place of the settings."""
+        """Use the limits that a topic declares instead of the settings."""
         try:
-            limits = self.default_limits.but(declared.limits)
+            limits = self.default_limits.with_changes(declared.limits)
             if declared.limits or name in self._own_limits:
                 self._own_limits[name] = limits
         except ConfigError as err:
             path = topics.toml_path(self._context.data, name)
             self._context.logger.warn("topic_limits_ignored", file=path, reason=err)
 
-    def write_deletions(self, every: Sequence[deletions.Deletion]) -> None:
-        """These are all deletions from now on; on disk when this returns."""
+    def write_deletions(self, all_deletions: Sequence[deletions.Deletion]) -> None:
+        """Replace the list of all deletions; it is on disk when this returns."""
         wait = self._context.wait_for_room
-        deletions.write(self._context.data, every, lambda path, action: with_room(path, wait, action))
-        self.deleted = deletions.Deleted(every)
+        deletions.write(self._context.data, all_deletions, lambda path, action: with_room(path, wait, action))
+        self.deleted = deletions.Deleted(all_deletions)

@@ -1,8 +1,8 @@
-"""The partition logs of a data directory: what is known of each, and the few that are open for writing.
+"""The partition logs of a data directory: the state of each, and the few that are open for writing.
 
 Owner       the router process (lock topics/.owner).
-Invariant   At most `most_open` logs are open; the one that was unused for longest is closed first. A log that has been
-            written is in `unsynced` until a checkpoint has begun that syncs it.
+Invariant   At most `most_open` logs are open; the least recently used log is closed first. A log that has been written
+            is in `unsynced` until a checkpoint that syncs it has begun.
 Crash       In memory only. A start examines every log (recovery.py).
 Memory      A cold partition is one small object, its State.
 """
@@ -16,11 +16,11 @@ from kmq.router.healing import EndHealer
 from kmq.router.in_force import TopicsInForce
 from kmq.routing import Topic
 
-MAX_OPEN = 1024  # logs that are kept open, where the process may have so many files
+MAX_OPEN = 1024  # maximum of open logs, if the process may open that many files
 
 
 class Logs:
-    """See the module."""
+    """The partition logs, by topic and partition."""
 
     def __init__(self, context: Context, in_force: TopicsInForce, healer: EndHealer, most_open: int = MAX_OPEN) -> None:
         self._context, self._in_force, self._healer = context, in_force, healer
@@ -45,7 +45,7 @@ class Logs:
         return [self.log_of(topic, partition) for partition in range(topic.partitions)]
 
     def deliver(self, log: PartitionLog, data: Buffer, count: int, first_seq: int, last_seq: int) -> int:
-        """Append these lines, less those that the log has already; bytes written."""
+        """Append lines, without those that the log has already; return the bytes written."""
         if last_seq <= log.state.last_seq:
             return 0
         self.use(log)
@@ -54,7 +54,7 @@ class Logs:
         return log.append(data, count, first_seq, last_seq)
 
     def use(self, log: PartitionLog) -> None:
-        """Have the log open, closing the one that was unused for longest where there are too many."""
+        """Open the log if it is closed; close the least recently used log if too many are open."""
         if self._open.pop(log, self) is self:
             if len(self._open) >= self._most_open:
                 oldest = next(iter(self._open))
@@ -68,32 +68,32 @@ class Logs:
         try:
             log.open(warn, check=check)
         except MisplacedError:
-            raise  # its bytes may be the only copy of what belongs elsewhere
+            raise  # its bytes may be the only copy of records that belong elsewhere
         except DamageError as err:
             self._healer.heal(log, err, is_unsynced=log in self.unsynced)
             self.unsynced.add(log)
             log.open(warn, check=check)
 
     def restore(self, log: PartitionLog) -> None:
-        """Make what is missing of an empty or unindexed log: its directory, file, symlink, index."""
+        """Make the directory, file, symlink and index of a log, where they are missing."""
         self.use(log)
         self._unnoted.add(log)
 
     def note_open_blocks(self) -> None:
-        """Let the indexes speak of the blocks that are still open, in every log written since the last call."""
+        """Write a provisional index line for the open block of every log written since the last call."""
         for log in self._unnoted:
             self._context.check()
             log.note_open_block()
         self._unnoted.clear()
 
     def check_names(self) -> None:
-        """Raise RetryError where somebody removed a file that is open: what is written to it now would be lost."""
+        """Raise RetryError if an open file was removed: further lines written to it would be lost."""
         for log in self._open:
             if log.is_unlinked():
-                raise RetryError(f"{log.path}: removed by somebody else; a restart rebuilds it from the WAL")
+                raise RetryError(f"{log.path}: removed by another process; a restart rebuilds it from the WAL")
 
     def forget(self, topic: Topic) -> None:
-        """Keep nothing of a deleted topic in memory."""
+        """Close and forget the logs of a deleted topic."""
         name = topic.name
         for at in [at for at in self._logs if at[0] == name]:
             log = self._logs.pop(at)

@@ -1,10 +1,9 @@
-"""One log that is not as the checkpoint says: cutting what is torn, and writing from the WAL what is missing.
+"""Mends a log that differs from the checkpoint: cuts torn ends, and writes missing records from the WAL.
 
 Owner       the router process, at a start.
-Invariant   A record gets the offset it had: where records are lost for good, their offsets stay empty, and the log of
-            the router names them (`unrecoverable`). Nothing is cut but torn ends where damage, and not a power cut, may
-            be the cause.
-Crash       What was mended is not synced yet, so a kill or a power cut leaves a log that the next start mends again.
+Invariant   A record gets the offset it had. Where records are lost for good, their offsets stay empty, and the router
+            logs them (`unrecoverable`). If damage rather than a power cut may be the cause, only torn ends are cut.
+Crash       What was mended is not synced yet, so after a kill or a power cut the next start mends the log again.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from kmq.routing import Topic
 
 
 class Row:
-    """A partition and what the checkpoint says of it."""
+    """A partition, and what the checkpoint says of it (`known`)."""
 
     __slots__ = ("known", "number", "topic")
 
@@ -33,7 +32,7 @@ class Row:
 
 
 class Mended:
-    """A mended log: its state, the seq from which it needs the WAL (None: not at all), files to be synced."""
+    """A mended log: its state, the seq from which it needs a replay (None: it needs none), files to be synced."""
 
     __slots__ = ("dirty", "needed", "state")
 
@@ -44,17 +43,17 @@ class Mended:
 
 
 class Mender:
-    """See the module."""
+    """Mends logs at a start."""
 
     def __init__(self, context: Context, in_force: TopicsInForce, records: WalRecords) -> None:
         self._context, self._in_force, self._records = context, in_force, records
 
     def mend(self, row: Row, segments: list[Segment], wal_range: WalRange) -> Mended:
-        """Cut what is torn and fill what is missing in front of something good."""
-        for each in segments:
-            reader.check_place(each.path, each.first, by_seq=False)
+        """Cut torn ends, and fill gaps in front of whole segments."""
+        for part in segments:
+            reader.check_place(part.path, part.first, by_seq=False)
         known = row.known
-        # Without a checkpoint nothing says whether retention took the front; the WAL may still have it then.
+        # Without a checkpoint, retention may have deleted the front, or it was lost; the WAL may still have it.
         may_begin = known.last_seq or not segments or wal_range.first <= row.topic.from_seq
         remains = recover(segments, known, wal_range, known.start if may_begin else segments[0].first)
         mended = Mended(remains.state)
@@ -64,34 +63,34 @@ class Mender:
         mended.dirty += self._complete_indexes(remains.touched)
         self._find_missing_end(row, remains, mended, wal_range)
         for gap in remains.gaps:
-            mended.dirty += self._fill(row, gap, is_end=gap.end == mended.state.end_offset)
+            mended.dirty += self.fill(row, gap, is_end=gap.end == mended.state.end_offset)
         if remains.gaps:
             segments = segment.survey(directory_of(self._context.data, row.topic.name, row.number))
-            mended.state.start, mended.state.size = segments[0].first, sum(each.size for each in segments)
+            mended.state.start, mended.state.size = segments[0].first, sum(part.size for part in segments)
         return mended
 
     def _path_of(self, row: Row, remains: Remains) -> str:
-        """The file that a warning about a log names."""
+        """Return the file that a warning about a log names."""
         if remains.segments:
             return remains.segments[-1].path
         directory = directory_of(self._context.data, row.topic.name, row.number)
         return f"{directory}/{segment.name(row.known.start)}"
 
     def _complete_indexes(self, touched: list[Segment]) -> list[str]:
-        """Make the indexes of sealed segments whole; returns the files to be synced."""
+        """Complete the indexes of sealed segments; return the files to be synced."""
         dirty = []
-        for each in touched:
-            try:  # a segment that differs from its index gets no new crc: readers refuse it until it is repaired
-                reader.indexed_end(each.path, each.first, by_seq=False)
+        for part in touched:
+            try:  # a damaged segment must not get a new crc: readers refuse it until it is repaired
+                reader.indexed_end(part.path, part.first, by_seq=False)
             except DamageError as err:
-                self._context.logger.error("damaged", file=each.path, reason=err)
+                self._context.logger.error("damaged", file=part.path, reason=err)
                 continue
-            IndexWriter.complete(each.path, each.first, self._context.wait_for_room, self._context.check)
-            dirty += [each.path, segment.index_path(each.path)]
+            IndexWriter.complete(part.path, part.first, self._context.wait_for_room, self._context.check)
+            dirty += [part.path, segment.index_path(part.path)]
         return dirty
 
     def _find_missing_end(self, row: Row, remains: Remains, mended: Mended, wal_range: WalRange) -> None:
-        """Decide how the end that a short log lacks comes back: by the replay (`needed`), or as one more gap."""
+        """Decide how a short log gets its missing end: from the replay (`needed`), or as one more gap."""
         state, known = remains.state, row.known
         is_short = state.end_offset < known.end_offset
         needed = state.last_seq + 1 if state.last_seq else row.topic.from_seq
@@ -107,20 +106,20 @@ class Mender:
         if not is_short:
             return
         if needed < wal_range.first:
-            # A replay would begin with the next record that the WAL has, and number it wrongly: count back from the
-            # end.
+            # A replay would begin with the oldest record of the WAL, and give it a wrong offset. As a gap, the records
+            # are numbered from its end.
             into = remains.segments[-1] if remains.segments else None
             remains.gaps.append(Gap(state.end_offset, known.end_offset, SeqRange(needed, known.last_seq), into))
             state.end_offset, state.last_seq = known.end_offset, known.last_seq
             return
         mended.needed = needed
-        if not remains.segments:  # from its first record on, also what retention had taken
+        if not remains.segments:  # rebuild from the first record on, also records that retention had deleted
             mended.state = self._in_force.first_state(row.topic.name, row.number)
 
-    def _fill(self, row: Row, gap: Gap, is_end: bool) -> list[str]:
-        """Write from the WAL what is missing between two segments; returns the files to be synced.
+    def fill(self, row: Row, gap: Gap, is_end: bool) -> list[str]:
+        """Write the records of a gap from the WAL; return the files to be synced.
 
-        What the WAL no longer has is reported.
+        Records that the WAL no longer has are reported.
         """
 
         def blocks() -> Iterator[bytes]:
@@ -136,7 +135,7 @@ class Mender:
             return []
         log = self._log_into(row, gap, lost)
         log.open(self._context.logger.warn, was_cut=True)
-        for lines in _without_first(blocks(), skip):  # retention had taken them
+        for lines in _without_first(blocks(), skip):  # retention had deleted the first ones
             log.append(lines, lines.count(b"\n"), record.seq_of(lines), record.seq_of(wal.last_line(lines)))
         log.seal()
         log.close()
@@ -155,7 +154,7 @@ class Mender:
         )
 
     def _log_into(self, row: Row, gap: Gap, lost: int) -> PartitionLog:
-        """A log that writes into a gap: on in the segment that was cut, else in a new one behind the lost records."""
+        """Return a log that writes into a gap: the segment that was cut, else a new one behind the lost records."""
         begin = gap.first + lost
         state = State(begin, gap.seqs.first - 1, 0, begin)
         if gap.into is not None and not lost:
@@ -166,7 +165,7 @@ class Mender:
 
 
 def _without_first(blocks: Iterator[bytes], skip: int) -> Iterator[bytes]:
-    """Blocks of whole lines without their first `skip` lines."""
+    """Yield blocks of whole lines, without the first `skip` lines."""
     for lines in blocks:
         count = lines.count(b"\n")
         if skip < count:

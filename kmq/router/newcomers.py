@@ -1,23 +1,23 @@
 """Topics that messages have named and the router has not made yet, with the lines that wait for them.
 
-To make a topic takes six inodes and some milliseconds: thousands of them would keep the lines of all others waiting. So
-these go first, and a few newcomers are made at a time.
+Making a topic takes six inodes and some milliseconds. Thousands of new topics would keep the lines of all other topics
+waiting. So lines of existing topics go first, and a few newcomers are made at a time.
 
 Invariant   A topic's lines are in its newcomer or in its log, never in both, in order. All records before `first_seq`
-            of the oldest newcomer are in their logs; no checkpoint says more.
-Crash       What waits is in memory only. It is in the WAL too, from which the next start reads all behind the
+            of the oldest newcomer are in their logs; no checkpoint covers more.
+Crash       Waiting lines are in memory only. The next start reads them from the WAL, like everything after the
             checkpoint.
-Memory      The lines that wait: MOST_BYTES; with more, all topics are made before anything else is routed.
+Memory      At most MOST_BYTES of waiting lines; beyond that, all topics are made before anything else is routed.
 """
 
 from kmq.settings import MIB
 
-AT_ONCE = 16  # made between two looks at the ring
+AT_ONCE = 16  # topics made between two reads of the ring
 MOST_BYTES = 8 * MIB
 
 
 class Newcomer:
-    """One topic to be made."""
+    """A topic to be made, and its waiting lines."""
 
     __slots__ = ("first_seq", "lines", "name")
 
@@ -27,7 +27,7 @@ class Newcomer:
 
 
 class Newcomers:
-    """All of them, in the order of their first messages."""
+    """All newcomers, in the order of their first messages."""
 
     def __init__(self) -> None:
         self._by_name: dict[bytes, Newcomer] = {}
@@ -45,23 +45,23 @@ class Newcomers:
 
     @property
     def is_too_much(self) -> bool:
-        """Whether so many bytes wait that all have to be made now."""
+        """Return True if so many bytes wait that all newcomers must be made now."""
         return self._nbytes > MOST_BYTES
 
     def named(self, name: bytes, seq: int) -> Newcomer:
-        """The newcomer of this name; record `seq` is its first one where it is not there yet."""
+        """Return the newcomer of this name; make it if it is new, with `seq` as its first record."""
         found = self._by_name.get(name)
         if found is None:
             found = self._by_name[name] = Newcomer(name, seq)
         return found
 
     def add(self, newcomer: Newcomer, lines: list[bytes]) -> None:
-        """These lines wait for it."""
+        """Add lines that wait for a newcomer."""
         newcomer.lines += lines
         self._nbytes += sum(map(len, lines))
 
     def remove(self, newcomer: Newcomer) -> bytes:
-        """It is made: returns its lines as one text."""
+        """Remove a newcomer whose topic is made; return its lines as one text."""
         del self._by_name[newcomer.name]
         self._nbytes -= sum(map(len, newcomer.lines))
         return b"\n".join([*newcomer.lines, b""])

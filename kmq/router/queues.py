@@ -1,18 +1,18 @@
-"""All partition logs of a data directory: what the router stage asks of them. Each job has a module of its own.
+"""All partition logs of a data directory: the interface for the router stage. Each job has a module of its own.
 
-    sorting         lines into logs: the hot path                wal_records    what the WAL has for a queue
-    logs            states, and the logs that are open           recovery       a start: which log needs what
-    in_force        topics, their limits, the deleted topics     mending        one log that is not as it should be
-    declarations    how a topic comes into force                 healing        an end that its index contradicts
+    sorting         lines into logs: the hot path                wal_records    the WAL's records for a queue
+    logs            states, and the open logs                    recovery       a start: which log needs a replay
+    in_force        topics, their limits, deleted topics         mending        a log that differs from the checkpoint
+    declarations    how a topic comes into force                 healing        an end that differs from its index
     topic_changes   requests and new declarations                checkpoints    when, and what they sync
-    newcomers       topics that are still to be made             retention, compacted
+    newcomers       topics that are not made yet                 retention, compacted
 
 Owner       the router process (lock topics/.owner).
 Invariant   Every record up to `routed_seq` is in its partition log, except what dropped.log names and the records of
             deleted topics (sorting.py). The logs on disk are at least what router.ckpt says (checkpoints.py).
-Crash       The logs are copies and the WAL is the truth: every log is examined, then the WAL is replayed from where the
-            first of them ends (recovery.py).
-Memory      State of a cold partition: one small object. Descriptors: at most `most_open` logs.
+Crash       The logs are copies, and the WAL is the truth. A start examines every log, then replays the WAL from the
+            earliest end of a log (recovery.py).
+Memory      A cold partition is one small object, its State. At most `most_open` logs have a descriptor.
 """
 
 from collections.abc import Callable
@@ -50,10 +50,10 @@ class Queues:
         wal_is_synced: bool = True,
         most_open: int = MAX_OPEN,
     ) -> None:
-        """`wal_is_synced`: what the WAL shows is on disk; else each checkpoint syncs the WAL first, not to be ahead of
-        it.
+        """Join the parts of the router. `recover` must be called before anything is routed.
 
-        `most_open`: maximum of logs that are kept open.
+        `wal_is_synced`: False if the WAL may show records that are not on disk; then each checkpoint syncs the WAL
+        first, because it must never be ahead of the WAL. `most_open`: maximum of open logs.
         """
         context = self.context = Context(data, wait_for_room, log, wal_is_synced)
         in_force = self.in_force = TopicsInForce(context, limits or Limits())
@@ -70,17 +70,17 @@ class Queues:
 
     @property
     def count(self) -> int:
-        """How many topics there are."""
+        """Return the number of topics in force."""
         return self.in_force.count
 
     @property
     def sorted_seq(self) -> int:
-        """Every record up to this seq is in its log, or waits for its topic to be made."""
+        """Return the seq up to which every record is in its log, or waits for its topic to be made."""
         return self.sorter.sorted_seq
 
     @property
     def routed_seq(self) -> int:
-        """Every record up to this seq is in its log."""
+        """Return the seq up to which every record is in its log."""
         return self.sorter.routed_seq
 
     @property
@@ -90,11 +90,11 @@ class Queues:
 
     @property
     def is_checkpointing(self) -> bool:
-        """Return True while a checkpoint is being written, or waits for room."""
+        """Return True while a checkpoint is written or waits for room."""
         return self.checkpoints.is_busy
 
     def recover(self, high: int, check: Callable[[], None]) -> None:
-        """Bring every log to what the WAL says up to `high`, which is durable. `check` is called in all long work."""
+        """Complete every log from the WAL, up to the durable seq `high`. `check` is called during all long work."""
         self.context.check = check
         self._changes.finish_deletions()
         replay_from = self._recovery.run(high)
@@ -104,30 +104,30 @@ class Queues:
         self.context.make_room = self.retention.make_room
 
     def route(self, blocks: list[Block]) -> int:
-        """Append consecutive blocks, all after sorted_seq, to their partition logs; bytes written.
+        """Append consecutive blocks, all after sorted_seq, to their partition logs; return the bytes written.
 
-        Lines whose topic has to be made may wait for the next calls, of this or of `make_topics`.
+        Lines whose topic has to be made may wait for later calls of this method or of `make_topics`.
         """
         written = self.sorter.route(blocks)
         written += self.sorter.make_topics(None if self.sorter.newcomers.is_too_much else AT_ONCE)
         if self.checkpoints.is_due_by_bytes and not self.checkpoints.is_busy:
-            self.checkpoints.start()  # not only once a second: that is 160 MB more for a restart to replay
+            self.checkpoints.start()  # at once: to wait for the tick would add 160 MB to what a restart has to replay
         return written
 
     def make_topics(self, most: int | None = None) -> int:
-        """Make the topics that messages have named, all or the `most` oldest, and route their lines; bytes written."""
+        """Make the topics that messages have named, all or the `most` oldest; return the bytes of their lines."""
         return self.sorter.make_topics(most)
 
     def replay(self, first: int, last: int) -> None:
-        """Route first…last from the WAL, except what dropped.log names; each log skips what it has."""
+        """Route the records first…last from the WAL, without dropped ones; each log skips what it has."""
         self.sorter.replay(SeqRange(first, last))
 
     def adopt_declarations(self) -> None:
-        """Carry out the requests and declarations that were laid down since the last call."""
-        self._changes.look()
+        """Carry out the requests and adopt the declarations that were made since the last call."""
+        self._changes.carry_out()
 
     def tick(self) -> None:
-        """Once a second: provisional index lines, declarations, sealing, retention, the checkpoint when it is due."""
+        """Do the periodic work: index lines, declarations, sealing, retention, checkpoints; call once a second."""
         self.logs.note_open_blocks()
         self.logs.check_names()
         self.adopt_declarations()
@@ -138,15 +138,15 @@ class Queues:
                 self.checkpoints.start()
 
     def make_room(self) -> None:
-        """Delete what retention may delete, in the middle of anything."""
+        """Delete what retention may delete. May be called in the middle of any other method."""
         self.context.make_room()
 
     def settle(self) -> None:
-        """Return when the checkpoint that is being written is on disk."""
+        """Wait until the checkpoint that is being written is on disk."""
         self.checkpoints.finish()
 
     def close(self) -> None:
-        """Everything routed is on disk and the checkpoint says so."""
+        """Route the waiting lines, write a checkpoint of everything, and close all logs."""
         self.make_topics()
         self.tick()
         self.settle()

@@ -1,10 +1,10 @@
-"""A start: finding out what every log holds, and from which seq on the WAL has to be replayed.
+"""Recovery at a start: what every log holds, and from which seq on the WAL has to be replayed.
 
 Owner       the router process, before it routes anything.
-Invariant   After `run` each log is a prefix of what the WAL routes there, less what retention took, and the WAL is
-            replayed from where the first log ends. What the WAL no longer has is reported, never made up.
-Crash       Every step may be done again. A log that was mended is synced by the next checkpoint; until then the next
-            start finds it as unfit as this one did.
+Invariant   After `run` each log is a prefix of what the WAL routes there, without what retention deleted. The replay
+            begins at the earliest end of a log. Records that the WAL no longer has are reported, never made up.
+Crash       Every step may be repeated. The next checkpoint syncs a log that was mended. After a crash before that, the
+            next start mends it again.
 """
 
 import os
@@ -23,7 +23,7 @@ from kmq.router.mending import Mender, Row
 
 
 class Recovery:
-    """See the module."""
+    """Examines all logs at a start."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Recovery:
         self._declarations, self._checkpoints, self._mender = declarations, checkpoints, mender
 
     def run(self, high: int) -> int:
-        """Examine every log; returns the seq to replay the WAL from. `high`: the last durable seq."""
+        """Examine every log; return the seq from which to replay the WAL. `high`: the last durable seq."""
         data, logger = self._context.data, self._context.logger
         seq, rows, since = self._load_checkpoint()
         if seq > high:
@@ -56,7 +56,7 @@ class Recovery:
                 replay_from = replay_from if needed is None else min(replay_from, needed)
             self._context.check()
         routed = max((state.last_seq for state in self._logs.states.values()), default=0)
-        if replay_from < begin and routed + 1 < begin:  # else the queues have what is no longer in the WAL
+        if replay_from < begin and routed + 1 < begin:  # else the queues have the records that the WAL no longer has
             logger.error("unrecoverable", first_seq=replay_from, last_seq=begin - 1, reason="no longer in the WAL")
         replay_from = max(replay_from, begin)
         if replay_from <= high:
@@ -72,7 +72,7 @@ class Recovery:
             return 0, {}, {}
 
     def _examine(self, row: Row, wal_range: WalRange) -> int | None:
-        """Find the state of one log; returns the seq from which it needs the WAL, None where it does not."""
+        """Find the state of one log; return the seq from which it needs a replay, or None."""
         topic, number = row.topic, row.number
         directory = directory_of(self._context.data, topic.name, number)
         segments = _settle(directory, row.known)
@@ -84,9 +84,9 @@ class Recovery:
             self._checkpoints.dirty += mended.dirty
             segments = segment.survey(directory)
         if segments:
-            state.holds(segments)
+            state.set_segments(segments)
         self._logs.states[topic.name, number] = state
-        if is_changed and segments:  # written by a process that was killed: nobody has synced it
+        if is_changed and segments:  # a process that was killed wrote it, and it may not be synced
             self._logs.unsynced.add(self._logs.log_of(topic, number))
         if not was_there or self._lacks_link_or_index(row, state):
             self._logs.restore(self._logs.log_of(topic, number))
@@ -103,10 +103,10 @@ class Recovery:
 
 
 def _settle(directory: str, known: State) -> list[Segment]:
-    """The segments of a log, after the end of a retention that a kill interrupted."""
+    """Finish a retention that a kill interrupted, and return the segments of the log."""
     segments = segment.survey(directory)
-    retired = [each for each in segments if each.first < known.start]
-    if retired:  # the kill came between the checkpoint and their removal
+    retired = [part for part in segments if part.first < known.start]
+    if retired:  # the kill came after the checkpoint and before their removal
         segment.remove(retired)
         segments = segments[len(retired) :]
     if segments and known.start == segments[0].first - 1 and remnant.settle(directory, known.start):

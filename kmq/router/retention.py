@@ -1,10 +1,10 @@
-"""Retention of the queues: sealing logs that are over their limits, and deleting their oldest segments.
+"""Retention of the queues: seals segments of logs that are over their limits, and deletes their oldest segments.
 
 Owner       the router process.
 Invariant   A segment is deleted only after a checkpoint on disk no longer counts it. The last record of a log always
             stays.
-Crash       Between that checkpoint and the deletion, the next start deletes (recovery.py). For the last record see
-            remnant.py.
+Crash       After a crash between that checkpoint and the deletion, the next start deletes (recovery.py). remnant.py has
+            the crashes while the last record is kept.
 """
 
 import contextlib
@@ -22,27 +22,29 @@ from kmq.router.context import Context
 from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
 
-ROLL_NS = 10_000_000_000  # between two looks whether an idle log is over its limits
-_FUTURE_US = 1 << 62  # a time that no limit by age reaches
+ROLL_NS = 10_000_000_000  # between two checks of idle logs against their limits
+_FUTURE_US = 1 << 62  # a time that no age limit reaches
 
 
 class Retention:
-    """See the module."""
+    """Seals and deletes segments."""
 
     def __init__(self, context: Context, in_force: TopicsInForce, logs: Logs, checkpoints: Checkpoints) -> None:
         self._context, self._in_force, self._logs, self._checkpoints = context, in_force, logs, checkpoints
-        self.rolled_at = -ROLL_NS  # when `roll_over` looked last
-        self._postponed = 0  # logs that it had no room to seal then
+        self.rolled_at = -ROLL_NS  # when `roll_over` ran last
+        self._postponed = 0  # logs that `roll_over` had no room to seal
 
     def roll_over_if_due(self) -> None:
         if time.monotonic_ns() - self.rolled_at > ROLL_NS:
             self.roll_over()
 
     def roll_over(self) -> None:
-        """Seal every log that is over its limits now, also an idle one. A log without room for that stays as it is."""
+        """Roll every log that is over its limits, even an idle one. Without room on the disk the log stays as it is."""
         now_s, postponed = self._context.now_s(), 0
         for (name, partition), state in self._logs.states.items():
-            if state.end_offset - state.base < 2:  # retention could take nothing of one record alone
+            if (
+                state.end_offset - state.base < 2
+            ):  # a roll would free nothing, because the last record of a log always stays
                 continue
             limits = self._in_force.limits_of(name)
             if limits.is_over(state.active_bytes, partial(self._written_at, name, partition, state), now_s):
@@ -50,25 +52,25 @@ class Retention:
                 topic = self._in_force.table[name.encode()]
                 postponed += not self._has_rolled(self._logs.log_of(topic, partition))
         if postponed and not self._postponed:
-            effect = "retention waits; tried again"
+            effect = "retention waits until the roll succeeds"
             self._context.logger.warn("roll_postponed", queues=postponed, reason="no room", effect=effect)
         self._postponed = postponed
         self.rolled_at = time.monotonic_ns() - ROLL_NS * bool(postponed)
 
     def _written_at(self, topic: str, partition: int, state: State) -> int:
-        """When the active segment was last written, in µs: no record in it is younger. Cheaper than reading it."""
+        """Return when the active segment was last written, in µs: no record is younger. Cheaper than a read."""
         path = f"{directory_of(self._context.data, topic, partition)}/{segment.name(state.base)}"
         with contextlib.suppress(FileNotFoundError):
             return os.stat(path).st_mtime_ns // 1000
         return _FUTURE_US
 
     def _has_rolled(self, log: PartitionLog) -> bool:
-        """Seal the active segment of a log; False where there is no room for that now."""
+        """Roll a log; return False if the disk has no room for that now."""
         try:
             self._logs.use(log)
             self._logs.unsynced.add(log)
             log.roll(give_up)
-        except DamageError as err:  # it stays until it has been repaired, or somebody writes to it
+        except DamageError as err:  # the segment stays until it is repaired
             self._context.logger.error("damaged", file=log.path, reason=err)
         except OSError as err:
             if err.errno not in FULL:
@@ -77,9 +79,9 @@ class Retention:
         return True
 
     def retire(self) -> bool:
-        """Stop counting the segments that are too old or too many. They are deleted when the checkpoint is written.
+        """Stop counting the segments that are too old or too many; return True if there were any.
 
-        Returns True where that has begun.
+        Begins a checkpoint, after which they are deleted.
         """
         if self._checkpoints.is_busy:
             return False
@@ -95,7 +97,7 @@ class Retention:
         return bool(gone)
 
     def _retire_all(self, state: State) -> list[Segment]:
-        """As `retire`, where nothing would be left: the last record stays, because it says where the log ends."""
+        """Retire all segments of a log, but keep its last record, because it says where the log ends."""
         last, first = state.sealed[-1], state.end_offset - 1
         kept = remnant.lay_out(self._context.data, last, first, by_seq=False) if last.first < first else None
         gone = state.retire(len(state.sealed) - (kept is None))
@@ -106,7 +108,7 @@ class Retention:
         return gone
 
     def make_room(self) -> None:
-        """`retire`, in the middle of anything."""
+        """Retire segments. May be called in the middle of an append or a roll."""
         unsynced = set(self._logs.unsynced)
         self.retire()
-        self._logs.unsynced |= unsynced  # what waits for the room has not been written yet
+        self._logs.unsynced |= unsynced  # the append that waits for room comes after this checkpoint

@@ -5,9 +5,9 @@ Invariant   Every record up to `routed_seq` is in its log (in the page cache; th
             except what dropped.log names and the records of deleted topics. Every record up to `sorted_seq` is in its
             log, or waits for its topic to be made. Routing depends only on the line and on the topics in force at its
             seq.
-Crash       Nothing is lost with the memory: the next start replays the WAL from the checkpoint, and each log skips what
-            it has.
-Memory      Remembered routing keys: _MAX_ROUTES of at most _MAX_ROUTE bytes. For the lines that wait see newcomers.py.
+Crash       The memory here may be lost: the next start replays the WAL from the checkpoint, and each log skips what it
+            has.
+Memory      At most _MAX_ROUTES cached routing keys of at most _MAX_ROUTE bytes. newcomers.py bounds the waiting lines.
 """
 
 from collections import defaultdict
@@ -27,8 +27,8 @@ from kmq.router.wal_records import WalRecords
 from kmq.routing import DELETED, Topic, resolve
 
 _STAMP_BYTES = 64  # a seq and a time before the routing key are shorter
-_MAX_ROUTES = 1 << 16  # routing keys remembered; a producer with random keys must not fill the memory,
-_MAX_ROUTE = 256  # nor one with long keys: bytes of a routing key that is remembered
+_MAX_ROUTES = 1 << 16  # cached routing keys: a producer with random keys must not fill the memory
+_MAX_ROUTE = 256  # bytes of a cached routing key: a producer with long keys must not fill it either
 
 # Where a routing key leads. A Topic: its partition depends on the seq. A Newcomer: it has to be made first.
 # None: nowhere, because its topic was deleted after this record.
@@ -36,7 +36,7 @@ Target = PartitionLog | Topic | Newcomer | None
 
 
 class Sorter:
-    """See the module."""
+    """Routes lines, with a cache of routing keys."""
 
     def __init__(
         self, context: Context, in_force: TopicsInForce, logs: Logs, declarations: Declarations, records: WalRecords
@@ -45,7 +45,7 @@ class Sorter:
         self._create = declarations.create
         self._table, self._log_of, self._deliver = in_force.table, logs.log_of, logs.deliver
         self.newcomers = Newcomers()
-        self._making: Newcomer | None = None  # whose lines are on the way to their log
+        self._making: Newcomer | None = None  # its lines are being written to their log
         self._routes: dict[bytes, Target] = {}
         in_force.forget_routes = self._routes.clear
         self.sorted_seq = 0
@@ -53,17 +53,17 @@ class Sorter:
 
     @property
     def routed_seq(self) -> int:
-        """Every record up to this seq is in its log."""
+        """Return the seq up to which every record is in its log."""
         oldest = self._making or self.newcomers.oldest
         return oldest.first_seq - 1 if oldest else self.sorted_seq
 
     @property
     def remembered_bytes(self) -> int:
-        """How long the remembered routing keys are together."""
+        """Return the bytes of all cached routing keys."""
         return sum(map(len, self._routes))
 
     def route(self, blocks: list[Block]) -> int:
-        """Append consecutive blocks, all after sorted_seq, to their partition logs; bytes written.
+        """Append consecutive blocks, all after sorted_seq, to their partition logs; return the bytes written.
 
         Lines of a topic that has to be made wait in `newcomers`.
         """
@@ -84,7 +84,7 @@ class Sorter:
         return written
 
     def make_topics(self, most: int | None = None) -> int:
-        """Make the topics that messages have named, all or the `most` oldest, and route their lines; bytes written."""
+        """Make the topics that messages have named, all or the `most` oldest; return the bytes of their lines."""
         written = made = 0
         while made != most and (newcomer := self.newcomers.oldest):
             self._context.check()
@@ -92,13 +92,13 @@ class Sorter:
             self._making = newcomer
             written += self._route_lines([self.newcomers.remove(newcomer)])
             self._making = None
-            self._routes.clear()  # routes of these older lines may not hold for newer ones, as theirs did not for these
+            self._routes.clear()  # routes of these older lines may not hold for newer lines, nor the other way round
             made += 1
         self.routed_bytes += written
         return written
 
     def replay(self, seqs: SeqRange) -> None:
-        """Route these records from the WAL, except what dropped.log names; each log skips what it has."""
+        """Route records from the WAL, without dropped ones; each log skips what it has."""
         for first, last in self._records.ranges(seqs):
             self._routes.clear()
             for lines in wal.read(self._context.data, first, last):
@@ -109,7 +109,7 @@ class Sorter:
         self._routes.clear()
 
     def _common_target(self, block: Block) -> PartitionLog | None:
-        """The one log where all lines of a block go, if the framer saw that they share their routing key."""
+        """Return the log for all lines of a block, if the framer saw that they share a routing key; else None."""
         if not block.key_length or block.first_seq < self._table.marks_from <= block.last_seq:
             return None
         head = bytes(block.data[: _STAMP_BYTES + block.key_length])
@@ -118,7 +118,7 @@ class Sorter:
         return target if isinstance(target, PartitionLog) else None
 
     def _route_lines(self, chunks: list[bytes]) -> int:
-        """Sort stored lines, which follow one another, by partition; the one loop over single messages."""
+        """Sort consecutive stored lines by partition. This is the only loop over single messages."""
         if not chunks:
             return 0
         lines = b"".join(chunks).split(b"\n")
@@ -165,9 +165,9 @@ class Sorter:
         return target
 
     def _newcomer(self, name: bytes, seq: int) -> Newcomer:
-        """The topic to be made that a message names.
+        """Return the newcomer for a topic that record `seq` names.
 
-        With a dot in its name it is in force for all messages from this one on.
+        A topic with a dot in its name is in force at once, for all records from `seq` on.
         """
         topic = self._table.get(name)
         if b"." in name and (topic is None or topic.is_gone):
@@ -178,7 +178,7 @@ class Sorter:
 def _spread(
     groups: dict[Target, list[bytes]], log_of: Callable[[Topic, int], PartitionLog]
 ) -> dict[PartitionLog, list[bytes]]:
-    """The groups by log alone: lines without a key go to the partition of their seq, in order among the others."""
+    """Return all lines by log: lines without a key go to the partition of their seq, in order with the others."""
     logs = {target: lines for target, lines in groups.items() if isinstance(target, PartitionLog)}
     touched: set[PartitionLog] = set()
     for topic, lines in groups.items():

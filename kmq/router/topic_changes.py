@@ -1,8 +1,8 @@
-"""What changes under topics/ while the router runs: new declarations, and requests to set limits or to delete a topic.
+"""Changes under topics/ while the router runs: new declarations, and requests to set limits or to delete a topic.
 
-Owner       the router process: commands only lay declarations and requests down (kmq/log/requests.py).
-Invariant   A deleted topic's last seq is on disk in `deletions` before any of its files goes, and no record after that
-            seq is in the deleted queue. A request is removed after it was carried out.
+Owner       the router process: commands only submit declarations and requests (kmq/log/requests.py).
+Invariant   A deleted topic's last seq is on disk in `deletions` before any of its files is removed, and no record after
+            that seq is in the deleted queue. A request is removed after it was carried out.
 Crash       A request that was carried out may be carried out again: that changes nothing. Between `deletions` and the
             removal of the directory, the next start removes it (`finish_deletions`).
 """
@@ -21,11 +21,11 @@ from kmq.router.logs import Logs
 from kmq.router.sorting import Sorter
 from kmq.routing import Topic
 
-_COARSE_NS = 50_000_000  # two changes of a directory within such a time may have the same mtime
+_COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
 
 
 class TopicChanges:
-    """See the module."""
+    """Carries out requests, and adopts new declarations."""
 
     def __init__(
         self,
@@ -38,15 +38,15 @@ class TopicChanges:
     ) -> None:
         self._context, self._in_force, self._logs = context, in_force, logs
         self._declarations, self._sorter, self._checkpoints = declarations, sorter, checkpoints
-        self._looked_at = 0  # mtime of topics/ when it was last read
+        self._read_mtime = 0  # mtime of topics/ when it was last read
 
-    def look(self) -> None:
-        """Carry out what was asked since the last call, and put new declarations in force from the next seq on."""
+    def carry_out(self) -> None:
+        """Carry out new requests, and put new declarations in force from the next seq on."""
         data = self._context.data
         mtime = os.stat(f"{data}/topics").st_mtime_ns
-        if mtime == self._looked_at:
+        if mtime == self._read_mtime:
             return
-        self._looked_at = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
+        self._read_mtime = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
         for request in requests.waiting(data):
             self._carry_out(request)
         for name in topics.names(data):
@@ -69,7 +69,7 @@ class TopicChanges:
         request.remove()
 
     def _topic_of(self, name: str) -> Topic:
-        """The topic in force that a request names. Raises ConfigError where there is none."""
+        """Return the topic in force that a request names. Raises ConfigError if there is none."""
         if name in topics.names(self._context.data) and not self._in_force.has(name):
             self._sorter.make_topics()
             if not self._in_force.has(name):  # declared since the last look
@@ -79,45 +79,44 @@ class TopicChanges:
         return self._in_force.table[name.encode()]
 
     def _set_limits(self, name: str, changes: dict[str, str]) -> None:
-        """Change the limits in a topic's file, and those of its logs. Raises ConfigError where one is not valid."""
+        """Change the limits in a topic's file and of its logs. Raises ConfigError if a limit is invalid."""
         topic = self._topic_of(name)
         path = topics.toml_path(self._context.data, name)
         with open(path, encoding="utf-8") as file:
             text = topics.with_limits(file.read(), changes)
         declared = topics.parse(text)
-        limits = self._in_force.default_limits.but(declared.limits)
+        limits = self._in_force.default_limits.with_changes(declared.limits)
         self._context.replace(path, text.encode())
         self._in_force.set_limits(name, declared)
         for log in self._logs.of_topic(topic):
             self._logs.use(log)
             log.set_limits(limits, int(self._context.now_s() * 1e6))
             self._logs.unsynced.add(log)
-        said = {limit: value or "unset" for limit, value in changes.items()}
-        self._context.logger.info("topic_limits_set", topic=name, **said)
+        texts = {limit: value or "unset" for limit, value in changes.items()}
+        self._context.logger.info("topic_limits_set", topic=name, **texts)
 
     def _delete(self, name: str) -> None:
-        """Delete a topic with all records up to now, for good. Raises ConfigError where there is none."""
+        """Delete a topic with all its records, for good. Raises ConfigError if there is no such topic."""
         topic, data = self._topic_of(name), self._context.data
-        self._sorter.make_topics()  # the lines that wait for one may be older than the last seq written below
-        self._checkpoints.finish()  # it syncs files by their names
+        self._sorter.make_topics()  # waiting lines may be older than the last seq written below
+        self._checkpoints.finish()  # a running checkpoint syncs files by name, which are about to go
         last_seq = self._sorter.sorted_seq
         ends = [log.state.end_offset for log in self._logs.of_topic(topic)]
-        every = deletions.read(data)
+        all_deletions = deletions.read(data)
         has_had_records = topic.from_seq <= last_seq
         if has_had_records:
-            if not self._context.wal_is_synced:  # else a power cut may give these numbers to other records
+            if not self._context.wal_is_synced:  # else these seqs may go to other records after a power cut
                 sync_file(os.path.realpath(f"{data}/append.log"))
             deletion = deletions.Deletion(name, topic.from_seq, last_seq, deletions.now(), ends)
-            self._in_force.write_deletions([*every, deletion])
+            self._in_force.write_deletions([*all_deletions, deletion])
         self._forget(topic)
-        if not has_had_records:  # then no seq could tell it from a later topic of its name
+        if not has_had_records:  # no seq distinguishes it from a later topic of its name
             self._checkpoints.start()
             self._checkpoints.finish()
         deletions.remove_files(data, topic, self._context.check)
         if not has_had_records:
-            self._in_force.write_deletions(
-                every
-            )  # unchanged: its time tells the framer that there is something to forget
+            # The content is unchanged, but its new mtime makes the framer read the topics again.
+            self._in_force.write_deletions(all_deletions)
         self._context.logger.info(
             "topic_deleted", topic=name, from_seq=topic.from_seq, last_seq=last_seq, messages=sum(ends)
         )
@@ -128,11 +127,11 @@ class TopicChanges:
         self._in_force.forget(topic)
 
     def finish_deletions(self) -> None:
-        """Remove what a kill has left of topics that were deleted; at a start, before anything else."""
+        """Remove what a kill has left of deleted topics; call at a start, before anything else."""
         data = self._context.data
-        every = deletions.read(data)
+        all_deletions = deletions.read(data)
         if deletions.faults(data):
-            self._in_force.write_deletions(every)  # one of the two files may be missing, or damaged
+            self._in_force.write_deletions(all_deletions)  # one of the two files may be missing, or damaged
         for name, partitions in topics.left_over(data):
             last_seq = self._in_force.deleted.last_seq(name)
             self._context.logger.warn("topic_deleted_again", topic=name, last_seq=last_seq)

@@ -1,7 +1,7 @@
-"""What the WAL has for the queues: the records that have to be routed, and those of one partition.
+"""Reads the WAL for the queues: records to be routed, and the records of one partition.
 
 Owner       the router process; it reads the WAL only.
-Invariant   A record that dropped.log names is never handed out. The ranges end where a topic came into force or was
+Invariant   A record that dropped.log names is never returned. The ranges end where a topic came into force or was
             deleted, so within a range every routing key leads to the same place.
 """
 
@@ -16,13 +16,13 @@ from kmq.routing import Table, Topic, resolve
 
 
 class WalRecords:
-    """See the module."""
+    """The records of the WAL, by seqs or by partition."""
 
     def __init__(self, context: Context, table: Table) -> None:
         self._context, self._table = context, table
 
     def ranges(self, seqs: SeqRange) -> list[SeqRange]:
-        """These seqs without the dropped ones, cut where a topic came into force or was deleted."""
+        """Return `seqs` without dropped ones, split where a topic came into force or was deleted."""
         changing = [topic for topic in self._table.values() if topic.partitions > 1 or "." in topic.name or topic.lives]
         cuts = sorted({seq for topic in changing for seq in topic.bounds()})
         wanted = []
@@ -32,11 +32,11 @@ class WalRecords:
         return wanted
 
     def of_partition(self, topic: Topic, partition: int, seqs: SeqRange) -> Iterator[bytes]:
-        """The records of one partition, as blocks of whole lines."""
+        """Yield the records of one partition, as blocks of whole lines."""
         name = topic.name.encode()
         for first, last in self.ranges(seqs):
             for block in wal.read(self._context.data, first, last):
-                self._context.check()  # a gap may be one segment of the queue, and the whole WAL to look through twice
+                self._context.check()  # even a small gap may mean reading the whole WAL, twice
                 mine = []
                 for line in block.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
