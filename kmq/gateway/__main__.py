@@ -68,14 +68,14 @@ def _arguments() -> argparse.Namespace:
         type=int,
         default=0,
         metavar="PID",
-        # The gateway holds nothing that must outlive the supervisor, and the next supervisor's gateway needs the ports.
-        help="the process that has started it: when that is gone, so is the gateway",
+        # The gateway holds nothing that must outlive the supervisor, and the next supervisor's gateway needs its ports.
+        help="the process that started the gateway: when that process ends, the gateway ends too",
     )
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run the gateway to its end and return its exit code; every way out says why."""
+    """Run the gateway to its end and return its exit code. A log line always says why it has ended."""
     supervisor = _arguments().supervisor
     log = Logger("gateway")
     try:

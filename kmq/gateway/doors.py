@@ -27,7 +27,7 @@ from kmq.broker.incidents import Strangers
 from kmq.gateway.grpc.front import Relay
 from kmq.settings import MIB, Settings
 
-_MOST = 320  # more than the gRPC streams that may wait for the gateway, so that one connection can always be evicted
+_MOST = 320  # more than the gRPC streams that may wait for the gateway, so that some connection can always be evicted
 _HANDSHAKES = 96
 _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
@@ -136,7 +136,7 @@ class Doors:
             peer = f"{address[0]}:{address[1]}"
             if context and len(self._shaking) >= _HANDSHAKES:
                 task = next(iter(self._shaking))
-                self._strangers.turn_away(self._shaking.pop(task), f"{_HANDSHAKES} handshakes are not over")
+                self._strangers.turn_away(self._shaking.pop(task), f"{_HANDSHAKES} handshakes are unfinished")
                 task.cancel()
             task = loop.create_task(self._establish(sock, peer, door, server, context))
             tasks = self._shaking if context else self._plain
@@ -166,7 +166,7 @@ class Doors:
             self._strangers.note("tls_failed", peer, getattr(err, "reason", None) or err.strerror or type(err).__name__)
         else:
             if not self._has_room(door):
-                self._strangers.turn_away(peer, f"{self._most} are open already and all are being served")
+                self._strangers.turn_away(peer, f"{self._most} are open already, and all are being served")
                 transport.abort()
             else:
                 self._open[handler] = _Open(transport, peer, door)
@@ -182,7 +182,9 @@ class Doors:
         if slow:
             longest = min(slow, key=self._waits_since)
             self._end(longest)
-            self._strangers.turn_away(self._open.pop(longest).peer, f"{self._most} are open, and it keeps us waiting")
+            self._strangers.turn_away(
+                self._open.pop(longest).peer, f"{self._most} are open, and this one is the slowest"
+            )
         return bool(slow)
 
     def _waits_since(self, handler: Any) -> float:
@@ -216,6 +218,6 @@ class Doors:
             if over <= 0:
                 break
             over -= unread[handler]
-            self._strangers.cut_off(self._open[handler].peer, f"{unread[handler]} bytes of responses are not read")
+            self._strangers.cut_off(self._open[handler].peer, f"{unread[handler]} bytes of responses are unread")
             with contextlib.suppress(OSError):
                 self._end(handler)

@@ -36,7 +36,7 @@ _MIN_PING_MS = 10_000  # shortest time between two pings of a client, also on an
 
 
 _OPEN_PAGES = ("/healthz", "/readyz")
-_UNAUTHORIZED = "authorization: Bearer <token> is asked for, with a token that `kmq token new` has made"
+_UNAUTHORIZED = "authorization: Bearer <token> is required, with a token that `kmq token new` has made"
 
 
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -44,7 +44,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def __init__(self, tokens: Tokens, strangers: Strangers) -> None:
         self._tokens, self._strangers = tokens, strangers
-        # A stream whatever the method is, because the reply comes before any request.
+        # For every method the handler is a stream, because the refusal is sent before any request.
         self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:

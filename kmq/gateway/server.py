@@ -101,7 +101,7 @@ class Gateway:
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until a signal comes."""
+        """Serve until a signal arrives."""
         logging.basicConfig(handlers=[_Logfmt(self.incidents)])
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,13 +9,13 @@ from kmq.settings import STAGES, Settings
 
 
 class Broker:
-    """Reads the stats page, and changes nothing."""
+    """The broker as its stats page shows it. Changes nothing."""
 
     def __init__(self, settings: Settings, page: StatsPage) -> None:
         self.settings, self.page = settings, page
 
     def verdict(self) -> Verdict:
-        """Return whether the broker is ready, and if not, why."""
+        """Return the verdict: ready, or the reasons why not."""
         return judge(self.page, self.settings)
 
     def report(self, verdict: Verdict, reason: Reason | None) -> dict[str, Any]:

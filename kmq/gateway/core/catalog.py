@@ -1,4 +1,4 @@
-"""The logs of a broker as a remote reader may see them: which logs exist, and their first and end offsets.
+"""The logs that a remote reader of a broker may see: their names, first offsets and end offsets.
 
 A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable.
 Everything here reads files, so call it in a thread.
@@ -28,7 +28,7 @@ class Catalog:
         self._bounds_cache = Bounds(self._data)
 
     def identity(self) -> dict[str, str | int]:
-        """Return which data directory this is."""
+        """Return the id, format and instance of the data directory, ready for JSON."""
         form, _ = identity.version(self._data) or (0, 0)
         return {
             "data_id": identity.read(self._data, "id"),
@@ -38,7 +38,7 @@ class Catalog:
         }
 
     def ledger(self) -> dict[str, Any]:
-        """Return what an audit needs: how far the broker has routed, its routing table, what dropped.log names."""
+        """Return what an audit needs: the last routed seq, the routing table, and the ranges in dropped.log."""
         return ledger.read(self._data, self._router.seq)
 
     def topics(self, after: str, limit: int) -> list[dict[str, object]]:
@@ -87,5 +87,5 @@ class Catalog:
         """Return the highest durable seq seen: durability that starts again counts from 0 until it has recovered."""
         self._durable = max(self._durable, self._durability.seq)
         if not self._durable and self._durability.state_name != "ready":
-            raise RequestRefused("not_ready", "what of the WAL is durable is known when durability has recovered")
+            raise RequestRefused("not_ready", "the durable end of the WAL is unknown until durability has recovered")
         return self._durable

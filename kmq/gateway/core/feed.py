@@ -1,4 +1,4 @@
-"""The records of a topic in order of seq across its partitions, and how far the router has come.
+"""The records of a topic in order of seq across its partitions, and the router's watermark.
 
 Invariant   A record is shown only after the router's watermark has passed it. So a shown record is always in its queue
             file, and a record with a lower seq never appears later.
@@ -19,7 +19,7 @@ from kmq.routing import Topic
 
 _OBJECT = 200  # bytes of memory that a record takes beside its payload
 CHUNK_BYTES = 1 << 16  # read at once from one partition; a longer record is read alone
-_FAST_S, _SLOW_S = 0.001, 0.05  # between looks at the watermark: when it has just moved or soon will; when idle
+FAST_S, SLOW_S = 0.001, 0.05  # between looks at the watermark: when it has just moved or soon will; when idle
 
 
 class Record(NamedTuple):
@@ -118,7 +118,7 @@ class Watermark:
         self._durable = 0  # the highest seen: a restarted stage shows 0 until it has recovered
         self._seen = 0
         self._moved = asyncio.Event()
-        self._pause = _SLOW_S
+        self.pause_s = SLOW_S  # between the last poll and the next
         self._waiting = 0
         self._stopping = False
         self._timer: asyncio.TimerHandle | None = None
@@ -132,6 +132,11 @@ class Watermark:
         self._durable = max(self._durable, self._durability.seq)
         return self._durable
 
+    @property
+    def is_polling(self) -> bool:
+        """Return True while a next poll is due. Without waiting tasks there is none."""
+        return self._timer is not None
+
     def stop(self) -> None:
         """Wake all waiting tasks; they raise RequestRefused."""
         self._stopping = True
@@ -140,9 +145,9 @@ class Watermark:
     def expect(self, seq: int) -> None:
         """Note that `seq` is durable, so that the router is about to reach it."""
         self._durable = max(self._durable, seq)
-        if self._timer is not None and self._pause > 2 * _FAST_S:
+        if self._timer is not None and self.pause_s > 2 * FAST_S:
             self._timer.cancel()
-            self._arm(_FAST_S)
+            self._arm(FAST_S)
 
     async def passed(self, seq: int) -> None:
         """Wait until the router has routed `seq`. Raises RequestRefused once the gateway stops."""
@@ -150,22 +155,23 @@ class Watermark:
         try:
             while self.routed < seq:
                 if self._stopping:
-                    raise RequestRefused("stopping", "the gateway is stopping; go on at the next offset")
+                    raise RequestRefused("stopping", "the gateway is stopping; resume at the next offset")
                 if self._timer is None:
-                    self._arm(_FAST_S)
+                    self._arm(FAST_S)
                 await self._moved.wait()
         finally:
             self._waiting -= 1
 
     def _arm(self, pause: float) -> None:
-        self._pause = pause
-        self._timer = asyncio.get_running_loop().call_later(pause, self._poll)
+        self.pause_s = pause
+        self._timer = asyncio.get_running_loop().call_later(pause, self.poll)
 
-    def _poll(self) -> None:
+    def poll(self) -> None:
+        """Wake the waiting tasks if the router's seq has moved, and arm the next poll if any task waits."""
         self._timer = None
         seen, self._seen = self._seen, self.routed
         if seen != self._seen:
             moved, self._moved = self._moved, asyncio.Event()
             moved.set()
         if self._waiting:
-            self._arm(_FAST_S if seen != self._seen else min(_SLOW_S, self._pause * 1.25))
+            self._arm(FAST_S if seen != self._seen else min(SLOW_S, self.pause_s * 1.25))

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from kmq.broker.readiness import REASONS, WARNINGS
 from kmq.broker.stats import PROCESSES, STATES, Row
 from kmq.gateway.core.broker import Broker
-from kmq.links import fifo, layout
+from kmq.links import fifo, layout, received
 from kmq.log import reader, segment, topics
 from kmq.settings import STAGES
 
@@ -55,7 +55,7 @@ def _backlogs(broker: Broker) -> Samples:
 def _raw_bytes(broker: Broker) -> Samples:
     fd = os.open(f"{broker.settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
     try:
-        return [((), fifo.waiting_bytes(fd))]
+        return [((), fifo.waiting_bytes(fd) + received.waiting_bytes(broker.settings.instance))]
     finally:
         os.close(fd)
 
@@ -112,7 +112,7 @@ SCRAPED = (
     Metric(
         "kmq_not_ready", "1: this reason keeps the broker from being ready; 0: it does not.", ("reason",), _not_ready
     ),
-    Metric("kmq_warning", "1: somebody must see to this, though the broker is ready; 0: no.", ("reason",), _warnings),
+    Metric("kmq_warning", "1: an operator must act on this warning, ready or not; 0: no.", ("reason",), _warnings),
     Metric(
         "kmq_certificate_expires_seconds",
         "Unix time at which a certificate file that a process uses is not valid any more.",
@@ -123,7 +123,7 @@ SCRAPED = (
     Metric("kmq_bytes_total", "Bytes of messages a stage has moved.", _STAGE, _rows(lambda r: r.bytes, STAGES)),
     Metric(
         "kmq_seq",
-        "Last seq a stage is done with: numbered by framer, on disk by durability, in its queue by router.",
+        "Last seq that a stage has finished: numbered by framer, on disk by durability, in its queue by router.",
         _STAGE,
         _rows(lambda r: r.seq, STAGES[1:]),
     ),
@@ -134,7 +134,9 @@ SCRAPED = (
         _STAGE,
         _rows(lambda r: r.state),
     ),
-    Metric("kmq_heartbeat_age_seconds", "Since the last sign of life of a process.", _STAGE, _rows(lambda r: r.age_s)),
+    Metric(
+        "kmq_heartbeat_age_seconds", "Time since the last heartbeat of a process.", _STAGE, _rows(lambda r: r.age_s)
+    ),
     Metric(
         "kmq_clock_trusted",
         "1: a stage trusts the time of day; 0: it deletes and forgets nothing by age (kmq clock).",
@@ -149,7 +151,7 @@ SCRAPED = (
     ),
     Metric(
         "kmq_dropped_total",
-        "Messages that drop_oldest has taken away; dropped.log names them.",
+        "Messages that drop_oldest has dropped; dropped.log names them.",
         _STAGE,
         _rows(lambda r: r.dropped, STAGES[2:]),
     ),
@@ -166,39 +168,44 @@ SCRAPED = (
     Metric("kmq_askers", "Connections on the ack port.", (), _single("ingress", lambda r: r.askers)),
     Metric(
         "kmq_turned_away_total",
-        "Connections and calls that were refused, or gave way to others, because too many were open.",
+        "Connections and calls that were refused or evicted because too many were open.",
         _STAGE,
         _rows(lambda r: r.turned_away, _DOORS),
     ),
     Metric(
         "kmq_cut_off_total",
-        "Connections and calls that a deadline, or the limit of what nobody reads, has ended.",
+        "Connections and calls that a deadline, or the limit on unread bytes, has ended.",
         _STAGE,
         _rows(lambda r: r.cut_off, _DOORS),
     ),
     Metric(
         "kmq_unauthorized_total",
-        "Connections and requests that brought no valid token.",
+        "Connections and requests without a valid token.",
         _STAGE,
         _rows(lambda r: r.unauthorized, _DOORS),
     ),
     Metric(
         "kmq_unanswered",
-        "Acknowledged messages that ingress has taken and not answered yet.",
+        "Messages of acknowledged producers that have no reply yet.",
         (),
         _single("ingress", lambda r: r.unanswered),
     ),
     Metric("kmq_ring_messages", "Messages that wait in a ring.", ("ring",), _backlogs),
-    Metric("kmq_raw_bytes", "Bytes that wait in the FIFO between ingress and framer.", (), _raw_bytes),
+    Metric(
+        "kmq_raw_bytes",
+        "Bytes that wait between ingress and framer, in the FIFO and in the ring `received`.",
+        (),
+        _raw_bytes,
+    ),
     Metric("kmq_wal_bytes", "Bytes of the WAL's segments.", (), _wal_bytes),
     Metric("kmq_disk_free_bytes", "Bytes free on the disk of KMQ_DATA.", (), _disk_free),
     Metric(
         "kmq_last_durable_write_age_seconds",
-        "Since a write was last synced to disk; absent until durability has synced one.",
+        "Time since a write was last synced to disk; absent until durability has synced one.",
         (),
         _synced_age,
     ),
-    Metric("kmq_topics", "Topics there are.", (), _topics),
+    Metric("kmq_topics", "Topics that exist.", (), _topics),
     Metric(
         "kmq_end_offset",
         f"Offset that the next record of a partition gets; of the first {_MAX_TOPICS} topics by name.",

@@ -1,4 +1,4 @@
-"""How the gateway refuses a request: with a code of kmq/refusals.py, whose statuses each door looks up there."""
+"""How the gateway refuses a request: with a code. Each door looks up the status of the code in kmq/refusals.py."""
 
 from kmq import refusals
 from kmq.errors import KmqError

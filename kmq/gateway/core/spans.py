@@ -1,9 +1,9 @@
 """A range of a log's records as bytes of its files: checked span by span, then sent from the files themselves.
 
-Owner       Nobody: read-only, needs no lock. One thread at a time.
+Owner       None: it only reads, without a lock. One thread at a time may use a range.
 Invariant   A span is returned only after each of its blocks was read and checked (kmq.log.reader). It holds whole
             lines, in order; all spans together are the records first_offset…next_offset-1, `length` bytes.
-End         Decided at the start; later records are not part of the range. If damage hides the end, the range ends with
+End         Fixed at the start; later records are not part of the range. If damage hides the end, the range ends with
             good records in front of the damage. A reader that resumes at next_offset then reaches the damage.
 Files       One segment is open at a time, so a range of any length costs two descriptors. An open segment is read to
             its end even if retention deletes it. A segment that is deleted, or replaced by compaction, before its
@@ -127,7 +127,7 @@ class Range:
         if end > at:
             yield Span(segment.fd, at, end - at)
         if end < part.stop:
-            raise segment.damage(end, part.stop, offset, offset + 1, "the log ends in it")
+            raise segment.damage(end, part.stop, offset, offset + 1, "the log ends inside the block")
         _check_whole(segment, offset, part.next_offset)
 
 

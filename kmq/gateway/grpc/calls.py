@@ -39,7 +39,7 @@ _LONGEST_WAIT_S = 5.0  # for bytes of a budget
 
 
 def longest_message(settings: Settings) -> int:
-    """Return how many bytes a gRPC message may have at most."""
+    """Return the maximum bytes of a gRPC message."""
     return settings.max_line + ENVELOPE
 
 
@@ -97,7 +97,7 @@ class Budget:
         while self.used > self._held.get(call, 0) and self.used - self._held.get(call, 0) + nbytes > self.most:
             slow = longest_waiting(self._held, self._patience_s)
             if slow is not None:
-                slow.end("others had to wait for it")
+                slow.end("the call was evicted, because its client was slow and other calls needed its memory")
                 if self._strangers is not None:
                     self._strangers.turn_away("", f"a call whose client is slow held {self._held[slow]} bytes")
                 self.release(slow)
@@ -191,7 +191,7 @@ class Calls:
             oldest = next(iter(self._bystanders))
             del self._bystanders[oldest]
             self._strangers.turn_away("", f"{_BYSTANDERS} calls of Health/Watch and reflection are open")
-            oldest.end("newer calls of its kind came", politely=not oldest.since)
+            oldest.end("the call was evicted for a newer one of its kind", politely=not oldest.since)
         self._bystanders[call] = None
 
     async def drain(self) -> None:
@@ -202,8 +202,8 @@ class Calls:
         """End calls that have waited for their client past the deadline. Call several times a second."""
         for call in list(self._open):
             if not call.is_patient and call.has_waited(self._deadline_s) and not call.why_ended:
-                self._strangers.cut_off("", "a call whose client did not go on within KMQ_LINE_DEADLINE")
-                call.end("the client did not go on within KMQ_LINE_DEADLINE")
+                self._strangers.cut_off("", "a call whose client did not continue within KMQ_LINE_DEADLINE")
+                call.end("the client did not continue within KMQ_LINE_DEADLINE")
 
 
 class Bystanders(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Service grpc.health.v1.Health: tells gRPC clients whether a write can be made durable now.
 
-Not gRPC's own servicer: that one holds a lock while it writes to a watcher. A watcher that reads nothing would stop
-whoever tells it that health has changed, and with that the gateway's heartbeat.
+gRPC's own servicer is not used, because it holds a lock while it writes to a watcher. A watcher that reads nothing
+would block the task that reports a change of health, and with it the gateway's heartbeat.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Service podbus.v1.PodBus: a durable bus between the containers of a pod (podbus.proto says what each call returns).
 
 Produce     Goes through ingress' acknowledged protocol, window=podbus: one connection with many messages in flight.
-            The response comes after the fsync. A message_id that was stored before gets the offset it was stored
-            under.
+            The response comes after the fsync. For a message_id that was stored before, it names the old offset.
 Consume     Reads the queue files, never ahead of the router. An offset is a WAL seq. A call waits for records that
             are durable but not routed yet. So NOT_FOUND always means that no such record was stored.
 Memory      At most: the producer's window, and _WAITING_BYTES in front of it; _STREAMS streams, each with
@@ -121,11 +120,11 @@ class PodBus:
 
     async def _submit(self, request: Any) -> "asyncio.Future[int]":
         if not request.message_id:
-            raise RequestRefused("empty_id", "message_id must not be empty: a retry is known by it")
+            raise RequestRefused("empty_id", "message_id must not be empty: a retry is recognised by it")
         if self._producer.failed and time.monotonic() - self._made > _REPLACE_S:
             self._producer, self._made = self._new_producer(), time.monotonic()
         if self._waiting_bytes > _WAITING_BYTES:
-            raise RequestRefused("busy", "too much waits for the broker already")
+            raise RequestRefused("busy")
         size = len(request.record)
         self._waiting_bytes += size
         try:
@@ -202,7 +201,7 @@ class PodBus:
             try:
                 await asyncio.to_thread(feed.fill, routed)
             except DamageError as err:
-                raise RequestRefused("damaged", f"{err}; reading on from seq {feed.next_seq}") from err
+                raise RequestRefused("damaged", f"{err}; found while reading from seq {feed.next_seq}") from err
         return routed
 
     async def _pass(self, seq: int) -> None:
@@ -212,7 +211,7 @@ class PodBus:
         except TimeoutError:
             at = self.watermark.routed
             raise RequestRefused(
-                "not_routed", f"seq {seq} is on disk, the router is at {at}: it is down, or behind"
+                "not_routed", f"seq {seq} is on disk, but the router is at seq {at}: the router is down, or behind"
             ) from None
 
     # --- streams -----------------------------------------------------------------------------------------------------
@@ -224,7 +223,7 @@ class PodBus:
             if slow is None:
                 raise RequestRefused("too_many", f"{_STREAMS} streams are open already")
             self._streams.discard(slow)
-            slow.end("others wanted to open a stream, and its client did not go on")
+            slow.end("the stream was evicted for a new one, because its client was slow")
         self._streams.add(call)
         try:
             yield

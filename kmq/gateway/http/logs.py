@@ -1,4 +1,4 @@
-"""The logs over HTTP, read-only, for kmq.spark.source.remote, or anyone with curl, to read a broker's files remotely.
+"""The logs over HTTP, read-only: for kmq.spark.source.remote, and for any other remote reader, such as curl.
 
     GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}
     GET /v1/topics[?after=&limit=]       [{"name", "partitions", "from_seq", "first_offsets": […], "end_offsets": […]}]
@@ -6,7 +6,7 @@
     GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}] of the topics that exist
     GET /v1/logs/{topic}/{partition}/…
       offset?time=|seq=                  {"offset"} of the first record at or after that time of receipt (µs), or seq
-      cuts?bytes=[&start=&end=]          {"cuts": […]}: offsets that cut start…end into pieces of about so many bytes
+      cuts?bytes=[&start=&end=]          {"cuts": […]}: offsets that cut start…end into pieces of about that size
       records[?start=&end=&max_bytes=]   the stored lines as they are; KMQ-First-Offset and KMQ-Next-Offset say which
 
 A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. These are
@@ -17,7 +17,7 @@ Records     The kernel sends the bytes of the files (sendfile) after their crcs 
             least as fast as writing the checked bytes from Python, and takes two thirds of the gateway's CPU time. A
             slow reader holds two descriptors and one block. With TLS asyncio reads and sends 256 KiB at a time.
 Complete    Content-Length covers the whole range, so a response that breaks off never looks complete. Causes: damage
-            behind good records, a removed segment, a reader that takes less than one span within KMQ_LINE_DEADLINE,
+            after good records, a removed segment, a reader that reads less than one span within KMQ_LINE_DEADLINE,
             the end of the gateway. A reader resumes at the offset it has reached, and then learns what is wrong.
 Threads     Bulk reading has a few threads of its own, so that it never blocks consumers. A request holds a thread only
             while a span is found and checked.
@@ -39,10 +39,10 @@ from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
 
 PAGES = {
-    "/v1/broker": "which data directory this is",
-    "/v1/topics": "topics, their partitions, and from where to where each goes",
-    "/v1/ledger": "how far it has routed, its routing table, what dropped.log names",
-    "/v1/logs": "the same of every log, the WAL too; /v1/logs/{topic}/{partition}/records gives the stored lines",
+    "/v1/broker": "the data directory: its id and format",
+    "/v1/topics": "topics with their partitions, first and end offsets",
+    "/v1/ledger": "the last routed seq, the routing table, and the ranges in dropped.log",
+    "/v1/logs": "every log, the WAL too, with its offsets; /v1/logs/{topic}/{partition}/records gives the stored lines",
 }
 _THREADS = 4
 _STREAMS = 128  # simultaneous responses with records; each holds three descriptors
@@ -116,7 +116,7 @@ class Logs:
     async def offset(self, request: web.Request) -> web.Response:
         given = [name for name in ("time", "seq") if name in request.query]
         if len(given) != 1:
-            raise RequestRefused("bad_request", "give time=<microseconds since the epoch> or seq=<number>, one of them")
+            raise RequestRefused("bad_request", "give either time=<microseconds since the epoch> or seq=<number>")
         target = _number(given[0], request.query[given[0]])
 
         def find() -> int:
@@ -222,5 +222,5 @@ def _refusal(answer: RequestRefused, **fields: object) -> web.Response:
 
 def _number(name: str, text: str, least: int = 0) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= END):
-        raise RequestRefused("bad_request", f"{name}={text[:40]!r}: is a whole number of at least {least}")
+        raise RequestRefused("bad_request", f"{name}={text[:40]!r}: must be a whole number of at least {least}")
     return int(text)

@@ -15,8 +15,8 @@ from kmq.gateway.http import logs
 _MAX_BODY = 1 << 16  # no page needs a request body so far
 
 PAGES = {
-    "/healthz": "200 while every stage gives signs of life, else 503 and the reason; with the last durable write",
-    "/readyz": "200 while a message sent now would be made durable, else 503, the reasons and what to do; and warnings",
+    "/healthz": "200 while every stage is alive, else 503 and the reason; also the last durable write",
+    "/readyz": "200 while a message sent now would become durable, else 503, the reasons and what to do; also warnings",
     "/metrics": "metrics for Prometheus",
     **logs.PAGES,
 }
