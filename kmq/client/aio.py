@@ -28,12 +28,12 @@ from kmq.errors import KmqError
 
 
 class AsyncProducer:
-    """See the module, and Options (kmq/client/options.py) for the options."""
+    """Sends acknowledged messages. `options` are the fields of Options (kmq/client/options.py)."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
     ) -> None:
-        """A `port` that is a function is asked before each connection."""
+        """`port`: a number, or a function that is called before each connection."""
         self.options = Options(**options)
         self._core = Core(self.options)
         self._link = Link(self._core, address_of(host, port))
@@ -48,7 +48,7 @@ class AsyncProducer:
 
     @property
     def name(self) -> str:
-        """The name by which the broker knows this producer; "" without producer ids."""
+        """Return the name by which the broker knows this producer; "" without producer ids."""
         return self._core.ids.name
 
     @property
@@ -62,11 +62,11 @@ class AsyncProducer:
 
     @property
     def failed(self) -> KmqError | None:
-        """Return why this producer has ended; None while it has not."""
+        """Return the error that ended this producer; None while it works."""
         return self._core.failed
 
     def describe(self) -> str:
-        """Say what is being waited for."""
+        """Return a sentence on what the producer waits for."""
         return self._core.describe(time.monotonic())
 
     @property

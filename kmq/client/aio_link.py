@@ -32,7 +32,7 @@ class Link(asyncio.Protocol):
             self._task = asyncio.get_running_loop().create_task(self._run(), name="kmq-producer")
 
     def queued(self) -> None:
-        """Write queued messages at the end of this turn of the loop, as far as they should go."""
+        """Write at the end of this turn of the loop the queued messages that should go now."""
         self.start()
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -135,7 +135,7 @@ class Link(asyncio.Protocol):
             self._call_back()
 
     async def _connect(self) -> bool:
-        """Connect and say hello. Returns whether the broker accepted the connection."""
+        """Connect and say hello. Returns True if the broker accepted the connection."""
         self._lost.clear()
         greeting = self._greeting = asyncio.get_running_loop().create_future()
         self._greeting_so_far = b""

@@ -29,9 +29,9 @@ def address_of(host: str, port: int | Callable[[], int]) -> Address:
 
 
 def local_address() -> tuple[str, int, str]:
-    """Return where the broker of this directory's settings listens, and the token for its own programs.
+    """Return where the broker of this directory's settings listens, and the token for programs of its pod.
 
-    Ask again for each connection: the port may be any free one.
+    Ask again for each connection: after a restart the port may be another one.
     """
     settings = load()
     token = ""
@@ -49,7 +49,7 @@ def backoff(attempt: int) -> float:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Send small writes at once, and notice a host that is gone."""
+    """Set a socket to send small writes at once, and to notice a host that is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
@@ -143,7 +143,7 @@ class Channel:
             return str(err)
 
     def write(self) -> str:
-        """Write the messages that should go, as far as the kernel accepts them. Returns as `read` does."""
+        """Write the messages that should go, as far as the kernel accepts them. Returns the same as `read`."""
         sock = self._sock
         if sock is None:
             return ""

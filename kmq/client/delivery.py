@@ -51,7 +51,7 @@ class Delivery:
         self.answered = 0
         self.lines: list[bytes] | None = None  # the lines of `data`, once `line` was called
         self.done = self.seen = False  # seen: its error was raised, or given to the callback
-        self.is_provisional = False  # its ids count from 1 until the broker has told the last id it knows
+        self.is_provisional = False  # its ids count from 1 until the broker has named the last id it knows
         self.may_be_stored = False  # it was sent on a connection that broke, or the user chose its id
         self.seq = -1
         self.error: KmqError | None = None
@@ -101,7 +101,7 @@ class Delivery:
 
     @property
     def seqs(self) -> list[int]:
-        """The seq of each message; 0 if it is not known, or the message was refused."""
+        """Return the seq of each message; 0 if it is not known, or the message was refused."""
         if self.count == 1:
             return [max(self.seq, 0)]
         seqs = [0] * self.count
@@ -121,9 +121,9 @@ class Outcomes:
         self._unseen: list[Delivery] = []
 
     def finish(self, delivery: Delivery) -> None:
-        """Give `delivery` the outcome that it holds, unless it had one before."""
+        """Mark `delivery` as done and queue its callback, unless it is done already."""
         delivery.data, delivery.lines = b"", None
-        if delivery.done:  # it had expired
+        if delivery.done:  # the delivery had expired
             return
         delivery.done = True
         if delivery.callback is not None:

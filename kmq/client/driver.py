@@ -20,7 +20,7 @@ _TICK_S = 0.002  # how long callers may leave the socket alone before the backgr
 _REST_S = 0.05  # how long the background thread stays at the socket when nothing is left to wait for
 _BUSY_TICK_S = 0.01  # the same while callers do attend: each check costs them a switch of threads
 _LINGER_SLACK_S = 0.0005  # added to a wait for linger_ms, so that the time is surely up afterwards
-_JOIN_S = 5.0  # how long an attempt to connect takes at most
+_JOIN_S = 5.0  # longest time that an attempt to connect takes
 
 
 class Unlocked:

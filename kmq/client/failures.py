@@ -29,7 +29,7 @@ _ADVICE = {
 
 
 def refused_message(reason: str, line: bytes) -> Refused:
-    """Return the error for the message in `line`; if its id was refused, the error names the id and says what to do."""
+    """Return the error for the message in `line`. If its id was refused, the error names the id and what to do."""
     code, _, rest = reason.partition(" ")
     if code in _ADVICE:
         id = line.split(b"|", 3)[2].partition(b";")[0].decode(errors="replace") if line.count(b"|") > 1 else ""

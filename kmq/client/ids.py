@@ -22,7 +22,7 @@ class Ids:
         self.are_made = False  # all ids are generated, according to the options
         self.asks_last = self.is_provisional = bool(options.producer) and options.first_id is None
         self._next = 0
-        self._provisional = 0  # how many provisional ids were made, once no more are made
+        self._provisional = 0  # number of provisional ids, once is_provisional is False
         if options.window:
             self.prefix = token_hex(8)
         elif options.dedupe:
@@ -48,11 +48,11 @@ class Ids:
 
     @property
     def next_number(self) -> int | None:
-        """The number that a producer's next message gets; None if messages have no numbers."""
+        """Return the number that a producer's next message gets; None if messages have no numbers."""
         return self._next if self.name else None
 
     def skip(self, count: int) -> None:
-        """Continue after `count` more numbers, which messages have got."""
+        """Continue after `count` more numbers, which were given to messages."""
         self._next += count
 
     def make_field(self, id: str | int | None, headers: Mapping[str, str] | None) -> bytes:

@@ -1,15 +1,15 @@
 """Lines as a client writes and reads them, and the plain protocol: fire and forget, in blocks.
 
-Payloads    Tools that pass on lines of text (`kmq produce`, the demo) leave bytes as they are, except a payload with
-            NUL or newline, which no line can hold: it is encoded. The Python clients encode every payload that is not
+Payloads    Tools that pass on lines of text (`kmq produce`, the demo) encode only a payload with NUL or newline, which
+            no line can hold, and leave other bytes as they are. The Python clients encode every payload that is not
             printable text. Text here is UTF-8 without control characters other than tab and carriage return, so that
             `tail -F` of a queue cannot disturb a terminal. An encoded payload is base64 with the header `enc=b64`;
             `decode_payload` restores the exact bytes.
 Null        No value (None) is sent as an empty payload, a tombstone under `cleanup=compact`. An empty value is sent as
             an empty payload with the header `enc=b64`.
 Keys        Text or bytes, percent-encoded, behind a mark (kmq/record.py). With a mark the message goes to the named
-            topic, whichever topics are declared now or later. Dots are encoded too, as they were before marks existed,
-            so that a key keeps its text and its partition. `decode` restores the text, `decode_bytes` the bytes.
+            topic, whichever topics are declared now or later. Dots are encoded too, so that a key has the same text and
+            the same partition as before marks existed. `decode` restores the text, `decode_bytes` the bytes.
 
 Promise     close() returns only after ingress has received every byte and closed its side, so that no error on the way
             is missed. Messages are durable a moment later, but nothing confirms that: only the acknowledged protocol
@@ -203,7 +203,7 @@ def renumber(lines: bytes, ahead: int) -> bytes:
 
 
 def no_connection(where: str, err: Exception) -> str:
-    """Return the text for a failed connection to `where`. A refusal by the broker itself is failures.Refused."""
+    """Return the error text for a failed connection to `where`. A refusal by the broker is failures.Refused instead."""
     if isinstance(err, ConnectionRefusedError):
         return f"nothing listens on {where}; is the broker up?"
     return f"cannot connect to {where}: {getattr(err, 'strerror', None) or err or 'it does not answer'}"
@@ -213,7 +213,7 @@ class LineSender:
     """One connection of a fire-and-forget producer."""
 
     def __init__(self, host: str, port: int, token: str = "", patience: Patience | None = None) -> None:
-        """`patience` tells the user what the sender waits for while the broker pushes back; None: silence."""
+        """`patience` tells the user what a blocked sender waits for; None: the sender waits in silence."""
         self._host, self._port, self._token = host, port, token
         self._waiting: list[bytes] = []
         self._bytes = 0
@@ -262,7 +262,7 @@ class LineSender:
             self.flush()
 
     def flush(self) -> None:
-        """Hand everything queued to the kernel."""
+        """Give all queued lines to the kernel; blocks while the broker pushes back."""
         self._unsent = memoryview(b"".join(self._waiting))
         self._waiting, self._bytes = [], 0
         try:
@@ -290,7 +290,7 @@ class LineSender:
             self._sock.close()
 
     def _broken(self, err: OSError, said: bytes = b"") -> RetryError:
-        """Return the error to raise, with the last words of the broker, if there are any."""
+        """Return the error to raise, with the last reply of the broker if there is one."""
         with contextlib.suppress(OSError):
             said = said or self._sock.recv(4096, socket.MSG_DONTWAIT)
         self._sock.close()

@@ -16,9 +16,9 @@ _NAME = re.compile(NAME_PATTERN)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a producer can be told.
+    """The options of a producer.
 
-    Who is sending, and so what a retry does:
+    The first ones say who sends, and so what happens to a retry:
         (nothing)       a generated name: a message is stored once however often the connection breaks.
         producer=       a name of your own, whose ids the broker remembers over restarts of your program. Then
                           - give each message its number, send(…, id=n), from a source that survives a crash (a line
@@ -29,8 +29,9 @@ class Options:
                         A repeated id with other content fails (id_reused). An id below the last one fails too, unless
                         the broker knows it as stored (id_too_old). Neither message is stored.
         Two programs with one name: the later one fences the earlier one.
-        window=         ids are any text; the broker knows them as stored for KMQ_DEDUPE_COUNT ids and KMQ_DEDUPE_AGE.
-        dedupe=False    no memory at all: a message without a reply when a connection broke may be stored twice.
+        window=         ids are any text; the broker remembers KMQ_DEDUPE_COUNT of them, each for KMQ_DEDUPE_AGE.
+        dedupe=False    the broker remembers no ids: a message that had no reply when a connection broke may be stored
+                        twice.
     """
 
     producer: str = ""

@@ -34,12 +34,12 @@ class Delivery(CoreDelivery):
     _driver: Driver
 
     def results(self, timeout: float | None = None) -> list[int]:
-        """Wait until all are on disk. Returns the seq of each; 0 if it was stored too long ago to know its seq."""
+        """Wait until all messages are on disk. Returns their seqs; 0: stored too long ago for the seq to be known."""
         self.result(timeout)
         return self.seqs
 
     def result(self, timeout: float | None = None) -> int:
-        """Wait until all is on disk. Returns the (first) seq, or raises the first error."""
+        """Wait until all messages are on disk. Returns the (first) seq, or raises the first error."""
         self._driver.wait(lambda: self.done, timeout, "the reply to this message")
         if self.error is not None:
             self.seen = self._driver.told = True
@@ -48,12 +48,12 @@ class Delivery(CoreDelivery):
 
 
 class Producer:
-    """See the module, and Options (kmq/client/options.py) for the options."""
+    """Sends acknowledged messages. `options` are the fields of Options (kmq/client/options.py)."""
 
     def __init__(
         self, host: str = "127.0.0.1", port: int | Callable[[], int] = 5673, **options: Unpack[Choices]
     ) -> None:
-        """A `port` that is a function is asked before each connection."""
+        """`port`: a number, or a function that is called before each connection."""
         self._start(address_of(host, port), Options(**options))
 
     @classmethod
@@ -74,7 +74,7 @@ class Producer:
 
     @property
     def name(self) -> str:
-        """The name by which the broker knows this producer; "" without producer ids."""
+        """Return the name by which the broker knows this producer; "" without producer ids."""
         return self._core.ids.name
 
     @property

@@ -117,7 +117,7 @@ class Core:
         return Greeting.is_whole(data, self.ids.asks_last)
 
     def greeted(self, data: bytes) -> None:
-        """Take the reply to hello. Raises Refused if the broker refuses; `failed` is set if retrying is useless."""
+        """Accept the reply to hello. Raises Refused if the broker refuses, and sets `failed` if a retry is useless."""
         greeting = Greeting(data)
         if greeting.refusal is not None:
             self._refused_connection(greeting.refusal)
@@ -138,7 +138,7 @@ class Core:
         raise refusal
 
     def lost(self, reason: str) -> None:
-        """The connection broke, or could not be made: messages without a reply wait for the next one, in order."""
+        """Note that the connection broke or could not be made. Messages without a reply wait for the next, in order."""
         if self._outage is None:
             self._outage = Outage(reason)
         self._outage.reason = reason
@@ -165,7 +165,7 @@ class Core:
     # --- replies in --------------------------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
-        """Take replies. Raises Refused if the producer has `failed`, or if the caller must reconnect (`lost`)."""
+        """Process replies. Raises Refused if the producer has `failed`, or if the caller must reconnect (`lost`)."""
         replies = self._replies
         for line in replies.split(data):
             answered = replies.answered
@@ -184,7 +184,7 @@ class Core:
             raise Refused(replies.refusing)  # the next connection may be accepted
 
     def _received_one(self, verb: bytes, text: bytes) -> None:
-        """Take a reply to the next message alone."""
+        """Process a reply that concerns only the next message."""
         if verb == b"!dup":
             self._stored_before(int(text))
         elif verb == b"!err":
@@ -237,7 +237,7 @@ class Overdue:
     """Fails messages whose time is up, and reports when no reply has come for a long time."""
 
     def __init__(self, core: Core, report: Callable[[str], None]) -> None:
-        """`report` is called with a stall unless the options name on_stall."""
+        """`report` is called with a text on a stall, unless the options name on_stall."""
         options = core.options
         self.period_s = min(1.0, options.stall_s / 4, (options.delivery_timeout_s or 1.0) / 4)  # between two checks
         self._core = core

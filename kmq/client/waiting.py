@@ -1,7 +1,7 @@
 """What a command does while the broker accepts nothing: it waits, and says on stderr what it waits for.
 
-Backpressure is the contract: a broker without room accepts no more, and a sender that waits loses nothing. But it must
-not wait in silence.
+Backpressure is the contract: a broker without space accepts nothing, and a sender that waits loses nothing. But a
+sender must not wait in silence.
 """
 
 import math
@@ -28,7 +28,7 @@ def _gist(reason: str) -> str:
 
 
 class Patience:
-    """Keeps the user informed of a wait: says the reason once, every change of it, and when messages move again."""
+    """Keeps the user informed of a wait: prints the reason, each change of it, and when messages move again."""
 
     def __init__(self, why: Callable[[], str], timeout_s: float = math.inf) -> None:
         """`why` returns what the broker waits for; `timeout_s` without progress ends a wait with RetryError."""
@@ -57,7 +57,7 @@ class Patience:
     def moved(self) -> None:
         """Note that the broker has accepted something."""
         if self._reason:
-            say(f"the broker takes messages again, after {time.monotonic() - self._stalled:.0f} s")
+            say(f"the broker accepts messages again, after {time.monotonic() - self._stalled:.0f} s")
             self._reason = ""
         self._moved = time.monotonic()
 
@@ -68,9 +68,9 @@ class Patience:
             return  # only this message waits, while others move
         reason = self._why()
         if waited_s >= self.timeout_s:
-            raise RetryError(f"the broker took nothing for {waited_s:.0f} s: {reason}; gave up, as --timeout says")
+            raise RetryError(f"the broker accepted nothing for {waited_s:.0f} s: {reason}; gave up after --timeout")
         if not self._reason:
             self._stalled = time.monotonic() - self.tick_s
         if _gist(reason) != _gist(self._reason):
             self._reason = reason
-            say(f"waiting: the broker takes nothing: {reason}")
+            say(f"waiting: the broker accepts nothing: {reason}")

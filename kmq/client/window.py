@@ -45,7 +45,7 @@ class Window:
 
     @property
     def oldest(self) -> float | None:
-        """Return since when the oldest message has waited for its reply; None if there is none."""
+        """Return when the oldest message without a reply was queued; None if all have replies."""
         waiting = self.flying or self.queue
         return waiting[0].since if waiting else None
 

@@ -61,7 +61,7 @@ class Replies:
         self._unfinished = b""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Return the whole lines in what was received so far; the rest waits for more."""
+        """Return the whole lines received so far; an unfinished line is kept for the next call."""
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         return lines
 
