@@ -18,7 +18,7 @@ Not covered A disk that lies about fdatasync.
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -31,9 +31,8 @@ from kmq.links.acks import AckWriter
 from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare
-from kmq.log.disk import Buffer
 from kmq.log.segment import Limits
-from kmq.log.wal import Wal
+from kmq.log.wal import Stored, Wal
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
 
@@ -58,8 +57,10 @@ class Durability:
         blocks = self.framed.take()
         if blocks:
             self._name_gap(blocks[0])
-            self._store(blocks)
-            self._reply(blocks)
+            new, position = self._store(blocks)
+            self._reply(blocks)  # as soon as the lines are on disk: what follows is not what producers wait for
+            if new:
+                self._note(new, position)
             self._show(blocks)
             self.framed.release(blocks[-1])
         else:
@@ -88,30 +89,34 @@ class Durability:
         row.dropped += block.first_seq - expected
         self.stage.log.warn("dropped", ring="framed", first_seq=expected, last_seq=self.named)
 
-    def _store(self, blocks: list[Block]) -> None:
-        """Append what the WAL does not have yet, and sync it: the commit point."""
-        row = self.stage.row
+    def _store(self, blocks: list[Block]) -> tuple[list[Stored], int]:
+        """Append what the WAL does not have yet, and sync it: the commit point. Return it, and where it lies."""
         new = without_stored(self.wal, self.framed, [block for block in blocks if block.count])
         if not new:
-            return
+            return new, 0
         nbytes = sum(len(data) for data, *_ in new)
         while self.admission.must_wait(nbytes):
             self.roll_if_over()  # a sealed segment may be deleted, which makes room
             self._retain()
             self.stage.wait_for_room(f"{self.stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
-        self._commit(new)
-        self.stage.end_disk_full()
-        row.seq = self.wal.last_seq
-        row.messages += sum(count for _, _, count, _ in new)
-        row.bytes += nbytes
-
-    def _commit(self, new: Sequence[tuple[Buffer, int, int, int]] = ()) -> None:
-        """Append `new`, and sync what is due under KMQ_FSYNC, also if `new` is empty."""
-        wal = self.wal
         with self._syncing():
-            if new:
-                wal.append(new)  # may seal a segment, which syncs
-            wal.commit()
+            position = self.wal.write(new)  # may seal a segment, which syncs
+            self.wal.commit()
+        self.stage.row.seq = self.wal.last_seq
+        return new, position
+
+    def _note(self, new: list[Stored], position: int) -> None:
+        """Bring the index and the stats page up to what was stored."""
+        row = self.stage.row
+        self.wal.index(new, position)
+        self.stage.end_disk_full()
+        row.messages += sum(count for _, _, count, _ in new)
+        row.bytes += sum(len(data) for data, *_ in new)
+
+    def _commit(self) -> None:
+        """Sync what is due under KMQ_FSYNC although nothing new came."""
+        with self._syncing():
+            self.wal.commit()
 
     @contextmanager
     def _syncing(self) -> Iterator[None]:

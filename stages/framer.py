@@ -1,14 +1,15 @@
-"""Framer stage: numbers the lines of the FIFO and puts them, as blocks, into the ring `framed`.
+"""Framer stage: numbers the lines that reach it and puts them, as blocks, into the ring `framed`.
 
-Links       in: FIFO `raw` (sole reader)   out: ring `framed` (sole writer)
-Owns        the reading end of the FIFO, the sequence, the dedupe table.
+Links       in: FIFO `raw`, ring `received` (sole reader)   out: ring `framed` (sole writer)
+Owns        the reading ends of both, the sequence, the dedupe table.
 
-Invariant   Every line that reached the FIFO gets exactly one seq; seqs are dense. A line that is not a message gets a
-            seq too, as dead.malformed. However much is staged, a turn looks at no more than about parser.TURN lines one
-            by one before the next sign of life.
-Crash       All state is in the ring's shared memory. One store commits a block, the next seq, and how many bytes of the
-            FIFO the block came from (ring.py, staging.py). Killed before that store: the same lines are framed again,
-            in the same place with the same seqs. Killed after it: they are never framed again.
+Invariant   Every line that reached the FIFO, or of which the FIFO says that it lies in `received`, gets exactly one seq;
+            seqs are dense. A line that is not a message gets a seq too, as dead.malformed. However much is staged, a
+            turn looks at no more than about parser.TURN lines one by one before the next sign of life.
+Crash       All state is in the ring's shared memory. One store commits a block, the next seq, and what the block came
+            from: bytes of the FIFO, and a position in `received` (ring.py, staging.py, received.py). Killed before that
+            store: the same lines are framed again, in the same place with the same seqs. Killed after it: they are
+            never framed again.
             The same lines get the same replies, because the dedupe table is rebuilt from the records that were
             committed. If the ring is gone too (the pod restarted), the sequence continues after the last record of the
             WAL. While another pod still writes there (a replacement came early) we wait: a ring made now would be older
@@ -16,9 +17,11 @@ Crash       All state is in the ring's shared memory. One store commits a block,
 Not covered A WAL that was changed while the ring lived: the two disagree, which stops the framer.
 """
 
+import os
 import select
 import sys
 import time
+from functools import partial
 
 from kmq.broker.clock import AgeClock, HeldTimes
 from kmq.broker.stage import Stage, main
@@ -28,11 +31,11 @@ from kmq.framing.blocks import frame
 from kmq.framing.checkpointer import Checkpointer
 from kmq.framing.parser import Parser
 from kmq.framing.recovery import known_topics, open_ring, remember
-from kmq.links import fifo
+from kmq.framing.source import Source
+from kmq.links import fifo, received
 from kmq.links.fifo import waiting_bytes
-from kmq.links.layout import field
+from kmq.links.layout import Received, field, shm_path
 from kmq.links.ownership import FileLock
-from kmq.links.raw import whole
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 
@@ -50,18 +53,23 @@ def other_pod(stage: Stage) -> str:
 
 
 def check_pipe(stage: Stage, ring: RingWriter, staging: Staging) -> None:
-    """Forget a line or a group that was half read if its rest died with the FIFO.
-
-    Half a group is forgotten whole: without their group its lines would count as lines that nobody waits for, and be
-    stored in addition to those that their producer sends again.
+    """Forget a line that was half read if its rest died with the FIFO.
 
     If the mark could not be set we cannot tell, and assume the same FIFO: it lives while any stage lives.
     """
     if ring.pipe_marked and not fifo.is_marked(stage.raw):
-        forgotten = staging.forget_unfinished(whole)
+        forgotten = staging.forget_unfinished()
         if forgotten:
             stage.log.warn("unfinished_line_forgotten", bytes=forgotten, reason="the FIFO died with all its holders")
     ring.pipe_marked = fifo.mark(stage.raw)
+
+
+def await_received(stage: Stage) -> None:
+    """Wait for the ring `received`, unless there is no ingress that could make it, or write it again."""
+    path, ingress = shm_path(stage.settings.instance, received.NAME), FileLock(f"{stage.settings.pipes}/ingress.owner")
+    before = stage.row.state_name
+    stage.wait_for("ring received, from ingress", lambda: os.path.exists(path) or not ingress.is_held() or None)
+    stage.state(before)
 
 
 class Framer:
@@ -73,7 +81,10 @@ class Framer:
         self._messages, self._bytes = stage.row.messages, stage.row.bytes  # to read the row costs more than to write it
         self.held_times = HeldTimes(stage.log)
         self.table, is_behind = remember(stage, ring, self.now)
-        self.parser = Parser(stage.settings.max_line, self.table, known_topics(stage, ring))
+        done = Received(ring.last.birth, ring.last.position)
+        self.source = Source(stage.attach_received, done, partial(await_received, stage))
+        topics = known_topics(stage, ring)
+        self.parser = Parser(stage.settings.max_line, self.table, self.source, ring.limits, topics)
         self.checkpointer = Checkpointer(stage.settings.data, self.table, stage.beat, is_behind)
 
     def turn(self) -> bool:
@@ -86,42 +97,40 @@ class Framer:
         text = staging.lines()
         if text:
             batch = self.parser.batch(text, ring.last.next_seq, self.now)
-            if batch.reordered is not None:
-                staging.swap_areas(staging.consumed + len(text), batch.reordered)
-                return True
         elif not staging.make_room() and staging.is_full:
-            batch = batches.endless(ring.last.next_seq, staging.unfinished(), self.stage.settings.max_line)
+            position, max_line = self.source.done.position, self.stage.settings.max_line
+            batch = batches.endless(ring.last.next_seq, position, staging.unfinished(), max_line)
         else:
-            return False
-        if not batch.used:
-            staging.make_room()
             return False
         self._append(batch)
         return True
 
     def _append(self, batch: Batch) -> None:
         """Append `batch` block by block; the last commit swaps the staging areas, unless more can be framed at once."""
-        ring, staging, stage, row = self.ring, self.staging, self.stage, self.stage.row
-        end = staging.consumed + batch.used
-        for framed in frame(batch, ring.limits, ring.last.last_ts):
+        ring, staging, stage, source, row = self.ring, self.staging, self.stage, self.source, self.stage.row
+        before = self._bytes
+        for framed, is_last in frame(batch, ring.limits, ring.last.last_ts, source.done.birth):
             count = framed.stamp.count
             ring.wait_for_room(len(framed.lines) + len(framed.replies), count, stage.check)
-            is_last = staging.consumed + framed.consumed == end
             staging.append(framed, swaps=is_last and not batch.more)
+            source.committed(framed.received)
             self._messages += count
             self._bytes += len(framed.lines)
             row.messages, row.bytes = self._messages, self._bytes
             row.seq = ring.last.next_seq - 1
             stage.beat()
         if batch.is_empty:
-            staging.swap_areas(end)
-        self.checkpointer.framed(batch.used, ring.last.next_seq, ring.synced_seq, self.now)
+            done = Received(source.done.birth, batch.position)
+            staging.swap_areas(staging.consumed + batch.used, done)
+            source.committed(done)
+        self.checkpointer.framed(self._bytes - before, ring.last.next_seq, ring.synced_seq, self.now)
         if batch.replies:
             self._count()
 
     def _count(self) -> None:
         row, table = self.stage.row, self.table
-        row.duplicates, row.producers, row.remembered = self.parser.duplicates, len(table.names), len(table.window.ids)
+        row.duplicates, row.refused = self.parser.duplicates, self.parser.refused
+        row.producers, row.remembered = len(table.names), len(table.window.ids)
 
     def rest(self) -> None:
         """Nothing to frame: a checkpoint may be due, or may have become possible."""
@@ -169,7 +178,7 @@ def run(stage: Stage) -> None:
             stage.check()
             if not framed and not read:
                 stage.pause(_DRAIN_POLL_S)
-        elif read < READ_BYTES and not (framed and staging.lines()):  # the FIFO was empty: ask by waiting for it
+        elif read < READ_BYTES and not (framed and staging.has_lines):  # the FIFO was empty: ask by waiting for it
             poll.poll(_IDLE_MS)
     framer.close()
     ring.close()

@@ -1,15 +1,16 @@
-"""Ingress stage: takes lines from TCP and passes them, block by block, into the FIFO `raw`; brings replies back.
+"""Ingress stage: takes lines from TCP and hands what each receive brought to the framer; brings replies back.
 
-Links       in: TCP lines (KMQ_PORT, over TLS KMQ_TLS_PORT), GET_ACK (KMQ_ACK_PORT), FIFO `acks`   out: FIFO `raw`
+Links       in: TCP lines (KMQ_PORT, over TLS KMQ_TLS_PORT), GET_ACK (KMQ_ACK_PORT), FIFO `acks`
+            out: ring `received` (sole writer), and the FIFO `raw`, which says what lies there
 Owns        the ports, pipes/ingress.owner; it is the only writer of the FIFO's control lines.
 
-Invariant   Only whole lines are written to the FIFO, those of each connection in their order. Memory is bounded: while
-            the FIFO is full no producer's socket is read (that is the backpressure), and unfinished lines and unread
+Invariant   Only whole lines are handed over, those of each connection in their order. Memory is bounded: while the ring
+            or the FIFO is full no producer's socket is read (that is the backpressure), and unfinished lines and unread
             replies are bounded (kmq/ingress/budgets.py). With KMQ_TOKENS nothing is taken from a connection without a
             valid token.
-Crash       Lines that are not in the FIFO yet are unacknowledged, and their producers see a reset. If only some pieces
-            of a long line were written, the framer forgets them when it reads the announcement of the next start
-            (`!b`). The names of connections begin with our start, so replies meant for an earlier ingress reach nobody.
+Crash       Lines of which the FIFO does not speak yet are unacknowledged, and their producers see a reset. The bytes
+            that they left in the ring are free once the framer reads the first line of the next start (received.py).
+            The names of connections begin with our start, so replies meant for an earlier ingress reach nobody.
 """
 
 import os
@@ -18,8 +19,7 @@ import sys
 from kmq.broker.stage import Stage, main
 from kmq.ingress.drain import drain
 from kmq.ingress.loop import Loop
-from kmq.links.fifo import FifoWriter
-from kmq.links.raw import MAX_GROUP
+from kmq.links.handover import Handover
 
 _IDLE_S = 0.5  # longest wait: only the heartbeat needs it
 
@@ -31,8 +31,7 @@ def run(stage: Stage) -> None:
     owner = stage.own(f"{settings.pipes}/ingress.owner", f"FIFO {settings.pipes}/raw (ingress)")
     if settings.unused:  # one stage says it, for all
         stage.log.warn("setting_unused", names=",".join(settings.unused), effect="none: nobody listens there yet")
-    fifo = FifoWriter(stage.raw, max(1, min(MAX_GROUP, settings.ring_slots // 4)))
-    loop = Loop(stage, fifo)
+    loop = Loop(stage, Handover(stage.raw, stage.open_received()))
     loop.announce()
     stage.ready(port=loop.ports.lines.port, ack_port=loop.ports.questions.port)
     while not stage.stopping:

@@ -1,1 +1,1 @@
-"""The back room of the framer: from the text of the FIFO to numbered lines."""
+"""The back room of the framer: from what ingress and other writers hand over to numbered lines."""

@@ -37,6 +37,8 @@ class Acceptor:
         """
         batch = self._batch
         seq = batch.next_seq + len(batch.lines)
+        if len(body) > self.max_line and max(map(len, body.split(b"\n"))) > self.max_line:
+            return False
         if not self.topics.takes(body, seq):
             return False
         if not kind:
@@ -53,7 +55,7 @@ class Acceptor:
         if producer is None or first <= producer.last_id:
             return False
         start_of = self._start_of
-        prints = [crc32(payload, start_of(routing_key)) for routing_key, _, _, payload in fields]
+        prints = [crc32(payload, start_of(routing_key)) for _, routing_key, _, payload in fields]
         if numbers == list(range(first, first + count)):
             self.table.remember(producer, first, seq, count, self._seconds, prints)
         elif all(map(lt, numbers, numbers[1:])):
@@ -61,10 +63,8 @@ class Acceptor:
                 self.table.remember(producer, number, seq + ahead, 1, self._seconds, prints[ahead : ahead + 1])
         else:
             return False
-        mark = b";p=" + name
-        batch.lines += [
-            b"|".join((routing_key, stamp, id + mark, payload)) for routing_key, stamp, id, payload in fields
-        ]
+        join = b"".join((b";p=", name, b"|")).join
+        batch.lines += [join((head, payload)) for head, _, _, payload in fields]
         return True
 
     def accept(self, line: bytes, n: int, kind: bytes, name: bytes) -> bytes:

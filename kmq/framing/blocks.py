@@ -8,71 +8,98 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
+from itertools import accumulate
 from operator import itemgetter
 
 from kmq import record
 from kmq.framing.batch import Batch, Cut, Reply
-from kmq.links.layout import BlockLimits, Framed, Stamp
+from kmq.links.layout import BlockLimits, Framed, Received, Stamp
 
 _STAMP_BYTES = 40  # most that a seq and a time add to a line
 _REPLY_BYTES = 120  # most that a reply takes beside its text
+_MESSAGE_BYTES = 256  # most that a block needs for an acknowledged message besides the message
 
 _end_of = itemgetter(0)
 
 
-def frame(batch: Batch, limits: BlockLimits, last_ts: int) -> Iterator[Framed]:
-    """Yield the blocks of `batch` one by one, each made when the caller has appended the block before it.
+def frame(batch: Batch, limits: BlockLimits, last_ts: int, birth: int = 0) -> Iterator[tuple[Framed, bool]]:
+    """Yield each block of `batch`, and True with the last; a block is made when the caller has appended the one before.
 
-    `last_ts` is the recv_ts of the last record: times never go back.
+    `last_ts` is the recv_ts of the last record: times never go back. `birth`: of the ring `received`.
     """
-    cuts, replies, key_length, seq = cuts_of(batch, limits), batch.replies, len(batch.key), batch.next_seq
-    start = end_before = replied = 0
-    for number, (stop, end) in enumerate(cuts, 1):
-        lines = batch.lines[start:stop] if len(cuts) > 1 else batch.lines
+    lines, cuts, replies, key_length, seq = batch.lines, batch.cuts, batch.replies, len(batch.key), batch.next_seq
+    chosen = [] if batch.is_empty else cuts_of(batch, limits)
+    start = replied = used = taken = 0  # taken: bytes of the text, where it may be cut after each line
+    for number, at in enumerate(chosen, 1):
+        is_last = number == len(chosen)
+        stop = cuts[at][0] if cuts is not None else at + 1
+        block = lines if len(chosen) == 1 else lines[start:stop]
         last_ts = max(time.time_ns() // 1000, last_ts)
-        text, added = record.number(lines, seq, record.format_ts(last_ts)) if lines else (b"", 0)
-        if number == len(cuts):
-            end = batch.used
-        elif batch.cuts is None:
-            end = end_before + len(text) - added
+        text, added = record.number(block, seq, record.format_ts(last_ts)) if block else (b"", 0)
+        taken += len(text) - added
+        if is_last:
+            end, position = batch.used, batch.position
+        elif cuts is not None:
+            _, end, position = cuts[at]
+        else:
+            end, position = (0, batch.begin + taken) if batch.is_received else (taken, batch.begin)
         reply_text = b""
         if replies:
-            until = bisect_right(replies, end, lo=replied, key=_end_of)
+            until = bisect_right(replies, at, lo=replied, key=_end_of)
             reply_text = encode_replies(replies[replied:until], start, seq)
             replied = until
-        yield Framed(text, Stamp(seq, len(lines), key_length, last_ts), reply_text, end - end_before)
-        seq += len(lines)
-        start, end_before = stop, end
+        stamp = Stamp(seq, len(block), key_length, last_ts)
+        yield Framed(text, stamp, reply_text, end - used, Received(birth, position)), is_last
+        seq += len(block)
+        start, used = stop, end
 
 
-def cuts_of(batch: Batch, limits: BlockLimits) -> list[Cut]:
-    """Return where the lines are cut into blocks that the ring takes; the bytes are 0 if `batch.cuts` is None."""
+def cuts_of(batch: Batch, limits: BlockLimits) -> list[int]:
+    """Return the numbers of the cuts that end blocks which the ring takes; of the last lines if `batch.cuts` is None."""
     count, max_count = len(batch.lines), limits.count
     reply_bytes = sum(_REPLY_BYTES + len(reply[-1]) for reply in batch.replies) if batch.replies else 0
     fits = sum(map(len, batch.lines)) + count * _STAMP_BYTES + reply_bytes <= limits.nbytes
     if batch.cuts is None:
         if fits:
-            return [(stop, 0) for stop in (*range(max_count, count, max_count), count)] if count else []
-        return _greedy([(at, 0) for at in range(1, count + 1)], batch, limits)
-    return batch.cuts[-1:] if fits and count <= max_count else _greedy(batch.cuts, batch, limits)
+            return [stop - 1 for stop in (*range(max_count, count, max_count), count)] if count else []
+        return _greedy([(at, 0, 0) for at in range(1, count + 1)], batch, limits)
+    if fits and count <= max_count:
+        return [len(batch.cuts) - 1] if batch.cuts else []
+    return _greedy(batch.cuts, batch, limits)
 
 
-def _greedy(cuts: list[Cut], batch: Batch, limits: BlockLimits) -> list[Cut]:
-    """Return those of `cuts` that make each block as large as it may be."""
+def _greedy(cuts: list[Cut], batch: Batch, limits: BlockLimits) -> list[int]:
+    """Return the numbers of those of `cuts` that make each block as large as it may be."""
     max_count, max_bytes, lines = limits.count, limits.nbytes, batch.lines
     replies = deque(batch.replies)
-    chosen: list[Cut] = []
-    count = cost = at = 0  # of the block so far
-    before = 0, 0
-    for cut in cuts:
-        more = sum(map(len, lines[at : cut[0]])) + (cut[0] - at) * _STAMP_BYTES
-        while replies and replies[0][0] <= cut[1]:
+    chosen: list[int] = []
+    count = cost = done = 0  # of the block so far
+    for number, (stop, _, _) in enumerate(cuts):
+        more = sum(map(len, lines[done:stop])) + (stop - done) * _STAMP_BYTES
+        while replies and replies[0][0] <= number:
             more += _REPLY_BYTES + len(replies.popleft()[-1])
-        if before != (0, 0) and (cost + more > max_bytes or count + cut[0] - at > max_count):
-            chosen.append(before)
+        if (count or cost) and (cost + more > max_bytes or count + stop - done > max_count):
+            chosen.append(number - 1)
             count = cost = 0
-        count, cost, at, before = count + cut[0] - at, cost + more, cut[0], cut
-    return [*chosen, cuts[-1]] if cuts else []
+        count, cost, done = count + stop - done, cost + more, stop
+    return [*chosen, len(cuts) - 1] if cuts else []
+
+
+def ends_of_messages(body: bytes, count: int, limits: BlockLimits) -> list[tuple[int, int]]:
+    """Return where `count` acknowledged messages may be cut, as (messages, bytes): each part fits a block with others.
+
+    A part has at most an eighth of what a block takes, or one message.
+    """
+    most, most_bytes = min(limits.count, limits.nbytes // _MESSAGE_BYTES) // 8, limits.nbytes // 8
+    if count <= most and len(body) <= most_bytes:
+        return [(count, len(body))]
+    lengths = [0, *accumulate(map(len, body.split(b"\n")))]  # of so many messages, without their newlines
+    ends, at = [], 0
+    while at < count:
+        fit = bisect_right(lengths, lengths[at] + most_bytes) - 1
+        at = max(at + 1, min(at + most, count, fit))
+        ends.append((at, lengths[at] + at))
+    return ends
 
 
 def encode_replies(replies: list[Reply], start: int, seq: int) -> bytes:

@@ -28,7 +28,7 @@ from kmq.log.dedupe_file import ROWS_PER_BEAT, Snapshot
 from kmq.record import Starts, fingerprint
 
 _RUNS = 1024  # runs remembered per producer
-_MIN_RUNS = 8  # runs that a producer keeps when all producers together have too many
+MIN_RUNS = 8  # runs that a producer keeps when all producers together have too many
 # A made-up name belongs to one run of a program (`kmq produce --acks` in a loop) and does not come again. This long
 # after its last message the program has most likely ended. A made-up name may be forgotten then, but only if the table
 # is full.
@@ -47,8 +47,8 @@ class DedupeTable:
         """Forget a name after `name_ttl` s without a message, an id of a window after `max_age` s."""
         self._max_names, self._ttl, self._max_runs = max_names, name_ttl, max_ids
         self.names: OrderedDict[bytes, Producer] = OrderedDict()  # in the order of their last messages
-        self._made_up: OrderedDict[bytes, Producer] = OrderedDict()  # those among `names`, in the same order
-        self._runs = self._prints = self._ranges = 0
+        self.made_up: OrderedDict[bytes, Producer] = OrderedDict()  # those among `names`, in the same order
+        self.runs = self.prints = self.ranges = 0  # of all producers together
         self.window = Window(max_ids, max_age)
 
     def __bool__(self) -> bool:
@@ -70,7 +70,7 @@ class DedupeTable:
     def _add(self, producer: Producer) -> Producer:
         self.names[producer.name] = producer
         if producer.name.startswith(_MADE_UP):
-            self._made_up[producer.name] = producer
+            self.made_up[producer.name] = producer
         return producer
 
     def remember(
@@ -80,37 +80,37 @@ class DedupeTable:
         name, before = producer.name, len(producer.prints)
         producer.seconds = seconds
         self.names.move_to_end(name)
-        if name in self._made_up:
-            self._made_up.move_to_end(name)
-        self._runs += producer.add(first_id, seq, count, prints)
-        self._prints += len(producer.prints) - before
-        if self._prints > MAX_PRINTS:
+        if name in self.made_up:
+            self.made_up.move_to_end(name)
+        self.runs += producer.add(first_id, seq, count, prints)
+        self.prints += len(producer.prints) - before
+        if self.prints > MAX_PRINTS:
             self._shed_prints()
         if len(producer.ids) > _RUNS:
             self._trim(producer, _RUNS // 2)
-        elif self._runs > self._max_runs:
-            self._trim(producer, _MIN_RUNS)
+        elif self.runs > self._max_runs:
+            self._trim(producer, MIN_RUNS)
 
     def _trim(self, producer: Producer, keep: int) -> None:
         before = len(producer.firsts)
-        self._runs -= producer.trim(keep)
-        self._ranges += len(producer.firsts) - before
-        if self._ranges > MAX_RANGES:
+        self.runs -= producer.trim(keep)
+        self.ranges += len(producer.firsts) - before
+        if self.ranges > MAX_RANGES:
             self._shed_ranges()
 
     def _shed_ranges(self) -> None:
         """Forget a quarter of all ranges at once: those of the names that are idle longest."""
         for producer in self.names.values():
-            if self._ranges <= MAX_RANGES * 3 // 4:
+            if self.ranges <= MAX_RANGES * 3 // 4:
                 return
-            self._ranges -= producer.forget_ranges()
+            self.ranges -= producer.forget_ranges()
 
     def _shed_prints(self) -> None:
         """Forget a quarter of all fingerprints at once: those of the names that are idle longest."""
         for producer in self.names.values():
-            if self._prints <= MAX_PRINTS * 3 // 4:
+            if self.prints <= MAX_PRINTS * 3 // 4:
                 return
-            self._prints -= producer.forget_prints()
+            self.prints -= producer.forget_prints()
 
     def last_id(self, name: bytes) -> int:
         """Return the last id stored of a name; 0 if the name is unknown."""
@@ -124,7 +124,7 @@ class DedupeTable:
         """
         self._forget(self.names, now - self._ttl)
         if len(self.names) >= self._max_names:
-            self._forget(self._made_up, now - min(self._ttl, _MADE_UP_S))
+            self._forget(self.made_up, now - min(self._ttl, _MADE_UP_S))
 
     def _forget(self, order: OrderedDict[bytes, Producer], before: float) -> None:
         while order:
@@ -132,10 +132,10 @@ class DedupeTable:
             if producer.seconds >= before:
                 return
             del self.names[name]
-            self._made_up.pop(name, None)
-            self._runs -= len(producer.ids)
-            self._prints -= len(producer.prints)
-            self._ranges -= len(producer.firsts)
+            self.made_up.pop(name, None)
+            self.runs -= len(producer.ids)
+            self.prints -= len(producer.prints)
+            self.ranges -= len(producer.firsts)
 
     # --- recovery ----------------------------------------------------------------------------------------------------
 
@@ -194,9 +194,9 @@ class DedupeTable:
             for number, row in enumerate(saved.rows()):
                 if isinstance(row, Producer):
                     self._add(row)
-                    self._runs += len(row.ids)
-                    self._prints += len(row.prints)
-                    self._ranges += len(row.firsts)
+                    self.runs += len(row.ids)
+                    self.prints += len(row.prints)
+                    self.ranges += len(row.firsts)
                 else:
                     self.window.restore(*row)
                 if number % ROWS_PER_BEAT == 0:
@@ -206,12 +206,12 @@ class DedupeTable:
             raise
         for producer in sorted(self.names.values(), key=lambda producer: producer.seconds):  # older files: by first use
             self.names.move_to_end(producer.name)
-            if producer.name in self._made_up:
-                self._made_up.move_to_end(producer.name)
+            if producer.name in self.made_up:
+                self.made_up.move_to_end(producer.name)
         return saved.seq
 
     def _clear(self) -> None:
         self.names.clear()
-        self._made_up.clear()
+        self.made_up.clear()
         self.window.clear()
-        self._runs = self._prints = self._ranges = 0
+        self.runs = self.prints = self.ranges = 0

@@ -1,51 +1,55 @@
-"""From the text of the FIFO to a batch: lines to be stored, and replies.
+"""From the text of the FIFO, and what it says of the ring `received`, to a batch: lines to be stored, and replies.
 
-Well-formed lines of fire-and-forget producers go through as a whole (batch.plain). All other text is looked at here:
-control lines are obeyed, what is no message is stored as dead.malformed or refused. raw.py has the format of the text.
-
-Lines of other writers may lie between the fragments of a long line; raw.reassemble moves them in front. So what is
-unfinished is always the end of the text, and can be staged again as it is.
+Well-formed lines that nobody waits for go through as a whole (batch.well_formed), the messages of a connection too
+(Acceptor.accept_all). Otherwise each line is looked at: what is no message is stored as dead.malformed, or refused.
+raw.py has the format of the text.
 
 The replies are made here, in order, as the text that durability writes to the FIFO `acks` once the block is on disk:
 
     <connection> <n of the first message it answers> !ack <n> <seq>      or !dup <n> <seq>, !err <n> <reason>
-    <connection> 0 !last <id>                                            where ingress has asked for the last id of a
-    name
+    <connection> 0 !last <id>                                            to the question for the last id of a name
 
-Invariant   However much text there is, a call looks at no more than about TURN lines one by one.
+Invariant   A batch takes the text in its order, from the start, and knows for each cut what of it is done. What an
+            earlier block took of a piece is not taken again: a piece is read from `Source.done` on.
+            However much text there is, a call takes little more than TURN_BYTES, and looks at no more than about TURN
+            lines one by one.
             The dedupe table holds what a batch holds: the caller frames all of the batch, or the process ends.
 """
 
-from itertools import accumulate, islice
+import re
+from collections import namedtuple
+from itertools import accumulate
 
 from kmq import record
 from kmq.framing.acceptor import Acceptor
-from kmq.framing.batch import ANY_TOPIC, Batch, Cut, plain
+from kmq.framing.batch import ANY_TOPIC, Batch, Cut, well_formed
+from kmq.framing.blocks import ends_of_messages
 from kmq.framing.dedupe import DedupeTable
-from kmq.links import raw
-from kmq.links.raw import GROUP, HEADER, LAST_ID, MAX_GROUP, REFUSED, STARTED
+from kmq.framing.source import Source
+from kmq.links.layout import BlockLimits
+from kmq.links.raw import CONTROL, LAST_ID, LINES, MESSAGES
 from kmq.routing import AnyTopic
-from kmq.settings import PIPE_BUF
+from kmq.settings import KIB
 
-# A long line from ingress is at most this much over max_line: it may be a dead.malformed with its header.
-_OVER = record.MALFORMED_OVERHEAD
-_SHORT_FRAGMENTS = (
-    64  # of a long line, besides those as long as a write: or their marks alone could fill the staging area
-)
+Origin = tuple[bytes, bytes, bytes]  # connection, `p`, `w` or nothing, producer or scope
+
 # Lines that are looked at one by one in a turn: half a second's work of the slowest machine, so that the framer gives a
 # sign of life whatever strangers send.
 TURN = 8192
-_NEWLINE = 10
-Origin = tuple[bytes, bytes, bytes]  # connection, `p`, `w` or nothing, producer or scope
+TURN_BYTES = 256 * KIB  # taken in a turn: fits the second-level cache
+_LARGE_BYTES = 16 * KIB  # a run of lines that is a batch by itself, whatever follows: that saves a cut for each line
 
 
 class Parser:
     """Makes batches. What it holds between two calls is the dedupe table."""
 
-    def __init__(self, max_line: int, table: DedupeTable, topics: AnyTopic = ANY_TOPIC) -> None:
-        self.max_line, self.table, self.topics = max_line, table, topics
+    def __init__(
+        self, max_line: int, table: DedupeTable, source: Source, limits: BlockLimits, topics: AnyTopic = ANY_TOPIC
+    ) -> None:
+        """`limits`: of the blocks that the batches will be cut into."""
+        self.max_line, self.table, self.source, self.limits, self.topics = max_line, table, source, limits, topics
         self._acceptor = Acceptor(max_line, table, topics)
-        self._max_fragments = max_line // 1024 + _SHORT_FRAGMENTS
+        self.refused = 0  # lines that became dead.malformed here, and messages refused to their producers
 
     @property
     def duplicates(self) -> int:
@@ -53,198 +57,200 @@ class Parser:
         return self._acceptor.duplicates
 
     def batch(self, text: bytes, next_seq: int, seconds: int) -> Batch:
-        """Return the batch of any whole lines, or the order in which they have to be staged again first.
+        """Return the batch of whole staged lines.
 
         `next_seq` is what the first line will get; `seconds` since the epoch is now.
         """
-        batch = plain(text, next_seq, self.topics)
-        if batch is None:
-            ordered = raw.reassemble(text)
-            if ordered is text:
-                return self.parse(text, next_seq, seconds)
-            batch = Batch(next_seq, [], None)
-            batch.reordered = ordered
-        return batch
-
-    def parse(self, text: bytes, next_seq: int, seconds: int) -> Batch:
-        """Return the batch of reassembled text, as `batch` does, by looking at each line."""
         self._text = text
+        batch = self._batch = Batch(next_seq, self.source.begin(text))
         self._cuts: list[Cut] = []
-        batch = self._batch = Batch(next_seq, [], self._cuts)
-        self._acceptor.begin(batch, seconds)
-        self._fragments: list[bytes] = []
-        self._held = 0  # bytes in `_fragments`
-        self._looked = 0  # at so many lines
-        at = 0
-        while at < len(text) and not (self._looked >= TURN and batch.used == at):
-            self._looked += 1
-            if text.startswith(GROUP, at):
-                end = self._groups(at)
-                if not end:
-                    break  # the rest of the group has not been read yet
-                at = end
-                if not self._fragments:
-                    batch.used = at
-            else:
-                at = self._lines(at, text.find(b"\n!c ", at) + 1 or len(text))
+        self._looked = self._bytes = 0  # at so many lines; so many bytes taken
+        self._stops = False  # within a run or the messages of a connection: the control lines are not done
+        at, position = self._whole(batch) or (0, batch.begin)
+        if not at:
+            batch.cuts = self._cuts
+            self._acceptor.begin(batch, seconds)
+        while at < len(text) and not (self._stops or self._looked >= TURN or self._bytes >= TURN_BYTES):
+            at, position = self._step(at, position)
+        batch.used, batch.position = at, position
+        batch.more = at < len(text)
         if batch.lines:
             batch.key = record.common_key(batch.lines)
-        batch.more = 0 < batch.used == at < len(text)
         return batch
 
-    # --- lines outside groups ----------------------------------------------------------------------------------------
+    def _whole(self, batch: Batch) -> tuple[int, int] | None:
+        """Make the batch of one run of well-formed lines; return where it ends, or None if there is more, or other."""
+        run = self._run(0, batch.begin)
+        if run is None or not run.text or (run.end < len(self._text) and len(run.text) < _LARGE_BYTES):
+            return None
+        lines = well_formed(run.text, batch.next_seq, self.topics)
+        if lines is None:
+            return None
+        batch.lines, batch.cuts, batch.is_received, batch.begin = lines, None, run.is_received, run.begin
+        self._bytes = TURN_BYTES
+        return run.end, run.position
 
-    def _lines(self, at: int, end: int) -> int:
-        """Add text[at:end], whole lines that nobody waits for; return where this stopped."""
-        text, batch = self._text[at:end], self._batch
-        lines, cuts = batch.lines, self._cuts
-        if not self._fragments and self._all_lines(text, at):
-            batch.used = end
-            return end
-        used = batch.used
-        for line in text.split(b"\n")[:-1]:
-            if self._looked >= TURN and not self._fragments:
+    def _step(self, at: int, position: int) -> tuple[int, int]:
+        """Add what lies at `at` of the text; return where the text, and `received`, go on."""
+        text = self._text
+        run = self._run(at, position)
+        if run is not None:
+            return self._add_run(run)
+        if match := MESSAGES.match(text, at):
+            done = self._messages(at, position, match)
+            if done is not None:
+                return done
+        elif match := LAST_ID.match(text, at):
+            self._looked += 1
+            connection, name = match.groups()
+            reply = b"!last %d" % self.table.last_id(name)
+            self._reply(connection, 0, 0, reply)
+            self._cut(match.end(), position)
+            return match.end(), position
+        end = text.index(b"\n", at) + 1  # ingress has not written it: it is a message of some writer
+        return self._add_run(_Run(text[at:end], at, end, position, position, False))
+
+    def _cut(self, at: int, position: int) -> None:
+        self._cuts.append((len(self._batch.lines), at, position))
+
+    def _reply(self, connection: bytes, low: int, high: int, text: bytes, lines_before: int = -1) -> None:
+        """Add a reply that the next cut ends."""
+        before = len(self._batch.lines) if lines_before < 0 else lines_before
+        self._batch.replies.append((len(self._cuts), before, connection, low, high, text))
+
+    # --- lines that nobody waits for ---------------------------------------------------------------------------------
+
+    def _run(self, at: int, position: int) -> "_Run | None":
+        """Return the lines from `at` on that nobody waits for: of some writer, or adjoining pieces of `received`.
+
+        None if no such lines lie there.
+        """
+        text = self._text
+        if not text.startswith(CONTROL, at):
+            end = text.find(b"\n" + CONTROL, at) + 1 or len(text)
+            return _Run(text[at:end], at, end, position, position, False)
+        first, begin = at, position
+        parts: list[bytes] = []
+        taken = 0
+        while taken < TURN_BYTES and (match := LINES.match(text, at)):
+            birth, start, stop = map(int, match.groups())
+            if not self.source.has(birth, start, stop) or (parts and start != position):
+                break
+            low = max(start, position)
+            if low < stop:
+                begin = begin if parts else low
+                parts.append(self.source.text(low, stop))
+                taken += stop - low
+            position, at = max(position, stop), match.end()
+        return _Run(b"".join(parts), first, at, begin, position, True) if at > first else None
+
+    def _add_run(self, run: "_Run") -> tuple[int, int]:
+        """Add these lines, as whole lines or one by one; return where the text, and `received`, go on."""
+        text, at, end, begin, position, is_received = run
+        batch, cuts = self._batch, self._cuts
+        lines = batch.lines
+        self._bytes += len(text)
+        good = well_formed(text, batch.next_seq + len(lines), self.topics) if text else []
+        if good is not None:
+            self._looked += len(good)
+            ends = enumerate(accumulate(len(line) + 1 for line in good), len(lines) + 1)
+            if is_received:
+                cuts += [(count, at, begin + done) for count, done in ends]
+            else:
+                cuts += [(count, at + done, begin) for count, done in ends]
+            lines += good
+            done = len(text)
+        else:
+            done = self._add_one_by_one(run)
+        if done < len(text):
+            self._stops = True
+            return (at, begin + done) if is_received else (at + done, position)
+        if text and is_received:
+            cuts.pop()  # the last line is done together with the control lines
+        if not text or is_received:
+            self._cut(end, position)
+        return end, position
+
+    def _add_one_by_one(self, run: "_Run") -> int:
+        """Add as many of these lines as a turn looks at; return how many bytes they are."""
+        done = 0
+        for line in run.text.split(b"\n")[:-1]:
+            if self._looked >= TURN:
                 break
             self._looked += 1
-            at += len(line) + 1
-            mark = line[:1]
-            if mark == b"+":
-                self._fragments.append(line[1:])
-                self._held += len(line) - 1
-                if self._held <= self.max_line + _OVER and len(self._fragments) <= self._max_fragments:
-                    continue
-                # Ingress never lets a line grow so long. Another writer who does this gets the line stored in parts.
-                stored = record.malformed("too_long", self._joined(), self._held, self.max_line)
-            elif mark == b"-" and self._fragments:
-                stored = self._admit(self._joined(line[1:]))
-            elif line.startswith(STARTED):
-                self._forget_fragments()  # ingress started anew: an unfinished long line will not be finished
-                used = at
-                continue
-            elif question := LAST_ID.fullmatch(line):
-                self._reply_last_id(at, *question.groups())
-                used = at
-                continue
+            done += len(line) + 1
+            self._batch.lines.append(self._admit(line))
+            if run.is_received:
+                self._cut(run.at, run.begin + done)
             else:
-                stored = self._admit(line)
-            self._forget_fragments()
-            used = at
-            lines.append(stored)
-            cuts.append((len(lines), at))
-        batch.used = used
-        return at
-
-    def _all_lines(self, text: bytes, at: int) -> bool:
-        """Add whole lines, the first of them at `at`, if all are well formed."""
-        lines = self._batch.lines
-        checked = plain(text, self._batch.next_seq + len(lines), self.topics)
-        if checked is None:
-            return False
-        added = checked.lines
-        ends = accumulate((len(line) + 1 for line in added), initial=at)
-        self._cuts += zip(range(len(lines) + 1, len(lines) + len(added) + 1), islice(ends, 1, None), strict=True)
-        lines += added
-        self._looked += len(added)
-        return True
-
-    def _reply_last_id(self, at: int, connection: bytes, name: bytes) -> None:
-        count = len(self._batch.lines)
-        self._batch.replies.append((at, count, connection, 0, 0, b"!last %d" % self.table.last_id(name)))
-        self._cuts.append((count, at))
+                self._cut(run.at + done, run.begin)
+        return done
 
     def _admit(self, line: bytes) -> bytes:
         batch, stored = self._batch, record.admit(line, self.max_line)
         reason = self.topics.refusal(stored, batch.next_seq + len(batch.lines))
-        return record.malformed(reason, line, len(line), self.max_line) if reason else stored
+        if reason:
+            stored = record.malformed(reason, line, len(line), self.max_line)
+        if stored.startswith(record.MALFORMED) and not line.startswith(record.MALFORMED):
+            self.refused += 1
+        return stored
 
-    def _joined(self, last: bytes = b"") -> bytes:
-        return b"".join([*self._fragments, last])
+    # --- messages of a connection that waits for replies -------------------------------------------------------------
 
-    def _forget_fragments(self) -> None:
-        self._fragments, self._held = [], 0
+    def _messages(self, at: int, position: int, match: re.Match[bytes]) -> tuple[int, int] | None:
+        """Add or refuse the messages of this control line; None if it speaks of no such messages."""
+        connection, n, k, *piece, kind, name = match.groups()
+        birth, start, stop = map(int, piece)
+        first, count = int(n), int(k)
+        if not self.source.has(birth, start, stop):
+            return None
+        low = max(start, position)
+        if low >= stop:  # an earlier block has taken them
+            self._cut(match.end(), max(position, stop))
+            return match.end(), max(position, stop)
+        body = self.source.text(low, stop)
+        left = body.count(b"\n")
+        if left > count or (left < count and low == start):
+            return None
+        first, count = first + count - left, left  # what an earlier block has taken may be overwritten by now
+        self._bytes += len(body)
+        taken = self._accept(body, (connection, kind or b"", name or b""), (first, count), (at, low))
+        if taken < len(body):
+            self._stops = True
+            return at, low + taken
+        self._cuts.pop()  # the last message is done together with the control line
+        self._cut(match.end(), stop)
+        return match.end(), stop
 
-    # --- groups ------------------------------------------------------------------------------------------------------
-
-    def _groups(self, at: int) -> int:
-        """Add the groups from `at` on that continue one another; return where they end, 0 if the first is not whole
-        yet.
-
-        A header that ingress cannot have written is skipped: the lines behind it are lines outside groups.
-        """
-        origin = b"", b"", b""
-        first = count = done = 0
-        bodies: list[bytes] = []
-        ends: list[Cut] = []  # (messages so far, bytes of the text)
-        while self._text.startswith(GROUP, at):
-            start = self._text.index(b"\n", at) + 1
-            try:
-                n, k, end, sender = self._header(at, start)
-            except ValueError:
-                if not ends:
-                    return start
-                break
-            if not end or (ends and (n != first + count or sender != origin)):
-                break
-            if not ends:
-                first, origin = n, sender
-            at = done = end
-            count += k
-            self._looked += k
-            bodies.append(self._text[start:end])
-            ends.append((count, end))
+    def _accept(self, body: bytes, origin: Origin, messages: tuple[int, int], place: tuple[int, int]) -> int:
+        """Add or refuse messages n… in `body`; return how many bytes of it were looked at."""
+        (connection, kind, name), (n, count), (at, low) = origin, messages, place
+        lines, base = self._batch.lines, len(self._batch.lines)
+        if self._acceptor.accept_all(body, kind, name):
+            self._looked += count
+            before = 0
+            for stop, end in ends_of_messages(body, count, self.limits):
+                self._reply(connection, n + before, n + stop - 1, b"", base + before)
+                self._cuts.append((base + stop, at, low + end))
+                before = stop
+            return len(body)
+        done = 0
+        for line in body.split(b"\n")[:-1]:
             if self._looked >= TURN:
                 break
-        if ends:
-            self._take(origin, first, b"".join(bodies), ends)
+            self._looked += 1
+            done += len(line) + 1
+            before = len(lines)
+            reply = self._acceptor.accept(line, n, kind, name)
+            self.refused += reply.startswith(b"!err")
+            self._reply(connection, n, n, reply, before)
+            self._cut(at, low + done)
+            n += 1
         return done
 
-    def _header(self, at: int, start: int) -> tuple[int, int, int, Origin]:
-        """Return (n, k, end of the group or 0 if it is not read yet, sender) of the header text[at:start].
 
-        Raises ValueError if it is no header, or if it is not followed by k whole lines as it says.
-        """
-        text = self._text
-        match = HEADER.match(text, at)
-        if match is None:
-            raise ValueError
-        connection, n, k, nbytes, kind, name = match.groups()
-        count, origin = int(k), (connection, kind or b"", name or b"")
-        if nbytes:
-            end = start + int(nbytes)
-        else:
-            end = start
-            for _ in range(min(count, MAX_GROUP)):
-                end = text.find(b"\n", end) + 1 or len(text) + 1
-        if not 0 < count <= MAX_GROUP or not start < end <= at + PIPE_BUF:
-            raise ValueError
-        if end > len(text):
-            return int(n), count, 0, origin
-        if text[end - 1] != _NEWLINE or text.count(b"\n", start, end) != count:
-            raise ValueError
-        return int(n), count, end, origin
+class _Run(namedtuple("_Run", ("text", "at", "end", "begin", "position", "is_received"))):
+    """Lines that nobody waits for: the staged text from `at` to `end` holds them, or the control lines that speak of
+    them; in `received` they lie from `begin` to `position`."""
 
-    def _take(self, origin: Origin, n: int, body: bytes, ends: list[Cut]) -> None:
-        """Add or refuse messages n… in `body`, which may be cut after each of `ends` (messages, bytes of the text)."""
-        (connection, kind, name), batch = origin, self._batch
-        lines, replies, base = batch.lines, batch.replies, len(batch.lines)
-        if self._acceptor.accept_all(body, kind, name):
-            before = 0
-            for count, end in ends:
-                replies.append((end, base + before, connection, n + before, n + count - 1, b""))
-                self._cuts.append((base + count, end))
-                before = count
-            return
-        at, messages, accept = 0, body.split(b"\n"), self._acceptor.accept
-        for count, end in ends:
-            for line in messages[at:count]:
-                if line.startswith(REFUSED):
-                    reply = b"!err %d %b" % (n, line[len(REFUSED) :])
-                elif line[:1] == b"-" and self._fragments:
-                    reply = accept(self._joined(line[1:]), n, kind, name)
-                    self._forget_fragments()
-                else:
-                    reply = accept(line, n, kind, name)
-                replies.append((end, len(lines) - (not reply), connection, n, n, reply))
-                n += 1
-            at = count
-            self._cuts.append((len(lines), end))
+    __slots__ = ()

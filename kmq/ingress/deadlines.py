@@ -1,7 +1,7 @@
 """Connections that are late: they send nothing, do not finish what they have begun, or read no replies.
 
 Clock       Counts only time in which producers could be heard: ingress sweeps when every connection that was ready has
-            had its turn and the FIFO takes everything. So neither backpressure nor a stopped ingress makes a producer
+            had its turn and the framer takes everything. So neither backpressure nor a stopped ingress makes a producer
             late.
 Cost        Nothing per message: a sweep looks at each connection once a second. It is never early, and at most two
             seconds late.

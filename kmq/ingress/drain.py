@@ -1,7 +1,7 @@
 """The way out of ingress: producers are given what an orderly end promises them.
 
 Order       No new connections; then what connected producers had sent before; then the replies to it; then an orderly
-            end. An orderly end says that every line is in the FIFO, so the FIFO must have taken everything first.
+            end. An orderly end says that the framer will have every line, so everything must be handed over first.
 Time        At most _HANDOVER_S and _REPLIES_S, less than DRAIN_S together: the other stages have to drain after
             ingress. A FIFO that takes nothing ends the drain after DRAIN_S (Stage.check).
 """
@@ -27,7 +27,7 @@ def drain(loop: Loop) -> None:
     producers, until = loop.producers, time.monotonic() + _REPLIES_S
     while producers.table.owes_replies and time.monotonic() < until:
         _turn(loop)
-    while loop.fifo.clogged:
+    while loop.handover.clogged:
         _turn(loop)
     loop.incidents.say()
     producers.let_go()

@@ -34,7 +34,7 @@ class Entrance:
         self._poll.register(fd, select.EPOLLIN)
 
     def close(self) -> None:
-        """Accept the connections that wait already, perhaps since the FIFO was full, and no others."""
+        """Accept the connections that wait already, perhaps since the way to the framer was full, and no others."""
         for fd, listener in self._listeners.items():
             self.accept(fd)
             self._poll.unregister(fd)

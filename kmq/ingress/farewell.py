@@ -1,6 +1,6 @@
 """How a connection ends: in order, or with a reset.
 
-Invariant   A connection ends in order only if every whole line that was read from it is in the FIFO, or was answered.
+Invariant   A connection ends in order only if the FIFO speaks of every whole line that was read from it, or it was answered.
             Every other end is a reset, also if ingress is killed: SO_LINGER makes the kernel send one.
 """
 
@@ -20,7 +20,7 @@ def reset_on_close(sock: socket.socket) -> None:
 
 
 def close_in_order(connection: Connection) -> None:
-    """End a connection whose every whole line is in the FIFO."""
+    """End a connection of whose whole lines the FIFO speaks."""
     if connection.tls is not None:
         connection.tls.say_end()
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ORDERLY)
@@ -39,7 +39,7 @@ class Farewells:
         self._older: list[socket.socket] = []
 
     def refuse(self, sock: socket.socket, reply: bytes) -> None:
-        """Send `reply`, then reset the connection: an orderly end would say that its lines are in the FIFO."""
+        """Send `reply`, then reset the connection: an orderly end would say that its lines were handed over."""
         with contextlib.suppress(OSError):
             sock.send(reply)
         if len(self._recent) < _KEPT:

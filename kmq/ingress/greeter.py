@@ -35,11 +35,6 @@ class Greeter:
         self._start = time.time_ns()  # replies meant for an earlier ingress must not reach a connection of ours
         self._greeted = 0
 
-    @property
-    def announcement(self) -> bytes:
-        """The control line that tells the framer that unfinished lines of an earlier ingress will not be finished."""
-        return b"!b %d\n" % self._start
-
     def greet(self, connection: Connection, line: bytes) -> None:
         """Give the connection what its hello asks for. Raises Refused."""
         hello = parse(line)

@@ -1,16 +1,13 @@
-"""From the bytes of a connection to whole lines in the FIFO.
+"""From the bytes of a connection to whole lines for the framer.
 
-Lines go on in blocks as they were received: one search for the last newline, one for a line that begins with a control
-byte, then writes of at most PIPE_BUF. Only what the framer cannot judge is looked at line by line here:
+What one receive brought goes on as one piece (handover.py): one search for the last newline, one copy. The framer
+judges the lines. Only what it cannot judge is looked at here:
 
-    a line longer than one write    goes as pieces when it is complete
-    a line over KMQ_MAX_LINE        becomes dead.malformed, cut at the limit, when its newline or the end comes
-    no newline at the end           becomes dead.malformed
-    a first byte `!`, `+` or `-`    becomes dead.malformed: the framer would take it for a control line
-    a NUL                           becomes dead.malformed: the framer's staging area ends at its last other byte
+    a line over KMQ_MAX_LINE     becomes dead.malformed, cut at the limit, when its newline or the end comes
+    no newline at the end        becomes dead.malformed
 
-A connection whose first line begins with `!` speaks the acknowledged protocol (hello.py). Its lines go as groups. A
-line that it should not have sent goes as `!e <reason>` in its place, so that the framer's replies stay in order. A line
+A connection whose first line begins with `!` speaks the acknowledged protocol (hello.py). Its messages are counted, for
+the replies. One over KMQ_MAX_LINE goes on cut, one byte longer than the limit, so that the framer refuses it. A line
 without newline at the end was never sent.
 
 Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them together PARTIAL_BYTES (budgets.py).
@@ -24,41 +21,30 @@ from kmq import record
 from kmq.ingress import hello
 from kmq.ingress.budgets import PartialBudget
 from kmq.ingress.connection import GREETING, PLAIN, Connection
-from kmq.links.fifo import FifoWriter
+from kmq.links.handover import Handover, Part
 from kmq.settings import KIB
 
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
 _LEAST_BYTES = 16 * KIB  # a TLS record fits (tls.py)
-_CONTROL = (b"!", b"+", b"-")
-
-
-def _refusal(line: bytes) -> str:
-    """Return why a whole line must not reach the FIFO as it is; "" if the framer judges it."""
-    if line[:1] in _CONTROL:
-        return "control_byte"
-    return "nul" if 0 in line else ""
 
 
 class Intake:
-    """Receives from connections and puts whole lines into the FIFO."""
+    """Receives from connections and hands whole lines over."""
 
     def __init__(
-        self, fifo: FifoWriter, max_line: int, greet: Callable[[Connection, bytes], None] | None = None
+        self, handover: Handover, max_line: int, greet: Callable[[Connection, bytes], None] | None = None
     ) -> None:
         """`greet` gets a first line that begins with `!`. It names the connection, or raises Refused."""
-        self.fifo, self.max_line, self.greet = fifo, max_line, greet
+        self.handover, self.max_line, self.greet = handover, max_line, greet
         self.hello_required = b""  # code and reason for lines without a hello; b"": they are taken
         self.bytes = self.refused = 0
         self.partial = PartialBudget()
         self._buffer = bytearray(max(_LEAST_BYTES, min(RECEIVE_BYTES, max_line)))
         self._view = self._target = memoryview(self._buffer)
-        self._copies = False
 
     def expect_clogging(self, yes: bool) -> None:
-        """Allow `receive` while the FIFO is clogged, or forbid it. If allowed, it copies the little that it takes."""
-        self._target, self._copies = self._view[:_LEAST_BYTES] if yes else self._view, yes
-        if yes:
-            self.fifo.copy()
+        """Take little at once while `receive` may be called although the way to the framer is clogged."""
+        self._target = self._view[:_LEAST_BYTES] if yes else self._view
 
     def receive(self, connection: Connection) -> bool:
         """Take what has arrived. Returns False when nothing more will come."""
@@ -103,8 +89,7 @@ class Intake:
         if not connection.send_replies():
             return False
         if connection.replies.asks_last and connection.sender is not None:
-            question = connection.sender.question()
-            self.fifo.put(question, 0, len(question))
+            self.handover.say(connection.sender.question())
         if end + 1 < count:
             rest = count - end - 1
             self._buffer[:rest] = self._buffer[end + 1 : count]
@@ -117,20 +102,13 @@ class Intake:
 
     def _take(self, connection: Connection, count: int) -> None:
         """Take buffer[:count]: lines, and the parts of lines at both ends."""
-        buffer = self._buffer
-        start = 0
-        if connection.length:
-            start = buffer.find(b"\n", 0, count) + 1
-            if not start:
-                self._keep(connection, 0, count)
-                return
-            self._keep(connection, 0, start - 1)
-            self._end_line(connection)
-        end = buffer.rfind(b"\n", start, count) + 1
+        buffer, start = self._buffer, 0
+        end = buffer.rfind(b"\n", 0, count) + 1
         if end:
-            self._forward(connection, start, end)
-        else:
-            end = start
+            if connection.length:
+                start = self._end_line(connection, buffer.index(b"\n", 0, end) + 1, end)
+            if start < end:
+                self._forward(connection, start, end)
         if end < count:
             self._keep(connection, end, count)
 
@@ -142,56 +120,61 @@ class Intake:
         connection.length += end - start
         self.partial.bytes += kept
 
-    def _end_line(self, connection: Connection, reason: str = "") -> None:
+    def _end_line(self, connection: Connection, first: int, end: int) -> int:
+        """End the unfinished line with buffer[:first], and take with it what follows, up to `end`, if it may be taken.
+
+        Return where the rest of the buffer begins.
+        """
+        if connection.length + first - 1 > self.max_line or end > self.max_line:
+            self._keep(connection, 0, first - 1)
+            self._pass_line(connection, "too_long" if connection.length > self.max_line else "")
+            return first
+        partial = connection.partial
+        self._forget_partial(connection)
+        self._pass_on(connection, [partial, self._view[:end]], self._buffer.count(b"\n", 0, end))
+        return end
+
+    def _pass_line(self, connection: Connection, reason: str) -> None:
         """Pass on the unfinished line: it is complete, or never will be (`reason`)."""
         line, length = bytes(connection.partial), connection.length
         self._forget_partial(connection)
-        if not reason and length > self.max_line:
-            reason = "too_long"
-        self._put(connection, line, length, reason or _refusal(line))
+        self._pass_on(connection, [self._admitted(connection, line, length, reason), b"\n"], 1)
 
-    def _put(self, connection: Connection, line: bytes, length: int, reason: str) -> None:
-        """Pass on one line of any length, or its refusal if there is a `reason`."""
-        if reason:
-            self.refused += 1
-            if connection.sender is None:
-                line = record.malformed(reason, line, length, self.max_line)
-            else:
-                line = f"!e {reason}".encode()
-        self._pass_on(connection, line + b"\n", 0, len(line) + 1)
+    def _admitted(self, connection: Connection, line: bytes, length: int, reason: str) -> bytes:
+        """Return what goes on for a line of `length` bytes that must not go on as it is, if there is a `reason`."""
+        if not reason:
+            return line
+        if connection.sender is not None:
+            return line[: self.max_line + 1]  # the framer refuses it, in its place among the replies
+        self.refused += 1
+        return record.malformed(reason, line, length, self.max_line)
 
     def _forward(self, connection: Connection, start: int, end: int) -> None:
         """Pass on buffer[start:end], which is whole lines."""
-        buffer = self._buffer
-        if (
-            end - start > self.max_line  # only where the limit is very low: the buffer is seldom larger
-            or buffer.find(0, start, end) >= 0
-            or record.has_control_line(buffer, start, end)
-        ):
+        if end - start > self.max_line:  # only where the limit is very low: the buffer is seldom larger
             for line in bytes(self._view[start : end - 1]).split(b"\n"):
-                reason = "too_long" if len(line) > self.max_line else _refusal(line)
-                self._put(connection, line, len(line), reason)
+                reason = "too_long" if len(line) > self.max_line else ""
+                self._pass_on(connection, [self._admitted(connection, line, len(line), reason), b"\n"], 1)
             return
-        self._pass_on(connection, buffer, start, end)
+        count = self._buffer.count(b"\n", start, end) if connection.sender is not None else 0
+        self._pass_on(connection, [self._view[start:end]], count)
 
-    def _pass_on(self, connection: Connection, data: bytes | bytearray, start: int, end: int) -> None:
-        """Write data[start:end], whole lines that the FIFO may hold, or refuse them if the connection is refused."""
+    def _pass_on(self, connection: Connection, parts: list[Part], count: int) -> None:
+        """Hand over whole lines, `count` messages if the connection has a sender; or refuse them if it is refused."""
         sender = connection.sender
         if sender is not None:
-            replies, count = connection.replies, data.count(b"\n", start, end)
+            replies = connection.replies
             if replies.refusal:
                 replies.refuse(count)
                 return
             replies.taken += count
             replies.passed += count
-        self.bytes += end - start
-        self.fifo.put(data, start, end, sender)
-        if self._copies:
-            self.fifo.copy()
+        self.bytes += sum(map(len, parts))
+        self.handover.put(parts, sender, count)
 
     def finish(self, connection: Connection) -> None:
         """Take the end of a connection: its unfinished line becomes dead.malformed, or is forgotten (connection.py)."""
         if connection.length and connection.sender is None and connection.phase != GREETING:
-            self._end_line(connection, "too_long" if connection.length > self.max_line else "no_newline")
+            self._pass_line(connection, "too_long" if connection.length > self.max_line else "no_newline")
         else:
             self._forget_partial(connection)

@@ -1,7 +1,7 @@
 """The event loop of ingress.
 
-Two epolls: one holds the sockets of producers (producers.py). The other holds everything else, and the first one only
-while producers may be read: leaving it out is the backpressure.
+It waits for one epoll, which holds the sockets of producers, the FIFO `acks`, and a second epoll with everything else.
+While producers must not be read, it waits for one without their sockets: that is the backpressure.
 """
 
 import select
@@ -15,7 +15,7 @@ from kmq.ingress.deadlines import SWEEP_S
 from kmq.ingress.gate import Gate
 from kmq.ingress.ports import Ports
 from kmq.ingress.producers import Producers
-from kmq.links.fifo import FifoWriter
+from kmq.links.handover import Handover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ _GATE_S = 0.1  # while messages are refused: how often the gate is looked at
 class Loop:
     """Serves producers, the ack port and the FIFOs, one turn after the other."""
 
-    def __init__(self, stage: Stage, fifo: FifoWriter) -> None:
-        self.stage, self.fifo = stage, fifo
+    def __init__(self, stage: Stage, handover: Handover) -> None:
+        self.stage, self.handover = stage, handover
         self.incidents = Incidents(stage.log.warn)
         strangers = Strangers(stage.row, self.incidents)
         self.ports = Ports(stage, strangers)
@@ -36,69 +36,83 @@ class Loop:
         self.gate = Gate(stage)
         self._poll = select.epoll()
         self._askers = Askers(stage, self._poll, tokens, strangers)
-        self.producers = Producers(stage, fifo, self.gate, tokens, strangers)
+        self.producers = Producers(stage, handover, self.gate, tokens, strangers)
         for listener in self.ports.of_producers:
             self.producers.entrance.open(listener)
         self._handlers: dict[int, Callable[[], None]] = {
-            self.producers.poll.fileno(): self.producers.serve,
-            stage.raw: fifo.flush,
-            stage.acks: self.producers.pass_replies,
+            stage.raw: handover.flush,
             self.ports.questions.sock.fileno(): self._accept_askers,
         }
-        for fd in (stage.signalled, self.ports.questions.sock.fileno(), stage.acks, self.producers.poll.fileno()):
+        for fd in (stage.signalled, self.ports.questions.sock.fileno()):
             self._poll.register(fd, select.EPOLLIN)
-        self._is_reading, self._is_writing = True, False  # producers are in the epoll, and so is the clogged FIFO
+        self._without_producers = select.epoll()
+        for poll in (self.producers.poll, self._without_producers):
+            poll.register(stage.acks, select.EPOLLIN)
+            poll.register(self._poll, select.EPOLLIN)
+        self._is_reading, self._is_writing = True, False  # producers may be read; the FIFO `raw` is waited for
         self._housekeeping_at = 0.0
 
     def announce(self) -> None:
-        """Tell the framer that an unfinished line of an earlier ingress will never be finished."""
-        line = self.producers.greeter.announcement
-        self.fifo.put(line, 0, len(line))
+        """Tell the framer that what an earlier ingress put into `received`, and never spoke of, is free."""
+        self.handover.say_free()
+        self.handover.flush()
 
     def turn(self, timeout_s: float) -> None:
         """Wait at most this long for something to do, and do it."""
         before = self.gate.refusal
         if self.gate.look():
             self.producers.follow_gate(before)
-        self._follow_fifo()
         now = time.monotonic()
         if self._is_reading and self.producers.all_had_their_turn and now >= self.producers.deadlines.due:
             self.producers.sweep()
         if now >= self._housekeeping_at:
             self._keep_house(now)
-        for fd, _ in self._poll.poll(_GATE_S if self.gate.refusal else timeout_s):
+        self.handover.flush()
+        self._follow_handover()
+        self._wait(_GATE_S if self.gate.refusal else timeout_s)
+        if self._is_reading:
+            self.producers.serve()
+        self.producers.break_unread()
+        row, intake = self.stage.row, self.producers.intake
+        row.bytes, row.refused, row.connections = intake.bytes, intake.refused, len(self.producers.table)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait for events. Replies go out first; producers that have something to read have their turn in `serve`."""
+        producers, acks, others = self.producers, self.stage.acks, self._poll.fileno()
+        may_note = producers.all_had_their_turn
+        poll = producers.poll if self._is_reading else self._without_producers
+        for fd, event in poll.poll(timeout_s if may_note or not self._is_reading else 0.0):
+            if fd == acks:
+                producers.pass_replies()
+            elif fd == others:
+                self._handle_others()
+            elif may_note:
+                producers.note_ready(fd, event)
+
+    def _handle_others(self) -> None:
+        for fd, _ in self._poll.poll(0):
             handler = self._handlers.get(fd)
             if handler is not None:
                 handler()
             elif fd in self._askers:
                 self._askers.serve(fd)
-        self.producers.break_unread()
-        row, intake = self.stage.row, self.producers.intake
-        row.bytes, row.refused, row.connections = intake.bytes, intake.refused, len(self.producers.table)
 
-    def _follow_fifo(self) -> None:
-        """Read producers while the FIFO takes everything, or while messages are refused: producers must be told."""
-        is_clogged = self.fifo.clogged
-        if is_clogged != self._is_writing:
-            self._is_writing = is_clogged
-            if is_clogged:
+    def _follow_handover(self) -> None:
+        """Read producers while the framer takes everything, or while messages are refused: producers must be told."""
+        if self.handover.is_full != self._is_writing:
+            self._is_writing = self.handover.is_full
+            if self._is_writing:
                 self._poll.register(self.stage.raw, select.EPOLLOUT)
             else:
                 self._poll.unregister(self.stage.raw)
-        may_read = not is_clogged or bool(self.gate.refusal)
-        if may_read != self._is_reading:
-            self._is_reading = may_read
-            if may_read:
-                self._poll.register(self.producers.poll, select.EPOLLIN)
-            else:
-                self._poll.unregister(self.producers.poll)
+        self._is_reading = not self.handover.clogged or bool(self.gate.refusal)
 
     def _accept_askers(self) -> None:
         for sock, peer in self.ports.questions.accept():
             self._askers.take(sock, peer)
 
     def _keep_house(self, now: float) -> None:
-        """Do what is due once a second, also while the FIFO is full: the ack port does not depend on the FIFO."""
+        """Do what is due once a second, also while the way to the framer is full: the ack port does not depend on it."""
         self._housekeeping_at = now + SWEEP_S
         self._askers.sweep()
         self.incidents.say()

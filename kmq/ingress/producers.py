@@ -1,8 +1,8 @@
 """The connections of producers: read in turn, answered, and ended.
 
-Invariant   Every connection with something to read gets one receive before any gets another, also if the FIFO clogs
-            between. Nobody is read while the FIFO is clogged, unless messages are refused: then nothing that is read
-            goes there.
+Invariant   Every connection with something to read gets one receive before any gets another, also if the way to the
+            framer clogs between. Nobody is read while it is clogged, unless messages are refused: then nothing that is
+            read goes there.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from kmq.ingress.greeter import UNAUTHORIZED, Greeter
 from kmq.ingress.intake import Intake
 from kmq.ingress.table import ConnectionTable
 from kmq.links.acks import AckReader
-from kmq.links.fifo import FifoWriter
+from kmq.links.handover import Handover
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 
 class Producers:
-    """All producers. `poll` holds their sockets and their listeners; the loop waits for it while producers are read."""
+    """All producers. `poll` holds their sockets and their listeners; the loop waits for it while they may be read."""
 
     def __init__(
-        self, stage: Stage, fifo: FifoWriter, gate: Gate, tokens: "Tokens | None", strangers: Strangers
+        self, stage: Stage, handover: Handover, gate: Gate, tokens: "Tokens | None", strangers: Strangers
     ) -> None:
         settings = stage.settings
         self.poll = select.epoll()
         self.table = ConnectionTable()
         self.entrance = Entrance(stage, self.poll, self.table, strangers)
         self.greeter = Greeter(stage, gate, tokens, self.table, strangers)
-        self.intake = Intake(fifo, settings.max_line, self.greeter.greet)
+        self.intake = Intake(handover, settings.max_line, self.greeter.greet)
         if tokens is not None:
             self.intake.hello_required = UNAUTHORIZED.encode()
         self.deadlines = Deadlines(settings.idle, settings.line_deadline)
-        self._row, self._fifo, self._gate, self._strangers = stage.row, fifo, gate, strangers
+        self._row, self._handover, self._gate, self._strangers = stage.row, handover, gate, strangers
         self._acks = AckReader(stage.acks)
         self._unread = UnreadBudget()
         self._ready: deque[tuple[int, int]] = deque()  # descriptors and events that have not had their turn
@@ -56,11 +56,13 @@ class Producers:
 
     # --- messages come in ---------------------------------------------------------------------------------------------
 
+    def note_ready(self, fd: int, event: int) -> None:
+        """Let the connection, or the listener, with this descriptor have its turn at the next `serve`."""
+        self._ready.append((fd, event))
+
     def serve(self) -> None:
-        """Read the producers that have sent something, as long as the FIFO takes it."""
-        if not self._ready:
-            self._ready.extend(self.poll.poll(0))
-        while self._ready and (not self._fifo.clogged or self._gate.refusal):
+        """Read the producers that have sent something, as long as the framer takes it, and tell it of their lines."""
+        while self._ready and (not self._handover.clogged or self._gate.refusal):
             fd, event = self._ready.popleft()
             connection = self.table.at(fd)
             if connection is not None:
@@ -70,6 +72,7 @@ class Producers:
             for connection in self.intake.partial.exceeded_by(self.table):
                 self._strangers.note("unfinished_line_cut", connection.peer, f"of {connection.length} bytes")
                 self._drop(connection)
+        self._handover.flush()
 
     def _serve(self, connection: Connection, event: int) -> None:
         refusal = self._gate.refusal
@@ -170,11 +173,12 @@ class Producers:
         self._tell(connection)
 
     def _drop(self, connection: Connection) -> None:
-        """End a connection: in order, unless that would say that refused lines are in the FIFO."""
+        """End a connection: in order, unless that would say that refused lines were handed over."""
         if connection.replies.refusal and not connection.replies.acks:
             self._break(connection)
             return
         self._forget(connection)
+        self._handover.flush()  # an orderly end says that the FIFO speaks of every line that was read
         close_in_order(connection)
 
     def _break(self, connection: Connection) -> None:

@@ -1,7 +1,7 @@
 """The replies that one producer is owed, in the order of its messages.
 
     taken       messages received
-    passed      of these, the messages that went on into the FIFO; those behind them were refused here
+    passed      of these, the messages that were handed over; those behind them were refused here
     answered    messages whose reply is in `pending`, or was sent already: answered <= taken
 
 Invariant   Replies go out in the order of the messages, each once. After the first refused message every later one is

@@ -1,7 +1,7 @@
 """The FIFO `acks`: replies from durability to ingress, sent once the records they confirm are on disk.
 
 Line        `<connection> <first n> <reply>`: <reply> goes to the producer as it is; it is for messages from <first n>
-            on.
+            on. An empty line, from the framer: the ring `received` has room again.
 Invariant   Every write is whole lines, at most PIPE_BUF at once. A stopped ingress never stops the WAL: replies that
             the FIFO does not take wait here, up to KEEP_BYTES, and are lost beyond that.
 Crash       Durability killed before a block is released: its next start sends the replies again, and ingress skips
@@ -71,10 +71,10 @@ class AckReader:
         self._rest = b""
 
     def take(self) -> list[bytes]:
-        """Return the lines that have come, without newline."""
+        """Return the replies that have come, without newline."""
         try:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             return []
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines
+        return [line for line in lines if line]

@@ -21,7 +21,7 @@ the larger of tail and floor.
 
 Invariants
   1  A block is visible only when all its bytes are written: the commit record that covers it comes last.
-  2  A commit is one 8-byte store. The record (head, next seq, and the framer's two staging cells) is kept twice: the
+  2  A commit is one 8-byte store. The record (head, next seq, and up to where the framer has framed) is kept twice: the
      writer fills the spare record, then increments the counter that chooses between the two. A reader accepts a record
      only if the counter was the same before and after, so it never acts on a record that a dying writer had not
      committed.
@@ -51,7 +51,7 @@ from kmq.links.doorbell import Doorbell, fence
 from kmq.links.ownership import RingLock, is_same_file
 from kmq.settings import SHM
 
-LAYOUT = 2  # version of the layout on this page
+LAYOUT = 3  # version of the layout on this page
 
 IDENTITY, WRITER, READER, TEXT = 0, 1024, 2048, 1024
 CELLS, BLOCKS = 4096, 8192
@@ -59,7 +59,9 @@ _COPY_BYTES = 1 << 20
 
 # Cells, as word numbers from CELLS. Written by the writer process:
 COUNTER = 0  # commits so far; the record in force is RECORD[counter & 1]
-RECORD = (8, 16)  # six words: head, messages put in so far, next seq, last recv_ts, staging area, bytes of it consumed
+# Eight words: head, messages put in so far, next seq, last recv_ts; of the framer also: staging area, bytes of it
+# consumed, the birth of `received`, and up to which position the lines there are framed.
+RECORD = (8, 16)
 FLOOR, FLOOR_MESSAGES = 24, 25  # dropped: up to this position, this many messages
 WRITER_SLEEPS = 32
 BASE_SEQ = 33  # next seq when the ring was created
@@ -105,24 +107,45 @@ class Identity:
         return BLOCKS + self.ring_bytes + self.extra
 
 
-class Consumed(namedtuple("Consumed", ("area", "offset"))):
-    """Up to where the framer has framed: the staging area in use, and how many of its bytes are done."""
+class Received(namedtuple("Received", ("birth", "position"))):
+    """Up to where the lines of a ring `received` are framed: its birth, and the position (received.py)."""
 
     __slots__ = ()
 
 
-NOTHING_STAGED = Consumed(0, 0)  # of a ring without staging areas
+NOTHING_RECEIVED = Received(0, 0)
+
+
+class Consumed(namedtuple("Consumed", ("area", "offset", "birth", "position"))):
+    """Up to where the framer has framed: the staging area in use, how many of its bytes are done, and Received."""
+
+    __slots__ = ()
+
+
+NOTHING_STAGED = Consumed(0, 0, 0, 0)  # of a ring without staging areas
 
 
 class Commit:
     """One consistent reading of the writer's record."""
 
-    def __init__(self, head: int, messages: int, next_seq: int, last_ts: int, area: int, consumed: int) -> None:
+    __slots__ = ("area", "birth", "consumed", "head", "last_ts", "messages", "next_seq", "position")
+
+    def __init__(
+        self,
+        head: int,
+        messages: int,
+        next_seq: int,
+        last_ts: int,
+        area: int,
+        consumed: int,
+        birth: int,
+        position: int,
+    ) -> None:
         self.head, self.messages, self.next_seq, self.last_ts = head, messages, next_seq, last_ts
-        self.area, self.consumed = area, consumed
+        self.area, self.consumed, self.birth, self.position = area, consumed, birth, position
 
     def consuming(self, consumed: Consumed) -> "Commit":
-        """Return the same record with other staging cells."""
+        """Return the same record with other cells of the framer."""
         return Commit(self.head, self.messages, self.next_seq, self.last_ts, *consumed)
 
 
@@ -135,11 +158,18 @@ class Stamp(namedtuple("Stamp", ("first_seq", "count", "key_length", "recv_ts"))
 class Framed:
     """A block for the writer: numbered lines, their stamp, and the replies to send once the lines are durable."""
 
-    __slots__ = ("consumed", "lines", "replies", "stamp")
+    __slots__ = ("consumed", "lines", "received", "replies", "stamp")
 
-    def __init__(self, lines: bytes | memoryview, stamp: Stamp, replies: bytes = b"", consumed: int = 0) -> None:
+    def __init__(
+        self,
+        lines: bytes | memoryview,
+        stamp: Stamp,
+        replies: bytes = b"",
+        consumed: int = 0,
+        received: Received = NOTHING_RECEIVED,
+    ) -> None:
         self.lines, self.stamp, self.replies = lines, stamp, replies
-        self.consumed = consumed  # bytes of the staged text that are done once this block is committed
+        self.consumed, self.received = consumed, received  # done with this block: staged bytes; lines in `received`
 
 
 class BlockLimits(namedtuple("BlockLimits", ("count", "nbytes"))):
@@ -168,14 +198,12 @@ class Block:
         return Stamp(self.first_seq, self.count, self.key_length, self.recv_ts)
 
 
-class Ring:
-    """What both ends share: the mapping, the cells, the consistent reading of them."""
+class SharedFile:
+    """One end of a ring as a file: its mapping, its cells, the locks of both ends."""
 
     def __init__(self, instance: str, name: str) -> None:
         self.instance, self.name = instance, name
         self.path = shm_path(instance, name)
-        self.reader_bell = Doorbell(f"/{instance}.{name}.reader")
-        self.writer_bell = Doorbell(f"/{instance}.{name}.writer")
 
     def _map(self, fd: int, identity: Identity, mine: int, other: int) -> None:
         """`mine` and `other`: where the header names the holder of our end, which is locked, and of the other end."""
@@ -189,40 +217,12 @@ class Ring:
         self.words = self.view.cast("Q")
         self.cells = self.words[CELLS // 8 : BLOCKS // 8]
 
-    def committed(self) -> Commit:
-        """The writer's record in force (invariant 2)."""
-        cells = self.cells
-        while True:
-            counter = cells[COUNTER]
-            at = RECORD[counter & 1]
-            record = cells[at : at + 6].tolist()
-            fence()
-            if cells[COUNTER] == counter:
-                return Commit(*record)
-
-    @property
-    def synced_seq(self) -> int | None:
-        """Last seq that durability knows to be on disk; None if it has not said so since the ring was made."""
-        value = self.cells[SYNCED]
-        return value - 1 if value else None
-
-    @property
-    def base_seq(self) -> int:
-        """The next seq at the time when the ring was made."""
-        return self.cells[BASE_SEQ]
-
-    @property
-    def tail(self) -> int:
-        return max(self.cells[TAIL], self.cells[FLOOR])
-
     def _sign(self, at: int, who: str) -> None:
         self.mm[at : at + TEXT] = who.encode()[: TEXT - 1].ljust(TEXT, b"\0")
 
     def is_in_place(self) -> bool:
-        """Return True if ring and bells still have their names, by which the other end finds them."""
-        if self._fd < 0:
-            return True  # given back
-        return is_same_file(self._fd, self.path) and self.reader_bell.is_in_place() and self.writer_bell.is_in_place()
+        """Return True if the ring still has its name, by which the other end finds it, or was given back."""
+        return self._fd < 0 or is_same_file(self._fd, self.path)
 
     def write_again(self) -> bool:
         """Copy a ring whose file was removed to a new file under its name, so that the waiting blocks are not lost.
@@ -249,6 +249,57 @@ class Ring:
         self.mm.close()
         os.close(self._fd)  # and with it the lock
         self._fd = -1
+
+
+class Ring(SharedFile):
+    """What both ends share: the file, the bells, the consistent reading of the writer's record."""
+
+    def __init__(self, instance: str, name: str) -> None:
+        super().__init__(instance, name)
+        self.reader_bell = Doorbell(f"/{instance}.{name}.reader")
+        self.writer_bell = Doorbell(f"/{instance}.{name}.writer")
+
+    def committed(self) -> Commit:
+        """The writer's record in force (invariant 2)."""
+        cells = self.cells
+        while True:
+            counter = cells[COUNTER]
+            at = RECORD[counter & 1]
+            record = cells[at : at + 8].tolist()
+            fence()
+            if cells[COUNTER] == counter:
+                return Commit(*record)
+
+    @property
+    def synced_seq(self) -> int | None:
+        """Last seq that durability knows to be on disk; None if it has not said so since the ring was made."""
+        value = self.cells[SYNCED]
+        return value - 1 if value else None
+
+    @property
+    def base_seq(self) -> int:
+        """The next seq at the time when the ring was made."""
+        return self.cells[BASE_SEQ]
+
+    @property
+    def tail(self) -> int:
+        return max(self.cells[TAIL], self.cells[FLOOR])
+
+    def is_in_place(self) -> bool:
+        """Return True if ring and bells still have their names, by which the other end finds them."""
+        if self._fd < 0:
+            return True  # given back
+        return super().is_in_place() and self.reader_bell.is_in_place() and self.writer_bell.is_in_place()
+
+
+def open_existing(path: str) -> int | None:
+    """Return a descriptor of the ring at `path`; None if there is none."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
 
 
 def make_file(path: str, nbytes: int) -> int:

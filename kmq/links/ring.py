@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 
-from kmq.errors import ConfigError, CorruptError
+from kmq.errors import CorruptError
 from kmq.links.doorbell import fence
 from kmq.links.layout import (
     BLOCKS,
@@ -33,6 +33,7 @@ from kmq.links.layout import (
     Ring,
     block_bytes,
     first_waiting,
+    open_existing,
     read_text,
     shm_path,
 )
@@ -85,7 +86,7 @@ class RingWriter(Ring):
     def has_room(self, nbytes: int, count: int) -> bool:
         """Return True if a block of this size fits now; under drop_oldest drop blocks until it fits."""
         place, total = self._place(nbytes)
-        while not self._fits(place + total - self._last.head, count):
+        while not self.fits(place + total - self._last.head, count):
             if not self.drops:
                 return False
             self._drop_oldest()
@@ -107,7 +108,8 @@ class RingWriter(Ring):
             return head + self.size - at, total
         return head, total
 
-    def _fits(self, total: int, count: int) -> bool:
+    def fits(self, total: int, count: int) -> bool:
+        """Return True if a block that takes `total` bytes and holds `count` messages fits without dropping any."""
         cells = self.cells
         tail = max(cells[TAIL], self._floor)
         messages = max(cells[TAIL_MESSAGES], self._floor_messages)
@@ -134,7 +136,7 @@ class RingWriter(Ring):
         fence()
 
     def append(self, framed: Framed, consumed: Consumed = NOTHING_STAGED) -> None:
-        """Append a block that fits, and commit it together with the framer's two staging cells."""
+        """Append a block that fits, and commit it together with the framer's cells."""
         last, lines, replies = self._last, framed.lines, framed.replies
         first_seq, count, key_length, recv_ts = framed.stamp
         nbytes = len(lines) + len(replies)
@@ -167,6 +169,8 @@ class RingWriter(Ring):
         cells[at + 3] = record.last_ts
         cells[at + 4] = record.area
         cells[at + 5] = record.consumed
+        cells[at + 6] = record.birth
+        cells[at + 7] = record.position
         fence()
         cells[COUNTER] = counter
         self._counter = counter
@@ -210,7 +214,7 @@ class RingWriter(Ring):
         """Return the blocks that the reader has not released. They stay valid until this writer appends."""
         blocks, position = [], self.tail
         while position < self._last.head:
-            block, position = _block_at(self, position, self._last.head)
+            block, position = block_at(self, position, self._last.head)
             if block is not None:
                 blocks.append(block)
         return blocks
@@ -231,12 +235,9 @@ class RingReader(Ring):
     def attach(cls, instance: str, name: str, identity: Identity, who: str) -> "RingReader | None":
         """Return the ring; None while the writer has not made it. Raises BusyError if another process reads it."""
         path = shm_path(instance, name)
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
+        fd = open_existing(path)
+        if fd is None:
             return None
-        except PermissionError:
-            raise ConfigError(f"{path}: belongs to another user; use another KMQ_INSTANCE") from None
         reader = None
         try:
             if read_text(fd, IDENTITY) == identity.text() and os.fstat(fd).st_size == identity.file_bytes:
@@ -264,7 +265,7 @@ class RingReader(Ring):
                 self.position = self.cells[FLOOR]
                 jumped = True
                 continue
-            block, self.position = _block_at(self, self.position, head)
+            block, self.position = block_at(self, self.position, head)
             if block is not None:
                 blocks.append(block)
         self.jumped = jumped and bool(blocks)
@@ -313,7 +314,7 @@ class RingReader(Ring):
         return self.writer_is_gone()
 
 
-def _block_at(ring: Ring, position: int, head: int) -> tuple[Block | None, int]:
+def block_at(ring: Ring, position: int, head: int) -> tuple[Block | None, int]:
     """Return (block at `position`, position of the next block); None for a skip, or for a block just dropped."""
     at = BLOCKS + position % ring.size
     header = ring.words[at // 8 : at // 8 + 7].tolist()

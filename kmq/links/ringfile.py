@@ -23,6 +23,7 @@ from kmq.links.layout import (
     field,
     give_name,
     make_file,
+    open_existing,
     read_text,
     waiting_bytes,
 )
@@ -39,12 +40,9 @@ class RingFile:
     def existing(self) -> int | None:
         """Return a descriptor of our ring, locked; None if there is none. Remove a ring that is not ours."""
         while True:
-            try:
-                fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:
+            fd = open_existing(self.path)
+            if fd is None:
                 return None
-            except PermissionError:
-                raise ConfigError(f"{self.path}: belongs to another user; use another KMQ_INSTANCE") from None
             is_ours = False
             try:
                 self._lock_writer(fd)

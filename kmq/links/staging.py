@@ -18,9 +18,8 @@ one.
 
 import mmap
 import os
-from collections.abc import Callable
 
-from kmq.links.layout import BLOCKS, Commit, Consumed, Framed
+from kmq.links.layout import BLOCKS, Commit, Consumed, Framed, Received
 from kmq.links.ring import RingWriter
 from kmq.settings import KIB
 
@@ -31,8 +30,8 @@ _ZEROS = memoryview(bytes(_CHUNK))
 
 
 def area_bytes(max_line: int) -> int:
-    """Return the size of one area: the longest unfinished line in fragments, and room to continue reading."""
-    return max_line + max_line // 1024 + 2 * READ_BYTES + 4095 & ~4095
+    """Return the size of one area: the longest unfinished line, and room to continue reading."""
+    return max_line + 2 * READ_BYTES + 4095 & ~4095
 
 
 class Staging:
@@ -89,15 +88,21 @@ class Staging:
         end = self.mm.rfind(b"\n", start + self.consumed, start + self.filled) + 1
         return self.mm[start + self.consumed : end] if end else b""
 
+    @property
+    def has_lines(self) -> bool:
+        """Return True if whole lines wait to be framed."""
+        start = self._start(self.active)
+        return self.mm.find(b"\n", start + self.consumed, start + self.filled) >= 0
+
     def unfinished(self) -> bytes:
         """Return everything that waits to be framed, whole lines or not."""
         start = self._start(self.active)
         return self.mm[start + self.consumed : start + self.filled]
 
-    def forget_unfinished(self, whole: Callable[[bytes], int]) -> int:
-        """Drop what follows the first `whole` bytes, because its rest will never come; return how many bytes."""
+    def forget_unfinished(self) -> int:
+        """Drop the line that is not whole, because its rest will never come; return how many bytes it had."""
         start = self._start(self.active)
-        end = self.consumed + whole(self.unfinished())
+        end = self.consumed + len(self.lines())
         forgotten = self.filled - end
         self.mm[start + end : start + self.filled] = bytes(forgotten)
         self.filled = end
@@ -107,19 +112,19 @@ class Staging:
     def is_full(self) -> bool:
         return self.filled == self.size
 
-    def copy_rest(self, consumed: int, lines: bytes = b"") -> Consumed:
-        """Copy `lines`, and what follows `consumed`, to the other area; return what to commit, before `adopt`.
+    def copy_rest(self, consumed: int) -> int:
+        """Copy what follows `consumed` to the other area; return the number of that area, to be committed.
 
-        Until that commit nothing has happened.
+        Until that commit nothing has happened; call `adopt` after it.
         """
         other = 1 - self.active
         start, there = self._start(self.active), self._start(other)
-        rest = lines + self.mm[start + consumed : start + self.filled]
+        rest = self.mm[start + consumed : start + self.filled]
         self._zero(other, max(self._used_other, len(rest)))
         if rest:
             self.mm[there : there + len(rest)] = rest
         self._copied = len(rest)
-        return Consumed(other, 0)
+        return other
 
     def adopt(self, record: Commit) -> None:
         """Use the area and the place in it that a commit has put in force."""
@@ -128,20 +133,22 @@ class Staging:
             self.active, self.filled = record.area, self._copied
         self.consumed = record.consumed
 
-    def swap_areas(self, consumed: int, lines: bytes = b"") -> None:
-        """Move `lines`, and what follows `consumed`, to the start of the other area, in a commit without a block."""
-        self.ring.commit(self.ring.last.consuming(self.copy_rest(consumed, lines)))
+    def swap_areas(self, consumed: int, done: Received) -> None:
+        """Move what follows `consumed` to the start of the other area, in a commit without a block."""
+        self.ring.commit(self.ring.last.consuming(Consumed(self.copy_rest(consumed), 0, *done)))
         self.adopt(self.ring.last)
 
     def make_room(self) -> bool:
         """Move what is unfinished to the start of an area, so that its rest fits; return False if it is there."""
         if not self.consumed:
             return False
-        self.swap_areas(self.consumed)
+        last = self.ring.last
+        self.swap_areas(self.consumed, Received(last.birth, last.position))
         return True
 
     def append(self, framed: Framed, swaps: bool) -> None:
-        """Append a block that fits, and commit the bytes it came from; `swaps`: swap the areas in the same commit."""
-        consumed = self.consumed + framed.consumed
-        self.ring.append(framed, self.copy_rest(consumed) if swaps else Consumed(self.active, consumed))
+        """Append a block that fits, and commit what it came from; `swaps`: swap the areas in the same commit."""
+        offset = self.consumed + framed.consumed
+        area, offset = (self.copy_rest(offset), 0) if swaps else (self.active, offset)
+        self.ring.append(framed, Consumed(area, offset, *framed.received))
         self.adopt(self.ring.last)

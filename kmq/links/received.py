@@ -1,0 +1,200 @@
+"""The ring `received`: the bytes of lines on their way from ingress to the framer. The FIFO `raw` says where they lie.
+
+Links       /dev/shm/<instance>.received, made by ingress, its only writer. The framer is its only reader.
+Layout      As in layout.py, but between head and tail there are no blocks: only bytes, where the control lines of the
+            FIFO say (raw.py). The first word of the record is the head, and its counter stays 0. BASE_SEQ holds the
+            birth: the time in ns at which the ring was made. Control lines name it, so a line that speaks of an older
+            ring is never taken for one of this ring.
+
+Invariant   The bytes between tail and head are never overwritten. The head moves before the FIFO gets the line that
+            speaks of these bytes. The tail moves only behind bytes whose lines are committed in the ring `framed`,
+            which holds that position in the same commit (layout.py, invariant 2).
+Crash       Ingress killed before it moved the head: nothing happened. Killed before it wrote the line: the bytes have no
+            owner; they are free once the framer has read a later line, and the first line of the next ingress is one.
+            Framer killed: the position in the record of `framed` is in force. The lines behind it are in the staging
+            area or in the FIFO, and their bytes are still here. The start moves the tail to that position.
+            FIFO gone, because all stages died: the bytes that nobody speaks of any more are freed in the same way.
+Full        Ingress asks for a sign of room, an empty line in the FIFO `acks`, and reads no producer until then.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from kmq.links import layout
+from kmq.links.doorbell import fence
+from kmq.links.layout import (
+    BASE_SEQ,
+    BLOCKS,
+    IDENTITY,
+    READER,
+    RECORD,
+    TAIL,
+    WRITER,
+    WRITER_SLEEPS,
+    Identity,
+    SharedFile,
+    field,
+    make_identity,
+    open_existing,
+    read_text,
+    shm_path,
+)
+from kmq.links.ownership import RingLock, is_same_file
+from kmq.links.ringfile import RingFile
+from kmq.logfmt import Logger
+from kmq.settings import KIB, MIB
+
+NAME = "received"
+_HEAD = RECORD[0]
+_LEAST_BYTES = MIB
+_REUSED_BYTES = 512 * KIB
+
+
+def ring_bytes(max_line: int) -> int:
+    """Return the size of the ring: twice the longest line beside what one receive brings, so all fits on one side.
+
+    Not more: what lies here is accepted, and the disk must have room for it (kmq/broker/admission.py).
+    """
+    return max(_LEAST_BYTES, 2 * (max_line + 260 * KIB))
+
+
+def identity(data_id: str, max_line: int) -> Identity:
+    """Return what the ring of these settings looks like."""
+    return make_identity(data_id, 0, ring_bytes(max_line), 0, "block")
+
+
+def waiting_bytes(instance: str) -> int:
+    """Return how many bytes wait in the ring now; 0 if there is no ring."""
+    try:
+        fd = os.open(shm_path(instance, NAME), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        return layout.waiting_bytes(fd)
+    finally:
+        os.close(fd)
+
+
+class ReceivedWriter(SharedFile):
+    """Ingress' end. The constructor takes the lock and finds or makes the ring."""
+
+    def __init__(
+        self, instance: str, identity: Identity, who: str, log: Logger, before_make: Callable[[], None] = lambda: None
+    ) -> None:
+        """`before_make` is called only if the ring is made anew."""
+        super().__init__(instance, NAME)
+        file = RingFile(self.path, f"{instance}.{NAME}", identity, log)
+        fd = file.existing()
+        while fd is None:
+            before_make()
+            fd = file.create(time.time_ns(), 0)
+            if fd is None:  # another process has given a ring this name meanwhile
+                fd = file.existing()
+            else:
+                log.info("ring_created", ring=NAME, bytes=identity.ring_bytes)
+        self._map(fd, identity, WRITER, READER)
+        self._sign(WRITER, who)
+        self.birth: int = self.cells[BASE_SEQ]
+        self.head: int = self.cells[_HEAD]
+        self._asks = 1  # whether we ask for a sign of room; an earlier ingress may have
+
+    def may_write_again(self) -> bool:
+        """Return True: while the writer is here, the reader changes only its own cells."""
+        return True
+
+    def put(self, parts: Sequence[bytes | bytearray | memoryview], nbytes: int) -> int:
+        """Copy `parts`, together `nbytes`, into the ring; return their position, or -1 if there is no room.
+
+        They lie in one piece. `publish` makes them visible.
+        """
+        position = self._place(nbytes)
+        if position < 0:
+            self._asks = self.cells[WRITER_SLEEPS] = 1
+            fence()
+            position = self._place(nbytes)
+            if position < 0:
+                return -1
+        if self._asks:
+            self._asks = self.cells[WRITER_SLEEPS] = 0
+        at = BLOCKS + position % self.size
+        for part in parts:
+            end = at + len(part)
+            self.mm[at:end] = part
+            at = end
+        self.head = position + nbytes
+        return position
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if `put` would take so many bytes now."""
+        return self._place(nbytes) >= 0
+
+    def _place(self, nbytes: int) -> int:
+        tail, position, size = self.cells[TAIL], self.head, self.size
+        at = position % size
+        # An empty ring is begun anew once it has used some pages, so that these stay in the cache. Not earlier: until
+        # the tail moves, only as much fits as lies before the place where the ring was empty.
+        is_begun_anew = tail == position and at >= max(_REUSED_BYTES, nbytes)
+        if is_begun_anew or at + nbytes > size:
+            position += size - at
+        return position if position + nbytes - tail <= size else -1
+
+    def publish(self) -> None:
+        """Move the head. Call before the FIFO gets a line that speaks of what was put."""
+        self.cells[_HEAD] = self.head
+
+
+class ReceivedReader(SharedFile):
+    """The framer's end."""
+
+    def __init__(self, instance: str, fd: int, found: Identity, who: str, acks: int) -> None:
+        """`acks`: the FIFO that wakes ingress."""
+        super().__init__(instance, NAME)
+        self._map(fd, found, READER, WRITER)
+        self._sign(READER, who)
+        self._acks = acks
+        self.birth: int = self.cells[BASE_SEQ]
+
+    @classmethod
+    def attach(cls, instance: str, data_id: str, who: str, acks: int) -> "ReceivedReader | None":
+        """Return the ring; None if ingress has not made one for this data directory. Raises BusyError if it is read."""
+        path = shm_path(instance, NAME)
+        fd = open_existing(path)
+        if fd is None:
+            return None
+        reader = None
+        try:
+            text = read_text(fd, IDENTITY)
+            found = make_identity(data_id, 0, int(field(text, "bytes") or 0), 0, "block")
+            if text == found.text() and os.fstat(fd).st_size == found.file_bytes:
+                RingLock(fd, READER).acquire(f"ring {instance}.{NAME} (reader)", read_text(fd, READER))
+                if is_same_file(fd, path):  # else it was made anew between the two looks
+                    reader = cls(instance, fd, found, who, acks)
+            return reader
+        finally:
+            if reader is None:
+                os.close(fd)
+
+    def may_write_again(self) -> bool:
+        """Return True if the writer is gone: a living writer makes the copy itself."""
+        return not self._peer.is_held()
+
+    def holds(self, start: int, end: int) -> bool:
+        """Return True if these positions may be spoken of: put by ingress, and in one piece."""
+        return start <= end <= self.cells[_HEAD] and start % self.size + end - start <= self.size
+
+    def text(self, start: int, end: int) -> bytes:
+        """Return the bytes between two positions that the ring holds."""
+        at = BLOCKS + start % self.size
+        return self.mm[at : at + end - start]
+
+    def release(self, position: int) -> None:
+        """Give back the room of everything before `position`, which is committed in the ring `framed`."""
+        cells = self.cells
+        if position > cells[TAIL]:
+            cells[TAIL] = position
+            fence()
+            if cells[WRITER_SLEEPS]:
+                with contextlib.suppress(BlockingIOError):  # full: ingress is awake anyway
+                    os.write(self._acks, b"\n")
