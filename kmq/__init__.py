@@ -1,12 +1,12 @@
-"""KMQ: a message broker inside one pod, whose every message is a line in a text file.
+"""KMQ: a message broker inside one pod. Every message is a line in a text file.
 
 import kmq
 with kmq.Producer(port=5673) as producer:
     seq = producer.send("orders", b"one", key="42").result()
 """
 
-TYPE_CHECKING = False  # as typing has it, which stages do not import: it would cost them a part of their start
-if TYPE_CHECKING:  # so that type checkers know what __getattr__ gives
+TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
+if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.aio import AsyncProducer as AsyncProducer
     from kmq.client.failures import Fenced as Fenced
     from kmq.client.failures import NotAnswered as NotAnswered
@@ -33,7 +33,7 @@ _EXPORTS = {
 
 
 def __getattr__(name: str) -> object:
-    """Exports are imported when asked for: the stages import this package and need none of them."""
+    """Import an export at its first use, because the stages import this package and need no export."""
     if name not in _EXPORTS:
         raise AttributeError(f"module 'kmq' has no attribute {name!r}")
     from importlib import import_module

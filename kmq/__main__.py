@@ -1,8 +1,8 @@
-"""`kmq`, before anything is imported: Ctrl-C in that moment, too, ends with 130 and without a traceback."""
+"""`kmq`: imports the commands. Ctrl-C during that import ends with exit code 130 and without a traceback."""
 
 
 def main() -> None:
-    """Entry point."""
+    """Run `kmq` with the arguments of this process."""
     from kmq.errors import EXIT_SIGINT
 
     try:

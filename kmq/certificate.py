@@ -1,8 +1,8 @@
-"""When the certificates in a PEM file are valid. OpenSSL tells that only of certificates that it trusts.
+"""When the certificates in a PEM file are valid. OpenSSL reports that only for certificates that it trusts.
 
 Source      The Validity field of each certificate. Its place is fixed by X.509 (RFC 5280, 4.1), so a walk over the
             first elements of the DER finds it, whatever key, signature or extensions the certificate has.
-Not covered Whether a chain is complete or in order, and revocation: clients find out.
+Not covered Missing certificates of a chain, their order, and revocation: clients check these.
 """
 
 import time
@@ -42,7 +42,7 @@ def read(path: str) -> list[Validity]:
 
 def of_chain(certificates: list[Validity]) -> Validity:
     """Return the validity of a chain: the time in which all of its certificates are valid."""
-    return Validity(max(each.not_before for each in certificates), min(each.not_after for each in certificates))
+    return Validity(max(one.not_before for one in certificates), min(one.not_after for one in certificates))
 
 
 def of_authorities(certificates: list[Validity], now: float) -> Validity:

@@ -1,7 +1,7 @@
-"""How many files this process may have open. A process asks at its start, and keeps no more open than that.
+"""How many files this process may have open. A process asks at its start, and never keeps more open.
 
-No code here uses select(), so the soft limit is raised to the hard limit. The caller divides it: connections (ingress),
-logs (router).
+No code here uses select(), so the soft limit is raised to the hard limit. The caller divides it among its
+connections (ingress) or logs (router).
 """
 
 import resource
@@ -9,7 +9,7 @@ import resource
 from kmq.errors import ConfigError
 
 OWN = 48  # for FIFOs, rings, listeners, epolls, locks and short-lived files; the rest is for logs or connections
-LEAST = 64  # a process needs: OWN, and some for its work
+LEAST = 64  # descriptors that a process needs: OWN, and some for its work
 
 
 def claim(least: int = LEAST) -> int:

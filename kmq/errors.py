@@ -2,16 +2,16 @@
 
     code  name          restart helps?  meaning
     0     EXIT_OK       -               stopped as asked, drained
-    1     EXIT_FAILED   no              a command did its work, and its result is no
-    2     (Typer's)     no              a command line is wrong
+    1     EXIT_FAILED   no              a command ran, and its result is negative
+    2     (Typer's)     no              the command line is wrong
     65    EXIT_CORRUPT  no              what is on disk or in shared memory contradicts itself
     69    EXIT_BUSY     no              another process owns what this one needs
     75    EXIT_RETRY    yes             input or output failed; nothing unsynced was acknowledged
     78    EXIT_CONFIG   no              a setting, a path or a name is wrong
     130   EXIT_SIGINT   -               a command was interrupted with Ctrl-C
 
-The numbers are those of sysexits.h where it has them. A supervisor that knows them (ours does,
-kmq/broker/supervisor.py) restarts on 75 and on a signal, and stops on the others.
+The numbers follow sysexits.h where it defines one. A supervisor that knows them, as kmq/broker/supervisor.py does,
+restarts a process after 75 and after a signal, and stops after any other code.
 """
 
 import errno
@@ -38,7 +38,7 @@ EXIT_NAMES = {
 
 
 class KmqError(Exception):
-    """Base of every error KMQ raises on purpose; `exit_code` is what the process ends with."""
+    """Base of every error that KMQ raises on purpose; the process ends with `exit_code`."""
 
     exit_code = EXIT_FAILED
 
@@ -56,7 +56,7 @@ class BusyError(KmqError):
 
 
 class CorruptError(KmqError):
-    """Files and rings contradict each other. Names the file and the byte, changes nothing."""
+    """Files and rings contradict each other. Names the file and the byte; nothing was changed."""
 
     exit_code = EXIT_CORRUPT
 
@@ -73,7 +73,7 @@ class Stopped(KmqError):
     exit_code = EXIT_OK
 
 
-# Something else is where KMQ keeps a file, a link or a directory: no restart changes that.
+# The path of a file, link or directory of KMQ holds something of another kind: no restart changes that.
 WRONG_KIND = frozenset({errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP})
 
 

@@ -1,13 +1,13 @@
-"""The ids of messages: what an id may look like, and which ids are stored already, as which seq and with what content.
+"""The ids of messages: their form, and the table of stored ids, each with its seq and a fingerprint of its content.
 
 A producer's ids are decimal and increasing (`Producer`). The ids of a window are arbitrary text and age (`Window`).
 
 Invariant   An id up to a producer's last is known to be stored exactly while a run or a range holds it. Of the last
             PRINTS ids there is a fingerprint of the content too (record.fingerprint), unless the dedupe table had to
             forget it.
-Memory      A producer's runs say the seq. Of older ids only ranges remain, one for all ids that follow one another,
-            however many runs they were: at most _RANGES ranges, and an id below them is unknown. A window is bounded by
-            count and age.
+Memory      A run gives the seq of each of its ids. Older runs become ranges without seqs, and ranges that adjoin are
+            merged. A producer has at most _RANGES ranges; an id below them is unknown. A window is bounded by count and
+            age.
 """
 
 from array import array
@@ -19,7 +19,7 @@ MAX_NAME = 64  # bytes of a producer's name, or of a window's scope
 NAME_PATTERN = rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME}}}"
 MAX_ID_DIGITS = 18  # of an increasing id: it fits a signed 64-bit number
 MAX_WINDOW_ID = 256  # bytes of an arbitrary id: bounds the memory of a window
-MADE_UP = "auto-"  # begins the name that a client makes up for one run of a program; the dedupe table forgets it first
+MADE_UP = "auto-"  # starts a name that a client generates for one run of a program; the dedupe table forgets it first
 
 NEW, TOO_OLD = -1, -2  # what `find` returns besides a seq
 PRINTS = 4096  # ids of a producer whose content is remembered
@@ -27,7 +27,7 @@ _RANGES = 1 << 16
 
 
 class Producer:
-    """The ids of one name: runs of ids that follow one another, stored under seqs that do, and ranges of older ids."""
+    """The ids of one name: runs of consecutive ids under consecutive seqs, and below them ranges of older ids."""
 
     __slots__ = ("counts", "firsts", "ids", "last_id", "lasts", "name", "prints", "seconds", "seqs")
 
@@ -36,12 +36,12 @@ class Producer:
         self.ids: list[int] = []  # first id of each run, rising
         self.seqs: list[int] = []
         self.counts: list[int] = []
-        self.firsts = array("q")  # of each range of ids whose seqs are forgotten, below all runs
+        self.firsts = array("q")  # first id of each range of ids whose seqs are forgotten, below all runs
         self.lasts = array("q")
         self.prints = array("I")  # of the last ids stored, up to twice as many as PRINTS; 0: not known
 
     def find(self, number: int) -> int:
-        """The seq `number` was stored as, 0 where that is forgotten, NEW, or TOO_OLD: not known to be stored."""
+        """Return the seq of id `number`; 0: stored, but its seq is forgotten; NEW; or TOO_OLD: not known as stored."""
         if number > self.last_id:
             return NEW
         at = bisect_right(self.ids, number) - 1
@@ -52,7 +52,7 @@ class Producer:
         return 0 if at >= 0 and number <= self.lasts[at] else TOO_OLD
 
     def print_of(self, number: int) -> int:
-        """The fingerprint of what was stored as `number`, which `find` finds; 0 where it is forgotten."""
+        """Return the fingerprint of the message with id `number`, which `find` has found; 0 if it is forgotten."""
         at = bisect_right(self.ids, number) - 1
         if at < 0:
             return 0
@@ -60,7 +60,7 @@ class Producer:
         return self.prints[-back] if back <= min(PRINTS, len(self.prints)) else 0
 
     def add(self, first_id: int, seq: int, count: int, prints: Sequence[int] = ()) -> int:
-        """Remember ids first_id… as stored under seq…, with their fingerprints; return how many runs that added."""
+        """Remember `count` ids from first_id on as stored from `seq` on, with fingerprints. Returns the runs added."""
         self.last_id = first_id + count - 1
         self._print(prints, count)
         if self.ids:
@@ -78,40 +78,40 @@ class Producer:
         if len(prints) == count:
             known.extend(prints)
         else:
-            del known[:]  # they are those of the last ids, without a gap
+            del known[:]  # `prints` must belong to the last ids without a gap
         if len(known) >= 2 * PRINTS:
             del known[:-PRINTS]
 
     def trim(self, keep: int) -> int:
-        """Forget the seqs of all but the newest `keep` runs; returns how many runs went."""
-        gone = len(self.ids) - keep
-        if gone <= 0:
+        """Turn all but the newest `keep` runs into ranges, without seqs. Returns how many runs were turned."""
+        surplus = len(self.ids) - keep
+        if surplus <= 0:
             return 0
-        for first, count in zip(self.ids[:gone], self.counts[:gone], strict=True):
+        for first, count in zip(self.ids[:surplus], self.counts[:surplus], strict=True):
             if self.lasts and self.lasts[-1] + 1 == first:
                 self.lasts[-1] = first + count - 1
             else:
                 self.firsts.append(first)
                 self.lasts.append(first + count - 1)
-        del self.ids[:gone], self.seqs[:gone], self.counts[:gone]
+        del self.ids[:surplus], self.seqs[:surplus], self.counts[:surplus]
         del self.firsts[:-_RANGES], self.lasts[:-_RANGES]
-        return gone
+        return surplus
 
     def forget_ranges(self) -> int:
-        """Let go of all ranges; returns how many those were."""
+        """Forget all ranges. Returns how many there were."""
         count = len(self.firsts)
         self.firsts, self.lasts = array("q"), array("q")
         return count
 
     def forget_prints(self) -> int:
-        """Let go of all fingerprints; returns how many those were."""
+        """Forget all fingerprints. Returns how many there were."""
         count = len(self.prints)
         self.prints = array("I")
         return count
 
 
-# Of an id in a window, in one integer, a third of what a tuple takes: 32 bits of fingerprint, 34 of seconds, the seq
-# above.
+# An id of a window is packed into one integer, which takes a third of the memory of a tuple: 32 bits of fingerprint,
+# 34 bits of seconds, and the seq above them.
 _PRINT, _SECONDS = (1 << 32) - 1, (1 << 34) - 1
 _SECONDS_SHIFT, _SEQ_SHIFT = 32, 66
 
@@ -131,9 +131,9 @@ class Window:
     def __init__(self, max_ids: int, age: float) -> None:
         self._max_ids, self._age = max_ids, age
         self.ids: dict[bytes, int] = {}  # scope|id → packed, in order of age
-        self._order: deque[bytes] = (
+        self.order: deque[bytes] = (
             deque()
-        )  # the keys: a dict finds its first key by stepping over all that were deleted
+        )  # the keys in order of age: a dict finds its first key by stepping over all deleted keys
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -151,9 +151,9 @@ class Window:
 
     def add(self, scope: bytes, id: bytes, seq: int, seconds: int, print: int = 0) -> None:
         """Remember that `id` was stored as `seq`, and forget the ids that are too old or too many."""
-        ids, order, key = self.ids, self._order, b"%b|%b" % (scope, id)
+        ids, order, key = self.ids, self.order, b"%b|%b" % (scope, id)
         if ids.pop(key, None) is not None:
-            order.remove(key)  # an aged id that came again is the youngest now; its key is among the first
+            order.remove(key)  # an expired id that is stored again becomes the youngest; its key is near the front
         ids[key] = pack(seq, seconds, print)
         order.append(key)
         while order:
@@ -163,10 +163,10 @@ class Window:
             del ids[order.popleft()]
 
     def restore(self, key: bytes, value: int) -> None:
-        """Put back `scope|id` with its packed value, as a checkpoint has it: the oldest first."""
+        """Restore `scope|id` with its packed value from a checkpoint. Call for the oldest first."""
         self.ids[key] = value
-        self._order.append(key)
+        self.order.append(key)
 
     def clear(self) -> None:
         self.ids.clear()
-        self._order.clear()
+        self.order.clear()

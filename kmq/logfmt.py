@@ -18,7 +18,7 @@ def _value(value: object) -> str:
 
 
 def pairs(**fields: object) -> str:
-    """`key=value` pairs, quoted where a space or a control character would break them."""
+    """Return `key=value` pairs; a value is quoted if a space or a control character would break it."""
     return " ".join(f"{name}={_value(value)}" for name, value in fields.items())
 
 

@@ -1,10 +1,10 @@
 """`python -m kmq.probe live|ready <process>`: the exec probes of the pod. Exit code 0, or 1 with the reason on stdout.
 
-live        The process has given a sign of life within LIVE_S, whatever it waits for or recovers. A process that is
-            stopped, hung or dead is not live.
+live        The process has written a heartbeat within LIVE_S; it may wait or recover. A process that is stopped, hung
+            or dead is not live.
 ready       Nothing is wrong with this process (readiness.py): it is in its loop, and not starting, recovering, without
-            its peers, refusing messages for lack of space, or draining. For the gateway: what /readyz says of the whole
-            broker, asked from inside, because its ports may be on loopback or require a certificate. A full disk thus
+            its peers, refusing messages for lack of space, or draining. For the gateway this is /readyz for the whole
+            broker, asked from inside, because its ports may be on loopback or require a certificate. So a full disk
             takes the pod out of its Service, and never restarts a container.
 
 A kubelet runs this every few seconds for each container, so it imports little. It changes nothing.
@@ -18,7 +18,7 @@ from kmq.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, KmqError
 from kmq.settings import Settings, load
 
 _ANSWER_S = 2.0  # longest wait for the gateway, which is on this machine
-# As long as the kubelet's period: two failures in a row are then one silence of 20 to 30 s, never two short stalls.
+# Equal to the kubelet's period: then two failures in a row mean one silence of 20 to 30 s, never two short stalls.
 LIVE_S = 10.0
 
 
@@ -59,7 +59,7 @@ def reason(kind: str, name: str, settings: Settings) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run one probe."""
+    """Run one probe. Returns the exit code."""
     if len(argv) != 2 or argv[0] not in ("live", "ready") or argv[1] not in PROCESSES:
         print(f"usage: python -m kmq.probe live|ready {'|'.join(PROCESSES)}", file=sys.stderr)
         return EXIT_CONFIG

@@ -1,4 +1,4 @@
-"""The line: what a producer may send, what is stored, and what becomes of a line that is not a message.
+"""The line: its form as sent and as stored, and how a line that is not a message is kept.
 
     sent     routing_key|producer_ts|id|payload
     stored   seq|recv_ts|routing_key|producer_ts|id|payload
@@ -7,8 +7,8 @@ A routing key has one of two forms. In `<topic>[.<key>]` only the table of topic
 `<topic>.@[<partition>][.<key>]` the mark tells it: `.@` with digits or nothing, then the end or a dot. The first mark
 counts, and the topic stands before it. Without a second dot there is no key; a dot at the end means an empty key.
 
-Everything here is a pure function of bytes. The hot path asks one question of a whole block (`good_prefix`: up to where
-is every line well formed?) and touches single lines only from the first malformed line on.
+Everything here is a pure function of bytes. The hot path checks a whole block at once (`good_prefix` returns how many
+bytes are well-formed lines) and touches single lines only from the first malformed line on.
 """
 
 import re
@@ -19,26 +19,27 @@ from zlib import crc32
 from kmq.ids import MAX_ID_DIGITS
 
 MAX_TOPIC = 200  # bytes; with "-<partition>.log" behind it a name still fits NAME_MAX (255)
-RESERVED = (b"append", b"dropped")  # their symlinks <topic>.log would be the broker's own files
+RESERVED = (b"append", b"dropped")  # <topic>.log of these topics would replace the broker's own files
 MALFORMED = b"dead.malformed"
 # Room that the header of a dead.malformed line takes beyond a payload of KMQ_MAX_LINE bytes.
 MALFORMED_OVERHEAD = 256
-CONTROL = b"!+-"  # first bytes of the FIFO's control lines (kmq/links/raw.py); no topic begins with one
+# No line that begins with one of these is a message. `!` begins the control lines of the FIFO (kmq/links/raw.py); `+`
+# and `-` began the parts of long lines there.
+CONTROL = b"!+-"
 
 # The first label of a routing key. Every legal topic begins with one, so a key is legal exactly when this is:
 # the text before the first dot is a topic name, and a longer declared topic was checked when it was declared.
 _LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
-_NUMBERED = re.compile(rb"(?m)^(" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|([^|\n]*+)\|(\d{1,%d})\|(.*+)\n" % MAX_ID_DIGITS)
+_NUMBERED = re.compile(rb"(?m)^((" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|[^|\n]*+\|(\d{1,%d}))\|(.*+)\n" % MAX_ID_DIGITS)
 _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_CONTROL_LINE = re.compile(rb"\n[!+\-]")
 
 _NAME = rb"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"
 _MARK = re.compile(rb"\.@\d*+(?=\.|\Z)")
 _MARKED = re.compile(rb"(?s)(" + _NAME + rb")\.@(\d*+)(?:\.(.*+))?+")
-# Of each line: topic and partition where it has a mark behind a topic's name; where behind something else, what follows
-# it.
+# Groups of a match, one per line: topic and partition if a mark follows a topic's name; if the mark follows anything
+# else, the byte after the mark.
 _MARKED_LINES = re.compile(rb"\n(?:(" + _NAME + rb")\.@(\d*+)[.|]|[^|\n]*?\.@\d*+([.|]))")
 NO_PARTITION = 10**9  # stands for any number that large: Python reads no number of thousands of digits
 
@@ -50,7 +51,7 @@ class Shape:
     """The shape of well-formed lines whose routing keys begin in a given way."""
 
     def __init__(self, *heads: tuple[bytes, bytes]) -> None:
-        """`heads`: pairs of a pattern that a routing key begins with, up to a dot or its end, and bytes not to follow."""
+        """`heads`: pairs of a pattern for a key's start, up to a dot or the end, and bytes barred from the rest."""
         # Possessive quantifiers: without them a bad line makes the engine back into every good line before it.
         keys = [b"|".join(b"%b(?:\\.[^|\n%b%b]*+)?+" % (head, no, nul) for head, no in heads) for nul in (b"", b"\\0")]
         self._good = re.compile(rb"(?:(?:" + keys[0] + rb")\|[^|\n]*+\|[^|\n]*+\|.*+\n)*+")
@@ -66,8 +67,9 @@ good_prefix = Shape((_LABEL, b"")).prefix
 
 
 def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes]] | None:
-    """Return the fields of whole lines if all are well formed and have a decimal id without headers; else None.
+    """Return (all before the payload, routing key, id, payload) of whole lines; None unless all are good.
 
+    Good are well-formed lines that have a decimal id without headers.
     One search instead of a check and two kinds of split: it takes two thirds of their time.
     """
     if 0 in data:
@@ -76,18 +78,11 @@ def numbered(data: bytes) -> list[tuple[bytes, bytes, bytes, bytes]] | None:
     return fields if len(fields) == data.count(b"\n") else None
 
 
-def has_control_line(data: bytes | bytearray, start: int, end: int) -> bool:
-    """Return True if a line in data[start:end] begins with a control byte. `start` is the start of a line."""
-    if all(data.find(byte, start, end) < 0 for byte in CONTROL):
-        return False  # finding no such byte at all is ten times faster than looking at the start of every line
-    return data[start] in CONTROL or _CONTROL_LINE.search(data, start, end) is not None
-
-
 def common_key(lines: list[bytes]) -> bytes:
     """Return the routing key that all `lines` share, or b"" if they differ.
 
-    Exact: whatever sorts between two lines that begin alike begins so too. Lines of many keys seldom end as they began,
-    so the last line answers for most of them.
+    Exact: a line that sorts between two lines with the same start has that start too. In a block of many keys the last
+    line seldom has the key of the first, so comparing these two usually settles it.
     """
     key = lines[0][: lines[0].index(b"|") + 1]
     if lines[-1].startswith(key) and min(lines).startswith(key) and max(lines).startswith(key):
@@ -222,7 +217,7 @@ def user_headers(headers: bytes) -> bytes:
 
 
 def fingerprint_start(routing_key: bytes, headers: bytes = b"") -> int:
-    """Return the start of a fingerprint: crc32(payload, start) completes it. `headers`: `;name=value…` behind the id."""
+    """Return the start of a fingerprint: crc32(payload, start) completes it. `headers`: `;name=value…` after the id."""
     if b".@" in routing_key:
         routing_key = without_mark(routing_key)
     if headers:
@@ -233,8 +228,8 @@ def fingerprint_start(routing_key: bytes, headers: bytes = b"") -> int:
 def fingerprint(routing_key: bytes, headers: bytes, payload: bytes) -> int:
     """Return 32 bits of the content of a message: topic, key, the user's headers, payload.
 
-    Not when it was sent, which partition it asked for, nor what KMQ itself put behind its id: a retry may differ in
-    those.
+    The fingerprint omits the sending time, the partition asked for, and the headers of KMQ itself, because a retry may
+    differ in them.
     """
     return crc32(payload, fingerprint_start(routing_key, headers))
 

@@ -5,7 +5,7 @@
     <grpc>: "<code>: <text>"          gRPC, with the status `grpc`     kmq/gateway/grpc
     kmq.Refused.code                  Python clients                   kmq/client
 
-Invariant   A code never changes its meaning, and nothing sends a code that has no row here (tests/unit/test_refusals.py).
+Invariant   A code never changes its meaning. No code without a row here is ever sent (tests/unit/test_refusals.py).
 Not covered How often a code was sent (kmq/gateway/core/metrics.py), and `reason` of stages that are not ready
             (kmq/broker/readiness.py): those describe a broker, not a request.
 """
@@ -16,7 +16,7 @@ from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_FAILED, EXIT_RETRY
 MESSAGE = "message"  # one message: the connection goes on; sent as a plain line it becomes a record of dead.malformed
 CONNECTION = "connection"  # a connection, or everything that it still sends
 REQUEST = "request"  # one request to the gateway
-CLIENT = "client"  # nothing that a broker sends: the client ends its connection
+CLIENT = "client"  # found by the client, never sent by a broker: the client ends its connection
 
 # Rows that agree in more than one column: gRPC status, HTTP status, exit code of a program that gives up.
 _BAD = ("INVALID_ARGUMENT", 400, EXIT_FAILED)
@@ -25,12 +25,12 @@ _MANY = ("RESOURCE_EXHAUSTED", 429, EXIT_FAILED)
 _UNKNOWN = ("NOT_FOUND", 404, EXIT_FAILED)
 _LATER = ("UNAVAILABLE", 503, EXIT_RETRY)
 _STALE = ("FAILED_PRECONDITION", 409, EXIT_FAILED)
-_NEVER = ("FAILED_PRECONDITION", 409, EXIT_CONFIG)  # not while the broker has these settings
+_NEVER = ("FAILED_PRECONDITION", 409, EXIT_CONFIG)  # refused as long as the broker has these settings
 _BUG = ("INTERNAL", 500, EXIT_CONFIG)  # broker and client do not understand one another
 
 
 class Refusal:
-    """One row. `is_retryable`: the same request may be served later, unchanged, so whoever sent it tries again."""
+    """One row. `is_retryable`: the same request may be served later, so the sender repeats it unchanged."""
 
     __slots__ = ("code", "exit_code", "grpc", "http", "is_retryable", "scope", "text")
 
@@ -93,7 +93,7 @@ _ROWS = (
 )
 _BY_CODE = {row.code: row for row in _ROWS}
 _INTERNAL = _BY_CODE["internal"]
-# Refusals of a broker that pass. Everything else on that connection is refused too: reconnect later, and send it again.
+# Temporary refusals by a broker. They apply to the whole connection: reconnect later, and send the messages again.
 RETRYABLE = frozenset(row.code for row in _ROWS if row.is_retryable and row.scope == CONNECTION)
 
 

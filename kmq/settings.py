@@ -1,8 +1,8 @@
 """Every setting there is, each declared once: name, type, default, limits and help are one line of `Settings`.
 
 The environment wins over `kmq.toml` in the working directory, and that file wins over the default. An unknown `KMQ_*`
-or `RB_*` name is an error, because a typo that is ignored is a broker that runs with other limits than its owner
-believes. Names that Kubernetes injects for a Service named kmq are the one exception (`service_links`).
+or `RB_*` name is an error: if a typo were ignored, the broker would run with other limits than its owner believes.
+Names that Kubernetes injects for a Service named kmq are the one exception (`service_links`).
 
 The table in docs/settings.md is made from the declarations (`table`).
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from kmq.errors import ConfigError
 
-TYPE_CHECKING = False  # stages do not import typing: it would take longer than all the rest of this module
+TYPE_CHECKING = False  # stages do not import typing, because that takes longer than the rest of this module
 if TYPE_CHECKING:
     from typing import TypeVar
 
@@ -23,7 +23,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 STAGES = ("ingress", "framer", "durability", "router")  # in the order a message passes them
 SHM = "/dev/shm"  # where Linux keeps POSIX shared memory
-PIPE_BUF = 4096  # most bytes that one FIFO write may have and still be atomic (Linux)
+PIPE_BUF = 4096  # maximum bytes of an atomic FIFO write (Linux)
 DRAIN_S = 10.0  # after SIGTERM a stage finishes queued work for at most this long
 GRACE_S = DRAIN_S + 5.0  # then the supervisor or the kubelet (terminationGracePeriodSeconds) kills the stage
 FOREVER = float("inf")  # as an age or a time: no limit
@@ -144,7 +144,7 @@ class Setting:
 
     def __init__(self, env: str, default: str, parse: Callable[[str], int | float | str], help: str) -> None:
         self.env, self.default, self.parse, self.help = env, default, parse, help
-        self.is_used = True  # else the name is reserved: whoever sets it is told that it has no effect
+        self.is_used = True  # False: the name is reserved, and `kmq up` warns that it has no effect
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.attribute = name
@@ -325,7 +325,7 @@ def service_links(environ: dict[str, str]) -> list[str]:
 def _from_file(path: str) -> dict[str, str]:
     try:
         with open(path, "rb") as file:
-            import tomllib  # only where there is a file: the parser costs every stage a megabyte
+            import tomllib  # only if there is a file: the parser costs a megabyte in every stage
 
             table = tomllib.load(file)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Where commands print to: a terminal, a file, or a pipe whose reader may leave early.
 
 `kmq log cat append | head -1` is no failure: output after the reader has left is discarded, and the command ends with
-the exit code of its own work. The code does not depend on how much fits into the pipe, with `pipefail` or without.
+the exit code of its own work. So the code never depends on how much fits into the pipe, not even under `pipefail`.
 """
 
 import io
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class _Out(io.FileIO):
-    """A descriptor that can be written to, also when its reader has left."""
+    """A descriptor that accepts writes even when its reader has left."""
 
     is_over = False
 
@@ -51,7 +51,7 @@ def _opened(stream: TextIO | None) -> TextIO:
 
 
 def drop() -> None:
-    """Discard what is not printed yet: after Ctrl-C a command does not wait for a reader that does not read."""
+    """Discard output that is not printed yet: after Ctrl-C a command must not wait for a reader that reads nothing."""
     raw = _raw()
     if raw:
         raw.is_over = True

@@ -1,4 +1,4 @@
-"""Bearer tokens: who may produce and consume. The file holds only hashes of them.
+"""Bearer tokens: who may produce and consume. The token file holds only their hashes.
 
 File        KMQ_TOKENS, one token a line: `<name>:sha256$<salt>$<digest>`; `#` begins a comment. A name may have two
             lines, so that a token can be replaced without a gap. Changes are in force within a second or two. If the
@@ -10,7 +10,7 @@ Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets exp
             hello. The salt makes equal tokens look different in two files. Digests are compared in constant time;
             unknown names take as long.
 Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token. Whoever may write
-            to the FIFO `raw` beside it may read it, and gains no other right by it.
+            to the FIFO `raw` beside it may also read the token, and gains no further right by it.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ class Tokens:
         return found
 
     def check_header(self, authorization: str) -> str:
-        """Return the same for the value of an `authorization: Bearer <token>` header."""
+        """Return the name for an `authorization: Bearer <token>` header, given its value; "" if it is unknown."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             return ""
         # Bytes that are not UTF-8 arrive as lone surrogates: they make an unknown token, not an error.

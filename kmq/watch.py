@@ -1,7 +1,7 @@
-"""Notice that a file has changed while a process runs: certificates and tokens; and that a path leads to another file.
+"""Notice that a file (certificates, tokens) has changed while a process runs, or that a path leads to another file.
 
 Kubernetes swaps a symlink and people write in place: `stat` shows both. Nothing wakes a process when a file changes. A
-process asks before it uses what it has read from the file.
+process asks before each use of what it has read from the file.
 """
 
 import os
@@ -20,7 +20,7 @@ def file_id(path: str) -> tuple[int, int] | None:
 
 
 class Watch:
-    """Some files, and whether one of them has changed."""
+    """Some files, watched for changes."""
 
     def __init__(self, *paths: str) -> None:
         self.paths = paths

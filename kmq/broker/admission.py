@@ -1,21 +1,22 @@
-"""Whether more messages may be accepted: disk and KMQ_DATA_QUOTA must have space for those that are on the way already.
+"""Decide if more messages may be accepted: disk and KMQ_DATA_QUOTA must have space for all that were accepted before.
 
-Links       Ingress asks refusal() some times a second: acknowledged producers are told, others are not read. Durability
-            asks must_wait() before each append, because a shell that writes into the FIFO asks nobody. The router asks
-            it before it makes a topic, which takes far more space than its first message.
+Links       Ingress asks refusal() several times a second. While it names a reason, acknowledged producers are refused,
+            and other producers are not read. Durability asks must_wait() before each append, because a shell may write
+            into the FIFO without asking. The router asks must_wait() before it makes a topic, which takes far more
+            space than its first message.
 Owns        nothing; reads the sizes of the files under KMQ_DATA, as `du` does.
 
 Invariant   The bytes under KMQ_DATA never exceed the quota: a group is appended only if both its copies (WAL and queue)
-            fit, beside everything that the router still has to copy. Refusing begins earlier, by as much as the links
-            hold, so that accepted messages become durable and are answered.
+            fit beside everything that the router still has to copy. Refusing begins earlier, by as much as the links
+            hold, so that accepted messages become durable and get their replies.
 Mechanism   Usage is a walk over all files, plus an upper bound of the growth since it began: twice what was appended to
             the WAL, and the files of new topics. Walks are needed only to tighten the bound, and to see what retention
-            has deleted. They go in slices, so that 10,000 topics stop nobody. The free space of the file system is no
-            measure, because others write and delete there too.
-Inodes      Few inodes count as few bytes: messages are refused. File systems without a count (btrfs) report 0: no
-            limit.
+            has deleted. A walk proceeds in slices, so that 10,000 topics never stop a stage. The free space of the file
+            system is not used as a measure, because other programs write and delete there too.
+Inodes      A lack of inodes counts as a lack of bytes: messages are refused. File systems without a count (btrfs)
+            report 0, which means no limit.
 Hysteresis  Once refusing, accept again only when free space exceeds the reserve by a quarter.
-Not covered The next walk is the first to see: a queue that is rebuilt, a topic declared with hundreds of partitions,
+Not covered Until the next walk the bound lacks: a queue that is rebuilt, a topic declared with hundreds of partitions,
             and what XFS allocates ahead of a growing file.
 """
 
@@ -25,23 +26,24 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 from kmq.links.fifo import CAPACITY
+from kmq.links.received import ring_bytes
 from kmq.links.staging import area_bytes
 from kmq.settings import KIB, MIB, Settings
 
 _COPIES = 2  # of each message: in the WAL and in its queue
-_LONGER = 2  # a line of the FIFO is stored in at most twice its bytes; must_wait covers short lines, which grow more
-TOPIC_INODES = 6  # of a topic with one partition: the six files and directories below
+_LONGER = 2  # a stored line takes at most twice its bytes in the FIFO; must_wait covers short lines, which grow more
+TOPIC_INODES = 6  # files and directories of a topic with one partition: those listed below
 NEW_TOPIC = 24 * KIB  # two directories, topic.toml, log, index, a long symlink: one block each
-_OLD_TOPIC = 8 * KIB  # its log and index may take this beyond their bytes: a last block each, provisional index lines
+OLD_TOPIC = 8 * KIB  # log and index may take this beyond their bytes: a last block each, provisional index lines
 _OTHERS = 4 * MIB  # the WAL's index, dropped.log, checkpoints (twice while they are replaced)
 _DISK_SHARE, _QUOTA_SHARE = (
     10,
     4,
 )  # the reserve is at most this part of the whole, so that small disks and quotas work too
 _INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, new topics; at most this part of all
-_LOOK_S = 0.05  # an answer is at most this old
-_WALK_S, _REWALK_S = 10.0, 0.5  # between walks while messages come; while refusing, space is noticed within 2 s
-_SLICE_S, _LONG_SLICE_S = 0.004, 0.05  # how long a walk takes at once; while refusing there is little else to do
+_LOOK_S = 0.05  # maximum age of a decision
+_WALK_S, _REWALK_S = 10.0, 0.5  # between walks while accepting; while refusing, so that space is noticed within 2 s
+_SLICE_S, _LONG_SLICE_S = 0.004, 0.05  # time for one slice of a walk; longer while refusing, when little else is to do
 
 
 class Usage:
@@ -53,7 +55,7 @@ class Usage:
         self._last_appended = appended()
         self._growth = 0  # of the WAL, since the last walk began
         self._topics = self._topics_changed = 0
-        self._begin_walk()
+        self.begin_walk()
         self.walk(float("inf"))
 
     def bound(self) -> int:
@@ -62,9 +64,9 @@ class Usage:
 
     def _wal_growth(self) -> int:
         appended = self._appended()
-        if appended < self._last_appended:  # durability was restarted, and we do not know the last count of the old one
+        if appended < self._last_appended:  # durability was restarted, and the last count before that is unknown
             self._last_appended = 0
-            self._begin_walk()
+            self.begin_walk()
         self._growth += appended - self._last_appended
         self._last_appended = appended
         return self._growth
@@ -88,10 +90,15 @@ class Usage:
             is_old = age > _REWALK_S if refusing else age > _WALK_S and growth
             if not is_old and _COPIES * growth < MIB + max(0, headroom) // 2:
                 return
-            self._begin_walk()
+            self.begin_walk()
         self.walk(_LONG_SLICE_S if refusing else _SLICE_S)
 
-    def _begin_walk(self) -> None:
+    @property
+    def is_walking(self) -> bool:
+        return self._files is not None
+
+    def begin_walk(self) -> None:
+        """Begin a walk over all files; a walk that is still under way is given up."""
         self._files: Iterator[int] | None = _sizes(self.data)
         self._sum, self._growth_before, self._topics_before = 0, self._growth, self.topics()
 
@@ -113,7 +120,7 @@ def _sizes(top: str) -> Iterator[int]:
     while waiting:
         try:
             entries = os.scandir(waiting.pop())
-        except (FileNotFoundError, PermissionError):  # gone, or not ours: root's lost+found on a volume of its own
+        except (FileNotFoundError, PermissionError):  # deleted, or another user's: root's lost+found on a volume
             continue
         with entries:
             for entry in entries:
@@ -127,13 +134,14 @@ def _sizes(top: str) -> Iterator[int]:
 
 
 class Admission:
-    """The answers for one process. It measures itself, so it depends on no other process."""
+    """The decisions of one process. Each process measures by itself, so it depends on no other process."""
 
     def __init__(self, settings: Settings, appended: Callable[[], int]) -> None:
         self.data, self.quota = settings.data, settings.data_quota
-        # `_accepted` is in ingress, the framer and the links between: not stored yet. `_unrouted` is in no queue yet.
-        unframed = settings.max_line + CAPACITY + area_bytes(settings.max_line)
-        self._accepted = _COPIES * (_LONGER * unframed + settings.ring_bytes)
+        # Bytes on disk for messages that are accepted but not stored (in ingress, the framer and the links between),
+        # and for messages that are stored but not in their queues.
+        unframed = settings.max_line + CAPACITY + area_bytes(settings.max_line) + ring_bytes(settings.max_line)
+        self.accepted_bytes = _COPIES * (_LONGER * unframed + settings.ring_bytes)
         self._unrouted = settings.ring_bytes + _OTHERS
         self._usage = Usage(self.data, appended) if self.quota else None
         self._looked_at, self._reason, self._waiting = 0.0, "", False
@@ -146,7 +154,7 @@ class Admission:
             if self._disk_lacks(self._reason == "disk_full"):
                 self._reason = "disk_full"
             else:
-                reserve, refusing = min(self._accepted, self.quota // _QUOTA_SHARE), self._reason == "quota"
+                reserve, refusing = min(self.accepted_bytes, self.quota // _QUOTA_SHARE), self._reason == "quota"
                 self._reason = "quota" if self._quota_lacks(_threshold(reserve, refusing), refusing) else ""
         return self._reason
 
@@ -157,7 +165,7 @@ class Admission:
 
     def _disk_lacks(self, refusing: bool) -> bool:
         disk = os.statvfs(self.data)
-        reserve = min(self._accepted + self._unrouted, disk.f_blocks * disk.f_frsize // _DISK_SHARE)
+        reserve = min(self.accepted_bytes + self._unrouted, disk.f_blocks * disk.f_frsize // _DISK_SHARE)
         lacks_inodes = disk.f_files > 0 and disk.f_favail < _threshold(_inode_reserve(disk), refusing)
         return lacks_inodes or disk.f_bavail * disk.f_frsize < _threshold(reserve, refusing)
 
@@ -165,7 +173,7 @@ class Admission:
         usage = self._usage
         if usage is None:
             return False
-        limit = self.quota - self._unrouted - _OLD_TOPIC * usage.topics() - nbytes
+        limit = self.quota - self._unrouted - OLD_TOPIC * usage.topics() - nbytes
         usage.walk_if_due(refusing, limit - usage.bound())
         return usage.bound() > limit
 

@@ -1,14 +1,13 @@
-"""How old something is, by a clock that does not jump: everything that is deleted or forgotten by age asks here.
+"""A clock that does not jump. Everything that is deleted or forgotten by age takes its age from this clock.
 
 Invariant   A time of day is never trusted that has just jumped by more than JUMP_S, or that is more than GAP_S beyond
             the last record at a start. Until it has been steady for STEADY_S, or an operator confirms it, time
             continues evenly from the last trusted time. So a clock that was ahead for some seconds deletes nothing, and
-            a machine that starts with a wrong date forgets no message id that it must still know.
-State       In the row of the stats page, where `kmq status` sees it and a restarted process finds it again: the offset
-            of the trusted time of day from the monotonic clock, since when the present time of day is not trusted, and
-            when an operator last confirmed it.
-Not covered A time of day that drifts by less than JUMP_S at once. Limits by size, and a full disk, do not depend on
-            age.
+            a machine that starts with a wrong date forgets no message id before its time.
+State       The row of the stats page holds the offset of the trusted time of day from the monotonic clock, since when
+            the present time of day is not trusted, and when an operator last confirmed it. `kmq status` reads it there,
+            and so does a restarted process.
+Not covered Changes of less than JUMP_S at once. Limits by size, and a full disk, do not depend on age.
 """
 
 import time
@@ -20,7 +19,7 @@ from kmq.record import format_ts
 JUMP_S, GAP_S, STEADY_S = 60, 86_400, 600
 _BEHIND_S = 1.0  # a clock that is slewed, or corrected by a little, is behind by at most this much
 _NS = 1_000_000_000
-_ZERO = 1 << 62  # added to an offset in the page, where 0 means none: an offset is below 0 if the date was lost
+_ZERO = 1 << 62  # added to each offset in the page: there 0 means no offset, and a lost date makes an offset negative
 ADVICE = "if the time of day is right now: kmq clock --trust"
 
 
@@ -31,9 +30,9 @@ class AgeClock:
         """`last_record_us`: recv_ts of the last record on disk in µs; 0: no record."""
         self._row, self._log = row, log
         now, mono = time.time_ns(), time.monotonic_ns()
-        self._seen = now - mono  # offset of the time of day that is on trial
+        self._seen = now - mono  # offset of the present time of day while it is not trusted
         if row.clock_offset:
-            return  # as our predecessor left it
+            return  # a predecessor has left its offset
         is_gap = last_record_us > 0 and now > last_record_us * 1000 + GAP_S * _NS
         row.clock_offset = (last_record_us * 1000 if is_gap else now) - mono + _ZERO
         if is_gap:
@@ -86,7 +85,7 @@ def off_by_s(row: Row) -> int:
 
 
 def steady_in_s(row: Row) -> int:
-    """Return how long the time of day must still be steady; 0: it is trusted."""
+    """Return how many seconds the time of day must still be steady; 0: it is trusted."""
     return max(1, STEADY_S - (time.monotonic_ns() - row.clock_suspect) // _NS) if row.clock_suspect else 0
 
 

@@ -1,7 +1,7 @@
-"""What a stage holds under a name: lock files, and ends of rings. Others find the stage by these names.
+"""What a stage holds under a name: lock files, and ends of rings. Other processes find the stage by these names.
 
-Invariant   A stage whose lock file or ring was removed always ends (exit code 75): nobody would find it any more, and a
-            second stage of its kind could start beside it.
+Invariant   A stage whose lock file or ring was removed always ends (exit code 75). If it went on, no process could find
+            it, and a second stage of its kind could start beside it.
 """
 
 import contextlib
@@ -12,8 +12,11 @@ from kmq.links.ownership import FileLock
 from kmq.logfmt import Logger
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # ingress has no ring
+if TYPE_CHECKING:  # each stage imports what it uses
+    from kmq.links.received import ReceivedReader, ReceivedWriter
     from kmq.links.ring import RingReader, RingWriter
+
+    End = RingWriter | RingReader | ReceivedWriter | ReceivedReader
 
 
 class Holdings:
@@ -21,14 +24,14 @@ class Holdings:
 
     def __init__(self, log: Logger) -> None:
         self._log = log
-        self._held: list[FileLock | RingWriter | RingReader] = []
-        self._rings: list[RingWriter | RingReader] = []
+        self._held: list[FileLock | End] = []
+        self._rings: list[End] = []
 
     def add(self, lock: FileLock) -> None:
         """Watch a lock file from now on."""
         self._held.append(lock)
 
-    def add_ring(self, ring: "RingWriter | RingReader") -> None:
+    def add_ring(self, ring: "End") -> None:
         """Watch a ring from now on."""
         self._held.append(ring)
         self._rings.append(ring)
@@ -43,7 +46,7 @@ class Holdings:
                 )
 
     def _rewrite_rings(self) -> None:
-        """Write removed rings again, with the messages that they held, for the stages that start next."""
+        """Write removed rings again, with their messages, for the stages that start next."""
         for ring in self._rings:
             if not os.path.exists(ring.path) and ring.may_write_again():
                 with contextlib.suppress(OSError, ConfigError):  # no space: what was acknowledged is in the WAL

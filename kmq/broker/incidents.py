@@ -1,4 +1,4 @@
-"""What strangers do, for the log: at most one short line per event and sweep, with its count and the last case.
+"""Events that strangers cause, for the log: per event and sweep at most one short line, with count and last case.
 
 Memory      One case per event, and the events are names in our source; peer and reason are cut at _LONGEST characters.
 """
@@ -32,7 +32,7 @@ class Incidents:
 
 
 class Strangers:
-    """Counts whom a listener does not serve, in its row of the stats page, and notes it for the log."""
+    """Counts the peers that a listener does not serve in its row of the stats page, and notes them for the log."""
 
     def __init__(self, row: "Row", incidents: Incidents) -> None:
         self._row, self.note = row, incidents.note
@@ -43,7 +43,7 @@ class Strangers:
         self.note("turned_away", peer, reason)
 
     def cut_off(self, peer: str, reason: str) -> None:
-        """Note that a peer was ended: it missed a deadline, or does not read what it asked for."""
+        """Note that a peer's connection was ended, because it missed a deadline or does not read its responses."""
         self._row.cut_off += 1
         self.note("cut_off", peer, reason)
 

@@ -1,12 +1,12 @@
-"""Whether a broker is ready, and why not: one judgement for `kmq status`, /readyz, gRPC health, metrics and probes.
+"""Decide if a broker is ready, and if not, why: one verdict for `kmq status`, /readyz, gRPC health, metrics, probes.
 
-Ready       A message that is sent now is accepted, and on disk in a moment: every stage is in its loop and nothing
-            waits for space. The gateway counts if this broker has one, unless it has ended in order.
-Source      The stats page alone, so all who look at the same moment find the same. Each process writes there what it
-            knows: why ingress refuses messages, what a stage waits for, how long the certificates in use are valid.
+Ready       A message sent now is accepted, and on disk in a moment: every stage is in its loop and no stage waits for
+            space. The gateway counts if this broker has one, unless it has ended in order.
+Source      The stats page alone, so that all readers of one moment get the same verdict. Each process writes there what
+            it knows: why ingress refuses messages, what a stage waits for, how long the certificates in use are valid.
 Warning     An operator must act, but messages are accepted and delivered meanwhile (docs/decisions/readiness.md says
             why an expired certificate is only a warning).
-Not covered Where containers do not share process ids, `dead` may be said of a process that is only `silent`.
+Not covered If containers do not share process ids, a process that is only `silent` may be reported as `dead`.
 """
 
 import time
@@ -19,7 +19,7 @@ from kmq.settings import STAGES, Settings
 NO_SPACE = ADMISSIONS[1:]
 LIFELESS = ("down", "stopped", "dead", "silent")  # a process in such a state does nothing at all
 _AGAIN = "it is started again within seconds; if not, its log says why: kmq down, then kmq up"
-_ADVICE = {  # in the order of the reasons: a cause comes before its consequences
+_ADVICE = {  # in the order of importance: a cause comes before its consequences
     "disk_full": "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
     " (kmq log stat shows it); the broker resumes by itself",
     "quota": "raise KMQ_DATA_QUOTA, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
@@ -34,7 +34,7 @@ _ADVICE = {  # in the order of the reasons: a cause comes before its consequence
     "waiting": "wait: its log says for whom",
     "starting": "wait; if it lasts, its log says why",
 }
-_FINE = ("ready", *NO_SPACE)  # lack of space is one reason for all processes together
+_FINE = ("ready", *NO_SPACE)  # no reason of their own: lack of space is one reason for all processes together
 _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
@@ -83,12 +83,12 @@ class Verdict:
 
     @property
     def first(self) -> "Reason | None":
-        """The most important reason, or None."""
+        """Return the most important reason, or None."""
         return next(iter(self.reasons), None)
 
     @property
     def lifeless(self) -> "Reason | None":
-        """The reason that speaks of a stage that does nothing at all: for /healthz."""
+        """Return the reason for /healthz: a stage that does nothing at all; None if every stage is alive."""
         lifeless = (reason for reason in self.reasons if reason.code in LIFELESS)
         return next((reason for reason in lifeless if not {*STAGES}.isdisjoint(reason.processes)), None)
 
@@ -98,14 +98,14 @@ class Verdict:
 
 
 def judge(page: StatsPage | None, settings: Settings) -> Verdict:
-    """Judge the broker of these settings by its stats page. None: it has no page, or the page is another broker's."""
+    """Return the verdict on the broker of these settings. `page`: None if it has none, or if it is another broker's."""
     if page is None:
         return Verdict([_down(settings)], [], [])
     states = {name: state_of(name, page.rows[name]) for name in PROCESSES}
     if all(states[name] in ("down", "stopped") for name in STAGES):
         return Verdict([_down(settings)], [], [])
     if states["gateway"] in ("down", "stopped"):
-        del states["gateway"]  # messages come and go without it
+        del states["gateway"]  # messages are accepted and routed without it
     lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
     reasons = [_no_room(code, names, settings) for code, names in lacking.items() if names]
     reasons += [_of_process(name, state, page.rows[name]) for name, state in states.items() if state not in _FINE]
@@ -134,7 +134,7 @@ def state_of(name: str, row: Row) -> str:
 
 
 def is_process(pid: int, name: str) -> bool:
-    """Return True if the process `pid` is still that stage, or the gateway: the system gives out pids again."""
+    """Return True if the process `pid` is still that stage, or the gateway: the system reuses pids."""
     module = f"kmq.{name}" if name == "gateway" else f"stages.{name}"
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:

@@ -1,4 +1,4 @@
-"""What every stage has around its job: settings, the stats row, signals, waiting, and the way out.
+"""What every stage has besides its job: settings, the stats row, signals, waiting, and its exit.
 
 A signal handler only sets a flag; the loop acts on it. SIGTERM or SIGINT: drain from the front, for at most DRAIN_S,
 and exit 0. A second signal ends the stage at once, which is as safe as SIGKILL.
@@ -24,11 +24,16 @@ from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings, load
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # ingress has no ring
+if TYPE_CHECKING:  # each stage imports what it uses
+    from typing import TypeVar
+
+    from kmq.links.received import ReceivedReader, ReceivedWriter
     from kmq.links.ring import RingReader, RingWriter
 
-_SPACE_POLL_S = 0.25  # how often a write to a full disk is retried: well under the 2 s in which writing must resume
-_PEER_POLL_S = 0.02  # how often a missing peer is looked for
+    End = TypeVar("End", RingReader, ReceivedReader)
+
+_SPACE_POLL_S = 0.25  # between two attempts to write to a full disk: well under the 2 s in which writing must resume
+_PEER_POLL_S = 0.02  # between two looks for a missing peer
 
 
 def _is_any(pattern: str) -> bool:
@@ -39,7 +44,7 @@ def _is_any(pattern: str) -> bool:
 
 
 def _supervisor() -> int:
-    """Return the pid after `--with`: our supervisor has started this stage. 0: something else has."""
+    """Return the pid of the supervisor that started this stage (argument `--with`); 0: something else started it."""
     return int(sys.argv[2]) if sys.argv[1:2] == ["--with"] else 0
 
 
@@ -51,7 +56,7 @@ class Stage:
         self.log = Logger(name)
         self.most_files = descriptors.claim()
         self.stopping = False
-        self._deadline = 0.0
+        self.deadline = 0.0  # monotonic; set once the stage is told to stop
         if settings.ignored:
             self.log.info("service_links_ignored", names=",".join(settings.ignored))
         self.data_id = open_data(settings.data)
@@ -61,12 +66,12 @@ class Stage:
         self.owns_row = False
         self.holdings = Holdings(self.log)
         self._check_holdings_at = 0
-        # Readable once a signal has come: register it in every poll, because Python resumes the wait after a handler.
+        # Readable after a signal. Register it in every poll: otherwise Python would resume the wait after the handler.
         self.signalled, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        # Every stage keeps both FIFOs open: a FIFO loses what it holds when its last end is closed.
+        # Every stage keeps both FIFOs open, because a FIFO loses its content when its last end is closed.
         self.raw = open_fifo(settings.pipes, "raw")
         self.acks = open_fifo(settings.pipes, "acks")
 
@@ -74,14 +79,14 @@ class Stage:
         if self.stopping:
             os._exit(128 + number)
         self.stopping = True
-        self._deadline = time.monotonic() + DRAIN_S
+        self.deadline = time.monotonic() + DRAIN_S
 
     def own(self, path: str, what: str, traces: str = "") -> FileLock:
-        """Take the lock that makes this stage the only one of its kind, and then its row of the stats page.
+        """Take the lock that makes this stage the only one of its kind, then its row of the stats page.
 
-        Not before: a second stage that is about to be refused must not wipe the durable cursor of the first.
-        `traces`: a pattern of files that a holder leaves behind. If there are such files but no lock file, it may have
-        been deleted under a living holder, which then needs time to notice.
+        The order matters: a second stage, whose lock is refused, must not wipe the durable cursor of the first.
+        `traces`: a pattern of files that a holder leaves behind. If such files exist without a lock file, the lock file
+        may have been deleted under a living holder, which then needs time to notice.
         """
         owner = FileLock(path)
         owner.acquire(what, self.who)
@@ -96,33 +101,64 @@ class Stage:
         return owner
 
     def open_ring(self, name: str, first_seq: Callable[[], tuple[int, int]]) -> "RingWriter":
-        """Return the writing end of a ring. A new ring begins where `first_seq` says: next seq, last recv_ts (µs).
+        """Return the writing end of a ring. `first_seq` gives the start of a new ring: next seq, last recv_ts (µs).
 
-        No ring is made while a stage still reads one whose name was removed: both would continue from the same seq.
+        While a stage still reads a ring whose name was removed, no new ring is made: both rings would continue from the
+        same seq.
         """
         from kmq.links.ring import RingWriter
 
         def make() -> tuple[int, int]:
-            reader = FileLock(self._reader_lock(name))
-            if reader.is_held():
-                what = f"the end of the stage that reads a removed ring {name}: {reader.holder()}"
-                self.wait_for(what, lambda: None if reader.is_held() else True)
+            self._await_reader(name)
             return first_seq()
 
         ring = RingWriter(self.settings.instance, name, self.ring_identity(name), self.who, make, self.log)
         self.holdings.add_ring(ring)
         return ring
 
+    def open_received(self) -> "ReceivedWriter":
+        """Return the writing end of the ring `received`."""
+        from kmq.links import received
+
+        ring = received.ReceivedWriter(
+            self.settings.instance,
+            received.identity(self.data_id, self.settings.max_line),
+            self.who,
+            self.log,
+            before_make=lambda: self._await_reader(received.NAME),
+        )
+        self.holdings.add_ring(ring)
+        return ring
+
+    def _await_reader(self, name: str) -> None:
+        reader = FileLock(self._reader_lock(name))
+        if reader.is_held():
+            what = f"the end of the stage that reads a removed ring {name}: {reader.holder()}"
+            self.wait_for(what, lambda: None if reader.is_held() else True)
+
     def attach_ring(self, name: str) -> "RingReader | None":
-        """Return the reading end of a ring; None while its writer has not made it."""
+        """Return the reading end of a ring; None until its writer has made the ring."""
         from kmq.links.ring import RingReader
 
+        return self._attach(
+            name, lambda: RingReader.attach(self.settings.instance, name, self.ring_identity(name), self.who)
+        )
+
+    def attach_received(self) -> "ReceivedReader | None":
+        """Return the reading end of the ring `received`; None while ingress has not made it."""
+        from kmq.links.received import NAME, ReceivedReader
+
+        return self._attach(
+            NAME, lambda: ReceivedReader.attach(self.settings.instance, self.data_id, self.who, self.acks)
+        )
+
+    def _attach(self, name: str, attach: "Callable[[], End | None]") -> "End | None":
         instance = self.settings.instance
         if not os.path.exists(shm_path(instance, name)):
             return None
         lock = FileLock(self._reader_lock(name))  # first: it tells the writer that the ring may have a reader
         lock.acquire(f"ring {instance}.{name} (reader)", self.who)
-        ring = RingReader.attach(instance, name, self.ring_identity(name), self.who)
+        ring = attach()
         if ring is None:
             lock.release()
         else:
@@ -149,7 +185,7 @@ class Stage:
     def check(self) -> None:
         """Write a heartbeat. Raises Stopped when the time to drain is over. Call in every wait."""
         self.beat()
-        if self.stopping and time.monotonic() > self._deadline:
+        if self.stopping and time.monotonic() > self.deadline:
             raise Stopped("the time to drain is over; what is left stays in the rings and the FIFO")
 
     def pause(self, seconds: float) -> None:
@@ -158,7 +194,7 @@ class Stage:
         self.check()
 
     def wait_for(self, what: str, attempt: Callable[[], object]) -> object:
-        """Try until `attempt` does not return None, and return its result. The log says once that `what` is awaited."""
+        """Call `attempt` until its result is not None, and return the result. Logs once that `what` is awaited."""
         result = attempt()
         if result is None:
             self.log.info("waiting", peer=what)
@@ -171,7 +207,7 @@ class Stage:
         return result
 
     def wait_for_room(self, path: str, lacks: str = "disk_full") -> None:
-        """Report that a write found no room, and wait a little; the caller then retries. `lacks`: one of ADMISSIONS."""
+        """Report that a write found no space, and wait briefly; the caller then retries. `lacks`: one of ADMISSIONS."""
         if self.row.state != STATES.index("disk_full"):
             self.log.warn("disk_full", file=path, lacks=lacks, effect="writing pauses, producers feel backpressure")
             self.state("disk_full")
@@ -179,7 +215,7 @@ class Stage:
         self.pause(_SPACE_POLL_S)
 
     def end_disk_full(self) -> None:
-        """Take back what `wait_for_room` reported. Call after every write that may have waited for room."""
+        """End what `wait_for_room` has reported. Call after every write that may have waited for space."""
         if self.row.state == STATES.index("disk_full"):
             self.log.info("disk_space_recovered")
             self.row.admission = 0
@@ -200,12 +236,12 @@ class Stage:
 
 
 def main(name: str, run: Callable[[Stage], None]) -> int:
-    """Run one stage to its end and return its exit code. Every way out is one log line that says why."""
+    """Run one stage to its end and return its exit code. One log line always says why the stage has ended."""
     log = Logger(name)
     stage: Stage | None = None
     try:
         stage = Stage(name, load())
-        # The start-up objects live as long as the process: the collector need not walk them again and again.
+        # The objects made so far live as long as the process, so the garbage collector need not walk them.
         gc.freeze()
         run(stage)
         code, reason = EXIT_OK, "drained"

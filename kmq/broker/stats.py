@@ -4,7 +4,7 @@ Layout      a line of text that names the data directory, then one row of 8-byte
 Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`) and `starts`, which
             `kmq up` resets. Readers: `kmq status`, the gateway, the probes, and ingress for GET_ACK.
 Invariant   Durability's `seq` never names a record that is not on disk. A page of another data directory is always
-            wiped before it is used. Everything else is a hint for people.
+            wiped before it is used. All other values are hints for people.
 Versions    Fields and states are only ever appended, and 0 always means no value, so a page of an older release reads
             as one without values there.
 """
@@ -25,7 +25,7 @@ _ROW = 32  # words of a row
 _FILE_BYTES = 4096
 PROCESSES = (*STAGES, "gateway")
 _POLL_S = 0.1
-FRESH_S = 2.0  # a process without a heartbeat for this long is stopped, hung or dead
+FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
 
 STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped")
 ADMISSIONS = ("", "disk_full", "quota")
@@ -42,7 +42,7 @@ _FIELDS = (
     "connections",  # ingress: open now
     "dropped",  # messages named in dropped.log here
     "unanswered",  # ingress: messages received that have no reply yet
-    "duplicates",  # framer: messages that were stored before, answered with their old seq
+    "duplicates",  # framer: messages that were stored before; the reply names the old seq
     "producers",  # framer: producer names remembered
     "remembered",  # framer: arbitrary message ids remembered
     "synced",  # durability: when the last sync returned, CLOCK_REALTIME, ns
@@ -88,11 +88,11 @@ class Row:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last heartbeat."""
+        """Return the seconds since the last heartbeat."""
         return (time.monotonic_ns() - self.heartbeat) / 1e9
 
     def silence(self, longest_s: float = FRESH_S) -> str:
-        """Return what to say about a process without a heartbeat for longer than this; else ""."""
+        """Return a text on the missing heartbeat if the last one is older than `longest_s`; else ""."""
         if not self.pid:
             return "has not been started"
         age_s = self.age_s
@@ -100,7 +100,7 @@ class Row:
 
     @property
     def restarts(self) -> int:
-        """How often it was restarted, by whatever starts it."""
+        """Return how often the process was restarted, by whatever starts it."""
         return max(0, self.starts - 1)
 
     @property
@@ -116,7 +116,7 @@ class Row:
         return self._words.tolist()
 
     def take(self, words: list[int]) -> None:
-        """Copy these words, of another row, into this one."""
+        """Copy these words, which are those of another row, into this row."""
         for at, word in enumerate(words):
             self._words[at] = word
 
@@ -150,7 +150,7 @@ class StatsPage:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Map the file, made if there is none, and keep others from taking it over meanwhile."""
+        """Map the file, made if it is missing, and keep other processes from taking it over meanwhile."""
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
         except PermissionError:
@@ -166,9 +166,10 @@ class StatsPage:
             os.close(fd)
 
     def keep_in_place(self, process: str) -> None:
-        """Continue in a new file if ours was removed, because nobody sees a removed file. Raises BusyError.
+        """Continue in a new file if the file was removed, because no reader sees a removed file. Raises BusyError.
 
-        The first process that notices copies all rows into the new file, each later one its own: that of `process`.
+        The first process that notices copies all rows into the new file; every later process copies only its own row.
+        `process`: the row of the caller.
         """
         if file_id(self.path) == self._file:
             return
@@ -185,7 +186,7 @@ class StatsPage:
         return self._mm[:_TEXT] == self._identity.ljust(_TEXT, b"\0")
 
     def copy(self) -> "StatsPage":
-        """Return the page as it is now, read-only: two questions about one process get answers that agree."""
+        """Return a read-only copy of the page as it is now, so that several questions get answers that agree."""
         page = _unmapped(self.path)
         page._lie_in(bytearray(self._mm))
         return page
@@ -208,7 +209,7 @@ class StatsPage:
         return self.identity().endswith(f" data={os.path.abspath(data)}")
 
     def _take_over(self, instance: str) -> None:
-        """Wait until no process of the other directory, whose page it is, lives any more."""
+        """Wait until all processes of the other directory have ended. Raises BusyError if they live on."""
         deadline = time.monotonic() + 2 * OWNER_WAIT_S
         while any(
             row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in self.rows.values()

@@ -8,7 +8,7 @@ from kmq.broker.readiness import Verdict, judge, state_of
 from kmq.broker.stats import Row, StatsPage, peek
 from kmq.broker.supervision import Supervision
 from kmq.certificate import utc
-from kmq.links import fifo, layout
+from kmq.links import fifo, layout, received
 from kmq.logfmt import pairs
 from kmq.settings import STAGES, Settings
 
@@ -17,7 +17,7 @@ _SAMPLE_S = 0.5  # how long rates are measured
 
 
 class StageStatus:
-    """One line of the table."""
+    """One line of the table: a process."""
 
     def __init__(self, name: str, row: Row) -> None:
         self.name, self.pid = name, row.pid
@@ -63,7 +63,7 @@ def collect(settings: Settings) -> Status:
     supervisor = Supervision(settings).word
     if page is None or not page.serves(settings.data):
         return Status(judge(None, settings), supervisor, [], {})
-    page = page.copy()  # a process that becomes ready meanwhile must not be ready in one place and starting in another
+    page = page.copy()  # a process that becomes ready meanwhile must not appear as ready here and as starting there
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     row = page.rows["gateway"]
     gateway = StageStatus("gateway", row) if row.pid else None
@@ -71,7 +71,7 @@ def collect(settings: Settings) -> Status:
     path = f"{settings.pipes}/raw"
     if os.path.exists(path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        waiting["raw_bytes"] = fifo.waiting_bytes(fd)
+        waiting["raw_bytes"] = fifo.waiting_bytes(fd) + received.waiting_bytes(settings.instance)
         os.close(fd)
     for name in ("framed", "durable"):
         waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
@@ -99,7 +99,7 @@ def trust_clock(settings: Settings) -> None:
 
 
 def collect_with_rates(settings: Settings) -> Status:
-    """As `collect`, with messages per second, measured for _SAMPLE_S."""
+    """Return the status with messages per second, measured for _SAMPLE_S."""
     before, at = collect(settings), time.monotonic()
     time.sleep(_SAMPLE_S)
     now, span = collect(settings), time.monotonic() - at
@@ -136,7 +136,7 @@ def logfmt(status: Status) -> str:
 
 
 def as_json(status: Status) -> dict[str, object]:
-    """Return the same as a value for JSON."""
+    """Return the status as a value for JSON."""
     verdict = status.verdict
     return {
         "ready": verdict.ready,

@@ -1,9 +1,9 @@
 """Who started this broker, and in which directory: `kmq up`, `down` and `status` look here before they act.
 
-Invariant   A stage that our supervisor did not start is never told to stop: whatever started it (a kubelet, systemd, a
-            shell) would start it again, or miss it.
+Invariant   A stage that our supervisor did not start is never told to stop: its starter (a kubelet, systemd, a shell)
+            would start it again, or still need it.
 Mechanism   A stage that our supervisor has started holds the supervisor's pid in its row of the stats page. The
-            supervisor is found by its lock, or by that pid if KMQ_PIPES is another directory than it was for `kmq up`.
+            supervisor is found by its lock, or by that pid if KMQ_PIPES is not the directory that `kmq up` used.
 """
 
 import os
@@ -16,11 +16,11 @@ from kmq.links.layout import field
 from kmq.links.ownership import FileLock
 from kmq.settings import STAGES, Settings
 
-# A supervisor has one of these words on its command line: `up` in the foreground, else its module (also the old one).
+# A supervisor has one of these words on its command line: `up` in the foreground, otherwise its module, by either name.
 _SUPERVISORS = {b"up", b"kmq.broker.supervisor", b"kmq.supervisor"}
 _BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
 KILLED = (
-    "no supervisor: it was killed; the stages go on, but nothing starts one again that ends."
+    "no supervisor: it was killed; the stages run, but a stage that ends is not started again."
     " When it suits: kmq down, then kmq up"
 )
 
@@ -31,7 +31,7 @@ class Process(NamedTuple):
     name: str
     pid: int
     supervisor: int  # pid of the supervisor that has started it; 0: something else has
-    is_visible: bool  # else it runs in another container, and its heartbeat shows that it lives
+    is_visible: bool  # False: it runs in another container, and only its heartbeat shows that it lives
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
@@ -54,7 +54,7 @@ class Supervision:
 
     @property
     def word(self) -> str:
-        """One word for programs: up, killed, other (something else started the stages) or down."""
+        """Return one word for programs: up, killed, other (something else started the stages) or down."""
         if self.holder or self.supervisor:
             return "up"
         if self.orphans:
@@ -63,7 +63,7 @@ class Supervision:
 
 
 def settled(settings: Settings) -> Supervision:
-    """Return the state now. A stage that was killed a moment ago does not count as running."""
+    """Return the supervision now. A stage that was killed a moment ago never counts as running."""
     supervision = Supervision(settings)
     if not all(stage.is_visible for stage in supervision.stages):
         time.sleep(_BEAT_S)
@@ -85,10 +85,11 @@ def _living(page: StatsPage) -> list[Process]:
 def _pid(holder: str, stages: list[Process]) -> int:
     """Return the pid of the supervisor; 0 if there is none, or none that is visible from here."""
     pids = [int(field(holder, "pid") or 0)] if holder else [stage.supervisor for stage in stages]
-    return next(filter(_is_supervisor, pids), 0)
+    return next(filter(is_supervisor, pids), 0)
 
 
-def _is_supervisor(pid: int) -> bool:
+def is_supervisor(pid: int) -> bool:
+    """Return True if a supervisor of KMQ runs under this pid and is visible from here."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             arguments = file.read().split(b"\0")
@@ -98,7 +99,7 @@ def _is_supervisor(pid: int) -> bool:
 
 
 def elsewhere(settings: Settings) -> str:
-    """Return the data directory that this instance serves now, if it is not that of `settings`; else ""."""
+    """Return the data directory that this instance serves now if it differs from that of `settings`; else ""."""
     page = peek(settings.instance)
     if page is None or page.serves(settings.data) or not _living(page):
         return ""

@@ -1,13 +1,13 @@
 """Starts the four stages and the gateway on one machine and restarts those that die, as the kubelet does in a pod.
 
-Owner       pipes/supervisor.owner: one supervisor for one broker.
+Owner       pipes/supervisor.owner: one supervisor per broker.
 Invariant   A stage that ends is always restarted while the others run: at once the first time, then after a growing
-            pause if it keeps dying young. An exit code that a restart cannot help (errors.py) stops the broker with
-            that code. A gateway with such a code stays down alone: messages are accepted and read without it.
-Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process gets one SIGTERM, and they drain from the
-            front by themselves. Each process has its own session, so the signals of a terminal reach only the
-            supervisor: a second signal would end a stage at once. A second Ctrl-C while they drain does that, by
-            SIGKILL.
+            pause if it keeps dying young. An exit code that says that a restart cannot help (errors.py) stops the
+            broker with that code. A gateway with such a code stays down alone: messages are accepted without it.
+Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process gets one SIGTERM, and the stages drain
+            from the front by themselves. Each process has its own session, so that the signals of a terminal reach only
+            the supervisor: a second signal would end a stage at once. A second Ctrl-C while they drain ends all
+            processes by SIGKILL.
 Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway
             ends.
 """
@@ -21,7 +21,7 @@ import time
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import StatsPage
 from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
-from kmq.links import layout
+from kmq.links import layout, received
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
@@ -44,7 +44,7 @@ class _Child:
 
 
 class Supervisor:
-    """Runs the stages until it is told to stop or one of them cannot go on."""
+    """Runs the stages until it is told to stop, or until a stage ends with a code that no restart can help."""
 
     def __init__(self, settings: Settings, with_gateway: bool) -> None:
         """`with_gateway`: its extra must be installed."""
@@ -65,8 +65,8 @@ class Supervisor:
         os.makedirs(settings.pipes, exist_ok=True)
         data_id = open_data(settings.data)
         owner = FileLock(f"{settings.pipes}/supervisor.owner")
-        # Blocked here and taken by sigtimedwait, so that no signal is lost between a look and a wait; the children get
-        # an empty mask. Before the lock: whoever finds us by the lock may tell us to stop at once.
+        # Signals are blocked here and received by sigtimedwait, so that no signal is lost between a check and a wait.
+        # Children get an empty mask. This comes before the lock: a process that finds the lock may signal at once.
         # A signal that was ignored when we were started (nohup) stays ignored.
         stops = {number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN}
         awaited = {signal.SIGCHLD, *stops}
@@ -76,7 +76,7 @@ class Supervisor:
         for row in page.rows.values():
             row.starts = 0
         if not is_process(page.rows["gateway"].pid, "gateway"):
-            page.rows["gateway"].wipe()  # an earlier one was killed, and this broker may have no gateway
+            page.rows["gateway"].wipe()  # of a gateway that was killed: this broker may have none
         self._remove_drained_rings()
         while not self._all_gone():
             self._start_due()
@@ -93,11 +93,11 @@ class Supervisor:
         return self.exit_code
 
     def _keep_in_place(self, owner: FileLock, page: StatsPage) -> None:
-        """Make the lock file, by which `kmq down` finds us, and the stats page again if they were removed."""
+        """Make the lock file, by which `kmq down` finds the supervisor, and the stats page again if removed."""
         if not owner.is_in_place():
             owner.release()
             owner.acquire("this broker", describe("supervisor", self.settings.data))
-        page.keep_in_place("gateway")  # no row is ours, and a running gateway writes its own again
+        page.keep_in_place("gateway")  # the supervisor has no row; a running gateway writes its own row again
 
     def _all_gone(self) -> bool:
         return bool(self.stopping_since) and not any(child.pid for child in self.children)
@@ -125,7 +125,7 @@ class Supervisor:
                 self._ended(child, os.waitstatus_to_exitcode(status))
 
     def _ended(self, child: _Child, code: int) -> None:
-        """Decide what follows. `code`: the exit code, or minus the signal that ended the process."""
+        """Restart the child or stop the broker. `code`: the exit code, or minus the signal that ended the process."""
         how = EXIT_NAMES.get(code, "killed" if code < 0 else "crashed")
         if self.stopping_since:
             if code != EXIT_OK:
@@ -181,12 +181,11 @@ class Supervisor:
         At the end, so that a clean stop leaves nothing in /dev/shm. At the start, because a ring that a crash left may
         be behind the WAL by now, if the directory was used under another instance name meanwhile, and would be refused.
         """
-        names = ("framed", "durable")
+        names = ("framed", "durable")  # what lies in `received` is spoken of there, or in a FIFO that has no stage now
         if layout.is_drained(self.settings.instance, *names):
-            with contextlib.suppress(
-                BusyError
-            ):  # a stage outlived its supervisor: the stage that we start will name it and end
-                for name in names:
+            # BusyError: a stage outlived its supervisor. The new stage will name it in an error and end.
+            with contextlib.suppress(BusyError):
+                for name in (*names, received.NAME):
                     layout.remove(self.settings.instance, name)
 
 

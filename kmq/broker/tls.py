@@ -3,8 +3,8 @@
 Reload      Certificates, key and client CA are read again when one of the files has changed. Handshakes and look()
             check that, at most once a second. New connections use the new files; open connections keep the old ones. If
             the files do not fit together (only one is replaced yet), the old ones stay in force, and the log says so.
-Expiry      The stats page says how long the files in force are valid. The log warns from two weeks before the end.
-Truncation  An orderly end is a close_notify. A killed broker sends none, but a reset (kmq/ingress/farewell.py).
+Expiry      The stats page shows how long the files in force are valid. The log warns from two weeks before the end.
+Truncation  An orderly end is a close_notify. A killed broker sends a reset instead (kmq/ingress/farewell.py).
 Not covered Revocation lists.
 """
 
@@ -29,11 +29,11 @@ RECORD_BYTES = 1 << 14  # a TLS record carries at most this much
 class TlsSocket(ssl.SSLSocket):
     """The server's end of a connection. Non-blocking: when TLS waits for the network it raises BlockingIOError.
 
-    No byte that has arrived stays inside: epoll sees only what is in the kernel, so a record is always taken whole.
-    `over` keeps what a read found behind the data. The first read does the handshake.
+    A TLS record is always read whole, because epoll sees only bytes in the kernel, not bytes that stay in OpenSSL.
+    `over` notes an end that a read found after the data. The first read does the handshake.
     """
 
-    over = False  # the peer's orderly end, or an error, came directly behind the data
+    over = False  # the peer's orderly end, or an error, came directly after the data
     wants_write = False  # TLS itself has something to send first
     failure = ""  # why TLS failed
 
@@ -61,7 +61,7 @@ class TlsSocket(ssl.SSLSocket):
         return count
 
     def send(self, data: Any, flags: int = 0) -> int:
-        """Send as a plain socket does. After BlockingIOError send the same bytes again; more may follow them."""
+        """Send as a plain socket does. After BlockingIOError send the same bytes again; more bytes may follow them."""
         try:
             return super().send(data)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -79,10 +79,10 @@ class TlsSocket(ssl.SSLSocket):
 
 
 class Certificates:
-    """The files, and the context that was made of them last."""
+    """The certificate files, and the context that was last made of them."""
 
     def __init__(self, settings: Settings, log: Logger, row: Row) -> None:
-        """`row`: of the stats page, where the process publishes how long they are valid."""
+        """`row`: where the process publishes in the stats page how long the files are valid."""
         self.settings, self.log, self.row = settings, log, row
         files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca)
         self.watch = Watch(*filter(None, files))
@@ -126,7 +126,7 @@ class Certificates:
         self._publish()
 
     def _publish(self) -> None:
-        """Publish in the stats page how long they are valid; warn in the log once a day, and when it becomes worse."""
+        """Publish in the stats page how long the files are valid. Log a warning once a day, and when it gets worse."""
         row, now, nothing = self.row, time.time(), Validity(0, 0)
         chain = certificate.of_chain(self._chain) if self._chain else nothing
         authorities = certificate.of_authorities(self._authorities, now) if self._authorities else nothing
@@ -171,8 +171,8 @@ def make_context(settings: Settings) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Return no password. Without this function OpenSSL asks the terminal, and a broker would wait there for ever."""
-    raise ConfigError("KMQ_TLS_KEY must not be encrypted: nobody is there to type the password")
+    """Raise ConfigError. Without this function OpenSSL would ask the terminal, and a broker would wait for ever."""
+    raise ConfigError("KMQ_TLS_KEY must not be encrypted: a broker has no terminal to ask for the password")
 
 
 def _reason(err: OSError) -> str:
@@ -184,7 +184,7 @@ def certificates(settings: Settings, log: Logger, row: Row) -> Certificates | No
     if not (settings.tls_cert or settings.tls_key or settings.tls_client_ca):
         return None
     if not (settings.tls_cert and settings.tls_key):
-        raise ConfigError("KMQ_TLS_CERT and KMQ_TLS_KEY belong together: set both, or none and no KMQ_TLS_CLIENT_CA")
+        raise ConfigError("KMQ_TLS_CERT and KMQ_TLS_KEY belong together: set both, or neither and no KMQ_TLS_CLIENT_CA")
     return Certificates(settings, log, row)
 
 

@@ -1,7 +1,7 @@
 """`kmq …`: puts the commands together, and maps errors to one line on stderr and an exit code.
 
 Each family of commands is one module with `add_to(app)`, and one entry in FAMILIES below. All of
-these modules are imported for every command: what only one command needs is imported inside its function.
+these modules are imported for every command, so what only one command needs is imported inside its function.
 """
 
 import sys
@@ -14,14 +14,14 @@ from kmq.cli import lifecycle, logs, produce, redrive, spark, status, tokens, to
 from kmq.cli.helptext import examples
 from kmq.errors import EXIT_SIGINT, ConfigError, KmqError, of_os_error
 
-# Groups of commands (kmq topics …) stand behind single commands in `kmq --help`; otherwise this is the order there.
+# The order in `kmq --help`, except that groups of commands (kmq topics …) come after single commands.
 FAMILIES = (lifecycle, status, produce, redrive, topics, tokens, logs, spark)
 
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},  # inherited by all commands
     rich_markup_mode="rich",
-    help="KMQ: a message broker inside one pod, whose every message is a line in a text file.",
+    help="KMQ: a message broker inside one pod. Every message is a line in a text file.",
     epilog="Settings come from the environment (KMQ_DATA, KMQ_PORT, …), then ./kmq.toml, then defaults.\n\n"
     + examples("kmq up", "kmq produce test.probe -m hello", "kmq status", "kmq down"),
 )

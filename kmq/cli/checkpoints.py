@@ -1,4 +1,4 @@
-"""`kmq pipeline status` and `kmq pipeline reset`: how far streaming queries are, and where they resume.
+"""`kmq pipeline status` and `kmq pipeline reset`: the progress of streaming queries, and where they resume.
 
 Neither needs Java or pyspark.
 """
@@ -24,7 +24,7 @@ def _list(text: str) -> tuple[str, ...]:
 
 
 def _sources(origin: From, ask: bool = True) -> "Sources":
-    """Where to ask: without --path and --brokers as each checkpoint names its own."""
+    """Return where to ask for the ends of logs: --path and --brokers, or else what each checkpoint names."""
     from kmq.spark.connections import Access
     from kmq.spark.streaming.status import PATIENCE, Sources
 
@@ -44,22 +44,22 @@ def status(
     *,
     checkpoints: Annotated[
         list[str] | None,
-        typer.Argument(help="Checkpoints, tables, or directories of such. \\[default: this directory]"),
+        typer.Argument(help="Checkpoints, tables, or directories of them. \\[default: this directory]"),
     ] = None,
     origin: From,
-    partitions: Annotated[bool, typer.Option("--partitions", help="Offset and lag of each partition, too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line for each query.")] = False,
+    partitions: Annotated[
+        bool, typer.Option("--partitions", help="Also show offset and lag of each partition.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per query, each on a line.")] = False,
     alive: Annotated[
         str,
-        typer.Option("--alive", help="Exit code 1 unless each query runs and reported within this time: for a probe."),
+        typer.Option("--alive", help="For probes: exit code 1 unless each query runs and reported within this time."),
     ] = "",
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Ask no broker: read the files only, without lags.")
-    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Read only the files, ask no broker: no lags.")] = False,
 ) -> None:
-    """How far behind each streaming query is, when it last committed, whether it runs; from its checkpoint and the brokers.
+    """Show the lag of each streaming query, its last commit, and if it runs; from its checkpoint and the brokers.
 
-    Without --path and --brokers, those are asked that each checkpoint names.
+    Without --path and --brokers, the brokers that each checkpoint names are asked.
     """
     from kmq.spark.streaming import checkpoint
     from kmq.spark.streaming import status as report
@@ -67,18 +67,18 @@ def status(
 
     limit = seconds("--alive", alive) if alive else 0.0
     sources = _sources(origin, not offline)
-    found = [report.of(each, sources) for each in checkpoint.find(checkpoints or ["."])]
+    queries = [report.of(found, sources) for found in checkpoint.find(checkpoints or ["."])]
     if as_json:
-        for each in found:
-            print(json.dumps(each))
+        for query in queries:
+            print(json.dumps(query))
     else:
-        console().print(report.as_table(found))
-        for each in found:
+        console().print(report.as_table(queries))
+        for query in queries:
             if partitions:
-                console().print("", report.as_offsets(each), sep="\n")
-            for note in report.notes(each):
+                console().print("", report.as_offsets(query), sep="\n")
+            for note in report.notes(query):
                 print(note, file=sys.stderr)
-    dead = [why for each in found if (why := report.not_alive(each, limit))] if alive else []
+    dead = [why for query in queries if (why := report.not_alive(query, limit))] if alive else []
     if dead:
         raise KmqError("; ".join(dead))
 
@@ -93,26 +93,29 @@ def status(
 @grouped
 def reset(
     *,
-    checkpoint: Annotated[str, typer.Argument(help="The checkpoint, or the table that has it.")],
+    checkpoint: Annotated[str, typer.Argument(help="The checkpoint, or the table that contains it.")],
     to: Annotated[
-        str, typer.Option("--to", help="earliest, latest, JSON of offsets, or a time: ISO 8601, or ms since 1970.")
+        str, typer.Option("--to", help="earliest, latest, offsets as JSON, or a time: ISO 8601, or ms since 1970.")
     ],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be read again or skipped; change nothing.")
     ] = False,
     origin: From,
 ) -> None:
-    """Let a stopped query resume at other offsets. What it has written stays, so a record may be there twice or never."""
+    """Make a stopped query resume at other offsets.
+
+    Rows that the query has written stay. So its output may then hold a record twice, or lack it.
+    """
     from kmq.spark.streaming import checkpoint as checkpoints
     from kmq.spark.streaming import reset as work
 
     found = checkpoints.find([checkpoint])
     if len(found) != 1:
         raise ConfigError(
-            f"{checkpoint}: has {len(found)} checkpoints; name one: {', '.join(each.path for each in found)}"
+            f"{checkpoint}: holds {len(found)} checkpoints; name one: {', '.join(one.path for one in found)}"
         )
     if not dry_run and (holder := found[0].holder()):
-        raise BusyError(f"{found[0].path}: its query runs ({holder}); stop it first")
+        raise BusyError(f"{found[0].path}: its query is running ({holder}); stop it first")
     sources = _sources(origin)
     plan = work.plan(found[0], to, sources)
     for line in work.text(plan):

@@ -6,7 +6,7 @@ from kmq.settings import load
 
 
 def existing_data() -> str:
-    """Return KMQ_DATA, which is never made here. Raises ConfigError unless it is a data directory."""
+    """Return KMQ_DATA. Raises ConfigError unless it is a data directory: a command that reads never makes one."""
     settings = load()
     if not supervision.is_data(settings.data):
         raise ConfigError(supervision.why_not_here(settings))

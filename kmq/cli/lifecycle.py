@@ -42,10 +42,10 @@ def up(
         typer.Option("--gateway/--no-gateway", help="Serve gRPC and HTTP, if the extra kmq\\[gateway] is installed."),
     ] = True,
 ) -> None:
-    """Start the broker in the background: four stages and the gateway, under a supervisor. Returns when all are ready."""
+    """Start the broker in the background: four stages and the gateway, under a supervisor. Wait until all are ready."""
     settings = load()
     with_gateway = with_gateway and gateway.is_installed()
-    # Here, because what is wrong with the two directories would otherwise stand in a log file only.
+    # Open both directories here: otherwise an error in one of them would appear only in the log file.
     open_data(settings.data)
     os.close(open_fifo(settings.pipes, "raw"))
     _refuse_second_start(settings, foreground)
@@ -64,7 +64,7 @@ def up(
 def _refuse_second_start(settings: Settings, foreground: bool) -> None:
     """Raise BusyError if this broker runs already."""
     holder = FileLock(f"{settings.pipes}/supervisor.owner")
-    if not foreground and holder.is_held():  # in the foreground the supervisor itself waits for one that is just ending
+    if not foreground and holder.is_held():  # in the foreground the supervisor waits for an earlier one that is ending
         raise BusyError(f"this broker is up already ({holder.holder()}); see: kmq status")
     found = supervision.settled(settings)
     if found.others:
@@ -98,7 +98,7 @@ def _print_started(settings: Settings, startup: Startup, status: Status) -> None
 
 
 def _print_gateway(settings: Settings, startup: Startup, process: StageStatus) -> None:
-    """Print where the gateway listens, or why it does not: producers of lines do not depend on it."""
+    """Print where the gateway listens, or why it does not. A missing gateway is no error: lines need no gateway."""
     if process.state == "ready":
         grpc, http = read_port(settings, "grpc", settings.grpc_port), read_port(settings, "http", settings.http_port)
         print(f"kmq: gRPC on {settings.host}:{grpc}, HTTP on http://{settings.host}:{http}")
@@ -112,8 +112,8 @@ def _print_gateway(settings: Settings, startup: Startup, process: StageStatus) -
 def down() -> None:
     """Stop the broker: stages drain from the front, nothing is left in the links.
 
-    Exit code 0 also if the broker is down already; 69 if something other than `kmq up` started its stages, which are
-    left alone; 78 if KMQ_DATA is no data directory, or not the one that this instance is up with.
+    Exit code 0 also if the broker is down already; 69 if something other than `kmq up` started the stages, which then
+    continue to run; 78 if KMQ_DATA is not a data directory, or this instance runs with another one.
     """
     settings = load()
     pids = _to_stop(settings)
@@ -136,7 +136,7 @@ def down() -> None:
 
 
 def _to_stop(settings: Settings) -> list[int]:
-    """Return the supervisor's pid, else the pids of stages it left behind. Raises BusyError if they are not ours."""
+    """Return the supervisor's pid, else the pids of the stages it left behind. Raises BusyError if others run."""
     found = supervision.settled(settings)
     if found.others:
         raise BusyError(f"nothing was stopped: {_started_elsewhere(found)}")

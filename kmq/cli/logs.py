@@ -1,4 +1,4 @@
-"""`kmq log …` and `kmq verify`: what the files of the WAL and of the queues hold."""
+"""`kmq log …` and `kmq verify`: read and check the files of the WAL and of the queues."""
 
 import json
 import sys
@@ -57,16 +57,16 @@ def cat(
 @log_app.command("find", epilog=examples("kmq log find append --seq 1", "kmq log find test --time 10m"))
 def find(
     log: Annotated[str, _LOG] = "append",
-    seq: Annotated[int | None, typer.Option("--seq", help="The record with this seq, else the next one.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", help="The record with this seq, or else the next one.")] = None,
     offset: Annotated[
         int | None,
-        typer.Option("--offset", help="The record with this offset, else the next one; needs one partition."),
+        typer.Option("--offset", help="The record with this offset, or else the next one; needs one partition."),
     ] = None,
     at: Annotated[
         str, typer.Option("--time", help="The first record received at this time or later: 10m (ago), or a time.")
     ] = "",
 ) -> None:
-    """Print where a record is: file, byte, offset and the line. Takes a few small reads, however long the log is."""
+    """Print where a record is: file, byte, offset and the line. Takes a few small reads, even in a long log."""
     from kmq.log import show
 
     if (seq is not None) + (offset is not None) + bool(at) != 1:
@@ -81,7 +81,7 @@ def find(
 
 @log_app.command("stat", epilog=examples("kmq log stat", "kmq log stat append --logfmt", "kmq log stat --json"))
 def stat(
-    log: Annotated[str, typer.Argument(help="append, <topic> or <topic>/<partition>; without it all logs.")] = "",
+    log: Annotated[str, typer.Argument(help="append, <topic> or <topic>/<partition>; default: all logs.")] = "",
     as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per log.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
 ) -> None:
@@ -130,18 +130,18 @@ def _stat_table(rows: Sequence[dict[str, str | int | float]]) -> Table:
 
 def verify(
     only: Annotated[
-        list[str] | None, typer.Argument(help="Topics to check, or append for the WAL; without it everything.")
+        list[str] | None, typer.Argument(help="Topics to check, or append for the WAL; default: everything.")
     ] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Repair the damage found; the broker must be down.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line: each finding, each repaired file.")
+        bool, typer.Option("--json", help="One JSON object per finding or repaired file, each on a line.")
     ] = False,
 ) -> None:
     """Check every byte on disk, also of a running broker. Exit code 0: no damage; 1: damage; 65: damage beyond repair.
 
-    --repair rebuilds the WAL from the queues, queues from the WAL, indexes
-    from the data, byte by byte the same. Records that no copy holds any more
-    go to the directory quarantine and are named there by seq.
+    --repair rebuilds the WAL from the queues, queues from the WAL, and indexes
+    from the data; the rebuilt files equal the lost ones byte by byte. Records
+    that no copy holds any more are named by seq in the directory quarantine.
     """
     from kmq.repair import check
 

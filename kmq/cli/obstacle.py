@@ -1,4 +1,4 @@
-"""Why a broker takes no messages, as far as a producer can find out: from the stats page, or by asking ingress."""
+"""Why a broker accepts no messages, as far as a producer can find out: from the stats page, or by asking ingress."""
 
 import socket
 
@@ -8,16 +8,16 @@ from kmq.client.lines import no_connection, read_port
 from kmq.errors import KmqError
 from kmq.settings import Settings
 
-_ASK_S = 1.0  # for ingress to reply
+_ASK_S = 1.0  # longest wait for the reply of ingress
 
 
 def obstacle(settings: Settings) -> str:
-    """Return what keeps the broker from taking messages, as far as can be told from here."""
+    """Return what keeps the broker from accepting messages, as far as this process can see."""
     return (_is_here(settings.host) and _of_stages(settings)) or _of_greeting(settings)
 
 
 def _is_here(host: str) -> bool:
-    """Return True for an address of this machine: the stats page tells nothing of a broker elsewhere."""
+    """Return True for an address of this machine: the stats page says nothing about a broker elsewhere."""
     try:
         socket.create_server((host, 0)).close()
     except OSError:
@@ -28,14 +28,14 @@ def _is_here(host: str) -> bool:
 def _of_stages(settings: Settings) -> str:
     try:
         found = status.collect(settings)
-    except (OSError, KmqError):  # of another user
+    except (OSError, KmqError):  # the stats page belongs to another user
         return ""
-    reasons = found.verdict.reasons if found.stages else []  # else the page is of another broker
+    reasons = found.verdict.reasons if found.stages else []  # without stages the page is another broker's
     return "; ".join(f"{reason}; {reason.advice}" for reason in reasons)
 
 
 def _of_greeting(settings: Settings) -> str:
-    """Return what ingress replies to another connection: while it refuses messages it says why."""
+    """Return the reply of ingress to a new connection: the reason if ingress refuses messages."""
     where = settings.host
     try:
         port = read_port(settings, "ingress", settings.port)

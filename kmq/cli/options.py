@@ -1,4 +1,4 @@
-"""Options that travel together are one value: a parameter whose type is a NamedTuple stands for all of its fields."""
+"""Options that travel together are one value: a parameter of a NamedTuple type becomes one option per field."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -23,7 +23,10 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options(parameter: Parameter, groups: dict[str, Any]) -> list[Parameter]:
-    """Return a parameter as options: a group's fields, with the values of its default as theirs, or the one that it is."""
+    """Return the options that a parameter stands for: the fields of a group, or the parameter itself.
+
+    A default of the group gives each field its default.
+    """
     options = [parameter]
     if parameter.name in groups:
         options = list(signature(groups[parameter.name]).parameters.values())

@@ -1,4 +1,4 @@
-"""Groups of options that several commands on Spark have: see kmq/cli/options.py."""
+"""Groups of options that several commands on Spark share; kmq/cli/options.py says how groups work."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -21,11 +21,14 @@ class From(NamedTuple):
     cert: Annotated[str, typer.Option("--cert", help="PEM file of the client certificate to show.")] = ""
     key: Annotated[str, typer.Option("--key", help="PEM file of its key, if --cert holds none.")] = ""
     patience: Annotated[
-        str, typer.Option("--patience", help="How long a gateway may be away. \\[default: 30s]", show_default=False)
+        str,
+        typer.Option(
+            "--patience", help="How long to wait for a gateway that is down. \\[default: 30s]", show_default=False
+        ),
     ] = ""
 
     def options(self) -> dict[str, str]:
-        """Of format("kmq")."""
+        """Return the options of format("kmq"). Raises ConfigError if options contradict each other."""
         from kmq.settings import load
 
         if self.path and self.brokers:
@@ -38,72 +41,74 @@ class From(NamedTuple):
         return {"path": self.path or load().data}
 
     def connection(self) -> dict[str, str]:
-        """Options of token and TLS."""
+        """Return the options for token and TLS. Raises ConfigError if the token cannot be read."""
         return _connection(self.token_file, self.ca, self.cert, self.key)
 
 
 class Target(NamedTuple):
-    """How the broker that gets what a pipeline writes is connected to."""
+    """How to connect to the target: the broker that a pipeline writes to."""
 
     to_token_file: Annotated[
-        str, typer.Option("--to-token-file", help="File with the bearer token for the broker that gets the records.")
+        str, typer.Option("--to-token-file", help="File with the bearer token for the target broker.")
     ] = ""
-    to_ca: Annotated[str, typer.Option("--to-ca", help="PEM file of the authorities to trust, for its tls://.")] = ""
-    to_cert: Annotated[str, typer.Option("--to-cert", help="PEM file of the client certificate to show to it.")] = ""
-    to_key: Annotated[str, typer.Option("--to-key", help="PEM file of its key, if --cert holds none.")] = ""
+    to_ca: Annotated[
+        str, typer.Option("--to-ca", help="PEM file of the authorities to trust, for a tls:// target.")
+    ] = ""
+    to_cert: Annotated[str, typer.Option("--to-cert", help="PEM file of the client certificate for the target.")] = ""
+    to_key: Annotated[str, typer.Option("--to-key", help="PEM file of its key, if --to-cert holds none.")] = ""
     timeout: Annotated[
         str,
         typer.Option(
-            "--timeout", help="How long to wait for it when it does not answer. \\[default: 10m]", show_default=False
+            "--timeout", help="How long to wait for a target that does not answer. \\[default: 10m]", show_default=False
         ),
     ] = ""
 
     def options(self, like: From | None = None) -> dict[str, str]:
-        """Of format("kmq") for writing. `like`: where nothing else is said, the same token and certificates."""
+        """Return the options of format("kmq") for writing. Without --to-… options `like` gives token and TLS files."""
         own = _connection(self.to_token_file, self.to_ca, self.to_cert, self.to_key)
         timeout = {"kmq.timeout": self.timeout} if self.timeout else {}
         return (own or (like.connection() if like else {})) | timeout
 
 
 class Topics(NamedTuple):
-    """Which topics."""
+    """The topics that a pipeline reads."""
 
     topics: Annotated[str, typer.Option("--topics", help="Topics, comma-separated; or --pattern.")] = ""
     pattern: Annotated[str, typer.Option("--pattern", help="A regular expression that whole topic names match.")] = ""
 
     def options(self, default: str = "") -> dict[str, str]:
-        """Of format("kmq"). `default`: a pattern for when neither is given."""
+        """Return the options of format("kmq"). `default`: the pattern if no option is given; "": that is an error."""
         if bool(self.topics) + bool(self.pattern) > 1 or not (self.topics or self.pattern or default):
             raise ConfigError("give --topics or --pattern")
         return {"subscribe": self.topics} if self.topics else {"subscribePattern": self.pattern or default}
 
 
 class On(NamedTuple):
-    """The session a command runs on."""
+    """The Spark session that a command runs on."""
 
     master: Annotated[str, typer.Option("--master", help="Spark master; default: all cores of this machine.")] = ""
     conf: Annotated[
         list[str] | None, typer.Option("--conf", help="name=value for Spark; may be given several times.")
     ] = None
-    py_files: Annotated[str, typer.Option("--py-files", help="Python files that executors need and do not have.")] = ""
+    py_files: Annotated[str, typer.Option("--py-files", help="Python files that executors need and lack.")] = ""
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Spark's own log and whole traces.")] = False
 
     def confs(self) -> dict[str, str]:
-        """For Spark."""
+        """Return the settings of the Spark session. Raises ConfigError unless each --conf is name=value."""
         confs = dict(_pair(text) for text in self.conf or ())
         return confs | ({"spark.submit.pyFiles": self.py_files} if self.py_files else {})
 
 
 Once = Annotated[
-    bool, typer.Option("--once/--continuous", help="End when all that is there now is done; or run until stopped.")
+    bool, typer.Option("--once/--continuous", help="Process what is stored now, then end; or run until stopped.")
 ]
 Checkpoint = Annotated[
-    str, typer.Option("--checkpoint", help="Directory that keeps how far the pipeline is; a restart resumes there.")
+    str, typer.Option("--checkpoint", help="Directory for the progress of the pipeline; a restart resumes there.")
 ]
 
 
 class Follow(NamedTuple):
-    """When the batches of a stream run, and where it is kept how far the stream is."""
+    """When a stream runs its batches, and where it keeps its progress."""
 
     once: Once = True
     every: Annotated[str, typer.Option("--every", help="Time between two batches of --continuous.")] = "10 seconds"
@@ -118,7 +123,8 @@ class Follow(NamedTuple):
 Catalog = Annotated[
     str,
     typer.Option(
-        "--catalog", help="Iceberg: name[.namespace.table] in pyiceberg's configuration; default: SQLite there."
+        "--catalog",
+        help="Iceberg: name[.namespace.table] in pyiceberg's configuration; default: SQLite beside the table.",
     ),
 ]
 
@@ -145,7 +151,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def seconds(option: str, text: str) -> float:
-    """The duration that was given with an option."""
+    """Return a duration in seconds. Raises ConfigError, which names the option."""
     from kmq.settings import parse_duration
 
     try:

@@ -18,7 +18,7 @@ _HERE = On()
 
 
 class Job(NamedTuple):
-    """What a command gets to work with."""
+    """The session of one command, and its display of progress."""
 
     spark: "SparkSession"
     progress: "Progress"
@@ -26,12 +26,13 @@ class Job(NamedTuple):
 
 @contextmanager
 def running(name: str, on: On = _HERE, continuous: bool = False, conf: dict[str, str] | None = None) -> Iterator[Job]:
-    """A session with progress for one command, stopped at its end; errors of Spark become one line and an exit code.
+    """Yield a session with progress for one command, and stop it at the end of the block.
 
-    Ctrl-C and SIGTERM stop the streams and the session in order, what is half done is done again at the next start. For a
-    continuous run that is the way to end it (exit code 0), another has not done its work (128 + signal). Again: at once. After
-    a minute the process ends anyway (kmq/spark/streaming/stopping.py).
-    `conf`: what suits this command, where the user says nothing else.
+    `conf`: Spark settings that suit this command; `on` overrides them.
+    Errors: an error of Spark becomes one line and an exit code.
+    Signals: Ctrl-C and SIGTERM stop the streams and the session in order; unfinished work is done again at the next
+    start. That is the normal end of a continuous run (exit code 0); any other run has not done its work (128 + signal).
+    A second signal ends the process at once, and a minute ends it anyway (kmq/spark/streaming/stopping.py).
     """
     from kmq.spark import failures, sessions
     from kmq.spark.streaming.progress import Progress
@@ -48,7 +49,7 @@ def running(name: str, on: On = _HERE, continuous: bool = False, conf: dict[str,
     except Exception as error:
         cause = None if on.verbose else failures.explain(error)
         if stop.number:
-            pass  # what was cancelled says so
+            pass  # the error only says that the stop cancelled a job
         elif cause is None:
             raise
         else:

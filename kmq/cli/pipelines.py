@@ -1,7 +1,7 @@
-"""`kmq pipeline …`: what a person types. Each pipeline is one command, in a section of its own.
+"""`kmq pipeline …`: the commands. Each pipeline is one command, in a section of its own.
 
-A command takes its options in groups (pipeline_options.py), opens a session with `running`, and hands its module's `start` the
-values that `run` makes of keyword arguments:
+A command takes its options in groups (pipeline_options.py), opens a session with `running`, and calls the `start` of
+its module. `start` takes values; the module's `run` makes the same values of keyword arguments, for callers in Python.
 
     @run_app.command(epilog=examples("kmq pipeline run audit", "kmq pipeline run audit --path data"))
     @grouped
@@ -28,7 +28,7 @@ from kmq.errors import ConfigError
 
 pipeline_app = typer.Typer(
     no_args_is_help=True,
-    help="Pipelines on Spark: run one, list them, see how far they are.",
+    help="Pipelines on Spark: run one, list them, see their progress.",
     epilog=examples("kmq pipeline list", "kmq pipeline run audit", "kmq pipeline status"),
 )
 run_app = typer.Typer(no_args_is_help=True, help="Run a pipeline on Spark.", epilog=examples("kmq pipeline list"))
@@ -51,14 +51,14 @@ def list_pipelines() -> None:
 
 
 class ArchiveTable(NamedTuple):
-    """The table that gets the rows."""
+    """The table that the archive writes."""
 
     to: Annotated[
         str, typer.Option("--to", help="Directory of the table, here or on a shared volume; or s3://bucket/prefix.")
     ]
     format: Annotated[str, typer.Option("--format", help="parquet, delta or iceberg.")] = "parquet"
     partition_by: Annotated[
-        str, typer.Option("--partition-by", help="Columns, comma-separated, that name the directories.")
+        str, typer.Option("--partition-by", help="Columns that name the directories, comma-separated.")
     ] = "topic,date,hour"
     catalog: Catalog = ""
 
@@ -67,23 +67,23 @@ class ArchiveTable(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What becomes of payloads."""
+    """How the archive treats payloads."""
 
     schema: Annotated[
         str,
         typer.Option(
-            "--schema", help="Of JSON payloads: DDL, a file of it, infer (once, from a sample), or none: text."
+            "--schema", help="Schema of JSON payloads: DDL, a file of it, infer (once, by a sample), none (text)."
         ),
     ] = "infer"
     bad: Annotated[
-        str, typer.Option("--bad", help="Payloads not of the schema: dlq (<topic>.dlq), keep (with reason) or drop.")
+        str, typer.Option("--bad", help="Payloads that do not fit: dlq (to <topic>.dlq), keep (with reason) or drop.")
     ] = "dlq"
     rest: Annotated[
         bool | None,
-        typer.Option("--rest/--no-rest", help="Column of fields the schema lacks. \\[default: where it is inferred]"),
+        typer.Option("--rest/--no-rest", help="Column for fields that the schema lacks. \\[default: if inferred]"),
     ] = None
     enrich: Annotated[
-        str, typer.Option("--enrich", help="module:function of yours, from a DataFrame to a DataFrame.")
+        str, typer.Option("--enrich", help="module:function of yours; takes and returns a DataFrame.")
     ] = ""
 
 
@@ -105,13 +105,13 @@ def archive(
     payload: Payload,
     producers: Annotated[
         str,
-        typer.Option("--producers", help="For dlq: host:port of each broker's lines, in order; default: this one's."),
+        typer.Option("--producers", help="For dlq: host:port of each broker's ingress, in order; default: this one."),
     ] = "",
     target: Target,
     follow: Follow,
     on: On,
 ) -> None:
-    """Topics to a Parquet, Delta or Iceberg table: JSON typed, enriched, bad ones to <topic>.dlq, exactly once."""
+    """Write topics to a Parquet, Delta or Iceberg table, exactly once. JSON is typed; bad JSON goes to <topic>.dlq."""
     where = origin.options() | topics.options()
     with running("archive", on, continuous=not follow.once) as job:
         from kmq.spark.pipelines import archive
@@ -146,14 +146,14 @@ def audit(
     *,
     origin: From,
     report: Annotated[
-        str, typer.Option("--report", help="Write this HTML file, with plots; empty: none.")
+        str, typer.Option("--report", help="HTML file to write, with plots; empty: none.")
     ] = "kmq-audit.html",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of the tables.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Findings shown one by one; all are counted.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")] = False,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Maximum findings to show; all are counted.")] = 20,
     on: On,
 ) -> None:
-    """Is every record of the WAL in its queue, once, in order, as it was? Exit code 0: all good; 1: findings."""
-    # The work is done in Python, in seconds: a JVM that optimises its own code takes more of them than it gives back.
+    """Check that every WAL record is in its queue, once, in order, unchanged. Exit code 0: all good; 1: findings."""
+    # The work is done in Python and takes seconds. Optimising the JVM's code would cost more time than it saves.
     with running("audit", on, conf={"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}) as job:
         from kmq.spark.audit import audit
 
@@ -179,15 +179,18 @@ def compact(
     min_dirty: Annotated[
         float,
         typer.Option(
-            "--min-dirty", min=0, max=1, help="Skip partitions that would lose less than this share of their bytes."
+            "--min-dirty",
+            min=0,
+            max=1,
+            help="Skip partitions that would shrink by less than this share.",
         ),
     ] = 0.5,
     tombstones: Annotated[
-        str, typer.Option("--tombstones", help="Delete tombstones that are older than this and no longer in the WAL.")
+        str, typer.Option("--tombstones", help="Delete tombstones older than this, once the WAL no longer has them.")
     ] = "24h",
     on: On,
 ) -> None:
-    """Of each key only its latest record stays, in topics declared with cleanup=compact; offsets do not change."""
+    """Keep only the latest record of each key, in topics declared with cleanup=compact. Offsets do not change."""
     where = origin.options() | topics.options(".*")
     with running("compact", on) as job:
         from kmq.spark.pipelines import compact
@@ -196,13 +199,13 @@ def compact(
         job.progress.stop()
         if not done:
             print(
-                "nothing to compact: no topic that is declared cleanup=compact has a sealed segment that the router's last"
-                " checkpoint covers; it writes one within 30 s, and at kmq down"
+                "nothing to compact: no topic with cleanup=compact has a sealed segment that the router's last"
+                " checkpoint covers; the router writes a checkpoint within 30 s, and at kmq down"
             )
-        for each in done:
+        for log in done:
             print(
-                f"topic={each.topic} partition={each.partition} segments={each.segments} records={each.records}"
-                f" bytes={each.bytes} dirty={each.dirty:.2f} compacted={'yes' if each.done else 'no'}"
+                f"topic={log.topic} partition={log.partition} segments={log.segments} records={log.records}"
+                f" bytes={log.bytes} dirty={log.dirty:.2f} compacted={'yes' if log.done else 'no'}"
             )
 
 
@@ -210,28 +213,28 @@ def compact(
 
 
 class Windows(NamedTuple):
-    """How records are put into windows of time."""
+    """How records are assigned to time windows."""
 
-    window: Annotated[str, typer.Option("--window", help="Length in time: '10 seconds', '1 hour', …")] = "1 minute"
+    window: Annotated[str, typer.Option("--window", help="Length of a window: '10 seconds', '1 hour', …")] = "1 minute"
     watermark: Annotated[
-        str, typer.Option("--watermark", help="How long a window stays open for records that come later than others.")
+        str, typer.Option("--watermark", help="How long a window stays open for records that arrive late.")
     ] = "10 seconds"
     late: Annotated[
-        str, typer.Option("--late", help="A batch with records later than that: fail before it is added, or drop them.")
+        str, typer.Option("--late", help="Records later than --watermark: fail before their batch is added, or drop.")
     ] = "fail"
 
 
 class MetricsTo(NamedTuple):
-    """Where windows that are over go; without one, all are shown here."""
+    """Where closed windows are written; without an output, all windows are printed."""
 
     to: Annotated[
-        str, typer.Option("--to", help="Add windows that are over to the table here, or s3://bucket/prefix.")
+        str, typer.Option("--to", help="Add closed windows to the table in this directory, or s3://bucket/prefix.")
     ] = ""
     format: Annotated[str, typer.Option("--format", help="parquet, delta or iceberg.")] = "parquet"
     catalog: Catalog = ""
-    into: Annotated[str, typer.Option("--into", help="Or send them as JSON to this topic.")] = ""
+    into: Annotated[str, typer.Option("--into", help="Send closed windows to this topic, as JSON.")] = ""
     producers: Annotated[
-        str, typer.Option("--producers", help="host:port of the lines of the broker with --into; default: this one's.")
+        str, typer.Option("--producers", help="host:port of the ingress of the broker with --into; default: this one.")
     ] = ""
 
 
@@ -246,7 +249,7 @@ class MetricsTo(NamedTuple):
 def metrics(
     *, origin: From, topics: Topics, windows: Windows, output: MetricsTo, target: Target, follow: Follow, on: On
 ) -> None:
-    """Rates, sizes, keys and delays per topic and window of time: as a table here, or as a stream to a table or a topic."""
+    """Compute rates, sizes, keys and delays per topic and time window. Print them, or add them to a table or topic."""
     where = origin.options() | topics.options(".*")
     with running("metrics", on, continuous=not follow.once) as job:
         from kmq.spark.pipelines import metrics
@@ -278,14 +281,14 @@ def metrics(
 
 
 class MirrorTo(NamedTuple):
-    """The broker that gets the copies."""
+    """The target: the broker that gets the copies."""
 
-    to: Annotated[str, typer.Option("--to", help="host:port where the target takes lines.")]
-    to_path: Annotated[str, typer.Option("--to-path", help="Its data directory: topics are declared there.")] = ""
-    to_brokers: Annotated[str, typer.Option("--to-brokers", help="Or its gateway: topics are compared.")] = ""
+    to: Annotated[str, typer.Option("--to", help="host:port of the ingress of the target.")]
+    to_path: Annotated[str, typer.Option("--to-path", help="Data directory of the target, to declare topics.")] = ""
+    to_brokers: Annotated[str, typer.Option("--to-brokers", help="Or gateway of the target, to compare topics.")] = ""
     replay: Annotated[
         str,
-        typer.Option("--replay", help="If the target has another record there, or none any more: stop, again, trust."),
+        typer.Option("--replay", help="If the target holds another record, or none any more: stop, again, trust."),
     ] = "stop"
 
 
@@ -306,7 +309,7 @@ def mirror(
     follow: Follow = _EVERY_SECOND,
     on: On,
 ) -> None:
-    """Topics of a broker into another one: each message once, where it was in its headers, the same key together."""
+    """Copy topics to another broker: each message once, its origin in headers, messages of a key together."""
     where = origin.options() | topics.options()
     connection = target.options()
     if copies.to_path and copies.to_brokers:
@@ -332,17 +335,18 @@ def mirror(
 class Letters(NamedTuple):
     """Which records are redriven, and under which key."""
 
-    topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not touched.")] = ""
+    topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not changed.")] = ""
     to: Annotated[str | None, typer.Option("--to", help="New routing key; may use {routing_key}, {topic}, {key}.")] = (
         None
     )
-    to_sql: Annotated[str, typer.Option("--to-sql", help="Or a SQL expression over the columns of a record.")] = ""
+    to_sql: Annotated[str, typer.Option("--to-sql", help="New routing key as a SQL expression over columns.")] = ""
     where: Annotated[str, typer.Option("--where", help="Only records for which this SQL condition holds.")] = ""
     dropped: Annotated[
-        bool, typer.Option("--dropped", help="Read from the WALs what drop_oldest dropped, of this queue or of all.")
+        bool,
+        typer.Option("--dropped", help="Read from the WALs what drop_oldest dropped, from this queue or all."),
     ] = False
     name: Annotated[
-        str, typer.Option("--name", help="Of this redrive; another name redrives the same records again.")
+        str, typer.Option("--name", help="Name of this redrive; another name redrives the same records again.")
     ] = ""
 
     def expression(self) -> str:
@@ -358,13 +362,10 @@ class Letters(NamedTuple):
 class Sending(NamedTuple):
     """How the redriven records are sent."""
 
-    rate: Annotated[float, typer.Option("--rate", min=0, help="At most so many messages a second; 0: no limit.")] = 0
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count by new key what would be sent; send nothing.")] = (
-        False
-    )
+    rate: Annotated[float, typer.Option("--rate", min=0, help="Maximum messages per second; 0: no limit.")] = 0
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the messages per new key; send nothing.")] = False
     producers: Annotated[
-        str,
-        typer.Option("--producers", help="host:port of the lines of the broker that gets them; default: this one's."),
+        str, typer.Option("--producers", help="host:port of the ingress of the target broker; default: this one.")
     ] = ""
 
 
@@ -378,7 +379,7 @@ class Sending(NamedTuple):
 )
 @grouped
 def redrive(*, letters: Letters, sending: Sending, target: Target, origin: From, on: On) -> None:
-    """Dead letters back under new keys, selected and renamed by SQL; the same redrive again stores nothing twice."""
+    """Send dead letters again under new keys, selected and renamed by SQL. A repeated redrive stores nothing twice."""
     expression = letters.expression()
     source = origin.options()
     with running("redrive", on) as job:
@@ -400,16 +401,16 @@ class RouteTo(NamedTuple):
     """Where routed records go, and by which table."""
 
     to: Annotated[
-        str, typer.Option("--to", help="Directory, here or on a shared volume; a table: or s3://bucket/prefix.")
+        str, typer.Option("--to", help="Directory, here or on a shared volume; for a table also s3://bucket/prefix.")
     ]
     format: Annotated[
         str,
-        typer.Option("--as", help="log: a pod's queues as its router writes them; of many: parquet, delta, iceberg."),
+        typer.Option("--as", help="log: one pod's queues as its router writes them; a table: parquet, delta, iceberg."),
     ] = "log"
     table: Annotated[
-        str, typer.Option("--table", help="By the routing table of this data directory, in place of each pod's own.")
+        str, typer.Option("--table", help="Data directory whose routing table is used, in place of each pod's own.")
     ] = ""
-    batch_bytes: Annotated[str, typer.Option("--batch", help="Bytes of WAL that are sorted at a time.")] = "1g"
+    batch_bytes: Annotated[str, typer.Option("--batch", help="Bytes of the WAL to sort at a time.")] = "1g"
     catalog: Catalog = ""
 
 
@@ -422,7 +423,7 @@ class RouteTo(NamedTuple):
 )
 @grouped
 def route(*, output: RouteTo, origin: From, once: Once = True, checkpoint: Checkpoint = "", on: On) -> None:
-    """WALs sorted into topics and partitions: a pod's queues again, or those of many pods as one table, exactly once."""
+    """Sort WALs into topics and partitions, exactly once: rebuild a pod's queues, or make one table of many pods."""
     where = origin.options()
     with running("route", on, continuous=not once) as job:
         from kmq.spark.pipelines import route

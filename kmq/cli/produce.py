@@ -1,4 +1,4 @@
-"""`kmq produce`: send messages as blocks of lines, and report what became of them."""
+"""`kmq produce`: send messages as blocks of lines, and report how many were sent or stored."""
 
 import itertools
 import math
@@ -90,7 +90,7 @@ def line_sender(settings: Settings, patience: Patience) -> LineSender:
 
 
 def _read_blocks(fd: int) -> Iterator[list[bytes]]:
-    """Yield the lines of `fd`, as many at a time as are available: a line that is typed is sent at once."""
+    """Yield the lines of `fd`, as many at a time as are available, so that a typed line is sent at once."""
     if os.isatty(fd):
         say("reading messages from the terminal, one per line; end with Ctrl-D")
     unfinished: list[bytes] = []
@@ -105,7 +105,7 @@ def _read_blocks(fd: int) -> Iterator[list[bytes]]:
 
 
 def _as_lines(payloads: Iterable[list[bytes]], key: bytes, ids: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """Yield whole lines: the payloads under `key`; without a key the payloads are whole messages already."""
+    """Yield whole lines: the payloads under `key`, or without a key payloads that are whole messages already."""
     for block in payloads:
         if key:
             yield [format_message(key, payload, next(ids)) for payload in block]
@@ -137,7 +137,7 @@ class Stored:
 
     def __init__(self, patience: Patience) -> None:
         self.given = self.count = self.refused = self.last_seq = 0
-        self.error: KmqError | None = None  # the first
+        self.error: KmqError | None = None  # the first error
         self._patience = patience
 
     def add(self, delivery: "Delivery") -> None:
@@ -152,7 +152,7 @@ class Stored:
         return f"stored {self.count}, last seq {self.last_seq}"
 
     def outcome(self) -> str:
-        """Return the same with the number of messages that have no reply yet."""
+        """Return str(self) with the number of messages that have no reply yet."""
         return f"{self}; {self.given - self.count - self.refused} without a reply, which may or may not be stored"
 
 

@@ -1,4 +1,4 @@
-"""Counts on the terminal while a long command works; nothing where stderr is a file or a pipe."""
+"""Counts on the terminal while a long command works. If stderr is a file or a pipe, nothing is shown."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -6,14 +6,14 @@ from typing import TypeVar
 
 from rich.console import Console
 
-_REDRAW = 1024  # items between two updates, where each is small
+_REDRAW = 1024  # items between two updates if each item counts as one
 
 _T = TypeVar("_T")
 
 
 @contextmanager
 def counting(text: str) -> Iterator[Callable[[float], None]]:
-    """Show `text` while the block runs; its {task.completed} grows by what the yielded function is given."""
+    """Show `text` while the block runs. Yields a function that adds its argument to the text's {task.completed}."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda amount: None
@@ -27,7 +27,7 @@ def counting(text: str) -> Iterator[Callable[[float], None]]:
 
 
 def counted(items: Iterable[_T], verb: str, size: Callable[[_T], int] | None = None) -> Iterator[_T]:
-    """Yield `items` while their number is shown behind `verb`; `size` says how many an item counts for."""
+    """Yield `items`, and show `verb` with their number. `size` returns how many an item counts for; None: one."""
     with counting(verb + " {task.completed:,.0f}") as advance:
         for number, item in enumerate(items, 1):
             yield item

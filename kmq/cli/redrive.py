@@ -30,14 +30,14 @@ class Selection(NamedTuple):
         bool,
         typer.Option(
             "--dropped",
-            help="Read from the WAL the records that drop_oldest dropped from the queue, or without a topic from all"
-            " queues; implies --idempotent.",
+            help="Read from the WAL the records that drop_oldest dropped from the queue; without a topic, from all"
+            " queues. Implies --idempotent.",
         ),
     ] = False
 
 
 class Sending(NamedTuple):
-    """How to send them."""
+    """How the selected records are sent."""
 
     idempotent: Annotated[
         bool,
@@ -50,7 +50,7 @@ class Sending(NamedTuple):
         str,
         typer.Option("--name", help="Name of an idempotent redrive: under another name it stores all records again."),
     ] = ""
-    rate: Annotated[float, typer.Option("--rate", min=0, help="Messages per second, at most; 0: no limit.")] = 0
+    rate: Annotated[float, typer.Option("--rate", min=0, help="Maximum messages per second; 0: no limit.")] = 0
 
 
 @grouped
@@ -61,7 +61,7 @@ def redrive(
         str | None,
         typer.Option(
             "--to",
-            help="New routing key; may use {routing_key}, {topic}, {key}. With --dropped the default is the old one.",
+            help="New routing key; may use {routing_key}, {topic}, {key}. With --dropped the default is the old key.",
         ),
     ] = None,
     selection: Selection,
@@ -92,7 +92,7 @@ def redrive(
 
 
 def _open(data: str, topic: str, dropped: bool) -> "rules.Queue | rules.Dropped":
-    """Return what to read, as it is now: what is sent may end in this very queue."""
+    """Return the records to read, as they are now. Later ones do not count: sent records may enter the same queue."""
     from kmq.deadletters import redrive as rules
 
     if not dropped:

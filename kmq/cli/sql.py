@@ -1,4 +1,4 @@
-"""`kmq sql`: topics, queried from the command line."""
+"""`kmq sql`: query topics from the command line."""
 
 import sys
 from typing import Annotated
@@ -13,14 +13,16 @@ from kmq.cli.pipeline_session import running
 @grouped
 def sql(
     *,
-    query: Annotated[str, typer.Argument(help="One statement; without: stdin, or a prompt on a terminal.")] = "",
+    query: Annotated[
+        str, typer.Argument(help="One statement; default: read stdin, or show a prompt on a terminal.")
+    ] = "",
     origin: From,
-    as_csv: Annotated[bool, typer.Option("--csv", help="All rows, values in full.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The same, a JSON object a line.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all rows as CSV, values in full.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all rows as JSON objects, one per line.")] = False,
     rows: Annotated[int, typer.Option("--rows", help="Maximum rows in a table; 0: all.")] = 1000,
     on: On,
 ) -> None:
-    """Ask topics in SQL: each is a table under its name, as it is now. Also `append` (the WAL) and `all_topics`.
+    """Query topics by SQL: each topic is a table, as it is now. Also `append` (the WAL) and `all_topics`.
 
     Columns: broker, topic, partition, offset, seq, recv_ts, key, routing_key,
     producer_ts, id, headers, value, value_text.
@@ -29,7 +31,7 @@ def sql(
     with running("sql", on) as job:
         from kmq.spark.sql import results, shell
 
-        job.progress.stop()  # each query has one of its own
+        job.progress.stop()  # each query shows progress of its own
         show = results.as_csv if as_csv else results.as_json if as_json else results.as_table(rows)
         topics = shell.Shell(job.spark, where, show)
         if not query and sys.stdin.isatty():

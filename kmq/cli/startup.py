@@ -19,14 +19,14 @@ from kmq.broker.status import Status
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError, RetryError
 from kmq.settings import STAGES, Settings
 
-_READY_S = 60.0  # longest wait for a broker to be ready, recovery of a long WAL included
-_FULL_S = 1.0  # a start is given up for lack of space only after this time: a small volume may regain space in a moment
+_READY_S = 60.0  # longest wait for a broker to be ready, including recovery of a long WAL
+_FULL_S = 1.0  # how long space must be lacking until a start is given up: a small volume may regain it in a moment
 _POLL_S = 0.02
 _LOG_MODE = 0o640  # the user and the group of the broker, as for its FIFOs
 
 
 class Startup:
-    """The supervisor's process, what it has to bring up, and what the log says since it was started."""
+    """The supervisor's process, the number of processes it must bring up, and the log since its start."""
 
     def __init__(self, settings: Settings, with_gateway: bool) -> None:
         """Start the supervisor."""
@@ -92,7 +92,7 @@ class Startup:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Open the log for appending; a log that an older release made gets today's mode."""
+    """Open the log for appending, with _LOG_MODE also if an older release made it with another mode."""
     log = open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _LOG_MODE), "ab")
     os.fchmod(log.fileno(), _LOG_MODE)
     return log

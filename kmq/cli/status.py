@@ -15,7 +15,7 @@ from kmq.cli.helptext import examples
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError
 from kmq.settings import STAGES, Settings, load
 
-_COLOURS = {"ready": "green", "draining": "yellow", "recovering": "yellow"}  # of a state; of any other: red
+_COLOURS = {"ready": "green", "draining": "yellow", "recovering": "yellow"}  # by state; every other state is red
 _TEXT_COLUMNS = ("stage", "state", "waits before it")
 _COLUMNS = ("stage", "pid", "state", "restarts", "msg/s", "messages", "last seq", "waits before it")
 
@@ -26,7 +26,7 @@ def status(
 ) -> None:
     """Show each stage (pid, state, restarts, rate), what waits in each link, and what is wrong.
 
-    Exit code 1 unless the broker is ready, also while it refuses messages. The HTTP API says the same under /readyz.
+    Exit code 1 unless the broker is ready. A broker that refuses messages is not ready. /readyz (HTTP) says the same.
     """
     settings = load()
     if as_logfmt or as_json:
@@ -67,7 +67,7 @@ def _as_table(found: Status) -> Table:
 
 
 def _cells(stage: StageStatus) -> list[str]:
-    # Ingress has no counts: it passes blocks on unread, and the framer is the first to count messages.
+    # Ingress has no counts, because it passes blocks on unread. The framer is the first stage that counts messages.
     counts = [f"{stage.rate:,.0f}", f"{stage.messages:,}", f"{stage.seq:,}"] if stage.name in STAGES[1:] else [""] * 3
     state = f"[{_COLOURS.get(stage.state, 'red')}]{stage.state}[/]"
     return [stage.name, str(stage.pid), state, str(stage.restarts), *counts]
@@ -78,7 +78,7 @@ def _print_remarks(found: Status) -> None:
         _print(found.clock, "yellow")
     refused, dropped = sum(stage.refused for stage in found.stages), sum(stage.dropped for stage in found.stages)
     if refused or dropped:
-        _print(f"refused at ingress: {refused:,}   dropped (see dropped.log): {dropped:,}")
+        _print(f"refused: {refused:,}   dropped (see dropped.log): {dropped:,}")
     for reason in found.verdict.reasons:
         _print(f"not ready: {reason}; {reason.advice}", "red")
     for warning in found.verdict.warnings:

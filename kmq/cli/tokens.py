@@ -26,9 +26,11 @@ def _token_file() -> str:
 
 @token_app.command("new", epilog=examples("KMQ_TOKENS=tokens kmq token new orders"))
 def new_token(
-    name: Annotated[str, typer.Argument(help="Whose token it is: A-Z a-z 0-9 _ -. A name may have several tokens.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the token's owner: A-Z a-z 0-9 _ -. A name may have several tokens.")
+    ],
 ) -> None:
-    """Make a token and print it, only this once: the file keeps a hash of it. It is valid within a second or two."""
+    """Make a token and print it. It is shown only once: the file keeps a hash. It is valid within a second or two."""
     from kmq import tokens
 
     print(tokens.new(_token_file(), name))

@@ -29,7 +29,7 @@ topics_app = typer.Typer(
     epilog=examples("kmq topics create orders --partitions 4", "kmq topics list"),
 )
 
-_ADOPT_S = 5.0  # how long the router may take to adopt a declaration or to carry out a request
+_ADOPT_S = 5.0  # longest wait for the router to adopt a declaration or to carry out a request
 _POLL_S = 0.02
 _ENV = {row.attribute: row.env for row in SETTINGS}
 _BYTES = ((" GiB", 1 << 30), (" MiB", 1 << 20), (" KiB", 1 << 10), (" B", 1))
@@ -73,7 +73,9 @@ def create(
     partitions: Annotated[int, typer.Option("--partitions", "-p", help="1 to 1024; cannot be changed later.")] = 1,
     own: Annotated[
         list[str] | None,
-        typer.Option("--set", help=f"<limit>=<value>, in place of the setting: {', '.join(LIMITS)}."),
+        typer.Option(
+            "--set", help=f"<limit>=<value>, replaces the setting for this topic. Limits: {', '.join(LIMITS)}."
+        ),
     ] = None,
 ) -> None:
     """Declare a topic. It is in force from the next routed message on."""
@@ -143,13 +145,13 @@ def set_limits(
     name: Annotated[str, _NAME],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(help=f"<limit>=<value>; <limit>= goes back to the setting. Limits: {', '.join(LIMITS)}."),
+        typer.Argument(help=f"<limit>=<value>; <limit>= restores the setting. Limits: {', '.join(LIMITS)}."),
     ] = None,
     unset: Annotated[
-        list[str] | None, typer.Option("--unset", help="A limit that goes back to the setting; the same as <limit>=.")
+        list[str] | None, typer.Option("--unset", help="A limit whose setting applies again; the same as <limit>=.")
     ] = None,
 ) -> None:
-    """Change a topic's own limits, which replace the settings. A running broker adopts them at once, without a restart.
+    """Change a topic's own limits, which replace the settings. A running broker adopts them at once.
 
     A lower retention limit deletes whole sealed segments, oldest first, within seconds.
     """
@@ -158,8 +160,8 @@ def set_limits(
     asked = _parse_changes(name, [*(changes or []), *(f"{limit}=" for limit in unset or [])])
     own = _with_pending(settings.data, name, topics.read(settings.data, name).limits)
     _apply(own, asked)
-    Limits().but(own)
-    request = requests.lay_down(settings.data, requests.SET, name, asked)
+    Limits().with_changes(own)
+    request = requests.submit(settings.data, requests.SET, name, asked)
     changed = " ".join(f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items())
     if not _is_carried_out(settings, request):
         print(f"topic {name}: {changed}, in force when the router has adopted it")
@@ -173,7 +175,7 @@ def set_limits(
 
 
 def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
-    """Return limit → text, "" to go back to the setting. Raises ConfigError without a pair, or at an unknown limit."""
+    """Return limit → text; "" means the setting again. Raises ConfigError without a pair, or for an unknown limit."""
     asked = {}
     for pair in pairs:
         limit, equals, value = (part.strip() for part in pair.partition("="))
@@ -239,10 +241,10 @@ def show(
 
 
 def describe(settings: Settings, name: str) -> dict[str, Any]:
-    """Return a topic, ready for JSON; null stands for no limit and for no message."""
+    """Return a topic as a value for JSON; None stands for no limit, or for no message."""
     declared = topics.read(settings.data, name)
     pending = _with_pending(settings.data, name, dict(declared.limits))
-    limits = Limits.of(settings).but(pending)
+    limits = Limits.of(settings).with_changes(pending)
     rows = {}
     for limit in LIMITS:
         value = getattr(limits, limit)
@@ -281,7 +283,7 @@ def _log(data: str, name: str, number: int) -> dict[str, int | None]:
 
 
 def _text(limit: str, value: str | float | None) -> str:
-    """Return a limit as a person writes it."""
+    """Return a limit as text, in the largest unit that fits without a rest."""
     if value is None:
         return "none" if limit == "retention_bytes" else "never"
     if isinstance(value, str):
@@ -314,7 +316,7 @@ def delete(
         if not sys.stdin.isatty():
             raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete it")
         typer.confirm(f"{what}. Delete it for good?", abort=True)
-    request = requests.lay_down(settings.data, requests.DELETE, name, {})
+    request = requests.submit(settings.data, requests.DELETE, name, {})
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
         return
