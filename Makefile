@@ -60,11 +60,11 @@ scenario-5: $(STAMP)  ## acks: 20,000 messages or more while stages are killed, 
 	@scripts/scenario-5
 scenarios: scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5  ## all of them
 
-bench: $(STAMP)  ## speed, latency, memory, start-up: a table and JSON
+bench: $(STAMP)  ## speed, latency, memory, start-up: a table and JSON (ARGS="--quick acked redis": some parts)
 	@$(BIN)/python scripts/bench $(ARGS)
 
 bench-spark: $(STAMP)  ## the data pipeline: read, archive, audit, route beside Spark's text source
-	@$(BIN)/python scripts/bench_spark.py $(ARGS)
+	@$(BIN)/python scripts/bench_spark $(ARGS)
 
 bench-pod: $(STAMP)  ## what a real pod takes at a rate of messages: CPU, memory, disk; root on Debian
 	@eval "$$(scripts/pod-setup)" && scripts/image broker >/dev/null && $(BIN)/python scripts/bench_pod.py $(ARGS)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What a pod takes: CPU, memory and disk for a rate of messages, measured in a real pod; the README's sizing table.
+"""What a pod uses at a rate of messages: CPU, memory and disk, measured in a real pod.
 
     scripts/bench_pod.py [idle steady most] [--quick] [--json FILE]
 
-The pod is k8s/base as scripts/play plays it, and messages come from outside. Its data is on this machine's disk and
-fdatasync is on. CPU is what the cgroups of the containers count, which includes the probes; these run as often as the
-manifests say. Memory is the working set, by which a kubelet evicts. Needs root, and what `make pod-test` sets up.
+The pod is k8s/overlays/dev as scripts/play plays it, and messages come from outside the pod. Its data is on this
+machine's disk and fdatasync is on. CPU is the time that the containers' cgroups count, including the probes, which run
+as often as the manifests say. Memory is the working set, by which a kubelet evicts. Needs root; scripts/pod-setup
+prepares the machine.
 """
 
 import argparse
@@ -28,12 +29,9 @@ from kmq.errors import KmqError
 from kmq.settings import MIB, STAGES
 
 PARTS = ("idle", "steady", "most")
-RATES = (
-    1_000,
-    10_000,
-    100_000,
-)  # messages a second of 100 bytes, each sent by itself or with those of the same millisecond
-# As much as goes would be cut by retention, and reach the quota of a claim this small.
+# Messages of 100 bytes per second; those of one millisecond are sent together.
+RATES = (1_000, 10_000, 100_000)
+# At full speed the dev overlay's retention would delete records, and its quota would refuse messages.
 UNLIMITED = {"KMQ_DATA_QUOTA": "none", "KMQ_RETENTION_BYTES": "none", "KMQ_SEGMENT_BYTES": "64 MiB"}
 CGROUPS = Path("/sys/fs/cgroup")
 SETTLE_S = 3.0  # after the load: index notes are written, memory has settled
@@ -47,7 +45,7 @@ class Bench:
         self.groups = {name: pod.cgroup(name) for name in pod.containers}
 
     def cpu_s(self) -> dict[str, float]:
-        """Container → seconds of CPU so far."""
+        """Return container → seconds of CPU so far."""
         found = {}
         for name, group in self.groups.items():
             old = CGROUPS / "cpuacct" / group / "cpuacct.usage"
@@ -58,7 +56,7 @@ class Bench:
         return found
 
     def working_set(self) -> dict[str, int]:
-        """Container → bytes that are charged to it and could not be given back at once."""
+        """Return container → bytes charged to it, without those that the kernel can reclaim at once."""
         found = {}
         for name, group in self.groups.items():
             old = CGROUPS / "memory" / group
@@ -74,17 +72,17 @@ class Bench:
         return found
 
     def disk(self) -> int:
-        """Bytes that the data volume takes, as `du` counts them."""
+        """Return the bytes of the data volume, as `du` counts them."""
         return sum(path.lstat().st_blocks * 512 for path in self.pod.volume("data").rglob("*"))
 
     def routed(self) -> int:
-        """Last seq that is in its queue. Read from outside: a command inside would be measured too."""
+        """Return the last routed seq. Read from outside the pod: a command inside would be measured too."""
         page = peek("kmq", str(self.pod.volume("shm")))
         assert page is not None
         return page.rows["router"].seq
 
     def figures(self, part: str, what: str, kind: str, *arguments: object) -> Iterator[Figure]:
-        """The pod under one load: CPU of stages and gateway, memory, disk."""
+        """Measure the pod under one load: CPU of stages and gateway, memory, disk."""
         say(f"{part}: {what}")
         before, disk, seq, begin = self.cpu_s(), self.disk(), self.routed(), time.monotonic()
         if kind:
@@ -113,18 +111,18 @@ class Bench:
 
 
 def idle(bench: Bench) -> Iterator[Figure]:
-    """Nothing to do but to be asked by the kubelet."""
+    """Measure a pod that only gets probes."""
     yield from bench.figures("idle", "probed", "")
 
 
 def steady(bench: Bench) -> Iterator[Figure]:
-    """100-byte messages at a rate, from one producer that asks for no acks."""
+    """Measure 100-byte messages at a rate, from one producer without acknowledgements."""
     for rate in RATES:
         yield from bench.figures("steady", f"{rate:,}/s", "paced", rate, bench.seconds)
 
 
 def most(bench: Bench) -> Iterator[Figure]:
-    """As many as it takes, of 100 bytes and of 1 KB."""
+    """Measure the maximum rate, with messages of 100 bytes and of 1 KB."""
     for nbytes in (100, 1000):
         yield from bench.figures("most", f"{nbytes} B", "seconds", KEY, bench.seconds, nbytes)
 
@@ -147,7 +145,7 @@ def _words(path: Path) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Measure what a pod takes: CPU, memory, disk.",
+        description="Measure what a pod uses: CPU, memory, disk.",
         epilog="example: scripts/bench_pod.py steady --quick",
     )
     return run(parser, PARTS, "three seconds for each load", prepare)

@@ -16,9 +16,14 @@ def main() -> int:
         sending.send(arguments[0], arguments[1], arguments[2:])
         return EXIT_OK
     if role == "_produce":
-        from bench import acked
+        from bench import producing
 
-        acked.produce(arguments[0], int(arguments[1]), arguments[2:])
+        producing.produce(arguments[0], int(arguments[1]), arguments[2:])
+        return EXIT_OK
+    if role == "_request":
+        from bench import requests
+
+        requests.request(arguments[0], arguments[1], int(arguments[2]), list(map(float, arguments[3:])))
         return EXIT_OK
     from bench import broker
 

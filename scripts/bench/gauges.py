@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from bench.pod import Pod
+from bench.report import Figure
 
 
 def cpu_seconds(pid: int) -> float:
@@ -29,6 +30,22 @@ def pss(pid: int) -> int:
         if row.startswith("Pss:"):
             return int(row.split()[1]) * 1024
     raise SystemExit("bench: this kernel has no Pss in smaps_rollup")
+
+
+def memory_figures(running: Pod, when: str) -> Iterator[Figure]:
+    found = {stage: pss(pid) for stage, pid in running.pids().items()}
+    each = ", ".join(f"{stage} {nbytes / 1e6:.1f}" for stage, nbytes in found.items())
+    yield Figure("memory", when, sum(found.values()) / 1e6, "MB PSS", "≤ 45", each)
+
+
+@contextmanager
+def stage_cpu(running: Pod) -> Iterator[dict[str, float]]:
+    """Holds, when it is over, the CPU seconds that each stage took meanwhile."""
+    taken: dict[str, float] = {}
+    pids = running.pids()
+    before = {stage: cpu_seconds(pid) for stage, pid in pids.items()}
+    yield taken
+    taken |= {stage: cpu_seconds(pid) - before[stage] for stage, pid in pids.items()}
 
 
 @contextmanager

@@ -87,12 +87,15 @@ class Pod:
         return {stage.name: stage.pid for stage in status.collect(self.settings).stages}
 
     def send(self, kind: str, *arguments: object) -> "Sending":
-        return Sending(kind, f"127.0.0.1:{read_port(self.settings, 'ingress', 0)}", *arguments)
+        return Sending(kind, f"127.0.0.1:{self.port}", *arguments)
+
+    @property
+    def port(self) -> int:
+        return read_port(self.settings, "ingress", 0)
 
     def produce(self, kind: str, *arguments: float) -> dict[str, float]:
         """What kmq.Producer, in another process, does here."""
-        port = read_port(self.settings, "ingress", 0)
-        argv = [*COMMAND, "_produce", kind, str(port), *map(str, arguments)]
+        argv = [*COMMAND, "_produce", kind, str(self.port), *map(str, arguments)]
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
         if done.returncode:
             raise SystemExit("bench: the producer failed")
@@ -107,6 +110,10 @@ class Pod:
         router = self.page().rows["router"]
         wait_until(lambda: router.seq >= seq, 0.002)
         return time.monotonic()
+
+    def settle(self) -> None:
+        """Wait until everything that was acknowledged is routed."""
+        self.wait_routed(self.last_seq())
 
     def last_seq(self) -> int:
         return wal.last_stored(self.settings.data)[0]

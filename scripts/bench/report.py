@@ -23,14 +23,17 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Figure:
-    """One measured value beside its bar. `bar` reads like "≥ 1400000"; "" where there is none."""
+    """One measured value beside its bar. `bar` reads like "≥ 1400000"; "" where there is none.
 
-    def __init__(self, part: str, what: str, value: float, unit: str, bar: str = "", note: str = "") -> None:
+    A value of None was not measured; `note` says why.
+    """
+
+    def __init__(self, part: str, what: str, value: float | None, unit: str, bar: str = "", note: str = "") -> None:
         self.part, self.what, self.value, self.unit, self.bar, self.note = part, what, value, unit, bar, note
 
     @property
     def met(self) -> bool | None:
-        if not self.bar:
+        if not self.bar or self.value is None:
             return None
         sign, _, limit = self.bar.partition(" ")
         if sign == "≥":
@@ -52,15 +55,14 @@ def show(figures: list[Figure], where: str) -> None:
         out.print("settings changed: " + ", ".join(f"{name}={os.environ[name]}" for name in changed), markup=False)
     part = ""
     for figure in figures:
-        digits = 0 if figure.value >= 1000 else 1 if figure.value >= 100 else 3
         verdict = {None: "", True: "[green]met[/]", False: "[red]not met[/]"}[figure.met]
         sign, _, limit = figure.bar.partition(" ")
         bar = f"{sign} {float(limit):,.{0 if float(limit).is_integer() else 1}f}" if limit else ""
         head = figure.part if figure.part != part else ""
-        value = f"{figure.value:,.{digits}f}"
+        value = _number(figure.value)
         out.print(f"{head:13} {figure.what:42} {value:>12} {figure.unit:11} {bar:>11} {verdict}".rstrip())
         if figure.note:
-            out.print(f"{'':13}   [dim]{figure.note}[/]")
+            out.print(f"{'':13}   {figure.note}", style="dim", markup=False)
         part = figure.part
     barred = [figure for figure in figures if figure.bar]
     out.print(f"bars met: {sum(bool(figure.met) for figure in barred)} of {len(barred)}")
@@ -69,6 +71,13 @@ def show(figures: list[Figure], where: str) -> None:
             "latency: from time.time() before the send (in producer_ts) to time.time() after the read; the wake-up by"
             " inotify is in it (some 20 to 60 µs); at 50,000 msg/s 50 messages go with one send each millisecond"
         )
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    digits = 0 if value >= 1000 else 1 if value >= 100 else 3
+    return f"{value:,.{digits}f}"
 
 
 def machine(directory: Path) -> str:

@@ -1,11 +1,13 @@
 """A producer of lines in a process of its own, so that the broker is what is measured."""
 
+import contextlib
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from bench.lines import BLOCK, KEY, blocks, json_line, line
 
@@ -13,26 +15,39 @@ WAIT_S = 300.0  # longest wait for anything
 COMMAND = [sys.executable, str(Path(__file__).parent)]  # this package again, as another process
 
 
-class Sending:
-    """One producer process. It has connected and made its blocks when this exists, and sends after go()."""
+class Child:
+    """This package in another process. It is ready to send when this exists, and sends after go()."""
 
-    def __init__(self, kind: str, address: str, *arguments: object) -> None:
-        argv = [*COMMAND, "_send", kind, address, *map(str, arguments)]
+    def __init__(self, role: str, *arguments: object) -> None:
+        argv = [*COMMAND, role, *map(str, arguments)]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
             raise SystemExit("bench: the producer could not start")
 
-    def go(self) -> "Sending":
+    def go(self) -> Self:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return self
 
+    def output(self) -> str:
+        """Wait for the end of the process; return what it printed."""
+        output, _ = self._process.communicate(timeout=WAIT_S)
+        if self._process.returncode:
+            raise SystemExit("bench: the producer failed")
+        return output
+
+
+class Sending(Child):
+    """A producer without acknowledgements."""
+
+    def __init__(self, kind: str, address: str, *arguments: object) -> None:
+        super().__init__("_send", kind, address, *arguments)
+
     def result(self) -> tuple[float, int]:
         """(when the first byte was sent, messages)."""
-        output, _ = self._process.communicate(timeout=WAIT_S)
-        begin, count = output.split()
+        begin, count = self.output().split()
         return float(begin), int(count)
 
 
@@ -53,6 +68,10 @@ def send(kind: str, address: str, arguments: list[str]) -> None:
         per_block = BLOCK // nbytes // len(keys) * len(keys)
         block = blocks(keys, per_block, nbytes)[0]
         send = lambda: _send_for(sock, block, per_block, seconds)  # noqa: E731
+    elif kind == "endless":
+        per_block = BLOCK // int(arguments[1])
+        block = blocks([arguments[0]], per_block, int(arguments[1]))[0]
+        send = lambda: _send_until_reset(sock, block, per_block)  # noqa: E731
     elif kind == "topics":
         count = int(arguments[0])
         ready_made = [b"".join(line(f"t{n:05}.k", n, 36) for n in range(count))]
@@ -64,9 +83,10 @@ def send(kind: str, address: str, arguments: list[str]) -> None:
     sys.stdin.readline()
     begin = time.monotonic()
     count = send()
-    sock.shutdown(socket.SHUT_WR)
-    while sock.recv(4096):
-        pass
+    if kind != "endless":
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
     print(begin, count, flush=True)
 
 
@@ -81,6 +101,16 @@ def _send_for(sock: socket.socket, block: bytes, per_block: int, seconds: float)
     while time.monotonic() < until:
         sock.sendall(block)
         sent += per_block
+    return sent
+
+
+def _send_until_reset(sock: socket.socket, block: bytes, per_block: int) -> int:
+    """Send until the broker is killed."""
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while True:
+            sock.sendall(block)
+            sent += per_block
     return sent
 
 

@@ -2,8 +2,10 @@
 
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from bench.pod import Pod, pod_in
@@ -11,20 +13,23 @@ from bench.report import Figure, say
 from bench.scale import Scale
 from kmq.settings import STAGES
 
-STARTS = 5  # of which the median counts
-
 
 def startup(directory: Path, scale: Scale) -> Iterator[Figure]:
     """`kmq up` until all stages are ready, on a used directory: after a clean stop, and after SIGKILL of everything."""
     with pod_in(used_directory(directory, f"records-{scale.records}"), up=False) as running:
         fill(running, scale.records, "count", ",".join(f"topic{n}.k" for n in range(10)), 500_000, 36)
         unsaved = min(1_000_000, scale.records)
-        yield from start_figures(running, "10 topics", "< 1", lambda: running.load("count", "topic1.k", unsaved, 36))
+        more = partial(running.load, "count", "topic1.k", unsaved, 36)
+        yield from start_figures(running, scale.starts, "10 topics", "< 1", more)
+        yield from full_load_figure(running, scale, "< 1")
+
+
+def startup_topics(directory: Path, scale: Scale) -> Iterator[Figure]:
+    """The same with many topics, of one record each."""
     with pod_in(used_directory(directory, f"topics-{scale.topics}"), up=False) as running:
         fill(running, scale.topics, "topics", scale.topics)
-        yield from start_figures(
-            running, f"{scale.topics:,} topics", "< 5", lambda: running.load("topics", scale.topics)
-        )
+        more = partial(running.load, "topics", scale.topics)
+        yield from start_figures(running, scale.starts, f"{scale.topics:,} topics", "< 5", more)
 
 
 def used_directory(directory: Path, name: str) -> Path:
@@ -45,11 +50,11 @@ def fill(running: Pod, records: int, *load_arguments: object) -> None:
     running.down()
 
 
-def start_figures(running: Pod, what: str, bar: str, more: Callable[[], None]) -> Iterator[Figure]:
+def start_figures(running: Pod, starts: int, what: str, bar: str, more: Callable[[], None]) -> Iterator[Figure]:
     name = f"{running.last_seq():,} records, {what}"
     say(f"start-up with {name}: after a clean stop")
     times = []
-    for _ in range(STARTS):
+    for _ in range(starts):
         running.down()
         times.append(running.up())
     note = f"best {min(times):.2f}; the last: {stage_starts(running)}"
@@ -61,6 +66,20 @@ def start_figures(running: Pod, what: str, bar: str, more: Callable[[], None]) -
     say(f"start-up with {name}: after kill -9")
     seconds = running.up()
     yield Figure("startup", f"{name}, kill -9", seconds, "s", bar, f"{replayed:,} new; {stage_starts(running)}")
+    running.down()
+
+
+def full_load_figure(running: Pod, scale: Scale, bar: str) -> Iterator[Figure]:
+    """Everything is killed while a producer sends as fast as it can."""
+    running.up()
+    name = f"{running.last_seq():,} records"
+    say(f"start-up with {name}: after kill -9 under full load")
+    sending = running.send("endless", "topic1.k", 100).go()
+    time.sleep(scale.load_s)
+    running.kill()
+    _, sent = sending.result()
+    note = f"up to {sent:,} new; "
+    yield Figure("startup", f"{name}, kill -9 at full load", running.up(), "s", bar, note + stage_starts(running))
     running.down()
 
 

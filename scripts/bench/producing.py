@@ -37,7 +37,11 @@ def _produce_many(port: int, nbytes: float, seconds: float) -> dict[str, float]:
             producer.send_many(KEY, payloads)
             count += len(payloads)
         producer.flush()
-        return {"rate": count / (time.monotonic() - begin), "cpu": (time.process_time() - cpu) / count * 1e6}
+        return {
+            "count": count,
+            "rate": count / (time.monotonic() - begin),
+            "cpu": (time.process_time() - cpu) / count * 1e6,
+        }
 
 
 def _produce_one(port: int, seconds: float) -> dict[str, float]:
