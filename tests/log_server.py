@@ -3,8 +3,10 @@
 import asyncio
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.test_utils import unused_port
@@ -27,7 +29,7 @@ _number = count()
 class Up:
     """`page`: its stats page. `serve` starts the gateway, at `port` from then on."""
 
-    def __init__(self, data, synced, settings):
+    def __init__(self, data: str, synced: int, settings: dict[str, str]) -> None:
         environ = {"KMQ_INSTANCE": f"logs-{os.getpid()}-{next(_number)}", "KMQ_DATA": data, "KMQ_PIPES": data}
         self.settings = load(environ | settings, "/nonexistent.toml")
         self.page = StatsPage(self.settings.instance, identity.open_data(data), data)
@@ -37,44 +39,44 @@ class Up:
         self.lock = FileLock(f"{data}/append/.owner")
         self.lock.acquire("this WAL", "a test")
         self.port = unused_port()
-        self._serving = None
+        self._serving: _Thread | None = None
 
-    def serve(self):
+    def serve(self) -> None:
         self._serving = _Thread(self)
 
-    def stop(self):
+    def stop(self) -> None:
         """As at SIGTERM."""
         if self._serving is not None:
             self._serving.stop()
             self._serving = None
 
     @property
-    def streams(self):
+    def streams(self) -> int:
         """How many responses with records are being sent."""
         return len(self._serving.logs._sending) if self._serving else 0
 
 
-def _strangers(up):
+def _strangers(up: Up) -> Strangers:
     return Strangers(up.page.rows["gateway"], Incidents(lambda *_, **__: None))
 
 
 class _Thread:
-    def __init__(self, up):
+    def __init__(self, up: Up) -> None:
         self._loop = asyncio.new_event_loop()
         self._ended, ready = asyncio.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(up, ready))
         self._thread.start()
         assert ready.wait(30)
 
-    def _run(self, up, ready):
+    def _run(self, up: Up, ready: threading.Event) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._serve(up, ready))
 
-    async def _serve(self, up, ready):
-        made = []
+    async def _serve(self, up: Up, ready: threading.Event) -> None:
+        made: list[logs.Logs] = []
         original = logs.Logs
 
-        def make(broker):
+        def make(broker: Broker) -> logs.Logs:
             made.append(original(broker))
             return made[0]
 
@@ -93,14 +95,14 @@ class _Thread:
         await self._ended.wait()
         await runner.cleanup()
 
-    def stop(self):
+    def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(30)
         assert not self._thread.is_alive()
 
 
 @contextmanager
-def up(data, synced=0, **settings):
+def up(data: str | Path, synced: int = 0, **settings: str) -> Iterator[Up]:
     """A broker that is up on `data`, with the WAL synced up to `synced`; its gateway is not yet."""
     made = Up(str(data), synced, settings)
     try:

@@ -1,12 +1,13 @@
 """What one stranger can do with names and ids, against a pod that runs: attack(pod) returns where nobody else was harmed."""
 
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from chaos.by_hand import Client, message
+from chaos.in_place_of_ingress import hand_over
 from chaos.pod import Pod
+from kmq.links.raw import Sender
 from kmq.probe import LIVE_S
 
 NAMES = 10_000
@@ -14,12 +15,9 @@ _WATCH_S = 0.05
 
 
 def fill_names(pod: Pod, names: int = NAMES) -> None:
-    """So many producers store a message each, as ingress would pass it on; again where they have done so before."""
-    fd = os.open(pod.pipes / "raw", os.O_WRONLY)
-    for n in range(names):
-        line = message(1) + b"\n"
-        os.write(fd, b"!c 1.%d 1 1 l=%d p=filler-%d\n%b" % (n, len(line), n, line))
-    os.close(fd)
+    """So many producers store a message each; again where they have done so before."""
+    line = message(1) + b"\n"
+    hand_over(pod, ((Sender(b"1.%d" % n, b"p=filler-%d" % n), line, 1) for n in range(names)))
     pod.wait(lambda: (row := pod.row("framer")) and row.producers == names, "as many names as there may be")
 
 

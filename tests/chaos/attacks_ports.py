@@ -113,7 +113,7 @@ class Http2:
         self.room = {0: _WINDOW}  # what the server would take: of the connection (0), of each stream
         self.first_room, self.most_streams = _WINDOW, 1 << 20
         self.over: set[int] = set()  # streams that the server has ended
-        while self._read() != _SETTINGS:
+        while self.take() != _SETTINGS:
             pass
 
     def __enter__(self) -> "Http2":
@@ -152,9 +152,9 @@ class Http2:
     def look(self) -> None:
         """Take what the server has said by now."""
         while select.select([self.sock], [], [], 0)[0]:
-            self._read()
+            self.take()
 
-    def _read(self) -> int:
+    def take(self) -> int:
         """Take one frame; its kind."""
         kind, flags, stream, body = self.read()
         if kind == _SETTINGS and not flags & 1:
@@ -316,7 +316,7 @@ def called(target: Target, path: str, request: bytes) -> int:
         while rest:
             rest = peer.send(stream, rest)
             if rest:
-                peer._read()
+                peer.take()
         peer.frame(_DATA, _END_STREAM, stream, b"")
         return peer.status(stream)
 

@@ -124,6 +124,19 @@ class FifoLoad(Load):
         os.close(self.fd)
 
 
+def fill_up(pipes: Path, name: str) -> Stream:
+    """Fill what a FIFO that blocks longer writes still has room for, so that it takes not even a control line."""
+    stream, count = Stream(name, lambda n: b"jobs|0|%b-%d|" % (name.encode(), n), 0), 0
+    fd = os.open(pipes / "raw", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while os.write(fd, stream.line(count) + b"\n"):
+                count += 1
+    finally:
+        os.close(fd)
+    return stream._replace(count=count)
+
+
 class TcpLoad(Load):
     """One connection after the other to ingress: each is a stream of its own, cut off or closed in order."""
 

@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-COPIED = ("kmq", "stages", "tests/chaos", "tests/unit", "tests/brokers.py", "tests/certificates.py", "pyproject.toml")
+COPIED = (
+    "kmq",
+    "stages",
+    "tests/chaos",
+    "tests/contract",
+    "tests/unit",
+    "tests/brokers.py",
+    "tests/fake_logger.py",
+    "tests/conftest.py",
+    "tests/certificates.py",
+    "pyproject.toml",
+)
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
@@ -46,17 +57,25 @@ FSYNC = "tests/chaos/test_fsync.py"
 LINKS = "tests/chaos/test_links.py"
 REMOVED, MISPLACED, CLOCK = (f"tests/chaos/test_{name}.py" for name in ("removed", "misplaced", "clock"))
 DISK = "tests/chaos/test_disk_full.py"
+HANDOVER, HAND_OVER_POINTS = (f"tests/chaos/test_{name}.py" for name in ("handover", "handover_points"))
+FUZZ = "tests/chaos/test_fuzz.py::test_whatever_stands_in_the_fifo_the_framer_goes_on"
+RECEIVED = "tests/contract/test_ring_received.py"
 DEDUPE = "tests/chaos/test_dedupe.py"
 UNIT_FRAMING, UNIT_INTAKE, UNIT_PRODUCERS = (
     f"tests/unit/test_{name}.py" for name in ("framing", "intake", "producers")
 )
 FRAMING, DEDUPE_TABLE, INGRESS = "kmq/framing/parser.py", "kmq/framing/dedupe.py", "kmq/ingress/greeter.py"
+SOURCE, UNIT_SOURCE = "kmq/framing/source.py", "tests/unit/test_source.py"
 DURABILITY_START = "kmq/durability/recovery.py"
 ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.py", "kmq/links/raw.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
 
 FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
+STORE = "            new, position = self._store(blocks)\n"
+REPLY = (
+    "            self._reply(blocks)  # as soon as the lines are on disk: what follows is not what producers wait for\n"
+)
 COUNTER_STORE = "        fence()\n        cells[COUNTER] = counter\n"
 FLOOR_STORE = (
     "        cells[FLOOR_MESSAGES] = self._floor_messages\n        cells[FLOOR] = self._floor\n        fence()\n"
@@ -67,11 +86,11 @@ MUTANTS = [
     Mutant(
         "acks: replies are said before the sync",
         [
-            (DURABILITY, "            self._reply(blocks)\n", ""),
+            (DURABILITY, REPLY, ""),
             (
                 DURABILITY,
-                "            self._store(blocks)\n",
-                "            self._reply(blocks)\n            self._store(blocks)\n",
+                STORE,
+                "            self._reply(blocks)\n" + STORE,
             ),
         ],
         [crash("durability", "acks")],
@@ -79,12 +98,13 @@ MUTANTS = [
     Mutant(
         "acks: replies are not said again after a kill",
         [
-            (DURABILITY, "            self._reply(blocks)\n", ""),
+            (DURABILITY, REPLY, ""),
             (
                 DURABILITY,
-                "            self._store(blocks)\n",
-                "            new = [b for b in blocks if b.first_seq > self.wal.last_seq]\n"
-                "            self._store(blocks)\n            self._reply(new)\n",
+                STORE,
+                "            unsaid = [b for b in blocks if b.first_seq > self.wal.last_seq]\n"
+                + STORE
+                + "            self._reply(unsaid)\n",
             ),
         ],
         [crash("durability", "acks")],
@@ -115,7 +135,7 @@ MUTANTS = [
         [UNIT_PRODUCERS],
     ),
     Mutant(
-        "acks: a group is taken without a look at what its producer has stored",
+        "acks: messages are taken as one without a look at what its producer has stored",
         [(ACCEPTOR, "        if producer is None or first <= producer.last_id:\n", "        if producer is None:\n")],
         [crash("framer", "acks"), UNIT_FRAMING],
     ),
@@ -155,16 +175,6 @@ MUTANTS = [
         [UNIT_PRODUCERS],
     ),
     Mutant(
-        "acks: a group of which only a part has been read is cut",
-        [(FRAMING, "            return int(n), count, 0, origin\n", "            raise ValueError\n")],
-        [crash("framer", "acks")],
-    ),
-    Mutant(
-        "acks: a header at the end of a read is moved in front of the pieces of its line",
-        [(RAW, "(at + 1 == len(lines) or lines[at + 1]", "(at + 1 < len(lines) and lines[at + 1]")],
-        [crash("framer", "acks"), UNIT_FRAMING],
-    ),
-    Mutant(
         "acks: anybody may say whose message it is",
         [("kmq/record.py", '    return b";" in text and (', '    return False and b";" in text and (')],
         [UNIT_FRAMING],
@@ -190,8 +200,8 @@ MUTANTS = [
             (DURABILITY, "            self.framed.release(blocks[-1])\n", ""),
             (
                 DURABILITY,
-                "            self._store(blocks)\n",
-                "            self.framed.release(blocks[-1])\n            self._store(blocks)\n",
+                STORE,
+                "            self.framed.release(blocks[-1])\n" + STORE,
             ),
         ],
         [crash("durability"), KILLS],
@@ -364,7 +374,7 @@ MUTANTS = [
     ),
     Mutant(
         "a ring is made while somebody reads one that was removed",
-        [("kmq/broker/stage.py", "            if reader.is_held():\n", "            if False:\n")],
+        [("kmq/broker/stage.py", "        if reader.is_held():\n", "        if False:\n")],
         [REMOVED],
     ),
     Mutant(
@@ -412,21 +422,101 @@ MUTANTS = [
     ),
     Mutant(
         "the framer does not see that the FIFO died",
-        [(FRAMER, "        forgotten = staging.forget_unfinished(whole)\n", "        forgotten = 0\n")],
+        [(FRAMER, "        forgotten = staging.forget_unfinished()\n", "        forgotten = 0\n")],
         [KILLS + "::test_a_line_cut_by_the_death_of_the_fifo_is_forgotten_whole"],
     ),
     Mutant(
-        "of a group cut by the death of the FIFO the first lines are kept",
-        [(RAW, "    return end if is_there else at\n", "    return end\n")],
-        [
-            f"{UNIT_FRAMING}::test_what_is_whole_ends_with_a_line_and_never_in_a_group",
-            f"{DEDUPE}::test_a_group_cut_by_the_death_of_the_fifo_is_forgotten_whole",
-        ],
+        "received: ingress does not announce its start",
+        [("stages/ingress.py", "    loop.announce()\n", "")],
+        [KILLS + "::test_killing_a_stage_loses_and_doubles_nothing[ingress]", HANDOVER],
+        "the first line of the next ingress frees what the dead one left; that is much less than the ring",
     ),
     Mutant(
-        "ingress does not announce its start",
-        [("stages/ingress.py", "    loop.announce()\n", "")],
-        [KILLS + "::test_killing_a_stage_loses_and_doubles_nothing[ingress]", KILLS],
+        "received: what a dead ingress left is not said to be free",
+        [
+            (
+                "kmq/links/handover.py",
+                "        self.say(raw.lines(self.ring.birth, self.ring.head, self.ring.head))\n",
+                "        pass\n",
+            )
+        ],
+        [HAND_OVER_POINTS],
+    ),
+    Mutant(
+        "received: the FIFO is told before the ring shows the bytes",
+        [
+            ("kmq/links/handover.py", "            self.ring.publish()\n", ""),
+            (
+                "kmq/links/handover.py",
+                "            done = self._write(text)\n",
+                "            done = self._write(text)\n            self.ring.publish()\n",
+            ),
+        ],
+        [HAND_OVER_POINTS],
+    ),
+    Mutant(
+        "received: the tail moves before the commit",
+        [
+            (FRAMER, "            source.committed(framed.received)\n", ""),
+            (
+                FRAMER,
+                "            staging.append(framed, swaps=is_last and not batch.more)\n",
+                "            source.committed(framed.received)\n"
+                "            staging.append(framed, swaps=is_last and not batch.more)\n",
+            ),
+        ],
+        [crash("framer"), HANDOVER],
+    ),
+    Mutant(
+        "received: a commit does not say how far the ring is framed",
+        [(STAGING, "Consumed(area, offset, *framed.received)", "Consumed(area, offset, *framed.received[:1], 0)")],
+        [crash("framer")],
+    ),
+    Mutant(
+        "received: a start takes a piece from its start again",
+        [
+            (
+                FRAMING,
+                "            low = max(start, position)\n            if low < stop:\n",
+                "            low = start\n            if True:\n",
+            )
+        ],
+        [crash("framer"), UNIT_FRAMING],
+    ),
+    Mutant(
+        "received: ingress puts lines where others are not framed yet",
+        [("kmq/links/received.py", "return position if position + nbytes - tail <= size else -1", "return position")],
+        [RECEIVED, HANDOVER],
+    ),
+    Mutant(
+        "received: a control line of another ring is obeyed",
+        [(SOURCE, "            ring.birth == birth\n            and ring.holds", "            ring.holds")],
+        [FUZZ, UNIT_SOURCE],
+    ),
+    Mutant(
+        "received: a made-up range is obeyed",
+        [(SOURCE, "            and ring.holds(start, end)\n", "")],
+        [FUZZ],
+    ),
+    Mutant(
+        "received: the framer gives no sign of room",
+        [("kmq/links/received.py", '                    os.write(self._acks, b"\\n")\n', "                    pass\n")],
+        [RECEIVED],
+    ),
+    Mutant(
+        "received: nothing is awaited where the ring is not there",
+        [(SOURCE, "            self._wait()\n", "")],
+        [REMOVED],
+    ),
+    Mutant(
+        "received: what lies in a ring that was written again passes for made up",
+        [(SOURCE, "        if not ring.is_in_place():\n", "        if False:\n")],
+        [REMOVED],
+    ),
+    Mutant(
+        "received: a new ring is read from where the one before ended",
+        [(SOURCE, "self.done.position if ring.birth == self.done.birth else 0", "self.done.position")],
+        [HANDOVER + "::test_a_ring_made_anew_is_read_from_its_start"],
     ),
     Mutant(
         "a declaration that the first message overtakes is ignored",

@@ -23,6 +23,7 @@ from kmq.errors import BusyError
 from kmq.links import layout
 
 STAGES = ("ingress", "framer", "durability", "router")
+RINGS = ("received", "framed", "durable")
 PATIENCE_S = 60.0  # deadline of every wait: reached only by a bug
 _number = itertools.count()
 
@@ -105,7 +106,7 @@ class Pod:
 
     def _removes_rings(self) -> bool:
         try:
-            for name in ("framed", "durable"):
+            for name in RINGS:
                 layout.remove(self.instance, name)
         except BusyError:
             return False
@@ -164,7 +165,7 @@ class Pod:
 
     def _is_settled(self) -> bool:
         """In the order in which a line passes them, so that none is overlooked: FIFO, staging and rings, and who has it then."""
-        if self.fifo_bytes() or not layout.is_drained(self.instance, "framed", "durable"):
+        if self.fifo_bytes() or not layout.is_drained(self.instance, *RINGS):
             return False
         return len({self.seq(name) for name in STAGES[1:]}) == 1
 
@@ -200,6 +201,8 @@ class Pod:
 SHM = Path("/dev/shm")
 
 
-def remove_shared_memory(instance: str) -> None:
+def remove_shared_memory(instance: str, but: str = "") -> None:
+    """Remove all that lies there under the names of this instance, but one ring if it is named."""
     for path in [*SHM.glob(f"{instance}.*"), *SHM.glob(f"sem.{instance}.*")]:
-        path.unlink()
+        if path.name != f"{instance}.{but}":
+            path.unlink()

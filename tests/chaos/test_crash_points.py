@@ -8,7 +8,6 @@ With acks, producers are among the writers that send some messages again, and in
 judged: said in order, at least once, never before the sync, and with the seq that the message has.
 """
 
-import contextlib
 import fcntl
 import itertools
 import json
@@ -19,37 +18,42 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from fake_logger import FakeLogger
 
 from chaos.checker import Stream, check
 from chaos.load import Lines
+from chaos.traces import TRACED, Point, few, read_all, traced
+from kmq.broker import stage as stage_module
 from kmq.broker.stage import Stage
-from kmq.framing import catalog
+from kmq.framing import catalog, parser, recovery
 from kmq.links import layout, staging
 from kmq.links.doorbell import Doorbell
-from kmq.links.raw import Sender, fragments
-from kmq.links.ring import RingReader
-from kmq.log import remnant, segment
+from kmq.links.handover import Handover
+from kmq.links.raw import Sender
+from kmq.links.received import ReceivedWriter
+from kmq.links.ring import RingReader, RingWriter
+from kmq.log import disk, remnant, segment
 from kmq.log.checkpoint import Checkpointer
-from kmq.log.disk import AppendFile, point_symlink, replace_file
+from kmq.log.disk import point_symlink, replace_file
+from kmq.log.identity import open_data
 from kmq.log.partition import PartitionLog
 from kmq.log.wal import Wal
 from kmq.router.retention import Retention
-from kmq.settings import Settings, load
+from kmq.settings import PIPE_BUF, Settings, load
 from stages import durability, framer, router
 
-TRACED = ("/kmq/links/", "/kmq/log/", "/kmq/framing/", "/kmq/durability/", "/kmq/router/", "/stages/")
 RUNS = {"framer": framer.run, "durability": durability.run, "router": router.run}
-READ_BYTES = 700  # of the FIFO at once, so that lines are cut and carried all the time
+READ_BYTES = 300  # of the FIFO at once, so that lines are cut and carried all the time
+TURN_BYTES = 2000  # taken in a turn, so that some pieces are taken in several
+BLOCK_LINES = 7  # in a block, so that most pieces are committed in several
 PIPE_BYTES = 1 << 19  # holds what a generation is sent, and is not the size that marks a pipe as known to a framer
 CHILD_S = 30  # a child takes some milliseconds
 PREFIX = f"chaos-{(multiprocessing.parent_process() or multiprocessing.current_process()).pid}-"  # workers' names, too
@@ -65,19 +69,10 @@ SAME = {("router", "acks"), ("router", "lax"), ("framer", "lax")}  # as under bl
 CASES = [(victim, policy) for policy in SETTINGS for victim in RUNS if (victim, policy) not in SAME]
 
 
-class Point(NamedTuple):
-    """The nth time that a line is reached."""
-
-    file: str
-    line: int
-    nth: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line} (time {self.nth})"
-
-
 class Bench:
-    """One directory, one instance and a FIFO that we hold open, with lines waiting in it."""
+    """One directory, one instance, and the FIFO and the ring `received`, which we hold as ingress does, with lines in them."""
+
+    RECEIVED_BYTES = 5 << 14  # what a generation is sent, and not much more
 
     def __init__(self, policy: str) -> None:
         self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/dev/shm"))
@@ -95,7 +90,13 @@ class Bench:
         os.mkdir(self.root / "pipes")
         self.fifo, self.acks = self.open_fifo("raw"), self.open_fifo("acks")
         fcntl.fcntl(self.fifo, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self.received = ReceivedWriter(self.root.name, self.ring_received(), "the test", FakeLogger())
+        self.handover = Handover(self.fifo, self.received)
         self.wide()
+
+    def ring_received(self) -> layout.Identity:
+        """A small one: the framer takes the size that it finds."""
+        return layout.make_identity(open_data(self.settings.data), 0, self.RECEIVED_BYTES, 0, "block")
 
     def open_fifo(self, name: str) -> int:
         os.mkfifo(self.root / "pipes" / name)
@@ -111,14 +112,32 @@ class Bench:
     def send(self, count: int) -> None:
         for n in range(self.sent, self.sent + count):
             line = self.lines.line(n) if n % 9 else self.long(n)
-            self.write(line + b"\n" if len(line) < 4096 else fragments(line))
+            if n // 20 % 2 and len(line) < PIPE_BUF:  # of a shell in the pod
+                self.flush()
+                os.write(self.fifo, line + b"\n")
+            else:
+                self.handover.put([line, b"\n"])
+                if n % 20 == 15:
+                    self.flush()
+        self.flush()
         self.sent += count
 
-    def write(self, text: bytes) -> None:
-        os.write(self.fifo, text)  # as one: nobody else writes
+    def overwrite(self) -> None:
+        """Overwrite all that ingress may overwrite: what does not lie between tail and head."""
+        ring = self.received
+        at, end = ring.head, ring.cells[layout.TAIL] + ring.size
+        while at < end:
+            count = min(end - at, ring.size - at % ring.size)
+            start = layout.BLOCKS + at % ring.size
+            ring.mm[start : start + count] = b"?" * count
+            at += count
+
+    def flush(self) -> None:
+        self.handover.flush()
+        assert not self.handover.clogged, "the bench is too small"
 
     def long(self, n: int) -> bytes:
-        """Now and then a line of several KiB, which the framer has to carry; shorter as time goes on."""
+        """Now and then a line of several KiB; shorter as time goes on."""
         return self.lines.line(n) + b"x" * max(0, LONGEST - 60 * n)
 
     def streams(self) -> list[Stream]:
@@ -134,7 +153,7 @@ class Bench:
         """The three stages, each until it has nothing left to do. Call in a child only."""
         for name, run in RUNS.items():
             stage = Stage(name, self.settings)
-            stage.stopping, stage._deadline = True, 1e18  # drain, and take the time it takes
+            stage.stopping, stage.deadline = True, 1e18  # drain, and take the time it takes
             watch(name)
             run(stage)
             sys.settrace(None)
@@ -164,11 +183,13 @@ class Bench:
                 log = os.open(self.root / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(log, 2)
                 staging.READ_BYTES = READ_BYTES
+                parser.TURN_BYTES = TURN_BYTES
+                framer.open_ring = open_narrow_ring  # type: ignore[assignment]
                 framer._LAST_CHECKPOINT_S = (
                     0  # durability does not run at the same time, so there is nothing to wait for
                 )
                 # At every turn: what the clock decides, a run that is to be killed there may not reach.
-                catalog._LOOK_S = -1
+                catalog._LOOK_S = framer._TICK_S = stage_module.LOOK_S = -1
                 Doorbell.wait.__defaults__ = (0.0,)
                 work()
                 code = 0
@@ -184,35 +205,29 @@ class Bench:
         return "\n".join((self.root / "log").read_text(errors="replace").splitlines()[-30:])
 
     def close(self) -> None:
+        self.received.close()
         os.close(self.fifo)
         os.close(self.acks)
-        for name in ("framed", "durable"):
+        for name in ("received", "framed", "durable"):
             layout.remove(self.settings.instance, name)
         Path(f"/dev/shm/{self.settings.instance}.stats").unlink(missing_ok=True)
         shutil.rmtree(self.root)
 
 
 class Conversation:
-    """An acknowledged connection, as ingress has it: the groups it sends, and the replies it takes."""
+    """An acknowledged connection, as ingress has it: the messages it sends, and the replies it takes."""
 
     def __init__(self, bench: "AckedBench", number: int, tag: bytes) -> None:
         self.bench, self.tag, self.sender = bench, tag, Sender(b"1732190000.%d" % number, tag)
         self.ids: list[int] = []  # of message n, at n - 1; -1 of one that is refused
         self.told: list[bytes] = []
 
-    def send(self, ids: list[int]) -> bytes:
-        """The text of these messages: a group of them, a long one as pieces with its group around the last."""
+    def send(self, ids: list[int]) -> None:
+        """These messages, as one piece."""
         lines = [self.bench.message(self.tag, id) if id >= 0 else b"no separator" for id in ids]
-        text = b"".join(line + b"\n" for line in lines)
-        before = b""
-        if len(text) > 4000:
-            if len(ids) > 1:
-                return b"".join(self.send([id]) for id in ids)
-            before, text = (part + b"\n" for part in fragments(lines[0], self.sender.header_room)[:-1].rsplit(b"\n", 1))
-        header = self.sender.header(len(ids), len(text))
-        self.sender.sent += len(ids)
+        self.bench.handover.put([line + b"\n" for line in lines], self.sender, len(ids))
+        self.bench.flush()
         self.ids += ids
-        return before + header + text
 
     def take(self, first: int, reply: bytes) -> None:
         """As ingress: what is said again is passed over, a hole may not be."""
@@ -229,6 +244,7 @@ class AckedBench(Bench):
     """Beside the lines of nobody: a producer with increasing ids, and one with a window, who both send much of it twice."""
 
     TAGS = (b"p=me", b"w=s")
+    RECEIVED_BYTES = 3 << 16
 
     def __init__(self, policy: str) -> None:
         super().__init__(policy)
@@ -249,14 +265,14 @@ class AckedBench(Bench):
     def prepare(self) -> None:
         """A generation that leaves a checkpoint, so that a start has to put the table together from all three places."""
         self.send(96)  # more than a later one: an empty ring begins anew, and holds what lies before where it was empty
-        assert self.child(self.checkpointed) == 0, self.log()
+        for work in (self.generation, self.checkpointed):
+            assert self.child(work) == 0, self.log()
         assert (self.root / "data/producers.ckpt").exists()
 
     def checkpointed(self) -> None:
-        self.generation()
         framer._LAST_CHECKPOINT_S = CHILD_S
         stage = Stage("framer", self.settings)
-        stage.stopping, stage._deadline = True, 1e18
+        stage.stopping, stage.deadline = True, 1e18
         framer.run(stage)
 
     def send(self, count: int) -> None:
@@ -265,13 +281,13 @@ class AckedBench(Bench):
         for start in range(self.next_id, self.next_id + count // 2, 4):
             for talk in self.talking:
                 again = [start - 2] * (start % 8 == 4)
-                self.write(talk.send([start, start + 1, *again, -1, start + 2, start + 3]))
+                talk.send([start, start + 1, *again, -1, start + 2, start + 3])
         self.next_id += count // 2 + 3 & ~3
         super().send(count - count // 2)
         if count == BATCHES[-1]:
             for talk in [self.connect(tag) for tag in self.TAGS]:
-                for id in range(self.next_id):
-                    self.write(talk.send([id]))
+                for first in range(0, self.next_id, 3):
+                    talk.send(list(range(first, min(first + 3, self.next_id))))
 
     def streams(self) -> list[Stream]:
         p, w = self.TAGS
@@ -317,38 +333,14 @@ class AckedBench(Bench):
                 known.add(id)
 
 
+def open_narrow_ring(stage: Stage) -> RingWriter:
+    ring = recovery.open_ring(stage)
+    ring.limits = ring.limits._replace(count=BLOCK_LINES)
+    return ring
+
+
 def make_bench(policy: str) -> Bench:
     return AckedBench(policy) if policy == "acks" else Bench(policy)
-
-
-def read_all(fd: int) -> bytes:
-    data = b""
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            data += os.read(fd, 1 << 20)
-    return data
-
-
-def traced(victim: str, reached: Callable[[Point], None]) -> Callable[[str], None]:
-    """A `watch` that calls `reached` for every line of our code that the victim comes to."""
-    counts: Counter[tuple[str, int]] = Counter()
-    wanted: dict[Any, str] = {}
-
-    def local(frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
-            place = wanted[frame.f_code], frame.f_lineno
-            counts[place] += 1
-            reached(Point(*place, counts[place]))
-        return local
-
-    def begin(frame: FrameType, event: str, arg: object) -> Any:
-        code = frame.f_code
-        if code not in wanted:
-            name = code.co_filename
-            wanted[code] = next((name[name.rindex(part) :] for part in TRACED if part in name), "")
-        return local if wanted[code] else None
-
-    return lambda name: sys.settrace(begin if name == victim else None)
 
 
 def points(policy: str, victim: str) -> list[Point]:
@@ -377,6 +369,7 @@ def survives(policy: str, end: Callable[[Bench], Callable[[], object]], what: ob
         bench.prepare()
         bench.send(BATCHES[0])
         assert bench.child(end(bench)) == -signal.SIGKILL, f"{what} was not reached\n{bench.log()}"
+        bench.overwrite()
         bench.judge_replies()
         for count in BATCHES[1:]:
             bench.send(count)
@@ -395,12 +388,6 @@ def kill_at(victim: str, point: Point) -> Callable[[Bench], Callable[[], object]
             os.kill(os.getpid(), signal.SIGKILL)
 
     return lambda bench: lambda: bench.generation(traced(victim, reached))
-
-
-def few(found: list[Point]) -> list[Point]:
-    """Every line once, at the second time where there is one: by then there is something to lose."""
-    last = {(point.file, point.line): point for point in found if point.nth <= 2}
-    return list(last.values())
 
 
 def survives_kill(policy: str, victim: str, point: Point) -> None:
@@ -439,16 +426,16 @@ def torn_write(nth: int, part: float) -> Callable[[Bench], Callable[[], object]]
     """Die in the nth append to a file, when this part of it is written."""
 
     def run(bench: Bench) -> None:
-        write, count = AppendFile._write, iter(range(1 << 30))
+        write, count = disk.write_some, iter(range(1 << 30))
 
-        def tear(self: AppendFile, buffers: Any) -> int:
+        def tear(fd: int, buffers: Any) -> int:
             if next(count) == nth:
                 text = b"".join(buffers)
-                os.write(self.fd, text[: int(len(text) * part)])
+                os.write(fd, text[: int(len(text) * part)])
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(self, buffers)
+            return write(fd, buffers)
 
-        AppendFile._write = tear  # type: ignore[method-assign]
+        disk.write_some = tear
         bench.generation()
 
     return lambda bench: lambda: run(bench)
@@ -459,14 +446,14 @@ def appends(policy: str) -> int:
     bench = make_bench(policy)
 
     def record() -> None:
-        write, count = AppendFile._write, 0
+        write, count = disk.write_some, 0
 
-        def counted(self: AppendFile, buffers: Any) -> int:
+        def counted(fd: int, buffers: Any) -> int:
             nonlocal count
             count += 1
-            return write(self, buffers)
+            return write(fd, buffers)
 
-        AppendFile._write = counted  # type: ignore[method-assign]
+        disk.write_some = counted
         bench.generation()
         (bench.root / "count").write_text(str(count))
 
@@ -502,7 +489,7 @@ class IdleBench(Bench):
     def generation(self, watch: Callable[[str], object] = lambda name: None) -> None:
         durability._NOTE_NS = router._TICK_NS = 0  # seal and retain at every turn
         framer._LAST_CHECKPOINT_S = CHILD_S  # the WAL is not free before the table is on disk
-        Checkpointer.start = Checkpointer._run  # type: ignore[method-assign]  # where the trace sees it
+        Checkpointer.start = Checkpointer.run  # type: ignore[method-assign]  # where the trace sees it
         super().generation(watch)
 
     def held(self) -> dict[str, dict[int, bytes]]:
@@ -565,7 +552,7 @@ def lines_of(*functions: Callable[..., object]) -> dict[str, set[int]]:
 
 LINES_OF = lines_of(
     *(Wal.roll, Wal.retain, Wal._keep_record_of, Wal._point_link, PartitionLog.roll, Retention._has_rolled),
-    *(Retention.retire, Retention._retire_all, Checkpointer._run, segment.begin, segment.remove, point_symlink),
+    *(Retention.retire, Retention._retire_all, Checkpointer.run, segment.begin, segment.remove, point_symlink),
     *(remnant.lay_out, remnant.settle, replace_file),
 )
 

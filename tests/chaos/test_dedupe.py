@@ -14,8 +14,10 @@ from chaos import attacks_ids
 from chaos.acked import AckedLoad, account, read_wal
 from chaos.by_hand import Client, message
 from chaos.hurry import brisk
+from chaos.in_place_of_ingress import hand_over
 from chaos.load import Load
 from chaos.pod import STAGES, Pod
+from kmq.links.raw import Sender
 
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]
@@ -196,14 +198,12 @@ def test_a_full_table_refuses_new_producers_also_after_a_kill_and_serves_known_o
         restart(pod, "framer")
 
 
-def test_a_group_cut_by_the_death_of_the_fifo_is_forgotten_whole(make_pod: Make) -> None:
-    """The framer has read half a group when all die: its producer sends all of it again, so no line of it may be stored alone."""
+def test_a_control_line_cut_by_the_death_of_the_fifo_is_forgotten(make_pod: Make) -> None:
+    """The framer has read half a control line when all die: its producer sends the messages again, and nothing else is stored."""
     pod = make_pod()
     pod.start()
     pod.wait_ready()
-    group = b"".join(message(id) + b"\n" for id in (1, 2, 3))
-    header = b"!c 1.1 1 3 l=%d p=cut\n" % len(group)
-    (pod.pipes / "raw").write_bytes(header + group[:-30])
+    (pod.pipes / "raw").write_bytes(b"!c 1.1 1 3 1732190000000")
     pod.wait(lambda: pod.fifo_bytes() == 0, "the framer has read")
     pod.kill()
     pod.start()
@@ -273,12 +273,12 @@ def test_soak_strangers_ids(make_pod: Make) -> None:
 # --- a large table -----------------------------------------------------------------------------------------------------
 
 
-def groups(tag: Callable[[int], str], count: int, size: int, ids: Iterable[str]) -> Iterator[bytes]:
-    """`count` writes for the FIFO, each a group of the next `size` ids, as ingress would write it."""
+def in_pieces(tag: str, count: int, size: int, ids: Iterable[str]) -> Iterator[tuple[Sender, bytes, int]]:
+    """`count` pieces, each the next `size` ids of a connection of its own; `tag` gets its number."""
     ids = iter(ids)
     for n in range(count):
         lines = b"".join(message(id) + b"\n" for id in itertools.islice(ids, size))
-        yield b"!c 1.%d 1 %d l=%d %b\n%b" % (n, lines.count(b"\n"), len(lines), tag(n).encode(), lines)
+        yield Sender(b"1.%d" % n, tag.format(n).encode()), lines, size
 
 
 def cpu_s(pod: Pod, name: str) -> float:
@@ -289,14 +289,9 @@ def cpu_s(pod: Pod, name: str) -> float:
 
 def test_framer_start_costs_less_than_framing_with_many_producers_and_ids(pod: Pod) -> None:
     """From a checkpoint, and from the WAL alone; the framer stays small."""
-    names = groups(
-        lambda n: f"p=producer-{n}", 10_000, 20, (str(2 * n) for n in itertools.count())
-    )  # each a run of its own
-    window = groups(lambda n: "w=podbus", 2_500, 40, (f"{n:032x}" for n in itertools.count()))
-    fd = os.open(pod.pipes / "raw", os.O_WRONLY)
-    for text in itertools.chain(names, window):
-        os.write(fd, text)
-    os.close(fd)
+    names = in_pieces("p=producer-{}", 10_000, 20, (str(2 * n) for n in itertools.count()))  # each a run of its own
+    window = in_pieces("w=podbus", 2_500, 40, (f"{n:032x}" for n in itertools.count()))
+    hand_over(pod, itertools.chain(names, window))
     pod.wait(lambda: pod.seq("durability") == 300_000, "all is stored")
     took = {"framing": cpu_s(pod, "framer")}
     for way in ("killed", "stopped"):

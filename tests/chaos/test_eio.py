@@ -14,7 +14,7 @@ import pytest
 from chaos.acked import AckedLoad, account
 from chaos.hurry import hurried
 from chaos.load import Load
-from chaos.pod import Pod
+from chaos.pod import RINGS, Pod
 from kmq.links import layout
 
 EX_TEMPFAIL = 75
@@ -80,7 +80,7 @@ def test_a_failed_sync_acknowledges_nothing_and_retries_store_each_message_once(
         pod.start("durability")
     else:
         pod.kill("framer", "router", "ingress")
-        for ring in ("framed", "durable"):
+        for ring in RINGS:
             layout.remove(pod.instance, ring)
         pod.start()
     told = [len(load.seqs) for load in producers]

@@ -21,11 +21,13 @@ import time
 from collections import Counter, defaultdict
 
 import pytest
+from fake_logger import FakeLogger
 
 from kmq.broker import stats
 from kmq.framing import blocks, parser
 from kmq.framing.dedupe import DedupeTable
-from kmq.links import layout, raw
+from kmq.framing.source import Source
+from kmq.links import layout, received
 
 STAGES = ("ingress", "framer", "durability", "router")
 MIB = 1 << 20
@@ -215,7 +217,7 @@ class Pod:
         for process in self.processes.values():
             process.kill()
             process.wait()
-        for name in ("framed", "durable"):
+        for name in ("received", "framed", "durable"):
             layout.remove(self.instance, name)
         pathlib.Path(f"/dev/shm/{self.instance}.stats").unlink(missing_ok=True)
 
@@ -244,7 +246,7 @@ class Pod:
         for link in self.data.glob("*.log"):
             assert link.resolve().is_relative_to(self.data)
         pipes = {path.name for path in self.pipes.iterdir()}
-        owners = {f"{name}.owner" for name in ("ingress", "raw", "framed", "durable")}
+        owners = {f"{name}.owner" for name in ("ingress", "raw", "received", "framed", "durable")}
         assert pipes == {"raw", "acks", "ingress.port", "ack.port"} | owners
 
     def check_queues(self):
@@ -343,7 +345,7 @@ def bad_topics(rng):
 
 
 def control_bytes(rng):
-    marks = [b"!", b"+", b"-", b"!b 1", b"!c 1.1 1 1", b"+t|0|1|", b"-", b"-x", b"+" * 5000]
+    marks = [b"!", b"+", b"-", b"!r 1 0 0", b"!c 1.1 1 1 1 0 9", b"+t|0|1|", b"-", b"-x", b"+" * 5000]
     # Not as the very first line: that would be a greeting or the attempt of one.
     return b"t|0|0|first\n" + b"".join(b"%b%d\n" % (rng.choice(marks), n) for n in range(rng.randrange(1, 200)))
 
@@ -734,35 +736,67 @@ def test_a_thousand_connections_that_open_and_die(pod):
 # --- the FIFO, which any shell of the pod may write to ----------------------------------------------------------------------
 
 
-def random_group_text(rng):
-    """Whole lines in which headers, groups, pieces and rubbish are mixed."""
+def random_text(rng, ring):
+    """Whole lines in which control lines, true ones and made-up ones, messages and rubbish are mixed."""
     parts = []
     for _ in range(rng.randrange(1, 30)):
         body = b"".join(
             rng.choice([b"t|1|%d|x" % rng.randrange(9), b"", b"x", b"-x", b"+x", b"!e nul", rng.randbytes(20)]) + b"\n"
-            for _ in range(rng.randrange(4))
+            for _ in range(rng.randrange(1, 6))
         )
-        tag = rng.choice([b"", b" p=a", b" w=b", b" p=%s", b" p=", b" q=1", b" p=a w=b", b" " + rng.randbytes(3)])
-        length = rng.choice([b"", b" l=%d" % len(body), b" l=%d" % rng.randrange(5000), b" l=x"])
-        count = rng.choice([body.count(b"\n"), body.count(b"\n"), 0, 1, 200, -1])
-        header = b"!c %b %d %d" % (rng.choice([b"1.1", b"1.2", b"1", b"x.y", b"\xff"]), rng.randrange(5), count)
-        parts.append(rng.choice([header + length + tag + b"\n" + body, body, b"!b 1\n", b"+t|1|2|long\n", b"-er\n"]))
+        start = ring.put([body], len(body)) if rng.randrange(2) else -1
+        if start < 0:
+            start = rng.choice([ring.head, rng.randrange(1 << 20), (1 << 64) - 1, 10**18])
+        numbers = [ring.birth, start, start + len(body)]
+        if not rng.randrange(4):
+            numbers[rng.randrange(3)] += rng.choice([-(1 << 12), -1, 1, 1 << 12, 1 << 64])
+        piece = b"%d %d %d" % tuple(numbers)
+        tag = rng.choice([b"", b" p=a", b" w=b"])
+        if not rng.randrange(4):
+            tag = rng.choice([b" p=%s", b" p=", b" q=1", b" p=a w=b", b" " + rng.randbytes(3)])
+        count = rng.choice([0, 1, 200, -1]) if not rng.randrange(4) else body.count(b"\n")
+        connection = rng.choice([b"1", b"x.y", b"\xff"]) if not rng.randrange(4) else rng.choice([b"1.1", b"1.2"])
+        messages = b"!c %b %d %d %b%b\n" % (connection, rng.randrange(5), count, piece, tag)
+        question = b"!l %b%b\n" % (connection, tag)
+        parts.append(
+            rng.choice([messages, messages, b"!r %b\n" % piece, b"!r %b\n" % piece, question, body, b"!r 1\n"])
+        )
+    ring.publish()
     text = b"".join(parts)
-    return text[: text.rindex(b"\n") + 1].replace(b"\0", b"0") if b"\n" in text else b"\n"
+    return text[: text.rindex(b"\n") + 1].replace(b"\0", b"0")
 
 
 def test_whatever_stands_in_the_fifo_the_framer_goes_on():
     """Each line it stores is one, what it answers goes up, and nothing is left that would never be read."""
-    rng = random.Random(5)
-    for _ in range(5000):
-        known = DedupeTable(100, 1e6, 100, 1e6)
-        text = raw.reassemble(random_group_text(rng))
-        batch = parser.Parser(8192, known).parse(text, 1, 0)
-        assert all(re.fullmatch(rb"[^|\n]+\|[^|\n]*\|[^|\n]*\|[^\n]*", line) for line in batch.lines)
-        assert [count for count, _ in batch.cuts] == sorted(count for count, _ in batch.cuts)
-        assert not batch.cuts or batch.cuts[-1][0] == len(batch.lines)
-        assert 0 <= batch.used <= len(text)
-        if batch.used < len(text):  # the rest waits for something that can still come
-            assert text.startswith((b"+", b"!c "), batch.used)
-        for line in blocks.encode_replies(batch.replies, 0, 1).split(b"\n")[:-1]:
-            assert re.fullmatch(rb"\d+\.\d+ \d+ !(?:ack \d+ \d+|dup \d+ \d+|err \d+ [^\n]+)", line), line
+    rng, instance = random.Random(5), f"fuzz-{os.getpid()}-framer"
+    identity = layout.make_identity("fuzz", 0, 1 << 16, 0, "block")
+    taken = Counter()
+    try:
+        ring = received.ReceivedWriter(instance, identity, "the test", FakeLogger())
+        reader = received.ReceivedReader.attach(instance, "fuzz", "the test", os.open(os.devnull, os.O_WRONLY))
+        for _ in range(3000):
+            source = Source(lambda: reader, layout.Received(ring.birth, reader.cells[layout.TAIL]))
+            framer = parser.Parser(8192, DedupeTable(100, 1e6, 100, 1e6), source, layout.BlockLimits(64, 1 << 16))
+            text = random_text(rng, ring)
+            while text:
+                batch = framer.batch(text, 1, 0)
+                assert all(re.fullmatch(rb"[^|\n]+\|[^|\n]*\|[^|\n]*\|[^\n]*", line) for line in batch.lines)
+                if batch.cuts is not None:
+                    assert batch.cuts == sorted(batch.cuts), "done is done"
+                    assert not batch.cuts or batch.cuts[-1] == (len(batch.lines), batch.used, batch.position)
+                assert 0 <= batch.used <= len(text)
+                assert source.done.position <= batch.position <= ring.head
+                assert batch.used or batch.position > source.done.position, "it does not go on"
+                for line in blocks.encode_replies(batch.replies, 0, 1).split(b"\n")[:-1]:
+                    reply = rb"\d+\.\d+ (?:\d+ !(?:ack \d+ \d+|dup \d+ \d+|err \d+ [^\n]+)|0 !last \d+)"
+                    assert re.fullmatch(reply, line), line
+                taken["lines"] += len(batch.lines)
+                taken["replies"] += len(batch.replies)
+                taken["bytes"] += batch.position - source.done.position
+                source.committed(layout.Received(ring.birth, batch.position))
+                text = text[batch.used :]
+        assert all(taken[what] > 1000 for what in ("lines", "replies", "bytes")), taken
+        ring.close()
+        reader.close()
+    finally:
+        os.unlink(layout.shm_path(instance, "received"))

@@ -15,7 +15,7 @@ import pytest
 from chaos.checker import Stream
 from chaos.hurry import brisk
 from chaos.kills import PAIRS, SMALL, blow, moment
-from chaos.load import FifoLoad, Lines, Load, TcpLoad
+from chaos.load import FifoLoad, Lines, Load, TcpLoad, fill_up
 from chaos.pod import STAGES, Pod
 
 AT_LEAST = 50_000  # messages of every run; most of them come while the blows fall
@@ -212,18 +212,19 @@ def test_soak_all_four_with_the_fifo(make_pod: Make, rng: random.Random, loads: 
 
 
 def test_a_killed_ingress_breaks_connections_and_never_seems_to_end_them_in_order(make_pod: Make, loads: Start) -> None:
-    """It has taken lines that the full FIFO does not: their producer has sent all and waits for the orderly end."""
+    """The ring holds lines of which the full FIFO does not speak: their producer has sent all and waits for the orderly end."""
     pod = make_pod()
     filler = FifoLoad(pod.pipes, "filler", seed=1, rest_s=0)
     pod.start()
     pod.wait_ready()
     pod.pause("framer")
     loads(filler)
-    pod.wait(filler.blocked.is_set, "the FIFO is full")
+    pod.wait(filler.blocked.is_set, "the FIFO is nearly full")
+    brim = fill_up(pod.pipes, "brim")
     filler.finish()
     lines = Lines("tcp")
     with socket.create_connection(("127.0.0.1", int((pod.pipes / "ingress.port").read_text())), timeout=10) as sock:
-        sock.sendall(b"".join(lines.line(n) + b"\n" for n in range(100)))  # more than one page of the pipe takes
+        sock.sendall(b"".join(lines.line(n) + b"\n" for n in range(100)))
         sock.shutdown(socket.SHUT_WR)
         pod.wait(lambda: pod.row("ingress").bytes > 0, "ingress has taken them")
         pod.kill("ingress")
@@ -231,4 +232,4 @@ def test_a_killed_ingress_breaks_connections_and_never_seems_to_end_them_in_orde
             sock.recv(1)
     pod.resume("framer")
     pod.start("ingress")
-    pod.judge([*filler.sent, Stream("tcp", lines.line, 100, "prefix")])
+    pod.judge([*filler.sent, brim, Stream("tcp", lines.line, 100, "prefix")])

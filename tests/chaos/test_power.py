@@ -17,7 +17,7 @@ from chaos.acked import AckedLoad, account, read_wal
 from chaos.hurry import hurried
 from chaos.load import Load
 from chaos.loopfs import LoopFs, disk_of
-from chaos.pod import Pod
+from chaos.pod import RINGS, Pod
 from kmq.links import layout
 
 pytestmark = pytest.mark.root
@@ -79,7 +79,7 @@ def cut_power(pod: Pod, disk: LoopFs, producers: list[AckedLoad]) -> int:
     for process in pod.processes.values():
         process.kill()
         process.wait()
-    for ring in ("framed", "durable"):
+    for ring in RINGS:
         layout.remove(pod.instance, ring)
     Path(f"/dev/shm/{pod.instance}.stats").unlink()
     disk.power_on()

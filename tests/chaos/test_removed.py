@@ -16,8 +16,8 @@ import pytest
 from brokers import Broker
 
 from chaos.acked import AckedLoad, account
-from chaos.load import FifoLoad, Load
-from chaos.pod import SHM, STAGES, Pod, remove_shared_memory
+from chaos.load import FifoLoad, Load, TcpLoad
+from chaos.pod import RINGS, SHM, STAGES, Pod, remove_shared_memory
 from kmq import record
 from kmq.links import layout
 from kmq.links.ring import RingWriter
@@ -104,7 +104,7 @@ def test_no_ring_is_made_while_durability_lives_on_one_that_was_removed(
         slow_down(pod, cleanup, strace, "durability", "fdatasync:delay_enter=3000000")
     second = send_some(pod, cleanup, "second", 200)
     pod.wait(lambda: pod.seq("framer") == 300, "300 are numbered")
-    remove_shared_memory(pod.instance)
+    remove_shared_memory(pod.instance, but="received")  # with that, ingress would end, and its connections
     pod.kill("framer")
     pod.start("framer")
     third = send_some(pod, cleanup, "third", 1000)
@@ -162,25 +162,31 @@ def test_a_block_that_differs_from_the_wal_is_not_acknowledged(
         os.read(acks, 100)
 
 
-@pytest.mark.parametrize("what", ["rings", "everything", "bells", "framed", "durable", "stats"])
+@pytest.mark.parametrize("what", ["rings", "everything", "bells", "received", "framed", "durable", "stats"])
 def test_removed_shared_memory_costs_no_message(make_pod: Make, loads: Start, what: str) -> None:
     """With all alive: who notices ends, its ring gets its name again, and what was on the way arrives once."""
     pod = make_pod()
     acked_load = AckedLoad(pod.pipes, "alice", seed=1)
     fifo_load = FifoLoad(pod.pipes, "fifo", seed=2)
-    loads(acked_load), loads(fifo_load)
+    tcp_load = TcpLoad(pod.pipes, "tcp", seed=3)
+    loads(acked_load), loads(fifo_load), loads(tcp_load)
     pod.start()
     pod.wait_ready()
-    pod.wait(lambda: acked_load.has(2000) and fifo_load.count > 2000, "some messages")
+    pod.wait(lambda: acked_load.has(2000) and min(fifo_load.count, tcp_load.count) > 2000, "some messages")
     if what == "everything":
         remove_shared_memory(pod.instance)
     else:
-        kinds = {"rings": ["framed", "durable"], "bells": []}.get(what, [what])
+        kinds = {"rings": list(RINGS), "bells": []}.get(what, [what])
         paths = [SHM / f"{pod.instance}.{kind}" for kind in kinds] or [*SHM.glob(f"sem.{pod.instance}.*")]
         for path in paths:
             path.unlink()
-    affected = {"durable": {"durability", "router"}, "framed": {"framer", "durability"}}
-    ended = affected.get(what, {"framer", "durability", "router"})
+    affected = {
+        "durable": {"durability", "router"},
+        "framed": {"framer", "durability"},
+        "received": {"ingress", "framer"},
+        "bells": {"framer", "durability", "router"},
+    }
+    ended = affected.get(what, set(STAGES))
     if what == "stats":
         pod.wait(lambda: all(pod.state(name) == "ready" for name in STAGES), "all say how they are again")
     else:
@@ -190,9 +196,12 @@ def test_removed_shared_memory_costs_no_message(make_pod: Make, loads: Start, wh
     pod.wait(lambda: acked_load.has(before + 2000), "acknowledgements go on")
     acked_load.finish()
     fifo_load.finish()
+    tcp_load.finish()
     pod.settle()
     pod.stop()
-    account(pod.data, acked_load, plain=fifo_load.sent)
+    account(pod.data, acked_load, plain=fifo_load.sent + tcp_load.sent)
+    strange = [line for line in stored(pod).values() if b"|dead." in line]
+    assert not strange, "what the FIFO said of lines is stored in place of them"
 
 
 def test_the_ring_survives_where_the_framer_was_killed_first(make_pod: Make, cleanup: ExitStack) -> None:
@@ -204,11 +213,55 @@ def test_the_ring_survives_where_the_framer_was_killed_first(make_pod: Make, cle
     sock = send_some(pod, cleanup, "late", 500)
     pod.wait(lambda: pod.seq("framer") == 500, "all are numbered")
     pod.kill("framer")
-    remove_shared_memory(pod.instance)
+    remove_shared_memory(pod.instance, but="received")  # so that ingress stays to pass the replies on
     pod.resume("durability")
     until_all_run_again(pod)
     assert acked(replies(sock, 500)) == list(range(1, 501))
     assert pod.judge().records == 500
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["framer killed", "framer alive"])
+@pytest.mark.parametrize("slow", ["ingress", "framer"])
+def test_lines_in_a_removed_ring_that_the_fifo_speaks_of_are_stored(
+    make_pod: Make, cleanup: ExitStack, slow: str, killed: bool
+) -> None:
+    """Whoever notices late: what the FIFO says of the ring is never stored in place of the lines."""
+    pod = make_pod()
+    pod.start()
+    pod.wait_ready()
+    assert acked(replies(send_some(pod, cleanup, "first", 100), 100)) == list(range(1, 101))
+    pod.pause("framer")
+    send_some(pod, cleanup, "second", 200)
+    pod.wait(lambda: pod.fifo_bytes() > 0, "the FIFO speaks of them")
+    if slow == "ingress":
+        pod.pause("ingress")
+    (SHM / f"{pod.instance}.received").unlink()
+    if slow == "framer":
+        assert pod.wait_exit("ingress") == EX_TEMPFAIL
+        pod.start("ingress")
+        pod.wait_ready("ingress")
+        send_some(pod, cleanup, "third", 300)
+        pod.wait(lambda: pod.fifo_bytes() > 100, "the FIFO speaks of them")
+    if killed:
+        pod.kill("framer")
+        pod.start("framer")
+    else:
+        pod.resume("framer")
+        assert pod.wait_exit("framer") == EX_TEMPFAIL
+        pod.start("framer")
+    if slow == "ingress":
+        pod.wait(
+            lambda: pod.state("framer") == "waiting" or pod.seq("framer") > 100, "the framer has come to the lines"
+        )
+        pod.resume("ingress")
+        assert pod.wait_exit("ingress") == EX_TEMPFAIL
+    until_all_run_again(pod)
+    pod.settle()
+    names = [b"|%b-%d|" % (name, n) for name, count in ((b"second", 200), (b"third", 300)) for n in range(count)]
+    expected = names[: 200 if slow == "ingress" else 500]
+    found = [seq for seq, line in stored(pod).items() if any(name in line for name in expected)]
+    assert found == list(range(101, 101 + len(expected))), f"{len(found)} of {len(expected)} lines\n{pod.tail()}"
+    assert pod.judge().records == 100 + len(expected)
 
 
 def ask_to_store(broker: Broker, payload: str) -> bool:

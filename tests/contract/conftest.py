@@ -20,7 +20,8 @@ def instance():
     """A name in /dev/shm of this test's own."""
     name = f"contract-{os.getpid()}-{next(_numbers)}"
     yield name
-    layout.remove(name, "framed")
+    for ring in ("received", "framed"):
+        layout.remove(name, ring)
 
 
 @pytest.fixture

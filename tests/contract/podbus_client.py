@@ -8,6 +8,8 @@ stdin: one JSON call a line, `{"call": "Produce", "message_id": …, "record": <
 import json
 import sys
 from base64 import b64decode, b64encode
+from collections.abc import Callable
+from typing import Any
 
 sys.path.insert(0, sys.argv[1])
 
@@ -21,24 +23,26 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 channel = grpc.insecure_channel(sys.argv[2], options=[("grpc.max_receive_message_length", -1)])
 bus = services.PodBusStub(channel)
 
+Fields = dict[str, Any]  # of a call, or of an answer
 
-def produce_request(fields):
+
+def produce_request(fields: Fields) -> messages.ProduceRequest:
     return messages.ProduceRequest(message_id=fields["message_id"], record=b64decode(fields["record"]))
 
 
-def consumed(response):
+def consumed(response: messages.ConsumeResponse) -> Fields:
     return {"record": b64encode(response.record).decode(), "next_offset": response.next_offset}
 
 
-def produce(call):
+def produce(call: Fields) -> Fields:
     return {"offset": bus.Produce(produce_request(call), timeout=call.get("timeout")).offset}
 
 
-def consume(call):
+def consume(call: Fields) -> Fields:
     return consumed(bus.Consume(messages.ConsumeRequest(offset=call["offset"]), timeout=call.get("timeout")))
 
 
-def produce_stream(call):
+def produce_stream(call: Fields) -> Fields:
     offsets = []
     try:
         for response in bus.ProduceStream(map(produce_request, call["requests"])):
@@ -48,7 +52,7 @@ def produce_stream(call):
     return {"offsets": offsets}
 
 
-def consume_stream(call):
+def consume_stream(call: Fields) -> Fields:
     """As far as `limit`, or to the end."""
     found = []
     request = messages.ConsumeStreamRequest(offset=call["offset"], follow=call.get("follow", False))
@@ -63,16 +67,16 @@ def consume_stream(call):
     return {"records": found}
 
 
-def check(call):
+def check(call: Fields) -> Fields:
     request = health_pb2.HealthCheckRequest(service=call["service"])
     status = health_pb2_grpc.HealthStub(channel).Check(request).status
     return {"status": health_pb2.HealthCheckResponse.ServingStatus.Name(status)}
 
 
-def reflect(call):
+def reflect(call: Fields) -> Fields:
     """As grpcurl does: ask which services there are, fetch the schema of one, call a method of it knowing nothing else."""
 
-    def ask(**question):
+    def ask(**question: str) -> Any:
         request = reflection_pb2.ServerReflectionRequest(**question)
         return next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request])))
 
@@ -88,11 +92,11 @@ def reflect(call):
     return {"services": sorted(names), "offset": answer.offset}
 
 
-def outcome(error):
+def outcome(error: grpc.RpcError) -> Fields:
     return {"code": error.code().name, "details": error.details()}
 
 
-CALLS = {
+CALLS: dict[str, Callable[[Fields], Fields]] = {
     "Produce": produce,
     "Consume": consume,
     "ProduceStream": produce_stream,

@@ -368,7 +368,7 @@ def test_a_topic_that_cannot_be_declared_is_refused_with_the_reason(broker):
         refused(broker.kmq("topics", "create", name), CONFIG, f"topic '{name}'", words)
     refused(broker.kmq("topics", "create", "many", "-p", "0"), CONFIG, "partitions=0: must be between 1 and 1024")
     broker.kmq("topics", "create", "orders")
-    refused(broker.kmq("topics", "create", "orders"), CONFIG, "topic 'orders' exists already with 1 partition(s)")
+    refused(broker.kmq("topics", "create", "orders"), CONFIG, "topic 'orders' already exists with 1 partition(s)")
 
 
 # --- redrive ---------------------------------------------------------------------------------------------------------

@@ -89,11 +89,11 @@ def printed_commands(stdout):
 def test_the_default_input_comes_out_as_it_went_in_and_is_audited_and_archived(env, tmp_path):
     """The last check must be able to fail: in the same session it is asked about one message more than was shipped."""
     lie = """
-honest = demo.demo_spark._archive
+honest = demo.demo_spark.archive_new
 def once_more(job, data, to, run_id, since, sent, out):
     good, last = honest(job, data, to, run_id, since, sent, out), max(sent)
     return good and not honest(job, data, to, run_id, since, sent | {last: sent[last] + 1}, out)
-demo.demo_spark._archive = once_more
+demo.demo_spark.archive_new = once_more
 """
     done = run_changed(env, lie, spark=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,8 +17,8 @@ MARKED = {
     "docs/performance.md": {"takes minutes, and what it prints depends on the machine": 1},
     "docs/spark.md": {
         "needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1,
-        "needs an object store and a catalog; tests/unit/test_spark_table_s3.py writes to a store": 1,
-        "needs an object store; tests/unit/test_spark_table_s3.py writes to one": 1,
+        "needs an object store and a catalog; tests/contract/test_spark_table_s3.py writes to a store": 1,
+        "needs an object store; tests/contract/test_spark_table_s3.py writes to one": 1,
     },
 }
 

@@ -1,4 +1,4 @@
-"""`kmq produce` while the broker takes nothing, on a terminal, and when it is interrupted: what the user is told."""
+"""`kmq produce` while the broker accepts nothing, on a terminal, and when it is interrupted: what the user is told."""
 
 import contextlib
 import os
@@ -90,7 +90,7 @@ def interrupt(*running):
         sent.wait_said("waiting: ")
         sent.process.send_signal(signal.SIGINT)
     assert [sent.end() for sent in running] == [INTERRUPTED] * len(running)
-    assert not [sent.said for sent in running if "Traceback" in sent.said or "takes messages again" in sent.said]
+    assert not [sent.said for sent in running if "Traceback" in sent.said or "accepts messages again" in sent.said]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_produce_says_what_it_waits_for_and_when_it_goes_on(broker, produce, sta
     with stopped(broker, stage):
         broker.wait(lambda: broker.status()[stage]["state"] == "silent", f"{stage} silent")
         sent = produce("test.a", *arguments, stdin=MANY * count)
-        sent.wait_said(f"kmq: waiting: the broker takes nothing: silent: {stage} has given no sign of life for ")
+        sent.wait_said(f"kmq: waiting: the broker accepts nothing: silent: {stage} has given no sign of life for ")
     assert sent.end() == 0, sent.said
     assert str(count) in sent.printed and sent.said.count("waiting:") == 1
-    assert re.search(r"kmq: the broker takes messages again, after \d+ s\n$", sent.said)
+    assert re.search(r"kmq: the broker accepts messages again, after \d+ s\n$", sent.said)
     broker.wait_routed(count)
 
 
@@ -117,7 +117,7 @@ def test_produce_says_why_the_broker_refuses_messages(broker, produce, with_toke
     running = [produce("test.a", *how, "-m", "x") for how in ([], ["--acks"])]
     interrupt(*running)
     for sent in running:
-        assert "takes nothing: quota: KMQ_DATA_QUOTA is reached" in sent.said
+        assert "accepts nothing: quota: KMQ_DATA_QUOTA is reached" in sent.said
 
 
 @pytest.fixture
@@ -140,17 +140,17 @@ def test_produce_names_the_full_disk(small_disk, new_broker):
             pass
     sent = Produce(broker, "test.a", "-m", "x")
     interrupt(sent)
-    assert "takes nothing: disk_full: the disk has no room" in sent.said
+    assert "accepts nothing: disk_full: the disk has no room" in sent.said
 
 
 def test_produce_to_a_broker_elsewhere_says_that_it_does_not_answer(broker):
-    """Without a stats page: all that is seen is a listener that takes nothing."""
+    """Without a stats page: all that is seen is a listener that accepts nothing."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         port = deaf.getsockname()[1]
         sent = Produce(broker, "test.a", "-m", "x", KMQ_PORT=port)
         interrupt(sent)
     assert (
-        f"waiting: the broker takes nothing: 127.0.0.1:{port} does not answer:"
+        f"waiting: the broker accepts nothing: 127.0.0.1:{port} does not answer:"
         " the disk there may be full, or a stage stopped; see kmq status there\n"
     ) in sent.said
 
@@ -159,10 +159,12 @@ def test_produce_gives_up_after_its_timeout_and_says_what_was_handed_over(broker
     with stopped(broker, "ingress"):
         plain, acked = (produce("test.a", *how, "--timeout", "1", stdin=MANY * ENOUGH) for how in ([], ["--acks"]))
         assert (plain.end(), acked.end()) == (RETRY, RETRY)
-    assert re.search(r"^kmq: the broker took nothing for \d+ s: .* handed over, .*; \d+ not sent$", plain.said, re.M)
+    assert re.search(
+        r"^kmq: the broker accepted nothing for \d+ s: .* handed over, .*; \d+ not sent$", plain.said, re.M
+    )
     words = r"^kmq: timed out waiting for .*: not connected .*; stored 0, last seq 0; \d+ without a reply"
     assert re.search(words, acked.said, re.M)
-    assert "Traceback" not in plain.said + acked.said and "takes messages again" not in plain.said + acked.said
+    assert "Traceback" not in plain.said + acked.said and "accepts messages again" not in plain.said + acked.said
 
 
 def test_ctrl_c_ends_a_waiting_produce_with_130_and_a_count(broker, produce):

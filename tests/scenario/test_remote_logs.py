@@ -46,8 +46,8 @@ def test_a_gateway_that_is_killed_in_the_middle_of_a_read_is_not_noticed(broker,
     broker.wait_routed(COUNT)
     monkeypatch.setattr(remote, "BLOCK_BYTES", 1 << 18)
     access, connections = Remote(name), []
-    connect = access._connect
-    monkeypatch.setattr(access, "_connect", lambda: connections.append(connect()) or connections[-1])
+    connect = access.connect
+    monkeypatch.setattr(access, "connect", lambda: connections.append(connect()) or connections[-1])
     bounds = access.bounds(["orders", WAL])
     assert bounds[WAL, 0] == (1, COUNT + 1)
     assert bounds["orders", 0][1] + bounds["orders", 1][1] == COUNT
