@@ -5,6 +5,7 @@ import os
 
 import pytest
 from fake_logger import FakeLogger
+from received_ends import close_all
 
 from kmq.links import layout, ring
 from kmq.log import index, segment_reader
@@ -39,6 +40,13 @@ def rings():
         end.lock.release()
     for instance in {instance for instance, _ in made}:
         layout.remove(instance, "framed")
+
+
+@pytest.fixture(autouse=True)
+def _no_way_is_left():
+    """No ring `received` outlives its test."""
+    yield
+    close_all()
 
 
 @pytest.fixture(scope="module")

@@ -1,47 +1,47 @@
 """The framer's parser and table, driven step by step."""
 
+import random
+from collections.abc import Callable, Iterable
 from itertools import accumulate
+from typing import Any
+
+from received_ends import Lines, Messages, Way, messages, plain
 
 from kmq import record
 from kmq.framing import parser
-from kmq.framing.batch import plain
+from kmq.framing.batch import Batch, Cut
 from kmq.framing.blocks import encode_replies
 from kmq.framing.dedupe import DedupeTable
-from kmq.links.raw import Sender, fragments, reassemble
-from kmq.settings import PIPE_BUF
+from kmq.framing.source import Source
+from kmq.links.layout import BlockLimits, Received
 
+Part = bytes | Messages | Lines
 MAX = 8192
-ME = b"17.1"  # a connection
+SMALL = BlockLimits(64, 8000)  # blocks so small that they end inside what one receive brought
 
 
-def table(producers=1000, ttl=1e6, count=1000, age=1e6):
+def table(producers: int = 1000, ttl: float = 1e6, count: int = 1000, age: float = 1e6) -> DedupeTable:
     return DedupeTable(producers, ttl, count, age)
 
 
-def frame(text):
-    """What the framer does with whole lines: (lines, text that is not done yet, ends of the lines in the text, used)."""
-    batch = plain(text, 1)
-    if batch is None:
-        text = reassemble(text)
-        batch = parser.Parser(MAX, table()).parse(text, 1, 0)
-        cuts = batch.cuts or []
-        assert [count for count, _ in cuts] == list(range(1, len(batch.lines) + 1)) and not batch.replies
-        return batch.lines, text, [end for _, end in cuts], batch.used
-    return batch.lines, text, list(accumulate(len(line) + 1 for line in batch.lines)), batch.used
+def source_of(way: Way) -> Source:
+    """The ring as a framer sees it that has framed everything up to now."""
+    return Source(way.attach, Received(way.writer.birth, way.writer.head))
 
 
-def group(lines, n=1, tag=b"", conn=ME):
-    """Messages n… of a connection as ingress writes them; a long line as pieces, its group around the last one."""
-    sender = Sender(conn, tag)
-    sender.sent = n - 1
-    if len(lines) == 1 and len(lines[0]) > PIPE_BUF - sender.header_room:
-        first, last = fragments(lines[0], sender.header_room).rsplit(b"\n", 2)[:2]
-        return first + b"\n" + sender.header(1, len(last) + 1) + last + b"\n"
-    body = b"".join(line + b"\n" for line in lines)
-    return sender.header(len(lines), len(body)) + body
+def cuts_in(batch: Batch) -> list[Cut]:
+    """Where a batch may be cut: (lines, bytes of the text, position in `received`)."""
+    if batch.cuts is not None:
+        return batch.cuts
+    ends = list(accumulate(len(line) + 1 for line in batch.lines))
+    if batch.is_received:
+        cuts = [(count, 0, batch.begin + end) for count, end in enumerate(ends, 1)]
+    else:
+        cuts = [(count, end, batch.begin) for count, end in enumerate(ends, 1)]
+    return [*cuts[:-1], (len(ends), batch.used, batch.position)]
 
 
-def mine(*ids, tag=b""):
+def mine(*ids: int | bytes, tag: bytes = b"") -> list[bytes]:
     """Messages with these ids, as sent or, with a tag, as stored."""
     return [b"t.k|1|%b%b|x" % (id if isinstance(id, bytes) else b"%d" % id, tag) for id in ids]
 
@@ -50,51 +50,71 @@ P, W = b"p=me", b"w=me"
 
 
 class Steps:
-    """The framer's turns without its ring: what is read is framed as far as it goes, the rest is carried on."""
+    """The framer's turns without its ring: what is read is framed as far as it goes, the rest is carried on.
 
-    def __init__(self, known, cut=lambda cuts: cuts[-1:], max_line=MAX):
-        """`cut` chooses where a batch becomes blocks."""
-        self.known, self.cut, self.max_line = known, cut, max_line
+    Whatever is framed is overwritten at once, as a busy ingress would.
+    """
+
+    def __init__(
+        self,
+        known: DedupeTable,
+        cut: Callable[[int], Iterable[int]] = lambda count: [count - 1],
+        max_line: int = MAX,
+        way: Way | None = None,
+        limits: BlockLimits = SMALL,
+    ) -> None:
+        """`cut` chooses at which of so many cuts a batch becomes blocks."""
+        self.known, self.cut, self.max_line, self.limits = known, cut, max_line, limits
+        self.way = Way() if way is None else way
+        self.source = source_of(self.way)
         self.seconds = 0
         self.waiting = b""
-        self.lines, self.replies = [], []
+        self.lines: list[bytes] = []
+        self.replies: list[bytes] = []
 
-    def read(self, data):
-        self.waiting += data
+    def read(self, *parts: Part) -> None:
+        self.waiting += self.way.text(*parts)
         while self.turn():
             pass
 
-    def turn(self):
-        end = self.waiting.rfind(b"\n") + 1
-        if not end:
+    def turn(self) -> bool:
+        text = self.waiting[: self.waiting.rfind(b"\n") + 1]
+        if not text:
             return False
-        ordered = reassemble(self.waiting[:end])
-        self.waiting = ordered + self.waiting[end:]
-        batch = parser.Parser(self.max_line, self.known).parse(ordered, len(self.lines) + 1, self.seconds)
-        start, answers = 0, batch.replies
-        for stop, end in self.cut(batch.cuts):
-            said = encode_replies([a for a in answers if a[0] <= end], start, len(self.lines) + 1)
-            answers = [a for a in answers if a[0] > end]
+        made_by = parser.Parser(self.max_line, self.known, self.source, self.limits)
+        batch = made_by.batch(text, len(self.lines) + 1, self.seconds)
+        assert batch.more == (batch.used < len(text))
+        cuts, replies = cuts_in(batch), batch.replies
+        assert cuts[-1] == (len(batch.lines), batch.used, batch.position)
+        start, before = 0, (self.source.done.position, batch.used)
+        for number in self.cut(len(cuts)):
+            stop, end, position = cuts[number]
+            said = encode_replies([reply for reply in replies if reply[0] <= number], start, len(self.lines) + 1)
+            replies = [reply for reply in replies if reply[0] > number]
             self.lines += batch.lines[start:stop]
             self.replies += said.split(b"\n")[:-1]
             start = stop
+            self.source.committed(Received(self.source.done.birth, position))
+            self.way.spoil()
             if self.committed():
+                self.source = Source(self.way.attach, self.source.done)
                 self.waiting = self.waiting[end:]
                 return True
+        assert before != (batch.position, 0)
         self.waiting = self.waiting[batch.used :]
-        return batch.used > 0
+        return True
 
-    def committed(self):
+    def committed(self) -> bool:
         """After each block; whether the framer was killed there."""
         return False
 
 
-def one_by_one(replies):
+def one_by_one(replies: Iterable[bytes]) -> dict[tuple[bytes, int], bytes]:
     """Replies as {(connection, n): reply}; asserts that each message gets one, in order."""
-    said, last = {}, dict[bytes, int]()
+    said, last = dict[tuple[bytes, int], bytes](), dict[bytes, int]()
     for line in replies:
         conn, first, kind, n, rest = line.split(b" ", 4)
-        assert int(first) == last.get(conn, 0) + 1, f"no reply before {line}"
+        assert int(first) == last.get(conn, 0) + 1, f"no reply before {line!r}"
         last[conn] = int(n)
         for number in range(int(first), int(n) + 1):
             value = b"%d" % (int(rest) - int(n) + number) if kind == b"!ack" else rest.split(b" ")[0]
@@ -102,55 +122,79 @@ def one_by_one(replies):
     return said
 
 
-def random_traffic(rng, count=40):
-    """(text of the FIFO, what the model makes of it): many connections, resends, long lines, shells between."""
+NOBODYS = [b"u|||plain", b"no separator", b"u|1|5;p=a|claimed", b"", b"u|x", b"-x", b"!hello"]
+MADE_UP = [
+    b"!r 5 0 10",
+    b"!r 5 0 0",
+    b"!c 17.1 1 1 5 0 10",
+    b"!c 17.1 1 1 l=7",
+    b"!e nul",
+    b"!l 17.1 w=a",
+    b"!b 1",
+    b"!",
+]
+
+
+def random_traffic(rng: random.Random, count: int = 40) -> tuple[list[Part], "Model"]:
+    """(parts for Way.text, what the model makes of it): many connections, resends, long lines, shells between."""
     model = Model()
-    conns = [[b"17.%d" % n, rng.choice([b"", b"p=a", b"p=b", b"w=a", b"w=b"]), 0] for n in range(1, 5)]
-    out = []
+    conns: list[list[Any]] = [[b"17.%d" % n, rng.choice([b"", b"p=a", b"p=b", b"w=a", b"w=b"]), 0] for n in range(1, 5)]
+    out: list[Part] = []
     for _ in range(count):
         if not rng.randrange(4):
-            line = rng.choice([b"u|||plain", b"no separator", b"u|1|5;p=a|claimed", b"", b"u|x"])
+            line = rng.choice(NOBODYS + MADE_UP)
             out.append(line + b"\n")
             model.nobody(line)
             continue
+        if not rng.randrange(4):
+            lines = rng.choices([b"u|||of a producer", *NOBODYS], [20, *[1] * len(NOBODYS)], k=rng.choice([1, 2, 9]))
+            if not rng.randrange(8):
+                lines.append(b"u|1|2|" + b"x" * 5000)
+            out.append(plain(*lines))
+            for line in lines:
+                model.nobody(line)
+            continue
         conn = rng.choice(conns)
         whose, tag, n = conn
-        sent, top = [], model.last.get(tag, 0)
+        sent, top = list[bytes](), model.last.get(tag, 0)
         for _ in range(rng.choice([1, 1, 3, 8])):
             id = max(0, top + rng.choice([1, 1, 1, 1, 2, 5, 0, -1, -3]))
             top = max(top, id)
             sent.append(rng.choice([b"t.k|1|%d|x" % id] * 9 + [b"", b"no separator", b"t|1|x|y", b"t|1|%d" % id]))
         if not rng.randrange(8):
             sent = [b"t.k|1|%d|" % top + b"x" * 5000]
-        out.append(group(sent, n + 1, tag, whose))
+        out.append(messages(sent, n + 1, tag, whose))
         for line in sent:
             conn[2] += 1
             model.take(line, whose, conn[2], tag)
-    return b"".join(out), model
+    return out, model
 
 
-def randomly(rng):
+def randomly(rng: random.Random) -> Callable[[int], list[int]]:
     """Cuts a batch into some blocks."""
-    return lambda cuts: [cut for at, cut in enumerate(cuts) if at + 1 == len(cuts) or rng.randrange(2)]
+    return lambda count: [at for at in range(count) if at + 1 == count or rng.randrange(2)]
 
 
 class Model:
     """Who is told what, message by message: a dictionary that forgets nothing."""
 
-    def __init__(self):
-        self.lines, self.said = [], {}  # (connection, n) → reply without n
-        self.stored, self.last = {}, {}  # (tag, id) → seq; tag → last id
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.said: dict[tuple[bytes, int], bytes] = {}  # (connection, n) → reply without n
+        # (tag, id) → seq, (key, payload)
+        self.stored: dict[tuple[bytes, int | bytes], tuple[int, tuple[bytes, bytes]]] = {}
+        self.last: dict[bytes, int] = {}  # tag → last id
 
-    def take(self, line, conn, n, tag):
+    def take(self, line: bytes, conn: bytes, n: int, tag: bytes) -> None:
         self.said[conn, n] = self._store(line, tag) if record.refusal(line) == "" else b"err " + refusal(line)
 
-    def _store(self, line, tag):
+    def _store(self, line: bytes, tag: bytes) -> bytes:
         key, ts, id, payload = record.padded(line).split(b"|", 3)
         id = id.partition(b";")[0]
         content = key, payload
         if tag[:1] == b"p" and not id.isdigit():
             return b"err bad_id"
-        known = tag, int(id) if tag[:1] == b"p" else id
+        known: tuple[bytes, Any] = tag, int(id) if tag[:1] == b"p" else id
         if tag and known in self.stored:
             seq, before = self.stored[known]
             return b"dup %d" % seq if content == before else b"err id_reused"
@@ -162,9 +206,9 @@ class Model:
         self.stored[known] = len(self.lines), content
         return b"ack %d" % len(self.lines)
 
-    def nobody(self, line):
+    def nobody(self, line: bytes) -> None:
         self.lines.append(record.admit(line, MAX))
 
 
-def refusal(line):
+def refusal(line: bytes) -> bytes:
     return record.refusal(line).encode()

@@ -258,7 +258,7 @@ def test_a_compactor_waits_for_the_router_and_says_so_when_it_does_not_come(data
     lay_out(data)
     lock = compaction.FileLock(f"{data}/topics/.owner")
     assert lock.try_acquire("the router")
-    with pytest.raises(BusyError, match="the router has not taken"):
+    with pytest.raises(BusyError, match="the router has not installed"):
         compaction.settle(data, timeout_s=0)
     lock.release()
 
@@ -544,11 +544,11 @@ def test_cleanup_is_declared_kept_and_checked(data):
 
 def test_retention_takes_from_a_compacted_topic_only_by_limits_of_its_own():
     few = Limits(retention_bytes=1, retention_age=1.0)
-    assert few.but({"cleanup": "compact"}).retention_bytes == 0
-    assert few.but({"cleanup": "compact"}).retention_age == float("inf")
-    own = few.but({"cleanup": "compact", "retention_bytes": "1 MiB"})
+    assert few.with_changes({"cleanup": "compact"}).retention_bytes == 0
+    assert few.with_changes({"cleanup": "compact"}).retention_age == float("inf")
+    own = few.with_changes({"cleanup": "compact", "retention_bytes": "1 MiB"})
     assert (own.retention_bytes, own.retention_age) == (1 << 20, float("inf"))
-    assert few.but({"cleanup": "delete"}).retention_bytes == 1
+    assert few.with_changes({"cleanup": "delete"}).retention_bytes == 1
 
 
 def test_a_repaired_declaration_is_still_compacted(data):

@@ -8,7 +8,7 @@ from kmq.ingress import farewell
 from kmq.ingress.connection import Connection
 from kmq.ingress.farewell import Farewells
 from kmq.ingress.table import ConnectionTable
-from kmq.links.fifo import Sender
+from kmq.links.raw import Sender
 
 
 @pytest.fixture

@@ -6,17 +6,19 @@ import time
 from math import inf
 
 import pytest
+from received_ends import Way
 
 from kmq.ingress.connection import ACKED, CLOSING, Connection
 from kmq.ingress.deadlines import Deadlines
 from kmq.ingress.intake import Intake
-from kmq.links.fifo import FifoWriter, open_fifo
+from kmq.links.fifo import open_fifo
+from kmq.links.handover import Handover
 from kmq.links.raw import Sender
 
 
 @pytest.fixture
 def intake(tmp_path):
-    return Intake(FifoWriter(open_fifo(str(tmp_path), "raw")), 1 << 20)
+    return Intake(Handover(open_fifo(str(tmp_path), "raw"), Way(4 << 20).writer), 1 << 20)
 
 
 @pytest.fixture

@@ -119,10 +119,9 @@ def test_an_append_on_a_full_disk_waits_for_room_and_is_whole(tmp_path, monkeypa
 
 @pytest.mark.parametrize("room", [0, 5])
 def test_an_append_that_fails_for_another_reason_leaves_nothing_and_ends_the_process(tmp_path, monkeypatch, room):
-    file = AppendFile(str(tmp_path / "log"), no_room)
+    file = AppendFile(str(tmp_path / "log"), lambda path: setattr(faulty, "room", 0))
     file.append([b"first\n"], 6)
-    faulty = FaultyDisk(monkeypatch, room, errno.EIO)
-    file._wait_for_room = lambda path: setattr(faulty, "room", 0)  # a short write says no reason; the next one does
+    faulty = FaultyDisk(monkeypatch, room, errno.EIO)  # a short write says no reason; the next one does
     with pytest.raises(RetryError, match="write failed: Input/output error"):
         file.append([b"second\n"], 7)
     assert (tmp_path / "log").read_bytes() == b"first\n" and file.size == 6

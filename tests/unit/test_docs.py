@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,11 @@ def _logged(source):
                 yield node.args[0].value
 
 
+@cache
+def _all_logged():
+    return {event for path in _sources() for event in _logged(path.read_text())}
+
+
 def _section(path, title):
     """The text under a heading, up to the next heading of its level or above."""
     level, text = len(title) - len(title.lstrip("#")), (ROOT / path).read_text()
@@ -95,7 +101,7 @@ def _first_cells(text):
 
 
 def test_every_log_event_is_in_operations_and_no_other():
-    code = {event for path in _sources() for event in _logged(path.read_text())} | set(readiness.WARNINGS)
+    code = _all_logged() | set(readiness.WARNINGS)
     told = _first_cells(_section("docs/operations.md", "## Log events")) - {"event", "---"}
     assert code - told == set(), "write them into docs/operations.md, Log events, with what to do"
     assert told - code == set(), "docs/operations.md explains log events that nothing writes"
@@ -177,7 +183,7 @@ def test_the_scan_for_log_events_sees_calls_of_loggers_and_no_other_text():
 
 
 def test_every_log_event_named_in_a_page_is_one():
-    code = {event for path in _sources() for event in _logged(path.read_text())} | set(readiness.WARNINGS)
+    code = _all_logged() | set(readiness.WARNINGS)
     named = {event for path in DOCUMENTS if path.name != "CHANGELOG.md" for event in _events_named(path.read_text())}
     assert named - code == set()
 
@@ -196,8 +202,13 @@ def _commands(group, names=("kmq",)):
             yield (*names, name), options | {"-h", "--help"}
 
 
+@cache
+def _known_commands():
+    return dict(_commands(typer.main.get_command(app.app)))
+
+
 def _unknown_commands(page):
-    known = dict(_commands(typer.main.get_command(app.app)))
+    known = _known_commands()
     wrong = []
     for line in re.findall(r"(?:`|^\$ |&& |\| )(kmq [a-z][^`\n|&]*)", page, re.M):
         words = re.sub(r"(?:\s#|\s-- ).*|\\|<[^>]*>|\[|\]|…", " ", line).split()

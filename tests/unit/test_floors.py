@@ -45,6 +45,7 @@ def module_name(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
 def read_sources() -> dict[str, tuple[str, str]]:
     """Every Python file under kmq, stages and scripts: name of the module → (path, text)."""
     paths = [path for top in ("kmq", "stages", "scripts") for path in sorted((ROOT / top).rglob("*")) if path.is_file()]
@@ -145,20 +146,27 @@ def long_files(sources: dict[str, tuple[str, str]]) -> dict[str, str]:
     return {path: f"{path} has {lines} lines" for path, lines in lengths.items() if lines > MAX_FILE}
 
 
-def definitions(sources: dict[str, tuple[str, str]], kind: type[ast.AST] | tuple[type[ast.AST], ...]):
-    """Every definition of a kind, with its path and its dotted name inside the file."""
+@cache
+def defined(path: str, text: str) -> list[tuple[str, ast.AST]]:
+    """Every definition of a file, with its dotted name inside the file."""
 
     def inside(node: ast.AST, prefix: str):
         for child in ast.iter_child_nodes(node):
             name = getattr(child, "name", None) if isinstance(child, DEFINITIONS) else None
             dotted = f"{prefix}.{name}" if prefix and name else name or prefix
-            if isinstance(child, kind):
+            if isinstance(child, DEFINITIONS):
                 yield dotted, child
             yield from inside(child, dotted)
 
+    return list(inside(parsed(path, text), ""))
+
+
+def definitions(sources: dict[str, tuple[str, str]], kind: type[ast.AST] | tuple[type[ast.AST], ...]):
+    """Every definition of a kind, with its path and its dotted name inside the file."""
     for path, text in sources.values():
-        for name, node in inside(parsed(path, text), ""):
-            yield f"{path}: {name}", node
+        for name, node in defined(path, text):
+            if isinstance(node, kind):
+                yield f"{path}: {name}", node
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

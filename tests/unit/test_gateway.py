@@ -239,7 +239,7 @@ def test_a_router_that_starts_again_has_passed_nothing_and_wakes_when_it_is_back
         waiting = asyncio.create_task(watermark.passed(6))
         await asyncio.sleep(0)
         page.rows["router"].seq = 0
-        watermark._poll()
+        watermark.poll()
         assert not waiting.done()
         page.rows["router"].seq = 6
         await waiting
@@ -262,11 +262,11 @@ def test_the_watermark_is_looked_at_less_and_less_often_until_something_is_expec
         watermark = Watermark(rows(router=0, durability=0))
         waiting = asyncio.create_task(watermark.passed(1))
         await asyncio.sleep(0)
-        assert watermark._pause == feed._FAST_S
-        while watermark._pause < feed._SLOW_S:
+        assert watermark.pause_s == feed.FAST_S
+        while watermark.pause_s < feed.SLOW_S:
             await asyncio.sleep(0.005)
         watermark.expect(1)
-        assert watermark._pause == feed._FAST_S
+        assert watermark.pause_s == feed.FAST_S
         watermark.stop()
         with pytest.raises(RequestRefused, match="stopping"):
             await waiting
@@ -279,9 +279,9 @@ def test_nobody_looks_while_nobody_waits():
         watermark = Watermark(rows(router=0, durability=0))
         waiting = asyncio.create_task(watermark.passed(1))
         await asyncio.sleep(0)
-        assert watermark._timer
+        assert watermark.is_polling
         waiting.cancel()
-        while watermark._timer:
+        while watermark.is_polling:
             await asyncio.sleep(0.001)
 
     within(PATIENCE_S, run())
@@ -319,22 +319,24 @@ def test_records_over_the_limit_are_refused_while_others_wait_for_room(data, mon
         bus = podbus.PodBus(
             load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), FakeLogger()
         )
-        room = asyncio.Event()
+        submitting, room = asyncio.Event(), asyncio.Event()
 
-        async def submit(topic, record, id):
+        async def submit(producer, topic, record, id):
+            submitting.set()
             await room.wait()
-            return len(record)
+            reply = asyncio.get_running_loop().create_future()
+            reply.set_result(len(record))
+            return reply
 
-        monkeypatch.setattr(bus._producer, "submit", submit)
+        monkeypatch.setattr(podbus.AsyncProducer, "submit", submit)
         request = SimpleNamespace(message_id="1", record=b"x" * 101)
-        waiting = asyncio.create_task(bus._submit(request))
-        while not bus._waiting_bytes:
-            await asyncio.sleep(0)
+        waiting = asyncio.create_task(bus.produce(request, None))
+        await submitting.wait()
         with pytest.raises(RequestRefused) as refused:
-            await bus._submit(request)
+            await bus.produce(request, None)
         assert refused.value.code == "busy"
         room.set()
-        assert [await waiting, await bus._submit(request)] == [101, 101]
+        assert [(await waiting).offset, (await bus.produce(request, None)).offset] == [101, 101]
 
     within(PATIENCE_S, run())
 

@@ -174,7 +174,7 @@ def test_the_wal_is_served_up_to_what_is_durable(data):
         ("/v1/logs/t/0/cuts", "bytes=''"),
         ("/v1/logs/t/0/cuts?bytes=0", "bytes='0'"),
         ("/v1/logs/t/0/offset", "time=<microseconds since the epoch> or seq="),
-        ("/v1/logs/t/0/offset?time=1&seq=1", "one of them"),
+        ("/v1/logs/t/0/offset?time=1&seq=1", "give either time="),
         ("/v1/logs/t/0/offset?time=now", "time='now'"),
     ],
 )

@@ -13,7 +13,6 @@ from kmq import errors, record, settings
 from kmq.client import lines
 from kmq.deadletters import redrive
 from kmq.errors import ConfigError
-from kmq.ingress import intake
 from kmq.ingress.askers import answer
 from kmq.links import layout, raw
 from kmq.settings import STAGES
@@ -84,9 +83,11 @@ def test_a_header_of_dead_malformed_is_never_longer_than_its_allowance():
     assert max(len(record.malformed(r, b"\0", 1 << 63, 4096)) for r in reasons) < record.MALFORMED_OVERHEAD
 
 
-def test_every_control_byte_is_refused_at_both_doors():
-    assert {bytes([byte]) for byte in record.CONTROL} == set(intake._CONTROL)
-    assert raw.fragments(b"x" * 5000)[:1] in intake._CONTROL
+def test_every_control_line_begins_with_a_byte_that_no_stored_line_begins_with():
+    sender = raw.Sender(b"1.2", b"p=me")
+    for line in (raw.lines(1, 2, 3), sender.messages(1, 2, 3, 4), sender.question()):
+        assert line[:1] == raw.CONTROL and raw.CONTROL[0] in record.CONTROL
+    assert all(record.refusal(bytes([byte]) + b"t|1|2|x") == "control_byte" for byte in record.CONTROL)
 
 
 @pytest.mark.parametrize(

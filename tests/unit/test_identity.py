@@ -58,7 +58,7 @@ def test_two_stages_that_start_at_once_as_first_processes_of_containers_agree(tm
 def test_another_format_is_refused_by_name(tmp_path):
     open_data(str(tmp_path))
     (tmp_path / "format").write_text(f"{format_text(7, number=3)}\n")
-    with pytest.raises(ConfigError, match=r"format '3 from_seq=7 crc32=.*' is none that this version reads"):
+    with pytest.raises(ConfigError, match=r"unknown format '3 from_seq=7 crc32=.*'; this version reads 1 and 2"):
         open_data(str(tmp_path))
     assert is_of_another_version(str(tmp_path))
 

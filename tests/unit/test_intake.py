@@ -1,4 +1,4 @@
-"""From the bytes of a connection to whole lines in the FIFO, however they are cut on the way."""
+"""From the bytes of a connection to whole lines for the framer, however they are cut on the way."""
 
 import contextlib
 import os
@@ -8,7 +8,8 @@ from base64 import b64encode
 
 import pytest
 from fifo_reading import read_all
-from framing_steps import Steps, frame, one_by_one, table
+from framing_steps import Steps, one_by_one, table
+from received_ends import Way
 
 from kmq import record
 from kmq.ingress import budgets, hello
@@ -16,20 +17,23 @@ from kmq.ingress import connection as connection_module
 from kmq.ingress.connection import ACKED, CLOSING, GREETING, PLAIN, Connection
 from kmq.ingress.intake import Intake
 from kmq.ingress.replies import REFUSALS_BYTES
-from kmq.links.fifo import FifoWriter, open_fifo
+from kmq.links.fifo import open_fifo
+from kmq.links.handover import Handover
 from kmq.links.raw import Sender
 
 MAX = 8192
 
 
 class Wire:
-    """An Intake with its FIFO, and connections to it."""
+    """An Intake with its ring and FIFO, connections to it, and a framer that reads both."""
 
     def __init__(self, directory):
         self.raw = open_fifo(str(directory), "raw")
-        self.fifo = FifoWriter(self.raw, max_group=5)
-        self.intake = Intake(self.fifo, MAX, self.greet)
-        self.text = b""
+        self.way = Way(1 << 16)
+        self.handover = Handover(self.raw, self.way.writer)
+        self.intake = Intake(self.handover, MAX, self.greet)
+        self.steps = Steps(table(), max_line=MAX, way=self.way)
+        self.text = b""  # of the FIFO
         self.greeted, self.sockets = 0, []
 
     def greet(self, connection, line):
@@ -52,10 +56,16 @@ class Wire:
         return alive
 
     def drain(self):
-        self.text += read_all(self.raw)
-        while self.fifo.clogged:
-            self.fifo.flush()
-            self.text += read_all(self.raw)
+        self.handover.flush()
+        self._frame()
+        while self.handover.clogged:
+            self.handover.flush()
+            self._frame()
+
+    def _frame(self):
+        text = read_all(self.raw)
+        self.text += text
+        self.steps.read(text)
 
     def send(self, near, connection, data):
         near.sendall(data)
@@ -72,7 +82,8 @@ class Wire:
     @property
     def lines(self):
         """What the framer makes of it."""
-        return frame(self.text)[0] if self.text else []
+        assert not self.steps.waiting
+        return self.steps.lines
 
 
 @pytest.fixture
@@ -131,11 +142,12 @@ def test_what_has_a_nul_is_kept_as_base64(wire):
 
 
 def test_no_byte_in_the_fifo_is_a_nul(wire):
-    """The framer's staging area ends at its last byte that is not NUL."""
+    """The framer's staging area ends at its last byte that is not NUL. The lines themselves are not in the FIFO."""
     near, connection = wire.connect()
     wire.send(near, connection, b"a|||\n\0\nb|||\0\0\n\0")
     wire.finish(near, connection)
     assert b"\0" not in wire.text and len(wire.lines) == 4
+    assert b"a|||" not in wire.text and wire.text.count(b"!r ") == wire.text.count(b"\n")
 
 
 def test_lines_of_many_connections_stay_in_order_and_apart(wire):
@@ -253,11 +265,8 @@ HELLO = b"!hello acks=1 producer=me\n"
 
 
 def answers(wire):
-    """What the framer makes of the text: (stored lines, {(connection, n): reply})."""
-    steps = Steps(table())
-    steps.read(wire.text)
-    assert not steps.waiting
-    return steps.lines, one_by_one(steps.replies)
+    """What the framer makes of it: (stored lines, {(connection, n): reply})."""
+    return wire.lines, one_by_one(wire.steps.replies)
 
 
 def greeted(wire, said=HELLO):
@@ -381,6 +390,7 @@ def test_who_asks_for_its_last_id_is_told_that_first_and_once(wire):
     """The question goes to the framer in its place: behind what older connections of this name have sent."""
     near, connection = greeted(wire, HELLO.replace(b"\n", b" last=?\n") + b"t|1|5|x\n")
     assert wire.text.startswith(b"!l %b p=me\n!c %b 1 1 " % (connection.sender.name, connection.sender.name))
+    assert wire.steps.replies == [b"1.1 0 !last 0", b"1.1 1 !ack 1 1"]
     assert connection.replies.asks_last and not connection.replies.reply(1, b"!ack 1 101")  # it was lost on the way
     connection.replies.refusal = b"fenced a newer one"
     wire.send(near, connection, b"t|1|6|x\n")

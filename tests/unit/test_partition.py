@@ -112,7 +112,7 @@ def test_a_log_that_somebody_cut_is_not_written_on(data, path, while_open):
     if while_open:
         log.open(no_warning)
     os.truncate(path, ENDS[50])
-    with pytest.raises(RetryError, match="changed by somebody else"):
+    with pytest.raises(RetryError, match="changed by another process"):
         if not while_open:
             log.open(no_warning)
         log.append(stored([b"t|||more"], 111)[0], 1, 111, 111)

@@ -6,7 +6,8 @@ import time
 from collections import OrderedDict
 
 import pytest
-from framing_steps import P, Steps, W, group, mine, one_by_one, random_traffic, randomly, table
+from framing_steps import P, Steps, W, mine, one_by_one, random_traffic, randomly, table
+from received_ends import messages
 
 import kmq.ids
 from kmq.errors import RetryError
@@ -33,9 +34,9 @@ def state(known):
         )
         for name, p in known.names.items()
     } | {b"prints": [list(p.prints[-PRINTS:]) for p in known.names.values()]}
-    assert list(known.window.ids) == list(known.window._order)
-    assert known._prints == sum(len(p.prints) for p in known.names.values())
-    return names, list(known.window.ids.items()), known._runs
+    assert list(known.window.ids) == list(known.window.order)
+    assert known.prints == sum(len(p.prints) for p in known.names.values())
+    return names, list(known.window.ids.items()), known.runs
 
 
 NOTHING = {b"prints": []}, [], 0
@@ -115,7 +116,7 @@ def test_ranges_are_bounded_in_all_and_idle_names_lose_theirs_first(monkeypatch)
     for n in range(200):
         for id in range(0, 60, 2):
             known.remember(known.producer(b"%d" % n, n), id, 100 * id + 1, 1, n)
-        assert known._ranges == sum(len(p.firsts) for p in known.names.values()) <= 1000
+        assert known.ranges == sum(len(p.firsts) for p in known.names.values()) <= 1000
     found = [known.names[b"%d" % n].find(0) for n in range(200)]
     assert found[-1] == FORGOTTEN and TOO_OLD in found and found == sorted(found, key=lambda seq: seq == FORGOTTEN)
 
@@ -146,7 +147,7 @@ def test_fingerprints_are_bounded_in_all_and_idle_names_lose_theirs_first(monkey
     for n in range(100):
         for name in (b"%d" % n, b"busy"):
             known.remember(known.producer(name, n), 20 * n, 1, 20, n, range(1, 21))
-        assert known._prints == sum(len(p.prints) for p in known.names.values()) <= 1000
+        assert known.prints == sum(len(p.prints) for p in known.names.values()) <= 1000
     assert known.names[b"99"].print_of(20 * 99) == known.names[b"busy"].print_of(20 * 99) == 1
     assert not known.names[b"0"].prints
 
@@ -178,9 +179,9 @@ def test_runs_are_bounded_for_each_and_for_all_together(monkeypatch):
     for id in range(0, 4000, 2):  # no two of them follow one another
         for name in range(40):
             known.remember(known.producer(b"%d" % name, 0), id, 1 + id * 40 + name, 1, 0)
-            assert known._runs <= 200 + 40 * dedupe._MIN_RUNS
+            assert known.runs <= 200 + 40 * dedupe.MIN_RUNS
         assert max(len(p.ids) for p in known.names.values()) <= 33
-    assert known._runs == sum(len(p.ids) for p in known.names.values())
+    assert known.runs == sum(len(p.ids) for p in known.names.values())
     assert all(p.find(p.last_id) > 0 and p.find(0) in (FORGOTTEN, TOO_OLD) for p in known.names.values())
 
 
@@ -191,7 +192,7 @@ def test_a_full_table_takes_a_new_name_once_an_idle_one_is_forgotten():
     assert known.producer(b"c", 1100) is None  # a has been idle for just the time to live
     assert known.producer(b"c", 1101) is not None
     assert set(known.names) == {b"b", b"c"}
-    assert known._runs == 1
+    assert known.runs == 1
 
 
 def test_generated_names_are_evicted_from_a_full_table_and_only_there():
@@ -243,7 +244,7 @@ def test_a_full_window_forgets_about_as_fast_as_it_learns():
 
     learning = cpu_s(lambda: learn(0))
     assert min(cpu_s(lambda first=first: learn(first)) for first in (50_000, 100_000)) < 10 * learning
-    assert len(known.window.ids) == len(known.window._order) == 50_000
+    assert len(known.window.ids) == len(known.window.order) == 50_000
 
 
 def test_the_same_id_in_two_scopes_is_two_messages():
@@ -313,14 +314,15 @@ def test_a_framer_killed_at_any_commit_gives_the_same_answers_and_stores_the_sam
     for n in range(300):
         data = tmp_path / str(n)
         data.mkdir()
-        random_text, _ = random_traffic(rng, count=60)
+        parts, _ = random_traffic(rng, count=60)
         undisturbed = Steps(table(**limits))
         killed = Killed(lambda: table(**limits), randomly(rng), lambda: not rng.randrange(4), str(data))
+        texts = [(steps, steps.way.text(*parts)) for steps in (undisturbed, killed)]
         at = 0
-        while at < len(random_text):
-            step = rng.choice([30, 300, 5000])
-            for steps in (undisturbed, killed):
-                steps.read(random_text[at : at + step])
+        while at < max(len(text) for _, text in texts):
+            step = rng.choice([30, 300, 1000])
+            for steps, text in texts:
+                steps.read(text[at : at + step])
                 steps.seconds += step % 7
             at += step
             if not rng.randrange(3):
@@ -339,8 +341,8 @@ def test_a_name_that_stores_nothing_takes_no_place():
     known = table(producers=1)
     steps = Steps(known)
     for bad in (b"", b"x", b"1" * 19):
-        steps.read(group(mine(bad), 1, P))
-    steps.read(group([b"no separator"], 1, P) + group(mine(b"1;p=other"), 1, P))
+        steps.read(messages(mine(bad), 1, P))
+    steps.read(messages([b"no separator"], 1, P), messages(mine(b"1;p=other"), 1, P))
     assert not known.names
 
 
@@ -352,7 +354,11 @@ def filled():
     steps = Steps(known)
     steps.seconds = 1_700_000_000
     for n in range(60):
-        steps.read(group(mine(2 * n, 2 * n + 1), 1, P) + group(mine(3 * n), 1, b"p=you") + group(mine(b"%d" % n), 1, W))
+        steps.read(
+            messages(mine(2 * n, 2 * n + 1), 1, P),
+            messages(mine(3 * n), 1, b"p=you"),
+            messages(mine(b"%d" % n), 1, W),
+        )
     assert known.names[b"me"].firsts and len(known.window) == 50
     return known
 
@@ -581,7 +587,7 @@ def test_a_name_that_is_not_known_is_refused_without_a_look_at_all_those_that_ar
                 yield value
 
     known = table(producers=2000, ttl=100)
-    known.names, known._made_up = Order(), Order()
+    known.names, known.made_up = Order(), Order()
     for n in range(2000):
         known.remember(known.producer(b"auto-%d" % n if n % 2 else b"%d" % n, 1000), 1, n + 1, 1, 1000)
     Order.looks = 0
@@ -589,7 +595,7 @@ def test_a_name_that_is_not_known_is_refused_without_a_look_at_all_those_that_ar
         assert known.producer(b"stranger", 1100) is None
     assert Order.looks <= 400
     assert known.producer(b"stranger", 1101) is not None  # and those that are idle go at once
-    assert set(known.names) == {b"stranger"} and not known._made_up and known._runs == 0
+    assert set(known.names) == {b"stranger"} and not known.made_up and known.runs == 0
 
 
 def test_names_keep_the_order_of_their_last_messages_over_a_file(data):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -41,34 +42,52 @@ def write_log(directory, lines, by_seq, cuts=(), notes=(), unindexed=0):
         file.close()
 
 
-@pytest.fixture
-def wal_lines():
-    return stored(LINES)
-
-
-@pytest.fixture
-def queue_lines():
-    return [line for seq in SEQS for line in stored([LINES[seq % 3000]], seq)]
-
-
 CUTS = [(), (700, 701, 2200)]
 NOTES = [(), (3, 4, 50, 51, 699, 2999)]
+WAL_LINES = stored(LINES)
+QUEUE_LINES = [line for seq in SEQS for line in stored([LINES[seq % 3000]], seq)]
 
 
-def logs(data, wal_lines, queue_lines, **how):
-    """Both kinds of log, with the offset of each line."""
-    write_log(f"{data}/append", wal_lines, True, **how)
-    write_log(f"{data}/topics/t/0", queue_lines, False, **how)
-    yield reader.wal(data), wal_lines, range(1, 3001)
-    yield reader.partition(data, "t", 0), queue_lines, range(3000)
+@pytest.fixture(scope="module")
+def written(small_blocks, tmp_path_factory):
+    """A function from the arguments of `write_log` to a data directory with both kinds of log; each is written once."""
+    kept = {}
+
+    def directory(**how):
+        key = tuple(sorted(how.items()))
+        if key not in kept:
+            kept[key] = str(tmp_path_factory.mktemp("written"))
+            write_log(f"{kept[key]}/append", WAL_LINES, True, **how)
+            write_log(f"{kept[key]}/topics/t/0", QUEUE_LINES, False, **how)
+        return kept[key]
+
+    return directory
+
+
+def both(data):
+    """Both kinds of log, with the lines and the offset of each."""
+    yield reader.wal(data), WAL_LINES, range(1, 3001)
+    yield reader.partition(data, "t", 0), QUEUE_LINES, range(3000)
+
+
+@pytest.fixture
+def written_logs(written):
+    """Logs for reading only: every test has the same."""
+    return lambda **how: both(written(**how))
+
+
+@pytest.fixture
+def logs(data, written):
+    """Logs of the test's own, which it may change."""
+    return lambda **how: both(shutil.copytree(written(**how), data, dirs_exist_ok=True))
 
 
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("notes", NOTES)
 @pytest.mark.parametrize("unindexed", [0, 1, 300])
-def test_every_lookup_finds_the_first_record_at_or_after(data, wal_lines, queue_lines, cuts, notes, unindexed):
+def test_every_lookup_finds_the_first_record_at_or_after(written_logs, cuts, notes, unindexed):
     rng = random.Random(1)
-    for log, lines, offsets in logs(data, wal_lines, queue_lines, cuts=cuts, notes=notes, unindexed=unindexed):
+    for log, lines, offsets in written_logs(cuts=cuts, notes=notes, unindexed=unindexed):
         assert (log.first_offset, log.end_offset()) == (offsets[0], offsets[-1] + 1)
         for at in [0, 1, 699, 700, 701, 2199, 2200, 2999, *(rng.randrange(3000) for _ in range(40))]:
             seq = int(lines[at].split(b"|")[0])
@@ -84,8 +103,8 @@ def test_every_lookup_finds_the_first_record_at_or_after(data, wal_lines, queue_
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("max_bytes", [1, 5000, 1 << 20])
 @pytest.mark.parametrize("unindexed", [0, 300])
-def test_reading_on_and_on_gives_every_line_once(data, wal_lines, queue_lines, cuts, max_bytes, unindexed):
-    for log, lines, offsets in logs(data, wal_lines, queue_lines, cuts=cuts, unindexed=unindexed):
+def test_reading_on_and_on_gives_every_line_once(written_logs, cuts, max_bytes, unindexed):
+    for log, lines, offsets in written_logs(cuts=cuts, unindexed=unindexed):
         got, offset = [], 0
         while True:
             first, text = log.read(offset, max_bytes)
@@ -101,8 +120,8 @@ def test_reading_on_and_on_gives_every_line_once(data, wal_lines, queue_lines, c
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("records", [13, 20, 21, 100])  # in a segment: less than a block, and a few blocks
 @pytest.mark.parametrize("nbytes", [100, 4096, 10_000, 12_500, 40_000])
-def test_cuts_come_about_every_so_many_bytes_however_small_segments_are(data, wal_lines, queue_lines, records, nbytes):
-    for log, lines, offsets in logs(data, wal_lines, queue_lines, cuts=tuple(range(records, 3000, records))):
+def test_cuts_come_about_every_so_many_bytes_however_small_segments_are(written_logs, records, nbytes):
+    for log, lines, offsets in written_logs(cuts=tuple(range(records, 3000, records))):
         for start in (0, 700):
             found = log.cuts(offsets[start], offsets[-1] + 1, nbytes)
             edges = [start, *(offsets.index(offset) for offset in found), 3000]
@@ -114,8 +133,8 @@ def test_cuts_come_about_every_so_many_bytes_however_small_segments_are(data, wa
                 assert min(sizes[:-1]) >= nbytes - 2 * block, sizes
 
 
-def test_a_read_in_front_of_what_retention_left_says_where_it_begins(data, wal_lines, queue_lines):
-    for log, lines, offsets in logs(data, wal_lines, queue_lines, cuts=(1000, 2000)):
+def test_a_read_in_front_of_what_retention_left_says_where_it_begins(logs):
+    for log, lines, offsets in logs(cuts=(1000, 2000)):
         os.unlink(log.segments()[0][1])
         assert log.first_offset == offsets[1000]
         assert log.read(0, 1) == (offsets[1000], lines[1000])
@@ -152,10 +171,10 @@ def damaged(text, rng):
 
 @pytest.mark.parametrize("seed", range(25))
 @pytest.mark.parametrize("what", ["log", "idx"])
-def test_nothing_damaged_is_ever_served(data, wal_lines, queue_lines, seed, what):
+def test_nothing_damaged_is_ever_served(logs, seed, what):
     """Whatever is read, before and behind the damage: the truth or an error; and all in front of it is there."""
     rng = random.Random(seed)
-    for log, lines, offsets in logs(data, wal_lines, queue_lines, cuts=(1500,), notes=(20, 1600)):
+    for log, lines, offsets in logs(cuts=(1500,), notes=(20, 1600)):
         path = rng.choice(log.segments())[1]
         path = path if what == "log" else segment.index_path(path)
         with open(path, "rb") as file:
@@ -189,8 +208,8 @@ def test_nothing_damaged_is_ever_served(data, wal_lines, queue_lines, seed, what
 
 
 @pytest.mark.parametrize("junk", [b"\0" * 5000, b"no record\n", b"1|1700000000.000001|t|||again\n"])
-def test_what_the_index_does_not_speak_of_is_checked_line_by_line(data, wal_lines, queue_lines, junk):
-    for log, lines, offsets in logs(data, wal_lines, queue_lines, unindexed=10):
+def test_what_the_index_does_not_speak_of_is_checked_line_by_line(logs, junk):
+    for log, lines, offsets in logs(unindexed=10):
         with open(log.segments()[0][1], "ab") as file:
             file.write(junk)
         assert log.read(offsets[-1], 1 << 20) == (offsets[-1], lines[-1])  # what is in front of it is good
@@ -199,8 +218,8 @@ def test_what_the_index_does_not_speak_of_is_checked_line_by_line(data, wal_line
                 log.read(offsets[-1] + 1)
 
 
-def test_a_line_that_is_just_being_written_is_not_there_yet(data, wal_lines, queue_lines):
-    for log, _, offsets in logs(data, wal_lines, queue_lines):
+def test_a_line_that_is_just_being_written_is_not_there_yet(logs):
+    for log, _, offsets in logs():
         with open(log.segments()[0][1], "ab") as file:
             file.write(b"6001|1700000000.009000|t|")
             file.flush()

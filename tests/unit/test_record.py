@@ -172,7 +172,8 @@ def test_numbered_lines_are_split_exactly_if_all_are_well_formed_and_numbered():
         fields = [tuple(line.split(b"|", 3)) for line in lines]
         is_plain = record.good_prefix(text) == len(text) and 0 not in text
         is_numbered = is_plain and all(id.isdigit() and len(id) <= 18 for _, _, id, _ in fields)
-        assert record.numbered(text) == (fields if is_numbered else None), text
+        expected = [(b"|".join((key, ts, id)), key, id, payload) for key, ts, id, payload in fields]
+        assert record.numbered(text) == (expected if is_numbered else None), text
         kinds.add(is_numbered)
     assert kinds == {True, False}
 
@@ -277,16 +278,6 @@ def test_common_key_is_exact():
     assert common(b"t.k|1|2|x", b"t.k!|||", b"t.k|||") == b""  # sorts before
     assert common(b"t.k|1|2|x", b"a|t.k|t.k|", b"t.k|||") == b""
     assert common(b"t.k|1|2|x", b"a|||") == b""
-
-
-def test_has_control_line_sees_each_of_them_at_each_line_start():
-    for mark in (b"!", b"+", b"-"):
-        text = b"t|||a\n%bx|||\nt|||b\n" % mark
-        assert record.has_control_line(text, 0, len(text))
-        assert record.has_control_line(text, 6, len(text))
-        assert not record.has_control_line(text, text.index(b"t|||b"), len(text))
-    text = b"t!|||+\nt|-|!|\n"
-    assert not record.has_control_line(text, 0, len(text))
 
 
 @pytest.mark.parametrize("micros", [0, 1, 999_999, 1_000_000, 1_700_000_000_123_456])

@@ -4,6 +4,7 @@ import ast
 import pathlib
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -63,8 +64,14 @@ def sent_by(module: ast.AST) -> set[str]:
     return codes | {code for text in texts(module) for code in BEFORE_A_CODE.findall(text)}
 
 
+@cache
+def modules() -> list[ast.AST]:
+    return [ast.parse(path.read_text()) for path in MODULES]
+
+
+@cache
 def all_sent() -> set[str]:
-    return {*filter(None, ADMISSIONS)}.union(*(sent_by(ast.parse(path.read_text())) for path in MODULES))
+    return {*filter(None, ADMISSIONS)}.union(*map(sent_by, modules()))
 
 
 def test_every_code_that_a_module_sends_has_a_row():
@@ -72,9 +79,7 @@ def test_every_code_that_a_module_sends_has_a_row():
 
 
 def test_every_row_is_sent_by_some_module():
-    named = {
-        word[0] for path in MODULES for text in texts(ast.parse(path.read_text())) if (word := FIRST_WORD.match(text))
-    }
+    named = {word[0] for module in modules() for text in texts(module) if (word := FIRST_WORD.match(text))}
     assert not {row.code for row in refusals.table()} - all_sent() - named
 
 

@@ -27,6 +27,7 @@ LIMITS = Limits(segment_bytes=10_000)
 
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
+SEEDS = [*range(24), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(24, 60))]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_a_whole_directory_has_no_findings(original):
     assert repair.Repair(original).run() == []
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_one_damage_anywhere_is_found_and_healed(original, tmp_path, seed):
     rng = random.Random(seed)
     data = str(tmp_path / "data")
@@ -168,7 +169,7 @@ def truth(original, tmp_path_factory):
     return {name: everything(log) for name, log in show.logs(data, "")}
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_start_on_damage_is_refused_or_makes_nothing_worse(original, truth, tmp_path, seed):
     rng = random.Random(seed)
     data = str(tmp_path / "data")

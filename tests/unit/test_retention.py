@@ -176,7 +176,7 @@ def test_a_kill_while_the_last_record_is_kept_leaves_every_record_at_its_offset_
         raise Killed
 
     made = idle(data, why)
-    monkeypatch.setattr(made.checkpoints.writer, "start", made.checkpoints.writer._run)  # here, not in a thread
+    monkeypatch.setattr(made.checkpoints.writer, "start", made.checkpoints.writer.run)  # here, not in a thread
     where = {
         "laid out": (made.checkpoints.writer, "start"),
         "checkpoint": (segment, "remove"),
@@ -229,12 +229,13 @@ def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(d
     made.close()
     made = open_queues(data, 300, KEEP)
     assert segments_of(data)[0].first == 0
-    image, real, refusals = str(tmp_path / "image"), disk.AppendFile._write, iter([False, True])
+    image, real, refusals = str(tmp_path / "image"), disk.write_some, iter([False, True])
 
-    def full_once(file, buffers):
-        if "/topics/" in file.path and file.path.endswith(".log") and next(refusals, False):
+    def full_once(fd, buffers):
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if "/topics/" in path and path.endswith(".log") and next(refusals, False):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(file, buffers)
+        return real(fd, buffers)
 
     def waited(path):
         made.settle()
@@ -243,7 +244,7 @@ def test_retention_goes_on_while_an_append_waits_and_a_kill_then_costs_nothing(d
 
     made.context.wait_outside = waited
     with monkeypatch.context() as patched:
-        patched.setattr(disk.AppendFile, "_write", full_once)
+        patched.setattr(disk, "write_some", full_once)
         route(made, lines[300:], 301)
     made.close()
     made = open_queues(image, len(lines), KEEP)

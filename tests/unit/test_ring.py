@@ -8,19 +8,26 @@ from ring_ends import put, taken
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links import layout, ring
-from kmq.links.layout import Commit, Consumed, Framed, Stamp
+from kmq.links.layout import NOTHING_STAGED, Commit, Consumed, Framed, Stamp
 from kmq.links.ring import RingReader, RingWriter
+
+
+def cells(record):
+    """What a record of the writer holds."""
+    return {name: getattr(record, name) for name in Commit.__slots__}
 
 
 def test_a_block_comes_out_as_it_went_in(rings):
     writer, reader = rings(first_seq=41)
-    writer.append(Framed(b"two\nlines\n", Stamp(41, 2, 3, 1234567)), Consumed(area=1, offset=99))
+    consumed = Consumed(area=1, offset=99, birth=1732190000, position=12345)
+    writer.append(Framed(b"two\nlines\n", Stamp(41, 2, 3, 1234567)), consumed)
     [block] = reader.take()
     assert bytes(block.data) == b"two\nlines\n"
     assert (block.first_seq, block.last_seq, block.count, block.key_length, block.recv_ts) == (41, 42, 2, 3, 1234567)
     assert reader.take() == []
     last = reader.committed()
     assert (last.next_seq, last.last_ts, last.area, last.consumed, last.messages) == (43, 1234567, 1, 99, 2)
+    assert (last.birth, last.position) == (1732190000, 12345)
     assert reader.base_seq == 41
 
 
@@ -120,7 +127,9 @@ def test_a_block_of_half_the_ring_fits_an_empty_ring_at_every_position(rings, nb
         place = writer.last.head % writer.size
         assert put(writer, b"x" * writer.limits.nbytes), place
         assert len(taken(reader)) == 1
-        writer.commit(Commit(writer.last.head + 64 + (place - writer.last.head) % writer.size, *([0] * 5)))
+        writer.commit(
+            Commit(writer.last.head + 64 + (place - writer.last.head) % writer.size, 0, 0, 0, *NOTHING_STAGED)
+        )
         reader.cells[layout.TAIL] = reader.position = writer.last.head
     places = {(place + 64) % writer.size for place in range(0, writer.size, 64)}
     assert len(places) == writer.size // 64
@@ -188,7 +197,7 @@ def test_a_gap_begins_a_list_of_its_own(rings, monkeypatch):
     writer, reader = dropping(rings, slots=4)
     for _ in range(4):
         put(writer, b"x")
-    look, looked = ring._block_at, []
+    look, looked = ring.block_at, []
 
     def overtaken(ring, position, head):
         block = look(ring, position, head)
@@ -198,7 +207,7 @@ def test_a_gap_begins_a_list_of_its_own(rings, monkeypatch):
                 put(writer, b"y")  # drops what the reader has, and two more
         return block
 
-    monkeypatch.setattr(ring, "_block_at", overtaken)
+    monkeypatch.setattr(ring, "block_at", overtaken)
     first = reader.take()
     assert [block.first_seq for block in first] == [1] and not reader.jumped
     second = reader.take()
@@ -240,7 +249,7 @@ def test_the_floor_never_passes_the_head_while_the_reader_empties_a_full_ring(ri
     writer, reader = dropping(rings, slots=1000, nbytes=4096)
     for _ in range(10):  # more than a lap: the bytes at the head look like the header of a block
         put(writer, b"x" * 500)
-    fits, raced = writer._fits, []
+    fits, raced = writer.fits, []
 
     def reader_is_faster(total, count):
         room = fits(total, count)
@@ -248,7 +257,7 @@ def test_the_floor_never_passes_the_head_while_the_reader_empties_a_full_ring(ri
             raced.append(taken(reader))
         return room
 
-    monkeypatch.setattr(writer, "_fits", reader_is_faster)
+    monkeypatch.setattr(writer, "fits", reader_is_faster)
     assert writer.has_room(4, 1)
     assert raced and writer.cells[layout.FLOOR] <= writer.last.head
     put(writer, b"last")
@@ -259,11 +268,11 @@ def test_a_commit_is_in_force_as_a_whole_or_not_at_all(rings):
     """A writer that dies anywhere before the counter store leaves the record that was in force."""
     writer, reader = rings()
     put(writer, b"a")
-    before = vars(reader.committed())
-    spare = layout.RECORD[writer._counter + 1 & 1]
-    for at in range(6):
+    before = cells(reader.committed())
+    spare = layout.RECORD[writer.cells[layout.COUNTER] + 1 & 1]
+    for at in range(len(Commit.__slots__)):
         writer.cells[spare + at] = 12345
-        assert vars(reader.committed()) == before
+        assert cells(reader.committed()) == before
     put(writer, b"b")
     assert reader.committed().next_seq == 3
 
@@ -272,8 +281,9 @@ def test_a_commit_without_a_block_moves_only_the_staging_cells(rings):
     writer, reader = rings()
     put(writer, b"a")
     last = writer.last
-    writer.commit(Commit(last.head, last.messages, last.next_seq, last.last_ts, 1, 77))
-    assert vars(reader.committed()) == {**vars(last), "area": 1, "consumed": 77}
+    writer.commit(last.consuming(Consumed(1, 77, 1732190000, 12345)))
+    moved = {"area": 1, "consumed": 77, "birth": 1732190000, "position": 12345}
+    assert cells(reader.committed()) == {**cells(last), **moved}
     assert len(taken(reader)) == 1
 
 
@@ -354,4 +364,4 @@ def test_the_cells_of_the_two_processes_share_no_cache_line():
     readers = {layout.TAIL, layout.TAIL_MESSAGES, layout.READER_SLEEPS, layout.SYNCED, layout.SYNC_FAILED}
     assert not {cell // 8 for cell in writers} & {cell // 8 for cell in readers}
     assert max(writers | readers) < (layout.BLOCKS - layout.CELLS) // 8
-    assert layout.RECORD[1] - layout.RECORD[0] >= len(vars(Commit(*[0] * 6)))
+    assert layout.RECORD[1] - layout.RECORD[0] >= len(Commit.__slots__)

@@ -76,7 +76,7 @@ def test_limits_come_from_the_settings_and_a_topic_may_have_its_own():
     limits = Limits.of(load({"KMQ_SEGMENT_AGE": "1h", "KMQ_RETENTION_BYTES": "1 GiB"}, toml=""))
     assert (limits.segment_bytes, limits.segment_age) == (GIB, 3600)
     assert (limits.retention_age, limits.retention_bytes) == (NEVER, GIB)
-    own = limits.but({"segment_bytes": "65536", "retention_age": "2d", "retention_bytes": "none"})
+    own = limits.with_changes({"segment_bytes": "65536", "retention_age": "2d", "retention_bytes": "none"})
     assert (own.segment_bytes, own.segment_age) == (65536, 3600)
     assert (own.retention_age, own.retention_bytes) == (2 * 86400, 0)
     assert limits.segment_bytes == GIB
@@ -85,12 +85,12 @@ def test_limits_come_from_the_settings_and_a_topic_may_have_its_own():
 @pytest.mark.parametrize(("name", "text"), [("segment_bytes", "1"), ("retention_age", "soon"), ("segment_age", "0s")])
 def test_a_limit_that_is_none_is_refused_by_name(name, text):
     with pytest.raises(ConfigError, match=f"{name} = '{text}'"):
-        Limits().but({name: text})
+        Limits().with_changes({name: text})
 
 
 def test_only_limits_may_be_a_topics_own():
     with pytest.raises(ConfigError, match="host: unknown limit; expected one of segment_bytes, segment_age"):
-        Limits().but({"host": "x"})
+        Limits().with_changes({"host": "x"})
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"x|y", b"17", b"17|now|t"])

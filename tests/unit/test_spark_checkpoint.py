@@ -55,7 +55,7 @@ def test_the_last_batch_that_is_through_counts_and_an_unfinished_one_is_named(re
 def test_status_finds_checkpoints_by_table_and_by_directory(read_to, tmp_path):
     for place in (tmp_path, tmp_path / "t", read_to[0]):
         assert [each.path for each in checkpoint.find([str(place)])] == [str(read_to[0])]
-    with pytest.raises(ConfigError, match="neither a checkpoint, nor a table"):
+    with pytest.raises(ConfigError, match="not a checkpoint, a pipeline's table"):
         checkpoint.find([str(tmp_path / "data")])
     shown = CliRunner().invoke(app, ["pipeline", "status", str(tmp_path), "--partitions"])
     assert shown.exit_code == 0 and "orders" in shown.stdout, shown.output
@@ -65,14 +65,14 @@ def test_a_probe_fails_unless_the_query_runs_and_was_heard_of(read_to):
     path, _ = read_to
     probe = ["pipeline", "status", str(path), "--alive", "1m", "--offline"]
     found = CliRunner().invoke(app, probe)
-    assert str(found.exception) == "t: does not run"
+    assert str(found.exception) == "t: is not running"
     lock = FileLock(f"{path}/kmq-owner")
     assert lock.try_acquire("pid=1")
-    assert str(CliRunner().invoke(app, probe).exception) == "t: runs, but was last heard of never"
+    assert str(CliRunner().invoke(app, probe).exception) == "t: is running, but has never reported its status"
     (path / "kmq-status.json").write_text("{}")
     assert CliRunner().invoke(app, probe).exit_code == 0
     os.utime(path / "kmq-status.json", (1, 1))
-    assert "last heard of" in str(CliRunner().invoke(app, probe).exception)
+    assert "last reported" in str(CliRunner().invoke(app, probe).exception)
     lock.release()
 
 
@@ -109,7 +109,7 @@ def test_reset_is_refused_while_the_table_has_a_writer_or_its_batches_do_not_fit
     plan = reset.plan(checkpoint.Checkpoint(path), "latest")
     lock = FileLock(f"{tmp_path}/t/.kmq/owner")
     assert lock.try_acquire("pid=7")
-    with pytest.raises(BusyError, match=r"its query runs .pid=7.; stop it first"):
+    with pytest.raises(BusyError, match=r"its query is running .pid=7.; stop it first"):
         reset.apply(plan)
     lock.release()
     (tmp_path / "t/.kmq/batch").write_text("5")

@@ -51,10 +51,10 @@ def test_topics_come_by_name_or_by_pattern():
 
 
 def test_a_conf_that_is_no_pair_is_named():
-    assert pipeline_options._pair("spark.x=a=b") == ("spark.x", "a=b")
+    assert pipeline_options.On(conf=["spark.x=a=b"]).confs() == {"spark.x": "a=b"}
     for wrong in ("spark.x", "=1"):
         with pytest.raises(ConfigError, match="must be name=value"):
-            pipeline_options._pair(wrong)
+            pipeline_options.On(conf=[wrong]).confs()
 
 
 def test_the_list_has_every_pipeline_with_what_it_does(capsys):
@@ -172,8 +172,8 @@ def test_the_cores_of_a_master_here_are_those_it_names(master, cores):
 
 def test_a_master_elsewhere_is_not_told_to_come_back_over_loopback():
     assert not sessions.is_here("spark://cluster:7077")
-    assert "spark.driver.host" not in sessions._confs("spark://cluster:7077")
-    assert sessions._confs("spark://127.0.0.1:7077")["spark.driver.host"] == "127.0.0.1"
+    assert "spark.driver.host" not in sessions.default_confs("spark://cluster:7077")
+    assert sessions.default_confs("spark://127.0.0.1:7077")["spark.driver.host"] == "127.0.0.1"
 
 
 # --- errors --------------------------------------------------------------------------------------------------------
@@ -261,9 +261,9 @@ def test_a_statement_ends_with_a_semicolon_that_is_not_quoted():
 
 
 def test_long_and_unprintable_values_are_cut_and_escaped_in_a_table():
-    assert results._cut(None) == "NULL"
-    assert results._cut("a\tb\n") == "a\\tb\\n"
-    assert results._cut("x" * 100) == "x" * 59 + "…"
+    assert results.cell_text(None) == "NULL"
+    assert results.cell_text("a\tb\n") == "a\\tb\\n"
+    assert results.cell_text("x" * 100) == "x" * 59 + "…"
 
 
 # --- progress ------------------------------------------------------------------------------------------------------

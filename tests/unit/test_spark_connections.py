@@ -33,7 +33,7 @@ def test_a_pickled_access_connects_with_the_same_files(authority):
 
 def test_a_server_without_a_scheme_has_tls_where_tls_options_are_given(authority):
     access = Access(tls=Tls(str(authority.path)))
-    assert Remote("pod-1", access)._url("") == "broker pod-1: https://pod-1:8443"
+    assert Remote("pod-1", access).describe() == "broker pod-1: https://pod-1:8443"
     with pytest.raises(ConfigError, match=r"'http://pod-1' has no TLS"):
         Remote("http://pod-1", access)
 
@@ -42,10 +42,10 @@ def test_a_server_without_a_scheme_has_tls_where_tls_options_are_given(authority
     ("given", "says"),
     [
         ({"kmq.timeout": "soon"}, "kmq.timeout='soon': expected a whole number with ms"),
-        ({"kmq.patience": "0s"}, "kmq.patience='0s': must be over 0"),
+        ({"kmq.patience": "0s"}, "kmq.patience='0s': must be above 0"),
         ({"kmq.ssl.ca.location": "/nope.pem"}, "kmq.ssl.ca.location='/nope.pem': must be a PEM file"),
         ({"kmq.ssl.certificate.location": "/nope"}, "kmq.ssl.certificate.location='/nope': must be PEM files"),
-        ({"kmq.ssl.key.location": "k"}, "kmq.ssl.key.location: there is no certificate that it belongs to"),
+        ({"kmq.ssl.key.location": "k"}, "kmq.ssl.key.location: needs the certificate that it belongs to"),
         ({"kmq.ssl.ca": "x"}, "unknown reader option kmq.ssl.ca='x'; did you mean kmq.ssl.ca.location"),
     ],
 )

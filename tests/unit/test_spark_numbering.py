@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from kmq.spark.sink.lines import RowError
-from kmq.spark.sink.numbering import Counted, Given, Origins, _fitting
+from kmq.spark.sink.numbering import Counted, Given, Origins, fitting_name
 
 JOB = "s-0b9c2f4e-3f5e-4b61-9f6a-1f2f3a4b5c6d"
 
@@ -88,5 +88,5 @@ def test_given_numbers_must_rise_within_their_producer():
 
 
 def test_a_name_that_fits_is_left_as_it_is():
-    assert _fitting("x" * 62, "-0") == "x" * 62 + "-0"
-    assert len(_fitting("x" * 63, "-0")) == 34
+    assert fitting_name("x" * 62, "-0") == "x" * 62 + "-0"
+    assert len(fitting_name("x" * 63, "-0")) == 34

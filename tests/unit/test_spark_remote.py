@@ -199,7 +199,7 @@ def test_a_name_that_is_no_address_is_refused(name):
     ],
 )
 def test_a_name_may_leave_out_the_port_and_ask_for_tls(name, url):
-    assert Remote(name)._url("") == f"broker {name}: {url}"
+    assert Remote(name).describe() == f"broker {name}: {url}"
 
 
 def test_a_silent_gateway_is_given_up_after_timeout_and_patience():

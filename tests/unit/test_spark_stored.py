@@ -3,7 +3,7 @@
 import pytest
 
 from kmq.record import fingerprint
-from kmq.spark.sink.stored import _ranges, says_the_same
+from kmq.spark.sink.stored import ranges, says_the_same
 
 SENT = b"orders.@.k|1.5|7;host=a|pay|load"
 SAME = [
@@ -48,6 +48,6 @@ def test_payloads_are_compared_by_what_they_mean(sent, stored, is_same):
 
 
 def test_seqs_that_lie_together_are_read_together():
-    assert list(_ranges([])) == []
-    assert list(_ranges([5])) == [(5, 5)]
-    assert list(_ranges([1, 2, 900, 2900, 2901, 9000])) == [(1, 2901), (9000, 9000)]
+    assert list(ranges([])) == []
+    assert list(ranges([5])) == [(5, 5)]
+    assert list(ranges([1, 2, 900, 2900, 2901, 9000])) == [(1, 2901), (9000, 9000)]

@@ -117,8 +117,8 @@ def test_files_that_are_no_table_of_ours_are_in_no_other_formats_way(tmp_path, f
     ("table_has", "stream_has", "batches", "what"),
     [
         (QUERY, None, (), "is new, but the rows of --to"),
-        (QUERY, "other", (0,), "is of another query than the rows of --to"),
-        ("", "other", (0, 1), "is in the middle of another table's rows"),
+        (QUERY, "other", (0,), "belongs to another query than the rows of --to"),
+        ("", "other", (0, 1), "has written batches to another table"),
     ],
 )
 def test_a_checkpoint_of_other_rows_is_refused(tmp_path, checkpoint, table_has, stream_has, batches, what):

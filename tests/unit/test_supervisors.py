@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kmq.broker.supervision import _is_supervisor
+from kmq.broker.supervision import is_supervisor
 
 WAIT = "import sys; print(flush=True); sys.stdin.read()"
 
@@ -26,11 +26,11 @@ def test_a_supervisor_of_this_and_of_older_releases_is_recognised(words, is_one)
         [sys.executable, "-c", WAIT, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout.readline() == b"\n"
-        assert _is_supervisor(process.pid) is is_one
+        assert is_supervisor(process.pid) is is_one
         process.stdin.close()
 
 
 def test_a_process_that_is_gone_is_no_supervisor():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert not _is_supervisor(process.pid)
+    assert not is_supervisor(process.pid)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import select
 import shutil
 import socket
 import ssl
@@ -11,12 +12,19 @@ from types import SimpleNamespace
 import pytest
 from certificates import Authority
 from fake_logger import FakeLogger
+from fifo_reading import read_all
+from framing_steps import Steps, table
+from received_ends import Way
 
+from kmq import record
 from kmq.broker import stats, tls
 from kmq.errors import ConfigError
 from kmq.ingress.connection import Connection
 from kmq.ingress.intake import Intake
-from kmq.links.fifo import FifoWriter, open_fifo
+from kmq.ingress.producers import Producers
+from kmq.links.fifo import open_fifo
+from kmq.links.handover import Handover
+from kmq.links.raw import LINES
 from kmq.settings import load
 
 MAX_LINE = 4096  # the smallest there is: a TLS record is four times as long
@@ -254,29 +262,31 @@ def test_a_connection_that_is_gone_before_it_began_is_no_error(files):
 def test_lines_come_through_however_long_records_and_lines_are(connect, files, tmp_path, step):
     client, server = open_pair(connect, files)
     raw = open_fifo(str(tmp_path), "raw")
-    intake = Intake(FifoWriter(raw), MAX_LINE)
+    way = Way()
+    intake = Intake(Handover(raw, way.writer), MAX_LINE)
+    steps = Steps(table(), max_line=MAX_LINE, way=way)
     connection = Connection(server, "test", server)
     lines = [b"t|||" + b"x" * size for size in (0, 10, 3000, MAX_LINE - 4, MAX_LINE - 3, 1, 9000, 2)]
     data = b"".join(line + b"\n" for line in lines)[: 500 if step == 1 else None]
-    text = b""
     for at in range(0, len(data), step):
         assert push(client, data[at : at + step])
         while receive_line(intake, connection):
-            text += drained(intake, raw)
-    good = [line for line in lines if len(line) <= MAX_LINE]
-    joined = text.replace(b"\n-", b"").replace(b"+", b"")  # pieces of long lines
-    assert all(line in joined for line in good[: 2 if step == 1 else None])
-    assert text.count(b"reason=too_long") == (0 if step == 1 else 2)
+            steps.read(drained(intake, raw))
+    stored = [
+        line if len(line) <= MAX_LINE else record.malformed("too_long", line, len(line), MAX_LINE) for line in lines
+    ]
+    assert steps.lines == stored[: 2 if step == 1 else None]
     os.close(raw)
 
 
 def test_what_waits_for_the_fifo_is_not_overwritten_by_what_comes_next(connect, files, tmp_path):
     """While producers are refused they are heard although the FIFO is full; over TLS a first byte cannot be looked at before."""
     raw = open_fifo(str(tmp_path), "raw")
-    os.write(raw, b"#" * 4095 + b"\n")
-    intake = Intake(FifoWriter(raw), 1 << 20)
-    while not intake.fifo.clogged:
-        intake.fifo.put(b"t|||fill\n" * 400, 0, 3600)
+    way = Way(1 << 16)
+    intake = Intake(Handover(raw, way.writer), 1 << 20)
+    steps = Steps(table(), max_line=1 << 20, way=way)
+    while not intake.handover.clogged:
+        intake.handover.put([b"t|||fill\n" * 400], None, 0)
     intake.expect_clogging(True)
     sent = [b"t|||%b\n" % (bytes([letter]) * 500) * 100 for letter in b"abc"]
     for data in sent:
@@ -285,11 +295,36 @@ def test_what_waits_for_the_fifo_is_not_overwritten_by_what_comes_next(connect, 
         assert push(client, data)
         assert receive_line(intake, connection)
         assert intake.bytes <= 3 * 16384
-    text = drained(intake, raw)
+    assert intake.handover.clogged
+    while intake.handover.clogged:
+        steps.read(drained(intake, raw))
     for data in sent:
-        taken = text.count(data[:505])
-        assert taken == 16384 // 505
+        assert steps.lines.count(data[:504]) == 16384 // 505
     os.close(raw)
+
+
+def test_an_end_is_answered_only_when_the_fifo_speaks_of_the_lines_that_came_with_it(
+    connect, files, tmp_path, monkeypatch
+):
+    """Killed between the two, ingress would have told the producer that lines are safe of which nobody knows."""
+    raw, acks = (open_fifo(str(tmp_path), name) for name in ("raw", "acks"))
+    stage = SimpleNamespace(settings=load({}, "/nonexistent.toml"), row=None, acks=acks, most_files=1000)
+    accepting = SimpleNamespace(refusal=b"")
+    producers = Producers(stage, Handover(raw, Way(4 << 20).writer), accepting, None, None)
+    told = []
+    monkeypatch.setattr("kmq.ingress.producers.close_in_order", lambda connection: told.append(read_all(raw)))
+    client, server = open_pair(connect, files)
+    connection = Connection(server, "test", server)
+    producers.table.add(connection)
+    producers.poll.register(server, select.EPOLLIN)
+    assert push(client, b"t|||1\n")
+    with pytest.raises(ssl.SSLWantReadError):
+        client.unwrap()
+    producers.note_ready(server.fileno(), select.EPOLLIN)
+    producers.serve()
+    assert [LINES.fullmatch(text) is not None for text in told] == [True]
+    os.close(raw)
+    os.close(acks)
 
 
 def receive_line(intake, connection):
@@ -300,14 +335,9 @@ def receive_line(intake, connection):
 
 
 def drained(intake, raw):
-    text = b""
-    while True:
-        try:
-            text += os.read(raw, 1 << 20)
-        except BlockingIOError:
-            if not intake.fifo.clogged:
-                return text
-            intake.fifo.flush()
+    """What the FIFO says now."""
+    intake.handover.flush()
+    return read_all(raw)
 
 
 # --- certificates --------------------------------------------------------------------------------------------------

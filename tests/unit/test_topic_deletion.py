@@ -50,7 +50,7 @@ class Broker:
         self.seq += made.count
 
     def delete(self, topic="orders"):
-        requests.lay_down(self.data, requests.DELETE, topic, {})
+        requests.submit(self.data, requests.DELETE, topic, {})
         self.queues.tick()
 
     def findings(self):
@@ -84,18 +84,27 @@ def kill_at(data, seq, topic, nth):
             return trace if frame.f_code.co_name in TRACED else None
 
         broker = Broker(data, seq)
-        requests.lay_down(data, requests.DELETE, topic, {})
+        requests.submit(data, requests.DELETE, topic, {})
         sys.settrace(trace)
         broker.queues.tick()
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
+LOSSES = ["router.ckpt", "topics/others", "topics/.deletions"]
+
+
 @pytest.mark.parametrize(
-    ("topic", "losses"),
-    [("orders", []), ("empty", []), ("orders", ["router.ckpt", "topics/others", "topics/.deletions"])],
+    ("topic", "losses", "step"),  # of the lines, every step-th
+    [
+        ("orders", [], 1),
+        ("empty", [], 3),
+        ("orders", LOSSES, 3),
+        pytest.param("empty", [], 1, marks=pytest.mark.soak),
+        pytest.param("orders", LOSSES, 1, marks=pytest.mark.soak),
+    ],
 )
-def test_a_kill_at_any_line_leaves_it_deleted_and_all_others_whole(broker, topic, losses):
+def test_a_kill_at_any_line_leaves_it_deleted_and_all_others_whole(broker, topic, losses, step):
     topics.declare(broker.data, "empty", 3)
     broker.queues.close()
     data, before = broker.data, f"{broker.data}-before"
@@ -118,7 +127,7 @@ def test_a_kill_at_any_line_leaves_it_deleted_and_all_others_whole(broker, topic
         assert after.findings() == [], nth
         shutil.rmtree(data)
         shutil.copytree(before, data, symlinks=True)
-        nth += 1
+        nth += step
     assert nth > 30
 
 
@@ -157,7 +166,7 @@ def test_records_dropped_and_deleted_do_not_come_back_by_a_redrive(broker):
 def test_a_repair_without_a_checkpoint_begins_a_queue_where_the_deleted_one_ended(broker):
     broker.delete()
     broker.send(b"orders.k|0|0|x")
-    requests.lay_down(broker.data, requests.SET, "orders", {"segment_bytes": "64KiB"})
+    requests.submit(broker.data, requests.SET, "orders", {"segment_bytes": "64KiB"})
     broker.queues.tick()
     broker.send(*(b"orders.k|0|%d|%b" % (n, b"x" * 10_000) for n in range(1, 20)))
     broker.queues.close()

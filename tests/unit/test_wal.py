@@ -47,7 +47,7 @@ def everything(data, low=1, high=1 << 40):
 
 def test_an_empty_wal_begins_before_seq_1(data):
     log = reopen(data)
-    assert (log.last_seq, log.last_ts, log.size, log.cut_bytes) == (0, 0, 0, 0)
+    assert (log.last_seq, log.last_ts, os.path.getsize(log.path), log.cut_bytes) == (0, 0, 0, 0)
     assert os.readlink(f"{data}/append.log") == f"append/{segment.name(1)}"
     assert wal.last_stored(data) == (0, 0) and wal.first_seq(data) == 1
     log.close()
@@ -90,7 +90,7 @@ def test_a_damaged_end_is_cut_back_to_the_last_whole_record(data, tail, lost):
     log = reopen(data)
     kept = b"".join(stored(LINES[: 300 - lost]))
     assert everything(data) == kept
-    assert (log.last_seq, log.size, log.cut_bytes) == (300 - lost, len(kept), damaged - len(kept))
+    assert (log.last_seq, os.path.getsize(log.path), log.cut_bytes) == (300 - lost, len(kept), damaged - len(kept))
     again = stored(LINES[300 - lost :] + LINES[:1], 301 - lost)
     log.append([(b"".join(again), 301 - lost, lost + 1, FIRST_TS + 301)])
     log.sync()
@@ -362,18 +362,17 @@ def test_a_segment_that_has_no_room_to_be_sealed_goes_on_as_it_is(data, monkeypa
 
 def test_what_waits_for_room_lets_retention_make_it(data, monkeypatch):
     roll_every(data, 100).close()
-    log = reopen(data, Limits(retention_bytes=1))
     waited = []
-    log._wait_outside = waited.append
+    log = Wal(data, waited.append, 1 << 20, Limits(retention_bytes=1))
     log.while_full = lambda: log.retain(lambda: 1000, time.time())
-    real, refusals = disk.AppendFile._write, iter([True])
+    real, refusals = disk.write_some, iter([True])
 
-    def full_once(file, buffers):
+    def full_once(fd, buffers):
         if next(refusals, False):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(file, buffers)
+        return real(fd, buffers)
 
-    monkeypatch.setattr(disk.AppendFile, "_write", full_once)
+    monkeypatch.setattr(disk, "write_some", full_once)
     log.append([(b"".join(stored(LINES[:9], 301)), 301, 9, FIRST_TS + 310)])
     log.close()
     assert waited == [path_of(data, 301)] and firsts(data) == [300, 301]
