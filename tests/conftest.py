@@ -1,5 +1,6 @@
 """For every kind of test. What is beside this file can be imported by all of them."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from kmq.spark.sessions import find_java
 
 if TYPE_CHECKING:
     from certificates import Authority
+
+_LEFT_OPEN = 64  # a library's threads and a session of Spark have a few dozen
 
 
 def pytest_configure() -> None:
@@ -37,6 +40,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs Java where there is none, and say so; in CI that is a failure."""
     if item.get_closest_marker("java") and _java_missing():
         (pytest.fail if os.environ.get("CI") else pytest.skip)(_java_missing())
+
+
+def _open_files() -> dict[str, str]:
+    files = {}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            files[number] = os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # that of the listing itself
+            pass
+    return files
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _files_are_closed() -> Iterator[None]:
+    """A test file leaves few files open. Thousands of tests run in one process, and select() takes 1,024."""
+    before = _open_files()
+    yield
+    if len(_open_files()) > len(before) + _LEFT_OPEN:
+        gc.collect()
+        now = _open_files()
+        new = sorted(name for number, name in now.items() if number not in before)
+        assert len(now) <= len(before) + _LEFT_OPEN, f"{len(new)} files are left open, among them {new[:20]}"
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def rings():
 
     yield make
     for _, end in made:
-        end.lock.release()
+        end.close()
     for instance in {instance for instance, _ in made}:
         layout.remove(instance, "framed")
 

@@ -66,7 +66,7 @@ class World:
         except Killed:
             self.kills += 1
             self.armed = False
-            self.framer.ring.lock.release()
+            self.framer.ring.close()
             self.framer = Framer(self)
             return True
         finally:
@@ -94,7 +94,7 @@ class World:
 
     def close(self):
         for end in (self.framer.ring, self.reader):
-            end.lock.release()
+            end.close()
         layout.remove(self.way.instance, "framed")
 
 
