@@ -20,6 +20,8 @@ from kmq.errors import BusyError, ConfigError
 from kmq.settings import OWNER_WAIT_S, SHM, STAGES
 from kmq.watch import file_id
 
+TYPE_CHECKING = False
+
 _TEXT = 1024  # bytes of the identity line
 _ROW = 32  # words of a row
 _FILE_BYTES = 4096
@@ -63,28 +65,20 @@ _FIELDS = (
 _LASTING = ("starts", "clock_offset", "clock_suspect", "clock_trust")
 
 
-_AT = {name: at for at, name in enumerate(_FIELDS)}
-
-
 class Row:
-    """The words of one process: attributes read and write shared memory."""
+    """The words of one process: each of _FIELDS is an attribute that reads and writes shared memory."""
 
     __slots__ = ("_words",)
     _words: memoryview
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> int: ...
+        def __setattr__(self, name: str, value: int) -> None: ...
+
     def lie_in(self, words: memoryview) -> None:
         """Use these words from now on."""
-        object.__setattr__(self, "_words", words)
-
-    def __getattr__(self, name: str) -> int:
-        try:
-            value: int = self._words[_AT[name]]
-        except KeyError:
-            raise AttributeError(name) from None
-        return value
-
-    def __setattr__(self, name: str, value: int) -> None:
-        self._words[_AT[name]] = value
+        self._words = words
 
     @property
     def age_s(self) -> float:
@@ -133,6 +127,22 @@ class Row:
         for at, name in enumerate(_FIELDS):
             if name not in _LASTING:
                 self._words[at] = 0
+
+
+def _word(at: int) -> property:
+    def get(row: Row) -> int:
+        value: int = row._words[at]
+        return value
+
+    def put(row: Row, value: int) -> None:
+        row._words[at] = value
+
+    return property(get, put)
+
+
+# Properties: every stage reads and writes some words in each turn, and __getattr__ would take seven times as long.
+for _at, _name in enumerate(_FIELDS):
+    setattr(Row, _name, _word(_at))
 
 
 class StatsPage:
