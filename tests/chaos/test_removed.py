@@ -38,9 +38,17 @@ def until_all_run_again(pod: Pod) -> None:
             if not pod.is_alive(name):
                 assert pod.processes[name].returncode in (EX_TEMPFAIL, -signal.SIGKILL), pod.tail()
                 pod.start(name)
-        return all(pod.state(name) == "ready" for name in STAGES)
+        works = (pod.state(name) == "ready" and not holds_removed_memory(pod, name) for name in STAGES)
+        return all(works) and all(map(pod.is_alive, STAGES))
 
     pod.wait(are_ready, "all four are ready again")
+
+
+def holds_removed_memory(pod: Pod, name: str) -> bool:
+    """Whether this stage has not noticed yet that shared memory was removed: it will end for that."""
+    maps = Path(f"/proc/{pod.processes[name].pid}/maps").read_text().splitlines()
+    mapped = {int(line.split()[4]) for line in maps if f"/{pod.instance}." in line}
+    return not mapped <= {path.stat().st_ino for path in SHM.glob(f"{pod.instance}.*")}
 
 
 def send_some(pod: Pod, cleanup: ExitStack, name: str, count: int) -> socket.socket:
