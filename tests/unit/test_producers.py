@@ -307,11 +307,14 @@ class Killed(Steps):
             file.write(self.known.snapshot().encode(len(self.lines)))
 
 
+@pytest.mark.parametrize("trials", [80, pytest.param(300, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("limits", [{}, {"count": 12}, {"age": 6}], ids=["roomy", "few ids and runs", "young ids"])
-def test_a_framer_killed_at_any_commit_gives_the_same_answers_and_stores_the_same(tmp_path, limits, monkeypatch):
+def test_a_framer_killed_at_any_commit_gives_the_same_answers_and_stores_the_same(
+    tmp_path, limits, trials, monkeypatch
+):
     monkeypatch.setattr(dedupe, "_RUNS", 16)
     rng, kills, kinds = random.Random(9), 0, set()
-    for n in range(300):
+    for n in range(trials):
         data = tmp_path / str(n)
         data.mkdir()
         parts, _ = random_traffic(rng, count=60)
@@ -333,7 +336,7 @@ def test_a_framer_killed_at_any_commit_gives_the_same_answers_and_stores_the_sam
         assert state(killed.known) == state(undisturbed.known)
         kills += killed.kills
         kinds |= {reply.split()[0] for reply in said.values()}
-    assert kills > 1000 and kinds == {b"ack", b"dup", b"err"}
+    assert kills > trials * 10 / 3 and kinds == {b"ack", b"dup", b"err"}
 
 
 def test_a_name_that_stores_nothing_takes_no_place():
