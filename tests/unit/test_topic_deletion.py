@@ -97,9 +97,10 @@ LOSSES = ["router.ckpt", "topics/others", "topics/.deletions"]
 @pytest.mark.parametrize(
     ("topic", "losses", "step"),  # of the lines, every step-th
     [
-        ("orders", [], 1),
+        ("orders", [], 2),
         ("empty", [], 3),
         ("orders", LOSSES, 3),
+        pytest.param("orders", [], 1, marks=pytest.mark.soak),
         pytest.param("empty", [], 1, marks=pytest.mark.soak),
         pytest.param("orders", LOSSES, 1, marks=pytest.mark.soak),
     ],
