@@ -15,12 +15,16 @@ if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.lines import decode_payload as decode_payload
     from kmq.client.producer import Delivery as Delivery
     from kmq.client.producer import Producer as Producer
+    from kmq.cluster.aio import AsyncBroadcastQueue as AsyncBroadcastQueue
+    from kmq.cluster.queue import BroadcastQueue as BroadcastQueue
     from kmq.errors import KmqError as KmqError
 
 __version__ = "0.1.0"  # written here only: pyproject.toml reads it, a test compares the manifests
 
 _EXPORTS = {
+    "AsyncBroadcastQueue": "kmq.cluster.aio",
     "AsyncProducer": "kmq.client.aio",
+    "BroadcastQueue": "kmq.cluster.queue",
     "Delivery": "kmq.client.producer",
     "Fenced": "kmq.client.failures",
     "KmqError": "kmq.errors",

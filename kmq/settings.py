@@ -280,8 +280,21 @@ class Settings:
     podbus_topic: str = _setting(
         "KMQ_PODBUS_TOPIC", "podbus", _topic, "topic of the records that arrive over gRPC Produce (gateway)"
     )
+    cluster: str = _setting(
+        "KMQ_CLUSTER", "", _instance, "name of the cluster that this broker belongs to; without it: none"
+    )
+    broker: str = _setting("KMQ_BROKER", "", _instance, "name of this broker in its cluster; default: the host name")
+    consul: str = _setting(
+        "KMQ_CONSUL", "", _text, "addresses of Consul, with commas: host:port or URLs; best an agent of the same node"
+    )
+    consul_token: str = _setting("KMQ_CONSUL_TOKEN", "", _text, "ACL token for Consul")
+    consul_ca: str = _setting("KMQ_CONSUL_CA", "", _path, "file of the certificate authority (PEM) of Consul's HTTPS")
+    session_ttl: float = _setting(
+        "KMQ_SESSION_TTL", "2s", _duration, "time after which a process that Consul hears nothing of is taken for dead"
+    )
 
     texts: dict[str, str]  # each setting as it was given, by its environment name
+    given: set[str]  # attributes of the settings that were given, and do not just have their default
     unused: list[str]  # names of settings that were given and have no effect
     ignored: list[str]  # names that Kubernetes injected (service_links)
 
@@ -299,10 +312,25 @@ class Settings:
                 values[row.env] = str(value)
             if row.parse is _path:
                 values[row.env] = os.path.abspath(values[row.env])
+        if self.cluster:
+            values |= {row.env: "" for name, row in SHARED.items() if name not in self.given}
         return values
+
+    @property
+    def in_cluster(self) -> bool:
+        """Return True if this broker subscribes to a Broadcast Queue."""
+        return bool(self.cluster and self.consul)
+
+    def with_shared(self, texts: dict[str, str]) -> "Settings":
+        """Return these settings, with those of SHARED replaced that were not given here. `texts`: by attribute."""
+        told = {name: SHARED[name].parse(text) for name, text in texts.items() if name not in self.given}
+        return Settings(self.__dict__ | told) if told else self
 
 
 SETTINGS = tuple(row for row in vars(Settings).values() if isinstance(row, Setting))
+# What a fleet may set for all its brokers (states.py). "" as the text of one means that this broker was not given it:
+# so the processes of a supervisor know as much as it does.
+SHARED = {row.attribute: row for row in SETTINGS if row.attribute in ("retention_age", "retention_bytes", "data_quota")}
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -350,9 +378,14 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
             raise ConfigError(f"{source}: unknown setting {name}{_suggest(name, known)}")
     texts: dict[str, str] = {}
     unused = [row.env for row in SETTINGS if not row.is_used and (row.env in from_env or row.env in from_file)]
-    values: dict[str, object] = {"ignored": links, "texts": texts, "unused": unused}
+    given: set[str] = set()
+    values: dict[str, object] = {"ignored": links, "texts": texts, "unused": unused, "given": given}
     for row in SETTINGS:
         text = from_env.get(row.env, from_file.get(row.env, row.default))
+        if text == "" and row.attribute in SHARED:
+            text = row.default
+        elif row.env in from_env or row.env in from_file:
+            given.add(row.attribute)
         if text == "" and row.default == "":
             values[row.attribute] = ""
             continue

@@ -17,7 +17,16 @@ MAX_FILE, MAX_FUNCTION, MAX_CLASS = 450, 50, 20
 FLOORS = [
     ["scripts kmq.__main__ kmq.probe kmq.spark.submit"],
     ["kmq.cli"],
-    ["stages.ingress", "stages.framer", "stages.durability", "stages.router", "stages", "kmq.gateway", "kmq.spark"],
+    [
+        "stages.ingress",
+        "stages.framer",
+        "stages.durability",
+        "stages.router",
+        "stages",
+        "kmq.gateway",
+        "kmq.spark",
+        "kmq.fleet kmq.cluster.agent",
+    ],
     ["kmq.gateway.http", "kmq.gateway.grpc", "kmq.spark.pipelines", "kmq.spark.audit", "kmq.spark.sql"],
     ["kmq.gateway.core", "kmq.spark.tables", "kmq.spark.streaming", "kmq.spark.sink"],
     ["kmq.spark.source"],
@@ -25,9 +34,9 @@ FLOORS = [
     ["kmq.ingress", "kmq.framing", "kmq.durability", "kmq.router", "kmq.repair", "kmq.deadletters"],
     ["kmq.broker"],
     ["kmq.client kmq"],
-    ["kmq.log"],
+    ["kmq.log", "kmq.cluster"],
     ["kmq.links"],
-    ["kmq.settings kmq.routing kmq.tokens kmq.terminal kmq.descriptors"],
+    ["kmq.settings kmq.states kmq.routing kmq.tokens kmq.terminal kmq.descriptors"],
     ["kmq.record kmq.refusals kmq.errors kmq.logfmt kmq.watch kmq.certificate kmq.ids"],
 ]
 

@@ -153,7 +153,7 @@ def test_environment_gives_a_child_the_same_settings_in_another_directory(tmp_pa
 
 def test_every_setting_is_declared_once_with_a_default_that_is_legal():
     assert len({row.env for row in settings.SETTINGS}) == len(settings.SETTINGS)
-    given = {"texts", "unused", "ignored"}
+    given = {"texts", "unused", "ignored", "given"}
     assert {row.attribute for row in settings.SETTINGS} == set(settings.Settings.__annotations__) - given
     for row in settings.SETTINGS:
         assert row.default == "" or row.parse(row.default) is not None

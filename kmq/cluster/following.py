@@ -1,0 +1,204 @@
+"""Follows the Broadcast Queue until it is told to stop: through errors of processing, lost sessions and a lost Consul.
+
+    follow(queue, handler, stop)      # handler(item): a Snapshot or a Message; an exception: it could not be processed
+
+Invariant   An item is marked only after `handler` has returned for it, and handed out again until it has.
+            No item is handed out before the one ahead of it was processed.
+Crash       As in subscriber.py: what was processed and not marked is handed out again, by whoever follows next.
+Memory      What one watch brings: all messages of the queue (trimming.py).
+Not covered A handler that never returns: nothing more is received, and the place in Consul is kept.
+"""
+
+import queue as queues
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kmq.cluster.consul import ConsulError, Entry, Unanswered
+from kmq.cluster.presence import SessionLost
+from kmq.cluster.queue import MARK_S, WAIT_S, BroadcastQueue, Heart, who_we_are
+from kmq.cluster.subscriber import Displaced, Item, Snapshot, Subscriber
+from kmq.errors import BusyError, Stopped
+
+FIRST_WAIT_S = 0.5  # after the first failure; each further one doubles it
+LONGEST_WAIT_S = 30.0  # between two attempts to process an item
+LONGEST_LOST_S = 5.0  # between two attempts to reach Consul
+_LOOK_S = 0.2  # so long a stop, or a lost session, may go unnoticed while nothing comes
+
+
+class Condition(NamedTuple):
+    """How it goes. `lost`: why we hold no place in Consul now; `failing`: why an item cannot be processed; "": well."""
+
+    lost: str = ""
+    failing: str = ""
+
+
+def follow(
+    queue: BroadcastQueue,
+    handler: Callable[[Item], None],
+    stop: threading.Event,
+    on_change: Callable[[Condition], None] = lambda condition: None,
+    start: int | None = None,
+    given: Sequence[Entry] | None = None,
+) -> None:
+    """Give each item to `handler`, in order, until `stop` is set. Then mark what was processed, and give the place back.
+
+    If `handler` raises an Exception, the item is handed out again after a pause; others see the reason in the status.
+    If it raises one while `stop` is set, the item just counts as not processed. `on_change` is called once per change,
+    in this thread. `start`: begin with this epoch. `given`: all entries under `bq/`, as read just now; return when all
+    that is there was processed.
+
+    Raises BusyError if another process is the subscriber of this node, ConfigError, and ConsulError if Consul refuses
+    us from the beginning. Later, and while Consul does not answer, it is asked again until it does.
+    """
+    _Following(queue, handler, stop, on_change, start, given).run()
+
+
+class _Following:
+    def __init__(
+        self,
+        queue: BroadcastQueue,
+        handler: Callable[[Item], None],
+        stop: threading.Event,
+        on_change: Callable[[Condition], None],
+        start: int | None,
+        given: Sequence[Entry] | None,
+    ) -> None:
+        self._queue, self._handler, self._stop, self._on_change = queue, handler, stop, on_change
+        self._start, self._given, self._is_drain = start, given, given is not None
+        self._condition = Condition()
+        self._lost_wait_s = self._failed_wait_s = FIRST_WAIT_S
+        self._had_place = False
+
+    def run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with self._queue.subscribed(self._start, self._stop) as (subscriber, heart):
+                    self._had_place, self._start = True, None
+                    self._receive(subscriber, heart)
+                    return
+            except Stopped:
+                return
+            except BusyError as error:  # a session of our own may not have ended yet, if its agent is not there
+                if not self._had_place or not str(error).endswith(f" {who_we_are()}"):
+                    raise
+                self._wait_for_consul(error)
+            except ConsulError as error:
+                may_end = isinstance(error, Unanswered | SessionLost | Displaced)
+                if not self._had_place and not may_end:
+                    raise
+                self._wait_for_consul(error)
+
+    def _wait_for_consul(self, error: Exception) -> None:
+        self._change(lost=str(error))
+        self._stop.wait(self._lost_wait_s)
+        self._lost_wait_s = min(2 * self._lost_wait_s, LONGEST_LOST_S)
+
+    def _change(self, **words: str) -> None:
+        condition = self._condition._replace(**words)
+        if condition != self._condition:
+            self._condition = condition
+            self._on_change(condition)
+
+    # --- with a place ------------------------------------------------------------------------------------------------
+
+    def _receive(self, subscriber: Subscriber, heart: Heart) -> None:
+        reader = _Reader(self._queue, subscriber, heart, self._stop)
+        try:
+            while not self._stop.is_set():
+                try:
+                    items = self._next(subscriber, reader)
+                except ValueError as error:  # what lies there is no message
+                    self._fail(subscriber, str(error))
+                    continue
+                self._change(lost="")
+                self._lost_wait_s = FIRST_WAIT_S
+                if not items:
+                    if self._is_drain:
+                        return
+                    heart.check()
+                self._process_all(subscriber, items)
+        finally:
+            reader.end()
+
+    def _next(self, subscriber: Subscriber, reader: "_Reader") -> list[Item]:
+        if self._given is not None:
+            given, self._given = self._given, None
+            return self._queue.run(subscriber.choose(given))
+        if self._is_drain:
+            subscriber.again()
+        return reader.fetch()
+
+    def _process_all(self, subscriber: Subscriber, items: list[Item]) -> None:
+        marked_at = time.monotonic()
+        for item in items:
+            if self._stop.is_set():
+                break
+            try:
+                self._handler(item)
+            except Exception as error:
+                if not self._stop.is_set():
+                    self._fail(subscriber, f"{_name(item)}: {str(error) or type(error).__name__}")
+                subscriber.again()
+                break
+            subscriber.processed(item)
+            self._recover(subscriber)
+            if time.monotonic() - marked_at > MARK_S:
+                self._queue.run(subscriber.mark())
+                marked_at = time.monotonic()
+        self._queue.run(subscriber.mark())
+
+    def _fail(self, subscriber: Subscriber, reason: str) -> None:
+        self._change(failing=reason)
+        self._queue.run(subscriber.mark())
+        self._queue.run(subscriber.report(reason))
+        self._stop.wait(self._failed_wait_s)
+        self._failed_wait_s = min(2 * self._failed_wait_s, LONGEST_WAIT_S)
+
+    def _recover(self, subscriber: Subscriber) -> None:
+        self._failed_wait_s = FIRST_WAIT_S
+        if self._condition.failing:
+            self._change(failing="")
+            self._queue.run(subscriber.report(""))
+
+
+def _name(item: Item) -> str:
+    return f"snapshot {item.epoch}" if isinstance(item, Snapshot) else f"message {item.epoch} ({item.type})"
+
+
+class _Reader:
+    """Fetches in a thread of its own, because nothing else can end the wait for Consul's answer to a watch."""
+
+    def __init__(self, queue: BroadcastQueue, subscriber: Subscriber, heart: Heart, stop: threading.Event) -> None:
+        self._queue, self._subscriber, self._heart, self._stop = queue, subscriber, heart, stop
+        self._asked: queues.SimpleQueue[bool] = queues.SimpleQueue()
+        self._fetched: queues.SimpleQueue[list[Item] | Exception] = queues.SimpleQueue()
+        threading.Thread(target=self._run, name="kmq-reader", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._asked.get():
+            try:
+                self._fetched.put(self._queue.run(self._subscriber.fetch(WAIT_S)))
+            except Exception as error:  # whatever it is, it belongs to the thread that waits
+                self._fetched.put(error)
+
+    def fetch(self) -> list[Item]:
+        """Return what Subscriber.fetch returns. Raises what it raises, SessionLost, and Stopped."""
+        self._asked.put(True)
+        while True:
+            try:
+                fetched = self._fetched.get(timeout=_LOOK_S)
+            except queues.Empty:
+                if self._stop.is_set():
+                    raise Stopped("told to stop") from None
+                if self._heart.has_stopped_beating:
+                    raise SessionLost("our session in Consul has ended") from None
+                continue
+            if isinstance(fetched, Exception):
+                raise fetched
+            return fetched
+
+    def end(self) -> None:
+        """Let the thread end, at the latest when its watch does."""
+        self._asked.put(False)

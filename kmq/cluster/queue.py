@@ -1,0 +1,226 @@
+"""`kmq.BroadcastQueue`: publish to every node of a cluster, and receive what others publish.
+
+    with kmq.BroadcastQueue() as queue:                    # where: KMQ_CONSUL, KMQ_CLUSTER, KMQ_BROKER
+        epoch = queue.publish("greeting", b"hello")
+        for item in queue.receive():                       # a Snapshot first on a new node, then every Message
+            print(item)                                    # marked as processed when the next one is asked for
+
+Promise     An item is marked only after the loop has come back for the next one. If the loop ends with an error, or the
+            process is killed, the item is received again.
+Threads     One more thread keeps the session in Consul alive, whatever the processing of an item takes.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import NamedTuple
+
+from kmq.cluster.consul import ConsulError, Steps, T
+from kmq.cluster.keys import Keys, check_broker
+from kmq.cluster.message import Message
+from kmq.cluster.presence import Presence, SessionLost
+from kmq.cluster.publisher import Publisher
+from kmq.cluster.status import Status, read_status
+from kmq.cluster.subscriber import Item, Subscriber
+from kmq.cluster.transport import Address, Transport
+from kmq.cluster.trimming import Mark
+from kmq.errors import ConfigError
+from kmq.settings import Settings, load
+
+MARK_S = 0.1  # at most so long after its processing a message is marked, while others are processed
+WAIT_S = 10.0  # longest watch: after it a lost connection is noticed
+BEATS = 3  # within the life of a session
+
+
+class Place(NamedTuple):
+    """Which queue, and as whom."""
+
+    address: Address
+    cluster: str
+    broker: str
+    ttl_s: float
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Place":
+        """Return the place that the settings name. Raises ConfigError that says what is missing."""
+        missing = [
+            name for name, text in (("KMQ_CONSUL", settings.consul), ("KMQ_CLUSTER", settings.cluster)) if not text
+        ]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} not set; for development: consul agent -dev, then"
+                " export KMQ_CONSUL=127.0.0.1:8500 KMQ_CLUSTER=dev"
+            )
+        address = Address.of(settings.consul, settings.consul_token, settings.consul_ca)
+        broker = check_broker(settings.broker or socket.gethostname())
+        return cls(address, settings.cluster, broker, settings.session_ttl)
+
+
+def who_we_are() -> str:
+    """Return what others are told who holds a lock."""
+    return f"{socket.gethostname()}/{os.getpid()}"
+
+
+class Heart:
+    """A thread that beats for a Presence until it is stopped."""
+
+    def __init__(self, transport: Transport, presence: Presence) -> None:
+        self._transport, self._presence = transport, presence
+        self._stopped = threading.Event()
+        self.has_stopped_beating = False  # the session is lost
+        self._thread = threading.Thread(target=self._run, name="kmq-session", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        beaten = time.monotonic()
+        while not self._stopped.wait(self._presence.ttl_s / BEATS):
+            try:
+                self._transport.run(self._presence.beat())
+                if time.monotonic() - beaten > self._presence.ttl_s:  # it may have ended meanwhile
+                    self.check()
+                beaten = time.monotonic()
+            except SessionLost:
+                self.has_stopped_beating = True
+                return
+            except ConsulError:
+                pass  # beaten again; if that goes on too long the session is lost
+
+    def check(self) -> None:
+        """Raise SessionLost if Consul does not have the session any more."""
+        if not self._transport.run(self._presence.is_alive()):
+            raise SessionLost("our session in Consul has ended")
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+
+class BroadcastQueue:
+    """One node's end of the queue. Only one process a node can receive; any number can publish."""
+
+    def __init__(self, place: Place | None = None) -> None:
+        """`place`: without it the settings of this directory say (environment, kmq.toml)."""
+        self.place = place if place is not None else Place.of(load())
+        self.keys = Keys(self.place.cluster)
+        self._transport = Transport(self.place.address)
+        self._sending: tuple[Presence, Heart] | None = None
+        self._known: Mark | None = None  # what the last `receive` has processed
+        self._lock = threading.Lock()
+
+    def publish(self, type: str, payload: bytes | str = b"", timeout: float = 10.0) -> int:
+        """Publish a message and return its epoch. Waits at most `timeout` seconds for other publishers.
+
+        Raises BusyError that names who holds the lock, ConfigError if the message is too long, Deposed, ConsulError.
+        """
+        data = payload.encode() if isinstance(payload, str) else payload
+        return self.publish_message(Message.new(type, data), timeout)
+
+    def publish_message(self, message: Message, timeout: float = 10.0) -> int:
+        """Publish a message made before."""
+        return self.as_publisher(lambda publisher, _: publisher.publish(message), timeout)
+
+    def as_publisher(self, work: Callable[[Publisher, str], Steps[T]], timeout: float = 10.0) -> T:
+        """Carry out steps while we hold the publisher's lock; `work` gets the publisher and its session."""
+        with self._lock:
+            try:
+                presence = self._presence()
+                publisher = Publisher(self.keys, presence, who_we_are())
+                self.run(publisher.take(timeout))
+                try:
+                    return self.run(work(publisher, presence.session))
+                finally:
+                    self.run(publisher.give())
+            except (SessionLost, ConsulError):
+                self._end_sending()
+                raise
+
+    def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
+        """Carry out steps that the modules of this package return. Raises Stopped when `stop` is set."""
+        return self._transport.run(steps, stop)
+
+    def _presence(self) -> Presence:
+        if self._sending is None:
+            presence = Presence(self.place.ttl_s)
+            self.run(presence.open())
+            self._sending = presence, Heart(self._transport, presence)
+        return self._sending[0]
+
+    def _end_sending(self) -> None:
+        if self._sending is not None:
+            presence, heart = self._sending
+            self._sending = None
+            heart.stop()
+            try:
+                self.run(presence.close())
+            except ConsulError:
+                pass  # it ends by itself
+
+    def receive(self, start: int | None = None, timeout: float | None = None) -> Iterator[Item]:
+        """Yield a Snapshot, if this node is new or has missed messages, and every Message; each is marked afterwards.
+
+        `start`: from this epoch on, as far as it still is there. `timeout`: end when nothing has come for so long.
+        Raises BusyError if this node has a subscriber already, and ConsulError.
+        """
+        with self.subscribed(start) as (subscriber, _):
+            yield from self._items(subscriber, timeout)
+
+    @contextmanager
+    def subscribed(
+        self, start: int | None = None, stop: threading.Event | None = None
+    ) -> Iterator[tuple[Subscriber, Heart]]:
+        """Be this node's subscriber. At the end what was processed is marked, as far as Consul answers.
+
+        Raises BusyError if this node has a subscriber already, and Stopped if `stop` is set before it is ours.
+        """
+        presence = Presence(self.place.ttl_s)
+        self.run(presence.open(), stop)
+        heart = Heart(self._transport, presence)
+        try:
+            subscriber = Subscriber(self.keys, self.place.broker, presence, who_we_are())
+            self.run(subscriber.open(start, self._known), stop)
+            try:
+                yield subscriber, heart
+            finally:
+                self._known = subscriber.done
+                with suppress(ConsulError):  # what is not marked is received again
+                    self.run(subscriber.close())
+        finally:
+            heart.stop()
+            with suppress(ConsulError):  # it ends by itself
+                self.run(presence.close())
+
+    def _items(self, subscriber: Subscriber, timeout: float | None) -> Iterator[Item]:
+        while True:
+            items = self.run(subscriber.fetch(WAIT_S if timeout is None else timeout))
+            if not items and timeout is not None:
+                return
+            marked_at = time.monotonic()
+            for item in items:
+                yield item
+                subscriber.processed(item)
+                if time.monotonic() - marked_at > MARK_S:
+                    self.run(subscriber.mark())
+                    marked_at = time.monotonic()
+            self.run(subscriber.mark())
+
+    def status(self) -> Status:
+        """Return who publishes, the epoch, and how far each node is."""
+        return self.run(read_status(self.keys))
+
+    def close(self) -> None:
+        """End the session of the publisher."""
+        with self._lock:
+            self._end_sending()
+        self._transport.close()
+
+    def __enter__(self) -> "BroadcastQueue":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,204 @@
+"""Receiving: every message once or again, in order, and none is marked before it was processed.
+
+A subscriber remembers the last message it has processed (`done`), in Consul under `bq-delivered/<broker>`. It reads all
+messages, drops those it has done, and hands out the others. Where messages are missing it hands out a Snapshot instead:
+a message says which state to reach, so to skip to that state is the same as to process the messages one by one.
+
+Invariant   At most one subscriber of a broker marks: the mark is written in a Txn that checks its lock.
+            A mark never names a message that was not processed, or skipped by a snapshot.
+Crash       Killed between processing and marking: the message is handed out again.
+            Consul restored from an older backup: the epoch, or the id under an epoch that we know, tells, and a
+            snapshot follows.
+Not covered A subscriber that is killed, and Consul restored to before what it had processed: no key tells the next
+            process about that, so it goes on from the restored mark without a snapshot.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from urllib.parse import quote
+
+from kmq.cluster import consul
+from kmq.cluster.consul import LOCK_DELAY_S, Conflict, ConsulError, Entry, Operation, Pause, Steps, cas, check_session
+from kmq.cluster.keys import STATES, Keys, encode_fields
+from kmq.cluster.message import Message
+from kmq.cluster.presence import Presence, holder_of
+from kmq.cluster.trimming import Mark
+from kmq.errors import BusyError
+
+_POLL_S = 0.1  # between two attempts to become the subscriber
+_ERROR_CHARS = 300  # of a processing error, as others see it
+_REFRESH_S = 3600.0  # an idle subscriber writes its mark again, so that it does not look absent (trimming.py)
+
+
+class Displaced(ConsulError):
+    """Another process is the subscriber of this broker now. What was processed since the last mark comes to it again."""
+
+
+class Snapshot(NamedTuple):
+    """All states at one epoch: what the messages up to it have led to. `states`: by key, without `kmq/<cluster>/`."""
+
+    epoch: int
+    states: dict[str, bytes]
+    id: str = ""  # of the message of that epoch; "": there is none
+
+
+Item = Message | Snapshot
+
+
+class Subscriber:
+    """The subscriber of one broker."""
+
+    def __init__(
+        self, keys: Keys, broker: str, presence: Presence, who: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._keys, self._broker, self._presence, self._who, self._clock = keys, broker, presence, who, clock
+        self._key = keys.subscriber(broker)
+        self.done: Mark | None = None  # processed; None: nothing yet, so a snapshot comes first
+        self._marked: Mark | None = None  # as Consul has it
+        self._version = 0  # of its key: a mark that arrives late does not undo a newer one
+        self.newest = 0  # the last message that we have seen
+        self._position = 0  # of the last watch
+        self._handed_out: int | None = None  # the last epoch of what `fetch` has returned
+        self._since, self._error = "", ""
+
+    def open(self, start: int | None = None, known: Mark | None = None) -> Steps[None]:
+        """Become the subscriber, and read how far this broker is. `start`: go on with this message instead.
+
+        `known`: `done` of a Subscriber that this process had before. It counts if Consul's mark is behind it: either it
+        was not marked any more, or Consul was restored, and then a snapshot has to follow.
+        A subscriber that died holds its place for some seconds. Raises BusyError that names who has it after that.
+        """
+        self._since = f"{time.time():.6f}"
+        until = self._clock() + 2 * self._presence.ttl_s + LOCK_DELAY_S + 1
+        while (holder := (yield from self._presence.lock(self._key, self._value()))) is not None:
+            if self._clock() > until:
+                raise BusyError(f"broker {self._broker} has a subscriber already: {holder_of(holder)}")
+            yield Pause(_POLL_S)
+        found = yield from consul.read(self._keys.delivered_to(self._broker))
+        self.done = self._marked = Mark.decode(found.value) if found is not None else None
+        self._version = found.version if found is not None else 0
+        if known is not None and (self.done is None or known.epoch > self.done.epoch):
+            self.done = known
+        if start is not None:
+            self.done = Mark(start - 1, "", time.time())
+        self._position, self._handed_out = 0, None
+
+    @property
+    def session(self) -> str:
+        """Return the session in Consul that holds our place."""
+        return self._presence.session
+
+    def _value(self) -> bytes:
+        return encode_fields(holder=self._who, since=self._since, error=quote(self._error[:_ERROR_CHARS], safe=""))
+
+    def report(self, error: str) -> Steps[None]:
+        """Let others see the error of the message that cannot be processed; "": it was processed."""
+        if error != self._error:
+            self._error = error
+            if (yield from self._presence.lock(self._key, self._value())) is not None:
+                raise Displaced(f"broker {self._broker} has another subscriber now")
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, wait_s: float) -> Steps[list[Item]]:
+        """Return what is to be processed now, in order; [] if nothing has come within `wait_s`.
+
+        What was returned before and is not processed comes again, at once. Raises ValueError if the first of it is no
+        message; what comes before one that is none is returned.
+        """
+        if self.done is None:
+            return (yield from self.choose([]))
+        has_more = self._handed_out not in (None, self.done.epoch)
+        watched = yield from consul.watch(self._keys.messages, 0 if has_more else self._position, wait_s)
+        items = yield from self.choose(watched.entries)
+        self._position = watched.position  # not before: an error on the way must not make the next watch wait
+        return items
+
+    def again(self) -> None:
+        """Let the next `fetch` return at once, also if there is nothing."""
+        self._position = 0
+
+    def choose(self, entries: Sequence[Entry]) -> Steps[list[Item]]:
+        """Return what is to be processed, given all entries under `bq/` as they were read just now. Raises ValueError."""
+        found = {epoch: entry for entry in entries if (epoch := self._keys.epoch_of(entry.key)) is not None}
+        self.newest = max(found, default=self.newest)
+        items: list[Item] = []
+        if self.done is None or (yield from self._has_lost_its_place(self.done, found)):
+            items.append((yield from self.snapshot()))
+            self._handed_out = items[0].epoch
+            return items
+        new = sorted(epoch for epoch in found if epoch > self.done.epoch)
+        for epoch in new:
+            try:
+                items.append(Message.decode(found[epoch].value, epoch))
+            except ValueError:
+                if items:
+                    break
+                raise
+        if new:
+            self._handed_out = new[-1]
+        return items
+
+    def _has_lost_its_place(self, done: Mark, found: dict[int, Entry]) -> Steps[bool]:
+        """Return True if the messages do not go on from the last one processed."""
+        last, newest = done.epoch, max(found, default=0)
+        if any(epoch not in found for epoch in range(last + 1, newest + 1)):
+            return True  # trimmed, or deleted by hand
+        if newest < last:  # also what a server shows that is behind: ask the one that is not
+            epoch = yield from consul.read(self._keys.epoch)
+            return epoch is None or int(epoch.value) < last
+        if not done.id:
+            return False
+        return last not in found or Message.decode(found[last].value, last).id != done.id
+
+    def snapshot(self) -> Steps[Snapshot]:
+        """Read the epoch, its message and all states in one Txn."""
+        keys = self._keys
+        trees = [keys.epoch, keys.messages, *(keys.root + prefix for prefix in STATES)]
+        entries = yield from consul.txn([Operation("get-tree", tree) for tree in trees])
+        values = {entry.key: entry.value for entry in entries}
+        epoch = int(values.pop(keys.epoch, b"0"))
+        newest = values.get(keys.message(epoch))
+        states = {key.removeprefix(keys.root): values[key] for key in values if not key.startswith(keys.messages)}
+        return Snapshot(epoch, states, Message.decode(newest, epoch).id if newest is not None else "")
+
+    # --- marks -------------------------------------------------------------------------------------------------------
+
+    def processed(self, item: Item) -> None:
+        """Note that this was processed; `mark` tells Consul."""
+        self.done = Mark(item.epoch, item.id, time.time())
+
+    @property
+    def is_unmarked(self) -> bool:
+        """Return True if Consul does not know yet how far we are, or should hear of us again."""
+        if self.done is None:
+            return False
+        if self._marked is None or self.done[:2] != self._marked[:2]:
+            return True
+        return time.time() - self.done.ts > _REFRESH_S
+
+    def mark(self) -> Steps[None]:
+        """Write down how far we are. Raises Displaced if another subscriber has taken over."""
+        if not self.is_unmarked:
+            return
+        assert self.done is not None
+        mark = self.done = self.done._replace(ts=time.time())
+        where = self._keys.delivered_to(self._broker)
+        while True:
+            ours = check_session(self._key, self._presence.session)
+            try:
+                written = yield from consul.txn([ours, cas(where, mark.encode(), self._version)])
+                break
+            except Conflict as conflict:
+                if conflict.op_index == 0:
+                    raise Displaced(f"broker {self._broker} has another subscriber now: {conflict}") from conflict
+            found = yield from consul.read(where)  # an earlier mark of ours, whose answer was lost
+            self._version = found.version if found is not None else 0
+        self._version = written[-1].version
+        self._marked = mark
+
+    def close(self) -> Steps[None]:
+        """Mark, and give the place to another process."""
+        yield from self.mark()
+        yield from self._presence.unlock(self._key)

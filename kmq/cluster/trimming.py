@@ -1,0 +1,90 @@
+"""Which messages are deleted: those that every subscriber has read, except the last few.
+
+Every watch brings all messages, so what all have read is kept to KEPT messages and KEPT_BYTES: for people to look at,
+and for subscribers that read again.
+
+Invariant   A message that a registered broker has not processed is never deleted, unless that broker has been away for
+            ABSENT_S. The last message that all have processed is never deleted, because by its id a broker sees
+            whether the messages are still those that it knows (a restored Consul may have others).
+"""
+
+import time
+from typing import NamedTuple
+
+from kmq.cluster import consul
+from kmq.cluster.consul import MAX_OPERATIONS, Conflict, Operation, Steps, check_session
+from kmq.cluster.keys import Keys, decode_fields, encode_fields
+from kmq.settings import KIB
+
+KEPT = 100
+KEPT_BYTES = 256 * KIB
+ABSENT_S = 86_400.0
+
+
+class Mark(NamedTuple):
+    """How far a broker is: the last message it has processed, its id, and when it said so (seconds)."""
+
+    epoch: int
+    id: str
+    ts: float
+
+    def encode(self) -> bytes:
+        return encode_fields(epoch=self.epoch, id=self.id, ts=f"{self.ts:.6f}")
+
+    @classmethod
+    def decode(cls, value: bytes) -> "Mark":
+        """Return the mark; that of nothing if the text is none."""
+        fields = decode_fields(value)
+        try:
+            return cls(int(fields["epoch"]), fields.get("id", ""), float(fields["ts"]))
+        except (KeyError, ValueError):
+            return cls(0, "", 0.0)
+
+
+def slowest(keys: Keys, now: float) -> Steps[int | None]:
+    """Return the last message that all registered brokers have processed; None if there are no brokers."""
+    marks = yield from consul.watch(keys.delivered, 0, 0)
+    present = yield from consul.watch(keys.subscribers, 0, 0)
+    here = {entry.key.removeprefix(keys.subscribers) for entry in present.entries if entry.session}
+    epochs = []
+    for entry in marks.entries:
+        mark = Mark.decode(entry.value)
+        if entry.key.removeprefix(keys.delivered) in here or now - mark.ts < ABSENT_S:
+            epochs.append(mark.epoch)
+    return min(epochs, default=None)
+
+
+def superfluous(sizes: dict[int, int], read_by_all: int) -> list[int]:
+    """Return which of these messages may go, given their sizes in bytes; the oldest first."""
+    read = sorted(epoch for epoch in sizes if epoch <= read_by_all)
+    kept_bytes = 0
+    for kept, epoch in enumerate(reversed(read)):
+        kept_bytes += sizes[epoch]
+        if kept and (kept == KEPT or kept_bytes > KEPT_BYTES):
+            return read[: len(read) - kept]
+    return []
+
+
+def trim(keys: Keys, session: str) -> Steps[int]:
+    """Delete what is not needed any more; return how many messages. `session` holds the lock of the publisher.
+
+    Nothing is deleted once the epoch has been written again: what was read may be from before Consul was restored.
+    """
+    last = yield from consul.read(keys.epoch)
+    if last is None:
+        return 0
+    guards = [check_session(keys.coordinator, session), Operation("check-index", keys.epoch, version=last.version)]
+    read_by_all = yield from slowest(keys, time.time())
+    there = (yield from consul.watch(keys.messages, 0, 0)).entries
+    sizes = {epoch: len(entry.value) for entry in there if (epoch := keys.epoch_of(entry.key)) is not None}
+    if not sizes:
+        return 0
+    gone = superfluous(sizes, max(sizes) if read_by_all is None else read_by_all)
+    room = MAX_OPERATIONS - len(guards)
+    for at in range(0, len(gone), room):
+        deletions = [Operation("delete", keys.message(epoch)) for epoch in gone[at : at + room]]
+        try:
+            yield from consul.txn([*guards, *deletions])
+        except Conflict:
+            return at  # the next publisher trims
+    return len(gone)
