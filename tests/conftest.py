@@ -16,6 +16,7 @@ from kmq.spark.sessions import find_java
 
 if TYPE_CHECKING:
     from certificates import Authority
+    from consuls import Consul
 
 _LEFT_OPEN = 64  # a library's threads and a session of Spark have a few dozen
 
@@ -70,6 +71,16 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> "Authority":
     from certificates import Authority  # cryptography takes its time: only those who ask for it wait
 
     return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def consul(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Consul]":
+    """A Consul for development (consuls.py). Its cluster names are for the tests to choose, each its own."""
+    from consuls import Consul
+
+    agent = Consul(tmp_path_factory.mktemp("consul") / "log")
+    yield agent
+    agent.close()
 
 
 @pytest.fixture

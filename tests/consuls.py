@@ -1,0 +1,78 @@
+"""A real Consul for tests: one development agent, on free ports, in memory."""
+
+import socket
+import subprocess
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE_S = 60.0
+
+
+def program() -> str:
+    """The path of Consul's program, fetched if there is none."""
+    done = subprocess.run([ROOT / "scripts/consul-setup"], capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, neither for TCP nor for UDP."""
+    ports: list[int] = []
+    sockets: list[socket.socket] = []
+    while len(ports) < count:
+        tcp = socket.create_server(("127.0.0.1", 0))
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        sockets += [tcp, udp]
+        with suppress(OSError):
+            udp.bind(tcp.getsockname())
+            ports.append(tcp.getsockname()[1])
+    for sock in sockets:
+        sock.close()
+    return ports
+
+
+class Consul:
+    """`consul agent -dev`. Every test takes a cluster name of its own in it."""
+
+    def __init__(self, log: Path, hcl: str = "", address: str = "") -> None:
+        """`hcl`: more of its configuration. `address`: where one was that has ended; this one is empty again."""
+        http, server, serf = free_ports(3)
+        http = int(address.rpartition(":")[2]) if address else http
+        self.address = f"127.0.0.1:{http}"
+        self.log = log
+        options = {"bind": "127.0.0.1", "http-port": http, "server-port": server, "serf-lan-port": serf}
+        options |= {"serf-wan-port": -1, "dns-port": -1, "grpc-port": -1, "log-level": "warn"}
+        arguments = [f"-{name}={value}" for name, value in options.items()]
+        self._command = [program(), "agent", "-dev", *arguments, "-hcl", f"disable_update_check = true\n{hcl}"]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, on the same ports and with nothing in it."""
+        with open(self.log, "ab") as out:
+            self.process = subprocess.Popen(
+                self._command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={"CHECKPOINT_DISABLE": "1", "PATH": "/usr/bin:/bin"},
+            )
+        self._wait_for_leader()
+
+    def _wait_for_leader(self) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            with (
+                suppress(OSError),
+                urllib.request.urlopen(f"http://{self.address}/v1/status/leader", timeout=5) as reply,
+            ):
+                if len(reply.read()) > 4:
+                    return
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until, f"no leader: {self.log.read_text()}"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,64 @@
+"""The Broadcast Queue under everything that may go wrong: its real code, step by step, on a simulated Consul.
+
+`bq_explorer` decides what happens, `bq_ghost` says what must hold, `bq_mutants` takes one guard out at a time.
+"""
+
+import random
+
+import pytest
+from bq_code import load
+from bq_explorer import Bounds, Walk, every_schedule, walk
+from bq_mutants import MUTANTS, RARE, find
+from bq_world import World
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_every_promise_of_the_queue_holds_on_random_walks(first):
+    published = sum(len(walk(load(), Walk(seed)).ghost.links) for seed in range(first, first + 20))
+    assert published > 200, "the walks lead nowhere"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(1000, 21_000, 500))
+def test_every_promise_of_the_queue_holds_on_thousands_of_walks(first):
+    for seed in range(first, first + 500):
+        walk(load(), Walk(seed, steps=1000))
+
+
+def small_world():
+    """Two publishers with two messages each, and one subscriber."""
+    world = World(load(), random.Random(0), mistakes=False)
+    del world.ghost.brokers["b2"]
+    world.publisher("p1", 2)
+    world.publisher("p2", 2)
+    world.subscriber("b1-1", "b1")
+    return world
+
+
+@pytest.mark.parametrize("bounds", [Bounds(switches=1, faults=0), Bounds(switches=0, faults=1)], ids=str)
+def test_every_schedule_with_a_switch_or_a_fault_keeps_every_promise(bounds):
+    assert every_schedule(small_world, bounds) > 50
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("bounds", [Bounds(2, 0), Bounds(1, 1), Bounds(2, 1)], ids=str)
+def test_every_schedule_within_wider_bounds_keeps_every_promise(bounds):
+    assert every_schedule(small_world, bounds) > 1000
+
+
+def test_a_mutant_that_the_code_has_outgrown_is_refused():
+    with pytest.raises(ValueError, match="the mutant must follow the code"):
+        load([("publisher", "no such line", "")])
+
+
+@pytest.mark.parametrize("mutant", [one for one in MUTANTS if one.name not in RARE], ids=lambda mutant: mutant.name)
+def test_the_model_finds_a_queue_without_one_of_its_guards(mutant):
+    assert find(mutant, 60) is not None
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mutant", [one for one in MUTANTS if one.name in RARE], ids=lambda mutant: mutant.name)
+def test_the_model_finds_a_queue_without_one_of_its_other_guards(mutant):
+    assert find(mutant, 3000) is not None
