@@ -216,6 +216,9 @@ def move_in(checkout: Path, clone: Path) -> None:
     """Lay the clone over the checkout, its .venv borrowed, with a loopback and a /dev/shm that are new."""
     (clone / ".venv").mkdir()
     subprocess.run(["mount", "--bind", checkout / ".venv", clone / ".venv"], check=True)
+    if (checkout / "build/consul").is_dir():  # where scripts/consul-setup has put it, because there is no network here
+        (clone / "build/consul").mkdir(parents=True)
+        subprocess.run(["mount", "--bind", checkout / "build/consul", clone / "build/consul"], check=True)
     subprocess.run(["mount", "--rbind", clone, checkout], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
     with socket.socket() as sock:  # SIOCSIFFLAGS lo IFF_UP

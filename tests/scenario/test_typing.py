@@ -21,6 +21,18 @@ async def store_too() -> int:
         except (kmq.Fenced, kmq.NotAnswered, kmq.KmqError):
             pass
     return 0
+
+def tell() -> int:
+    with kmq.BroadcastQueue() as queue:
+        for item in queue.receive(timeout=1.0):
+            print(item.epoch)
+        return queue.publish("greeting", "hello") + len(queue.status().nodes)
+
+async def tell_too() -> int:
+    async with kmq.AsyncBroadcastQueue() as queue:
+        async for item in queue.receive(start=3):
+            print(item.epoch)
+        return await queue.publish("greeting", b"hello")
 """
 WRONG = """
 import kmq

@@ -1,0 +1,231 @@
+"""`kmq bq …`: the Broadcast Queue, what every node of a cluster is told."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kmq import terminal
+from kmq.cli.cluster import open_queue
+from kmq.cli.helptext import examples
+from kmq.errors import EXIT_SIGINT, ConfigError
+
+if TYPE_CHECKING:
+    from kmq.cluster.consul import Entry
+    from kmq.cluster.following import Condition
+    from kmq.cluster.queue import BroadcastQueue
+    from kmq.cluster.status import Node, Status
+    from kmq.cluster.subscriber import Item
+
+bq_app = typer.Typer(
+    no_args_is_help=True,
+    help="The Broadcast Queue: what every node of a cluster is told, over Consul.",
+    epilog=examples("kmq bq publish greeting hello", "kmq bq follow --json", "kmq bq status"),
+)
+
+_EXEC = typer.Option(
+    "--exec",
+    metavar="CMD",
+    help="Run this shell command for each message, with the payload on stdin and BQ_EPOCH, BQ_TYPE, BQ_ID in the"
+    " environment. If it fails, it is run again until it succeeds, after 0.5 s at first and at most 30 s.",
+)
+
+
+@bq_app.command(
+    epilog=examples(
+        "kmq bq publish greeting hello",
+        "echo '{\"limit\": 5}' | kmq bq publish limits -",
+        "kmq bq publish greeting hello --timeout 30",
+    )
+)
+def publish(
+    type: Annotated[str, typer.Argument(metavar="TYPE", help="What kind of message: A-Z a-z 0-9 _ . -")],
+    payload: Annotated[str, typer.Argument(help="Its text; - reads it from stdin.")] = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Wait at most so long for other publishers.")
+    ] = 10.0,
+) -> None:
+    """Publish a message and print its epoch, the number of the message.
+
+    Exit code 69 if another publisher holds the lock; the error names it.
+    """
+    with open_queue() as queue:
+        from kmq.cluster.message import MAX_BYTES
+
+        data = sys.stdin.buffer.read(MAX_BYTES + 1) if payload == "-" else os.fsencode(payload)
+        print(queue.publish(type, data, timeout))
+
+
+@bq_app.command(
+    epilog=examples(
+        "kmq bq follow",
+        "kmq bq follow --json --from 1 | head -3",
+        "kmq bq follow --exec 'echo \"$BQ_EPOCH $BQ_TYPE\"; cat'",
+    )
+)
+def follow(
+    start: Annotated[
+        int | None, typer.Option("--from", min=1, metavar="EPOCH", help="Begin with this message, also if it was read.")
+    ] = None,
+    command: Annotated[str, _EXEC] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print each message as one JSON document.")] = False,
+) -> None:
+    """Receive all messages as this node, in order, until Ctrl-C or SIGTERM.
+
+    It goes on after the last message that this node has processed. A message
+    is marked as processed when it was printed, or when its command succeeded;
+    after a crash it may come again. A node that is new, or was away for too
+    long, gets a snapshot first: a line with the type snapshot.
+
+    A node has one subscriber: exit code 69 if there is another. If Consul is
+    lost, the command goes on when it is back.
+    """
+    with open_queue() as queue:
+        _follow(queue, command, as_json, start=start)
+
+
+@bq_app.command(
+    epilog=examples(
+        "consul watch -type=keyprefix -prefix=kmq/dev/bq/ kmq bq receive",
+        "consul kv get -recurse kmq/dev/bq/",
+    )
+)
+def receive(command: Annotated[str, _EXEC] = "") -> None:
+    """Handle one call of `consul watch -type=keyprefix -prefix=kmq/<cluster>/bq/`.
+
+    The JSON array that Consul gives comes on stdin. What this node has not
+    processed yet is printed, a JSON document a line, or given to the command
+    of --exec. Ends when all of it was processed.
+    """
+    with open_queue() as queue:
+        from kmq.cluster.consul import given_entries
+
+        try:
+            given = given_entries(sys.stdin.buffer.read())
+        except ValueError as error:
+            raise ConfigError(f"stdin: {error}") from None
+        strange = next((entry.key for entry in given if not entry.key.startswith(queue.keys.messages)), None)
+        if strange is not None:
+            raise ConfigError(f"stdin: key {strange} of another queue; watch -prefix={queue.keys.messages}")
+        _follow(queue, command, as_json=True, given=given)
+
+
+def _follow(
+    queue: "BroadcastQueue", command: str, as_json: bool, start: int | None = None, given: "list[Entry] | None" = None
+) -> None:
+    from kmq.cli.bq_items import Printer, Runner
+    from kmq.cluster import following
+
+    stop = threading.Event()
+    printer, runner = Printer(stop, as_json), Runner(stop, command)
+
+    def handle(item: "Item") -> None:
+        if command:
+            runner(item)
+        if as_json or not command:
+            printer(item)
+
+    was_interrupted = _stop_on_signals(stop)
+    if not command or as_json:
+        terminal.when_left(stop.set)
+    following.follow(queue, handle, stop, _Teller(), start, given)
+    if printer.failed:
+        raise printer.failed
+    if was_interrupted():
+        raise typer.Exit(EXIT_SIGINT)
+
+
+def _stop_on_signals(stop: threading.Event) -> Callable[[], bool]:
+    """Let the first SIGINT or SIGTERM set `stop`, and the second do what it does anyway. Returns: was it SIGINT?"""
+    got: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        got.append(number)
+        stop.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return lambda: got[:1] == [signal.SIGINT]
+
+
+class _Teller:
+    """Says on stderr what has changed."""
+
+    def __init__(self) -> None:
+        self._lost = self._failing = ""
+
+    def __call__(self, condition: "Condition") -> None:
+        if condition.failing != self._failing:
+            if condition.failing:
+                _say(f"{condition.failing}; it is tried again until it succeeds")
+            else:
+                _say("the message was processed at last")
+        if condition.lost != self._lost:
+            _say(f"{condition.lost}; tried again until it is back" if condition.lost else "Consul is back")
+        self._lost, self._failing = condition.lost, condition.failing
+
+
+def _say(text: str) -> None:
+    print(f"kmq: {text}", file=sys.stderr)
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+_COLUMNS = ("node", "last read", "lag", "subscriber", "error")
+
+
+@bq_app.command(epilog=examples("kmq bq status", "kmq bq status --json"))
+def status(as_json: Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")] = False) -> None:
+    """Show the last epoch, who publishes, and for each node how far it is, who subscribes, and what it cannot process.
+
+    A node that is away is shown with the time when it was last heard of. Its
+    messages are kept for a day; after that it gets a snapshot.
+    """
+    with open_queue() as queue:
+        found = queue.status()
+        if as_json:
+            print(json.dumps(_as_json(queue.place.cluster, found)))
+        else:
+            _print_status(queue.place.cluster, found)
+
+
+def _as_json(cluster: str, found: "Status") -> dict[str, object]:
+    nodes = [node._asdict() | {"away_since": None if node.holder else node.seen or None} for node in found.nodes]
+    return {"cluster": cluster, "epoch": found.epoch, "publisher": found.publisher, "nodes": nodes}
+
+
+def _print_status(cluster: str, found: "Status") -> None:
+    print(f"cluster {cluster}: epoch {found.epoch:,}, publisher: {found.publisher or 'nobody now'}")
+    if not found.nodes:
+        print("no node has subscribed yet; see: kmq bq follow --help")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in _COLUMNS:
+        table.add_column(title, justify="right" if title in ("last read", "lag") else "left")
+    for node in found.nodes:
+        lag = f"[yellow]{node.lag:,}[/]" if node.lag else "0"
+        table.add_row(escape(node.broker), f"{node.read:,}", lag, _subscriber(node), f"[red]{escape(node.error)}[/]")
+    terminal.console().print(table)
+
+
+def _subscriber(node: "Node") -> str:
+    if node.holder:
+        return escape(node.holder)
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(node.seen))
+    return f"[yellow]away since {since}[/]" if node.seen else "[yellow]away[/]"
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.add_typer(bq_app, name="bq")

@@ -1,0 +1,121 @@
+"""What `kmq bq follow|receive` do with each item: print it, or run a command for it."""
+
+import base64
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from kmq import terminal
+from kmq.cluster.message import SNAPSHOT, Message
+from kmq.cluster.subscriber import Item, Snapshot
+from kmq.errors import KmqError
+from kmq.logfmt import pairs
+from kmq.settings import DRAIN_S
+
+_LOOK_S = 0.2  # so long a stop may go unnoticed by a running command
+_KILL_S = 2.0  # between SIGTERM and SIGKILL
+
+
+def as_fields(item: Item) -> dict[str, object]:
+    """Return what the JSON line of an item holds. Bytes that are not UTF-8 stand in base64, under another name."""
+    if isinstance(item, Snapshot):
+        texts, others = {}, {}
+        for key, value in item.states.items():
+            text = _as_text(value)
+            if text is None:
+                others[key] = _as_base64(value)
+            else:
+                texts[key] = text
+        fields = {"epoch": item.epoch, "type": SNAPSHOT, "id": "", "ts": round(time.time(), 6), "states": texts}
+        return fields | ({"states_base64": others} if others else {})
+    text = _as_text(item.payload)
+    fields = {"epoch": item.epoch, "type": item.type, "id": item.id, "ts": item.ts}
+    if item.expires:
+        fields["expires"] = item.expires
+    return fields | ({"payload": text} if text is not None else {"payload_base64": _as_base64(item.payload)})
+
+
+def _as_text(value: bytes) -> str | None:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _as_base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+class Printer:
+    """Prints each item as a line. Ends the following when nobody reads the lines any more."""
+
+    def __init__(self, stop: threading.Event, is_json: bool) -> None:
+        self._stop, self._is_json = stop, is_json
+        self.failed: KmqError | None = None  # why nothing could be written
+
+    def __call__(self, item: Item) -> None:
+        """Print the item. Raises an exception if it did not reach its reader."""
+        fields = as_fields(item)
+        if isinstance(item, Snapshot) and not self._is_json:
+            fields = {"epoch": item.epoch, "type": SNAPSHOT, "states": len(item.states)}
+        try:
+            print(json.dumps(fields) if self._is_json else pairs(**fields))
+            sys.stdout.flush()
+        except KmqError as error:
+            self.failed = error
+        if self.failed or not terminal.is_read():
+            self._stop.set()
+            raise self.failed or KmqError("nobody reads stdout any more")
+
+
+class Runner:
+    """Runs a shell command for each item, with its payload on stdin."""
+
+    def __init__(self, stop: threading.Event, command: str) -> None:
+        self._stop, self._command = stop, command
+
+    def __call__(self, item: Item) -> None:
+        """Run the command to its end. Raises KmqError if it fails."""
+        fields = as_fields(item)
+        names = {f"BQ_{name.upper()}": str(fields[name]) for name in ("epoch", "type", "id")}
+        given = item.payload if isinstance(item, Message) else json.dumps(fields).encode() + b"\n"
+        with tempfile.TemporaryFile() as stdin:  # not a pipe: a command need not read it
+            stdin.write(given)
+            stdin.seek(0)
+            command = ["/bin/sh", "-c", self._command]
+            # A group of its own: Ctrl-C reaches us alone, and we let the command finish.
+            process = subprocess.Popen(command, stdin=stdin, env=os.environ | names, process_group=0)
+        try:
+            self._wait(process)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        if process.returncode:
+            raise KmqError(f"{_outcome(process.returncode)} of: {self._command}")
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for its end; once we are told to stop, for so long at most as a stage has to drain."""
+        ended = os.pidfd_open(process.pid)
+        signals = [(DRAIN_S, signal.SIGTERM), (_KILL_S, signal.SIGKILL)]
+        deadline = 0.0  # 0: not told to stop yet
+        try:
+            while not select.select([ended], [], [], _LOOK_S)[0]:
+                if self._stop.is_set() and signals:
+                    deadline = deadline or time.monotonic() + signals[0][0]
+                    if time.monotonic() > deadline:
+                        os.killpg(process.pid, signals.pop(0)[1])
+                        deadline = 0.0
+        finally:
+            os.close(ended)
+        process.wait()
+
+
+def _outcome(code: int) -> str:
+    return f"exit code {code}" if code > 0 else f"end by {signal.Signals(-code).name}"
