@@ -1,0 +1,312 @@
+"""Three Consul servers, and their clients, in network namespaces of their own on one bridge. Needs root.
+
+Every server and every client has an address 10.77.0.<number>. Nothing of it can be reached from the host's network, and
+nothing of the host's network is changed. Tests ask a server by its Unix socket, which no cut of the network reaches.
+
+A cut is one way: the sender is given a wrong hardware address of the receiver, so what it sends arrives nowhere, and
+nobody tells it. That is how a broken network looks from both sides.
+"""
+
+import base64
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from consuls import PATIENCE_S, program
+
+PREFIX = "kmqt"  # of the names of namespaces: kmqt<pid>-<name>
+NET = "10.77.0"
+CLIENT = 101  # number of the first client
+NOWHERE = "02:00:00:00:00:01"  # no interface has this address
+HTTP_PORT = 8500
+_ANSWER_S = 5.0
+
+_SETTINGS = {
+    "server": True,
+    "disable_update_check": True,
+    "leave_on_terminate": False,
+    "skip_leave_on_interrupt": True,
+    "retry_interval": "500ms",
+    "performance": {"raft_multiplier": 1},
+    "gossip_lan": {"probe_interval": "300ms", "probe_timeout": "150ms", "suspicion_mult": 2},
+    "autopilot": {"cleanup_dead_servers": False},  # a server that comes back has its vote at once
+    "ports": {"http": HTTP_PORT, "dns": -1, "grpc": -1, "serf_wan": -1},
+    "log_level": "warn",
+}
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert not done.returncode, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _run("ip", "netns", "list").splitlines() if line.startswith(PREFIX)]
+
+
+def _remove_left_over() -> None:
+    """Remove namespaces of tests that were killed."""
+    for name in _namespaces():
+        pid = name.removeprefix(PREFIX).partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            with suppress(AssertionError):  # another test run has just removed it
+                _run("ip", "netns", "del", name)
+
+
+class Network:
+    """A bridge in a namespace of its own; each number has a namespace with one interface on it."""
+
+    def __init__(self) -> None:
+        self._prefix = f"{PREFIX}{os.getpid()}-"
+        self._numbers: set[int] = set()
+        self._cuts: set[tuple[int, int]] = set()
+        _remove_left_over()
+        self._bridge = self._prefix + "bridge"
+        _run("ip", "netns", "add", self._bridge)
+        _run("ip", "-n", self._bridge, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", self._bridge, "link", "set", "br0", "up")
+
+    def namespace(self, number: int) -> str:
+        return f"{self._prefix}{number}"
+
+    def add(self, number: int) -> None:
+        """Give this number its namespace, unless it has it."""
+        if number in self._numbers:
+            return
+        name, port = self.namespace(number), f"p{number}"
+        _run("ip", "netns", "add", name)
+        self._numbers.add(number)
+        link = ["link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name]
+        _run("ip", "-n", self._bridge, *link)
+        _run("ip", "-n", self._bridge, "link", "set", port, "master", "br0", "up")
+        _run("ip", "-n", name, "addr", "add", f"{NET}.{number}/24", "dev", "eth0")
+        _run("ip", "-n", name, "link", "set", "eth0", "up")
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+
+    def inside(self, number: int) -> list[str]:
+        """What to write before a command so that it runs there, and ends with this process. The pid stays the same."""
+        return ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.namespace(number)]
+
+    def cut(self, sender: int, receiver: int) -> None:
+        """From now on nothing that `sender` sends arrives at `receiver`. The way back stays open."""
+        where = [f"{NET}.{receiver}", "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"]
+        _run("ip", "-n", self.namespace(sender), "neigh", "replace", *where)
+        self._cuts.add((sender, receiver))
+
+    def cut_off(self, number: int) -> None:
+        """Nothing arrives there, and nothing leaves."""
+        for other in self._numbers - {number}:
+            self.cut(number, other)
+            self.cut(other, number)
+
+    def heal(self) -> None:
+        """Take all cuts away."""
+        while self._cuts:
+            sender, receiver = self._cuts.pop()
+            _run("ip", "-n", self.namespace(sender), "neigh", "del", f"{NET}.{receiver}", "dev", "eth0")
+
+    def close(self) -> None:
+        for name in [*map(self.namespace, self._numbers), self._bridge]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("consul", timeout=_ANSWER_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class ConsulServer:
+    """One server; `start` after `kill` goes on with its data."""
+
+    def __init__(self, network: Network, number: int, root: Path) -> None:
+        self.number = number
+        self.address = f"{NET}.{number}"
+        self.socket = root / f"{number}.sock"
+        self._command = [*network.inside(number), program(), "agent", f"-config-file={root / str(number)}.json"]
+        self._log = root / f"{number}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_paused = False
+        settings = _SETTINGS | {
+            "node_name": f"server-{number}",
+            "data_dir": str(root / f"{number}.data"),
+            "bind_addr": self.address,
+            "addresses": {"http": f"{self.address} unix://{self.socket}"},
+            "bootstrap_expect": 3,
+            "retry_join": [f"{NET}.{other}" for other in (1, 2, 3) if other != number],
+        }
+        (root / f"{number}.json").write_text(json.dumps(settings))
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None, f"server {self.number} does not run"
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and not self.is_paused
+
+    def start(self) -> None:
+        self.socket.unlink(missing_ok=True)
+        with open(self._log, "ab") as out:
+            environment = {"CHECKPOINT_DISABLE": "1", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+            self.process = subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+
+    def kill(self) -> None:
+        """SIGKILL: it says goodbye to nobody, and keeps what is on its disk."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process, self.is_paused = None, False
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        self.is_paused = True
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+        self.is_paused = False
+
+    def ask(self, path: str) -> Any:
+        """Return what this server answers; None if it does not answer within some seconds, or refuses."""
+        connection = _UnixConnection(self.socket)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read()
+            if response.status == 404:
+                return []
+            return json.loads(body) if response.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def knows_leader(self) -> str:
+        """Return the address of the leader that this server follows, or is; "": it knows none, or does not answer."""
+        return str(self.ask("/v1/status/leader") or "").partition(":")[0]
+
+    def reads(self) -> bool:
+        """Return True if this server can read what a majority confirms."""
+        return self.ask("/v1/kv/none?consistent") is not None
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
+
+
+class ConsulServers:
+    """The three servers. `network` cuts; servers and clients are numbers there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.network = root, Network()
+        self.servers: list[ConsulServer] = []
+        try:
+            for number in (1, 2, 3):
+                self.network.add(number)
+                self.servers.append(ConsulServer(self.network, number, root))
+            for server in self.servers:
+                server.start()
+            self.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def addresses(self) -> str:
+        """What KMQ_CONSUL is for a client."""
+        return ",".join(f"{server.address}:{HTTP_PORT}" for server in self.servers)
+
+    def client(self, index: int = 0) -> int:
+        """Return the number of a client's namespace, made now if there is none."""
+        self.network.add(CLIENT + index)
+        return CLIENT + index
+
+    def leader(self) -> ConsulServer:
+        """Return the leader that most servers agree on, waiting for one."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            known = [server.knows_leader() for server in self.servers if server.is_running]
+            for server in self.servers:
+                if server.is_running and known.count(server.address) >= 2:
+                    return server
+            assert time.monotonic() < until, f"no leader; they know {known}: {self.servers[0].log()}"
+            time.sleep(0.02)
+
+    def others(self) -> list[ConsulServer]:
+        """Return the servers that follow."""
+        leader = self.leader()
+        return [server for server in self.servers if server is not leader]
+
+    def wait(self) -> None:
+        """Wait until every running server can read what a majority confirms."""
+        until = time.monotonic() + PATIENCE_S
+        for server in self.servers:
+            while server.is_running and not server.reads():
+                assert time.monotonic() < until, f"server {server.number} cannot read: {server.log()}"
+                time.sleep(0.02)
+
+    def repair(self) -> None:
+        """Heal the network, let every server run, and wait until all of them work."""
+        self.network.heal()
+        for server in self.servers:
+            if server.process is None:
+                server.start()
+            elif server.is_paused:
+                server.resume()
+        self.wait()
+
+    def entries(self, prefix: str) -> dict[str, bytes]:
+        """Return the keys under a prefix, without it, and their values, as a majority confirms them."""
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            server = next((server for server in self.servers if server.is_running), None)
+            items = server.ask(f"/v1/kv/{prefix}?recurse&consistent") if server is not None else None
+            if items is not None:
+                return {item["Key"].removeprefix(prefix): base64.b64decode(item["Value"] or "") for item in items}
+            assert time.monotonic() < until, "Consul does not answer"
+            time.sleep(0.05)
+
+    def snapshot(self, verb: str, file: Path) -> None:
+        """`verb`: save what Consul holds, or restore it."""
+        server = self.leader()
+        environment = {"CONSUL_HTTP_ADDR": f"unix://{server.socket}", "PATH": "/usr/bin:/bin"}
+        done = subprocess.run([program(), "snapshot", verb, file], capture_output=True, text=True, env=environment)
+        assert not done.returncode, done.stderr
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.kill()
+        self.network.close()
+
+
+@contextmanager
+def consul_servers(root: Path) -> Iterator[ConsulServers]:
+    """The servers for a with block. Where there are no network namespaces the test is skipped; in CI it fails."""
+    try:
+        _run("ip", "netns", "list")
+        assert os.geteuid() == 0, "not root"
+        made = ConsulServers(root)
+    except (OSError, AssertionError) as error:
+        reason = f"no network namespaces with Consul here (needs root): {error}"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+    try:
+        yield made
+    finally:
+        made.close()
