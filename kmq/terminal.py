@@ -6,8 +6,10 @@ the exit code of its own work. So the code never depends on how much fits into t
 
 import io
 import os
+import select
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO, TypeVar
 
 from rich.console import Console
@@ -62,12 +64,29 @@ def _raw() -> _Out | None:
     return raw if isinstance(raw, _Out) else None
 
 
+def is_read() -> bool:
+    """Return False once the reader of stdout has left, or nothing can be written there any more."""
+    raw = _raw()
+    return raw is None or not raw.is_over
+
+
+def when_left(act: Callable[[], None]) -> None:
+    """Call `act` once the reader of stdout has left, from a thread: for a command that may print nothing for long."""
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(1, 0)  # errors alone
+        poll.poll()
+        act()
+
+    threading.Thread(target=wait, name="kmq-stdout", daemon=True).start()
+
+
 def while_read(items: Iterable[_T]) -> Iterator[_T]:
     """Yield `items` until the reader of stdout has left: for a command that only prints them."""
-    raw = _raw()
     for item in items:
         yield item
-        if raw and raw.is_over:
+        if not is_read():
             return
 
 

@@ -9,6 +9,8 @@ Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets exp
             bits, which cannot be guessed at any speed, and a slow hash would stop the event loop of ingress at each
             hello. The salt makes equal tokens look different in two files. Digests are compared in constant time;
             unknown names take as long.
+Fleet       A token that the fleet has revoked (states.py), by its name or by its id, is turned away although the file
+            has it.
 Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token. Whoever may write
             to the FIFO `raw` beside it may also read the token, and gains no further right by it.
 """
@@ -22,6 +24,7 @@ from collections.abc import Callable
 
 from kmq.errors import ConfigError
 from kmq.settings import Settings
+from kmq.states import InForce
 from kmq.watch import Watch
 
 LOCAL = "local"
@@ -52,6 +55,11 @@ def read(path: str) -> dict[str, list[Hash]]:
             raise ConfigError(f"KMQ_TOKENS={path!r}: line {number} is not <name>:sha256$<salt>$<digest>")
         table.setdefault(match[1], []).append((bytes.fromhex(match[2]), bytes.fromhex(match[3])))
     return table
+
+
+def id_of(name: str, digest: bytes) -> str:
+    """Return the id of one token of a name, by which a fleet can revoke it: part of its hash."""
+    return f"{name}.{digest[:6].hex()}"
 
 
 def _random(name: str) -> str:
@@ -114,19 +122,24 @@ class Tokens:
         self._table = read(self._path)
         _make_local(settings)
         self._local = local(settings).encode()
+        self._in_force = InForce(settings, warn)
 
     def check(self, token: bytes) -> str:
         """Return the name that this token belongs to; "" if it is unknown."""
         if self._watch.changed():
             self._reload()
+        self._in_force.changed()
         name = token.partition(b".")[0].decode("ascii", "replace")
         if name == LOCAL:
             return name if hmac.compare_digest(token, self._local) else ""
         found = ""
         for salt, digest in self._table.get(name, (_NOBODY,)):
-            if hmac.compare_digest(_digest(salt, token), digest):
+            if hmac.compare_digest(_digest(salt, token), digest) and not self._is_revoked(name, digest):
                 found = name
         return found
+
+    def _is_revoked(self, name: str, digest: bytes) -> bool:
+        return not self._in_force.revoked.isdisjoint((name, id_of(name, digest)))
 
     def check_header(self, authorization: str) -> str:
         """Return the name for an `authorization: Bearer <token>` header, given its value; "" if it is unknown."""

@@ -33,6 +33,7 @@ from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare
 from kmq.log.segment import Limits
 from kmq.log.wal import Stored, Wal
+from kmq.states import InForce
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
 
@@ -44,6 +45,8 @@ class Durability:
         self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
         self.acks = AckWriter(stage.acks)
         self.admission = Admission(stage.settings, lambda: stage.row.bytes)
+        self.in_force = InForce(stage.settings)
+        wal.limits = Limits.of(self.in_force.settings)
         self.named = max([0, *(gone.last for gone in dropped.accounted(stage.settings.data))])
         self.clock = AgeClock(stage.row, wal.last_ts, stage.log)
         self._noted = time.monotonic_ns()
@@ -69,6 +72,8 @@ class Durability:
                 self.acks.flush()
         if time.monotonic_ns() - self._noted > _NOTE_NS:
             self.wal.note_open_block()
+            if self.in_force.changed():
+                self.wal.limits = Limits.of(self.in_force.settings)
             self.roll_if_over()
             self._retain()
             self.stage.end_disk_full()

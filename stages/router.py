@@ -27,6 +27,7 @@ from kmq.log.dropped import without
 from kmq.log.segment import Limits
 from kmq.router.newcomers import AT_ONCE
 from kmq.router.queues import Queues
+from kmq.states import InForce
 
 _TICK_NS = 1_000_000_000  # provisional index lines, new declarations, the checkpoint's clock
 
@@ -82,11 +83,12 @@ def run(stage: Stage) -> None:
     assert isinstance(ring, RingReader)
     stage.wait_for("formats of the newest version, by durability", lambda: identity.is_newest(settings.data) or None)
     stage.state("recovering")
+    in_force = InForce(settings)
     queues = Queues(
         settings.data,
         stage.wait_for_room,
         stage.log,
-        Limits.of(settings),
+        Limits.of(in_force.settings),
         wal_is_synced=settings.fsync == 0,
         most_open=stage.most_files - descriptors.OWN,
     )
@@ -100,6 +102,8 @@ def run(stage: Stage) -> None:
     ticked = 0
     while True:
         if time.monotonic_ns() - ticked > _TICK_NS:
+            if in_force.changed():
+                queues.use_limits(Limits.of(in_force.settings))
             queues.tick()
             if not queues.is_checkpointing:
                 stage.end_disk_full()

@@ -29,6 +29,7 @@ from kmq.links.fifo import CAPACITY
 from kmq.links.received import ring_bytes
 from kmq.links.staging import area_bytes
 from kmq.settings import KIB, MIB, Settings
+from kmq.states import InForce
 
 _COPIES = 2  # of each message: in the WAL and in its queue
 _LONGER = 2  # a stored line takes at most twice its bytes in the FIFO; must_wait covers short lines, which grow more
@@ -137,14 +138,19 @@ class Admission:
     """The decisions of one process. Each process measures by itself, so it depends on no other process."""
 
     def __init__(self, settings: Settings, appended: Callable[[], int]) -> None:
-        self.data, self.quota = settings.data, settings.data_quota
+        self._in_force, self._appended = InForce(settings), appended
+        self.data = settings.data
         # Bytes on disk for messages that are accepted but not stored (in ingress, the framer and the links between),
         # and for messages that are stored but not in their queues.
         unframed = settings.max_line + CAPACITY + area_bytes(settings.max_line) + ring_bytes(settings.max_line)
         self.accepted_bytes = _COPIES * (_LONGER * unframed + settings.ring_bytes)
         self._unrouted = settings.ring_bytes + _OTHERS
-        self._usage = Usage(self.data, appended) if self.quota else None
+        self._use_quota()
         self._looked_at, self._reason, self._waiting = 0.0, "", False
+
+    def _use_quota(self) -> None:
+        self.quota = self._in_force.settings.data_quota
+        self._usage = Usage(self.data, self._appended) if self.quota else None
 
     def refusal(self) -> str:
         """Return why nothing more must be accepted, "disk_full" or "quota"; "" while there is space."""
@@ -170,6 +176,8 @@ class Admission:
         return lacks_inodes or disk.f_bavail * disk.f_frsize < _threshold(reserve, refusing)
 
     def _quota_lacks(self, nbytes: int, refusing: bool) -> bool:
+        if self._in_force.changed():  # the fleet's quota
+            self._use_quota()
         usage = self._usage
         if usage is None:
             return False

@@ -12,7 +12,7 @@ Not covered If containers do not share process ids, a process that is only `sile
 import time
 
 from kmq import certificate
-from kmq.broker.stats import ADMISSIONS, FRESH_S, PROCESSES, Row, StatsPage
+from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, Row, StatsPage
 from kmq.certificate import Validity
 from kmq.settings import STAGES, Settings
 
@@ -29,6 +29,7 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "dead": _AGAIN,
     "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing,"
     " it is started again",
+    "message_not_processed": "its log says why (event message_not_processed); it is tried again until it succeeds",
     "draining": "wait until it has ended, then: kmq up",
     "recovering": "wait: its log says how far it is",
     "waiting": "wait: its log says for whom",
@@ -39,6 +40,7 @@ _LACKS = {
     "disk_full": "the disk has no room, or no inodes, for more messages",
     "quota": "KMQ_DATA_QUOTA is reached",
 }
+_MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent"}
 _RENEW = "replace the file{key}; the broker takes it up within seconds, without a restart"
 REASONS = tuple(_ADVICE)
 WARNINGS = ("certificate_expired", "certificate_not_yet_valid", "certificate_expires")
@@ -106,9 +108,12 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
         return Verdict([_down(settings)], [], [])
     if states["gateway"] in ("down", "stopped"):
         del states["gateway"]  # messages are accepted and routed without it
+    agent = page.rows[AGENT] if states.pop(AGENT) not in LIFELESS else None  # messages are accepted without it, too
     lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
     reasons = [_no_room(code, names, settings) for code, names in lacking.items() if names]
     reasons += [_of_process(name, state, page.rows[name]) for name, state in states.items() if state not in _FINE]
+    if agent is not None and agent.failing:
+        reasons.append(_not_processed(agent))
     certificates = [
         used
         for name in ("ingress", "gateway")
@@ -134,8 +139,8 @@ def state_of(name: str, row: Row) -> str:
 
 
 def is_process(pid: int, name: str) -> bool:
-    """Return True if the process `pid` is still that stage, or the gateway: the system reuses pids."""
-    module = f"kmq.{name}" if name == "gateway" else f"stages.{name}"
+    """Return True if the process `pid` is still that stage, gateway or agent: the system reuses pids."""
+    module = _MODULES.get(name, f"stages.{name}")
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return module.encode() in file.read().split(b"\0")
@@ -145,7 +150,7 @@ def is_process(pid: int, name: str) -> bool:
 
 def _down(settings: Settings) -> Reason:
     why = f"the broker of KMQ_DATA={settings.data} does not run (KMQ_INSTANCE={settings.instance})"
-    return Reason("down", "broker", why, "start it with: kmq up", PROCESSES)
+    return Reason("down", "broker", why, "start it with: kmq up", (*STAGES, "gateway"))
 
 
 def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Reason:
@@ -157,6 +162,12 @@ def _of_process(name: str, state: str, row: Row) -> Reason:
     ended = {"down": "has not been started", "stopped": "has ended"}
     why = ended.get(state) or row.silence() or f"is {state}"
     return Reason(state, name, f"{name} {why}", _ADVICE[state].format(pid=row.pid), (name,))
+
+
+def _not_processed(agent: Row) -> Reason:
+    code = "message_not_processed"
+    why = f"what the fleet has told after message {agent.epoch} of the Broadcast Queue cannot be done"
+    return Reason(code, AGENT, why, _ADVICE[code], (AGENT,))
 
 
 def presented(name: str, row: Row, settings: Settings) -> list[Presented]:

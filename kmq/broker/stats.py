@@ -25,7 +25,8 @@ TYPE_CHECKING = False
 _TEXT = 1024  # bytes of the identity line
 _ROW = 32  # words of a row
 _FILE_BYTES = 4096
-PROCESSES = (*STAGES, "gateway")
+AGENT = "agent"
+PROCESSES = (*STAGES, "gateway", AGENT)
 _POLL_S = 0.1
 FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
 
@@ -61,6 +62,9 @@ _FIELDS = (
     "certificate_from",  # ingress, gateway: unix seconds from which the server's certificate chain is valid
     "certificate_until",  # and until which it is valid
     "client_ca_until",  # ingress, gateway: unix seconds until which client certificates can be valid
+    "epoch",  # agent: the last message of the Broadcast Queue that was processed
+    "newest",  # agent: the last message that it knows of
+    "failing",  # agent: 1 while a message cannot be processed
 )
 _LASTING = ("starts", "clock_offset", "clock_suspect", "clock_trust")
 

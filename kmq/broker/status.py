@@ -5,7 +5,7 @@ import time
 
 from kmq.broker import clock
 from kmq.broker.readiness import Verdict, judge, state_of
-from kmq.broker.stats import Row, StatsPage, peek
+from kmq.broker.stats import AGENT, Row, StatsPage, peek
 from kmq.broker.supervision import Supervision
 from kmq.certificate import utc
 from kmq.links import fifo, layout, received
@@ -41,16 +41,17 @@ class Status:
         backlog: dict[str, int],
         gateway: StageStatus | None = None,
         clock: str = "",
+        agent: StageStatus | None = None,
     ) -> None:
         self.verdict = verdict
         self.supervisor = supervisor  # up, killed, other or down
         self.stages, self.backlog = stages, backlog
-        self.gateway = gateway  # None: this broker has none
+        self.gateway, self.agent = gateway, agent  # None: this broker has none
         self.clock = clock  # why the time of day is not trusted, and what to do; "": it is trusted
 
     @property
     def processes(self) -> list[StageStatus]:
-        return [*self.stages, self.gateway] if self.gateway else self.stages
+        return [*self.stages, *filter(None, (self.gateway, self.agent))]
 
     @property
     def ready(self) -> bool:
@@ -65,8 +66,7 @@ def collect(settings: Settings) -> Status:
         return Status(judge(None, settings), supervisor, [], {})
     page = page.copy()  # a process that becomes ready meanwhile must not appear as ready here and as starting there
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
-    row = page.rows["gateway"]
-    gateway = StageStatus("gateway", row) if row.pid else None
+    gateway, agent = (StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT))
     waiting = {"raw_bytes": 0}
     path = f"{settings.pipes}/raw"
     if os.path.exists(path):
@@ -75,7 +75,7 @@ def collect(settings: Settings) -> Status:
         os.close(fd)
     for name in ("framed", "durable"):
         waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
-    return Status(judge(page, settings), supervisor, stages, waiting, gateway, _clock(page))
+    return Status(judge(page, settings), supervisor, stages, waiting, gateway, _clock(page), agent)
 
 
 def _clock(page: StatsPage) -> str:

@@ -7,17 +7,20 @@ Mechanism   A stage that our supervisor has started holds the supervisor's pid i
 """
 
 import os
+import signal
 import time
 from typing import NamedTuple
 
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import StatsPage, peek
+from kmq.errors import EXIT_OK
 from kmq.links.layout import field
 from kmq.links.ownership import FileLock
 from kmq.settings import STAGES, Settings
 
 # A supervisor has one of these words on its command line: `up` in the foreground, otherwise its module, by either name.
 _SUPERVISORS = {b"up", b"kmq.broker.supervisor", b"kmq.supervisor"}
+_PR_SET_PDEATHSIG = 1
 _BEAT_S = 0.6  # a living stage writes a heartbeat more often than that
 KILLED = (
     "no supervisor: it was killed; the stages run, but a stage that ends is not started again."
@@ -96,6 +99,15 @@ def is_supervisor(pid: int) -> bool:
     except OSError:
         return False
     return not _SUPERVISORS.isdisjoint(arguments)
+
+
+def end_with(pid: int) -> None:
+    """Let the kernel kill this process when the process `pid`, which has started it, ends."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != pid:  # the starter is gone already
+        raise SystemExit(EXIT_OK)
 
 
 def elsewhere(settings: Settings) -> str:

@@ -1,15 +1,17 @@
-"""Starts the four stages and the gateway on one machine and restarts those that die, as the kubelet does in a pod.
+"""Starts the stages, the gateway and the agent of a broker on one machine, and restarts those that die.
+
+In a pod the kubelet does that. There is an agent only in a cluster (KMQ_CLUSTER, KMQ_CONSUL).
 
 Owner       pipes/supervisor.owner: one supervisor per broker.
 Invariant   A stage that ends is always restarted while the others run: at once the first time, then after a growing
             pause if it keeps dying young. An exit code that says that a restart cannot help (errors.py) stops the
-            broker with that code. A gateway with such a code stays down alone: messages are accepted without it.
+            broker with that code. A gateway or agent with such a code stays down alone: messages are accepted without.
 Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process gets one SIGTERM, and the stages drain
             from the front by themselves. Each process has its own session, so that the signals of a terminal reach only
             the supervisor: a second signal would end a stage at once. A second Ctrl-C while they drain ends all
             processes by SIGKILL.
 Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway
-            ends.
+            and the agent end.
 """
 
 import contextlib
@@ -19,7 +21,7 @@ import sys
 import time
 
 from kmq.broker.readiness import is_process
-from kmq.broker.stats import StatsPage
+from kmq.broker.stats import AGENT, StatsPage
 from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
 from kmq.links import layout, received
 from kmq.links.ownership import FileLock, describe
@@ -53,6 +55,8 @@ class Supervisor:
         modules = {name: f"stages.{name}" for name in STAGES}
         if with_gateway:
             modules["gateway"] = "kmq.gateway"
+        if settings.in_cluster:
+            modules[AGENT] = "kmq.cluster.agent"
         self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
@@ -75,8 +79,9 @@ class Supervisor:
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
             row.starts = 0
-        if not is_process(page.rows["gateway"].pid, "gateway"):
-            page.rows["gateway"].wipe()  # of a gateway that was killed: this broker may have none
+        for name in ("gateway", AGENT):
+            if not is_process(page.rows[name].pid, name):
+                page.rows[name].wipe()  # of one that was killed: this broker may have none
         self._remove_drained_rings()
         while not self._all_gone():
             self._start_due()
@@ -132,10 +137,13 @@ class Supervisor:
                 self.log.warn("stage_ended", name=child.name, code=code, how=how)
             return
         if code in NO_RESTART and code != EXIT_OK:
-            if child.name == "gateway":
-                self.log.error(
-                    "gateway_not_restarted", code=code, how=how, effect="no gRPC, no HTTP until the next start"
-                )
+            if child.name not in STAGES:
+                if child.name == "gateway":
+                    effect = "no gRPC, no HTTP until the next start"
+                    self.log.error("gateway_not_restarted", code=code, how=how, effect=effect)
+                else:
+                    effect = "what the fleet says is not done here until the next start"
+                    self.log.error("agent_not_restarted", code=code, how=how, effect=effect)
                 child.due = float("inf")
                 return
             self.log.error("stage_not_restarted", name=child.name, code=code, how=how, effect="the broker stops")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kmq import gateway
+from kmq import cluster, gateway
 from kmq.broker import supervision
 from kmq.broker.status import StageStatus, Status
 from kmq.cli.helptext import examples
@@ -45,6 +45,8 @@ def up(
     """Start the broker in the background: four stages and the gateway, under a supervisor. Wait until all are ready."""
     settings = load()
     with_gateway = with_gateway and gateway.is_installed()
+    if settings.in_cluster:
+        _check_cluster(settings)
     # Open both directories here: otherwise an error in one of them would appear only in the log file.
     open_data(settings.data)
     os.close(open_fifo(settings.pipes, "raw"))
@@ -59,6 +61,15 @@ def up(
         print(f"kmq: {names}: has no effect yet, because nothing listens there; leave it out", file=sys.stderr)
     startup = Startup(settings, with_gateway)
     _print_started(settings, startup, startup.wait())
+
+
+def _check_cluster(settings: Settings) -> None:
+    """Raise ConfigError if the agent could not even begin."""
+    if not cluster.is_installed():
+        raise ConfigError("KMQ_CLUSTER and KMQ_CONSUL are set, and that needs: pip install 'kmq[cluster]'")
+    from kmq.cluster.queue import Place
+
+    Place.of(settings)
 
 
 def _refuse_second_start(settings: Settings, foreground: bool) -> None:

@@ -33,7 +33,7 @@ class Startup:
         self.log_path = Path(settings.pipes) / "kmq.log"
         self._settings = settings
         self._log_begin = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self._expected = len(STAGES) + with_gateway
+        self._expected = len(STAGES) + with_gateway + settings.in_cluster
         self._full_since = 0.0
         self._launched = time.monotonic_ns()
         with _open_log(self.log_path) as log:

@@ -38,17 +38,21 @@ def new_token(
 
 @token_app.command("list", epilog=examples("KMQ_TOKENS=tokens kmq token list"))
 def list_tokens(
-    as_json: Annotated[bool, typer.Option("--json", help='{"tokens": [{"name", "tokens"}, …]}')] = False,
+    as_json: Annotated[bool, typer.Option("--json", help='{"tokens": [{"name", "tokens", "ids"}, …]}')] = False,
 ) -> None:
-    """List the names that have tokens, and how many. To revoke a token, delete its line in the file."""
+    """List the names that have tokens, how many, and the id of each.
+
+    To revoke a token, delete its line in the file; in a whole fleet: kmq fleet token revoke.
+    """
     from kmq import tokens
 
-    rows = [{"name": name, "tokens": len(hashes)} for name, hashes in tokens.read(_token_file()).items()]
+    found = tokens.read(_token_file())
+    ids = {name: [tokens.id_of(name, digest) for _, digest in hashes] for name, hashes in found.items()}
     if as_json:
-        print(json.dumps({"tokens": rows}))
+        print(json.dumps({"tokens": [{"name": name, "tokens": len(own), "ids": own} for name, own in ids.items()]}))
     else:
-        for row in rows:
-            print(pairs(**row))
+        for name, own in ids.items():
+            print(pairs(name=name, tokens=len(own), ids=",".join(own)))
 
 
 def add_to(app: typer.Typer) -> None:

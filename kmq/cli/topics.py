@@ -22,6 +22,7 @@ from kmq.log.requests import Request
 from kmq.log.segment import LIMITS, Limits, survey
 from kmq.logfmt import pairs
 from kmq.settings import FOREVER, SETTINGS, Settings, load
+from kmq.states import InForce
 
 topics_app = typer.Typer(
     no_args_is_help=True,
@@ -158,8 +159,8 @@ def set_limits(
     settings = load()
     _require(settings, name)
     asked = _parse_changes(name, [*(changes or []), *(f"{limit}=" for limit in unset or [])])
-    own = _with_pending(settings.data, name, topics.read(settings.data, name).limits)
-    _apply(own, asked)
+    own = requests.limits_to_be(settings.data, name, topics.read(settings.data, name).limits)
+    requests.apply(own, asked)
     Limits().with_changes(own)
     request = requests.submit(settings.data, requests.SET, name, asked)
     changed = " ".join(f"{limit}={value}" if value else f"{limit} unset" for limit, value in asked.items())
@@ -195,21 +196,6 @@ def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
     return asked
 
 
-def _apply(own: dict[str, str], changes: dict[str, str]) -> None:
-    for limit, value in changes.items():
-        own.pop(limit, None)
-        if value:
-            own[limit] = value
-
-
-def _with_pending(data: str, name: str, own: dict[str, str]) -> dict[str, str]:
-    """Return a topic's own limits as they will be once the router has carried out all requests."""
-    for request in requests.waiting(data):
-        if request.verb == requests.SET and request.topic == name:
-            _apply(own, request.limits)
-    return own
-
-
 # --- show --------------------------------------------------------------------------------------------------------
 
 
@@ -243,12 +229,15 @@ def show(
 def describe(settings: Settings, name: str) -> dict[str, Any]:
     """Return a topic as a value for JSON; None stands for no limit, or for no message."""
     declared = topics.read(settings.data, name)
-    pending = _with_pending(settings.data, name, dict(declared.limits))
-    limits = Limits.of(settings).with_changes(pending)
+    pending = requests.limits_to_be(settings.data, name, dict(declared.limits))
+    in_force = InForce(settings).settings
+    limits = Limits.of(in_force).with_changes(pending)
     rows = {}
     for limit in LIMITS:
         value = getattr(limits, limit)
         source = _source(limit, pending, limits)
+        if source == _ENV.get(limit) and getattr(in_force, limit) != getattr(settings, limit):
+            source = f"the fleet (settings/{limit})"
         if pending.get(limit) != declared.limits.get(limit):
             source += ", when the router has adopted it"
         rows[limit] = {"value": None if value in (0, FOREVER) else value, "from": source}

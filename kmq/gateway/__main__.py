@@ -3,28 +3,18 @@
 import argparse
 import contextlib
 import os
-import signal
 import sys
 
 from kmq import descriptors
 from kmq.broker.stats import STATES, StatsPage
+from kmq.broker.supervision import end_with
 from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import load
 
-_PR_SET_PDEATHSIG = 1
 _LEAST_FILES = 128  # descriptors for its listeners, its event loop and some connections
-
-
-def end_with(pid: int) -> None:
-    """Let the kernel kill this process when the process `pid`, which has started it, ends."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != pid:  # the starter is gone already
-        raise SystemExit(EXIT_OK)
 
 
 def run(log: Logger, supervisor: int) -> None:

@@ -4,6 +4,7 @@
     retention_bytes=1 GiB
     segment_age=
     delete orders
+    retain                           seal what is over its limits now; the next tick deletes what is due
 
 Owner       a command submits a request; the router carries it out within a second, and removes it. If the router is
             down, its next start carries the request out.
@@ -20,11 +21,11 @@ from kmq.log.disk import replace_file, sync_directory
 
 _PREFIX = ".request-"
 _MAKING = ".new"  # the suffix of a file that replace_file has not completed
-SET, DELETE = "set", "delete"
+SET, DELETE, RETAIN = "set", "delete", "retain"
 
 
 class Request:
-    """A request: SET or DELETE (`verb`), the topic, and the limits to set as texts."""
+    """A request: SET, DELETE or RETAIN (`verb`), the topic (RETAIN: ""), and the limits to set as texts."""
 
     __slots__ = ("limits", "path", "topic", "verb")
 
@@ -66,3 +67,19 @@ def _read(path: str) -> Request | None:
         return None
     verb, _, topic = head.partition(" ")
     return Request(path, verb, topic, {name: text for name, _, text in (line.partition("=") for line in lines)})
+
+
+def apply(own: dict[str, str], changes: dict[str, str]) -> None:
+    """Change a topic's own limits; one without a value is removed."""
+    for limit, value in changes.items():
+        own.pop(limit, None)
+        if value:
+            own[limit] = value
+
+
+def limits_to_be(data: str, topic: str, own: dict[str, str]) -> dict[str, str]:
+    """Return a topic's own limits as they will be once the router has carried out all requests."""
+    for request in waiting(data):
+        if request.verb == SET and request.topic == topic:
+            apply(own, request.limits)
+    return own

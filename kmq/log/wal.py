@@ -118,7 +118,7 @@ class Wal:
         self._wait_outside = wait_for_room
         # Called while the disk is full, also inside an append. The owner replaces it once the start is complete.
         self.while_full: Callable[[], object] = partial(spare.release, data)
-        self._limits = limits or Limits()
+        self.limits = limits or Limits()  # may be replaced; in force from the next `roll_if_over` and `retain` on
         self._fsync = fsync
         self._synced_at = time.monotonic()
         _settle(self.directory)
@@ -184,7 +184,7 @@ class Wal:
         `index` has to follow, before the next write and while the data is valid.
         """
         first_ts = blocks[0][3]
-        if self._limits.is_full(self._file.size, self._first_ts, first_ts):
+        if self.limits.is_full(self._file.size, self._first_ts, first_ts):
             self.roll()
         file = self._file
         if file.moved_under_us():  # by a second owner (the lock file was deleted): never write between its records
@@ -255,7 +255,7 @@ class Wal:
 
         Return True if the disk had no room for the roll: then the active segment stays.
         """
-        if self.last_seq <= self._first or not self._limits.is_over(self._file.size, lambda: self.last_ts, now_s):
+        if self.last_seq <= self._first or not self.limits.is_over(self._file.size, lambda: self.last_ts, now_s):
             return False  # a roll would free nothing, because the last record of a log always stays
         try:
             self.roll(give_up)
@@ -273,7 +273,7 @@ class Wal:
         segment is due.
         """
         sealed = self._sealed
-        due = self._limits.expired(sealed, self._file.size, now_s)
+        due = self.limits.expired(sealed, self._file.size, now_s)
         is_all = due == len(sealed) and not self._file.size
         if is_all and sealed and sealed[-1].first == self.last_seq:
             due -= 1  # it holds only the last record, from which the next seq and time follow

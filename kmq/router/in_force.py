@@ -72,6 +72,12 @@ class TopicsInForce:
     def has_own_limits(self, name: str) -> bool:
         return name in self._own_limits
 
+    def set_default_limits(self, limits: Limits) -> None:
+        """Use other limits for every topic without limits of its own."""
+        self.default_limits = limits
+        for name in [*self._own_limits]:
+            self.set_limits(name, topics.read(self._context.data, name))
+
     def set_limits(self, name: str, declared: topics.Declaration) -> None:
         """Use the limits that a topic declares instead of the settings."""
         try:

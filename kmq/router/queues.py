@@ -65,6 +65,7 @@ class Queues:
         self.retention = Retention(context, in_force, logs, self.checkpoints)
         self._compacted = Compacted(context, in_force, logs)
         self._changes = TopicChanges(context, in_force, logs, self.declarations, self.sorter, self.checkpoints)
+        self._changes.retain = self.retention.roll_over
         mender = Mender(context, in_force, records)
         self._recovery = Recovery(context, in_force, logs, self.declarations, self.checkpoints, mender)
 
@@ -136,6 +137,11 @@ class Queues:
             compacted = self._compacted.install()
             if not self.retention.retire() and (compacted or self.checkpoints.is_due):
                 self.checkpoints.start()
+
+    def use_limits(self, limits: Limits) -> None:
+        """Use other limits for every topic without limits of its own, and act on them in the next `tick`."""
+        self.in_force.set_default_limits(limits)
+        self.retention.roll_over_soon()
 
     def make_room(self) -> None:
         """Delete what retention may delete. May be called in the middle of any other method."""

@@ -34,6 +34,10 @@ class Retention:
         self.rolled_at = -ROLL_NS  # when `roll_over` ran last
         self._postponed = 0  # logs that `roll_over` had no room to seal
 
+    def roll_over_soon(self) -> None:
+        """Let the next `roll_over_if_due` do it."""
+        self.rolled_at = -ROLL_NS
+
     def roll_over_if_due(self) -> None:
         if time.monotonic_ns() - self.rolled_at > ROLL_NS:
             self.roll_over()

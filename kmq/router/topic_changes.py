@@ -9,6 +9,7 @@ Crash       A request that was carried out may be carried out again: that change
 
 import os
 import time
+from collections.abc import Callable
 
 from kmq.errors import ConfigError
 from kmq.log import deletions, requests, topics
@@ -38,6 +39,7 @@ class TopicChanges:
     ) -> None:
         self._context, self._in_force, self._logs = context, in_force, logs
         self._declarations, self._sorter, self._checkpoints = declarations, sorter, checkpoints
+        self.retain: Callable[[], None] = lambda: None  # seals and deletes what is over its limits, at once
         self._read_mtime = 0  # mtime of topics/ when it was last read
 
     def carry_out(self) -> None:
@@ -62,6 +64,8 @@ class TopicChanges:
                 self._set_limits(request.topic, request.limits)
             elif request.verb == requests.DELETE:
                 self._delete(request.topic)
+            elif request.verb == requests.RETAIN:
+                self.retain()
             else:
                 raise ConfigError(f"unknown request {request.verb!r}")
         except (ConfigError, LookupError, ValueError) as err:

@@ -18,7 +18,9 @@ from kmq.settings import DRAIN_S, GRACE_S, MIB, SETTINGS, SHM, STAGES, Settings
 Document = dict[str, Any]
 Check = Callable[[list[Document]], Iterator[str]]
 
-PROCESSES = (*STAGES, "gateway")
+AGENT = "agent"
+PROCESSES = (*STAGES, "gateway")  # of every broker
+MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent"} | {name: f"stages.{name}" for name in STAGES}
 # Port name in the manifests → whose it is, its setting, and the setting of the address it listens on.
 PORTS = {
     "lines": ("ingress", "port", "host"),
@@ -73,6 +75,11 @@ def brokers(documents: list[Document]) -> Iterator[tuple[Document, Document]]:
 def role(container: Document) -> str:
     """Which process it is: its name, beside an application without the prefix."""
     return str(container["name"]).removeprefix(SIDECAR)
+
+
+def processes(pod: Document) -> tuple[str, ...]:
+    """The processes of ours in this pod: one that belongs to a fleet has one more."""
+    return (*PROCESSES, AGENT) if any(role(container) == AGENT for container in containers(pod)) else PROCESSES
 
 
 def is_beside(pod: Document) -> bool:
@@ -155,6 +162,16 @@ def ports_are_those_of_the_settings(documents: list[Document]) -> Iterator[str]:
                 yield f"port {name}: there is no certificate, so nobody listens there"
 
 
+def leads_elsewhere(documents: list[Document], service: Document) -> bool:
+    """Whether a Service is of another workload here, to whose ports it leads: the Consul of an overlay."""
+    ours = [pod for pod, _ in brokers(documents)]
+    for pod in [pod for pod in pods(documents) if pod not in ours]:
+        if service["spec"]["selector"].items() <= pod["metadata"].get("labels", {}).items():
+            names = {port["name"] for container in containers(pod) for port in container.get("ports", [])}
+            return {port["targetPort"] for port in service["spec"]["ports"]} <= names
+    return False
+
+
 def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
     """Services, policies, monitors and probes name ports that the pod has; clients reach all of them."""
     for pod, workload in brokers(documents):
@@ -167,6 +184,8 @@ def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
         if workload["kind"] == "StatefulSet" and not any(s["spec"].get("clusterIP") == "None" for s in governing):
             yield "no headless Service gives the pods their names"
         for service in of_kind(documents, "Service"):
+            if leads_elsewhere(documents, service):
+                continue
             if service not in selecting:
                 yield f"Service {service['metadata']['name']} selects nothing"
             for port in service["spec"].get("ports", []):
@@ -185,7 +204,7 @@ def services_lead_to_the_ports(documents: list[Document]) -> Iterator[str]:
 
 
 def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
-    """Clients to every port, monitoring to HTTP alone, nobody else; and the broker calls nobody."""
+    """Clients to every port, monitoring to HTTP alone, nobody else; the broker calls nobody, an agent Consul and DNS."""
     clients = {"matchExpressions": [{"key": "kmq-client", "operator": "In", "values": ["true"]}]}
     monitoring = {"kubernetes.io/metadata.name": "monitoring"}
     for pod, _ in brokers(documents):
@@ -199,7 +218,10 @@ def policy_lets_in_whom_it_should(documents: list[Document]) -> Iterator[str]:
             allowed = [({port["port"] for port in rule.get("ports", [])}, rule.get("from")) for rule in spec["ingress"]]
             if allowed != wanted:
                 yield f"lets in {allowed}"
-            if sorted(spec["policyTypes"]) != ["Egress", "Ingress"] or spec.get("egress"):
+            out = [sorted({port["port"] for port in rule.get("ports", [])}) for rule in spec.get("egress", [])]
+            if sorted(spec["policyTypes"]) != ["Egress", "Ingress"] or out != [[53, 8500, 8501]] * (
+                AGENT in processes(pod)
+            ):
                 yield "the broker may call out"
 
 
@@ -259,7 +281,7 @@ def volumes_are_where_the_settings_say(documents: list[Document]) -> Iterator[st
         claimed = {claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])}
         claimed |= {name for name, volume in volumes.items() if "persistentVolumeClaim" in volume}
         ours = SIDECAR if is_beside(pod) else ""
-        for name in PROCESSES:
+        for name in processes(pod):
             container, found = named(pod, name), settings_of(documents, named(pod, name))
             mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
             places = (mounts.get(found.data), mounts.get(found.pipes), mounts.get(SHM))
@@ -341,18 +363,17 @@ def containers_are_the_processes(documents: list[Document]) -> Iterator[str]:
                 yield f"sidecars start as {[*map(role, sidecars)]}"
             if any(c.get("restartPolicy") != "Always" for c in sidecars):
                 yield "an init container is no sidecar"
-        elif names != [*PROCESSES]:
+        elif names != [*processes(pod)]:
             yield f"containers are {names}"
-        for name in PROCESSES:
-            module = "kmq.gateway" if name == "gateway" else f"stages.{name}"
-            if named(pod, name)["command"] != ["python", "-m", module]:
+        for name in processes(pod):
+            if named(pod, name)["command"] != ["python", "-m", MODULES[name]]:
                 yield f"{name} runs {named(pod, name)['command']}"
 
 
 def probes_ask_their_own_process(documents: list[Document]) -> Iterator[str]:
     """Startup and liveness of each; a silence of two to three LIVE_S kills, and the dead are not waited for."""
     for pod, _ in brokers(documents):
-        for name in PROCESSES:
+        for name in processes(pod):
             container = named(pod, name)
             for kind, word in (("startupProbe", "live"), ("livenessProbe", "live"), ("readinessProbe", "ready")):
                 probe = container.get(kind, {})
@@ -397,7 +418,7 @@ def pods_are_restricted(documents: list[Document]) -> Iterator[str]:
             own = container.get("securityContext", {})
             if {key: value for key, value in (for_all | own).items() if key not in ids} != for_all | for_each:
                 yield f"{container['name']}: {own}"
-            if role(container) in PROCESSES and not ids.items() <= (of_pod | own).items():
+            if role(container) in MODULES and not ids.items() <= (of_pod | own).items():
                 yield f"{container['name']} runs as {of_pod | own}"
             if any("hostPort" in port for port in container.get("ports", [])):
                 yield f"{container['name']} takes a port of the node"

@@ -489,6 +489,7 @@ def test_every_metric_has_a_name_and_a_description_of_its_own():
 def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     broker.page.rows["durability"].synced = time.time_ns()
     broker.page.rows["ingress"].certificate_until = 1
+    broker.page.rows["agent"].pid = 1
     os.makedirs(f"{broker.settings.data}/topics/t/0")
     requests = metrics.Requests()
     requests.count("Produce", "OK", 0.003)
@@ -505,11 +506,14 @@ def test_a_scrape_tells_what_the_stats_page_says(broker):
         for number, field in enumerate(stats._FIELDS):
             if field not in ("pid", "state", "heartbeat"):
                 setattr(broker.page.rows[name], field, 1000 + number)
+    agent = broker.page.rows["agent"]
+    agent.pid, agent.epoch, agent.newest = 1, 2029, 2029 + 3000
     text = metrics.page(broker, metrics.Requests()).decode()
+    assert "kmq_cluster_epoch 2029.0" in text and "kmq_cluster_lag 3000.0" in text
     shown = {field for number, field in enumerate(stats._FIELDS) if f" {1000.0 + number}" in text}
     others = {"clock_offset", "clock_suspect", "clock_trust", "admission", "certificate_from"}
     processes = {"pid", "supervisor", "state", "heartbeat", "started", "starts", "port", "synced"}
-    assert set(stats._FIELDS) - shown == processes | others
+    assert set(stats._FIELDS) - shown == processes | others | {"epoch", "newest", "failing"}
     starts = broker.page.rows["router"].starts
     assert f'kmq_restarts_total{{stage="router"}} {starts - 1:.1f}' in text
     assert 'kmq_clock_trusted{stage="router"} 0.0' in text

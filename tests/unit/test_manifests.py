@@ -39,7 +39,9 @@ COMBINATIONS = [
 ]
 # A broker beside an application; what that is lies in WORKLOADS.
 BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in ("", "+sidecar-monitoring")]
-RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *("+".join(("base", *each)) for each in COMBINATIONS), *BESIDE]
+FLEETS = ["base+fleet", "base+monitoring+tls+client-ca+tokens+fleet", "base+fleet+monitoring+tokens"]
+BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS]
+RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *BROKERS, *BESIDE]
 # Native sidecars; and a rule of podFailurePolicy may be about exit codes alone, says the schema of that version first.
 SINCE = dict.fromkeys(
     ("overlays/sidecar", "overlays/spark", "overlays/spark-nightly", "overlays/spark-stream", *BESIDE), (1, 29)

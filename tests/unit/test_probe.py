@@ -146,7 +146,7 @@ def test_the_exit_code_is_the_answer_and_the_reason_is_printed(environ, page):
 def test_a_question_that_is_none_is_answered_with_the_usage(environ, argv):
     done = ask(environ, *argv)
     assert (done.returncode, done.stdout) == (EXIT_CONFIG, "")
-    assert done.stderr == "usage: python -m kmq.probe live|ready ingress|framer|durability|router|gateway\n"
+    assert done.stderr == "usage: python -m kmq.probe live|ready ingress|framer|durability|router|gateway|agent\n"
 
 
 def test_a_wrong_setting_is_the_answer(environ):

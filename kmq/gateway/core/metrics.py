@@ -15,8 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from kmq.broker.readiness import REASONS, WARNINGS
-from kmq.broker.stats import PROCESSES, STATES, Row
+from kmq.broker.readiness import REASONS, WARNINGS, state_of
+from kmq.broker.stats import AGENT, PROCESSES, STATES, Row
 from kmq.gateway.core.broker import Broker
 from kmq.links import fifo, layout, received
 from kmq.log import reader, segment, topics
@@ -46,6 +46,11 @@ def _rows(value: Callable[[Row], float], names: tuple[str, ...] = PROCESSES) -> 
 def _single(name: str, value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
     """Return a reader of a value that only the process `name` has."""
     return lambda broker: [((), value(broker.page.rows[name]))]
+
+
+def _agent(value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
+    """Return a reader of a value of the agent, if this broker has one."""
+    return lambda broker: [((), value(row)) for row in [broker.page.rows[AGENT]] if row.pid]
 
 
 def _backlogs(broker: Broker) -> Samples:
@@ -204,6 +209,24 @@ SCRAPED = (
         "Time since a write was last synced to disk; absent until durability has synced one.",
         (),
         _synced_age,
+    ),
+    Metric(
+        "kmq_cluster_epoch",
+        "Last message of the cluster's Broadcast Queue that this broker has processed.",
+        (),
+        _agent(lambda r: r.epoch),
+    ),
+    Metric(
+        "kmq_cluster_lag",
+        "Messages of the Broadcast Queue that this broker knows of and has not processed.",
+        (),
+        _agent(lambda r: max(0, r.newest - r.epoch)),
+    ),
+    Metric(
+        "kmq_cluster_connected",
+        "1: this broker's agent follows the Broadcast Queue; 0: Consul does not answer it.",
+        (),
+        _agent(lambda r: state_of(AGENT, r) == "ready"),
     ),
     Metric("kmq_topics", "Topics that exist.", (), _topics),
     Metric(

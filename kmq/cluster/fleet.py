@@ -1,0 +1,200 @@
+"""What a fleet says over the Broadcast Queue: states, which every broker reaches, and commands, which it does once.
+
+State       A key under topics/, tokens/ or settings/ (kmq/states.py). Its message has the type `state` and the payload
+            `<key> <value>`; key and message are written in one Txn, so a snapshot has what the messages have led to.
+Command     A message whose type is one of COMMANDS. It changes no key. Each broker does its id once, unless it expires
+            before, and writes what came of it under `results/<id>/<broker>`.
+
+Invariant   A state key and its message are published together or not at all. A change of a state is decided on the
+            value that it replaces, because the Txn is refused if that was changed meanwhile.
+Memory      A result has at most RESULT_BYTES, a state at most STATE_BYTES.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kmq.cluster import consul
+from kmq.cluster.consul import MAX_OPERATIONS, Conflict, Operation, Steps, Watched, check_session
+from kmq.cluster.keys import Keys
+from kmq.cluster.message import Message
+from kmq.cluster.publisher import Change, Publisher, StateChanged
+from kmq.errors import ConfigError
+from kmq.states import KINDS
+
+STATE = "state"
+COMMANDS = ("verify", "compact", "retain")
+RESULT_BYTES = 4096
+STATE_BYTES = 4096
+MAX_FINDINGS, _FINDING_CHARS = 20, 300
+RESULT_S = 86_400.0  # after so long a result may be deleted
+_TRIES = 20  # to change a state that others change too
+
+
+class Result(NamedTuple):
+    """What came of a command. `outcome`: ok, or why not; `findings`: what it has found, the first MAX_FINDINGS."""
+
+    type: str
+    outcome: str
+    findings: list[str]
+    ts: float  # when it was done, in seconds since the epoch of Unix
+
+    @property
+    def is_ok(self) -> bool:
+        return self.outcome == "ok"
+
+    def encode(self) -> bytes:
+        """Return the value of its key, with as many findings as fit."""
+        findings = [finding[:_FINDING_CHARS] for finding in self.findings[:MAX_FINDINGS]]
+        outcome = self.outcome[:_FINDING_CHARS]
+        while (
+            len(text := json.dumps(self._replace(outcome=outcome, findings=findings)._asdict()).encode()) > RESULT_BYTES
+        ):
+            findings.pop()
+        return text
+
+    @classmethod
+    def decode(cls, value: bytes) -> "Result":
+        """Return the result; one that says so if the text is none."""
+        try:
+            found = json.loads(value)
+            return cls(str(found["type"]), str(found["outcome"]), [*map(str, found["findings"])], float(found["ts"]))
+        except (ValueError, KeyError, TypeError):
+            return cls("", "unreadable", [], 0.0)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def state_of(message: Message) -> tuple[str, str]:
+    """Return key and value of the state that a message says. Raises ValueError if it says none."""
+    try:
+        key, blank, value = message.payload.decode().partition(" ")
+    except UnicodeDecodeError:
+        key = blank = value = ""
+    if not blank or not is_state(key) or "\n" in value:
+        raise ValueError(
+            f"message {message.epoch}: {message.payload[:80]!r} must be <key> <value>; KMQ did not write it"
+        )
+    return key, value
+
+
+def is_state(key: str) -> bool:
+    """Return True if this key, without `kmq/<cluster>/`, holds a state of the fleet."""
+    return key.startswith(KINDS) and key.partition("/")[2] != ""
+
+
+def publish_state(publisher: Publisher, keys: Keys, key: str, decide: Callable[[str], str]) -> Steps[int]:
+    """Publish a new value of a state; `decide` returns it, given the old one ("": none). Returns the epoch.
+
+    The publisher must have its lock. Raises what Publisher.publish raises, and ConfigError if the value is too long.
+    """
+    for left in reversed(range(_TRIES)):
+        found = yield from consul.read(keys.root + key)
+        value = decide(found.value.decode() if found is not None else "")
+        if len(value.encode()) > STATE_BYTES:
+            raise ConfigError(f"{key}: {len(value.encode()):,} bytes; at most {STATE_BYTES:,}")
+        change = Change(keys.root + key, value.encode(), found.version if found is not None else 0)
+        try:
+            return (yield from publisher.publish(Message.new(STATE, f"{key} {value}".encode()), [change]))
+        except StateChanged:
+            if not left:
+                raise
+    raise AssertionError
+
+
+def publish_command(publisher: Publisher, keys: Keys, session: str, type: str, lasts_s: float) -> Steps[Message]:
+    """Publish a command that brokers begin within `lasts_s`, and delete old results. Returns it with its epoch."""
+    if type not in COMMANDS:
+        raise ConfigError(f"unknown command {type!r}; expected one of {', '.join(COMMANDS)}")
+    message = Message.new(type, b"", lasts_s)
+    epoch = yield from publisher.publish(message)
+    yield from sweep(keys, session, time.time())
+    return message._replace(epoch=epoch)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def write_result(keys: Keys, id: str, broker: str, result: Result) -> Steps[None]:
+    """Say what came of a command here."""
+    yield from consul.txn([Operation("set", f"{keys.results}{id}/{broker}", result.encode())])
+
+
+def watch_results(keys: Keys, id: str, position: int, wait_s: float) -> Steps[tuple[dict[str, Result], int]]:
+    """Return the results of a command by broker when there is a new one, and where to watch on (consul.watch)."""
+    prefix = f"{keys.results}{id}/"
+    found: Watched = yield from consul.watch(prefix, position, wait_s)
+    return {entry.key.removeprefix(prefix): Result.decode(entry.value) for entry in found.entries}, found.position
+
+
+def sweep(keys: Keys, session: str, now: float) -> Steps[int]:
+    """Delete results older than RESULT_S; return how many. `session` holds the lock of the publisher."""
+    found = yield from consul.watch(keys.results, 0, 0)
+    old = [entry.key for entry in found.entries if now - Result.decode(entry.value).ts > RESULT_S]
+    room = MAX_OPERATIONS - 1
+    for at in range(0, len(old), room):
+        deletions = [Operation("delete", key) for key in old[at : at + room]]
+        try:
+            yield from consul.txn([check_session(keys.coordinator, session), *deletions])
+        except Conflict:
+            return at  # deposed: the next publisher sweeps
+    return len(old)
+
+
+# --- brokers ----------------------------------------------------------------------------------------------------------
+
+
+class Report(NamedTuple):
+    """What a broker says of itself under `brokers/<broker>`; the key goes with its session."""
+
+    holder: str  # host and pid of the agent
+    ready: bool
+    reasons: list[str]  # why it is not ready
+    findings: list[str]  # states that are not as the fleet says
+    own: dict[str, str]  # settings that it was given itself, which win over the fleet's
+
+    def encode(self) -> bytes:
+        """Return the value of its key, with as many findings as fit."""
+        report = self._replace(
+            reasons=[reason[:_FINDING_CHARS] for reason in self.reasons[:MAX_FINDINGS]],
+            findings=[finding[:_FINDING_CHARS] for finding in self.findings[:MAX_FINDINGS]],
+        )
+        while len(text := json.dumps(report._asdict()).encode()) > RESULT_BYTES and (report.findings or report.reasons):
+            (report.findings or report.reasons).pop()
+        return text
+
+    @classmethod
+    def decode(cls, value: bytes) -> "Report | None":
+        """Return the report; None if the text is none."""
+        try:
+            found: dict[str, Any] = json.loads(value)
+            return cls(*(found[name] for name in cls._fields))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
+def read_reports(keys: Keys) -> Steps[dict[str, Report]]:
+    """Return what each broker that is there says of itself."""
+    found = yield from consul.watch(keys.brokers, 0, 0)
+    reports = {entry.key.removeprefix(keys.brokers): Report.decode(entry.value) for entry in found.entries}
+    return {broker: report for broker, report in reports.items() if report is not None}
+
+
+def read_states(keys: Keys) -> Steps[dict[str, str]]:
+    """Return all states of the fleet, as one Txn has them: key → value."""
+    entries = yield from consul.txn([Operation("get-tree", keys.root + kind) for kind in KINDS])
+    return {entry.key.removeprefix(keys.root): entry.value.decode(errors="replace") for entry in entries}
+
+
+def read_results(keys: Keys) -> Steps[dict[str, dict[str, Result]]]:
+    """Return broker → type of command → its last result there, as far as results are still kept."""
+    found = yield from consul.watch(keys.results, 0, 0)
+    last: dict[str, dict[str, Result]] = {}
+    for entry in found.entries:
+        broker, result = entry.key.rpartition("/")[2], Result.decode(entry.value)
+        of_broker = last.setdefault(broker, {})
+        if result.ts >= of_broker.get(result.type, result).ts:
+            of_broker[result.type] = result
+    return last

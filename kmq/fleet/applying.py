@@ -1,0 +1,139 @@
+"""States of the fleet take effect here: topics as `kmq topics create|set` does it, everything else by a file.
+
+Owner       KMQ_DATA/cluster/states (kmq/states.py). Topics stay the router's: they are declared, and requests submitted.
+Invariant   `apply` returns only after everything that the item says is on disk. To apply an item twice, or to apply a
+            Snapshot instead of the messages before it, leads to the same files.
+Crash       Killed at any point: the item is not marked yet, so it comes again.
+Not covered A topic that is here with another number of partitions, or a limit that was changed here afterwards, stays as
+            it is: local commands are local. `findings` tells the fleet.
+"""
+
+import os
+
+from kmq.cluster import fleet
+from kmq.cluster.keys import decode_fields
+from kmq.cluster.message import Message
+from kmq.cluster.subscriber import Item, Snapshot
+from kmq.errors import ConfigError
+from kmq.log import requests, topics
+from kmq.log.disk import replace_file
+from kmq.log.segment import LIMITS, Limits
+from kmq.logfmt import Logger
+from kmq.settings import Settings
+from kmq.states import DEFAULT, SETTINGS, TOPICS, States, fault, path_of, read
+
+
+class Applier:
+    """Brings this broker to the states of its fleet."""
+
+    def __init__(self, settings: Settings, log: Logger) -> None:
+        self._settings, self._log = settings, log
+        self._path = path_of(settings)
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        self.states: States | None = None  # None: this broker knows nothing, so it needs a snapshot
+        try:
+            self.states = read(settings)
+        except ConfigError as error:
+            self._log.warn("states_ignored", reason=error, effect="all states are read from Consul again")
+
+    @property
+    def epoch(self) -> int:
+        """Return the last message that this broker has applied; -1: none of this cluster."""
+        return self.states.epoch if self.states is not None else -1
+
+    def apply(self, item: Item) -> None:
+        """Reach what an item says. Raises OSError if the disk does not let us, ValueError if KMQ did not write it."""
+        if isinstance(item, Snapshot):
+            found = {key: value.decode() for key, value in item.states.items() if fleet.is_state(key)}
+            self._reach(States(self._settings.cluster, item.epoch, found), found)
+            self._log.info("snapshot_applied", epoch=item.epoch, states=len(found))
+        elif item.type == fleet.STATE:
+            key, value = fleet.state_of(item)
+            before = self.states.values if self.states is not None else {}
+            self._reach(States(self._settings.cluster, item.epoch, {**before, key: value}), {key: value})
+            self._log.info("state_applied", epoch=item.epoch, state=key, value=value)
+        else:
+            self._pass(item)
+
+    def _reach(self, states: States, changed: dict[str, str]) -> None:
+        for key, value in changed.items():
+            why = ""
+            if key.startswith(TOPICS):
+                why = self._reach_topic(key.removeprefix(TOPICS), value)
+            elif key.startswith(SETTINGS):
+                why = fault(key.removeprefix(SETTINGS), value)
+            if why:
+                effect = "it stays as it is here; kmq fleet status shows it"
+                self._log.warn("state_not_applied", state=key, reason=why, effect=effect)
+        replace_file(self._path, states.encode())
+        self.states = states
+
+    def _pass(self, message: Message) -> None:
+        """Note a message that changes no state. A file that a power cut takes back costs one snapshot."""
+        values = self.states.values if self.states is not None else {}
+        states = States(self._settings.cluster, message.epoch, values)
+        making = f"{self._path}.passed"
+        with open(making, "wb") as file:
+            file.write(states.encode())
+        os.rename(making, self._path)
+        self.states = states
+
+    # --- topics ------------------------------------------------------------------------------------------------------
+
+    def _reach_topic(self, name: str, value: str) -> str:
+        """Declare a topic, or set its limits. Returns why that cannot be done here; "" if it was done."""
+        data = self._settings.data
+        try:
+            partitions, limits = parse_topic(value)
+            if name not in topics.names(data):
+                topics.declare(data, name, partitions, {limit: text for limit, text in limits.items() if text})
+                return ""
+            declared = topics.read(data, name)
+            own = requests.limits_to_be(data, name, dict(declared.limits))
+            changes = {limit: text for limit, text in limits.items() if own.get(limit, "") != text}
+            if changes:
+                requests.apply(own, changes)
+                Limits().with_changes(own)
+                requests.submit(data, requests.SET, name, changes)
+            return _other_partitions(declared.partitions, partitions)
+        except (ConfigError, ValueError) as error:
+            return str(error)
+
+    def findings(self) -> list[str]:
+        """Return which states are not as the fleet says, one line each."""
+        states, found = self.states, []
+        if states is None:
+            return []
+        for name, value in states.under(SETTINGS).items():
+            if why := fault(name, value):
+                found.append(f"{SETTINGS}{name}: {why}")
+        names = {*topics.names(self._settings.data)}
+        for name, value in states.under(TOPICS).items():
+            if why := self._topic_differs(name, value, names):
+                found.append(f"{TOPICS}{name}: {why}")
+        return found
+
+    def _topic_differs(self, name: str, value: str, names: set[str]) -> str:
+        if name not in names:
+            return "is not here; it was deleted here, or its log says why (event state_not_applied)"
+        try:
+            partitions, limits = parse_topic(value)
+        except ValueError as error:
+            return str(error)
+        declared = topics.read(self._settings.data, name)
+        own = requests.limits_to_be(self._settings.data, name, dict(declared.limits))
+        other = [f"{limit}={own.get(limit, DEFAULT)}" for limit, text in limits.items() if own.get(limit, "") != text]
+        return _other_partitions(declared.partitions, partitions) or (f"has {' '.join(other)} here" if other else "")
+
+
+def parse_topic(value: str) -> tuple[int, dict[str, str]]:
+    """Return the partitions and limits of a topic's state; a limit that is "" has none of its own. Raises ValueError."""
+    fields = decode_fields(value.encode())
+    limits = {name: "" if text == DEFAULT else text for name, text in fields.items() if name in LIMITS}
+    if not fields.get("partitions", "").isdecimal():
+        raise ValueError(f"{value!r}: must name partitions=")
+    return int(fields["partitions"]), limits
+
+
+def _other_partitions(here: int, told: int) -> str:
+    return f"has {here} partition(s) here, and the fleet says {told}; that cannot be changed" if here != told else ""

@@ -1,0 +1,121 @@
+"""KMQ_DATA/cluster/states: what the fleet has told this broker, for its processes that never speak to Consul.
+
+    kmq-states 1 cluster=prod epoch=17
+    settings/retention_age 30d
+    tokens/orders revoked
+    topics/orders partitions=4 retention_age=30d
+
+File        Line 1: version of the format, name of the cluster, last message that is contained. Then one line a state:
+            its key in Consul, a blank, its value. A limit or setting whose value is DEFAULT has none from the fleet.
+Owner       The agent replaces it, whole. Ingress, durability, router and gateway look once a second.
+Invariant   The epoch of the file is never behind the mark in Consul, so a broker without Consul has what it was told.
+            A setting that this broker was given itself always wins over the fleet's.
+Not covered Without KMQ_CLUSTER, or with another one, the file has no effect.
+"""
+
+from collections.abc import Callable
+
+from kmq.errors import ConfigError
+from kmq.settings import SHARED, Settings
+from kmq.watch import Watch
+
+VERSION = 1
+DEFAULT = "default"
+REVOKED = "revoked"
+TOPICS, TOKENS, SETTINGS = "topics/", "tokens/", "settings/"
+KINDS = (TOPICS, TOKENS, SETTINGS)
+
+
+class States:
+    """All states at one epoch: key → value."""
+
+    __slots__ = ("cluster", "epoch", "values")
+
+    def __init__(self, cluster: str, epoch: int, values: dict[str, str]) -> None:
+        self.cluster, self.epoch, self.values = cluster, epoch, values
+
+    def encode(self) -> bytes:
+        """Return the text of the file."""
+        lines = [f"kmq-states {VERSION} cluster={self.cluster} epoch={self.epoch}"]
+        lines += [f"{key} {value}" for key, value in sorted(self.values.items())]
+        return ("\n".join(lines) + "\n").encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> "States":
+        """Return the states in the text of a file. Raises ValueError if it is none of this version."""
+        head, *lines = text.decode().splitlines() or [""]
+        word, version, cluster, epoch = (head.split(" ") + [""] * 4)[:4]
+        if word != "kmq-states" or not version.isdigit():
+            raise ValueError("is no file of states")
+        if int(version) != VERSION:
+            raise ValueError(f"has version {version}, but this release knows {VERSION}")
+        values = {key: value for key, _, value in (line.partition(" ") for line in lines)}
+        return cls(cluster.removeprefix("cluster="), int(epoch.removeprefix("epoch=")), values)
+
+    def under(self, prefix: str) -> dict[str, str]:
+        """Return name → value of one kind of states."""
+        return {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
+
+
+def path_of(settings: Settings) -> str:
+    return f"{settings.data}/cluster/states"
+
+
+def read(settings: Settings) -> States | None:
+    """Return what the cluster of these settings has told; None: nothing yet. Raises ConfigError if it is unreadable."""
+    path = path_of(settings)
+    if not settings.cluster:
+        return None
+    try:
+        with open(path, "rb") as file:
+            states = States.decode(file.read())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; move it away, and the agent makes it again from Consul") from None
+    return states if states.cluster == settings.cluster else None
+
+
+def fault(name: str, value: str) -> str:
+    """Return why a setting of the fleet has no effect here; "" if it has one."""
+    if name not in SHARED:
+        return f"unknown setting; this release knows {', '.join(SHARED)}"
+    if value != DEFAULT:
+        try:
+            SHARED[name].parse(value)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+class InForce:
+    """The settings and revoked tokens that are in force now. Cheap to ask, and nothing without KMQ_CLUSTER."""
+
+    def __init__(self, settings: Settings, warn: Callable[..., None] | None = None) -> None:
+        """`warn`: is called with a log event when the file cannot be read; one process of the broker does that."""
+        self._own, self._warn = settings, warn
+        self.settings, self.revoked = settings, frozenset[str]()
+        self._watch = Watch(path_of(settings)) if settings.cluster else None
+        if self._watch is not None:
+            self._read()
+
+    def changed(self) -> bool:
+        """Return True if something else is in force since the last call."""
+        if self._watch is None or not self._watch.changed():
+            return False
+        before = self.settings, self.revoked
+        self._read()
+        return before != (self.settings, self.revoked)
+
+    def _read(self) -> None:
+        try:
+            states = read(self._own)
+        except ConfigError as error:
+            if self._warn is not None:
+                self._warn("states_kept", reason=error, effect="what was in force stays in force")
+            return
+        told = states.under(SETTINGS) if states is not None else {}
+        self.settings = self._own.with_shared(
+            {name: text for name, text in told.items() if text != DEFAULT and not fault(name, text)}
+        )
+        self.revoked = frozenset(states.under(TOKENS) if states is not None else ())

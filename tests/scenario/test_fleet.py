@@ -1,0 +1,383 @@
+"""A fleet of three brokers on a real Consul: what is said once reaches every broker, also one that was away."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from kmq.broker.stats import peek
+from kmq.cli import fleet_status
+from kmq.cli.topics import describe
+from kmq.cluster import consul as consul_api
+from kmq.cluster.queue import BroadcastQueue, Place
+from kmq.cluster.trimming import KEPT, Mark
+from kmq.log import topics
+from kmq.settings import load
+
+NAMES = ("a", "b", "c")
+PATIENCE_S = 60.0
+
+
+def wait(condition, what):
+    """Wait until `condition()` is true, and return what it returned."""
+    until = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < until, f"never came: {what() if callable(what) else what}"
+        time.sleep(0.05)
+    return found
+
+
+class Fleet:
+    """Brokers by name, and what is said to all."""
+
+    def __init__(self, address, new_broker, **settings):
+        cluster = f"fleet-{uuid.uuid4().hex[:12]}"
+        self.brokers = {}
+        for name in NAMES:
+            self.brokers[name] = broker = new_broker()
+            broker.gateway = False
+            broker.env |= {"KMQ_CLUSTER": cluster, "KMQ_BROKER": name, "KMQ_CONSUL": address}
+            broker.env |= {name: str(value) for name, value in settings.items()}
+        self.a, self.b, self.c = self.brokers.values()
+
+        self.queue = BroadcastQueue(Place.of(load(self.a.env, "")))
+
+    def up(self):
+        with ThreadPoolExecutor() as pool:
+            [*pool.map(lambda broker: broker.up(), self.brokers.values())]
+
+    def say(self, *arguments, code=0):
+        """A command of `kmq fleet`, given where broker a is."""
+        done = self.a.kmq("fleet", *arguments)
+        assert done.returncode == code, (done.stdout, done.stderr)
+        return done.stdout
+
+    def status(self):
+        found = fleet_status.read(self.queue)
+        return found | {"brokers": {row["broker"]: row for row in found["brokers"]}}
+
+    def wait_read(self, *names):
+        """Until these brokers, or all, have read every message, and say that they are well."""
+
+        def have_read():
+            rows = self.status()["brokers"]
+            return all(name in rows and rows[name]["health"] == "ready" for name in names or NAMES)
+
+        wait(
+            have_read, lambda: f"{self.status()}\n" + "".join(broker.log()[-1500:] for broker in self.brokers.values())
+        )
+
+    def shown(self, broker, topic):
+        """What `kmq topics show --json` prints; None: there is no such topic."""
+        settings = load(broker.env, "")
+        return describe(settings, topic) if topic in topics.names(settings.data) else None
+
+
+def agent_of(broker):
+    """The pid of a broker's agent, once it has a row."""
+    page = peek(broker.instance)
+    return page.rows["agent"].pid if page is not None else 0
+
+
+def agent_state(broker):
+    page = peek(broker.instance)
+    return page.rows["agent"].state_name if page is not None else ""
+
+
+def events(broker, name):
+    return broker.log().count(f" event={name} ")
+
+
+@pytest.fixture
+def fleet(consul, new_broker):
+    fleet = Fleet(consul.address, new_broker)
+    yield fleet
+    fleet.queue.close()
+
+
+def test_topics_and_settings_reach_every_broker_once_and_without_a_restart(fleet):
+    fleet.up()
+    agents = {name: agent_of(broker) for name, broker in fleet.brokers.items()}
+    assert fleet.say("topics", "create", "orders", "--partitions", "3", "--set", "segment_age=1d").startswith(
+        "message 1:"
+    )
+    fleet.say("topics", "set", "orders", "retention_age=30d", "segment_age=")
+    fleet.say("set", "retention=7d", "quota=1GiB")
+    fleet.wait_read()
+    for broker in fleet.brokers.values():
+        wait(lambda broker=broker: (fleet.shown(broker, "orders") or {}).get("from_seq"), "orders in force")
+        shown = wait(
+            lambda broker=broker: (
+                (found := fleet.shown(broker, "orders"))["limits"]["retention_age"]["value"] == 2592000 and found
+            ),
+            "the changed limit",
+        )
+        assert shown["partitions"] == 3 and shown["limits"]["segment_age"]["from"] == "KMQ_SEGMENT_AGE"
+        assert events(broker, "topic_adopted") == 1 and events(broker, "state_applied") == 4
+        assert agent_of(broker) == agents[broker.env["KMQ_BROKER"]]
+    fleet.say("topics", "create", "other")
+    fleet.wait_read()
+    other = fleet.shown(fleet.b, "other")["limits"]["retention_age"]
+    assert other == {"value": 604800, "from": "the fleet (settings/retention_age)"}
+    found = fleet.status()
+    assert found["epoch"] == 5 and found["settings"] == {"retention_age": "7d", "data_quota": "1GiB"}
+    assert {row["read"] for row in found["brokers"].values()} == {5}
+
+
+@pytest.mark.soak  # waits for ages to pass
+def test_retention_of_the_fleet_deletes_and_a_brokers_own_wins(fleet):
+    fleet.b.env["KMQ_RETENTION_BYTES"] = "none"  # given, though it is the default
+    for broker in fleet.brokers.values():
+        broker.env["KMQ_SEGMENT_BYTES"] = "64 KiB"
+    fleet.up()
+    for broker in fleet.brokers.values():
+        broker.send_lines([b"big|" + b"x" * 1000] * 3000)
+        broker.wait_routed(3000)
+    fleet.say("set", "retention=1MiB")
+    fleet.wait_read()
+
+    def queue_bytes(broker, log="topics/big/0"):
+        return sum(path.stat().st_size for path in (broker.data / log).glob("*.log"))
+
+    for broker in (fleet.a, fleet.c):
+        for log in ("topics/big/0", "append"):
+            wait(lambda broker=broker, log=log: queue_bytes(broker, log) <= 1 << 20, f"retention of {log}")
+    fleet.say("run", "retain", "--wait")
+    assert queue_bytes(fleet.b) > 3_000_000
+    rows = fleet.status()["brokers"]
+    assert rows["b"]["own"] == {"retention_bytes": "none"} and rows["a"]["own"] == {}
+    assert "b: retention_bytes=none was set there, and wins over the fleet" in fleet.say("status")
+
+
+def greeting(broker, token):
+    """What ingress answers to a hello with this token."""
+    port = int((broker.pipes / "ingress.port").read_text())
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
+        sock.sendall(f"!hello acks=1 token={token}\n".encode())
+        return sock.recv(200)
+
+
+def test_a_revoked_token_is_turned_away_everywhere_though_the_file_has_it(fleet, tmp_path):
+    for broker in fleet.brokers.values():
+        broker.env["KMQ_TOKENS"] = str(tmp_path / "tokens")
+    old, new, other = (fleet.a.kmq("token", "new", name).stdout.strip() for name in ("orders", "orders", "metrics"))
+    ids = json.loads(fleet.a.kmq("token", "list", "--json").stdout)["tokens"][0]["ids"]
+    fleet.up()
+    assert all(greeting(broker, token).startswith(b"!ok") for broker in fleet.brokers.values() for token in (old, new))
+    fleet.c.down()
+    fleet.say("token", "revoke", ids[0])
+    for broker in (fleet.a, fleet.b):
+        wait(lambda broker=broker: b"unauthorized" in greeting(broker, old), "the refusal of the revoked token")
+        assert greeting(broker, new).startswith(b"!ok"), "another token of the same name"
+    fleet.c.up()
+    wait(lambda: b"unauthorized" in greeting(fleet.c, old), "the refusal by the one that was away")
+    fleet.say("token", "revoke", "orders")
+    for broker in fleet.brokers.values():
+        wait(lambda broker=broker: b"unauthorized" in greeting(broker, new), "the refusal of the name")
+        assert greeting(broker, other).startswith(b"!ok")
+    assert fleet.status()["tokens"] == sorted(["orders", ids[0]])
+
+
+def test_a_broker_that_was_away_past_a_trim_catches_up_and_starts_without_consul(fleet):
+    fleet.up()
+    fleet.say("topics", "create", "early")
+    fleet.wait_read()
+    fleet.c.down()
+    fleet.say("topics", "create", "later", "--partitions", "2")
+    fleet.say("set", "retention=9d")
+    age_mark(fleet, "c")
+    for _ in range(KEPT):
+        fleet.queue.publish("filler")
+    wait(lambda: fleet.queue.publish("filler") and oldest_message(fleet) > 3, "the end of what c has missed")
+    fleet.c.up()
+    fleet.wait_read("c")
+    assert events(fleet.c, "snapshot_applied") == 2 and fleet.shown(fleet.c, "later")["partitions"] == 2
+    fleet.c.down()
+    fleet.c.up(KMQ_CONSUL="127.0.0.1:1")
+    wait(lambda: events(fleet.c, "consul_lost") == 1, "the word that Consul is lost")
+    limits = json.loads(fleet.c.kmq("topics", "show", "later", "--json").stdout)["limits"]
+    assert limits["retention_age"]["value"] == 9 * 86400
+    fleet.c.send_lines([b"later|hello"])
+    fleet.c.wait_routed(1)
+
+
+def age_mark(fleet, broker):
+    """Let a broker look as if it had been away for two days."""
+    key = fleet.queue.keys.delivered_to(broker)
+    mark = Mark.decode(fleet.queue.run(consul_api.read(key)).value)
+    fleet.queue.run(consul_api.txn([consul_api.Operation("set", key, mark._replace(ts=mark.ts - 172_800).encode())]))
+
+
+def oldest_message(fleet):
+    entries = fleet.queue.run(consul_api.watch(fleet.queue.keys.messages, 0, 0)).entries
+    return min(fleet.queue.keys.epoch_of(entry.key) for entry in entries)
+
+
+def test_what_a_broker_cannot_do_is_reported_by_its_name(fleet):
+    assert fleet.b.kmq("topics", "create", "orders", "--partitions", "5").returncode == 0
+    fleet.up()
+    fleet.b.send_lines([b"t|1"] * 100)
+    fleet.b.wait_routed(100)
+    fleet.say("topics", "create", "orders", "--partitions", "2")
+    fleet.wait_read()
+    wait(lambda: fleet.status()["brokers"]["b"]["findings"], "the finding of b")
+    assert "b: topics/orders: has 5 partition(s) here, and the fleet says 2" in fleet.say("status", code=1)
+    path = next((fleet.b.data / "topics/t/0").glob("*.log"))
+    with open(path, "r+b") as file:  # in place: the router has it open
+        file.seek(path.stat().st_size // 2)
+        file.write(b"#")
+    wait(lambda: fleet.b.kmq("verify").returncode == 1, "the index line that covers it")
+    fleet.c.down()
+    shown = fleet.say("run", "verify", "--wait", code=1)
+    assert "a: ok" in shown and "b: damage" in shown and "c: away" in shown and f"{path.name}: byte" in shown
+    row = fleet.status()["brokers"]["b"]["results"]["verify"]
+    assert row["outcome"] == "damage" and row["findings"]
+
+
+def test_a_command_is_done_once_although_the_agent_is_killed(fleet):
+    fleet.up()
+    shown = fleet.say("run", "verify", "--wait")
+    assert shown.count(": ok") == 3
+    killed = {name: agent_of(broker) for name, broker in fleet.brokers.items()}
+    for pid in killed.values():
+        os.kill(pid, signal.SIGKILL)
+    for name, broker in fleet.brokers.items():
+        broker.wait(lambda broker=broker, name=name: agent_of(broker) not in (0, killed[name]), "the next agent")
+        broker.wait(lambda broker=broker: agent_state(broker) == "ready", "its place in Consul")
+        assert broker.status()["ingress"]["restarts"] == "0"
+    fleet.say("run", "retain", "--wait")
+    assert [events(broker, "command_done") for broker in fleet.brokers.values()] == [2, 2, 2]
+
+
+def test_an_agent_that_is_killed_while_states_come_misses_none(fleet):
+    fleet.up()
+    for number in range(9):
+        if number % 3 == 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent_of(fleet.b), signal.SIGKILL)
+        fleet.say("topics", "create", f"t{number}", "--partitions", str(number + 1))
+    fleet.wait_read()
+    for broker in fleet.brokers.values():
+        wait(lambda broker=broker: len([*(broker.data / "topics").glob("t*")]) == 9, "all topics")
+        for number in range(9):
+            assert fleet.shown(broker, f"t{number}")["partitions"] == number + 1
+
+
+def test_a_second_agent_of_the_same_broker_ends_and_names_the_first(fleet, new_broker):
+    fleet.a.up()
+    fleet.a.wait(lambda: agent_state(fleet.a) == "ready", "the agent")
+    twin = new_broker()
+    twin.gateway = False
+    twin.env |= {name: fleet.a.env[name] for name in ("KMQ_CLUSTER", "KMQ_BROKER", "KMQ_CONSUL")}
+    twin.env["KMQ_BROKER"] = "a"
+    twin.up()
+    wait(lambda: events(twin, "agent_not_restarted") == 1, lambda: twin.log())
+    assert "event=failed exit_code=69" in twin.log() and f"/{agent_of(fleet.a)}" in twin.log()
+    twin.send_lines([b"t|1"])
+    twin.wait_routed(1)
+    here = fleet.a.run("python", "-m", "kmq.cluster.agent")
+    assert here.returncode == 69 and f"pid={agent_of(fleet.a)}" in here.stderr
+
+
+def test_a_message_that_cannot_be_processed_makes_the_broker_unready(fleet):
+    fleet.up()
+    fleet.say("topics", "create", "first")
+    fleet.wait_read()
+    (fleet.b.data / "cluster/states.new").mkdir()
+    fleet.say("topics", "create", "second")
+    wait(lambda: fleet.b.kmq("status").returncode == 1, "b not ready")
+    row = wait(lambda: (row := fleet.status()["brokers"]["b"])["reasons"] and row, "the reason")
+    assert row["health"] == "not_ready" and row["read"] == 1 and "states.new" in row["error"]
+    reasons = json.loads(fleet.b.kmq("status", "--json").stdout)["reasons"]
+    assert [reason["code"] for reason in reasons] == ["message_not_processed"]
+    fleet.wait_read("a", "c")
+    (fleet.b.data / "cluster/states.new").rmdir()
+    fleet.wait_read()
+    assert events(fleet.b, "message_not_processed") == 1 and events(fleet.b, "message_processed") == 1
+    assert fleet.b.kmq("status").returncode == 0
+
+
+def test_consul_killed_and_back_is_said_once_and_brokers_go_on(new_broker, tmp_path):
+    from consuls import Consul
+
+    agent = Consul(tmp_path / "consul.log")
+    try:
+        fleet = Fleet(agent.address, new_broker)
+        fleet.a.gateway = True
+        fleet.up()
+        fleet.say("topics", "create", "before")
+        fleet.wait_read()
+        assert "kmq_cluster_epoch 1.0" in fleet.a.get("/metrics")[1]
+        agent.close()
+        for broker in fleet.brokers.values():
+            wait(lambda broker=broker: agent_state(broker) == "waiting", "the loss noticed")
+            broker.send_lines([b"before|x"])
+            broker.wait_routed(1)
+            assert broker.kmq("status").returncode == 0
+        wait(lambda: "kmq_cluster_connected 0.0" in fleet.a.get("/metrics")[1], "the loss in the metrics")
+        agent = Consul(tmp_path / "consul.log", address=agent.address)  # with nothing in it: all begins again
+        fleet.say("topics", "create", "after")
+        fleet.wait_read()
+        for broker in fleet.brokers.values():
+            assert events(broker, "consul_lost") == events(broker, "consul_found") == 1
+            assert fleet.shown(broker, "before") and fleet.shown(broker, "after")
+        assert "kmq_cluster_lag 0.0" in fleet.a.get("/metrics")[1]
+        fleet.queue.close()
+    finally:
+        agent.close()
+
+
+def test_an_agent_ends_in_order_and_gives_its_place_back_at_once(fleet):
+    fleet.a.up()
+    fleet.a.wait(lambda: agent_state(fleet.a) == "ready", "the agent")
+    process = psutil.Process(agent_of(fleet.a))
+    fleet.a.down()
+    assert not process.is_running() and "stage=agent event=stopped exit_code=0" in fleet.a.log()
+    assert [row["health"] for row in fleet.status()["brokers"].values()] == ["away"]
+
+
+def test_a_broker_with_a_new_disk_reads_all_states_again(fleet):
+    fleet.a.up()
+    fleet.say("topics", "create", "orders", "--partitions", "3")
+    fleet.wait_read("a")
+    fleet.a.down()
+    shutil.rmtree(fleet.a.data)
+    fleet.a.up()
+    wait(lambda: fleet.shown(fleet.a, "orders"), "the topic")
+    assert fleet.shown(fleet.a, "orders")["partitions"] == 3
+
+
+def test_every_help_of_a_fleet_has_examples_and_all_of_them_work_when_pasted(fleet):
+    fleet.a.up()
+    fleet.wait_read("a")
+    paths = [("topics",), ("topics", "create"), ("topics", "set"), ("token",), ("token", "revoke"), ("set",), ("run",)]
+    lines = {}
+    for path in [(), *paths, ("status",)]:
+        shown = fleet.a.kmq("fleet", *path, "--help").stdout.partition("Examples:")[2]
+        found = [line.strip() for line in shown.splitlines() if line.strip()]
+        assert found, f"kmq fleet {path} has no examples"
+        lines |= dict.fromkeys(found)
+    created = [line for line in lines if " topics create " in line]
+    said = [line for line in lines if line not in created and "status" not in line]
+    for line in (*created, *said):
+        done = fleet.a.run("bash", "-c", line)
+        assert done.returncode == 0 and done.stdout.strip(), (line, done.stdout, done.stderr)
+    fleet.wait_read("a")
+    for line in [line for line in lines if "status" in line]:
+        assert fleet.a.run("bash", "-c", line).returncode == 0
+
+
+def test_without_a_cluster_there_is_no_agent_and_nothing_of_it(broker):
+    broker.gateway = False
+    broker.up(KMQ_CONSUL="127.0.0.1:1")
+    assert not agent_of(broker) and not (broker.data / "cluster").exists()
+    done = broker.kmq("fleet", "status")
+    assert done.returncode == 78 and "KMQ_CONSUL and KMQ_CLUSTER not set" in done.stderr
