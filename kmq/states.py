@@ -43,7 +43,7 @@ class States:
     @classmethod
     def decode(cls, text: bytes) -> "States":
         """Return the states in the text of a file. Raises ValueError if it is none of this version."""
-        head, *lines = text.decode().splitlines() or [""]
+        head, *lines = text.decode().removesuffix("\n").split("\n")
         word, version, cluster, epoch = (head.split(" ") + [""] * 4)[:4]
         if word != "kmq-states" or not version.isdigit():
             raise ValueError("is no file of states")

@@ -20,6 +20,7 @@ from kmq.cluster.consul import MAX_OPERATIONS, Conflict, Operation, Steps, Watch
 from kmq.cluster.keys import Keys
 from kmq.cluster.message import Message
 from kmq.cluster.publisher import Change, Publisher, StateChanged
+from kmq.cluster.subscriber import Snapshot
 from kmq.errors import ConfigError
 from kmq.states import KINDS
 
@@ -80,9 +81,23 @@ def state_of(message: Message) -> tuple[str, str]:
     return key, value
 
 
+def states_of(snapshot: Snapshot) -> dict[str, str]:
+    """Return the states of a fleet by key. Raises ValueError that names a key whose value is not one line of text."""
+    found = {}
+    for key, value in snapshot.states.items():
+        if is_state(key):
+            try:
+                found[key] = value.decode()
+            except UnicodeDecodeError:
+                found[key] = "\n"
+            if "\n" in found[key]:
+                raise ValueError(f"state {key}: {value[:80]!r} must be one line of text; KMQ did not write it")
+    return found
+
+
 def is_state(key: str) -> bool:
     """Return True if this key, without `kmq/<cluster>/`, holds a state of the fleet."""
-    return key.startswith(KINDS) and key.partition("/")[2] != ""
+    return key.startswith(KINDS) and key.partition("/")[2] != "" and not any(map(str.isspace, key))
 
 
 def publish_state(publisher: Publisher, keys: Keys, key: str, decide: Callable[[str], str]) -> Steps[int]:

@@ -44,7 +44,7 @@ class Applier:
     def apply(self, item: Item) -> None:
         """Reach what an item says. Raises OSError if the disk does not let us, ValueError if KMQ did not write it."""
         if isinstance(item, Snapshot):
-            found = {key: value.decode() for key, value in item.states.items() if fleet.is_state(key)}
+            found = fleet.states_of(item)
             self._reach(States(self._settings.cluster, item.epoch, found), found)
             self._log.info("snapshot_applied", epoch=item.epoch, states=len(found))
         elif item.type == fleet.STATE:

@@ -197,6 +197,14 @@ def test_a_state_twice_or_all_in_a_snapshot_leads_to_the_same(settings, tmp_path
     assert Applier(settings, FakeLogger()).states.values == applier.states.values
 
 
+@pytest.mark.parametrize("value", [b"30d\ntokens/till revoked", b"\xff"])
+def test_a_snapshot_with_a_value_of_two_lines_is_refused_and_changes_nothing(settings, value):
+    applier = Applier(settings, FakeLogger())
+    with pytest.raises(ValueError, match="settings/retention_age"):
+        applier.apply(Snapshot(3, {"topics/a": b"partitions=1", "settings/retention_age": value}))
+    assert states.read(settings) is None and not topics.names(settings.data)
+
+
 def test_a_changed_limit_becomes_one_request_and_default_removes_it(settings):
     applier = Applier(settings, FakeLogger())
     applier.apply(said("topics/a", "partitions=1 retention_age=1d", 1))
