@@ -54,15 +54,34 @@ class AsyncBroadcastQueue:
         """Publish a message made before."""
         async with self._lock:
             try:
-                publisher = Publisher(self.keys, await self._presence(), who_we_are())
-                await self._run(publisher.take(timeout))
+                publisher = await self._taken(timeout)
                 try:
                     return await self._run(publisher.publish(message))
                 finally:
-                    await self._run(publisher.give())
+                    await self._give(publisher)
             except (ConsulError, asyncio.CancelledError):  # cancelled: nobody knows what of it was carried out
                 await self._end_sending()
                 raise
+
+    async def _taken(self, timeout: float) -> Publisher:
+        """Take the lock. A session that ended while nothing was published is replaced by a new one."""
+        is_used = self._sending is not None
+        try:
+            publisher = Publisher(self.keys, await self._presence(), who_we_are())
+            await self._run(publisher.take(timeout))
+        except SessionLost:
+            if not is_used:
+                raise
+            await self._end_sending()
+            return await self._taken(timeout)
+        return publisher
+
+    async def _give(self, publisher: Publisher) -> None:
+        """Give the lock back, if need be with the session: what was published must not be taken for failed."""
+        try:
+            await self._run(publisher.give())
+        except ConsulError:
+            await self._end_sending()
 
     async def _run(self, steps: Steps[T]) -> T:
         return await self._transport.run(steps)

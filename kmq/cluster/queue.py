@@ -127,16 +127,35 @@ class BroadcastQueue:
         """Carry out steps while we hold the publisher's lock; `work` gets the publisher and its session."""
         with self._lock:
             try:
-                presence = self._presence()
-                publisher = Publisher(self.keys, presence, who_we_are())
-                self.run(publisher.take(timeout))
+                presence, publisher = self._taken(timeout)
                 try:
                     return self.run(work(publisher, presence.session))
                 finally:
-                    self.run(publisher.give())
-            except (SessionLost, ConsulError):
+                    self._give(publisher)
+            except ConsulError:
                 self._end_sending()
                 raise
+
+    def _taken(self, timeout: float) -> tuple[Presence, Publisher]:
+        """Take the lock. A session that ended while nothing was published is replaced by a new one."""
+        is_used = self._sending is not None
+        try:
+            presence = self._presence()
+            publisher = Publisher(self.keys, presence, who_we_are())
+            self.run(publisher.take(timeout))
+        except SessionLost:
+            if not is_used:
+                raise
+            self._end_sending()
+            return self._taken(timeout)
+        return presence, publisher
+
+    def _give(self, publisher: Publisher) -> None:
+        """Give the lock back, if need be with the session: what was published must not be taken for failed."""
+        try:
+            self.run(publisher.give())
+        except ConsulError:
+            self._end_sending()
 
     def run(self, steps: Steps[T], stop: threading.Event | None = None) -> T:
         """Carry out steps that the modules of this package return. Raises Stopped when `stop` is set."""

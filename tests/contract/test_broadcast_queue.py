@@ -19,7 +19,7 @@ from waiting import wait_until
 import kmq
 from kmq.cluster import consul as requests
 from kmq.cluster import following
-from kmq.cluster.consul import ConsulError
+from kmq.cluster.consul import ConsulError, Unanswered
 from kmq.cluster.following import Condition, follow
 from kmq.cluster.message import MAX_BYTES, Message
 from kmq.cluster.presence import Presence
@@ -57,6 +57,9 @@ class Cluster:
 
     def put(self, key, value):
         assert self.ask("PUT", f"kv/kmq/{self.name}/{key}", value)
+
+    def sessions(self):
+        return {session["ID"] for session in self.ask("GET", "session/list")}
 
     def end_session(self, broker="a"):
         [entry] = self.ask("GET", f"kv/kmq/{self.name}/bq-subscriber/{broker}")
@@ -514,6 +517,50 @@ def test_a_value_that_is_no_message_stops_the_follower_behind_those_before_it(cl
     cluster.ask("DELETE", f"kv/kmq/{cluster.name}/bq/2")  # what a person does about it: the node skips to a snapshot
     two.wait(lambda two: two.conditions[-1] == Condition())
     assert isinstance(two.items[-1], Snapshot) and two.items[-1].epoch == 3
+
+
+# --- a publisher whose session ends ------------------------------------------------------------------------------------
+
+
+def test_an_idle_publisher_whose_session_has_ended_begins_a_new_one(cluster):
+    others = cluster.sessions()
+    queue = cluster.queue()
+    assert queue.publish("a") == 1
+    for session in cluster.sessions() - others:
+        cluster.ask("PUT", f"session/destroy/{session}")
+    assert queue.publish("a") == 2
+
+
+def test_what_is_published_counts_though_the_lock_could_not_be_given_back(cluster, monkeypatch):
+    def give(self):
+        raise Unanswered("the connection was cut")
+        yield
+
+    queue = cluster.queue()
+    with monkeypatch.context() as patch:
+        patch.setattr(Publisher, "give", give)
+        assert queue.publish("a") == 1
+    assert queue.status().publisher == ""
+    assert cluster.queue("b").publish("a") == 2
+
+
+def test_from_asyncio_a_publisher_gets_over_the_end_of_its_session_too(cluster, monkeypatch):
+    def give(self):
+        raise Unanswered("the connection was cut")
+        yield
+
+    async def use():
+        others = cluster.sessions()
+        async with kmq.AsyncBroadcastQueue(cluster.place()) as queue:
+            assert await queue.publish("a") == 1
+            for session in cluster.sessions() - others:
+                cluster.ask("PUT", f"session/destroy/{session}")
+            with monkeypatch.context() as patch:
+                patch.setattr(Publisher, "give", give)
+                assert await queue.publish("a") == 2
+            assert (await queue.status()).publisher == ""
+
+    asyncio.run(use())
 
 
 # --- asyncio ---------------------------------------------------------------------------------------------------------
