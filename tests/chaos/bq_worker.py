@@ -64,7 +64,7 @@ def _name_of_txn(operations: list[dict[str, str]]) -> str:
     for operation in operations:
         if operation["Verb"] in ("lock", "unlock"):
             return operation["Verb"]
-        if operation["Verb"] == "set" and "/bq-delivered/" in operation["Key"]:
+        if operation["Verb"] == "cas" and "/bq-delivered/" in operation["Key"]:
             return "mark"
         if operation["Verb"] == "set" and "/bq/" in operation["Key"]:
             return "publish"
