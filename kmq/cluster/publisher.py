@@ -24,7 +24,7 @@ from kmq.errors import BusyError
 _WATCH_S = 1.0  # while another publisher holds the lock: a watch of it ends at the latest after this time
 _POLL_S = 0.1  # while nobody holds it, and it is not given out yet
 _RETRY_S = 0.05  # between two questions after an unknown outcome
-_TRIM_EVERY = 16  # messages
+TRIM_EVERY = 16  # messages: so often what all have read is deleted
 
 
 class Deposed(ConsulError):
@@ -97,7 +97,7 @@ class Publisher:
             if self._tried:
                 raise self._nobody_knows(message, str(error)) from error
             raise
-        if epoch % _TRIM_EVERY == 0:
+        if epoch % TRIM_EVERY == 0:
             try:
                 yield from trim(self._keys, self._presence.session)
             except ConsulError:

@@ -146,6 +146,10 @@ class Queue:
         assert not twice, f"told to two publishers: {twice}"
         return {int(epoch): payload for _, epoch, payload in told}
 
+    def present(self) -> set[str]:
+        """Return the brokers whose session lives."""
+        return set(self.servers.entries(self.keys.subscribers))
+
     def last_epoch(self) -> int:
         return int(self.servers.entries(self.keys.root).get("epoch", b"0"))
 

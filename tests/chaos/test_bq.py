@@ -13,6 +13,7 @@ import pytest
 from chaos.bq_facts import Queue, Worker
 from chaos.consul_servers import ConsulServer, ConsulServers, consul_servers
 from kmq.cluster.message import MAX_BYTES
+from kmq.cluster.publisher import TRIM_EVERY
 from kmq.cluster.trimming import KEPT
 
 pytestmark = pytest.mark.root
@@ -290,12 +291,14 @@ def test_node_that_was_away_gets_what_is_kept_or_a_snapshot(new_queue, count):
         queue.receiver("here")
         queue.wait_subscribed()
         away.kill()
+        queue.wait("away's session has ended", lambda queue=queue: "away" not in queue.present())
         queue.wait_done(queue.publisher("p", count, ABSENT_S=absent_s))
-        queue.wait_processed(count, "here")
+        queue.wait("here has marked", lambda queue=queue: queue.marks()["here"] == count)
+        queue.wait_done(queue.publisher("trims", TRIM_EVERY, ABSENT_S=absent_s))
         queue.receiver("away")
-        queue.wait_processed(count)
+        queue.wait_processed(count + TRIM_EVERY)
         items = [fact.words[0] for fact in queue.seen_by("away")]
-        assert items.count("processed") == (count if is_kept else 0)
+        assert items.count("processed") == (count + TRIM_EVERY if is_kept else 0)
         assert items.count("snapshot") == (1 if is_kept else 2)
         queue.check(may_skip=not is_kept)
 

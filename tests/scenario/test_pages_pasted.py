@@ -1,16 +1,12 @@
 """Everything in README.md and docs/ works when pasted in order by a newcomer, a page at a time (pasted.py does it)."""
 
-import os
-import subprocess
-import sys
 from collections import Counter
 
-import consuls
 import pasted
 import pytest
-from brokers import ROOT
+from pages import PAGES, PATIENCE_S, paste, pasted_blocks, text
 
-PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+ELSEWHERE = ["docs/spark.md"]  # tests/spark pastes it
 # What cannot run here: why, and how many blocks. Who marks a block changes this too, and somebody sees it.
 MARKED = {
     "README.md": {"needs a cluster": 1},
@@ -24,32 +20,12 @@ MARKED = {
 }
 
 
-def text(page):
-    return (ROOT / page).read_text()
-
-
-def pasted_blocks(page):
-    return [block for block in pasted.blocks(text(page)) if not block.mark]
-
-
-UNSHARE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-CLEAN = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8", "COLUMNS": "120"}
-
-
 @pytest.mark.root
 @pytest.mark.java
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", [page for page in PAGES if pasted_blocks(page)])
+@pytest.mark.timeout(PATIENCE_S)
+@pytest.mark.parametrize("page", [page for page in PAGES if pasted_blocks(page) and page not in ELSEWHERE])
 def test_everything_pasted_in_order_works_as_printed(page, tmp_path):
-    if os.geteuid() != 0:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("namespaces of its own need root")
-    if "consul-setup" in text(page):
-        consuls.program()  # fetched now, because the page has no network
-    java = {"JAVA_HOME": os.environ["JAVA_HOME"]} if "JAVA_HOME" in os.environ else {}
-    command = [*UNSHARE, sys.executable, pasted.__file__, ROOT, tmp_path, page]
-    done = subprocess.run(command, env=CLEAN | java, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
-    print(done.stdout)  # what was pasted, and how long it took
-    assert done.returncode == 0, done.stderr
+    paste(page, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES)

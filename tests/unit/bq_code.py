@@ -93,5 +93,5 @@ def load(edits: Iterable[Edit] = (), kept: int = 3, kept_bytes: int = 200, trim_
                 sys.modules[name] = other
     code = Code(**modules, clock=clock)
     code.trimming.KEPT, code.trimming.KEPT_BYTES = kept, kept_bytes
-    code.publisher._TRIM_EVERY = trim_every
+    code.publisher.TRIM_EVERY = trim_every
     return code

@@ -1,6 +1,6 @@
 """A page as a newcomer pastes it: every block in order, in a fresh clone, and what is printed compared by its shape.
 
-    python tests/scenario/pasted.py <checkout> <empty directory> <page>       as root; test_pages_pasted.py runs it
+    python tests/pasted.py <checkout> <empty directory> <page>       as root; pages.py runs it
 
 Place       A network, /dev/shm and process ids of its own (unshare), so that the page's ports and names are free. The clone
             lies over the checkout, with the checkout's .venv in it: the paths in there are right. All processes end with this.
