@@ -52,7 +52,7 @@ def _publish(key: str, decide: Callable[[str], str], timeout: float) -> int:
     with open_queue() as queue:
         from kmq.cluster.fleet import publish_state
 
-        return queue.as_publisher(lambda publisher, _: publish_state(publisher, queue.keys, key, decide), timeout)
+        return queue.as_publisher(lambda publisher: publish_state(publisher, queue.keys, key, decide), timeout)
 
 
 # --- topics -----------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def run(
         from kmq.cluster.fleet import publish_command
 
         message = queue.as_publisher(
-            lambda publisher, session: publish_command(publisher, queue.keys, session, command, lasts_s), timeout
+            lambda publisher: publish_command(publisher, queue.keys, command, lasts_s), timeout
         )
         if not as_json:
             print(f"message {message.epoch}: {command}, id {message.id}", flush=True)

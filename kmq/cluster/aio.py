@@ -15,9 +15,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from types import TracebackType
+from typing import NamedTuple
 
 from kmq.cluster.consul import ConsulError, Steps, T
 from kmq.cluster.keys import Keys
+from kmq.cluster.lock import Lock
 from kmq.cluster.message import Message
 from kmq.cluster.presence import Presence, SessionLost
 from kmq.cluster.publisher import Publisher
@@ -29,6 +31,14 @@ from kmq.cluster.trimming import Mark
 from kmq.settings import load
 
 
+class Sending(NamedTuple):
+    """The session in which we publish."""
+
+    presence: Presence
+    heart: "asyncio.Task[None]"
+    publisher: Publisher
+
+
 class AsyncBroadcastQueue:
     """One node's end of the queue. Only one process a node can receive; any number can publish."""
 
@@ -38,14 +48,14 @@ class AsyncBroadcastQueue:
         self.keys = Keys(self.place.cluster)
         self._transport = AsyncTransport(self.place.address)
         self._known: Mark | None = None  # what the last `receive` has processed
-        self._sending: tuple[Presence, asyncio.Task[None]] | None = None
+        self._sending: Sending | None = None
         self._lock = asyncio.Lock()
         self._receiving: set[AsyncGenerator[Item, None]] = set()
 
     async def publish(self, type: str, payload: bytes | str = b"", timeout: float = 10.0) -> int:
         """Publish a message and return its epoch. Waits at most `timeout` seconds for other publishers.
 
-        Raises BusyError that names who holds the lock, ConfigError if the message is too long, Deposed, ConsulError.
+        Raises BusyError that names who holds the lock, ConfigError if the message is too long, and ConsulError.
         """
         data = payload.encode() if isinstance(payload, str) else payload
         return await self.publish_message(Message.new(type, data), timeout)
@@ -54,44 +64,33 @@ class AsyncBroadcastQueue:
         """Publish a message made before."""
         async with self._lock:
             try:
-                publisher = await self._taken(timeout)
-                try:
-                    return await self._run(publisher.publish(message))
-                finally:
-                    await self._give(publisher)
+                return await self._published(message, timeout)
             except (ConsulError, asyncio.CancelledError):  # cancelled: nobody knows what of it was carried out
                 await self._end_sending()
                 raise
 
-    async def _taken(self, timeout: float) -> Publisher:
-        """Take the lock. A session that ended while nothing was published is replaced by a new one."""
+    async def _published(self, message: Message, timeout: float) -> int:
+        """Publish in our session. One that ended while nothing was published is replaced by a new one."""
         is_used = self._sending is not None
         try:
-            publisher = Publisher(self.keys, await self._presence(), who_we_are())
-            await self._run(publisher.take(timeout))
+            publisher = await self._publisher()
+            return await self._run(publisher.publish(message, timeout_s=timeout))
         except SessionLost:
             if not is_used:
                 raise
-            await self._end_sending()
-            return await self._taken(timeout)
-        return publisher
-
-    async def _give(self, publisher: Publisher) -> None:
-        """Give the lock back, if need be with the session: what was published must not be taken for failed."""
-        try:
-            await self._run(publisher.give())
-        except ConsulError:
-            await self._end_sending()
+        await self._end_sending()
+        return await self._published(message, timeout)
 
     async def _run(self, steps: Steps[T]) -> T:
         return await self._transport.run(steps)
 
-    async def _presence(self) -> Presence:
+    async def _publisher(self) -> Publisher:
         if self._sending is None:
             presence = Presence(self.place.ttl_s)
             await self._run(presence.open())
-            self._sending = presence, asyncio.create_task(self._beat(presence))
-        return self._sending[0]
+            publisher = Publisher(self.keys, Lock(self.keys.coordinator, presence, who_we_are()))
+            self._sending = Sending(presence, asyncio.create_task(self._beat(presence)), publisher)
+        return self._sending.publisher
 
     async def _beat(self, presence: Presence) -> None:
         while True:
@@ -112,9 +111,8 @@ class AsyncBroadcastQueue:
 
     async def _end_sending(self) -> None:
         if self._sending is not None:
-            presence, heart = self._sending
-            self._sending = None
-            await self._end(presence, heart)
+            sending, self._sending = self._sending, None
+            await self._end(sending.presence, sending.heart)
 
     def receive(self, start: int | None = None, timeout: float | None = None) -> AsyncIterator[Item]:
         """Yield a Snapshot, if this node is new or has missed messages, and every Message; each is marked afterwards.

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kmq.cluster import consul
-from kmq.cluster.consul import MAX_OPERATIONS, Conflict, Operation, Steps, Watched, check_session
+from kmq.cluster.consul import MAX_OPERATIONS, Conflict, ConsulError, Operation, Steps, Watched
 from kmq.cluster.keys import Keys
+from kmq.cluster.lock import GUARDS, Lock
 from kmq.cluster.message import Message
 from kmq.cluster.publisher import Change, Publisher, StateChanged
 from kmq.cluster.subscriber import Snapshot
@@ -103,7 +104,7 @@ def is_state(key: str) -> bool:
 def publish_state(publisher: Publisher, keys: Keys, key: str, decide: Callable[[str], str]) -> Steps[int]:
     """Publish a new value of a state; `decide` returns it, given the old one ("": none). Returns the epoch.
 
-    The publisher must have its lock. Raises what Publisher.publish raises, and ConfigError if the value is too long.
+    Raises what Publisher.publish raises, and ConfigError if the value is too long.
     """
     for left in reversed(range(_TRIES)):
         found = yield from consul.read(keys.root + key)
@@ -119,13 +120,16 @@ def publish_state(publisher: Publisher, keys: Keys, key: str, decide: Callable[[
     raise AssertionError
 
 
-def publish_command(publisher: Publisher, keys: Keys, session: str, type: str, lasts_s: float) -> Steps[Message]:
+def publish_command(publisher: Publisher, keys: Keys, type: str, lasts_s: float) -> Steps[Message]:
     """Publish a command that brokers begin within `lasts_s`, and delete old results. Returns it with its epoch."""
     if type not in COMMANDS:
         raise ConfigError(f"unknown command {type!r}; expected one of {', '.join(COMMANDS)}")
     message = Message.new(type, b"", lasts_s)
     epoch = yield from publisher.publish(message)
-    yield from sweep(keys, session, time.time())
+    try:
+        yield from sweep(keys, publisher.lock, time.time())
+    except ConsulError:
+        pass  # the command is published; who publishes after us sweeps
     return message._replace(epoch=epoch)
 
 
@@ -144,15 +148,15 @@ def watch_results(keys: Keys, id: str, position: int, wait_s: float) -> Steps[tu
     return {entry.key.removeprefix(prefix): Result.decode(entry.value) for entry in found.entries}, found.position
 
 
-def sweep(keys: Keys, session: str, now: float) -> Steps[int]:
-    """Delete results older than RESULT_S; return how many. `session` holds the lock of the publisher."""
+def sweep(keys: Keys, lock: Lock, now: float) -> Steps[int]:
+    """Delete results older than RESULT_S; return how many. `lock`: the publisher's."""
     found = yield from consul.watch(keys.results, 0, 0)
     old = [entry.key for entry in found.entries if now - Result.decode(entry.value).ts > RESULT_S]
-    room = MAX_OPERATIONS - 1
+    room = MAX_OPERATIONS - GUARDS
     for at in range(0, len(old), room):
         deletions = [Operation("delete", key) for key in old[at : at + room]]
         try:
-            yield from consul.txn([check_session(keys.coordinator, session), *deletions])
+            yield from consul.txn(lock.around(deletions))
         except Conflict:
             return at  # deposed: the next publisher sweeps
     return len(old)

@@ -70,7 +70,11 @@ class Presence:
             yield from consul.txn([Operation("lock", key, value, session=self.session)])
             return None
         except Conflict:
-            holder = yield from consul.read(key)
+            return (yield from self.holder(key))
+
+    def holder(self, key: str) -> Steps[Entry | None]:
+        """Return who kept us from a lock, as `lock` does."""
+        holder = yield from consul.read(key)
         if holder is not None and holder.session:
             return None if holder.session == self.session else holder
         if not (yield from self.is_alive()):

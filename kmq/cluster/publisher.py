@@ -1,4 +1,4 @@
-"""Publishing: each message gets the next epoch, in one Txn that only the holder of the lock `coordinator` can carry out.
+"""Publishing: each message gets the next epoch, in one Txn that is refused while another publisher has the lock.
 
 Invariant   Epochs are dense, and each names one message for ever. A message is there if and only if `publish` has
             returned its epoch, or its publisher was killed, or was told that nobody knows.
@@ -14,15 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kmq.cluster import consul
-from kmq.cluster.consul import Conflict, ConsulError, Operation, Pause, Steps, Unanswered, cas, check_session
-from kmq.cluster.keys import Keys, encode_fields
+from kmq.cluster.consul import Conflict, ConsulError, Operation, Pause, Steps, Unanswered, cas
+from kmq.cluster.keys import Keys
+from kmq.cluster.lock import Lock
 from kmq.cluster.message import Message, check_size
-from kmq.cluster.presence import Presence, holder_of
 from kmq.cluster.trimming import trim
 from kmq.errors import BusyError
 
-_WATCH_S = 1.0  # while another publisher holds the lock: a watch of it ends at the latest after this time
-_POLL_S = 0.1  # while nobody holds it, and it is not given out yet
 _RETRY_S = 0.05  # between two questions after an unknown outcome
 TRIM_EVERY = 16  # messages: so often what all have read is deleted
 
@@ -48,103 +46,87 @@ class Change(NamedTuple):
 
 
 class Publisher:
-    """Takes the lock, publishes, gives it back."""
+    """Publishes, under a lock that is held (`lock.take`) or else is taken and given back with each message."""
 
-    def __init__(self, keys: Keys, presence: Presence, who: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._keys, self._presence, self._who, self._clock = keys, presence, who, clock
+    def __init__(self, keys: Keys, lock: Lock, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lock = lock
+        self._keys, self._clock = keys, clock
         self._tried = 0  # the epoch of a Txn whose outcome is unknown
+        self._last: tuple[int, int] | None = None  # epoch and version of its key after our last message
 
-    def take(self, timeout_s: float) -> Steps[None]:
-        """Take the lock, waiting at most so long. Raises BusyError that names who holds it."""
-        key, until = self._keys.coordinator, self._clock() + timeout_s
-        value = encode_fields(holder=self._who, since=f"{time.time():.6f}")
-        while True:
-            left = until - self._clock()
-            try:
-                holder = yield from self._presence.lock(key, value)
-            except Unanswered:  # while Consul elects a leader; to take a lock twice is to take it once
-                if left <= 0:
-                    raise
-                yield Pause(_RETRY_S)
-                continue
-            if holder is None:
-                return
-            if left <= 0:
-                who = holder_of(holder) if holder.session else "nobody yet: its last holder died just now"
-                raise BusyError(f"the lock {key} is held by {who}")
-            if holder.session:
-                yield from consul.watch(key, holder.version, min(left, _WATCH_S))
-            else:
-                yield Pause(min(left, _POLL_S))
+    def publish(self, message: Message, changes: Sequence[Change] = (), timeout_s: float = 0.0) -> Steps[int]:
+        """Publish a message, and change these state keys with it. Returns its epoch.
 
-    def give(self) -> Steps[None]:
-        """Give the lock back."""
-        yield from self._presence.unlock(self._keys.coordinator)
-
-    def publish(self, message: Message, changes: Sequence[Change] = ()) -> Steps[int]:
-        """Publish a message, and change these state keys with it. Returns its epoch. The lock must be held.
-
-        Raises Unanswered if nobody knows whether it was published. After any other error it was not, and never will be:
-        Deposed, StateChanged, ConfigError if the message is too long, and ConsulError for what Consul refuses.
+        While another publisher holds the lock it waits, at most `timeout_s`. Raises Unanswered if nobody knows whether
+        the message was published. After any other error it was not, and never will be: BusyError that names who holds
+        the lock, Deposed if we held it, StateChanged, ConfigError if the message is too long, and ConsulError for what
+        Consul refuses.
         """
         check_size(message, {change.key: change.value for change in changes})
         self._tried = 0
         try:
-            epoch = yield from self._until_known(message, changes)
+            epoch = yield from self._until_known(message, changes, self._clock() + timeout_s)
         except (Deposed, StateChanged):
             raise
-        except ConsulError as error:
+        except (ConsulError, BusyError) as error:
             if self._tried:
                 raise self._nobody_knows(message, str(error)) from error
             raise
         if epoch % TRIM_EVERY == 0:
             try:
-                yield from trim(self._keys, self._presence.session)
+                yield from trim(self._keys, self.lock)
             except ConsulError:
                 pass  # the message is published; who publishes after us trims
         return epoch
 
-    def _until_known(self, message: Message, changes: Sequence[Change]) -> Steps[int]:
+    def _until_known(self, message: Message, changes: Sequence[Change], until: float) -> Steps[int]:
         while True:
-            found = yield from self._read_again(self._keys.epoch)
-            last, version = (int(found.value), found.version) if found is not None else (0, 0)
+            last, version = self._last or (yield from self._read_epoch())
+            self._last = None
             if (yield from self._is_published(message)):
                 return self._tried
             try:
-                yield from consul.txn(self._operations(message, changes, last + 1, version))
+                written = yield from consul.txn(self._operations(message, changes, last + 1, version))
+                self._last = last + 1, next(entry.version for entry in written if entry.key == self._keys.epoch)
                 return last + 1
             except Conflict as conflict:
                 if (yield from self._is_published(message)):
                     return self._tried
                 self._judge(conflict, changes)
+                if conflict.op_index == 0:
+                    yield from self.lock.wait(until)
             except Unanswered:
                 self._tried = last + 1
                 yield Pause(_RETRY_S)
 
+    def _read_epoch(self) -> Steps[tuple[int, int]]:
+        found = yield from self._read_again(self._keys.epoch)
+        return (int(found.value), found.version) if found is not None else (0, 0)
+
     def _operations(self, message: Message, changes: Sequence[Change], epoch: int, version: int) -> list[Operation]:
-        keys = self._keys
-        return [
-            check_session(keys.coordinator, self._presence.session),
-            *(cas(change.key, change.value, change.version) for change in changes),
-            cas(keys.epoch, b"%d" % epoch, version),
-            Operation("set", keys.message(epoch), message.encode()),
-        ]
+        return self.lock.around(
+            [
+                *(cas(change.key, change.value, change.version) for change in changes),
+                cas(self._keys.epoch, b"%d" % epoch, version),
+                Operation("set", self._keys.message(epoch), message.encode()),
+            ]
+        )
 
     def _judge(self, conflict: Conflict, changes: Sequence[Change]) -> None:
-        """Return if another message was first; otherwise raise what the conflict means."""
+        """Return if another message was first, or the lock is to be waited for; else raise what the conflict means."""
         if conflict.op_index == 0:
-            raise Deposed(f"the lock {self._keys.coordinator} is not ours any more: {conflict}") from conflict
-        if conflict.op_index <= len(changes):
+            if self.lock.is_held:
+                raise Deposed(f"the lock {self.lock.key} is not ours any more: {conflict}") from conflict
+        elif conflict.op_index <= len(changes):
             raise StateChanged(changes[conflict.op_index - 1].key) from conflict
-        if conflict.op_index > len(changes) + 1:
+        elif conflict.op_index > len(changes) + 1:
             raise conflict
 
     def _is_published(self, message: Message) -> Steps[bool]:
         """Return True if this message lies under the epoch that was tried. Raises Unanswered if that was trimmed."""
         if not self._tried:
             return False
-        epoch = yield from self._read_again(self._keys.epoch)
-        last = int(epoch.value) if epoch is not None else 0
+        last, _ = yield from self._read_epoch()
         if last < self._tried - 1:
             raise self._nobody_knows(message, "Consul was restored from an older backup meanwhile")
         if last < self._tried:
@@ -159,7 +141,7 @@ class Publisher:
 
     def _read_again(self, key: str) -> Steps[consul.Entry | None]:
         """Read until there is an answer. The lock's session bounds how long that makes sense."""
-        until = self._clock() + 10 * self._presence.ttl_s
+        until = self._clock() + 10 * self.lock.ttl_s
         while True:
             try:
                 return (yield from consul.read(key))

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kmq.cluster.consul import ConsulError, Steps, T
 from kmq.cluster.keys import Keys, check_broker
+from kmq.cluster.lock import Lock
 from kmq.cluster.message import Message
 from kmq.cluster.presence import Presence, SessionLost
 from kmq.cluster.publisher import Publisher
@@ -99,6 +100,14 @@ class Heart:
         self._thread.join()
 
 
+class Sending(NamedTuple):
+    """The session in which we publish."""
+
+    presence: Presence
+    heart: Heart
+    publisher: Publisher
+
+
 class BroadcastQueue:
     """One node's end of the queue. Only one process a node can receive; any number can publish."""
 
@@ -107,53 +116,58 @@ class BroadcastQueue:
         self.place = place if place is not None else Place.of(load())
         self.keys = Keys(self.place.cluster)
         self._transport = Transport(self.place.address)
-        self._sending: tuple[Presence, Heart] | None = None
+        self._sending: Sending | None = None
         self._known: Mark | None = None  # what the last `receive` has processed
         self._lock = threading.Lock()
 
     def publish(self, type: str, payload: bytes | str = b"", timeout: float = 10.0) -> int:
         """Publish a message and return its epoch. Waits at most `timeout` seconds for other publishers.
 
-        Raises BusyError that names who holds the lock, ConfigError if the message is too long, Deposed, ConsulError.
+        Raises BusyError that names who holds the lock, ConfigError if the message is too long, and ConsulError.
         """
         data = payload.encode() if isinstance(payload, str) else payload
         return self.publish_message(Message.new(type, data), timeout)
 
     def publish_message(self, message: Message, timeout: float = 10.0) -> int:
         """Publish a message made before."""
-        return self.as_publisher(lambda publisher, _: publisher.publish(message), timeout)
-
-    def as_publisher(self, work: Callable[[Publisher, str], Steps[T]], timeout: float = 10.0) -> T:
-        """Carry out steps while we hold the publisher's lock; `work` gets the publisher and its session."""
         with self._lock:
+            return self._in_session(lambda publisher: self.run(publisher.publish(message, timeout_s=timeout)))
+
+    def as_publisher(self, work: Callable[[Publisher], Steps[T]], timeout: float = 10.0) -> T:
+        """Carry out steps while we hold the publisher's lock: nobody else decides anything meanwhile."""
+        with self._lock:
+            publisher = self._in_session(lambda publisher: self._taken(publisher, timeout))
             try:
-                presence, publisher = self._taken(timeout)
                 try:
-                    return self.run(work(publisher, presence.session))
+                    return self.run(work(publisher))
                 finally:
                     self._give(publisher)
             except ConsulError:
                 self._end_sending()
                 raise
 
-    def _taken(self, timeout: float) -> tuple[Presence, Publisher]:
-        """Take the lock. A session that ended while nothing was published is replaced by a new one."""
+    def _in_session(self, act: Callable[[Publisher], T]) -> T:
+        """Do this in our session. One that ended while nothing was published is replaced by a new one."""
         is_used = self._sending is not None
         try:
-            presence = self._presence()
-            publisher = Publisher(self.keys, presence, who_we_are())
-            self.run(publisher.take(timeout))
+            return act(self._publisher())
         except SessionLost:
+            self._end_sending()
             if not is_used:
                 raise
+        except ConsulError:
             self._end_sending()
-            return self._taken(timeout)
-        return presence, publisher
+            raise
+        return self._in_session(act)
+
+    def _taken(self, publisher: Publisher, timeout: float) -> Publisher:
+        self.run(publisher.lock.take(timeout))
+        return publisher
 
     def _give(self, publisher: Publisher) -> None:
         """Give the lock back, if need be with the session: what was published must not be taken for failed."""
         try:
-            self.run(publisher.give())
+            self.run(publisher.lock.give())
         except ConsulError:
             self._end_sending()
 
@@ -161,22 +175,20 @@ class BroadcastQueue:
         """Carry out steps that the modules of this package return. Raises Stopped when `stop` is set."""
         return self._transport.run(steps, stop)
 
-    def _presence(self) -> Presence:
+    def _publisher(self) -> Publisher:
         if self._sending is None:
             presence = Presence(self.place.ttl_s)
             self.run(presence.open())
-            self._sending = presence, Heart(self._transport, presence)
-        return self._sending[0]
+            publisher = Publisher(self.keys, Lock(self.keys.coordinator, presence, who_we_are()))
+            self._sending = Sending(presence, Heart(self._transport, presence), publisher)
+        return self._sending.publisher
 
     def _end_sending(self) -> None:
         if self._sending is not None:
-            presence, heart = self._sending
-            self._sending = None
-            heart.stop()
-            try:
-                self.run(presence.close())
-            except ConsulError:
-                pass  # it ends by itself
+            sending, self._sending = self._sending, None
+            sending.heart.stop()
+            with suppress(ConsulError):  # it ends by itself
+                self.run(sending.presence.close())
 
     def receive(self, start: int | None = None, timeout: float | None = None) -> Iterator[Item]:
         """Yield a Snapshot, if this node is new or has missed messages, and every Message; each is marked afterwards.

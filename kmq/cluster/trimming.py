@@ -12,8 +12,9 @@ import time
 from typing import NamedTuple
 
 from kmq.cluster import consul
-from kmq.cluster.consul import MAX_OPERATIONS, Conflict, Operation, Steps, check_session
+from kmq.cluster.consul import MAX_OPERATIONS, Conflict, Operation, Steps
 from kmq.cluster.keys import Keys, decode_fields, encode_fields
+from kmq.cluster.lock import GUARDS, Lock
 from kmq.settings import KIB
 
 KEPT = 100
@@ -65,26 +66,26 @@ def superfluous(sizes: dict[int, int], read_by_all: int) -> list[int]:
     return []
 
 
-def trim(keys: Keys, session: str) -> Steps[int]:
-    """Delete what is not needed any more; return how many messages. `session` holds the lock of the publisher.
+def trim(keys: Keys, lock: Lock) -> Steps[int]:
+    """Delete what is not needed any more; return how many messages. `lock`: the publisher's.
 
     Nothing is deleted once the epoch has been written again: what was read may be from before Consul was restored.
     """
     last = yield from consul.read(keys.epoch)
     if last is None:
         return 0
-    guards = [check_session(keys.coordinator, session), Operation("check-index", keys.epoch, version=last.version)]
+    guard = Operation("check-index", keys.epoch, version=last.version)
     read_by_all = yield from slowest(keys, time.time())
     there = (yield from consul.watch(keys.messages, 0, 0)).entries
     sizes = {epoch: len(entry.value) for entry in there if (epoch := keys.epoch_of(entry.key)) is not None}
     if not sizes:
         return 0
     gone = superfluous(sizes, max(sizes) if read_by_all is None else read_by_all)
-    room = MAX_OPERATIONS - len(guards)
+    room = MAX_OPERATIONS - GUARDS - 1
     for at in range(0, len(gone), room):
         deletions = [Operation("delete", keys.message(epoch)) for epoch in gone[at : at + room]]
         try:
-            yield from consul.txn([*guards, *deletions])
+            yield from consul.txn(lock.around([guard, *deletions]))
         except Conflict:
             return at  # the next publisher trims
     return len(gone)

@@ -21,9 +21,9 @@ from kmq.cluster import consul as requests
 from kmq.cluster import following
 from kmq.cluster.consul import ConsulError, Unanswered
 from kmq.cluster.following import Condition, follow
+from kmq.cluster.lock import Lock
 from kmq.cluster.message import MAX_BYTES, Message
 from kmq.cluster.presence import Presence
-from kmq.cluster.publisher import Publisher
 from kmq.cluster.queue import Place
 from kmq.cluster.subscriber import Displaced, Snapshot
 from kmq.cluster.transport import Address
@@ -161,12 +161,12 @@ def test_a_publisher_is_told_who_holds_the_lock_and_waits_for_it(cluster):
     holder, other = cluster.queue(), cluster.queue()
     presence = Presence(30)
     holder.run(presence.open())
-    publisher = Publisher(holder.keys, presence, "somebody/7")
-    holder.run(publisher.take(1))
+    lock = Lock(holder.keys.coordinator, presence, "somebody/7")
+    holder.run(lock.take(1))
     assert other.status().publisher == "somebody/7"
     with pytest.raises(BusyError, match="coordinator is held by somebody/7"):
         other.publish("a", timeout=0.0005)
-    threading.Timer(0.2, lambda: holder.run(publisher.give())).start()
+    threading.Timer(0.2, lambda: holder.run(lock.give())).start()
     assert other.publish("a", timeout=30) == 1
     holder.run(presence.close())
 
@@ -538,26 +538,20 @@ def test_what_is_published_counts_though_the_lock_could_not_be_given_back(cluste
 
     queue = cluster.queue()
     with monkeypatch.context() as patch:
-        patch.setattr(Publisher, "give", give)
-        assert queue.publish("a") == 1
+        patch.setattr(Lock, "give", give)
+        assert queue.as_publisher(lambda publisher: publisher.publish(Message.new("a", b""))) == 1
     assert queue.status().publisher == ""
     assert cluster.queue("b").publish("a") == 2
 
 
-def test_from_asyncio_a_publisher_gets_over_the_end_of_its_session_too(cluster, monkeypatch):
-    def give(self):
-        raise Unanswered("the connection was cut")
-        yield
-
+def test_from_asyncio_a_publisher_gets_over_the_end_of_its_session_too(cluster):
     async def use():
         others = cluster.sessions()
         async with kmq.AsyncBroadcastQueue(cluster.place()) as queue:
             assert await queue.publish("a") == 1
             for session in cluster.sessions() - others:
                 cluster.ask("PUT", f"session/destroy/{session}")
-            with monkeypatch.context() as patch:
-                patch.setattr(Publisher, "give", give)
-                assert await queue.publish("a") == 2
+            assert await queue.publish("a") == 2
             assert (await queue.status()).publisher == ""
 
     asyncio.run(use())

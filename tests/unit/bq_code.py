@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CLUSTER = Path(__file__).resolve().parents[2] / "kmq/cluster"
-MODULES = ("consul", "keys", "message", "trimming", "presence", "publisher", "subscriber")  # each after what it imports
+MODULES = (
+    "consul",
+    "keys",
+    "message",
+    "presence",
+    "lock",
+    "trimming",
+    "publisher",
+    "subscriber",
+)  # each after what it imports
 
 Edit = tuple[str, str, str]  # module, what stands there (once), what is put in its place
 
@@ -48,8 +57,9 @@ class Code(NamedTuple):
     consul: Any
     keys: Any
     message: Any
-    trimming: Any
     presence: Any
+    lock: Any
+    trimming: Any
     publisher: Any
     subscriber: Any
     clock: Clock

@@ -9,6 +9,7 @@ from bq_ghost import demand
 from bq_world import FATES, UNKNOWN, Broken, Process, World
 
 DAY_S = 90_000.0
+DECISIVE = (b"check-session", b"check-index", b'"cas"')  # in the requests whose outcome matters most
 
 
 class Walk(NamedTuple):
@@ -59,7 +60,7 @@ def _happen(world: World, rng: random.Random, wild: float, restores: bool) -> No
     if not awake:
         return None
     process = rng.choice(awake)
-    is_decisive = process.is_request and b"check-session" in process.asked.body
+    is_decisive = process.is_request and any(word in process.asked.body for word in DECISIVE)
     if is_decisive and rng.random() < wild:
         return _ambush(world, process, rng)
     fate = rng.choice(FATES) if rng.random() < wild / 2 else "done"

@@ -55,6 +55,7 @@ class Ghost:
         self.head = ""  # the last message
         self.told: dict[str, str] = {}  # by id: what its publisher was told
         self.brokers = {"b1": Broker(), "b2": Broker()}
+        self._journal: list[Write] = []
         self.locked_at: dict[str, float] = {}
         self.registered_at: dict[str, float] = {}  # by broker: its first mark
         self.held: set[tuple[str, str]] = set()  # which session has had which lock
@@ -63,6 +64,7 @@ class Ghost:
 
     def judge(self, journal: list[Write], session: str, trim_since: float) -> None:
         """Check what one request has written. `session`: of its sender."""
+        self._journal = journal
         keys, root = self._keys, self._keys.root
         messages = [write for write in journal if write.key.startswith(keys.messages) and write.after is not None]
         epochs = [write for write in journal if write.key == keys.epoch]
@@ -103,8 +105,10 @@ class Ghost:
         self.head = id
 
     def _holds(self, key: str, session: str, promise: str) -> None:
-        pair = self._consul.state.pairs.get(key)
-        demand(pair is not None and pair.session == session != "", promise)
+        """Demand that the sender holds a lock, or has taken it and given it back in this request."""
+        lock = self._consul.state.pairs.get(key)
+        taken = [write.after for write in self._journal if write.key == key and write.after is not None]
+        demand(session != "" and any(pair is not None and pair.session == session for pair in (lock, *taken)), promise)
 
     def _marked(self, write: Write, session: str) -> None:
         broker = write.key.removeprefix(self._keys.delivered)

@@ -22,11 +22,20 @@ def _in(module: str, *pairs: tuple[str, str]) -> tuple[Edit, ...]:
 
 PUBLISHER = [
     Mutant(
-        "who publishes need not hold the lock",
-        _in(
-            "publisher",
-            ("check_session(keys.coordinator, self._presence.session),", 'Operation("get-tree", keys.coordinator),'),
-        ),
+        "who holds the lock publishes without a look at it",
+        _in("lock", ("return [check_session(self.key, session), *operations]", "return [*operations]")),
+    ),
+    Mutant(
+        "who does not hold the lock publishes without taking it",
+        _in("lock", ("return [taken, *operations, ", 'return [Operation("get-tree", self.key), *operations][:] or [')),
+    ),
+    Mutant(
+        "a publisher that waited in vain says that its message is not there, though it may come to be",
+        _in("publisher", ("except (ConsulError, BusyError) as error:", "except ConsulError as error:")),
+    ),
+    Mutant(
+        "an epoch that was refused is tried again for ever",
+        _in("publisher", ("            self._last = None\n", "")),
     ),
     Mutant(
         "the epoch is set, whatever it was",
@@ -190,7 +199,7 @@ OTHERS = [
         "who deletes need not hold the lock",
         _in(
             "trimming",
-            ("[check_session(keys.coordinator, session), ", '[Operation("get-tree", keys.coordinator), '),
+            ("lock.around([guard, *deletions])", "[guard, *deletions]"),
         ),
     ),
     Mutant(

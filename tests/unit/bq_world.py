@@ -50,9 +50,9 @@ class Process:
 class World:
     """One run."""
 
-    def __init__(self, code: Code, rng: random.Random, mistakes: bool = True) -> None:
-        """`mistakes`: handlers fail now and then, and sessions are registered late."""
-        self.code, self.rng, self.mistakes = code, rng, mistakes
+    def __init__(self, code: Code, rng: random.Random, mistakes: bool = True, holds: bool | None = None) -> None:
+        """`mistakes`: handlers fail now and then. `holds`: publishers hold the lock; None: some of them."""
+        self.code, self.rng, self.mistakes, self.holds = code, rng, mistakes, holds
         self.clock = code.clock
         self.consul = ConsulModel(self.clock.monotonic)
         self.keys = code.keys.Keys("c")
@@ -203,23 +203,27 @@ class World:
         yield from process.presence.open()
 
     def _publish_all(self, process: Process, messages: int) -> Acts:
-        """Take the lock, publish, give it back; a new session after every error."""
+        """Publish, some under a lock that is held; a new session after every error."""
         code, until = self.code, process.done + messages
         while process.done < until:
             message = None
             try:
                 yield from self._begin(process)
-                publisher = code.publisher.Publisher(self.keys, process.presence, process.name)
+                lock = code.lock.Lock(self.keys.coordinator, process.presence, process.name)
+                publisher = code.publisher.Publisher(self.keys, lock)
+                holds = self.rng.random() < 0.5 if self.holds is None else self.holds
                 while process.done < until:
                     decided = (yield from self._decide()) if self.mistakes and self.rng.random() < 0.3 else None
-                    yield from publisher.take(5.0)
-                    self.ghost.entered(self.keys.coordinator, process.presence.session)
+                    if holds:
+                        yield from lock.take(5.0)
+                        self.ghost.entered(self.keys.coordinator, process.presence.session)
                     message, changes = decided or (yield from self._decide())
-                    epoch = yield from publisher.publish(message, changes)
+                    epoch = yield from publisher.publish(message, changes, 5.0)
                     self.ghost.returned(message.id, epoch)
                     message = None
                     process.done += 1
-                    yield from publisher.give()
+                    if holds:
+                        yield from lock.give()
                 yield from process.presence.close()
             except (code.consul.ConsulError, BusyError, ConfigError) as error:
                 self.note(f"{process.name}: {error!r}")

@@ -4,6 +4,7 @@
 """
 
 import random
+from functools import partial
 
 import pytest
 from bq_code import load
@@ -25,9 +26,9 @@ def test_every_promise_of_the_queue_holds_on_thousands_of_walks(first):
         walk(load(), Walk(seed, steps=1000))
 
 
-def small_world():
+def small_world(holds):
     """Two publishers with two messages each, and one subscriber."""
-    world = World(load(), random.Random(0), mistakes=False)
+    world = World(load(), random.Random(0), mistakes=False, holds=holds)
     del world.ghost.brokers["b2"]
     world.publisher("p1", 2)
     world.publisher("p2", 2)
@@ -35,16 +36,18 @@ def small_world():
     return world
 
 
+@pytest.mark.parametrize(("holds", "schedules"), [(True, 50), (False, 30)], ids=["held", "each-txn"])
 @pytest.mark.parametrize("bounds", [Bounds(switches=1, faults=0), Bounds(switches=0, faults=1)], ids=str)
-def test_every_schedule_with_a_switch_or_a_fault_keeps_every_promise(bounds):
-    assert every_schedule(small_world, bounds) > 50
+def test_every_schedule_with_a_switch_or_a_fault_keeps_every_promise(bounds, holds, schedules):
+    assert every_schedule(partial(small_world, holds), bounds) > schedules
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("holds", [True, False], ids=["held", "each-txn"])
 @pytest.mark.parametrize("bounds", [Bounds(2, 0), Bounds(1, 1), Bounds(2, 1)], ids=str)
-def test_every_schedule_within_wider_bounds_keeps_every_promise(bounds):
-    assert every_schedule(small_world, bounds) > 1000
+def test_every_schedule_within_wider_bounds_keeps_every_promise(bounds, holds):
+    assert every_schedule(partial(small_world, holds), bounds) > 1000
 
 
 def test_a_mutant_that_the_code_has_outgrown_is_refused():

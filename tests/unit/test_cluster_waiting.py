@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kmq.cluster.consul import Request, Unanswered, read
-from kmq.cluster.keys import Keys
+from kmq.cluster.lock import Lock
 from kmq.cluster.presence import Presence
-from kmq.cluster.publisher import Publisher
 from kmq.cluster.queue import Heart
 from kmq.cluster.transport import Address, Transport
 
@@ -41,12 +40,12 @@ def test_lock_is_asked_for_again_when_no_answer_came(consul, are_sent):
     transport.run(presence.open())
     heart = Heart(transport, presence)
     try:
-        publisher = Publisher(Keys(f"waiting-{are_sent}"), presence, "test")
-        forgetful.run(publisher.take(30))
-        transport.run(publisher.give())
+        lock = Lock(f"kmq/waiting-{are_sent}/coordinator", presence, "test")
+        forgetful.run(lock.take(30))
+        transport.run(lock.give())
         forgetful.lost = 1000
         with pytest.raises(Unanswered):
-            forgetful.run(publisher.take(0.2))
+            forgetful.run(lock.take(0.2))
     finally:
         heart.stop()
         transport.run(presence.close())

@@ -127,7 +127,7 @@ def queue(consul):
 def test_a_state_and_its_message_are_published_together(queue):
     for value in ("1", "2"):
         queue.as_publisher(
-            lambda publisher, _, value=value: fleet.publish_state(publisher, queue.keys, "topics/a", lambda _: value)
+            lambda publisher, value=value: fleet.publish_state(publisher, queue.keys, "topics/a", lambda _: value)
         )
     snapshot = next(iter(queue.receive()))
     assert isinstance(snapshot, Snapshot) and snapshot[:2] == (2, {"topics/a": b"2"})
@@ -145,16 +145,16 @@ def test_a_state_that_another_changed_meanwhile_is_decided_anew(queue):
             queue.run(consul_api.txn([Operation("set", queue.keys.root + "topics/a", b"theirs")]))
         return f"{before}+ours"
 
-    epoch = queue.as_publisher(lambda publisher, _: fleet.publish_state(publisher, queue.keys, "topics/a", decide))
+    epoch = queue.as_publisher(lambda publisher: fleet.publish_state(publisher, queue.keys, "topics/a", decide))
     assert epoch == 1 and seen == ["", "theirs"]
     assert queue.run(fleet.read_states(queue.keys)) == {"topics/a": "theirs+ours"}
 
 
 def test_a_state_that_is_too_long_or_a_command_that_is_unknown_is_refused(queue):
     with pytest.raises(ConfigError, match="at most"):
-        queue.as_publisher(lambda p, _: fleet.publish_state(p, queue.keys, "topics/a", lambda _: "x" * 5000))
+        queue.as_publisher(lambda p: fleet.publish_state(p, queue.keys, "topics/a", lambda _: "x" * 5000))
     with pytest.raises(ConfigError, match="unknown command 'reboot'"):
-        queue.as_publisher(lambda p, session: fleet.publish_command(p, queue.keys, session, "reboot", 1))
+        queue.as_publisher(lambda p: fleet.publish_command(p, queue.keys, "reboot", 1))
     assert queue.status().epoch == 0
 
 
@@ -163,7 +163,7 @@ def test_results_older_than_a_day_go_with_the_next_command(queue):
     for number in range(70):
         age = 0 if number == 7 else 2 * 86_400
         queue.run(fleet.write_result(queue.keys, f"id{number}", "a", Result("verify", "ok", [], now - age)))
-    queue.as_publisher(lambda p, session: fleet.publish_command(p, queue.keys, session, "verify", 60))
+    queue.as_publisher(lambda p: fleet.publish_command(p, queue.keys, "verify", 60))
     assert [entry.key for entry in queue.run(consul_api.watch(queue.keys.results, 0, 0)).entries] == [
         f"{queue.keys.results}id7/a"
     ]
