@@ -6,6 +6,7 @@ Invariant   A process that has not beaten for `ttl_s` loses its session and all 
 Not covered The check lives in the agent that was asked. If that agent ends, the session ends too.
 """
 
+import time
 import uuid
 
 from kmq.cluster import consul
@@ -29,6 +30,7 @@ class Presence:
     def open(self) -> Steps[None]:
         """Begin a session."""
         self._name = f"kmq-{uuid.uuid4()}"
+        self._beaten = time.monotonic()
         yield from consul.register(self._name, self.ttl_s)
         for left in reversed(range(_SYNC_TRIES)):
             try:
@@ -41,13 +43,23 @@ class Presence:
             yield from consul.beat(self._name)
 
     def beat(self) -> Steps[None]:
-        """Stay alive. Raises SessionLost if the agent does not know of us any more."""
+        """Stay alive. Raises SessionLost if the session has ended, or the agent does not know of us any more."""
+        sent = time.monotonic()
         try:
             yield from consul.beat(self._name)
         except ConsulError as error:
             if error.status in (404, 500):
                 raise SessionLost(f"this Consul agent does not know the check of our session: {error}") from error
             raise
+        # Consul's clock begins when a beat arrives: not before it was sent, and this one has arrived by now.
+        if time.monotonic() - self._beaten > self.ttl_s:
+            yield from self.check()
+        self._beaten = sent
+
+    def check(self) -> Steps[None]:
+        """Raise SessionLost if Consul does not have the session any more."""
+        if not (yield from self.is_alive()):
+            raise SessionLost("our session in Consul has ended")
 
     def is_alive(self) -> Steps[bool]:
         """Return whether Consul still has the session."""
@@ -77,8 +89,7 @@ class Presence:
         holder = yield from consul.read(key)
         if holder is not None and holder.session:
             return None if holder.session == self.session else holder
-        if not (yield from self.is_alive()):
-            raise SessionLost("our session in Consul has ended")
+        yield from self.check()
         return Entry(key, b"", 0, "")
 
     def unlock(self, key: str) -> Steps[None]:

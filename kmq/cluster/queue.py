@@ -77,13 +77,9 @@ class Heart:
         self._thread.start()
 
     def _run(self) -> None:
-        beaten = time.monotonic()
         while not self._stopped.wait(self._presence.ttl_s / BEATS):
             try:
                 self._transport.run(self._presence.beat())
-                if time.monotonic() - beaten > self._presence.ttl_s:  # it may have ended meanwhile
-                    self.check()
-                beaten = time.monotonic()
             except SessionLost:
                 self.has_stopped_beating = True
                 return
@@ -92,8 +88,7 @@ class Heart:
 
     def check(self) -> None:
         """Raise SessionLost if Consul does not have the session any more."""
-        if not self._transport.run(self._presence.is_alive()):
-            raise SessionLost("our session in Consul has ended")
+        self._transport.run(self._presence.check())
 
     def stop(self) -> None:
         self._stopped.set()

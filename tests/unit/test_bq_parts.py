@@ -9,7 +9,7 @@ import time
 import pytest
 
 from kmq.cli.bq_items import Runner, as_fields
-from kmq.cluster.consul import Entry, Request, given_entries
+from kmq.cluster.consul import Entry, Request, Response, given_entries
 from kmq.cluster.keys import Keys, check_broker, decode_fields, encode_fields
 from kmq.cluster.message import MAX_BYTES, Message, check_size
 from kmq.cluster.presence import Presence
@@ -199,6 +199,29 @@ def test_messages_before_one_that_is_none_are_handed_out_and_then_it_is_an_error
     assert chosen(subscriber(0).choose(given)) == [1]
     with pytest.raises(ValueError, match="message 2 of"):
         chosen(subscriber(1).choose(given))
+
+
+# --- staying alive ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("late_s", "asks"), [(0.0, False), (0.9, True)])
+def test_a_session_is_looked_for_if_consul_may_have_waited_too_long(monkeypatch, late_s, asks):
+    """Consul counts from when a beat arrives, which may be as early as when it was sent."""
+    now = 100.0
+    monkeypatch.setattr("kmq.cluster.presence.time.monotonic", lambda: now)
+    presence = Presence(2.0)
+    next(presence.open())
+    ok, asked = Response(200, {}, b""), []
+    for took_s in (0.0, 0.5 + late_s):  # until a beat is answered; the second is sent 1 s after the first
+        now += 1.0
+        beat = presence.beat()
+        next(beat)
+        now += took_s
+        try:
+            asked.append(beat.send(ok).path)
+        except StopIteration:
+            pass
+    assert [path.startswith("/v1/session/info/") for path in asked] == [True] * asks
 
 
 # --- what is printed, and run ----------------------------------------------------------------------------------------
