@@ -14,7 +14,8 @@ time in seconds:
 
 A step is `before:<name>[:<n>]` or `after:<name>[:<n>]`, at the n-th request of this name (step_of), or at the n-th item that
 is processed. With STOP_AT in the environment the process kills itself there by the signal of STOP_BY (KILL or STOP); with
-LOSE the answer of that request gets lost. ABSENT_S: see trimming.py.
+LOSE the answer of that request gets lost. ABSENT_S: see trimming.py. With HOLDS a publisher takes the lock for each message,
+and gives it back.
 """
 
 import json
@@ -38,6 +39,15 @@ from kmq.errors import BusyError, KmqError
 from kmq.settings import load
 
 _AGAIN_S = 0.05  # after an error
+# What a Txn with such an operation is called, the first that fits.
+_TXNS = [
+    ("set", "/bq/", "publish"),
+    ("cas", "/bq-delivered/", "mark"),
+    ("delete", "/bq/", "trim"),
+    ("get-tree", "", "snapshot"),
+    ("lock", "", "lock"),
+    ("unlock", "", "unlock"),
+]
 
 
 class Facts:
@@ -61,14 +71,10 @@ def step_of(request: httpx.Request) -> str:
 
 
 def _name_of_txn(operations: list[dict[str, str]]) -> str:
-    for operation in operations:
-        if operation["Verb"] in ("lock", "unlock"):
-            return operation["Verb"]
-        if operation["Verb"] == "cas" and "/bq-delivered/" in operation["Key"]:
-            return "mark"
-        if operation["Verb"] == "set" and "/bq/" in operation["Key"]:
-            return "publish"
-    return "snapshot" if operations[0]["Verb"] == "get-tree" else "trim"
+    for verb, prefix, name in _TXNS:
+        if any(operation["Verb"] == verb and prefix in operation["Key"] for operation in operations):
+            return name
+    return "none"
 
 
 class Steps:
@@ -118,7 +124,11 @@ def publish(facts: Facts, name: str, count: int, size: int) -> None:
 def publish_one(facts: Facts, queue: BroadcastQueue, message: Message, payload: str) -> bool:
     """Publish, and write down what we were told. Returns False if another one must take its place."""
     try:
-        facts.write("told", queue.publish_message(message, timeout=60), payload)
+        if os.environ.get("HOLDS"):
+            epoch = queue.as_publisher(lambda publisher: publisher.publish(message), timeout=60)
+        else:
+            epoch = queue.publish_message(message, timeout=60)
+        facts.write("told", epoch, payload)
         return True
     except (Deposed, BusyError) as error:
         facts.write("refused", payload, repr(str(error)))

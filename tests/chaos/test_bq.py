@@ -66,7 +66,7 @@ def test_eight_publishers_lose_no_epoch_and_give_none_twice(queue, count):
     queue.receiver("a")
     queue.wait_subscribed()
     for number in range(8):
-        queue.publisher(f"p{number}", count)
+        queue.publisher(f"p{number}", count, HOLDS="yes" if number % 2 else "")
     queue.wait("all messages published", lambda: len(queue.told()) == 8 * count, 600)
     queue.wait_done()
     queue.wait_processed(8 * count)
@@ -78,13 +78,13 @@ def test_eight_publishers_lose_no_epoch_and_give_none_twice(queue, count):
 def test_killed_publishers_and_receivers_lose_and_skip_nothing(queue, rng, kills):
     receivers = {broker: queue.receiver(broker) for broker in ("a", "b")}
     queue.wait_subscribed()
-    publishers = [queue.publisher(f"p{number}", AWAY) for number in range(2)]
+    publishers = [queue.publisher("p0", AWAY), queue.publisher("p1", AWAY, HOLDS="yes")]
     for kill in range(kills):
         goal = len(queue.told()) + rng.randrange(1, 20)
         queue.wait("publishing goes on", lambda goal=goal: len(queue.told()) >= goal)
         if rng.random() < 0.5:
             publishers.pop(rng.randrange(2)).kill()
-            publishers.append(queue.publisher(f"k{kill}", AWAY))
+            publishers.append(queue.publisher(f"k{kill}", AWAY, HOLDS=rng.choice(["", "yes"])))
         else:
             broker = rng.choice("ab")
             receivers[broker].kill()
@@ -96,7 +96,9 @@ def test_killed_publishers_and_receivers_lose_and_skip_nothing(queue, rng, kills
     queue.check()
 
 
-PUBLISHING = ["service", "session", "lock", "read", "publish", "unlock", "publish:3"]
+# A publisher's requests: with the lock in the Txn of the message, and with a lock that it holds.
+PUBLISHING = ["service", "session", "read", "publish", "publish:3"]
+HOLDING = ["service", "session", "lock", "read", "publish", "unlock", "publish:3"]
 RECEIVING = ["service", "session", "lock", "read", "snapshot", "mark", "watch", "mark:2", "watch:3"]
 
 
@@ -106,12 +108,13 @@ def steps(requests: list[str], rng: random.Random, count: int | None) -> list[st
     return rng.sample(all_steps, count) if count else all_steps
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(None, marks=FULL)])
+@pytest.mark.parametrize("count", [2, pytest.param(None, marks=FULL)])
 def test_publisher_killed_at_each_step_leaves_a_queue_that_goes_on(new_queue, rng, count):
     queues: list[tuple[Queue, Worker, str]] = []
-    for step in steps(PUBLISHING, rng, count):
+    held = [(step, "yes") for step in steps(HOLDING, rng, count)]
+    for step, holds in [*((step, "") for step in steps(PUBLISHING, rng, count)), *held]:
         queue = new_queue()
-        queues.append((queue, queue.publisher("killed", 5, STOP_AT=step), step))
+        queues.append((queue, queue.publisher("killed", 5, STOP_AT=step, HOLDS=holds), step))
     for queue, killed, step in queues:
         queue.wait(step, lambda killed=killed: killed.process.poll() is not None)
         assert [fact.words[1] for fact in killed.facts("at")] == [step if step.count(":") == 2 else f"{step}:1"]
@@ -156,10 +159,11 @@ def test_message_is_marked_only_after_it_was_processed(queue, step):
     assert [fact.words[2:3] for fact in queue.seen_by("a")].count(["3"]) == (1 if step.startswith("before") else 2)
 
 
-def test_message_whose_answer_was_lost_is_published_once(queue):
+@pytest.mark.parametrize("holds", ["", "yes"])
+def test_message_whose_answer_was_lost_is_published_once(queue, holds):
     queue.receiver("a")
     queue.wait_subscribed()
-    publisher = queue.publisher("p", 3, STOP_AT="after:publish:2", STOP_BY="LOSE")
+    publisher = queue.publisher("p", 3, STOP_AT="after:publish:2", STOP_BY="LOSE", HOLDS=holds)
     queue.wait_done(publisher)
     assert publisher.facts("at")
     queue.wait_processed(3)
@@ -174,7 +178,7 @@ def test_message_whose_answer_was_lost_is_published_once(queue):
 def test_next_publisher_takes_over_from_one_that_died_with_the_lock(queue, by):
     queue.receiver("a")
     queue.wait_subscribed()
-    first = queue.publisher("first", 3, STOP_AT="before:publish:2", STOP_BY=by)
+    first = queue.publisher("first", 3, STOP_AT="before:publish:2", STOP_BY=by, HOLDS="yes")
     queue.wait("the first has the lock", lambda: first.facts("at"))
     second = queue.publisher("second", 3)
     queue.wait_told(second, 1)
