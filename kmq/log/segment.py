@@ -176,6 +176,14 @@ def begin(path: str, wait_for_room: WaitForRoom, also: Callable[[], object] = la
         raise
 
 
+def settle(directory: str) -> None:
+    """Delete the indexes that `remove` has left, because a kill came between a log and its index."""
+    names = set(os.listdir(directory)) if os.path.isdir(directory) else set()
+    for name in names:
+        if name.endswith(".idx") and name[:-4].isdigit() and f"{name[:-4]}.log" not in names:
+            os.unlink(f"{directory}/{name}")
+
+
 def remove(segments: Sequence[Segment]) -> None:
     """Delete segments, each log before its index, because readers ignore an index without a log."""
     for segment in segments:

@@ -104,6 +104,7 @@ class Recovery:
 
 def _settle(directory: str, known: State) -> list[Segment]:
     """Finish a retention that a kill interrupted, and return the segments of the log."""
+    segment.settle(directory)
     segments = segment.survey(directory)
     retired = [part for part in segments if part.first < known.start]
     if retired:  # the kill came after the checkpoint and before their removal
