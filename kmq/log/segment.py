@@ -178,9 +178,10 @@ def begin(path: str, wait_for_room: WaitForRoom, also: Callable[[], object] = la
 
 def settle(directory: str) -> None:
     """Delete the indexes that `remove` has left, because a kill came between a log and its index."""
-    names = set(os.listdir(directory)) if os.path.isdir(directory) else set()
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    logs = {name.partition(".")[0] for name in names if ".log" in name}  # also a copy that remnant.py makes
     for name in names:
-        if name.endswith(".idx") and name[:-4].isdigit() and f"{name[:-4]}.log" not in names:
+        if name.endswith(".idx") and name[:-4].isdigit() and name[:-4] not in logs:
             os.unlink(f"{directory}/{name}")
 
 

@@ -328,9 +328,9 @@ class Wal:
 
 def _settle(directory: str) -> None:
     """Finish a retention that a kill interrupted, also before the copy of the last record got its name (remnant.py)."""
-    segment.settle(directory)
     there = segment.listing(directory)
     remnant.settle(directory, there[0][0] - 1 if there else 0)
+    segment.settle(directory)
 
 
 def _end_of(seq: int, index: str, file: AppendFile) -> int:

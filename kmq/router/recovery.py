@@ -104,7 +104,6 @@ class Recovery:
 
 def _settle(directory: str, known: State) -> list[Segment]:
     """Finish a retention that a kill interrupted, and return the segments of the log."""
-    segment.settle(directory)
     segments = segment.survey(directory)
     retired = [part for part in segments if part.first < known.start]
     if retired:  # the kill came after the checkpoint and before their removal
@@ -112,4 +111,5 @@ def _settle(directory: str, known: State) -> list[Segment]:
         segments = segments[len(retired) :]
     if segments and known.start == segments[0].first - 1 and remnant.settle(directory, known.start):
         segments = segment.survey(directory)  # the kill came after their removal
+    segment.settle(directory)
     return segments
