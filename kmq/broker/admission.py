@@ -1,6 +1,6 @@
 """Decide if more messages may be accepted: disk and KMQ_DATA_QUOTA must have space for all that were accepted before.
 
-Links       Ingress asks refusal() several times a second. While it names a reason, acknowledged producers are refused,
+Links       Ingress asks refusal() at every turn of its loop. While it names a reason, acknowledged producers are refused,
             and other producers are not read. Durability asks must_wait() before each append, because a shell may write
             into the FIFO without asking. The router asks must_wait() before it makes a topic, which takes far more
             space than its first message.
@@ -42,7 +42,8 @@ _DISK_SHARE, _QUOTA_SHARE = (
     4,
 )  # the reserve is at most this part of the whole, so that small disks and quotas work too
 _INODES, _INODE_SHARE = 4096, 20  # kept free for segments, checkpoints, new topics; at most this part of all
-_LOOK_S = 0.05  # maximum age of a decision
+_LOOK_S = 0.005  # maximum age of a look at the disk: what is accepted until the next one comes out of the reserve
+_COUNT_S = 0.05  # maximum age of a look at the quota, which may take a slice of a walk
 _WALK_S, _REWALK_S = 10.0, 0.5  # between walks while accepting; while refusing, so that space is noticed within 2 s
 _SLICE_S, _LONG_SLICE_S = 0.004, 0.05  # time for one slice of a walk; longer while refusing, when little else is to do
 
@@ -146,7 +147,8 @@ class Admission:
         self.accepted_bytes = _COPIES * (_LONGER * unframed + settings.ring_bytes)
         self._unrouted = settings.ring_bytes + _OTHERS
         self._use_quota()
-        self._looked_at, self._reason, self._waiting = 0.0, "", False
+        self._looked_at = self._counted_at = 0.0
+        self._lacks_disk = self._lacks_quota = self._waiting = False
 
     def _use_quota(self) -> None:
         self.quota = self._in_force.settings.data_quota
@@ -157,12 +159,12 @@ class Admission:
         now = time.monotonic()
         if now - self._looked_at > _LOOK_S:
             self._looked_at = now
-            if self._disk_lacks(self._reason == "disk_full"):
-                self._reason = "disk_full"
-            else:
-                reserve, refusing = min(self.accepted_bytes, self.quota // _QUOTA_SHARE), self._reason == "quota"
-                self._reason = "quota" if self._quota_lacks(_threshold(reserve, refusing), refusing) else ""
-        return self._reason
+            self._lacks_disk = self._disk_lacks(self._lacks_disk)
+        if now - self._counted_at > _COUNT_S:
+            self._counted_at = now
+            reserve = min(self.accepted_bytes, self.quota // _QUOTA_SHARE)
+            self._lacks_quota = self._quota_lacks(_threshold(reserve, self._lacks_quota), self._lacks_quota)
+        return "disk_full" if self._lacks_disk else "quota" if self._lacks_quota else ""
 
     def must_wait(self, nbytes: int) -> bool:
         """Return True if `nbytes` of lines, appended now, might exceed the quota."""

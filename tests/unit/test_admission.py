@@ -103,6 +103,15 @@ def test_an_answer_is_kept_for_a_moment(broker):
     assert asked.refusal() == "disk_full"
 
 
+def test_a_disk_that_fills_is_seen_before_much_more_is_accepted(broker):
+    """300 MB a second, each stored twice: in 10 ms 6 MB of the reserve."""
+    asked = broker.admission()
+    assert asked.refusal() == ""
+    broker.free = 0
+    broker.now += 0.01
+    assert asked.refusal() == "disk_full"
+
+
 def test_without_a_quota_any_usage_is_fine(broker):
     asked = broker.admission()
     broker.appended = 1 << 50
