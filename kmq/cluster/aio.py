@@ -151,7 +151,7 @@ class AsyncBroadcastQueue:
             try:
                 yield subscriber
             finally:
-                self._known = subscriber.done
+                self._known = subscriber.done or self._known
                 with suppress(ConsulError):  # what is not marked is received again
                     await self._run(subscriber.close())
         finally:

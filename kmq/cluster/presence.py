@@ -26,11 +26,11 @@ class Presence:
     def __init__(self, ttl_s: float) -> None:
         self.ttl_s = ttl_s
         self.session = ""  # "": none
+        self._beaten = time.monotonic()  # when the last beat that was answered was sent
 
     def open(self) -> Steps[None]:
         """Begin a session."""
-        self._name = f"kmq-{uuid.uuid4()}"
-        self._beaten = time.monotonic()
+        self._name, self._beaten = f"kmq-{uuid.uuid4()}", time.monotonic()
         yield from consul.register(self._name, self.ttl_s)
         for left in reversed(range(_SYNC_TRIES)):
             try:
@@ -51,10 +51,13 @@ class Presence:
             if error.status in (404, 500):
                 raise SessionLost(f"this Consul agent does not know the check of our session: {error}") from error
             raise
-        # Consul's clock begins when a beat arrives: not before it was sent, and this one has arrived by now.
+        yield from self.check_if_late()
+        self._beaten = sent  # Consul's clock begins when a beat arrives: not before it was sent
+
+    def check_if_late(self) -> Steps[None]:
+        """Look for the session, as `check` does, if we have not beaten in time."""
         if time.monotonic() - self._beaten > self.ttl_s:
             yield from self.check()
-        self._beaten = sent
 
     def check(self) -> Steps[None]:
         """Raise SessionLost if Consul does not have the session any more."""

@@ -6,6 +6,8 @@ Invariant   Epochs are dense, and each names one message for ever. A message is 
 Crash       Killed before the Txn: nothing happened. Killed after it: the message is published, and nobody has been told.
             The answer was lost: the message's id under that epoch tells. The same Txn may still arrive later, but it
             cannot succeed once the epoch has changed, and until then a second one with the same message is the same.
+            Consul was restored before that was asked: nobody knows, because the same id under the same epoch must not
+            stand for two histories.
             Deposed while the Txn was on its way: refused by the check of the session.
 """
 
@@ -52,6 +54,7 @@ class Publisher:
         self.lock = lock
         self._keys, self._clock = keys, clock
         self._tried = 0  # the epoch of a Txn whose outcome is unknown
+        self._before = 0  # the version that the epoch's key had then
         self._last: tuple[int, int] | None = None  # epoch and version of its key after our last message
 
     def publish(self, message: Message, changes: Sequence[Change] = (), timeout_s: float = 0.0) -> Steps[int]:
@@ -96,7 +99,7 @@ class Publisher:
                 if conflict.op_index == 0:
                     yield from self.lock.wait(until)
             except Unanswered:
-                self._tried = last + 1
+                self._tried, self._before = last + 1, version
                 yield Pause(_RETRY_S)
 
     def _read_epoch(self) -> Steps[tuple[int, int]]:
@@ -126,8 +129,8 @@ class Publisher:
         """Return True if this message lies under the epoch that was tried. Raises Unanswered if that was trimmed."""
         if not self._tried:
             return False
-        last, _ = yield from self._read_epoch()
-        if last < self._tried - 1:
+        last, version = yield from self._read_epoch()
+        if last < self._tried and version != self._before:
             raise self._nobody_knows(message, "Consul was restored from an older backup meanwhile")
         if last < self._tried:
             return False

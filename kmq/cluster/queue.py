@@ -211,7 +211,7 @@ class BroadcastQueue:
             try:
                 yield subscriber, heart
             finally:
-                self._known = subscriber.done
+                self._known = subscriber.done or self._known
                 with suppress(ConsulError):  # what is not marked is received again
                     self.run(subscriber.close())
         finally:

@@ -9,8 +9,11 @@ Invariant   At most one subscriber of a broker marks: the mark is written in a T
 Crash       Killed between processing and marking: the message is handed out again.
             Consul restored from an older backup: the epoch, or the id under an epoch that we know, tells, and a
             snapshot follows.
+            A subscriber that others have followed comes back: a snapshot, because it has missed what they processed.
 Not covered A subscriber that is killed, and Consul restored to before what it had processed: no key tells the next
             process about that, so it goes on from the restored mark without a snapshot.
+            A subscriber that is held up after `fetch` for longer than its session lasts: it processes what it was given
+            while the next one is further. States that both change may be put back, until a newer message changes them.
 """
 
 import time
@@ -66,7 +69,8 @@ class Subscriber:
         """Become the subscriber, and read how far this broker is. `start`: go on with this message instead.
 
         `known`: `done` of a Subscriber that this process had before. It counts if Consul's mark is behind it: either it
-        was not marked any more, or Consul was restored, and then a snapshot has to follow.
+        was not marked any more, or Consul was restored, and then a snapshot has to follow. If the mark is another one,
+        another process has gone on meanwhile, and a snapshot follows too.
         A subscriber that died holds its place for some seconds. Raises BusyError that names who has it after that.
         """
         self._since = f"{time.time():.6f}"
@@ -78,11 +82,12 @@ class Subscriber:
         found = yield from consul.read(self._keys.delivered_to(self._broker))
         self.done = self._marked = Mark.decode(found.value) if found is not None else None
         self._version = found.version if found is not None else 0
-        if known is not None and (self.done is None or known.epoch > self.done.epoch):
+        if known is not None and self.done is not None and known.epoch <= self.done.epoch:
+            self.done = self.done if known[:2] == self.done[:2] else None
+        elif known is not None:
             self.done = known
         if start is not None:
             self.done = Mark(start - 1, "", time.time())
-        self._position, self._handed_out = 0, None
 
     @property
     def session(self) -> str:
@@ -93,11 +98,13 @@ class Subscriber:
         return encode_fields(holder=self._who, since=self._since, error=quote(self._error[:_ERROR_CHARS], safe=""))
 
     def report(self, error: str) -> Steps[None]:
-        """Let others see the error of the message that cannot be processed; "": it was processed."""
-        if error != self._error:
-            self._error = error
-            if (yield from self._presence.lock(self._key, self._value())) is not None:
-                raise Displaced(f"broker {self._broker} has another subscriber now")
+        """Let others see the error of the message that cannot be processed; "": it was processed.
+
+        Raises Displaced: while nothing can be processed nothing is marked either, so nothing else would tell.
+        """
+        self._error = error
+        if (yield from self._presence.lock(self._key, self._value())) is not None:
+            raise Displaced(f"broker {self._broker} has another subscriber now")
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -111,8 +118,9 @@ class Subscriber:
             return (yield from self.choose([]))
         has_more = self._handed_out not in (None, self.done.epoch)
         watched = yield from consul.watch(self._keys.messages, 0 if has_more else self._position, wait_s)
+        self._position = 0  # an error on the way must not make the next watch wait
         items = yield from self.choose(watched.entries)
-        self._position = watched.position  # not before: an error on the way must not make the next watch wait
+        self._position = watched.position
         return items
 
     def again(self) -> None:
@@ -120,7 +128,16 @@ class Subscriber:
         self._position = 0
 
     def choose(self, entries: Sequence[Entry]) -> Steps[list[Item]]:
-        """Return what is to be processed, given all entries under `bq/` as they were read just now. Raises ValueError."""
+        """Return what is to be processed, given all entries under `bq/` as they were read just now.
+
+        Raises ValueError, and SessionLost if we were away for so long that another may have our place.
+        """
+        items = yield from self._choose(entries)
+        if items:
+            yield from self._presence.check_if_late()
+        return items
+
+    def _choose(self, entries: Sequence[Entry]) -> Steps[list[Item]]:
         found = {epoch: entry for entry in entries if (epoch := self._keys.epoch_of(entry.key)) is not None}
         self.newest = max(found, default=self.newest)
         items: list[Item] = []

@@ -4,7 +4,8 @@ Every watch brings all messages, so what all have read is kept to KEPT messages 
 and for subscribers that read again.
 
 Invariant   A message that a registered broker has not processed is never deleted, unless that broker has been away for
-            ABSENT_S. The last message that all have processed is never deleted, because by its id a broker sees
+            ABSENT_S, or has marked a message that Consul has lost by being restored: it sees that, and a snapshot
+            follows. The last message that all have processed is never deleted, because by its id a broker sees
             whether the messages are still those that it knows (a restored Consul may have others).
 """
 
@@ -12,7 +13,7 @@ import time
 from typing import NamedTuple
 
 from kmq.cluster import consul
-from kmq.cluster.consul import MAX_OPERATIONS, Conflict, Operation, Steps
+from kmq.cluster.consul import MAX_OPERATIONS, Operation, Steps
 from kmq.cluster.keys import Keys, decode_fields, encode_fields
 from kmq.cluster.lock import GUARDS, Lock
 from kmq.settings import KIB
@@ -66,26 +67,23 @@ def superfluous(sizes: dict[int, int], read_by_all: int) -> list[int]:
     return []
 
 
-def trim(keys: Keys, lock: Lock) -> Steps[int]:
-    """Delete what is not needed any more; return how many messages. `lock`: the publisher's.
+def trim(keys: Keys, lock: Lock) -> Steps[None]:
+    """Delete what is not needed any more. `lock`: the publisher's.
 
-    Nothing is deleted once the epoch has been written again: what was read may be from before Consul was restored.
+    Raises Conflict, and deletes nothing more, once the epoch has been written again: what was read may be from before
+    Consul was restored. Whoever publishes next trims.
     """
     last = yield from consul.read(keys.epoch)
     if last is None:
-        return 0
+        return
     guard = Operation("check-index", keys.epoch, version=last.version)
     read_by_all = yield from slowest(keys, time.time())
     there = (yield from consul.watch(keys.messages, 0, 0)).entries
     sizes = {epoch: len(entry.value) for entry in there if (epoch := keys.epoch_of(entry.key)) is not None}
     if not sizes:
-        return 0
+        return
     gone = superfluous(sizes, max(sizes) if read_by_all is None else read_by_all)
     room = MAX_OPERATIONS - GUARDS - 1
     for at in range(0, len(gone), room):
         deletions = [Operation("delete", keys.message(epoch)) for epoch in gone[at : at + room]]
-        try:
-            yield from consul.txn(lock.around([guard, *deletions]))
-        except Conflict:
-            return at  # the next publisher trims
-    return len(gone)
+        yield from consul.txn(lock.around([guard, *deletions]))

@@ -438,6 +438,31 @@ def test_a_follower_that_was_taken_for_dead_while_nothing_came_takes_its_place_a
     one.wait(lambda one: one.conditions[-1:] == [Condition()])
 
 
+def test_a_follower_that_was_taken_for_dead_leaves_what_has_come_to_the_next_one(cluster, follower, monkeypatch):
+    monkeypatch.setattr(following, "WAIT_S", 600.0)
+    queue, released, beat = cluster.queue("b"), threading.Event(), Presence.beat
+    queue.publish("a")  # a watch of what never was would be woken by anything
+    one = follower()
+    wait_until(lambda: (node(queue) or (0, 0))[1] == 1, "it has its place")
+    session = cluster.ask("GET", f"kv/kmq/{cluster.name}/bq-subscriber/a")[0]["Session"]
+
+    def held_up(self):
+        if self.session == session:
+            assert released.wait(60)
+        return beat(self)
+
+    monkeypatch.setattr(Presence, "beat", held_up)
+    wait_until(lambda: session not in cluster.sessions(), "it is taken for dead", 60)
+    two = follower()
+    wait_until(lambda: node(queue).holder, "another has its place", 60)
+    for epoch in (2, 3):
+        queue.publish("a")
+        two.wait(lambda two, epoch=epoch: two.epochs[-1:] == [epoch])
+    released.set()
+    one.wait(lambda one: one.conditions)
+    assert one.epochs == [1]
+
+
 def test_a_follower_outlives_consul_and_follows_it_from_the_beginning(tmp_path):
     agent = Consul(tmp_path / "log")
     cluster = Cluster(agent)
