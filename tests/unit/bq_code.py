@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+DAY_S = 90_000.0  # after which a broker counts as absent
 CLUSTER = Path(__file__).resolve().parents[2] / "kmq/cluster"
 MODULES = (
     "consul",

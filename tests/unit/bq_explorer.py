@@ -4,11 +4,10 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bq_code import Code
+from bq_code import DAY_S, Code
 from bq_ghost import demand
 from bq_world import FATES, UNKNOWN, Broken, Process, World
 
-DAY_S = 90_000.0
 DECISIVE = (b"check-session", b"check-index", b'"cas"')  # in the requests whose outcome matters most
 
 
@@ -59,6 +58,8 @@ def _happen(world: World, rng: random.Random, wild: float, restores: bool) -> No
     awake = [process for process in world.processes if process.sleeps_until <= world.steps]
     if not awake:
         return None
+    if rng.random() < 0.3:
+        world.beat(rng.choice(awake))
     process = rng.choice(awake)
     is_decisive = process.is_request and any(word in process.asked.body for word in DECISIVE)
     if is_decisive and rng.random() < wild:

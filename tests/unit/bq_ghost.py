@@ -30,12 +30,30 @@ class Link(NamedTuple):
     states: dict[str, bytes]  # what all messages up to it have led to
 
 
+class Since(NamedTuple):
+    """When a publisher has read the marks: by the wall clock when it asked, by the other when Consul answered."""
+
+    wall: float
+    run: float
+    marked: dict[str, float] = {}  # by broker: when it had marked, as Consul answered
+
+
+class Handler(NamedTuple):
+    """Who has finished an item. `head`: the last message when it was read; `previous`: the epoch of the item before."""
+
+    name: str
+    session: str
+    head: str
+    previous: int | None
+
+
 class Broker:
     """What the handler of one broker has really finished."""
 
     def __init__(self) -> None:
         self.covered = {""}  # ids that were processed, or skipped by a snapshot; "": before the first message
         self.states: dict[str, bytes] = {}
+        self.put_back: dict[str, str] = {}  # states, and who has changed them last though it had lost its place
         self.furthest = 0
         self.last = ""
         self.is_healed = True  # since the last restore of Consul
@@ -56,13 +74,12 @@ class Ghost:
         self.told: dict[str, str] = {}  # by id: what its publisher was told
         self.brokers = {"b1": Broker(), "b2": Broker()}
         self._journal: list[Write] = []
-        self.locked_at: dict[str, float] = {}
-        self.registered_at: dict[str, float] = {}  # by broker: its first mark
+        self.locked_at: dict[str, float] = {}  # by clock.monotonic()
         self.held: set[tuple[str, str]] = set()  # which session has had which lock
 
     # --- what is written ----------------------------------------------------------------------------------------------
 
-    def judge(self, journal: list[Write], session: str, trim_since: float) -> None:
+    def judge(self, journal: list[Write], session: str, trim_since: Since) -> None:
         """Check what one request has written. `session`: of its sender."""
         self._journal = journal
         keys, root = self._keys, self._keys.root
@@ -79,7 +96,7 @@ class Ghost:
             elif write.key.startswith(keys.delivered):
                 self._marked(write, session)
             elif write.after is not None and write.after.session and (write.before is None or not write.before.session):
-                self.locked_at[write.key] = self._code.clock.time()
+                self.locked_at[write.key] = self._code.clock.monotonic()
                 self.held.add((write.key, write.after.session))
 
     def _published(self, epoch: Write, message: Write, states: list[Write], session: str) -> None:
@@ -101,6 +118,8 @@ class Ghost:
         promised = [line.split(b"=", 1) for line in message.after.value.split(b"\n")[1:] if b"=" in line]
         written = {write.key.removeprefix(self._keys.root): write.after.value for write in states if write.after}
         demand({key.decode(): value for key, value in promised} == written, "a message's changes are made with it")
+        same = self.links.get(id, Link(0, "", {}))
+        demand(same.epoch != number or same.before == self.head, f"{number} {id} stands for one history")
         self.links[id] = Link(number, self.head, values)
         self.head = id
 
@@ -116,30 +135,42 @@ class Ghost:
         assert write.after is not None
         mark = fields(write.after.value)
         epoch, id = int(mark["epoch"]), mark.get("id", "")
-        if write.before is None:
-            self.registered_at[broker] = self._code.clock.time()
+        before = fields(write.before.value) if write.before is not None else {}
+        if before.get("id", "") in self.ancestors(self.head):
+            demand(epoch >= int(before["epoch"]), f"{broker} marks {epoch} after {before['epoch']}")
         if not id:  # after a snapshot that does not tell it
             demand(epoch <= self.brokers[broker].furthest, f"{broker} marks {epoch}, which was not processed")
             return
         demand(id in self.brokers[broker].covered, f"{broker} marks {epoch} id={id}, which was not processed")
         demand(self.links[id].epoch == epoch, f"{broker} marks epoch {epoch} with the id of {self.links[id].epoch}")
 
-    def _deleted(self, write: Write, session: str, trim_since: float) -> None:
+    def _deleted(self, write: Write, session: str, since: Since) -> None:
         self._holds(self._keys.coordinator, session, "only the holder of the lock deletes")
-        epoch, pairs, now = int(write.key.rpartition("/")[2]), self._consul.state.pairs, self._code.clock.time()
+        epoch, pairs = int(write.key.rpartition("/")[2]), self._consul.state.pairs
         demand(epoch < self.links[self.head].epoch, "the last message is never deleted")
         id = next(id for id in self.ancestors(self.head) if self.links[id].epoch == epoch)
         for key, pair in pairs.items():
-            if key.startswith(self._keys.delivered):
+            # A mark of a message that Consul has lost since: the broker sees that, and a snapshot follows.
+            is_of_another = fields(pair.value).get("id", self.head) not in self.ancestors(self.head)
+            if key.startswith(self._keys.delivered) and not is_of_another:
                 name = key.removeprefix(self._keys.delivered)
-                is_absent = now - float(fields(pair.value)["ts"]) >= self._code.trimming.ABSENT_S
+                is_absent = since.wall - since.marked.get(name, 0.0) >= self._code.trimming.ABSENT_S
                 place = pairs.get(self._keys.subscriber(name), Pair(b"", 0, 0))
-                came_back = self.locked_at.get(self._keys.subscriber(name), 0.0) >= trim_since
-                is_new = self.registered_at[name] >= trim_since
+                came_back = self.locked_at.get(self._keys.subscriber(name), 0.0) >= since.run
+                is_new = name not in since.marked
                 if not is_new and (not is_absent or (place.session and not came_back)):
                     demand(id in self.brokers[name].covered, f"{epoch} is deleted, and {name} has not processed it")
         there = sum(1 for key in pairs if key.startswith(self._keys.messages))
         demand(there >= 1, "a message is there")
+
+    def marked(self) -> dict[str, float]:
+        """Return when each broker has marked, as it says itself."""
+        under, pairs = self._keys.delivered, self._consul.state.pairs
+        return {
+            key.removeprefix(under): float(fields(pair.value).get("ts", 0))
+            for key, pair in pairs.items()
+            if key.startswith(under)
+        }
 
     def ancestors(self, id: str) -> list[str]:
         """Return this message and all before it."""
@@ -168,10 +199,18 @@ class Ghost:
         demand(not is_known or not is_there, f"message {id} is there, and its publisher was told that it is not")
         self.told[id] = "refused" if is_known else "unknown"
 
-    def handled(self, name: str, item: Any, head: str, previous: int | None) -> None:
-        """The handler has finished `item`. `head`: the last message when it was read; `previous`: the epoch before."""
-        broker = self.brokers[name]
-        if isinstance(item, self._code.subscriber.Snapshot):
+    def came_back(self, name: str, process: str) -> None:
+        """A process is the subscriber of this broker again: what it has put back, it has to put right."""
+        put_back = self.brokers[name].put_back
+        for key in [key for key, who in put_back.items() if who == process]:
+            del put_back[key]
+
+    def handled(self, name: str, item: Any, by: Handler) -> None:
+        """The handler has finished `item`."""
+        broker, head, previous = self.brokers[name], by.head, by.previous
+        before = dict(broker.states)
+        is_snapshot = isinstance(item, self._code.subscriber.Snapshot)
+        if is_snapshot:
             link = self.links[head]
             demand(item.epoch == link.epoch, f"a snapshot says {item.epoch} at epoch {link.epoch}")
             demand(item.states == link.states, f"the snapshot of {item.epoch} holds {item.states}, not {link.states}")
@@ -187,6 +226,13 @@ class Ghost:
             broker.states.update(changes_of(item.payload))
             broker.last = item.id
         broker.furthest = max(broker.furthest, item.epoch)
+        changes = item.states if is_snapshot else changes_of(item.payload)
+        place = self._consul.state.pairs.get(self._keys.subscriber(name))
+        for key in changes if not is_snapshot else {*changes, *before}:
+            if place is not None and place.session == by.session:
+                broker.put_back.pop(key, None)
+            elif broker.states.get(key) != before.get(key):
+                broker.put_back[key] = by.name
 
 
 def changes_of(payload: bytes) -> dict[str, bytes]:

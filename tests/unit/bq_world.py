@@ -5,11 +5,11 @@ becomes of its request (`FATES`). The ghost judges each write and each item.
 """
 
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from bq_code import Code
-from bq_ghost import Broken, Ghost, demand
+from bq_ghost import Broken, Ghost, Handler, Since, demand
 from consul_model import ConsulModel, State
 
 from kmq.cluster.consul import Response
@@ -32,8 +32,8 @@ class Process:
         self.asked: Any = None  # the request or pause that it waits for
         self.answer: Response | None = None  # carried out, and not yet heard of
         self.acts: Acts | None = None  # None: it is dead
-        self.head = ""  # the last message when its last request was carried out
-        self.trim_since = 0.0  # when it last read the marks
+        self.head = ""  # the last message when its last snapshot was read
+        self.trim_since = Since(0.0, 0.0)  # when it last read the marks
         self.positions: dict[str, int] = {}  # of the watches, as last answered
         self.subscriber: Any = None
         self.previous: int | None = None  # epoch of the item handled before
@@ -51,8 +51,11 @@ class World:
     """One run."""
 
     def __init__(self, code: Code, rng: random.Random, mistakes: bool = True, holds: bool | None = None) -> None:
-        """`mistakes`: handlers fail now and then. `holds`: publishers hold the lock; None: some of them."""
+        """`mistakes`: handlers fail now and then. `holds`: publishers hold the lock; None: for some messages."""
         self.code, self.rng, self.mistakes, self.holds = code, rng, mistakes, holds
+        self.names: Sequence[str] = ["topics/t"]  # without mistakes: the states that a message changes
+        self.filler = 1  # without mistakes: bytes of a message besides
+        self.failing = 0  # so many items cannot be processed
         self.clock = code.clock
         self.consul = ConsulModel(self.clock.monotonic)
         self.keys = code.keys.Keys("c")
@@ -71,9 +74,10 @@ class World:
         self._go_on(process, lambda: next(acts))
         return process
 
-    def publisher(self, name: str, messages: int = 10**6) -> Process:
+    def publisher(self, name: str, messages: int = 10**6, holds: Sequence[bool] = ()) -> Process:
+        """`holds`: whether it holds the lock, message by message in turn."""
         process = Process(name)
-        return self.start(process, self._publish_all(process, messages))
+        return self.start(process, self._publish_all(process, messages, holds))
 
     def subscriber(self, name: str, broker: str) -> Process:
         process = Process(name, broker)
@@ -90,6 +94,8 @@ class World:
         process.answer = None
         try:
             process.asked = resume()
+            if getattr(process.asked, "path", "") == "/v1/kv/" + self.keys.delivered:
+                process.trim_since = Since(self.clock.time(), self.clock.monotonic())
         except StopIteration:
             process.acts = process.asked = None
             self.processes.remove(process)
@@ -114,6 +120,7 @@ class World:
         request = process.asked
         self.note(f"{process.name} {request.method} {request.path} {request.body.decode()} {fate}")
         if fate in ("done", "unheard", "failed after all"):
+            self._check_watch(request, process)
             process.answer = self.carry_out(request, process)
         if fate == "done" and "recurse" in request.params and process.answer is not None:
             process.positions[request.path] = int(process.answer.headers["x-consul-index"])
@@ -129,14 +136,14 @@ class World:
 
     def carry_out(self, request: Any, process: Process) -> Response:
         """Let Consul carry out a request, and judge what it wrote."""
-        self._check_watch(request, process)
         if request.path == "/v1/kv/" + self.keys.delivered and not process.broker:
-            process.trim_since = self.clock.time()
+            process.trim_since = process.trim_since._replace(run=self.clock.monotonic(), marked=self.ghost.marked())
         session = _session_of(request.body)
         answer = self.consul.answer(request)
         self._check_progress(request, answer.status, process)
         self.ghost.judge(self.consul.journal, session, process.trim_since)
-        process.head = self.ghost.head
+        if b"get-tree" in request.body:
+            process.head = self.ghost.head
         return answer
 
     def _check_progress(self, request: Any, status: int, process: Process) -> None:
@@ -184,6 +191,18 @@ class World:
                 noticing = self.ghost.brokers[process.broker]
                 noticing.is_healed, noticing.noticer = True, process.name  # if it lives long enough
 
+    def beat(self, process: Process) -> None:
+        """Its heart, which is a thread of its own, beats, if it has a session."""
+        if process.presence is None or not process.presence.session:
+            return
+        beat = process.presence.beat()
+        try:
+            asked = next(beat)
+            while True:
+                asked = beat.send(self.consul.answer(asked))
+        except (StopIteration, self.code.presence.SessionLost):
+            pass  # who uses the session finds out
+
     def expire(self, session: str) -> None:
         self.note(f"end of session {session}")
         self.consul.end_session(session)
@@ -202,17 +221,26 @@ class World:
         process.presence = self.code.presence.Presence(TTL_S)
         yield from process.presence.open()
 
-    def _publish_all(self, process: Process, messages: int) -> Acts:
+    def lock(self, process: Process) -> Any:
+        """Return the lock of the publishers, as this process uses it."""
+        return self.code.lock.Lock(self.keys.coordinator, process.presence, process.name, self.clock.monotonic)
+
+    def _holds(self, message: int, turns: Sequence[bool]) -> bool:
+        if turns:
+            return turns[message % len(turns)]
+        return self.rng.random() < 0.5 if self.holds is None else self.holds
+
+    def _publish_all(self, process: Process, messages: int, turns: Sequence[bool]) -> Acts:
         """Publish, some under a lock that is held; a new session after every error."""
         code, until = self.code, process.done + messages
         while process.done < until:
             message = None
             try:
                 yield from self._begin(process)
-                lock = code.lock.Lock(self.keys.coordinator, process.presence, process.name)
-                publisher = code.publisher.Publisher(self.keys, lock)
-                holds = self.rng.random() < 0.5 if self.holds is None else self.holds
+                lock = self.lock(process)
+                publisher = code.publisher.Publisher(self.keys, lock, self.clock.monotonic)
                 while process.done < until:
+                    holds = self._holds(process.done, turns)
                     decided = (yield from self._decide()) if self.mistakes and self.rng.random() < 0.3 else None
                     if holds:
                         yield from lock.take(5.0)
@@ -234,14 +262,14 @@ class World:
         """Read some state keys, and make the message that changes them."""
         self.published += 1
         id = f"{self.published:04d}"
-        names = self.rng.sample(["topics/t", "settings/s"], self.rng.randrange(3)) if self.mistakes else ["topics/t"]
+        names = self.rng.sample(["topics/t", "settings/s"], self.rng.randrange(3)) if self.mistakes else self.names
         changes = []
         for name in names:
             found = yield from self.code.consul.read(self.keys.root + name)
             value, version = (int(found.value), found.version) if found is not None else (0, 0)
             changes.append(self.code.publisher.Change(self.keys.root + name, b"%d" % (value + 1), version))
         lines = [change.key.removeprefix(self.keys.root).encode() + b"=" + change.value for change in changes]
-        lines.append(b"x" * (self.rng.choices([1, 250, 400_000], [80, 19, 1])[0] if self.mistakes else 1))
+        lines.append(b"x" * (self.rng.choices([1, 250, 400_000], [80, 19, 1])[0] if self.mistakes else self.filler))
         self.ghost.told[id] = "asked"
         return self.code.message.Message("greeting", b"\n".join(lines), id, 1.0), changes
 
@@ -253,11 +281,12 @@ class World:
                 if process.subscriber is not None and process.subscriber.done is not None:
                     known = process.subscriber.done
                 process.subscriber = code.subscriber.Subscriber(
-                    self.keys, process.broker, process.presence, process.name
+                    self.keys, process.broker, process.presence, process.name, self.clock.monotonic
                 )
                 process.previous, process.positions = None, {}
                 yield from process.subscriber.open(None, known)
                 self.ghost.entered(self.keys.subscriber(process.broker), process.presence.session)
+                self.ghost.came_back(process.broker, process.name)
                 yield from self._receive(process)
             except (code.consul.ConsulError, BusyError) as error:
                 self.note(f"{process.name}: {error!r}")
@@ -272,12 +301,13 @@ class World:
         while True:
             try:
                 for item in (yield from subscriber.fetch(1.0)):
-                    if self.mistakes and self.rng.random() < 0.1:
+                    if self._cannot_be_processed():
                         yield from subscriber.report("handler failed")
                         break
                     yield self.code.consul.Pause(0.0)  # killed before it is processed
                     self.note(f"{process.name} handles {item.epoch}")
-                    self.ghost.handled(process.broker, item, process.head, process.previous)
+                    by = Handler(process.name, process.presence.session, process.head, process.previous)
+                    self.ghost.handled(process.broker, item, by)
                     process.previous = item.epoch
                     if broker.is_healed and item.epoch >= broker.furthest:
                         process.is_in_step = True
@@ -291,9 +321,15 @@ class World:
                 if self.mistakes and self.rng.random() < 0.3:
                     raise
 
+    def _cannot_be_processed(self) -> bool:
+        if self.failing:
+            self.failing -= 1
+            return True
+        return self.mistakes and self.rng.random() < 0.1
+
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def heal(self, rounds: int = 60) -> None:
+    def heal(self, rounds: int = 300) -> None:
         """Stop the faults: every broker comes to the epoch, and to the state, that Consul has."""
         self.mistakes = False
         for process in [process for process in self.processes if not process.broker]:
@@ -307,6 +343,7 @@ class World:
         for _ in range(rounds):
             self.expire_the_dead()
             for process in list(self.processes):
+                self.beat(process)
                 for _ in range(8):
                     if process.acts is not None:
                         self.step(process)
@@ -318,7 +355,8 @@ class World:
         there = {key.removeprefix(self.keys.root): pair.value for key, pair in self.consul.state.pairs.items()}
         demand(all(there[key] == value for key, value in states.items()), "the state keys are what the messages say")
         for name, broker in self.ghost.brokers.items():
-            demand(not broker.is_healed or broker.states == states, f"{name} has {broker.states}, Consul {states}")
+            has = {key: states.get(key) if key in broker.put_back else value for key, value in broker.states.items()}
+            demand(not broker.is_healed or has == states, f"{name} has {has}, Consul {states}")
 
     def expire_the_dead(self) -> None:
         alive = {process.presence.session for process in self.processes}

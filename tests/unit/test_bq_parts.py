@@ -148,7 +148,7 @@ def test_the_last_message_is_kept_however_long_it_is():
 
 
 def subscriber(epoch, id=""):
-    made = Subscriber(KEYS, "a", Presence(1.0), "me")
+    made = Subscriber(KEYS, "a", Presence(600.0), "me")
     made.done = Mark(epoch, id, time.time())
     return made
 

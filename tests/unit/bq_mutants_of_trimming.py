@@ -1,0 +1,200 @@
+"""One mutant for each guard of trimming: the guard taken out, and the story that it breaks."""
+
+import bq_stories as stories
+from bq_stage import Mutant, edited
+
+TRIMMING = [
+    Mutant(
+        "a failed trimming says that the message was not published",
+        stories.trimming_is_refused,
+        edited(
+            "publisher",
+            (
+                ("            except ConsulError:\n                pass"),
+                ("            except ConsulError:\n                raise"),
+            ),
+        ),
+    ),
+    Mutant(
+        "who deletes need not hold the lock",
+        stories.more_messages_are_published_than_are_kept,
+        edited(
+            "trimming",
+            (
+                "lock.around([guard, *deletions])",
+                "[guard, *deletions]",
+            ),
+        ),
+    ),
+    Mutant(
+        "any number of messages is kept",
+        stories.more_messages_are_published_than_are_kept,
+        edited(
+            "trimming",
+            (
+                "if kept and (kept == KEPT or ",
+                "if kept and (",
+            ),
+        ),
+    ),
+    Mutant(
+        "any number of bytes is kept",
+        stories.longer_messages_are_published_than_are_kept,
+        edited(
+            "trimming",
+            (
+                "(kept == KEPT or kept_bytes > KEPT_BYTES)",
+                "kept == KEPT",
+            ),
+        ),
+    ),
+    Mutant(
+        "messages that nobody waits for are kept",
+        stories.more_messages_are_published_than_are_kept,
+        edited(
+            "trimming",
+            (
+                "max(sizes) if read_by_all is None else read_by_all",
+                "read_by_all or 0",
+            ),
+        ),
+    ),
+    Mutant(
+        "a Txn that deletes is longer than Consul allows",
+        stories.more_messages_are_deleted_than_one_txn_may_hold,
+        edited(
+            "trimming",
+            (
+                "MAX_OPERATIONS - GUARDS - 1",
+                "MAX_OPERATIONS - GUARDS",
+            ),
+        ),
+    ),
+    Mutant(
+        "the last message is deleted",
+        stories.a_message_is_longer_than_all_that_are_kept,
+        edited(
+            "trimming",
+            (
+                "if kept and (",
+                "if (",
+            ),
+        ),
+    ),
+    Mutant(
+        "what nobody has processed is deleted",
+        stories.one_broker_is_behind_another,
+        edited(
+            "trimming",
+            (
+                "if epoch <= read_by_all)",
+                "if True)",
+            ),
+        ),
+    ),
+    Mutant(
+        "the quickest broker decides what is deleted",
+        stories.one_broker_is_behind_another,
+        edited(
+            "trimming",
+            (
+                "return min(epochs",
+                "return max(epochs",
+            ),
+        ),
+    ),
+    Mutant(
+        "a broker that was killed just now is not waited for",
+        stories.a_broker_is_killed_before_it_has_received_all,
+        edited(
+            "trimming",
+            (
+                " in here or now - mark.ts < ABSENT_S:",
+                " in here:",
+            ),
+        ),
+    ),
+    Mutant(
+        "a broker that is there and has not marked for a day is not waited for",
+        stories.a_broker_is_there_and_has_not_marked_for_a_day,
+        edited(
+            "trimming",
+            (
+                "if entry.key.removeprefix(keys.delivered) in here or now",
+                "if now",
+            ),
+        ),
+    ),
+    Mutant(
+        "who is there is read before the marks",
+        stories.a_broker_comes_back_while_the_marks_are_read,
+        edited(
+            "trimming",
+            (
+                (
+                    "    marks = yield from consul.watch(keys.delivered, 0, 0)\n"
+                    "    present = yield from consul.watch(keys.subscribers, 0, 0)\n"
+                ),
+                (
+                    "    present = yield from consul.watch(keys.subscribers, 0, 0)\n"
+                    "    marks = yield from consul.watch(keys.delivered, 0, 0)\n"
+                ),
+            ),
+        ),
+    ),
+    Mutant(
+        "what was read before Consul was restored decides what is deleted",
+        stories.consul_is_restored_while_a_publisher_decides_what_to_delete,
+        edited(
+            "trimming",
+            (
+                'Operation("check-index", keys.epoch, version=last.version)',
+                'Operation("get", keys.epoch)',
+            ),
+        ),
+    ),
+    Mutant(
+        "there is an epoch whenever something is deleted",
+        stories.consul_is_restored_to_nothing_before_a_publisher_deletes,
+        edited(
+            "trimming",
+            (
+                ("    if last is None:\n        return\n"),
+                "    assert last is not None\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "there is a message whenever something is deleted",
+        stories.consul_is_restored_to_nothing_while_a_publisher_reads_the_messages,
+        edited(
+            "trimming",
+            (
+                ("    if not sizes:\n        return\n"),
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "what is no mark stops all publishers",
+        stories.what_is_no_mark_and_no_message_lies_beside_them,
+        edited(
+            "trimming",
+            (
+                "        except (KeyError, ValueError):\n",
+                "        except ZeroDivisionError:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a key that is no message's stops all publishers",
+        stories.what_is_no_mark_and_no_message_lies_beside_them,
+        edited(
+            "keys",
+            (
+                " if number.isdecimal() and number.isascii() else None",
+                "",
+            ),
+        ),
+    ),
+]
