@@ -38,7 +38,8 @@ COMBINATIONS = [
     if "client-ca" not in combination or "tls" in combination
 ]
 # A broker beside an application; what that is lies in WORKLOADS.
-BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in ("", "+sidecar-monitoring")]
+MORE_BESIDE = ("", "+sidecar-monitoring", "+sidecar-fleet", "+sidecar-monitoring+sidecar-fleet")
+BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in MORE_BESIDE]
 FLEETS = ["base+fleet", "base+monitoring+tls+client-ca+tokens+fleet", "base+fleet+monitoring+tokens"]
 BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS]
 RENDERED = [*(f"overlays/{name}" for name in OVERLAYS), *BROKERS, *BESIDE]
@@ -569,6 +570,22 @@ def test_the_sidecar_component_leaves_what_is_yours_alone(tmp_path, kind):
     assert changed == {"initContainers", "volumes", "shareProcessNamespace"}
     version = __version__
     assert {c["image"] for c in new["initContainers"][:-1]} == {f"kmq:{version}"}
+
+
+def test_the_agent_beside_an_application_is_a_container_behind_it(render):
+    """`kubectl exec` finds the application, which does not wait for the agent either."""
+    for name, ours in (("StatefulSet+sidecar+sidecar-fleet", ["kmq-agent"]), ("StatefulSet+sidecar", [])):
+        (workload,) = of_kind(render(name), "StatefulSet")
+        spec = workload["spec"]["template"]["spec"]
+        assert [c["name"] for c in spec["containers"]] == ["shop", *ours]
+        assert "kmq-agent" not in [c["name"] for c in spec["initContainers"]]
+    documents = render("StatefulSet+sidecar+sidecar-fleet")
+    (agent,) = [c for c in containers(pods(documents)[0]) if c["name"] == "kmq-agent"]
+    assert agent["image"] == f"kmq:{__version__}"
+    assert agreement.environment(documents, agent)["KMQ_CLUSTER"] == "kmq"
+    of_broker = next(c for c in containers(pods(render("base+fleet"))[0]) if c["name"] == "agent")
+    for field in ("command", "env", "resources", "startupProbe", "livenessProbe"):
+        assert agent[field] == of_broker[field]
 
 
 def test_an_upgrade_is_another_image_and_nothing_else(render, tmp_path):
