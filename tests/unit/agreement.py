@@ -354,8 +354,11 @@ def resources_are_said(documents: list[Document]) -> Iterator[str]:
 
 
 def containers_are_the_processes(documents: list[Document]) -> Iterator[str]:
-    """Each runs what its name says. Native sidecars start from the back, so that they end from the front."""
+    """Each runs what its name says, all out of one image. Native sidecars start from the back and end from the front."""
     for pod, _ in brokers(documents):
+        images = {named(pod, name)["image"] for name in processes(pod)}
+        if len(images) != 1 or not all(":" in image.rpartition("/")[2] for image in images):
+            yield f"not one image of a version: {sorted(images)}"
         sidecars = [c for c in pod["spec"].get("initContainers", []) if role(c) in PROCESSES]
         names = [c["name"] for c in pod["spec"]["containers"]]
         if sidecars:

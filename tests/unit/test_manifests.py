@@ -455,6 +455,8 @@ BREAKS = {
         (SIDECAR, pod(lambda spec: spec["initContainers"].reverse()), "sidecars start as ['ingress'"),
         (SIDECAR, container("router", lambda c: c.pop("restartPolicy")), "no sidecar"),
         ("base", container("framer", lambda c: c.update(command=["python", "-m", "stages.router"])), "framer runs"),
+        ("base+fleet", container("agent", lambda c: c.update(image="kmq")), "not one image"),
+        ("base", pod(lambda spec: [c.update(image="kmq") for c in spec["containers"]]), "of a version"),
     ],
     agreement.probes_ask_their_own_process: [
         (
