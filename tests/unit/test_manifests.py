@@ -590,6 +590,14 @@ def test_the_agent_beside_an_application_is_a_container_behind_it(render):
         assert agent[field] == of_broker[field]
 
 
+def test_an_overlay_names_its_cluster_and_the_agent_alone_knows_consul(render):
+    documents = render("overlays/fleet")
+    broker = next(each for each in pods(documents) if len(containers(each)) > 1)
+    found = {c["name"]: agreement.environment(documents, c) for c in containers(broker)}
+    assert {env["KMQ_CLUSTER"] for env in found.values()} == {"dev"}
+    assert [name for name, env in found.items() if "KMQ_CONSUL" in env] == ["agent"]
+
+
 def test_an_upgrade_is_another_image_and_nothing_else(render, tmp_path):
     """So that nothing stands in its way that cannot be changed, as labels of a volumeClaimTemplate."""
     after = kustomize(overlay(tmp_path, images=[{"name": "kmq", "newTag": "9.9.9"}]))
