@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 
@@ -85,7 +84,8 @@ class Runner:
         fields = as_fields(item)
         names = {f"BQ_{name.upper()}": str(fields[name]) for name in ("epoch", "type", "id")}
         given = item.payload if isinstance(item, Message) else json.dumps(fields).encode() + b"\n"
-        with tempfile.TemporaryFile() as stdin:  # not a pipe: a command need not read it
+        # Not a pipe: a command need not read it. Not a file: a container with a read-only root has no place for one.
+        with open(os.memfd_create("kmq-payload"), "w+b") as stdin:
             stdin.write(given)
             stdin.seek(0)
             command = ["/bin/sh", "-c", self._command]

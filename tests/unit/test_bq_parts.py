@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import tempfile
 import threading
 import time
 
@@ -242,6 +243,7 @@ def test_a_snapshot_as_fields_has_its_states():
 
 def test_a_command_need_not_read_its_input_and_its_failure_says_how_it_ended(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")  # as in a container with a read-only root
     stop = threading.Event()
     Runner(stop, "true")(message(1, b"x" * 370_000))
     Runner(stop, 'printf "%s %s %s\\n" $BQ_EPOCH $BQ_TYPE $BQ_ID >env; cat >got')(message(7, b"\x00\xff"))

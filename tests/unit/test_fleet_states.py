@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import uuid
@@ -390,6 +392,25 @@ def test_a_result_that_consul_did_not_take_is_told_after_a_restart(commands, set
     write.fails = False
     commands(write)
     wait(lambda: write.results == [(message.id, "ok")])
+
+
+def test_a_command_needs_no_directory_for_temporary_files(commands, monkeypatch):
+    """A container whose root is read-only has none."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    write, message = Told(), command("verify")
+    commands(write).accept(message)
+    wait(lambda: write.results == [(message.id, "ok")])
+
+
+def test_what_the_system_does_not_allow_is_the_outcome_of_a_command(commands, settings):
+    shutil.rmtree(f"{settings.data}/topics", ignore_errors=True)
+    with open(f"{settings.data}/topics", "w"):
+        pass
+    write, message = Told(), command("retain")
+    commands(write).accept(message)
+    wait(lambda: write.results)
+    [(id, outcome)] = write.results
+    assert id == message.id and "Not a directory" in outcome
 
 
 def test_retain_is_a_request_to_the_router(commands, settings):
