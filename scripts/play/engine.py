@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -82,9 +83,19 @@ def remove(name: str) -> None:
     shutil.rmtree(HOME / name, ignore_errors=True)
 
 
+def remove_network(name: str) -> None:
+    """Remove a network of pods that have been removed; nothing happens if there is none."""
+    with contextlib.suppress(PlayError):
+        podman("network", "rm", "-f", "-t", "0", name)
+
+
 def remove_leftovers() -> None:
-    """Remove the pods of players that were killed. A pod's name has the pid of its player."""
+    """Remove the pods and networks of players that were killed. Their names have the pid of the player."""
     for home in HOME.glob("kmq-*-*"):
         if not is_there(int(home.name.split("-")[1])):
             print(f"play: removing {home.name}, whose player was killed", file=sys.stderr)
             remove(home.name)
+    for name in podman("network", "ls", "--format", "{{.Name}}").split():
+        found = re.fullmatch(r"kmq-([0-9]+)-network-[0-9]+", name)
+        if found and not is_there(int(found[1])):
+            remove_network(name)

@@ -1,5 +1,6 @@
 """What a cluster takes, put in terms that podman takes."""
 
+import base64
 import copy
 import subprocess
 from collections.abc import Iterator
@@ -11,22 +12,28 @@ import yaml
 from play.engine import ROOT, PlayError
 
 ADAPTATIONS = {
-    "StatefulSet, Deployment": "their pod template becomes one Pod: podman has no controllers",
+    "StatefulSet, Deployment": "their pod template becomes a Pod for each replica: podman has no controllers",
+    "Services": "where there are several pods, their names are those of pods in a network of its own; nothing is balanced",
     "volumeClaimTemplates, emptyDir": "a directory of the pod's own: podman's emptyDir is one volume for all pods of a name",
     "emptyDir medium Memory": "a tmpfs of the size that sizeLimit says",
     "fsGroup": "those directories are made with that group: podman has no fsGroup",
     "volumes of Secrets, ConfigMaps": "a directory with the files: podman keeps both by name, for all pods and after them",
+    "variables from Secrets": "are written into the pod, for the same reason",
     "initContainers with restartPolicy Always": "containers, in the same order: podman has no native sidecars",
     "probes, lifecycle": "run from outside, by Pod.probe and Kubelet: podman never runs them",
     "ports": "left out: podman would open them on this machine; the pod's own address has them",
-    "names": "the pod gets a name of its own, so that many can run side by side",
+    "names": "each pod gets one of its own, so that many can run side by side; its hostname is that of the StatefulSet",
+    "docker.io/hashicorp/consul": "an image with Debian's Consul 1.8 (scripts/image consul): there is no registry",
 }
+STAND_INS = {"docker.io/hashicorp/consul": "localhost/kmq-consul:dev"}  # by scripts/image <what is behind kmq->
 Document = dict[str, Any]
+_CONTROLLERS = ("StatefulSet", "Deployment", "Job")
 
 
 def render(overlay: str | Path) -> list[Document]:
-    """The documents of a kustomization, as `kubectl apply -k` would send them."""
-    command = ["kubectl", "kustomize", str(overlay)]
+    """The documents of a kustomization, as `kubectl apply -k` would send them. `fleet`: that of k8s/overlays."""
+    is_name = not (ROOT / overlay).is_dir() and (ROOT / "k8s/overlays" / overlay).is_dir()
+    command = ["kubectl", "kustomize", f"k8s/overlays/{overlay}" if is_name else str(overlay)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise PlayError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -34,17 +41,35 @@ def render(overlay: str | Path) -> list[Document]:
     return [document for document in documents if document]
 
 
-def template_of(documents: list[Document]) -> Document:
-    """The one pod among them: a Pod, or the template of a controller, as a Pod."""
-    for document in documents:
-        if document["kind"] in ("StatefulSet", "Deployment", "Job"):
-            pod = copy.deepcopy(document["spec"]["template"])
-            for claim in document["spec"].get("volumeClaimTemplates", []):
-                name = claim["metadata"]["name"]
-                claimed = {"name": name, "persistentVolumeClaim": {"claimName": name}}
-                pod["spec"].setdefault("volumes", []).append(claimed)
-            return {"apiVersion": "v1", "kind": "Pod", "metadata": pod.get("metadata", {}), "spec": pod["spec"]}
-    raise PlayError("no StatefulSet, Deployment or Job among the documents")
+def pods_of(documents: list[Document]) -> list[Document]:
+    """Every pod that their controllers would make, as a Pod; one of a StatefulSet has the name that it gets there."""
+    return [pod for document in documents if document["kind"] in _CONTROLLERS for pod in _replicas(document)]
+
+
+def _replicas(controller: Document) -> Iterator[Document]:
+    spec, name, is_set = controller["spec"], controller["metadata"]["name"], controller["kind"] == "StatefulSet"
+    count = int(spec.get("replicas", 1))
+    for number in range(count):
+        pod = copy.deepcopy(spec["template"])
+        named = f"{name}-{number}" if is_set or count > 1 else name
+        if is_set:
+            pod["spec"] |= {"hostname": named, "subdomain": spec["serviceName"]}
+        for claim in spec.get("volumeClaimTemplates", []):
+            of = claim["metadata"]["name"]
+            claimed = {"name": of, "persistentVolumeClaim": {"claimName": f"{of}-{named}"}}
+            pod["spec"].setdefault("volumes", []).append(claimed)
+        metadata = pod.get("metadata", {}) | {"name": named}
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod["spec"]}
+
+
+def names_of(pod: Document, documents: list[Document]) -> list[str]:
+    """The names by which other pods reach it: Services that select it, and its own below their headless one."""
+    labels, spec = pod["metadata"].get("labels", {}), pod["spec"]
+    selectors = {d["metadata"]["name"]: d["spec"].get("selector") for d in documents if d["kind"] == "Service"}
+    found = [name for name, selector in selectors.items() if selector and selector.items() <= labels.items()]
+    if spec.get("subdomain") in found:
+        found.append(f"{spec['hostname']}.{spec['subdomain']}")
+    return found
 
 
 def with_settings(documents: list[Document], settings: dict[str, str]) -> list[Document]:
@@ -68,8 +93,39 @@ def containers_of(pod: Document) -> list[Document]:
     return [*filter(is_sidecar, spec.get("initContainers", [])), *spec["containers"]]
 
 
-def adapted(manifest: Document, name: str, restart_policy: str, volumes: list[Document]) -> Document:
-    """Return the pod that podman plays (see ADAPTATIONS)."""
+def image_of(container: Document) -> str:
+    """The image that is played: its own, or the one that stands in for it."""
+    image = str(container["image"])
+    return STAND_INS.get(image.rpartition(":")[0], image)
+
+
+def _environment(container: Document, documents: list[Document]) -> list[Document]:
+    """`env` with the values of Secrets; without those that are optional and not there."""
+    found = []
+    for variable in container.get("env", []):
+        wanted = variable.get("valueFrom", {}).get("secretKeyRef")
+        if wanted is None:
+            found.append(variable)
+        elif (value := secret_values(documents, wanted["name"]).get(wanted["key"])) is not None:
+            found.append({"name": variable["name"], "value": value.decode()})
+        elif not wanted.get("optional"):
+            raise PlayError(f"{variable['name']}: no key {wanted['key']} in a Secret {wanted['name']}")
+    return found
+
+
+def secret_values(documents: list[Document], name: str) -> dict[str, bytes]:
+    """Key → value of a Secret; {} if there is none of this name."""
+    for document in documents:
+        if document["kind"] == "Secret" and document["metadata"]["name"] == name:
+            encoded = {key: base64.b64decode(text) for key, text in document.get("data", {}).items()}
+            return encoded | {key: text.encode() for key, text in document.get("stringData", {}).items()}
+    return {}
+
+
+def adapted(
+    manifest: Document, documents: list[Document], name: str, restart_policy: str, volumes: list[Document]
+) -> Document:
+    """Return the pod that podman plays (see ADAPTATIONS). `documents`: all that came with it."""
     pod = copy.deepcopy(manifest)
     spec = pod["spec"]
     pod["metadata"] = {"name": name, "labels": pod["metadata"].get("labels", {})}
@@ -78,6 +134,10 @@ def adapted(manifest: Document, name: str, restart_policy: str, volumes: list[Do
     for container in spec["containers"]:
         for field in ("startupProbe", "livenessProbe", "readinessProbe", "lifecycle", "restartPolicy", "ports"):
             container.pop(field, None)
+        container["image"] = image_of(container)
+        if "env" in container:
+            container["env"] = _environment(container, documents)
+    spec.pop("subdomain", None)
     spec["volumes"] = volumes
     spec["restartPolicy"] = restart_policy
     return pod

@@ -6,16 +6,28 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
 from play.engine import HOME, PlayError, address_of, inspect, is_there, podman, podman_to_the_end, remove, run_podman
-from play.manifest import Document, adapted, containers_of, render, template_of, with_settings
+from play.manifest import Document, adapted, containers_of, pods_of, render, with_settings
 from play.probes import Exec, exec_probe, http_probe, tcp_probe
 from play.volumes import Volumes
 
 PATIENCE_S = 60.0
 _numbers = itertools.count()
+
+
+class Network(NamedTuple):
+    """A network of podman, and the names that a pod has in it."""
+
+    name: str
+    aliases: list[str]
+
+    @property
+    def option(self) -> str:
+        return ":".join([self.name, ",".join(f"alias={alias}" for alias in self.aliases)])
 
 
 class Pod:
@@ -27,15 +39,22 @@ class Pod:
         settings: dict[str, str] | None = None,
         restart_policy: str = "Always",
         volumes: dict[str, Path] | None = None,
+        number: int = 0,
+        network: Network | None = None,
     ) -> None:
-        """`volumes`: those of another pod that this one has too, by their names here, as two that name one claim."""
+        """`volumes`: those of another pod that this one has too, by their names here, as two that name one claim.
+
+        `number`: which of the pods that the documents make. `network`: without it the one of all that podman plays.
+        """
         self.name, self.restart_policy = f"kmq-{os.getpid()}-{next(_numbers)}", restart_policy
         self.home = HOME / self.name
         self.source = with_settings(documents, settings or {})
-        self.manifest = template_of(self.source)  # as in the cluster: the probes are read from here
+        self.manifest = _one_of(self.source, number)  # as in the cluster: the probes are read from here
+        self.role = str(self.manifest["metadata"]["name"])  # its name in a cluster
         self.specs = {c["name"]: c for c in containers_of(self.manifest)}
         self.containers = list(self.specs)
         self.ip = ""
+        self._network = network
         self._volumes = Volumes(self.home, self.source, volumes or {})
         self.grace_s = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
@@ -58,9 +77,10 @@ class Pod:
         spec = self.manifest["spec"]
         group = int(spec.get("securityContext", {}).get("fsGroup", 0))
         volumes = [self._volumes.adapted(volume, group) for volume in spec.get("volumes", [])]
-        pod = adapted(self.manifest, self.name, self.restart_policy, volumes)
+        pod = adapted(self.manifest, self.source, self.name, self.restart_policy, volumes)
         documents = [pod, *(d for d in self.source if d["kind"] == "ConfigMap")]
-        podman_to_the_end("kube", "play", "-", input=yaml.safe_dump_all(documents))
+        place = ["--network", self._network.option] if self._network else []
+        podman_to_the_end("kube", "play", *place, "-", input=yaml.safe_dump_all(documents))
         self.ip = address_of(self.name)
 
     def down(self) -> None:
@@ -69,8 +89,12 @@ class Pod:
 
     def restart(self) -> None:
         """As when the node has restarted: everything dies at once, what was in memory is gone, the claims are kept."""
-        podman("pod", "kill", self.name)
+        self.kill()
         self.start()
+
+    def kill(self) -> None:
+        """As when the node is gone: everything dies at once."""
+        podman("pod", "kill", self.name)
 
     def start(self) -> None:
         """A pod that has ended, again: with what was on its claims."""
@@ -103,19 +127,16 @@ class Pod:
 
     # --- looking and acting ----------------------------------------------------------------------------------------------
 
-    def _inspect(self, container: str, template: str) -> str:
-        return inspect(f"{self.name}-{container}", template)
-
     def pid(self, container: str) -> int:
         """Of the container's process, as this machine counts; 0 while it is down."""
-        return int(self._inspect(container, "{{.State.Pid}}") or 0)
+        return int(inspect(f"{self.name}-{container}", "{{.State.Pid}}") or 0)
 
     def cgroup(self, container: str) -> str:
         """Its cgroup below the root of each controller."""
-        return self._inspect(container, "{{.State.CgroupPath}}").lstrip("/")
+        return inspect(f"{self.name}-{container}", "{{.State.CgroupPath}}").lstrip("/")
 
     def restarts(self, container: str) -> int:
-        return int(self._inspect(container, "{{.RestartCount}}"))
+        return int(inspect(f"{self.name}-{container}", "{{.RestartCount}}"))
 
     def signal(self, container: str, number: int) -> None:
         """From outside, as the kernel or the kubelet does it: what dies is started again."""
@@ -171,6 +192,13 @@ class Pod:
                 said = "\n".join(f"--- {c}\n{self.logs(c)[-2000:]}" for c in self.containers)
                 raise PlayError(f"{self.name} is not ready after {patience_s} s: {reasons}\n{said}")
             time.sleep(0.1)
+
+
+def _one_of(documents: list[Document], number: int) -> Document:
+    pods = pods_of(documents)
+    if len(pods) <= number:
+        raise PlayError("no StatefulSet, Deployment or Job among the documents")
+    return pods[number]
 
 
 def play(

@@ -1,13 +1,12 @@
 """The volumes of a pod: directories of this machine."""
 
-import base64
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 from play.engine import PlayError
-from play.manifest import Document
+from play.manifest import Document, secret_values
 
 
 class Volumes:
@@ -53,18 +52,17 @@ class Volumes:
         path.chmod(0o2775)
 
     def _write_files(self, path: Path, kind: str, name: str, what: Document, group: int) -> None:
-        for document in self._source:
-            if document["kind"] == kind and document["metadata"]["name"] == name:
-                encoded = document.get("data", {}).items()
-                texts = {key: base64.b64decode(v) if kind == "Secret" else v.encode() for key, v in encoded}
-                texts |= {key: text.encode() for key, text in document.get("stringData", {}).items()}
-                for key, text in texts.items():
-                    (path / key).write_bytes(text)
-                    os.chown(path / key, 0, group)
-                    (path / key).chmod(int(what.get("defaultMode", 0o644)) | 0o040)
-                return
-        if not what.get("optional"):
+        texts = secret_values(self._source, name) if kind == "Secret" else self._map(name)
+        if not texts and not what.get("optional"):
             raise PlayError(f"no {kind} {name} among the documents")
+        for key, text in texts.items():
+            (path / key).write_bytes(text)
+            os.chown(path / key, 0, group)
+            (path / key).chmod(int(what.get("defaultMode", 0o644)) | 0o040)
+
+    def _map(self, name: str) -> dict[str, bytes]:
+        maps = (d for d in self._source if d["kind"] == "ConfigMap" and d["metadata"]["name"] == name)
+        return {key: text.encode() for document in maps for key, text in document.get("data", {}).items()}
 
 
 def _empty(path: Path) -> None:

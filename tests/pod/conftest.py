@@ -66,3 +66,16 @@ def play_once(image: str) -> Iterator[Play]:
     """The same, for pods that the tests of a module share."""
     with ExitStack() as stack:
         yield _player(stack)
+
+
+@pytest.fixture(scope="module")
+def play_all_once(image: str) -> Iterator[Callable[..., player.Pods]]:
+    """`play_all_once("fleet")`: all pods of an overlay, up and ready."""
+    with ExitStack() as stack:
+
+        def make(overlay: str | Path, *more: player.Document, **settings: Any) -> player.Pods:
+            pods = stack.enter_context(player.play_all(overlay, *more, **settings))
+            pods.wait_ready()
+            return pods
+
+        yield make

@@ -32,8 +32,22 @@ def test_the_image_runs_as_nobody_in_particular_and_is_small(image):
     listed = player.podman(
         "run", "--rm", "--network=none", image, "sh", "-c", "ls /opt/kmq/deps; command -v pip gcc || true"
     )
-    assert "grpc" in listed.split() and not {"pip", "setuptools", "pyspark"} & set(listed.split())
+    assert {"grpc", "httpx"} <= set(listed.split()) and not {"pip", "setuptools", "pyspark"} & set(listed.split())
     assert "/pip" not in listed and "/gcc" not in listed
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("python -m kmq.cluster.agent", "KMQ_CONSUL and KMQ_CLUSTER not set"),
+        ("kmq fleet status", "KMQ_CONSUL and KMQ_CLUSTER not set"),
+        ("kmq bq status", "KMQ_CONSUL and KMQ_CLUSTER not set"),
+    ],
+)
+def test_the_image_holds_what_a_fleet_needs(image, command, said):
+    options = ["--rm", "--network=none", "--read-only", "--cap-drop=all", "--volume=/data", "--volume=/pipes"]
+    with pytest.raises(player.PlayError, match=said):
+        player.podman("run", *options, image, *command.split())
 
 
 def test_labels_say_which_version_of_what_it_is(image):

@@ -1,4 +1,4 @@
-"""`make pod` leaves nothing behind: no container, no pod, no tmpfs, however and whenever it is told to stop."""
+"""`make pod` leaves nothing behind: no container, pod, tmpfs or network, however and whenever it is told to stop."""
 
 import contextlib
 import os
@@ -108,3 +108,25 @@ def test_what_a_killed_player_has_left_is_removed_by_the_next_one(play_alone):
     process.send_signal(signal.SIGINT)  # impatient
     assert process.wait(PATIENCE_S) == 0
     assert left_of(name) == []
+
+
+def networks_of(pid):
+    return [name for name in podman("network", "ls", "--format", "{{.Name}}").split() if name.startswith(f"kmq-{pid}-")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_of_a_fleet_no_pod_and_no_network_is_left(start, number):
+    process = start(sys.executable, "scripts/play", "fleet")
+    names = [f"kmq-{process.pid}-{count}" for count in range(4)]
+    try:
+        wait(lambda: all(any(line.startswith(f"{name}-") for line in left_of(name)) for name in names), "four pods")
+        assert networks_of(process.pid)
+        process.send_signal(number)
+        process.wait(PATIENCE_S)
+        if number == signal.SIGKILL:
+            player.remove_leftovers()
+        assert not [*networks_of(process.pid), *(line for name in names for line in left_of(name))]
+    finally:
+        process.kill()
+        process.wait()
+        player.remove_leftovers()

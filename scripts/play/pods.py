@@ -1,0 +1,88 @@
+"""All pods of an overlay: each replica of a StatefulSet or Deployment, in a network where names of Services lead to them."""
+
+import itertools
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from play.engine import ROOT, PlayError, podman, remove_network
+from play.manifest import STAND_INS, Document, containers_of, image_of, names_of, pods_of, render
+from play.pod import Network, Pod
+
+_numbers = itertools.count()
+
+
+class Pods:
+    """The pods by their names in a cluster, as a context manager: `with play_all("fleet") as pods: pods["kmq-0"]`."""
+
+    def __init__(
+        self, documents: list[Document], settings: dict[str, str] | None = None, restart_policy: str = "Always"
+    ) -> None:
+        manifests = pods_of(documents)
+        self._images = {image_of(container) for pod in manifests for container in containers_of(pod)}
+        self._network = f"kmq-{os.getpid()}-network-{next(_numbers)}" if len(manifests) > 1 else ""
+        self._pods: dict[str, Pod] = {}
+        for number, manifest in enumerate(manifests):
+            place = Network(self._network, names_of(manifest, documents)) if self._network else None
+            pod = Pod(documents, settings, restart_policy, number=number, network=place)
+            self._pods[pod.role] = pod
+
+    def __getitem__(self, name: str) -> Pod:
+        return self._pods[name]
+
+    @property
+    def all(self) -> list[Pod]:
+        return list(self._pods.values())
+
+    def __enter__(self) -> "Pods":
+        try:
+            self.up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    def up(self) -> None:
+        """Play them at once; returns when their containers have been started."""
+        for image in self._images & {*STAND_INS.values()}:
+            _make(image)
+        if self._network:
+            podman("network", "create", self._network)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Pod.up, self.all))
+
+    def down(self) -> None:
+        """Nothing of them is left."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Pod.down, self.all))
+        if self._network:
+            remove_network(self._network)
+
+    def wait_ready(self) -> None:
+        """Until all readiness probes pass. Raises PlayError with what the containers said."""
+        for pod in self.all:
+            pod.wait_ready()
+
+
+def _make(image: str) -> None:
+    """Build an image that stands in for another, unless it is there."""
+    try:
+        podman("image", "exists", image)
+    except PlayError:
+        name = image.partition("/kmq-")[2].partition(":")[0]
+        command = f'eval "$(scripts/pod-setup)" && scripts/image {name}'
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise PlayError(f"scripts/image {name}: {done.stderr.strip()}") from None
+
+
+def play_all(overlay: str | Path, *more: Document, restart_policy: str = "Always", **settings: str) -> Pods:
+    """All pods of an overlay and further documents (Secrets, say), with other settings; not up yet."""
+    return Pods([*render(overlay), *more], settings, restart_policy)
