@@ -7,12 +7,14 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from load import PORT, rows, wait
@@ -236,7 +238,7 @@ def test_soak_agents_killed_all_the_time_miss_nothing(fleet: Fleet) -> None:
     names = [f"soak{number}" for number in range(60)]
     for name in names:
         if rng.random() < 0.5:
-            kill_agent(rng.choice(fleet.pods))
+            kill_agent(rng.choice(fleet.pods[1:]))  # commands are given in the first
         time.sleep(rng.random())
         fleet.say("topics", "create", name, "--partitions", "2")
     fleet.wait_health()
@@ -294,3 +296,29 @@ def test_without_consul_brokers_serve_say_so_once_and_catch_up(fleet: Fleet) -> 
         assert said(pod, "agent", "event=consul_lost") == said(pod, "agent", "event=consul_found") == count + 1
         assert has_topics(pod, "before", "after"), "topics stay"
         wait(lambda pod=pod: greeting(pod, revoked).startswith(b"!ok"), "tokens are as Consul has them now", 0.1)
+
+
+@pytest.mark.soak
+def test_a_broker_beside_an_application_does_what_the_fleet_says(
+    play_all_once: Callable[..., Pods], tmp_path: Path
+) -> None:
+    """Overlay `sidecar` with the component `sidecar-fleet`, and the Consul of overlay `fleet`."""
+    there = os.path.relpath(ROOT / "k8s", tmp_path)
+    shutil.copy(ROOT / "k8s/overlays/fleet/consul.yaml", tmp_path)
+    kustomization = {
+        "resources": [f"{there}/overlays/sidecar", "consul.yaml"],
+        "components": [f"{there}/components/sidecar-fleet"],
+        "secretGenerator": [{"name": "kmq-consul", "literals": ["address=kmq-consul:8500"]}],
+        "images": [{"name": "kmq", "newName": "localhost/kmq", "newTag": "dev"}],
+    }
+    (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
+    pod = play_all_once(tmp_path)["orders-0"]
+
+    def fleet(*arguments: str) -> str:
+        return pod.exec("kmq-agent", "kmq", "fleet", *arguments).stdout
+
+    wait(lambda: "orders-0" in fleet("status"), "the broker in its fleet", 0.2)
+    fleet("topics", "create", "beside")
+    wait(lambda: (pod.volume("kmq-data") / "topics/beside").is_dir(), "the topic", 0.2)
+    assert "orders-0: ok" in fleet("run", "verify", "--wait")
+    assert not pod.probe("kmq-agent", "liveness")
