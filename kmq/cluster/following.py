@@ -118,6 +118,7 @@ class _Following:
                     if self._is_drain:
                         return
                     heart.check()
+                    self._recover(subscriber)  # nothing is left to process
                 self._process_all(subscriber, items)
         finally:
             reader.end()

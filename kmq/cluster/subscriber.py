@@ -139,35 +139,47 @@ class Subscriber:
 
     def _choose(self, entries: Sequence[Entry]) -> Steps[list[Item]]:
         found = {epoch: entry for entry in entries if (epoch := self._keys.epoch_of(entry.key)) is not None}
-        self.newest = max(found, default=self.newest)
+        following = (yield from self._following(self.done, found)) if self.done is not None else None
+        if following is None:
+            snapshot = yield from self.snapshot()
+            self.newest = self._handed_out = snapshot.epoch
+            return [snapshot]
         items: list[Item] = []
-        if self.done is None or (yield from self._has_lost_its_place(self.done, found)):
-            items.append((yield from self.snapshot()))
-            self._handed_out = items[0].epoch
-            return items
-        new = sorted(epoch for epoch in found if epoch > self.done.epoch)
-        for epoch in new:
+        for epoch, entry in following:
             try:
-                items.append(Message.decode(found[epoch].value, epoch))
+                items.append(Message.decode(entry.value, epoch))
             except ValueError:
                 if items:
                     break
                 raise
-        if new:
-            self._handed_out = new[-1]
+        if following:
+            self.newest = self._handed_out = following[-1][0]
         return items
 
-    def _has_lost_its_place(self, done: Mark, found: dict[int, Entry]) -> Steps[bool]:
-        """Return True if the messages do not go on from the last one processed."""
+    def _following(self, done: Mark, found: dict[int, Entry]) -> Steps[list[tuple[int, Entry]] | None]:
+        """Return the messages after the last one processed, in order; None if they do not go on from there.
+
+        The key `epoch` is asked for only if there is nothing new, or a gap: not for each message.
+        """
         last, newest = done.epoch, max(found, default=0)
-        if any(epoch not in found for epoch in range(last + 1, newest + 1)):
-            return True  # trimmed, or deleted by hand
-        if newest < last:  # also what a server shows that is behind: ask the one that is not
-            epoch = yield from consul.read(self._keys.epoch)
-            return epoch is None or int(epoch.value) < last
-        if not done.id:
-            return False
-        return last not in found or Message.decode(found[last].value, last).id != done.id
+        if newest <= last or any(epoch not in found for epoch in range(last + 1, newest + 1)):
+            known = yield from consul.read(self._keys.epoch)
+            end = int(known.value) if known is not None else 0
+            if end < last:
+                return None  # Consul was restored
+            found = {epoch: entry for epoch, entry in found.items() if epoch <= end}  # KMQ wrote no other
+            newest = max(found, default=0)
+            missing = next((epoch for epoch in range(last + 1, end + 1) if epoch not in found), None)
+            if missing is not None and (
+                missing < newest or (yield from consul.read(self._keys.message(missing))) is None
+            ):
+                return (
+                    None  # trimmed, or deleted by hand; else it has come since `found` was read: the next watch has it
+                )
+        is_there = last in found
+        if done.id and newest >= last and not (is_there and Message.decode(found[last].value, last).id == done.id):
+            return None
+        return [(epoch, found[epoch]) for epoch in sorted(found) if epoch > last]
 
     def snapshot(self) -> Steps[Snapshot]:
         """Read the epoch, its message and all states in one Txn."""

@@ -544,6 +544,33 @@ def test_a_value_that_is_no_message_stops_the_follower_behind_those_before_it(cl
     assert isinstance(two.items[-1], Snapshot) and two.items[-1].epoch == 3
 
 
+@pytest.mark.parametrize("value", [None, b"rubbish"], ids=["its command fails", "it is no message"])
+def test_a_newest_message_that_fails_is_got_past_by_deleting_its_key(cluster, follower, value):
+    queue = cluster.queue("b")
+    publish_many(queue, 2)
+    if value:
+        cluster.put("bq/2", value)
+    one = follower(refuse=[] if value else [2], start=1)
+    one.wait(lambda one: one.conditions)
+    one.refuse.clear()
+    cluster.ask("DELETE", f"kv/kmq/{cluster.name}/bq/2")
+    one.wait(lambda one: one.conditions[-1] == Condition())
+    if value or isinstance(one.items[-1], Snapshot):  # else the command was run again before the key was gone
+        assert isinstance(one.items[-1], Snapshot) and one.items[-1].epoch == 2
+    assert received(cluster.queue("c"))[0].epoch == 2
+    wait_until(lambda: node(queue).error == "" and node(queue).lag == 0, "cleared")
+
+
+def test_a_newest_message_that_was_deleted_unread_gives_a_snapshot(cluster):
+    queue = cluster.queue()
+    publish_many(queue, 1)
+    received(queue)
+    publish_many(queue, 1)
+    cluster.ask("DELETE", f"kv/kmq/{cluster.name}/bq/2")
+    [item] = received(cluster.queue())
+    assert isinstance(item, Snapshot) and item.epoch == 2
+
+
 # --- a publisher whose session ends ------------------------------------------------------------------------------------
 
 

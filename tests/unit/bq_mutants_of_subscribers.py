@@ -87,9 +87,9 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "            self._handed_out = new[-1]\n",
+                "            self.newest = self._handed_out = following[-1][0]\n",
                 (
-                    "            self._handed_out = new[-1]\n"
+                    "            self.newest = self._handed_out = following[-1][0]\n"
                     "            self.done = Mark(items[-1].epoch, items[-1].id, time.time())\n"
                 ),
             ),
@@ -112,8 +112,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "sorted(epoch for epoch in found if epoch > self.done.epoch)",
-                "sorted((n for n in found if n > self.done.epoch), key=str)",
+                "for epoch in sorted(found) if epoch > last]",
+                "for epoch in sorted(found, key=str) if epoch > last]",
             ),
         ),
     ),
@@ -123,8 +123,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "sorted(epoch for epoch in found if epoch > self.done.epoch)",
-                "sorted(found)",
+                "for epoch in sorted(found) if epoch > last]",
+                "for epoch in sorted(found)]",
             ),
         ),
     ),
@@ -134,8 +134,41 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "if any(epoch not in found for epoch in range(last + 1, newest + 1)):",
-                "if False:",
+                "if missing is not None and (",
+                "if False and (",
+            ),
+        ),
+    ),
+    Mutant(
+        "a message that was deleted while it was the newest is waited for",
+        stories.the_newest_message_is_deleted_by_hand,
+        edited(
+            "subscriber",
+            (
+                "if newest <= last or any(",
+                "if newest < last or any(",
+            ),
+        ),
+    ),
+    Mutant(
+        "a message that comes after the answer to a watch is taken for deleted",
+        stories.a_message_comes_after_a_watch_was_answered,
+        edited(
+            "subscriber",
+            (
+                "(yield from consul.read(self._keys.message(missing))) is None\n",
+                "True\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "the epoch is asked for with every message",
+        stories.messages_come_one_by_one,
+        edited(
+            "subscriber",
+            (
+                "if newest <= last or any(",
+                "if newest or any(",
             ),
         ),
     ),
@@ -189,8 +222,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                ("        if not done.id:\n            return False\n"),
-                "",
+                "if done.id and newest >= last and",
+                "if newest >= last and",
             ),
         ),
     ),
@@ -200,8 +233,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "return epoch is None or int(epoch.value) < last",
-                "return False",
+                "                return None  # Consul was restored",
+                "                return []",
             ),
         ),
     ),
@@ -211,8 +244,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "return last not in found or Message.decode(found[last].value, last).id != done.id",
-                "return False",
+                "Message.decode(found[last].value, last).id == done.id",
+                "True",
             ),
         ),
     ),
@@ -222,8 +255,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "return last not in found or ",
-                "return last in found and ",
+                "not (is_there and ",
+                "not (not is_there or ",
             ),
         ),
     ),
@@ -336,8 +369,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "return epoch is None or int",
-                "return epoch is not None and int",
+                "if known is not None else 0",
+                "if known is not None else last",
             ),
         ),
     ),

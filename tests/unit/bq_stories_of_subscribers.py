@@ -151,7 +151,39 @@ def a_snapshot_is_read_while_a_message_is_published(stage: Stage) -> None:
 def nothing_was_ever_published(stage: Stage) -> None:
     subscriber = stage.following()
     stage.hear(subscriber)
-    demand(not stage.is_asking(subscriber, "get-tree"), "one snapshot of nothing is enough")
+    stage.follow(subscriber)
+    demand(stage.times_noted("get-tree") == 1, "one snapshot of nothing is enough")
+
+
+def the_newest_message_is_deleted_by_hand(stage: Stage) -> None:
+    stage.publish()
+    subscriber = stage.following()
+    stage.publish(names=["settings/s"])
+    stage.consul.answer(next(stage.code.consul.txn([stage.code.consul.Operation("delete", stage.keys.message(2))])))
+    stage.hear(subscriber)
+    stage.follow(subscriber)
+    demand(stage.marks()["b1"][0] == 2, "a snapshot follows though nothing was published since")
+
+
+def a_message_comes_after_a_watch_was_answered(stage: Stage) -> None:
+    stage.publish()
+    subscriber = stage.following()
+    stage.step(subscriber)
+    stage.publish()
+    stage.step(subscriber)
+    stage.follow(subscriber)
+    demand(stage.marks()["b1"][0] == 2 and stage.times_noted("get-tree") == 1, "what is there is handed out")
+
+
+def messages_come_one_by_one(stage: Stage) -> None:
+    stage.publish()
+    subscriber = stage.following()
+    before = stage.times_noted(f"s GET /v1/kv/{stage.keys.epoch}")
+    for _ in range(3):
+        stage.publish()
+        stage.follow(subscriber)
+    asked = stage.times_noted(f"s GET /v1/kv/{stage.keys.epoch}") - before
+    demand(not asked, "a message costs no read of the epoch")
 
 
 # --- Consul is restored -----------------------------------------------------------------------------------------------

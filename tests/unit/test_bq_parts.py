@@ -171,7 +171,6 @@ def test_messages_are_handed_out_in_the_order_of_their_numbers_without_those_don
     given = entries(*(message(epoch) for epoch in (1, 2, 3, 9, 10, 11)))
     assert [entry.key.rpartition("/")[2] for entry in given] == ["1", "10", "11", "2", "3", "9"]
     assert chosen(subscriber(8).choose(given)) == [9, 10, 11]
-    assert chosen(subscriber(11).choose(given)) == []
 
 
 def test_keys_of_others_are_passed_over():
@@ -181,17 +180,29 @@ def test_keys_of_others_are_passed_over():
 
 @pytest.mark.parametrize(
     ("done", "there"),
-    [(Mark(1, "", 0), (3, 4)), (Mark(0, "", 0), (1, 3)), (Mark(2, "cd" * 16, 0), (1, 2, 3))],
-    ids=["trimmed", "deleted by hand", "another message under the epoch that was read"],
+    [(Mark(1, "", 0), (3, 4)), (Mark(0, "", 0), (1, 3)), (Mark(2, "cd" * 16, 0), (1, 2, 3)), (Mark(3, "", 0), (2, 3))],
+    ids=["trimmed", "deleted by hand", "another message under the epoch that was read", "the newest deleted by hand"],
 )
 def test_a_subscriber_that_cannot_go_on_asks_for_a_snapshot(done, there):
-    made = subscriber(*done[:2])
-    asked = chosen(made.choose(entries(*(message(epoch) for epoch in there))))
-    assert isinstance(asked, Request) and asked.path == "/v1/txn" and b"get-tree" in asked.body
+    steps = subscriber(*done[:2]).choose(entries(*(message(epoch) for epoch in there)))
+    asked = next(steps)
+    if asked.path == "/v1/kv/kmq/dev/epoch":
+        assert "consistent" in asked.params
+        asked = steps.send(there_is("epoch", b"4"))
+    if asked.path == "/v1/kv/kmq/dev/bq/4":
+        asked = steps.send(Response(404, {"x-consul-index": "9"}, b""))
+    assert asked.path == "/v1/txn" and b"get-tree" in asked.body
 
 
-def test_a_subscriber_that_is_ahead_asks_for_the_epoch_first():
-    asked = chosen(subscriber(5).choose(entries(message(3))))
+def there_is(key, value):
+    """Consul's answer to a read."""
+    entry = {"Key": KEYS.root + key, "Value": base64.b64encode(value).decode(), "ModifyIndex": 7}
+    return Response(200, {"x-consul-index": "9"}, json.dumps([entry]).encode())
+
+
+@pytest.mark.parametrize("done", [3, 5])
+def test_a_subscriber_that_has_nothing_new_asks_for_the_epoch(done):
+    asked = chosen(subscriber(done).choose(entries(message(3))))
     assert isinstance(asked, Request) and asked.path == "/v1/kv/kmq/dev/epoch" and "consistent" in asked.params
 
 
