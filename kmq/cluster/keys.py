@@ -5,6 +5,7 @@ import re
 from kmq.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # of a cluster, of a broker
+_EPOCH = re.compile(r"[0-9]{1,18}")  # 64 bits hold it
 STATES = ("shards/", "topics/", "tokens/", "settings/")  # what a message leads to, and a snapshot holds
 
 
@@ -29,7 +30,7 @@ class Keys:
     def epoch_of(self, key: str) -> int | None:
         """Return which message a key under `messages` holds; None if it is no key of KMQ's."""
         number = key.removeprefix(self.messages)
-        return int(number) if number.isdecimal() and number.isascii() else None
+        return int(number) if _EPOCH.fullmatch(number) else None
 
     def delivered_to(self, broker: str) -> str:
         """Return the key of the last message that this broker has processed."""

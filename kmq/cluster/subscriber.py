@@ -149,12 +149,18 @@ class Subscriber:
             try:
                 items.append(Message.decode(entry.value, epoch))
             except ValueError:
-                if items:
-                    break
-                raise
-        if following:
+                if not items:
+                    if (yield from self._read_epoch()) >= epoch:
+                        raise
+                    self._handed_out = None  # KMQ has written none of this number yet: nothing is left to hand out
+                break
+        if items:
             self.newest = self._handed_out = following[-1][0]
         return items
+
+    def _read_epoch(self) -> Steps[int]:
+        found = yield from consul.read(self._keys.epoch)
+        return int(found.value) if found is not None else 0
 
     def _following(self, done: Mark, found: dict[int, Entry]) -> Steps[list[tuple[int, Entry]] | None]:
         """Return the messages after the last one processed, in order; None if they do not go on from there.
@@ -163,8 +169,7 @@ class Subscriber:
         """
         last, newest = done.epoch, max(found, default=0)
         if newest <= last or any(epoch not in found for epoch in range(last + 1, newest + 1)):
-            known = yield from consul.read(self._keys.epoch)
-            end = int(known.value) if known is not None else 0
+            end = yield from self._read_epoch()
             if end < last:
                 return None  # Consul was restored
             found = {epoch: entry for epoch, entry in found.items() if epoch <= end}  # KMQ wrote no other

@@ -76,10 +76,12 @@ def trim(keys: Keys, lock: Lock) -> Steps[None]:
     last = yield from consul.read(keys.epoch)
     if last is None:
         return
+    newest = int(last.value)  # a key above it is no message of KMQ's
     guard = Operation("check-index", keys.epoch, version=last.version)
     read_by_all = yield from slowest(keys, time.time())
     there = (yield from consul.watch(keys.messages, 0, 0)).entries
-    sizes = {epoch: len(entry.value) for entry in there if (epoch := keys.epoch_of(entry.key)) is not None}
+    epochs = {entry.key: keys.epoch_of(entry.key) for entry in there}
+    sizes = {epoch: len(entry.value) for entry in there if (epoch := epochs[entry.key]) is not None and epoch <= newest}
     if not sizes:
         return
     gone = superfluous(sizes, max(sizes) if read_by_all is None else read_by_all)

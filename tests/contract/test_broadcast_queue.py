@@ -571,6 +571,25 @@ def test_a_newest_message_that_was_deleted_unread_gives_a_snapshot(cluster):
     assert isinstance(item, Snapshot) and item.epoch == 2
 
 
+@pytest.mark.parametrize("stray", ["9" * 20, "1000000", "3"])
+def test_a_stray_key_beside_the_messages_is_passed_over(cluster, follower, stray):
+    queue = cluster.queue("b")
+    publish_many(queue, 1)
+    one = follower()
+    one.wait(lambda one: one.epochs == [1])
+    cluster.put(f"bq/{stray}", b"x")
+    publish_many(queue, 1)
+    one.wait(lambda one: one.epochs[-1:] == [2])
+    wait_until(lambda: node(queue).read == 2, "it is marked")
+    assert received(cluster.queue("c"))[0].epoch == 2
+    publish_many(queue, 1)
+    one.wait(lambda one: one.epochs[-1:] == [3])
+    one.end()
+    assert one.epochs == [1, 2, 3] and [type(item) for item in one.items[1:]] == [Message, Message]
+    assert [each.failing for each in one.conditions if stray != "3"] == []  # 3 may be seen just before it is written
+    assert received(cluster.queue()) == []
+
+
 # --- a publisher whose session ends ------------------------------------------------------------------------------------
 
 

@@ -200,8 +200,30 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "                if items:\n",
-                "                if False:\n",
+                "                if not items:\n",
+                "                if True:\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a key above the epoch is taken for a message",
+        stories.keys_above_the_epoch_lie_beside_the_messages,
+        edited(
+            "subscriber",
+            (
+                "if (yield from self._read_epoch()) >= epoch:",
+                "if True:",
+            ),
+        ),
+    ),
+    Mutant(
+        "a key far above the epoch is taken for the end of a gap",
+        stories.keys_above_the_epoch_lie_beside_the_messages,
+        edited(
+            "subscriber",
+            (
+                "for epoch, entry in found.items() if epoch <= end}",
+                "for epoch, entry in found.items()}",
             ),
         ),
     ),
@@ -211,8 +233,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                ("                    break\n                raise\n"),
-                ("                    break\n                break\n"),
+                "                        raise\n",
+                "                        break\n",
             ),
         ),
     ),
@@ -369,8 +391,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "if known is not None else 0",
-                "if known is not None else last",
+                "return int(found.value) if found is not None else 0",
+                "return int(found.value)  # type: ignore",
             ),
         ),
     ),

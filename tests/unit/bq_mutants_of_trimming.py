@@ -5,6 +5,17 @@ from bq_stage import Mutant, edited
 
 TRIMMING = [
     Mutant(
+        "a key above the epoch is taken for the last message",
+        stories.a_key_above_the_epoch_lies_beside_the_messages,
+        edited(
+            "trimming",
+            (
+                " and epoch <= newest}",
+                "}",
+            ),
+        ),
+    ),
+    Mutant(
         "a failed trimming says that the message was not published",
         stories.trimming_is_refused,
         edited(
@@ -192,7 +203,7 @@ TRIMMING = [
         edited(
             "keys",
             (
-                " if number.isdecimal() and number.isascii() else None",
+                " if _EPOCH.fullmatch(number) else None",
                 "",
             ),
         ),

@@ -366,6 +366,14 @@ def consul_is_restored_to_nothing_while_a_publisher_reads_the_messages(stage: St
     stage.finish(publisher)
 
 
+def a_key_above_the_epoch_lies_beside_the_messages(stage: Stage) -> None:
+    stage.code.trimming.KEPT = 1
+    stage.consul.state.pairs[stage.keys.message(10**6)] = Pair(b"by hand", 0, 0)
+    stage.publish(4)
+    demand(stage.keys.message(4) in stage.consul.state.pairs, "the last message is kept")
+    del stage.consul.state.pairs[stage.keys.message(10**6)]
+
+
 def what_is_no_mark_and_no_message_lies_beside_them(stage: Stage) -> None:
     stage.consul.state.pairs[stage.keys.delivered_to("b1")] = Pair(b"by hand", 0, 0)
     stage.consul.state.pairs[stage.keys.messages + "x"] = Pair(b"by hand", 0, 0)

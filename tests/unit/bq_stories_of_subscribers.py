@@ -126,7 +126,7 @@ def the_snapshot_after_a_gap_is_not_answered(stage: Stage) -> None:
 
 def what_is_no_message_lies_behind_one(stage: Stage) -> None:
     subscriber = stage.following()
-    stage.publish()
+    stage.publish(2)
     stage.consul.state.pairs[stage.keys.message(2)] = Pair(b"by hand", 0, 0)
     try:
         stage.follow(subscriber)
@@ -136,6 +136,18 @@ def what_is_no_message_lies_behind_one(stage: Stage) -> None:
         demand(False, "what is no message is not passed over")
     del stage.consul.state.pairs[stage.keys.message(2)]
     stage.bury(subscriber)
+
+
+def keys_above_the_epoch_lie_beside_the_messages(stage: Stage) -> None:
+    stage.publish()
+    subscriber = stage.following()
+    message = stage.consul.state.pairs[stage.keys.message(1)].value
+    for stray, value in ((2, b"by hand"), (10**6, message)):
+        stage.consul.state.pairs[stage.keys.message(stray)] = Pair(value, 0, 0)
+        stage.hear(subscriber)
+        stage.follow(subscriber)
+        del stage.consul.state.pairs[stage.keys.message(stray)]
+    demand(stage.times_noted("get-tree") == 1, "a stray key gives no snapshot")
 
 
 def a_snapshot_is_read_while_a_message_is_published(stage: Stage) -> None:

@@ -75,13 +75,13 @@ def test_the_longest_message_fits_into_a_txn_of_consul():
     assert 4 * math.ceil(MAX_BYTES / 3) + 8192 < 512 * 1024  # with the other operations
 
 
-@pytest.mark.parametrize("epoch", [1, 9, 10, 2**63])
+@pytest.mark.parametrize("epoch", [1, 9, 10, 10**18 - 1])
 def test_the_epoch_of_a_key_comes_back(epoch):
     assert KEYS.message(epoch) == f"kmq/dev/bq/{epoch}"
     assert KEYS.epoch_of(KEYS.message(epoch)) == epoch
 
 
-@pytest.mark.parametrize("key", ["", "x", "1/2", "-1", "+1", "1.0", "٣", " 1"])
+@pytest.mark.parametrize("key", ["", "x", "1/2", "-1", "+1", "1.0", "٣", " 1", "1\n", "9" * 19])
 def test_a_key_that_kmq_did_not_make_is_no_message(key):
     assert KEYS.epoch_of(KEYS.messages + key) is None
     assert KEYS.epoch_of("kmq/other/bq/1") is None
@@ -209,8 +209,10 @@ def test_a_subscriber_that_has_nothing_new_asks_for_the_epoch(done):
 def test_messages_before_one_that_is_none_are_handed_out_and_then_it_is_an_error():
     given = [*entries(message(1), message(3)), Entry(KEYS.message(2), b"rubbish", 1, "")]
     assert chosen(subscriber(0).choose(given)) == [1]
+    steps = subscriber(1).choose(given)
+    assert next(steps).path == "/v1/kv/kmq/dev/epoch"
     with pytest.raises(ValueError, match="message 2 of"):
-        chosen(subscriber(1).choose(given))
+        steps.send(there_is("epoch", b"3"))
 
 
 # --- staying alive ---------------------------------------------------------------------------------------------------
