@@ -112,6 +112,9 @@ def watch(prefix: str, position: int, wait_s: float) -> Steps[Watched]:
 
 def _entries(response: Response) -> list[Entry]:
     if response.status == 404:
+        if "x-consul-index" not in response.headers:  # Consul sends it with 404 too
+            text = " ".join(response.body.decode(errors="replace").split())[:80]
+            raise ConsulError(f"what answers at KMQ_CONSUL is no Consul: 404 {text!r}; name its HTTP address", 404)
         return []
     return [_entry(item) for item in _json(response)]
 

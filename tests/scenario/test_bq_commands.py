@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 import uuid
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -273,6 +275,19 @@ def test_without_httpx_one_line_says_what_to_install(shell, tmp_path, words):
     done = shell.run(*words, PYTHONPATH=str(tmp_path))
     assert done.returncode == CONFIG
     assert done.stderr == b"kmq: No module named 'httpx'; the Broadcast Queue needs: pip install 'kmq[cluster]'\n"
+
+
+def test_a_web_server_that_is_no_consul_is_not_taken_for_an_empty_one(shell, tmp_path):
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            done = shell.run("status", KMQ_CONSUL=f"127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+    assert done.returncode == RETRY and done.stdout == b""
+    [line] = done.stderr.decode().splitlines()
+    assert "what answers at KMQ_CONSUL is no Consul: 404" in line
 
 
 def test_without_consul_publish_and_status_end_with_one_line_and_follow_waits(shell):
