@@ -2,6 +2,7 @@
 
 import re
 
+from kmq.cluster.consul import ConsulError
 from kmq.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # of a cluster, of a broker
@@ -31,6 +32,13 @@ class Keys:
         """Return which message a key under `messages` holds; None if it is no key of KMQ's."""
         number = key.removeprefix(self.messages)
         return int(number) if _EPOCH.fullmatch(number) else None
+
+    def decode_epoch(self, value: bytes) -> int:
+        """Return what the key `epoch` holds. Raises ConsulError if KMQ has not written it."""
+        text = value.decode(errors="replace")
+        if not _EPOCH.fullmatch(text):
+            raise ConsulError(f"key {self.epoch}: {text[:40]!r} is no epoch; KMQ did not write it")
+        return int(text)
 
     def delivered_to(self, broker: str) -> str:
         """Return the key of the last message that this broker has processed."""

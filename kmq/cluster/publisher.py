@@ -104,7 +104,7 @@ class Publisher:
 
     def _read_epoch(self) -> Steps[tuple[int, int]]:
         found = yield from self._read_again(self._keys.epoch)
-        return (int(found.value), found.version) if found is not None else (0, 0)
+        return (self._keys.decode_epoch(found.value), found.version) if found is not None else (0, 0)
 
     def _operations(self, message: Message, changes: Sequence[Change], epoch: int, version: int) -> list[Operation]:
         return self.lock.around(

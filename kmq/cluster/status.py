@@ -35,7 +35,7 @@ def read_status(keys: Keys) -> Steps[Status]:
     lock = yield from consul.read(keys.coordinator)
     marks = yield from consul.watch(keys.delivered, 0, 0)
     present = yield from consul.watch(keys.subscribers, 0, 0)
-    last = int(epoch.value) if epoch is not None else 0
+    last = keys.decode_epoch(epoch.value) if epoch is not None else 0
     delivered = {entry.key.removeprefix(keys.delivered): Mark.decode(entry.value) for entry in marks.entries}
     here = {entry.key.removeprefix(keys.subscribers): entry for entry in present.entries if entry.session}
     nodes = [_node(broker, delivered.get(broker), here.get(broker), last) for broker in sorted({*delivered, *here})]

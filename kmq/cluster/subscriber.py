@@ -160,7 +160,7 @@ class Subscriber:
 
     def _read_epoch(self) -> Steps[int]:
         found = yield from consul.read(self._keys.epoch)
-        return int(found.value) if found is not None else 0
+        return self._keys.decode_epoch(found.value) if found is not None else 0
 
     def _following(self, done: Mark, found: dict[int, Entry]) -> Steps[list[tuple[int, Entry]] | None]:
         """Return the messages after the last one processed, in order; None if they do not go on from there.
@@ -192,7 +192,7 @@ class Subscriber:
         trees = [keys.epoch, keys.messages, *(keys.root + prefix for prefix in STATES)]
         entries = yield from consul.txn([Operation("get-tree", tree) for tree in trees])
         values = {entry.key: entry.value for entry in entries}
-        epoch = int(values.pop(keys.epoch, b"0"))
+        epoch = keys.decode_epoch(values.pop(keys.epoch, b"0"))
         newest = values.get(keys.message(epoch))
         states = {key.removeprefix(keys.root): values[key] for key in values if not key.startswith(keys.messages)}
         return Snapshot(epoch, states, Message.decode(newest, epoch).id if newest is not None else "")

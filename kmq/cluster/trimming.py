@@ -9,6 +9,7 @@ Invariant   A message that a registered broker has not processed is never delete
             whether the messages are still those that it knows (a restored Consul may have others).
 """
 
+import math
 import time
 from typing import NamedTuple
 
@@ -38,9 +39,13 @@ class Mark(NamedTuple):
         """Return the mark; that of nothing if the text is none."""
         fields = decode_fields(value)
         try:
-            return cls(int(fields["epoch"]), fields.get("id", ""), float(fields["ts"]))
+            epoch, ts = int(fields["epoch"]), float(fields["ts"])
         except (KeyError, ValueError):
-            return cls(0, "", 0.0)
+            return NO_MARK
+        return cls(epoch, fields.get("id", ""), ts) if 0 <= epoch < 10**18 and math.isfinite(ts) else NO_MARK
+
+
+NO_MARK = Mark(0, "", 0.0)
 
 
 def slowest(keys: Keys, now: float) -> Steps[int | None]:
@@ -76,7 +81,7 @@ def trim(keys: Keys, lock: Lock) -> Steps[None]:
     last = yield from consul.read(keys.epoch)
     if last is None:
         return
-    newest = int(last.value)  # a key above it is no message of KMQ's
+    newest = keys.decode_epoch(last.value)  # a key above it is no message of KMQ's
     guard = Operation("check-index", keys.epoch, version=last.version)
     read_by_all = yield from slowest(keys, time.time())
     there = (yield from consul.watch(keys.messages, 0, 0)).entries

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import uuid
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -275,6 +276,21 @@ def test_without_httpx_one_line_says_what_to_install(shell, tmp_path, words):
     done = shell.run(*words, PYTHONPATH=str(tmp_path))
     assert done.returncode == CONFIG
     assert done.stderr == b"kmq: No module named 'httpx'; the Broadcast Queue needs: pip install 'kmq[cluster]'\n"
+
+
+@pytest.mark.parametrize("value", ["abc", "9" * 20])
+def test_an_epoch_that_kmq_did_not_write_is_named_in_one_line(shell, value):
+    key = f"kmq/{shell.env['KMQ_CLUSTER']}/epoch"
+    url = f"http://{shell.env['KMQ_CONSUL']}/v1/kv/{key}"
+    with urllib.request.urlopen(urllib.request.Request(url, value.encode(), method="PUT"), timeout=PATIENCE_S):
+        says = f"key {key}: {value!r} is no epoch; KMQ did not write it"
+    for words in (("publish", "a"), ("status",)):
+        done = shell.run(*words)
+        [line] = done.stderr.decode().splitlines()
+        assert done.returncode == RETRY and says in line
+    follow = shell.start("follow")
+    follow.wait(lambda follow: says in follow.err)
+    assert "Traceback" not in follow.err and follow.process.poll() is None
 
 
 def test_a_web_server_that_is_no_consul_is_not_taken_for_an_empty_one(shell, tmp_path):

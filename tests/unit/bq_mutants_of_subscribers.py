@@ -391,8 +391,8 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "return int(found.value) if found is not None else 0",
-                "return int(found.value)  # type: ignore",
+                "return self._keys.decode_epoch(found.value) if found is not None else 0",
+                "return self._keys.decode_epoch(found.value)",
             ),
         ),
     ),
