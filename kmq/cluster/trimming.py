@@ -7,6 +7,8 @@ Invariant   A message that a registered broker has not processed is never delete
             ABSENT_S, or has marked a message that Consul has lost by being restored: it sees that, and a snapshot
             follows. The last message that all have processed is never deleted, because by its id a broker sees
             whether the messages are still those that it knows (a restored Consul may have others).
+            The mark of a broker that has been away for GONE_S is deleted, unless it marks meanwhile. If it comes back,
+            it is new: a snapshot comes first.
 """
 
 import math
@@ -14,7 +16,7 @@ import time
 from typing import NamedTuple
 
 from kmq.cluster import consul
-from kmq.cluster.consul import MAX_OPERATIONS, Operation, Steps
+from kmq.cluster.consul import MAX_OPERATIONS, Entry, Operation, Steps
 from kmq.cluster.keys import Keys, decode_fields, encode_fields
 from kmq.cluster.lock import GUARDS, Lock
 from kmq.settings import KIB
@@ -22,6 +24,7 @@ from kmq.settings import KIB
 KEPT = 100
 KEPT_BYTES = 256 * KIB
 ABSENT_S = 86_400.0
+GONE_S = 30 * 86_400.0
 
 
 class Mark(NamedTuple):
@@ -48,17 +51,22 @@ class Mark(NamedTuple):
 NO_MARK = Mark(0, "", 0.0)
 
 
-def slowest(keys: Keys, now: float) -> Steps[int | None]:
-    """Return the last message that all registered brokers have processed; None if there are no brokers."""
+def slowest(keys: Keys, now: float) -> Steps[tuple[int | None, list[Entry]]]:
+    """Return the last message that all registered brokers have processed, and the marks of those that are gone.
+
+    None if there are no brokers. A clock that was ahead when it marked makes a broker absent as well, in time.
+    """
     marks = yield from consul.watch(keys.delivered, 0, 0)
     present = yield from consul.watch(keys.subscribers, 0, 0)
     here = {entry.key.removeprefix(keys.subscribers) for entry in present.entries if entry.session}
-    epochs = []
+    epochs, gone = [], []
     for entry in marks.entries:
         mark = Mark.decode(entry.value)
-        if entry.key.removeprefix(keys.delivered) in here or now - mark.ts < ABSENT_S:
+        if entry.key.removeprefix(keys.delivered) in here or abs(now - mark.ts) < ABSENT_S:
             epochs.append(mark.epoch)
-    return min(epochs, default=None)
+        elif abs(now - mark.ts) > GONE_S:
+            gone.append(entry)
+    return min(epochs, default=None), gone
 
 
 def superfluous(sizes: dict[int, int], read_by_all: int) -> list[int]:
@@ -83,14 +91,15 @@ def trim(keys: Keys, lock: Lock) -> Steps[None]:
         return
     newest = keys.decode_epoch(last.value)  # a key above it is no message of KMQ's
     guard = Operation("check-index", keys.epoch, version=last.version)
-    read_by_all = yield from slowest(keys, time.time())
+    read_by_all, left = yield from slowest(keys, time.time())
     there = (yield from consul.watch(keys.messages, 0, 0)).entries
     epochs = {entry.key: keys.epoch_of(entry.key) for entry in there}
     sizes = {epoch: len(entry.value) for entry in there if (epoch := epochs[entry.key]) is not None and epoch <= newest}
     if not sizes:
         return
     gone = superfluous(sizes, max(sizes) if read_by_all is None else read_by_all)
+    deletions = [Operation("delete", keys.message(epoch)) for epoch in gone]
+    deletions += [Operation("delete-cas", entry.key, version=entry.version) for entry in left]
     room = MAX_OPERATIONS - GUARDS - 1
-    for at in range(0, len(gone), room):
-        deletions = [Operation("delete", keys.message(epoch)) for epoch in gone[at : at + room]]
-        yield from consul.txn(lock.around([guard, *deletions]))
+    for at in range(0, len(deletions), room):
+        yield from consul.txn(lock.around([guard, *deletions[at : at + room]]))

@@ -328,6 +328,18 @@ def test_trimming_keeps_the_last_hundred_and_what_a_registered_node_has_not_read
     assert kept == list(range(128 - KEPT + 1, 145))  # all have read up to 128
 
 
+def test_a_node_that_is_gone_is_forgotten_and_one_whose_clock_was_ahead_is_not_waited_for(cluster):
+    queue, day_s = cluster.queue("b"), 86_400
+    received(queue)
+    for broker, days in (("gone", -31), ("ahead", 2), ("away", -2)):
+        cluster.put(f"bq-delivered/{broker}", b"epoch=0 id= ts=%d" % (time.time() + days * day_s))
+    publish_many(queue, 111)
+    received(queue)
+    publish_many(queue, 1)
+    assert [node.broker for node in queue.status().nodes] == ["ahead", "away", "b"]
+    assert len(cluster.keys("bq/")) == KEPT + 1
+
+
 def test_a_node_that_was_away_past_a_trim_gets_a_snapshot(cluster):
     queue = cluster.queue("away")
     received(queue)

@@ -104,5 +104,6 @@ def load(edits: Iterable[Edit] = (), kept: int = 3, kept_bytes: int = 200, trim_
                 sys.modules[name] = other
     code = Code(**modules, clock=clock)
     code.trimming.KEPT, code.trimming.KEPT_BYTES = kept, kept_bytes
+    code.trimming.GONE_S = 1.5 * DAY_S  # so that two days are enough
     code.publisher.TRIM_EVERY = trim_every
     return code

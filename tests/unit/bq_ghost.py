@@ -93,6 +93,8 @@ class Ghost:
         for write in journal:
             if write.key.startswith(keys.messages) and write.after is None:
                 self._deleted(write, session, trim_since)
+            elif write.key.startswith(keys.delivered) and write.after is None:
+                self._forgotten(write, session, trim_since)
             elif write.key.startswith(keys.delivered):
                 self._marked(write, session)
             elif write.after is not None and write.after.session and (write.before is None or not write.before.session):
@@ -144,6 +146,18 @@ class Ghost:
         demand(id in self.brokers[broker].covered, f"{broker} marks {epoch} id={id}, which was not processed")
         demand(self.links[id].epoch == epoch, f"{broker} marks epoch {epoch} with the id of {self.links[id].epoch}")
 
+    def _forgotten(self, write: Write, session: str, since: Since) -> None:
+        """A mark is deleted: that of a broker which was away for long, and has not marked since that was seen."""
+        self._holds(self._keys.coordinator, session, "only the holder of the lock deletes")
+        name, before = write.key.removeprefix(self._keys.delivered), write.before
+        marked = float(fields(before.value).get("ts", 0)) if before is not None else 0.0
+        place = self._consul.state.pairs.get(self._keys.subscriber(name), Pair(b"", 0, 0))
+        came_back = self.locked_at.get(self._keys.subscriber(name), 0.0) >= since.run
+        demand(not place.session or came_back, f"{name} is there, and its mark is deleted")
+        demand(marked == since.marked.get(name), f"{name} has marked meanwhile, and that is deleted")
+        is_gone = abs(since.wall - marked) >= self._code.trimming.GONE_S
+        demand(is_gone, f"{name} was here not long ago, and its mark is deleted")
+
     def _deleted(self, write: Write, session: str, since: Since) -> None:
         self._holds(self._keys.coordinator, session, "only the holder of the lock deletes")
         epoch, pairs = int(write.key.rpartition("/")[2]), self._consul.state.pairs
@@ -154,7 +168,7 @@ class Ghost:
             is_of_another = fields(pair.value).get("id", self.head) not in self.ancestors(self.head)
             if key.startswith(self._keys.delivered) and not is_of_another:
                 name = key.removeprefix(self._keys.delivered)
-                is_absent = since.wall - since.marked.get(name, 0.0) >= self._code.trimming.ABSENT_S
+                is_absent = abs(since.wall - since.marked.get(name, 0.0)) >= self._code.trimming.ABSENT_S
                 place = pairs.get(self._keys.subscriber(name), Pair(b"", 0, 0))
                 came_back = self.locked_at.get(self._keys.subscriber(name), 0.0) >= since.run
                 is_new = name not in since.marked

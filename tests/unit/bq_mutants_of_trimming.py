@@ -5,6 +5,39 @@ from bq_stage import Mutant, edited
 
 TRIMMING = [
     Mutant(
+        "a broker whose clock was ahead is waited for",
+        stories.a_broker_whose_clock_was_ahead_is_gone,
+        edited(
+            "trimming",
+            (
+                "abs(now - mark.ts) < ABSENT_S",
+                "now - mark.ts < ABSENT_S",
+            ),
+        ),
+    ),
+    Mutant(
+        "the marks of brokers that are gone are kept",
+        stories.a_broker_is_gone_for_good,
+        edited(
+            "trimming",
+            (
+                "            gone.append(entry)\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "the mark of a broker that has come back is deleted",
+        stories.a_broker_that_was_gone_comes_back_and_marks,
+        edited(
+            "trimming",
+            (
+                'Operation("delete-cas", entry.key, version=entry.version)',
+                'Operation("delete", entry.key)',
+            ),
+        ),
+    ),
+    Mutant(
         "a key above the epoch is taken for the last message",
         stories.a_key_above_the_epoch_lies_beside_the_messages,
         edited(
@@ -32,8 +65,8 @@ TRIMMING = [
         edited(
             "trimming",
             (
-                "lock.around([guard, *deletions])",
-                "[guard, *deletions]",
+                "lock.around([guard, *deletions[at : at + room]])",
+                "[guard, *deletions[at : at + room]]",
             ),
         ),
     ),
@@ -120,7 +153,7 @@ TRIMMING = [
         edited(
             "trimming",
             (
-                " in here or now - mark.ts < ABSENT_S:",
+                " in here or abs(now - mark.ts) < ABSENT_S:",
                 " in here:",
             ),
         ),
@@ -131,8 +164,8 @@ TRIMMING = [
         edited(
             "trimming",
             (
-                "if entry.key.removeprefix(keys.delivered) in here or now",
-                "if now",
+                "if entry.key.removeprefix(keys.delivered) in here or abs",
+                "if abs",
             ),
         ),
     ),

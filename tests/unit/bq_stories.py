@@ -3,6 +3,7 @@
 Each is told twice: of the real code, which keeps every promise, and of a mutant, which breaks one (`bq_mutants`).
 """
 
+from bq_code import DAY_S
 from bq_ghost import demand
 from bq_stage import Stage
 from bq_world import Process
@@ -321,6 +322,36 @@ def a_broker_is_there_and_has_not_marked_for_a_day(stage: Stage) -> None:
         stage.follow(quick)
 
 
+def a_broker_whose_clock_was_ahead_is_gone(stage: Stage) -> None:
+    stage.a_day_passes()
+    stage.bury(stage.following())
+    stage.clock.wall -= DAY_S
+    stage.publish(12)
+    demand(stage.messages_there() < 12, "nobody waits for it for ever")
+
+
+def a_broker_is_gone_for_good(stage: Stage) -> None:
+    stage.publish()
+    stage.bury(stage.following())
+    stage.a_day_passes()
+    stage.publish(2)
+    demand("b1" in stage.marks(), "after a day it is known")
+    stage.a_day_passes()
+    stage.publish(2)
+    demand("b1" not in stage.marks(), "after a long time it is not")
+
+
+def a_broker_that_was_gone_comes_back_and_marks(stage: Stage) -> None:
+    stage.publish()
+    stage.bury(stage.following())
+    stage.clock.wall += 2 * DAY_S
+    publisher = stage.publisher("p", 1)
+    stage.until(publisher, "delete-cas:bq-delivered/b1")
+    stage.following("s2")
+    stage.finish(publisher)
+    demand("b1" in stage.marks(), "it is known")
+
+
 def a_broker_comes_back_while_the_marks_are_read(stage: Stage) -> None:
     stage.code.publisher.TRIM_EVERY = 12
     stage.publish()
@@ -378,4 +409,4 @@ def what_is_no_mark_and_no_message_lies_beside_them(stage: Stage) -> None:
     stage.consul.state.pairs[stage.keys.delivered_to("b1")] = Pair(b"by hand", 0, 0)
     stage.consul.state.pairs[stage.keys.messages + "x"] = Pair(b"by hand", 0, 0)
     stage.publish(4)
-    del stage.consul.state.pairs[stage.keys.delivered_to("b1")]
+    stage.consul.state.pairs.pop(stage.keys.delivered_to("b1"), None)
