@@ -59,8 +59,12 @@ def publish(
     Exit code 69 if another publisher holds the lock; the error names it.
     """
     with open_queue() as queue:
+        from kmq.cluster.fleet import COMMANDS, STATE
         from kmq.cluster.message import MAX_BYTES
 
+        if type in (STATE, *COMMANDS):
+            how = "kmq fleet set, topics or token" if type == STATE else f"kmq fleet run {type}"
+            raise ConfigError(f"type {type!r}: is what a fleet's brokers act on; publish it with: {how}")
         data = sys.stdin.buffer.read(MAX_BYTES + 1) if payload == "-" else os.fsencode(payload)
         print(queue.publish(type, data, timeout))
 

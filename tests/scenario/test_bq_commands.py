@@ -293,6 +293,17 @@ def test_an_epoch_that_kmq_did_not_write_is_named_in_one_line(shell, value):
     assert "Traceback" not in follow.err and follow.process.poll() is None
 
 
+@pytest.mark.parametrize(
+    ("type", "how"),
+    [("state", "set, topics or token"), *((each, f"run {each}") for each in ("verify", "compact", "retain"))],
+)
+def test_a_type_that_a_fleet_acts_on_is_refused_and_the_right_command_named(shell, type, how):
+    done = shell.run("publish", type, "x")
+    [line] = done.stderr.decode().splitlines()
+    assert done.returncode == CONFIG and line.endswith(f"publish it with: kmq fleet {how}")
+    assert json.loads(shell.run("status", "--json").stdout)["epoch"] == 0
+
+
 def test_a_web_server_that_is_no_consul_is_not_taken_for_an_empty_one(shell, tmp_path):
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
