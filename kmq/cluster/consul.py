@@ -14,7 +14,7 @@ import json
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from kmq.errors import RetryError
+from kmq.errors import EXIT_CONFIG, RetryError
 
 T = TypeVar("T")
 
@@ -51,11 +51,13 @@ Steps = Generator[Request | Pause, Any, T]  # it is sent a Response for each Req
 
 
 class ConsulError(RetryError):
-    """Consul has refused a request. `status` is that of HTTP; 0: there was none."""
+    """Consul has refused a request. `status` is that of HTTP; 0: there was none; 403: the token is wrong."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
         self.status = status
+        if status == 403:
+            self.exit_code = EXIT_CONFIG
 
 
 class Conflict(ConsulError):

@@ -28,7 +28,7 @@ from kmq.cluster.queue import Place
 from kmq.cluster.subscriber import Displaced, Snapshot
 from kmq.cluster.transport import Address
 from kmq.cluster.trimming import KEPT
-from kmq.errors import BusyError, ConfigError
+from kmq.errors import EXIT_CONFIG, BusyError, ConfigError
 
 TTL_S = 1.0
 
@@ -180,7 +180,7 @@ def test_what_consul_forbids_is_an_error_to_the_caller(tmp_path):
             for attempt in (lambda: queue.publish("a"), lambda: received(queue)):
                 with pytest.raises(ConsulError, match="KMQ_CONSUL_TOKEN must be a token that may do this") as caught:
                     attempt()
-                assert caught.value.status == 403
+                assert (caught.value.status, caught.value.exit_code) == (403, EXIT_CONFIG)
             with pytest.raises(ConsulError, match="KMQ_CONSUL_TOKEN"):
                 follow(queue, print, threading.Event())
         page = (ROOT / "docs/cluster.md").read_text()
