@@ -9,6 +9,8 @@ File        Line 1: version of the format, name of the cluster, last message tha
             its key in Consul, a blank, its value. A limit or setting whose value is DEFAULT has none from the fleet.
 Owner       The agent replaces it, whole. Ingress, durability, router and gateway look once a second.
 Invariant   The epoch of the file is never behind the mark in Consul, so a broker without Consul has what it was told.
+            A process that has read the file keeps what was in force when the file goes, or cannot be read any more.
+            One that starts with a file that it cannot read accepts no tokens until the agent has made the file anew.
             A setting that this broker was given itself always wins over the fleet's.
 Not covered Without KMQ_CLUSTER, or with another one, the file has no effect.
 """
@@ -44,11 +46,15 @@ class States:
     def decode(cls, text: bytes) -> "States":
         """Return the states in the text of a file. Raises ValueError if it is none of this version."""
         head, *lines = text.decode().removesuffix("\n").split("\n")
+        if not head:
+            raise ValueError("is empty")
         word, version, cluster, epoch = (head.split(" ") + [""] * 4)[:4]
         if word != "kmq-states" or not version.isdigit():
             raise ValueError("is no file of states")
         if int(version) != VERSION:
             raise ValueError(f"has version {version}, but this release knows {VERSION}")
+        if not text.endswith(b"\n"):
+            raise ValueError("is cut")
         values = {key: value for key, _, value in (line.partition(" ") for line in lines)}
         return cls(cluster.removeprefix("cluster="), int(epoch.removeprefix("epoch=")), values)
 
@@ -72,7 +78,7 @@ def read(settings: Settings) -> States | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; move it away, and the agent makes it again from Consul") from None
+        raise ConfigError(f"{path}: {error}; the agent makes it again from Consul, see its log") from None
     return states if states.cluster == settings.cluster else None
 
 
@@ -95,6 +101,8 @@ class InForce:
         """`warn`: is called with a log event when the file cannot be read; one process of the broker does that."""
         self._own, self._warn = settings, warn
         self.settings, self.revoked = settings, frozenset[str]()
+        self.is_unknown = False  # there is a file, but nothing has been read from it yet: any token may be revoked
+        self._has_read = False
         self._watch = Watch(path_of(settings)) if settings.cluster else None
         if self._watch is not None:
             self._read()
@@ -107,15 +115,27 @@ class InForce:
         self._read()
         return before != (self.settings, self.revoked)
 
+    def _keep(self, reason: object) -> None:
+        self.is_unknown = not self._has_read
+        effect = "what was in force stays in force"
+        if self.is_unknown:
+            effect = "no token is accepted, and nothing that the fleet has set is in force, until it can be read"
+        if self._warn is not None:
+            self._warn("states_kept", reason=reason, effect=effect)
+
     def _read(self) -> None:
         try:
             states = read(self._own)
         except ConfigError as error:
-            if self._warn is not None:
-                self._warn("states_kept", reason=error, effect="what was in force stays in force")
-            return
-        told = states.under(SETTINGS) if states is not None else {}
+            return self._keep(error)
+        if states is None:
+            if self._has_read or self.is_unknown:
+                self._keep(f"{path_of(self._own)}: is gone, or another cluster's")
+            return None
+        self._has_read, self.is_unknown = True, False
+        told = states.under(SETTINGS)
         self.settings = self._own.with_shared(
             {name: text for name, text in told.items() if text != DEFAULT and not fault(name, text)}
         )
-        self.revoked = frozenset(states.under(TOKENS) if states is not None else ())
+        self.revoked = frozenset(states.under(TOKENS))
+        return None

@@ -139,7 +139,8 @@ class Tokens:
         return found
 
     def _is_revoked(self, name: str, digest: bytes) -> bool:
-        return not self._in_force.revoked.isdisjoint((name, id_of(name, digest)))
+        known = self._in_force
+        return known.is_unknown or not known.revoked.isdisjoint((name, id_of(name, digest)))
 
     def check_header(self, authorization: str) -> str:
         """Return the name for an `authorization: Bearer <token>` header, given its value; "" if it is unknown."""

@@ -29,7 +29,8 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     "dead": _AGAIN,
     "silent": "if it was stopped: kill -CONT {pid}; else look at its disk; kill -9 {pid} loses nothing,"
     " it is started again",
-    "message_not_processed": "its log says why (event message_not_processed); it is tried again until it succeeds",
+    "message_not_processed": "its log says why (event message_not_processed or states_ignored); it is tried again until"
+    " it succeeds",
     "draining": "wait until it has ended, then: kmq up",
     "recovering": "wait: its log says how far it is",
     "waiting": "wait: its log says for whom",

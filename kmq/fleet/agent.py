@@ -97,6 +97,7 @@ class Agent:
             signal.signal(number, self._on_signal)
         self._state("waiting")
         self._row.epoch = self._row.newest = max(0, self._applier.epoch)
+        self._row.failing = bool(self._applier.unreadable)
         following = threading.Thread(target=self._follow, name="kmq-follow", daemon=True)
         reporting = threading.Thread(target=self._keep_reporting, name="kmq-report", daemon=True)
         self._commands.start()
@@ -169,7 +170,7 @@ class Agent:
 
     def _on_change(self, condition: Condition) -> None:
         before, self._condition = self._condition, condition
-        self._row.failing = bool(condition.failing)
+        self._row.failing = bool(condition.failing or self._applier.unreadable)
         if condition.lost and not before.lost:
             effect = "the broker goes on as it is; what the fleet says is done later"
             self.log.warn("consul_lost", reason=condition.lost, effect=effect)
@@ -187,6 +188,7 @@ class Agent:
         self._applier.apply(item)
         self._row.epoch = item.epoch
         self._row.messages += 1
+        self._row.failing = bool(self._condition.failing)
 
     # --- what others are told -----------------------------------------------------------------------------------------
 
@@ -199,9 +201,10 @@ class Agent:
         key = self._queue.keys.brokers + self._queue.place.broker
         while not self._stop.wait(_REPORT_S):
             subscriber = self._subscriber
-            if subscriber is None:
-                continue
             try:
+                self._applier.keep()
+                if subscriber is None:
+                    continue
                 if time.monotonic() - looked >= _FINDINGS_S or epoch != self._applier.epoch:
                     epoch, looked = self._applier.epoch, time.monotonic()
                     findings = self._applier.findings()
@@ -216,7 +219,7 @@ class Agent:
         verdict = judge(self._page.copy(), self.settings)
         own = {name: self.settings.texts[row.env] for name, row in SHARED.items() if name in self.settings.given}
         reasons = [
-            self._condition.failing or str(reason) if reason.about == AGENT else str(reason)
+            self._condition.failing or self._applier.unreadable or str(reason) if reason.about == AGENT else str(reason)
             for reason in verdict.reasons
         ]
         return Report(who_we_are(), verdict.ready, reasons, findings, own)

@@ -1,6 +1,7 @@
 """States of the fleet take effect here: topics as `kmq topics create|set` does it, everything else by a file.
 
 Owner       KMQ_DATA/cluster/states (kmq/states.py). Topics stay the router's: they are declared, and requests submitted.
+            If the file goes, or another text is in it, `keep` writes it again from memory.
 Invariant   `apply` returns only after everything that the item says is on disk. To apply an item twice, or to apply a
             Snapshot instead of the messages before it, leads to the same files.
 Crash       Killed at any point: the item is not marked yet, so it comes again.
@@ -9,6 +10,7 @@ Not covered A topic that is here with another number of partitions, or a limit t
 """
 
 import os
+import threading
 
 from kmq.cluster import fleet
 from kmq.cluster.keys import decode_fields
@@ -31,10 +33,14 @@ class Applier:
         self._path = path_of(settings)
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
         self.states: States | None = None  # None: this broker knows nothing, so it needs a snapshot
+        self.unreadable = ""  # why the file could not be read when we began; "": all states are known
+        self._lock = threading.Lock()  # of the file
         try:
             self.states = read(settings)
         except ConfigError as error:
-            self._log.warn("states_ignored", reason=error, effect="all states are read from Consul again")
+            self.unreadable = str(error)
+            effect = "not ready, and no token is accepted, until all states are read from Consul again"
+            self._log.error("states_ignored", reason=error, effect=effect)
 
     @property
     def epoch(self) -> int:
@@ -65,18 +71,32 @@ class Applier:
             if why:
                 effect = "it stays as it is here; kmq fleet status shows it"
                 self._log.warn("state_not_applied", state=key, reason=why, effect=effect)
-        replace_file(self._path, states.encode())
-        self.states = states
+        self._write(states)
+
+    def _write(self, states: States) -> None:
+        with self._lock:
+            replace_file(self._path, states.encode())
+            self.states, self.unreadable = states, ""
+
+    def keep(self) -> None:
+        """Write the file again if it does not have what we hold. Raises OSError."""
+        with self._lock:
+            if self.states is None:
+                return
+            text, reason = self.states.encode(), "it is not what the agent has written"
+            try:
+                with open(self._path, "rb") as file:
+                    if file.read() == text:
+                        return
+            except OSError as error:
+                reason = str(error.strerror)
+            replace_file(self._path, text)
+        self._log.warn("states_made_again", file=self._path, reason=reason)
 
     def _pass(self, message: Message) -> None:
-        """Note a message that changes no state. A file that a power cut takes back costs one snapshot."""
+        """Note a message that changes no state."""
         values = self.states.values if self.states is not None else {}
-        states = States(self._settings.cluster, message.epoch, values)
-        making = f"{self._path}.passed"
-        with open(making, "wb") as file:
-            file.write(states.encode())
-        os.rename(making, self._path)
-        self.states = states
+        self._write(States(self._settings.cluster, message.epoch, values))
 
     # --- topics ------------------------------------------------------------------------------------------------------
 

@@ -381,3 +381,25 @@ def test_without_a_cluster_there_is_no_agent_and_nothing_of_it(broker):
     assert not agent_of(broker) and not (broker.data / "cluster").exists()
     done = broker.kmq("fleet", "status")
     assert done.returncode == 78 and "KMQ_CONSUL and KMQ_CLUSTER not set" in done.stderr
+
+
+def test_a_damaged_file_of_states_lets_no_revoked_token_in(fleet, tmp_path):
+    fleet.a.env["KMQ_TOKENS"] = str(tmp_path / "tokens")
+    token = fleet.a.kmq("token", "new", "orders").stdout.strip()
+    fleet.a.up()
+    fleet.say("token", "revoke", "orders")
+    wait(lambda: b"unauthorized" in greeting(fleet.a, token), "the refusal")
+    path = fleet.a.data / "cluster/states"
+    path.unlink()
+    wait(path.exists, "the file made again")
+    fleet.a.down()
+    path.write_bytes(b"")
+    fleet.a.up(KMQ_CONSUL="127.0.0.1:1")
+    assert b"unauthorized" in greeting(fleet.a, token)
+    done = fleet.a.kmq("status", "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["reasons"][0]["code"] == "message_not_processed"
+    fleet.a.down()
+    fleet.a.up()
+    wait(lambda: b"tokens/orders" in path.read_bytes(), "the file made from Consul")
+    fleet.a.wait(lambda: fleet.a.kmq("status").returncode == 0, "ready")
+    assert b"unauthorized" in greeting(fleet.a, token)

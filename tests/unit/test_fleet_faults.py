@@ -1,0 +1,96 @@
+"""A fleet's files, keys and values that are damaged, gone, or not KMQ's: what a broker and the commands make of them."""
+
+import os
+import time
+
+import pytest
+from fake_logger import FakeLogger
+
+from kmq import states, tokens
+from kmq.cluster import fleet
+from kmq.cluster.message import Message
+from kmq.fleet.applying import Applier
+from kmq.log.identity import open_data
+from kmq.settings import load
+from kmq.states import InForce, States
+
+PATIENCE_S = 30.0
+
+
+def wait(condition):
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def settings(data, tmp_path):
+    environ = {"KMQ_DATA": data, "KMQ_PIPES": str(tmp_path), "KMQ_CLUSTER": "unit", "KMQ_TOKENS": f"{tmp_path}/tokens"}
+    found = load(environ, "/nonexistent.toml")
+    open_data(found.data)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch):
+    """Files are looked at on each use instead of once a second."""
+    monkeypatch.setattr("kmq.watch._LOOK_S", 0.0)
+
+
+def said(key, value, epoch):
+    return Message.new(fleet.STATE, f"{key} {value}".encode())._replace(epoch=epoch)
+
+
+def write(settings, text):
+    os.makedirs(f"{settings.data}/cluster", exist_ok=True)
+    with open(states.path_of(settings), "wb") as file:
+        file.write(text)
+
+
+# --- the file of states -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_goes_leaves_in_force_what_was(settings):
+    write(settings, States("unit", 1, {"tokens/x": "revoked", "settings/data_quota": "1GiB"}).encode())
+    log = FakeLogger()
+    now = InForce(settings, log.warn)
+    os.unlink(states.path_of(settings))
+    assert not now.changed() and not now.changed() and now.revoked == {"x"} and now.settings.data_quota
+    assert log.names == ["states_kept"] and "is gone" in log.of("states_kept")[0]["reason"]
+
+
+@pytest.mark.parametrize("text", [b"", b"garbage", b"kmq-states 1 cluster=unit epoch=1\ntokens/orders revo"])
+def test_a_start_with_an_unreadable_file_accepts_no_token_until_it_is_made_again(settings, text):
+    token = tokens.new(settings.tokens, "orders")
+    write(settings, text)
+    log = FakeLogger()
+    checked = tokens.Tokens(settings, log.warn)
+    assert checked.check(token.encode()) == "" and "no token" in log.of("states_kept")[0]["effect"]
+    assert checked.check(tokens.local(settings).encode()) == "local"
+    os.unlink(states.path_of(settings))
+    assert checked.check(token.encode()) == "", "nobody knows yet what was revoked"
+    write(settings, States("unit", 1, {}).encode())
+    assert checked.check(token.encode()) == "orders"
+
+
+@pytest.mark.parametrize("text", [None, b"", b"garbage"])
+def test_the_agent_writes_a_file_again_that_has_gone_or_is_damaged(settings, text):
+    log = FakeLogger()
+    applier = Applier(settings, log)
+    applier.apply(said("tokens/x", "revoked", 1))
+    applier.keep()
+    os.unlink(states.path_of(settings))
+    if text is not None:
+        write(settings, text)
+    applier.keep()
+    assert InForce(settings).revoked == {"x"} and log.names.count("states_made_again") == 1
+
+
+def test_every_change_of_the_file_is_synced(settings, monkeypatch):
+    applier = Applier(settings, FakeLogger())
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd)))
+    applier.apply(Message.new("greeting", b"hello")._replace(epoch=1))
+    assert synced
