@@ -1,12 +1,12 @@
 """KMQ_DATA/cluster/states: what the fleet has told this broker, for its processes that never speak to Consul.
 
-    kmq-states 1 cluster=prod epoch=17
+    kmq-states 1 cluster=prod epoch=17 id=0f4be2a65d1c4f7e9a31c5b8d2e60f17
     settings/retention_age 30d
     tokens/orders revoked
     topics/orders partitions=4 retention_age=30d
 
-File        Line 1: version of the format, name of the cluster, last message that is contained. Then one line a state:
-            its key in Consul, a blank, its value. A limit or setting whose value is DEFAULT has none from the fleet.
+File        Line 1: version of the format, name of the cluster, last message that is contained, and its id. Then one
+            line a state: its key in Consul, a blank, its value. A limit or setting whose value is DEFAULT has none from the fleet.
 Owner       The agent replaces it, whole. Ingress, durability, router and gateway look once a second.
 Invariant   The epoch of the file is never behind the mark in Consul, so a broker without Consul has what it was told.
             A process that has read the file keeps what was in force when the file goes, or cannot be read any more.
@@ -31,14 +31,17 @@ KINDS = (TOPICS, TOKENS, SETTINGS)
 class States:
     """All states at one epoch: key → value."""
 
-    __slots__ = ("cluster", "epoch", "values")
+    __slots__ = ("cluster", "epoch", "id", "values")
 
-    def __init__(self, cluster: str, epoch: int, values: dict[str, str]) -> None:
-        self.cluster, self.epoch, self.values = cluster, epoch, values
+    def __init__(self, cluster: str, epoch: int, values: dict[str, str], id: str = "") -> None:
+        """`id`: of the message of that epoch; "": there is none."""
+        self.cluster, self.epoch, self.values, self.id = cluster, epoch, values, id
 
     def encode(self) -> bytes:
         """Return the text of the file."""
-        lines = [f"kmq-states {VERSION} cluster={self.cluster} epoch={self.epoch}"]
+        lines = [
+            f"kmq-states {VERSION} cluster={self.cluster} epoch={self.epoch}" + (f" id={self.id}" if self.id else "")
+        ]
         lines += [f"{key} {value}" for key, value in sorted(self.values.items())]
         return ("\n".join(lines) + "\n").encode()
 
@@ -48,7 +51,7 @@ class States:
         head, *lines = text.decode().removesuffix("\n").split("\n")
         if not head:
             raise ValueError("is empty")
-        word, version, cluster, epoch = (head.split(" ") + [""] * 4)[:4]
+        word, version, cluster, epoch, id = (head.split(" ") + [""] * 5)[:5]
         if word != "kmq-states" or not version.isdigit():
             raise ValueError("is no file of states")
         if int(version) != VERSION:
@@ -56,7 +59,8 @@ class States:
         if not text.endswith(b"\n"):
             raise ValueError("is cut")
         values = {key: value for key, _, value in (line.partition(" ") for line in lines)}
-        return cls(cluster.removeprefix("cluster="), int(epoch.removeprefix("epoch=")), values)
+        number = int(epoch.removeprefix("epoch="))
+        return cls(cluster.removeprefix("cluster="), number, values, id.removeprefix("id="))
 
     def under(self, prefix: str) -> dict[str, str]:
         """Return name → value of one kind of states."""

@@ -27,6 +27,7 @@ from kmq.cluster.following import Condition, follow
 from kmq.cluster.presence import holder_of
 from kmq.cluster.queue import BroadcastQueue, Heart, Place, who_we_are
 from kmq.cluster.subscriber import Item, Snapshot, Subscriber
+from kmq.cluster.trimming import Mark
 from kmq.errors import BusyError, KmqError, RetryError
 from kmq.fleet.applying import Applier
 from kmq.fleet.commands import Commands
@@ -50,7 +51,11 @@ def is_left_over(holder: str) -> bool:
 
 
 class _Queue(BroadcastQueue):
-    """The queue, whose subscriber begins with a snapshot if this broker does not have what it once marked."""
+    """The queue, whose subscriber begins with a snapshot unless Consul goes on from what this broker has.
+
+    This broker may have less than it once marked, because its disk is new or an older one; or more, or other messages,
+    because Consul was restored while the agent was down.
+    """
 
     def __init__(self, place: Place, applier: Applier, agent: "Agent") -> None:
         super().__init__(place)
@@ -60,9 +65,11 @@ class _Queue(BroadcastQueue):
     def subscribed(
         self, start: int | None = None, stop: threading.Event | None = None
     ) -> Iterator[tuple[Subscriber, Heart]]:
+        states = self._applier.states
+        self._known = Mark(states.epoch, states.id, 0.0) if states is not None else None
         with super().subscribed(start, stop) as (subscriber, heart):
-            if subscriber.done is not None and subscriber.done.epoch > self._applier.epoch:
-                subscriber.done = None  # its disk is new, or an older one
+            if states is None:
+                subscriber.done = None
             self._agent.hold(subscriber)
             try:
                 yield subscriber, heart

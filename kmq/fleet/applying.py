@@ -51,12 +51,12 @@ class Applier:
         """Reach what an item says. Raises OSError if the disk does not let us, ValueError if KMQ did not write it."""
         if isinstance(item, Snapshot):
             found = fleet.states_of(item)
-            self._reach(States(self._settings.cluster, item.epoch, found), found)
+            self._reach(States(self._settings.cluster, item.epoch, found, item.id), found)
             self._log.info("snapshot_applied", epoch=item.epoch, states=len(found))
         elif item.type == fleet.STATE:
             key, value = fleet.state_of(item)
             before = self.states.values if self.states is not None else {}
-            self._reach(States(self._settings.cluster, item.epoch, {**before, key: value}), {key: value})
+            self._reach(States(self._settings.cluster, item.epoch, {**before, key: value}, item.id), {key: value})
             self._log.info("state_applied", epoch=item.epoch, state=key, value=value)
         else:
             self._pass(item)
@@ -96,7 +96,7 @@ class Applier:
     def _pass(self, message: Message) -> None:
         """Note a message that changes no state."""
         values = self.states.values if self.states is not None else {}
-        self._write(States(self._settings.cluster, message.epoch, values))
+        self._write(States(self._settings.cluster, message.epoch, values, message.id))
 
     # --- topics ------------------------------------------------------------------------------------------------------
 

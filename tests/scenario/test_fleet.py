@@ -403,3 +403,24 @@ def test_a_damaged_file_of_states_lets_no_revoked_token_in(fleet, tmp_path):
     wait(lambda: b"tokens/orders" in path.read_bytes(), "the file made from Consul")
     fleet.a.wait(lambda: fleet.a.kmq("status").returncode == 0, "ready")
     assert b"unauthorized" in greeting(fleet.a, token)
+
+
+@pytest.mark.parametrize("is_published_since", [False, True])
+def test_a_consul_restored_while_the_agent_was_down_leads_to_a_snapshot(fleet, is_published_since):
+    fleet.a.up()
+    for name in ("kept", "lost"):
+        fleet.say("token", "revoke", name)
+    fleet.wait_read("a")
+    fleet.a.down()
+    keys = fleet.queue.keys
+    first = consul_api.read(keys.message(1))
+    mark = Mark(1, fleet.queue.run(first).value.partition(b"id=")[2].partition(b" ")[0].decode(), time.time())
+    changes = [consul_api.Operation("delete", key) for key in (keys.message(2), keys.root + "tokens/lost")]
+    changes += [consul_api.Operation("set", keys.epoch, b"1")]
+    changes += [consul_api.Operation("set", keys.delivered_to("a"), mark.encode())]
+    fleet.queue.run(consul_api.txn(changes))
+    if is_published_since:
+        fleet.queue.publish("greeting")
+    fleet.a.up()
+    fleet.wait_read("a")
+    wait(lambda: b"tokens/lost" not in (fleet.a.data / "cluster/states").read_bytes(), "the states as they are now")
