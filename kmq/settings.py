@@ -44,7 +44,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].lower() not in _UNITS:
         raise ValueError("expected a number of bytes, optionally with KiB, MiB or GiB")
-    return int(match[1]) * _UNITS[match[2].lower()]
+    return _bounded(int(match[1]) * _UNITS[match[2].lower()])
 
 
 def parse_duration(text: str) -> float:
@@ -52,7 +52,13 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+)\s*(ms|s|m|h|d)\s*", text)
     if not match:
         raise ValueError("expected a whole number with ms, s, m, h or d, such as 30s or 24h")
-    return int(match[1]) * _DURATIONS[match[2]]
+    return _bounded(int(match[1])) * _DURATIONS[match[2]]
+
+
+def _bounded(number: int) -> int:
+    if number >= 1 << 63:
+        raise ValueError("is too large")
+    return number
 
 
 def _duration(text: str) -> float:

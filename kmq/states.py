@@ -6,7 +6,8 @@
     topics/orders partitions=4 retention_age=30d
 
 File        Line 1: version of the format, name of the cluster, last message that is contained, and its id. Then one
-            line a state: its key in Consul, a blank, its value. A limit or setting whose value is DEFAULT has none from the fleet.
+            line a state: its key in Consul, a blank, its value. A limit or setting whose value is DEFAULT has none from
+            the fleet.
 Owner       The agent replaces it, whole. Ingress, durability, router and gateway look once a second.
 Invariant   The epoch of the file is never behind the mark in Consul, so a broker without Consul has what it was told.
             A process that has read the file keeps what was in force when the file goes, or cannot be read any more.
@@ -24,6 +25,7 @@ from kmq.watch import Watch
 VERSION = 1
 DEFAULT = "default"
 REVOKED = "revoked"
+UNREADABLE = "\ufffd"  # in the place of a value that is not one line of text; a token with it is revoked, too
 TOPICS, TOKENS, SETTINGS = "topics/", "tokens/", "settings/"
 KINDS = (TOPICS, TOKENS, SETTINGS)
 
@@ -90,6 +92,8 @@ def fault(name: str, value: str) -> str:
     """Return why a setting of the fleet has no effect here; "" if it has one."""
     if name not in SHARED:
         return f"unknown setting; this release knows {', '.join(SHARED)}"
+    if UNREADABLE in value:
+        return "is not readable; publish it anew with: kmq fleet set"
     if value != DEFAULT:
         try:
             SHARED[name].parse(value)

@@ -17,7 +17,7 @@ from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.log.segment import LIMITS, Limits
 from kmq.log.topics import MAX_PARTITIONS
 from kmq.settings import SHARED, parse_duration
-from kmq.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, fault
+from kmq.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, fault
 
 if TYPE_CHECKING:
     from kmq.cluster.fleet import Result
@@ -82,7 +82,7 @@ def create(
     limits = _parse_limits(own or [])
 
     def decide(before: str) -> str:
-        if before:
+        if "partitions=" in before and UNREADABLE not in before:
             raise ConfigError(f"topic {name}: the fleet has it already ({before}); see: kmq fleet topics set")
         return _topic(str(partitions), limits)
 
@@ -102,6 +102,8 @@ def set_limits(
         if not before:
             raise ConfigError(f"topic {name!r} is not known to the fleet; declare it with: kmq fleet topics create")
         fields = dict(field.partition("=")[::2] for field in before.split())
+        if not fields.get("partitions", "").isdecimal():
+            raise ConfigError(f"topic {name!r}: {before!r} is not readable; publish it anew: kmq fleet topics create")
         return _topic(fields.pop("partitions"), fields | limits)
 
     print(f"message {_publish(TOPICS + name, decide, timeout)}: topic {name}, {' '.join(changes)}")

@@ -11,6 +11,7 @@ Memory      A result has at most RESULT_BYTES, a state at most STATE_BYTES.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from kmq.cluster.message import Message
 from kmq.cluster.publisher import Change, Publisher, StateChanged
 from kmq.cluster.subscriber import Snapshot
 from kmq.errors import ConfigError
-from kmq.states import KINDS
+from kmq.states import KINDS, UNREADABLE
 
 STATE = "state"
 COMMANDS = ("verify", "compact", "retain")
@@ -61,39 +62,57 @@ class Result(NamedTuple):
         """Return the result; one that says so if the text is none."""
         try:
             found = json.loads(value)
-            return cls(str(found["type"]), str(found["outcome"]), [*map(str, found["findings"])], float(found["ts"]))
-        except (ValueError, KeyError, TypeError):
+            ts = float(found["ts"])
+            if not math.isfinite(ts):
+                raise ValueError("no time")
+            return cls(_text(found["type"]), _text(found["outcome"]), _texts(found["findings"]), ts)
+        except _NOT_OURS:
             return cls("", "unreadable", [], 0.0)
+
+
+_NOT_OURS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)  # of a text that KMQ did not write
+
+
+def _text(value: object) -> str:
+    """Return a text that can be printed. Raises TypeError if it is none."""
+    if not isinstance(value, str):
+        raise TypeError("no text")
+    return value.encode(errors="replace").decode()
+
+
+def _texts(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError("no list")
+    return [*map(_text, value)]
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
 def state_of(message: Message) -> tuple[str, str]:
-    """Return key and value of the state that a message says. Raises ValueError if it says none."""
-    try:
-        key, blank, value = message.payload.decode().partition(" ")
-    except UnicodeDecodeError:
-        key = blank = value = ""
-    if not blank or not is_state(key) or "\n" in value:
+    """Return key and value of the state that a message says; UNREADABLE in the place of what is not one line of text.
+
+    Raises ValueError if it names no state.
+    """
+    name, blank, value = message.payload.partition(b" ")
+    key = name.decode(errors="replace")
+    if not blank or not is_state(key) or UNREADABLE in key:
         raise ValueError(
             f"message {message.epoch}: {message.payload[:80]!r} must be <key> <value>; KMQ did not write it"
         )
-    return key, value
+    return key, _line(value)
 
 
 def states_of(snapshot: Snapshot) -> dict[str, str]:
-    """Return the states of a fleet by key. Raises ValueError that names a key whose value is not one line of text."""
-    found = {}
-    for key, value in snapshot.states.items():
-        if is_state(key):
-            try:
-                found[key] = value.decode()
-            except UnicodeDecodeError:
-                found[key] = "\n"
-            if "\n" in found[key]:
-                raise ValueError(f"state {key}: {value[:80]!r} must be one line of text; KMQ did not write it")
-    return found
+    """Return the states of a fleet by key; UNREADABLE in the place of a value that is not one line of text."""
+    return {key: _line(value) for key, value in snapshot.states.items() if is_state(key)}
+
+
+def _line(value: bytes) -> str:
+    try:
+        return UNREADABLE if b"\n" in value else value.decode()
+    except UnicodeDecodeError:
+        return UNREADABLE
 
 
 def is_state(key: str) -> bool:
@@ -108,7 +127,7 @@ def publish_state(publisher: Publisher, keys: Keys, key: str, decide: Callable[[
     """
     for left in reversed(range(_TRIES)):
         found = yield from consul.read(keys.root + key)
-        value = decide(found.value.decode() if found is not None else "")
+        value = decide(found.value.decode(errors="replace") if found is not None else "")
         if len(value.encode()) > STATE_BYTES:
             raise ConfigError(f"{key}: {len(value.encode()):,} bytes; at most {STATE_BYTES:,}")
         change = Change(keys.root + key, value.encode(), found.version if found is not None else 0)
@@ -189,8 +208,10 @@ class Report(NamedTuple):
         """Return the report; None if the text is none."""
         try:
             found: dict[str, Any] = json.loads(value)
-            return cls(*(found[name] for name in cls._fields))
-        except (ValueError, KeyError, TypeError):
+            own = {_text(name): _text(text) for name, text in found["own"].items()}
+            reasons, findings = _texts(found["reasons"]), _texts(found["findings"])
+            return cls(_text(found["holder"]), found["ready"] is True, reasons, findings, own)
+        except (*_NOT_OURS, AttributeError):
             return None
 
 

@@ -204,7 +204,7 @@ class Agent:
 
     def _keep_reporting(self) -> None:
         said, session, findings, looked = b"", "", list[str](), -_FINDINGS_S
-        epoch = -1
+        epoch, failed = -1, ""
         key = self._queue.keys.brokers + self._queue.place.broker
         while not self._stop.wait(_REPORT_S):
             subscriber = self._subscriber
@@ -221,6 +221,11 @@ class Agent:
                     said, session = report, subscriber.session
             except (OSError, KmqError):
                 continue  # Consul is asked again, and a topic that has just gone is looked at again
+            except Exception as error:  # a fault of KMQ's must not silence this broker for ever
+                reason = f"{type(error).__name__}: {error}"
+                if reason != failed:
+                    self.log.error("report_failed", reason=reason, effect="the fleet sees an older report; tried again")
+                failed = reason
 
     def _report(self, findings: list[str]) -> Report:
         verdict = judge(self._page.copy(), self.settings)

@@ -22,7 +22,7 @@ from kmq.log.disk import replace_file
 from kmq.log.segment import LIMITS, Limits
 from kmq.logfmt import Logger
 from kmq.settings import Settings
-from kmq.states import DEFAULT, SETTINGS, TOPICS, States, fault, path_of, read
+from kmq.states import DEFAULT, SETTINGS, TOKENS, TOPICS, UNREADABLE, States, fault, path_of, read
 
 
 class Applier:
@@ -35,6 +35,7 @@ class Applier:
         self.states: States | None = None  # None: this broker knows nothing, so it needs a snapshot
         self.unreadable = ""  # why the file could not be read when we began; "": all states are known
         self._lock = threading.Lock()  # of the file
+        self._passed_over = ""  # why the last message of this type was none; "": it was one
         try:
             self.states = read(settings)
         except ConfigError as error:
@@ -48,14 +49,24 @@ class Applier:
         return self.states.epoch if self.states is not None else -1
 
     def apply(self, item: Item) -> None:
-        """Reach what an item says. Raises OSError if the disk does not let us, ValueError if KMQ did not write it."""
+        """Reach what an item says. Raises OSError if the disk does not let us.
+
+        What KMQ did not write can never be reached: it is a finding, and passed over.
+        """
         if isinstance(item, Snapshot):
-            found = fleet.states_of(item)
+            found, self._passed_over = fleet.states_of(item), ""
             self._reach(States(self._settings.cluster, item.epoch, found, item.id), found)
             self._log.info("snapshot_applied", epoch=item.epoch, states=len(found))
         elif item.type == fleet.STATE:
-            key, value = fleet.state_of(item)
+            try:
+                key, value = fleet.state_of(item)
+            except ValueError as error:
+                self._pass(item)
+                self._passed_over = f"{error}; passed over"
+                self._log.warn("state_not_applied", reason=error, effect="passed over; kmq fleet status shows it")
+                return
             before = self.states.values if self.states is not None else {}
+            self._passed_over = ""
             self._reach(States(self._settings.cluster, item.epoch, {**before, key: value}, item.id), {key: value})
             self._log.info("state_applied", epoch=item.epoch, state=key, value=value)
         else:
@@ -121,12 +132,17 @@ class Applier:
 
     def findings(self) -> list[str]:
         """Return which states are not as the fleet says, one line each."""
-        states, found = self.states, []
+        states, found = self.states, [self._passed_over] if self._passed_over else []
         if states is None:
             return []
         for name, value in states.under(SETTINGS).items():
             if why := fault(name, value):
                 found.append(f"{SETTINGS}{name}: {why}")
+        for name, value in states.under(TOKENS).items():
+            if UNREADABLE in value:
+                found.append(
+                    f"{TOKENS}{name}: is not readable, taken for revoked; publish it anew: kmq fleet token revoke"
+                )
         names = {*topics.names(self._settings.data)}
         for name, value in states.under(TOPICS).items():
             if why := self._topic_differs(name, value, names):
@@ -134,12 +150,12 @@ class Applier:
         return found
 
     def _topic_differs(self, name: str, value: str, names: set[str]) -> str:
-        if name not in names:
-            return "is not here; it was deleted here, or its log says why (event state_not_applied)"
         try:
             partitions, limits = parse_topic(value)
         except ValueError as error:
             return str(error)
+        if name not in names:
+            return "is not here; it was deleted here, or its log says why (event state_not_applied)"
         declared = topics.read(self._settings.data, name)
         own = requests.limits_to_be(self._settings.data, name, dict(declared.limits))
         other = [f"{limit}={own.get(limit, DEFAULT)}" for limit, text in limits.items() if own.get(limit, "") != text]
@@ -148,6 +164,8 @@ class Applier:
 
 def parse_topic(value: str) -> tuple[int, dict[str, str]]:
     """Return the partitions and limits of a topic's state; a limit that is "" has none of its own. Raises ValueError."""
+    if UNREADABLE in value:
+        raise ValueError("is not readable; publish it anew with: kmq fleet topics create")
     fields = decode_fields(value.encode())
     limits = {name: "" if text == DEFAULT else text for name, text in fields.items() if name in LIMITS}
     if not fields.get("partitions", "").isdecimal():

@@ -80,7 +80,7 @@ def read(data: str, name: str) -> Declaration:
     try:
         with open(toml_path(data, name), "rb") as file:
             return parse(file.read().decode())
-    except (FileNotFoundError, KeyError, ValueError):
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
         try:
             found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
         except FileNotFoundError:  # deleted a moment ago

@@ -1,5 +1,6 @@
 """A fleet's files, keys and values that are damaged, gone, or not KMQ's: what a broker and the commands make of them."""
 
+import json
 import os
 import time
 
@@ -8,8 +9,11 @@ from fake_logger import FakeLogger
 
 from kmq import states, tokens
 from kmq.cluster import fleet
+from kmq.cluster.fleet import Report, Result
 from kmq.cluster.message import Message
+from kmq.cluster.subscriber import Snapshot
 from kmq.fleet.applying import Applier
+from kmq.log import topics
 from kmq.log.identity import open_data
 from kmq.settings import load
 from kmq.states import InForce, States
@@ -94,3 +98,58 @@ def test_every_change_of_the_file_is_synced(settings, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd)))
     applier.apply(Message.new("greeting", b"hello")._replace(epoch=1))
     assert synced
+
+
+# --- what KMQ did not write -------------------------------------------------------------------------------------------
+
+GOOD = {"type": "verify", "outcome": "ok", "findings": [], "ts": 1.0}
+REPORT = {"holder": "h/1", "ready": True, "reasons": [], "findings": [], "own": {}}
+
+
+@pytest.mark.parametrize("changes", [{"ts": 10**400}, {"ts": float("nan")}, {"findings": 5}, {"outcome": 5}])
+def test_a_result_with_values_of_other_types_is_unreadable(changes):
+    assert Result.decode(json.dumps(GOOD | changes).encode()).outcome == "unreadable"
+    assert Result.decode(b"[" * 100_000).outcome == "unreadable"
+
+
+@pytest.mark.parametrize("changes", [{"reasons": 5}, {"findings": [5]}, {"own": []}, {"holder": None}])
+def test_a_report_with_values_of_other_types_is_none(changes):
+    assert Report.decode(json.dumps(REPORT).encode()) and Report.decode(json.dumps(REPORT | changes).encode()) is None
+    assert Report.decode(b"[" * 100_000) is None
+    "".join(Report.decode(json.dumps(REPORT | {"reasons": ["\ud800"]}).encode()).reasons).encode()
+
+
+def test_a_limit_with_hundreds_of_digits_is_refused():
+    assert "too large" in states.fault("retention_age", "9" * 310 + "d")
+    assert "too large" in states.fault("data_quota", "9" * 310)
+
+
+@pytest.mark.parametrize("value", [b"30d\ntokens/till revoked", b"\xff"])
+def test_a_state_that_is_not_readable_is_a_finding_and_stops_no_other(settings, value):
+    by_snapshot, log = Applier(settings, FakeLogger()), FakeLogger()
+    states_read = dict.fromkeys(("settings/retention_age", "topics/bad", "tokens/x"), value)
+    by_snapshot.apply(Snapshot(3, {"topics/good": b"partitions=1", **states_read}))
+    assert topics.names(settings.data) == ["good"] and InForce(settings).revoked == {"x"}
+    applier = Applier(settings, log)
+    for epoch, key in enumerate(states_read, 4):
+        applier.apply(Message.new(fleet.STATE, key.encode() + b" " + value)._replace(epoch=epoch))
+    assert applier.states.values == by_snapshot.states.values and applier.findings() == by_snapshot.findings()
+    assert len(applier.findings()) == 3 and all("publish it anew" in line for line in applier.findings())
+    assert log.names.count("state_not_applied") == 2
+
+
+def test_a_message_that_says_no_state_is_a_finding_until_one_does(settings):
+    log = FakeLogger()
+    applier = Applier(settings, log)
+    applier.apply(Message.new(fleet.STATE, b"\xff")._replace(epoch=1))
+    assert applier.epoch == 1 and "passed over" in applier.findings()[0] and log.names == ["state_not_applied"]
+    applier.apply(said("tokens/x", "revoked", 2))
+    assert applier.findings() == []
+
+
+def test_a_damaged_declaration_of_a_topic_does_not_stop_the_findings(settings):
+    applier = Applier(settings, FakeLogger())
+    applier.apply(said("topics/a", "partitions=2", 1))
+    with open(topics.toml_path(settings.data, "a"), "w") as file:
+        file.write("partitions = [1]\n")
+    assert "has 1 partition(s) here" in applier.findings()[0]
