@@ -73,10 +73,13 @@ class Applier:
             self._pass(item)
 
     def _reach(self, states: States, changed: dict[str, str]) -> None:
+        has_topics = any(key.startswith(TOPICS) for key in changed)
+        names, asked = self._topics() if has_topics else (set[str](), {})
         for key, value in changed.items():
             why = ""
             if key.startswith(TOPICS):
-                why = self._reach_topic(key.removeprefix(TOPICS), value)
+                name = key.removeprefix(TOPICS)
+                why = self._reach_topic(name, value, name in names, asked.get(name, []))
             elif key.startswith(SETTINGS):
                 why = fault(key.removeprefix(SETTINGS), value)
             if why:
@@ -111,17 +114,26 @@ class Applier:
 
     # --- topics ------------------------------------------------------------------------------------------------------
 
-    def _reach_topic(self, name: str, value: str) -> str:
+    def _topics(self) -> tuple[set[str], dict[str, list[requests.Request]]]:
+        """Return the names of all topics, and by topic what the router was asked to set; read once a pass."""
+        data, asked = self._settings.data, dict[str, list[requests.Request]]()
+        names = {*topics.names(data)}
+        for request in requests.waiting(data) if os.path.isdir(f"{data}/topics") else []:
+            if request.verb == requests.SET:
+                asked.setdefault(request.topic, []).append(request)
+        return names, asked
+
+    def _reach_topic(self, name: str, value: str, is_here: bool, asked: list[requests.Request]) -> str:
         """Declare a topic, or set its limits. Returns why that cannot be done here; "" if it was done."""
         data = self._settings.data
         try:
             partitions, limits = parse_topic(value)
-            if name not in topics.names(data):
+            if not is_here:
                 topics.declare(data, name, partitions, {limit: text for limit, text in limits.items() if text})
                 return ""
             declared = topics.read(data, name)
-            own = requests.limits_to_be(data, name, dict(declared.limits))
-            changes = {limit: text for limit, text in limits.items() if own.get(limit, "") != text}
+            own = _limits_to_be(declared, asked)
+            changes = {limit: text for limit, text in limits.items() if _differ(limit, own.get(limit, ""), text)}
             if changes:
                 requests.apply(own, changes)
                 Limits().with_changes(own)
@@ -143,23 +155,34 @@ class Applier:
                 found.append(
                     f"{TOKENS}{name}: is not readable, taken for revoked; publish it anew: kmq fleet token revoke"
                 )
-        names = {*topics.names(self._settings.data)}
+        names, asked = self._topics()
         for name, value in states.under(TOPICS).items():
-            if why := self._topic_differs(name, value, names):
+            if why := self._topic_differs(name, value, name in names, asked.get(name, [])):
                 found.append(f"{TOPICS}{name}: {why}")
         return found
 
-    def _topic_differs(self, name: str, value: str, names: set[str]) -> str:
+    def _topic_differs(self, name: str, value: str, is_here: bool, asked: list[requests.Request]) -> str:
         try:
             partitions, limits = parse_topic(value)
         except ValueError as error:
             return str(error)
-        if name not in names:
+        if not is_here:
             return "is not here; it was deleted here, or its log says why (event state_not_applied)"
         declared = topics.read(self._settings.data, name)
-        own = requests.limits_to_be(self._settings.data, name, dict(declared.limits))
-        other = [f"{limit}={own.get(limit, DEFAULT)}" for limit, text in limits.items() if own.get(limit, "") != text]
+        own = _limits_to_be(declared, asked)
+        other = [
+            f"{limit}={own.get(limit, DEFAULT)}"
+            for limit, text in limits.items()
+            if _differ(limit, own.get(limit, ""), text)
+        ]
         return _other_partitions(declared.partitions, partitions) or (f"has {' '.join(other)} here" if other else "")
+
+
+def _limits_to_be(declared: topics.Declaration, asked: list[requests.Request]) -> dict[str, str]:
+    own = dict(declared.limits)
+    for request in asked:
+        requests.apply(own, request.limits)
+    return own
 
 
 def parse_topic(value: str) -> tuple[int, dict[str, str]]:
@@ -171,6 +194,17 @@ def parse_topic(value: str) -> tuple[int, dict[str, str]]:
     if not fields.get("partitions", "").isdecimal():
         raise ValueError(f"{value!r}: must name partitions=")
     return int(fields["partitions"]), limits
+
+
+def _differ(limit: str, here: str, told: str) -> bool:
+    """Return True if two texts of a limit do not mean the same; "" is none of its own."""
+    if not (here and told):
+        return here != told
+    try:
+        values = [getattr(Limits().with_changes({limit: text}), limit) for text in (here, told)]
+    except ConfigError:
+        return here != told
+    return bool(values[0] != values[1])
 
 
 def _other_partitions(here: int, told: int) -> str:

@@ -13,7 +13,7 @@ from kmq.cluster.fleet import Report, Result
 from kmq.cluster.message import Message
 from kmq.cluster.subscriber import Snapshot
 from kmq.fleet.applying import Applier
-from kmq.log import topics
+from kmq.log import requests, topics
 from kmq.log.identity import open_data
 from kmq.settings import load
 from kmq.states import InForce, States
@@ -153,3 +153,25 @@ def test_a_damaged_declaration_of_a_topic_does_not_stop_the_findings(settings):
     with open(topics.toml_path(settings.data, "a"), "w") as file:
         file.write("partitions = [1]\n")
     assert "has 1 partition(s) here" in applier.findings()[0]
+
+
+# --- topics -----------------------------------------------------------------------------------------------------------
+
+
+def test_limits_are_compared_by_what_they_mean(settings):
+    topics.declare(settings.data, "a", 1, {"retention_bytes": "10 GiB", "retention_age": "240h"})
+    applier = Applier(settings, FakeLogger())
+    applier.apply(said("topics/a", "partitions=1 retention_bytes=10GiB retention_age=10d", 1))
+    assert applier.findings() == [] and requests.waiting(settings.data) == []
+
+
+def test_directories_are_listed_once_a_pass_and_not_for_each_topic(settings, monkeypatch):
+    applier = Applier(settings, FakeLogger())
+    many = {f"topics/t{number}": b"partitions=1" for number in range(50)}
+    applier.apply(Snapshot(1, many))
+    listed, real = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: (listed.append(path), real(path))[1])
+    names, found = [], topics.names
+    monkeypatch.setattr(topics, "names", lambda data: (names.append(data), found(data))[1])
+    applier.apply(Snapshot(2, many))
+    assert applier.findings() == [] and len(names) == 2 and len(listed) < 20
