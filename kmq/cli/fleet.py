@@ -22,7 +22,6 @@ from kmq.states import DEFAULT, REVOKED, SETTINGS, TOKENS, TOPICS, UNREADABLE, f
 if TYPE_CHECKING:
     from kmq.cluster.fleet import Result
     from kmq.cluster.queue import BroadcastQueue
-    from kmq.cluster.status import Node
 
 fleet_app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +41,8 @@ fleet_token = typer.Typer(
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[0-9a-f]{12})?")
 _SHORT = {"retention": ("retention_age", "retention_bytes"), "quota": ("data_quota",)}
+_AWAY = "away"
+_AGAIN_S = 0.5  # until Consul is asked again
 _LOOK_S = 2.0  # longest watch while we wait for results
 _NAME = typer.Argument(help="A topic: [A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _TIMEOUT = typer.Option("--timeout", min=0.0, metavar="SECONDS", help="Wait at most so long for other publishers.")
@@ -194,12 +195,14 @@ def run(
 ) -> None:
     """Let every broker do something once. With --wait, exit code 1 unless every broker that is there has done it well.
 
-    A broker that is away is named, and not waited for.
+    A broker that is away is named, and not waited for; one that goes away meanwhile has not done it.
     """
     try:
         lasts_s = parse_duration(within)
     except ValueError as error:
         raise ConfigError(f"--within {within!r}: {error}") from None
+    if not lasts_s:
+        raise ConfigError(f"--within {within!r}: must not be 0; how long may a broker take to begin, such as 1h?")
     with open_queue() as queue:
         from kmq.cluster.fleet import publish_command
 
@@ -208,29 +211,55 @@ def run(
         )
         if not as_json:
             print(f"message {message.epoch}: {command}, id {message.id}", flush=True)
-        nodes = queue.status().nodes
-        results = _results(queue, message.id, nodes, time.monotonic() + lasts_s) if wait else {}
+        results = _results(queue, message.id, time.monotonic() + lasts_s) if wait else {}
     if as_json:
         found = {broker: {"outcome": row.outcome, "findings": row.findings} for broker, row in results.items()}
         print(json.dumps({"epoch": message.epoch, "id": message.id, "results": found}))
     elif wait:
         print_results(results)
-    raise typer.Exit(EXIT_OK if all(result.is_ok for result in results.values()) else EXIT_FAILED)
+    raise typer.Exit(
+        EXIT_OK if all(result.is_ok or result.outcome == _AWAY for result in results.values()) else EXIT_FAILED
+    )
 
 
-def _results(queue: "BroadcastQueue", id: str, nodes: "list[Node]", until: float) -> "dict[str, Result]":
-    """Return the result of each broker; wait for those that are there."""
+def _results(queue: "BroadcastQueue", id: str, until: float) -> "dict[str, Result]":
+    """Return the result of each broker; wait for those that are there. A Consul that does not answer is asked again."""
+    from kmq.cluster.consul import Unanswered
     from kmq.cluster.fleet import Result, watch_results
+    from kmq.cluster.status import Node
 
-    position, found = 0, dict[str, Result]()
-    awaited = {node.broker for node in nodes if node.holder}
+    position, found, nodes = 0, dict[str, Result](), list[Node]()
+    were_here = set[str]()
     while time.monotonic() < until:
-        found, position = queue.run(watch_results(queue.keys, id, position, _LOOK_S))
-        if awaited <= found.keys():
+        try:
+            nodes = queue.status().nodes
+            were_here |= {node.broker for node in nodes if node.holder}
+            found, position = queue.run(watch_results(queue.keys, id, position, _LOOK_S))
+        except Unanswered:
+            time.sleep(_AGAIN_S)
+            continue
+        if {node.broker for node in nodes if node.holder} <= found.keys():
             break
-    missing = {node.broker: "away" if not node.holder else "no result in time" for node in nodes}
+    missing = {node.broker: "no result in time" for node in nodes}
+    missing |= {
+        node.broker: "went away before" if node.broker in were_here else _AWAY for node in nodes if not node.holder
+    }
     absent = {name: Result("", why, [], 0.0) for name, why in missing.items() if name not in found}
     return dict(sorted({**found, **absent}.items()))
+
+
+@fleet_app.command("forget", epilog=examples("kmq fleet forget node-9   # it is gone for good"))
+def forget(
+    broker: Annotated[str, typer.Argument(help="A broker that is away, as kmq fleet status names it.")],
+    timeout: Annotated[float, _TIMEOUT] = 10.0,
+) -> None:
+    """Take a broker that is gone for good out of the status. If it comes back it is there again."""
+    with open_queue() as queue:
+        from kmq.cluster.fleet import forget as steps
+        from kmq.cluster.keys import check_broker
+
+        queue.as_publisher(lambda publisher: steps(publisher, queue.keys, check_broker(broker)), timeout)
+    print(f"broker {broker} is forgotten")
 
 
 def add_to(app: typer.Typer) -> None:

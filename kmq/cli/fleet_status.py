@@ -26,7 +26,8 @@ def status(
 ) -> None:
     """Show the last message, and of each broker how far it has come, its health, and what it has found.
 
-    Exit code 1 unless every broker is there, ready, has read everything, and is as the fleet says.
+    Exit code 1 unless every broker is there, ready, has read everything, is as
+    the fleet says, and its last results are good.
 
     --json: {"epoch", "publisher", "topics", "tokens", "settings", "brokers":
     [{"broker", "read", "lag", "seen", "health", "reasons", "findings", "own",
@@ -38,8 +39,12 @@ def status(
         print(json.dumps(found))
     else:
         _print(found)
-    is_well = all(row["health"] == "ready" and not row["findings"] for row in found["brokers"])
-    raise typer.Exit(EXIT_OK if is_well else EXIT_FAILED)
+    raise typer.Exit(EXIT_OK if all(map(_is_well, found["brokers"])) else EXIT_FAILED)
+
+
+def _is_well(row: dict[str, Any]) -> bool:
+    results_are_good = all(result["outcome"] == "ok" for result in row["results"].values())
+    return row["health"] == "ready" and not row["findings"] and results_are_good
 
 
 def read(queue: "BroadcastQueue") -> dict[str, Any]:

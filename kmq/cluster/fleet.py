@@ -152,6 +152,18 @@ def publish_command(publisher: Publisher, keys: Keys, type: str, lasts_s: float)
     return message._replace(epoch=epoch)
 
 
+def forget(publisher: Publisher, keys: Keys, broker: str) -> Steps[None]:
+    """Remove the mark of a broker that is gone for good. Raises ConfigError if it is here, or is not known."""
+    place = yield from consul.read(keys.subscriber(broker))
+    if place is not None and place.session:
+        raise ConfigError(f"broker {broker} is here; stop it first, or it comes back at once")
+    mark = yield from consul.read(keys.delivered_to(broker))
+    if mark is None:
+        raise ConfigError(f"broker {broker!r} is not known; see: kmq fleet status")
+    removed = Operation("delete-cas", keys.delivered_to(broker), version=mark.version)  # refused if it has come back
+    yield from consul.txn(publisher.lock.around([removed]))
+
+
 # --- results ----------------------------------------------------------------------------------------------------------
 
 

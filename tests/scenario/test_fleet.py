@@ -358,7 +358,16 @@ def test_a_broker_with_a_new_disk_reads_all_states_again(fleet):
 def test_every_help_of_a_fleet_has_examples_and_all_of_them_work_when_pasted(fleet):
     fleet.a.up()
     fleet.wait_read("a")
-    paths = [("topics",), ("topics", "create"), ("topics", "set"), ("token",), ("token", "revoke"), ("set",), ("run",)]
+    paths = [
+        ("topics",),
+        ("topics", "create"),
+        ("topics", "set"),
+        ("token",),
+        ("token", "revoke"),
+        ("set",),
+        ("run",),
+        ("forget",),
+    ]
     lines = {}
     for path in [(), *paths, ("status",)]:
         shown = fleet.a.kmq("fleet", *path, "--help").stdout.partition("Examples:")[2]
@@ -366,7 +375,7 @@ def test_every_help_of_a_fleet_has_examples_and_all_of_them_work_when_pasted(fle
         assert found, f"kmq fleet {path} has no examples"
         lines |= dict.fromkeys(found)
     created = [line for line in lines if " topics create " in line]
-    said = [line for line in lines if line not in created and "status" not in line]
+    said = [line for line in lines if line not in created and "status" not in line and " forget " not in line]
     for line in (*created, *said):
         done = fleet.a.run("bash", "-c", line)
         assert done.returncode == 0 and done.stdout.strip(), (line, done.stdout, done.stderr)
@@ -424,3 +433,20 @@ def test_a_consul_restored_while_the_agent_was_down_leads_to_a_snapshot(fleet, i
     fleet.a.up()
     fleet.wait_read("a")
     wait(lambda: b"tokens/lost" not in (fleet.a.data / "cluster/states").read_bytes(), "the states as they are now")
+
+
+def test_a_broker_that_is_away_is_not_waited_for_and_can_be_forgotten(fleet):
+    assert "must not be 0" in fleet.a.kmq("fleet", "run", "retain", "--within", "0s").stderr
+    for broker in (fleet.a, fleet.b):
+        broker.up()
+    fleet.wait_read("a", "b")
+    assert "b is here" in fleet.a.kmq("fleet", "forget", "b").stderr
+    fleet.b.down()
+    assert "b: away" in fleet.say("run", "verify", "--wait")
+    fleet.say("status", code=1)
+    fleet.say("forget", "b")
+    fleet.say("status")
+    key = fleet.queue.keys.results + "x/a"
+    damage = json.dumps({"type": "verify", "outcome": "damage", "findings": [], "ts": time.time() + 60}).encode()
+    fleet.queue.run(consul_api.txn([consul_api.Operation("set", key, damage)]))
+    assert "a: verify: damage" in fleet.say("status", code=1)
