@@ -5,7 +5,8 @@ Owner       KMQ_DATA/cluster/commands: each command that was accepted, and what 
 Invariant   A command is marked in Consul only after it is in the file. One that has a result is never done again.
 Crash       Killed in the middle of a command: it is begun again, because all three may be repeated. Killed before its
             result is in Consul: the result is in the file, and is written at the next start.
-Memory      KEPT commands. Of what a command prints, the first findings.
+Memory      KEPT commands that are told, MOST in all: beyond that the oldest go, those with a result first.
+            Of what a command prints, the first findings.
 """
 
 import contextlib
@@ -27,11 +28,17 @@ from kmq.logfmt import Logger
 from kmq.settings import Settings
 
 VERSION = 1
-KEPT = 200
+KEPT, MOST = 200, 1000
+_FINDING_CHARS = 300
 _RETAIN_S = 60.0  # longest wait for the router
 _AGAIN_S = 1.0  # until a result is written again that Consul did not take
 _POLL_S = 0.05
 _LINE = 1 << 16  # bytes of a line of a command that are looked at
+# A command ends with its agent, also if that is killed: else the next one would begin it a second time beside it.
+_CHILD = (
+    "import sys; from kmq.broker.supervision import end_with; end_with(int(sys.argv.pop(1)));"
+    " from kmq.__main__ import main; main()"
+)
 _LOW = 10  # niceness of what a command runs: messages come first
 
 
@@ -93,6 +100,9 @@ class Commands:
         told = [id for id, row in self._rows.items() if row["told"]]
         for id in told[: max(0, len(self._rows) - KEPT)]:
             del self._rows[id]
+        surplus = max(0, len(self._rows) - MOST)  # results that Consul does not take
+        for id in sorted(self._rows, key=lambda id: self._rows[id]["result"] is None)[:surplus]:
+            del self._rows[id]
         replace_file(self._path, json.dumps({"version": VERSION, "commands": self._rows}).encode())
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -141,11 +151,10 @@ class Commands:
         elif type == "retain":
             outcome = self._retain()
         elif type == "verify":
-            code, lines, why = self._kmq("verify", "--json")
-            findings = [*filter(None, map(_damage, lines))]
+            code, findings, why = self._kmq(_damage, "verify", "--json")
             outcome = {0: "ok", 1: "damage"}.get(code, why)
         else:
-            code, findings, why = self._kmq("pipeline", "run", "compact")
+            code, findings, why = self._kmq(str, "pipeline", "run", "compact")
             outcome = "ok" if code == 0 else why
         return Result(type, outcome, findings, time.time())
 
@@ -158,12 +167,17 @@ class Commands:
             time.sleep(_POLL_S)
         return "ok"
 
-    def _kmq(self, *arguments: str) -> tuple[int, list[str], str]:
-        """Run a command of kmq. Returns its exit code, its first lines, and its last word about an error."""
+    def _kmq(self, finding: Callable[[str], str], *arguments: str) -> tuple[int, list[str], str]:
+        """Run a command of kmq. Returns its exit code, its first findings, and its last word about an error.
+
+        `finding`: makes a finding of a line; "" if it is none.
+        """
         with open(os.memfd_create("kmq-errors"), "w+b") as errors:  # a read-only root has no place for a file
             with self._lock:
+                if self._stop.is_set():
+                    return -1, [], "the agent ends"
                 child = self._child = subprocess.Popen(
-                    [sys.executable, "-m", "kmq", *arguments],
+                    [sys.executable, "-c", _CHILD, str(os.getpid()), *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -175,8 +189,8 @@ class Commands:
             assert child.stdout is not None
             with child.stdout as out:
                 while line := out.readline(_LINE):
-                    if len(lines) < MAX_FINDINGS:
-                        lines.append(line.decode(errors="replace").strip())
+                    if len(lines) < MAX_FINDINGS and (found := finding(line.decode(errors="replace").strip())):
+                        lines.append(found[:_FINDING_CHARS])
             code = child.wait()
             with self._lock:
                 self._child = None

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,6 +15,7 @@ from kmq.cluster.fleet import Report, Result
 from kmq.cluster.message import Message
 from kmq.cluster.subscriber import Snapshot
 from kmq.fleet.applying import Applier
+from kmq.fleet.commands import _CHILD, MOST, Commands, _damage
 from kmq.log import requests, topics
 from kmq.log.identity import open_data
 from kmq.settings import load
@@ -175,3 +178,35 @@ def test_directories_are_listed_once_a_pass_and_not_for_each_topic(settings, mon
     monkeypatch.setattr(topics, "names", lambda data: (names.append(data), found(data))[1])
     applier.apply(Snapshot(2, many))
     assert applier.findings() == [] and len(names) == 2 and len(listed) < 20
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def commands(settings):
+    os.makedirs(f"{settings.data}/cluster", exist_ok=True)
+    return Commands(settings, FakeLogger(), lambda id, result: None)
+
+
+def test_notes_do_not_take_the_place_of_damage(commands, monkeypatch):
+    row = '{"path": "a", "byte": 1, "what": "w", "is_damage": %s}'
+    script = f"for i in range(30): print('{row % 'false'}')\nprint('{row % 'true'}')"
+    monkeypatch.setattr("kmq.fleet.commands._CHILD", script)
+    assert commands._kmq(_damage, "verify")[1] == ["a: byte 1: w"]
+
+
+def test_a_command_ends_with_its_agent_and_is_not_begun_after_its_end(commands):
+    with subprocess.Popen(["sleep", "60"]) as other:
+        done = subprocess.run([sys.executable, "-c", _CHILD, str(other.pid), "no-such-command"], capture_output=True)
+        assert done.returncode == 0, "it was not started by this process, so its starter is gone"
+        other.kill()
+    commands._stop.set()
+    assert commands._kmq(str, "verify") == (-1, [], "the agent ends")
+
+
+def test_results_that_consul_never_takes_are_bounded(commands):
+    row = {"type": "verify", "epoch": 1, "expires": 0, "result": {}, "told": False}
+    commands._rows = {str(number): dict(row) for number in range(MOST)}
+    commands.accept(Message.new("verify", b"", 60.0))
+    assert len(commands._rows) == MOST and "0" not in commands._rows
