@@ -34,8 +34,8 @@ from kmq.framing.recovery import known_topics, open_ring, remember
 from kmq.framing.source import Source
 from kmq.links import fifo, received
 from kmq.links.fifo import waiting_bytes
-from kmq.links.layout import Received, field, shm_path
-from kmq.links.ownership import FileLock
+from kmq.links.layout import Received, shm_path
+from kmq.links.ownership import FileLock, is_of_another_pod
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
 
@@ -46,10 +46,13 @@ _LAST_CHECKPOINT_S = 1.0  # how long a stop may wait for durability, so that the
 
 
 def other_pod(stage: Stage) -> str:
-    """Return the host name of another pod whose durability holds the WAL; "" if there is none."""
+    """Return who holds the WAL, if that is the durability of another pod; "" if it is not.
+
+    Until it is gone nobody knows which seq comes next.
+    """
     lock = FileLock(f"{stage.settings.data}/append/.owner")
     holder = lock.holder() if lock.is_held() else ""
-    return holder if field(holder, "host") not in ("", field(stage.who, "host")) else ""
+    return holder if is_of_another_pod(holder, stage.who) else ""
 
 
 def check_pipe(stage: Stage, ring: RingWriter, staging: Staging) -> None:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import StatsPage, peek
 from kmq.errors import EXIT_OK
-from kmq.links.layout import field
-from kmq.links.ownership import FileLock
+from kmq.links.ownership import FileLock, field
 from kmq.settings import STAGES, Settings
 
 # A supervisor has one of these words on its command line: `up` in the foreground, otherwise its module, by either name.

@@ -48,7 +48,7 @@ from collections.abc import Iterator
 
 from kmq.errors import BusyError, ConfigError
 from kmq.links.doorbell import Doorbell, fence
-from kmq.links.ownership import RingLock, is_same_file
+from kmq.links.ownership import RingLock, field, is_same_file
 from kmq.settings import SHM
 
 LAYOUT = 3  # version of the layout on this page
@@ -333,10 +333,6 @@ def give_name(making: str, path: str) -> bool:
 
 def read_text(fd: int, at: int) -> str:
     return os.pread(fd, TEXT, at).rstrip(b"\0").decode(errors="replace")
-
-
-def field(text: str, name: str) -> str:
-    return dict(part.partition("=")[::2] for part in text.split()).get(name, "")
 
 
 def first_waiting(ring: Ring, position: int, record: Commit) -> int:

@@ -20,7 +20,7 @@ import struct
 import time
 
 from kmq.errors import BusyError
-from kmq.settings import OWNER_WAIT_S
+from kmq.settings import OWNER_WAIT_S, SHM
 from kmq.watch import file_id
 
 LOOK_S = 0.25  # how often a holder looks whether its lock file is still there
@@ -31,7 +31,30 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence,
 
 def describe(stage: str, data: str) -> str:
     """Return the text that names this process in the locks it holds."""
-    return f"pid={os.getpid()} host={socket.gethostname()} stage={stage} data={os.path.abspath(data)}"
+    where = f"data={os.path.abspath(data)} pod={_pod()}"
+    return f"pid={os.getpid()} host={socket.gethostname()} stage={stage} {where}"
+
+
+def _pod() -> str:
+    """Return what the processes of one pod have in common, and no other pod: the boot of the node, and /dev/shm.
+
+    The host name does not tell: a pod of a StatefulSet has the name of the one that it replaces.
+    """
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read(8)
+    shm = os.stat(SHM)
+    return f"{boot}-{shm.st_dev:x}-{shm.st_ino:x}"
+
+
+def is_of_another_pod(holder: str, ours: str) -> bool:
+    """Return True if the process that `holder` names is of another pod than the one that `ours` names."""
+    name = "pod" if field(holder, "pod") else "host"  # a release before wrote no pod
+    return field(holder, name) not in ("", field(ours, name))
+
+
+def field(text: str, name: str) -> str:
+    """Return a value of such a text; "" if it is not there."""
+    return dict(part.partition("=")[::2] for part in text.split()).get(name, "")
 
 
 def is_same_file(fd: int, path: str) -> bool:

@@ -35,13 +35,12 @@ from kmq.links.layout import (
     WRITER_SLEEPS,
     Identity,
     SharedFile,
-    field,
     make_identity,
     open_existing,
     read_text,
     shm_path,
 )
-from kmq.links.ownership import RingLock, is_same_file
+from kmq.links.ownership import RingLock, field, is_same_file
 from kmq.links.ringfile import RingFile
 from kmq.logfmt import Logger
 from kmq.settings import KIB, MIB

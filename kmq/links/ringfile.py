@@ -20,14 +20,13 @@ from kmq.links.layout import (
     RECORD,
     WRITER,
     Identity,
-    field,
     give_name,
     make_file,
     open_existing,
     read_text,
     waiting_bytes,
 )
-from kmq.links.ownership import RingLock, is_same_file
+from kmq.links.ownership import RingLock, field, is_same_file
 from kmq.logfmt import Logger
 
 

@@ -1,6 +1,7 @@
 """At most one living process holds each end; a dead one holds nothing."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from waiting import wait_until
 from kmq.errors import BusyError
 from kmq.links import ownership
 from kmq.links.layout import Framed, Stamp
-from kmq.links.ownership import FileLock, describe
+from kmq.links.ownership import FileLock, describe, is_of_another_pod
 from kmq.links.ring import RingReader
 
 WAIT_S = 0.3  # in place of the 2 s that a stage waits for who holds what it needs
@@ -90,7 +91,7 @@ def test_a_reader_exits_and_the_ring_remains(start, instance, tmp_path):
 
 HOLD_FILE = """
 import sys, time
-from kmq.links.ownership import FileLock, describe
+from kmq.links.ownership import FileLock, describe, is_of_another_pod
 FileLock(sys.argv[1]).acquire("the WAL", describe("durability", "."))
 print("held", flush=True)
 time.sleep(600)
@@ -114,6 +115,17 @@ def test_a_second_owner_of_a_directory_waits_and_then_names_the_holder(file_hold
     with pytest.raises(BusyError, match=rf"the WAL is held by pid={file_holder.pid} host=\S+ stage=durability data=/"):
         lock.acquire("the WAL", describe("another", "."))
     assert lock.is_held() and f"pid={file_holder.pid} " in lock.holder()
+
+
+def test_a_pod_of_the_same_name_is_another_one():
+    """A StatefulSet names the pod that replaces another as that one."""
+    ours = describe("framer", "a b")
+    theirs = re.sub(r"pod=\S+", "pod=0badf00d-2e-1", ours)
+    assert not is_of_another_pod(describe("durability", "a b"), ours) and not is_of_another_pod("", ours)
+    assert theirs != ours and is_of_another_pod(theirs, ours)
+    before = ours.partition(" pod=")[0]  # as a release before wrote it
+    assert not is_of_another_pod(before, ours)
+    assert is_of_another_pod(re.sub(r"host=\S+", "host=kmq-1", before), ours)
 
 
 def test_a_directory_is_free_at_once_when_its_owner_is_killed(file_holder, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import socket
 import ssl
 import threading
 import time
+import traceback
 from math import inf
 
 import grpc
@@ -66,8 +67,11 @@ def secure(broker, context=None):
     try:
         context = context or broker.trust
         return context.wrap_socket(sock, server_hostname="localhost", suppress_ragged_eofs=False)
-    except OSError:
+    except OSError as error:
         sock.close()
+        for frame, _ in traceback.walk_tb(error.__traceback__):  # after a reset the library forgets its own socket
+            if isinstance(leaked := frame.f_locals.get("self"), ssl.SSLSocket):
+                leaked.close()
         raise
 
 
