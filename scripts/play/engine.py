@@ -83,12 +83,6 @@ def remove(name: str) -> None:
     shutil.rmtree(HOME / name, ignore_errors=True)
 
 
-def remove_network(name: str) -> None:
-    """Remove a network of pods that have been removed; nothing happens if there is none."""
-    with contextlib.suppress(PlayError):
-        podman("network", "rm", "-f", "-t", "0", name)
-
-
 def remove_leftovers() -> None:
     """Remove the pods and networks of players that were killed. Their names have the pid of the player."""
     for home in HOME.glob("kmq-*-*"):
@@ -98,4 +92,5 @@ def remove_leftovers() -> None:
     for name in podman("network", "ls", "--format", "{{.Name}}").split():
         found = re.fullmatch(r"kmq-([0-9]+)-network-[0-9]+", name)
         if found and not is_there(int(found[1])):
-            remove_network(name)
+            with contextlib.suppress(PlayError):
+                podman("network", "rm", "-f", "-t", "0", name)

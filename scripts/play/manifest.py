@@ -13,7 +13,7 @@ from play.engine import ROOT, PlayError
 
 ADAPTATIONS = {
     "StatefulSet, Deployment": "their pod template becomes a Pod for each replica: podman has no controllers",
-    "Services": "where there are several pods, their names are those of pods in a network of its own; nothing is balanced",
+    "Services": "where there are several pods, their names lead to them by /etc/hosts; nothing is balanced",
     "volumeClaimTemplates, emptyDir": "a directory of the pod's own: podman's emptyDir is one volume for all pods of a name",
     "emptyDir medium Memory": "a tmpfs of the size that sizeLimit says",
     "fsGroup": "those directories are made with that group: podman has no fsGroup",

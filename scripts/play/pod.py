@@ -6,28 +6,17 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
 from play.engine import HOME, PlayError, address_of, inspect, is_there, podman, podman_to_the_end, remove, run_podman
 from play.manifest import Document, adapted, containers_of, pods_of, render, with_settings
+from play.network import Place
 from play.probes import Exec, exec_probe, http_probe, tcp_probe
 from play.volumes import Volumes
 
 PATIENCE_S = 60.0
 _numbers = itertools.count()
-
-
-class Network(NamedTuple):
-    """A network of podman, and the names that a pod has in it."""
-
-    name: str
-    aliases: list[str]
-
-    @property
-    def option(self) -> str:
-        return ":".join([self.name, ",".join(f"alias={alias}" for alias in self.aliases)])
 
 
 class Pod:
@@ -40,11 +29,11 @@ class Pod:
         restart_policy: str = "Always",
         volumes: dict[str, Path] | None = None,
         number: int = 0,
-        network: Network | None = None,
+        place: Place | None = None,
     ) -> None:
         """`volumes`: those of another pod that this one has too, by their names here, as two that name one claim.
 
-        `number`: which of the pods that the documents make. `network`: without it the one of all that podman plays.
+        `number`: which of the pods that the documents make. `place`: without it in the one network that podman has.
         """
         self.name, self.restart_policy = f"kmq-{os.getpid()}-{next(_numbers)}", restart_policy
         self.home = HOME / self.name
@@ -54,7 +43,7 @@ class Pod:
         self.specs = {c["name"]: c for c in containers_of(self.manifest)}
         self.containers = list(self.specs)
         self.ip = ""
-        self._network = network
+        self._place = place
         self._volumes = Volumes(self.home, self.source, volumes or {})
         self.grace_s = float(self.manifest["spec"].get("terminationGracePeriodSeconds", 30))
 
@@ -79,8 +68,11 @@ class Pod:
         volumes = [self._volumes.adapted(volume, group) for volume in spec.get("volumes", [])]
         pod = adapted(self.manifest, self.source, self.name, self.restart_policy, volumes)
         documents = [pod, *(d for d in self.source if d["kind"] == "ConfigMap")]
-        place = ["--network", self._network.option] if self._network else []
-        podman_to_the_end("kube", "play", *place, "-", input=yaml.safe_dump_all(documents))
+        options = []
+        if self._place is not None:
+            options = ["--network", self._place.option]
+            pod["spec"]["hostAliases"] = self._place.hosts
+        podman_to_the_end("kube", "play", *options, "-", input=yaml.safe_dump_all(documents))
         self.ip = address_of(self.name)
 
     def down(self) -> None:

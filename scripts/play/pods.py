@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from play.engine import ROOT, PlayError, podman, remove_network
+from play.engine import ROOT, PlayError, podman
 from play.manifest import STAND_INS, Document, containers_of, image_of, names_of, pods_of, render
-from play.pod import Network, Pod
+from play.network import Network, Place
+from play.pod import Pod
 
 _numbers = itertools.count()
 
@@ -22,11 +23,15 @@ class Pods:
     ) -> None:
         manifests = pods_of(documents)
         self._images = {image_of(container) for pod in manifests for container in containers_of(pod)}
-        self._network = f"kmq-{os.getpid()}-network-{next(_numbers)}" if len(manifests) > 1 else ""
-        self._pods: dict[str, Pod] = {}
+        self._network = Network(f"kmq-{os.getpid()}-network-{next(_numbers)}") if len(manifests) > 1 else None
+        names: dict[str, list[int]] = {}
         for number, manifest in enumerate(manifests):
-            place = Network(self._network, names_of(manifest, documents)) if self._network else None
-            pod = Pod(documents, settings, restart_policy, number=number, network=place)
+            for name in names_of(manifest, documents):
+                names.setdefault(name, []).append(number)
+        self._pods: dict[str, Pod] = {}
+        for number in range(len(manifests)):
+            place = Place(self._network, number, names) if self._network else None
+            pod = Pod(documents, settings, restart_policy, number=number, place=place)
             self._pods[pod.role] = pod
 
     def __getitem__(self, name: str) -> Pod:
@@ -54,7 +59,7 @@ class Pods:
         for image in self._images & {*STAND_INS.values()}:
             _make(image)
         if self._network:
-            podman("network", "create", self._network)
+            self._network.create()
         with ThreadPoolExecutor() as pool:
             list(pool.map(Pod.up, self.all))
 
@@ -63,7 +68,7 @@ class Pods:
         with ThreadPoolExecutor() as pool:
             list(pool.map(Pod.down, self.all))
         if self._network:
-            remove_network(self._network)
+            self._network.remove()
 
     def wait_ready(self) -> None:
         """Until all readiness probes pass. Raises PlayError with what the containers said."""
