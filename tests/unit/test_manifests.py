@@ -754,7 +754,8 @@ def test_every_stage_starts_with_the_variables_that_a_service_named_kmq_injects(
             codes = {name: stage.wait(30) for name, stage in stages.items()}
             for ring in ("framed", "durable"):
                 layout.remove(instance, ring)
-            os.unlink(f"{settings.SHM}/{instance}.stats")
+            for page in ("received", "stats"):
+                os.unlink(f"{settings.SHM}/{instance}.{page}")
     assert codes == dict.fromkeys(STAGES, 0)
     for name in STAGES:
         said = (tmp_path / f"{name}.log").read_text()
