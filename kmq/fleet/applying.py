@@ -132,7 +132,7 @@ class Applier:
                 topics.declare(data, name, partitions, {limit: text for limit, text in limits.items() if text})
                 return ""
             declared = topics.read(data, name)
-            own = _limits_to_be(declared, asked)
+            own = requests.limits_to_be(data, name, dict(declared.limits), asked)
             changes = {limit: text for limit, text in limits.items() if _differ(limit, own.get(limit, ""), text)}
             if changes:
                 requests.apply(own, changes)
@@ -169,20 +169,13 @@ class Applier:
         if not is_here:
             return "is not here; it was deleted here, or its log says why (event state_not_applied)"
         declared = topics.read(self._settings.data, name)
-        own = _limits_to_be(declared, asked)
+        own = requests.limits_to_be(self._settings.data, name, dict(declared.limits), asked)
         other = [
             f"{limit}={own.get(limit, DEFAULT)}"
             for limit, text in limits.items()
             if _differ(limit, own.get(limit, ""), text)
         ]
         return _other_partitions(declared.partitions, partitions) or (f"has {' '.join(other)} here" if other else "")
-
-
-def _limits_to_be(declared: topics.Declaration, asked: list[requests.Request]) -> dict[str, str]:
-    own = dict(declared.limits)
-    for request in asked:
-        requests.apply(own, request.limits)
-    return own
 
 
 def parse_topic(value: str) -> tuple[int, dict[str, str]]:

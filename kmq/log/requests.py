@@ -16,6 +16,7 @@ Crash       A request is removed after it was carried out, so it may be carried 
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 
 from kmq.log.disk import replace_file, sync_directory
 
@@ -77,9 +78,12 @@ def apply(own: dict[str, str], changes: dict[str, str]) -> None:
             own[limit] = value
 
 
-def limits_to_be(data: str, topic: str, own: dict[str, str]) -> dict[str, str]:
-    """Return a topic's own limits as they will be once the router has carried out all requests."""
-    for request in waiting(data):
+def limits_to_be(data: str, topic: str, own: dict[str, str], asked: Sequence[Request] | None = None) -> dict[str, str]:
+    """Return a topic's own limits as they will be once the router has carried out all requests.
+
+    `asked`: what `waiting` has returned, or those of this topic; without it they are read now.
+    """
+    for request in waiting(data) if asked is None else asked:
         if request.verb == SET and request.topic == topic:
             apply(own, request.limits)
     return own
