@@ -175,16 +175,16 @@ class Subscriber:
             found = {epoch: entry for epoch, entry in found.items() if epoch <= end}  # KMQ wrote no other
             newest = max(found, default=0)
             missing = next((epoch for epoch in range(last + 1, end + 1) if epoch not in found), None)
-            if missing is not None and (
-                missing < newest or (yield from consul.read(self._keys.message(missing))) is None
-            ):
-                return (
-                    None  # trimmed, or deleted by hand; else it has come since `found` was read: the next watch has it
-                )
+            if missing is not None and (yield from self._is_gone(missing, newest)):
+                return None
         is_there = last in found
         if done.id and newest >= last and not (is_there and Message.decode(found[last].value, last).id == done.id):
             return None
         return [(epoch, found[epoch]) for epoch in sorted(found) if epoch > last]
+
+    def _is_gone(self, epoch: int, newest: int) -> Steps[bool]:
+        """Return True if a message was trimmed, or deleted by hand. If not, it has just come: the next watch has it."""
+        return epoch < newest or (yield from consul.read(self._keys.message(epoch))) is None
 
     def snapshot(self) -> Steps[Snapshot]:
         """Read the epoch, its message and all states in one Txn."""

@@ -156,7 +156,7 @@ SUBSCRIBER = [
         edited(
             "subscriber",
             (
-                "(yield from consul.read(self._keys.message(missing))) is None\n",
+                "(yield from consul.read(self._keys.message(epoch))) is None\n",
                 "True\n",
             ),
         ),
