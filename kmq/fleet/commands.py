@@ -35,7 +35,7 @@ _AGAIN_S = 1.0  # until a result is written again that Consul did not take
 _POLL_S = 0.05
 _LINE = 1 << 16  # bytes of a line of a command that are looked at
 # A command ends with its agent, also if that is killed: else the next one would begin it a second time beside it.
-_CHILD = (
+CHILD = (
     "import sys; from kmq.broker.supervision import end_with; end_with(int(sys.argv.pop(1)));"
     " from kmq.__main__ import main; main()"
 )
@@ -151,7 +151,7 @@ class Commands:
         elif type == "retain":
             outcome = self._retain()
         elif type == "verify":
-            code, findings, why = self._kmq(_damage, "verify", "--json")
+            code, findings, why = self._kmq(damage, "verify", "--json")
             outcome = {0: "ok", 1: "damage"}.get(code, why)
         else:
             code, findings, why = self._kmq(str, "pipeline", "run", "compact")
@@ -177,7 +177,7 @@ class Commands:
                 if self._stop.is_set():
                     return -1, [], "the agent ends"
                 child = self._child = subprocess.Popen(
-                    [sys.executable, "-c", _CHILD, str(os.getpid()), *arguments],
+                    [sys.executable, "-c", CHILD, str(os.getpid()), *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=errors,
@@ -199,7 +199,7 @@ class Commands:
         return code, lines, said[-1] if said else f"kmq {' '.join(arguments)}: exit code {code}"
 
 
-def _damage(line: str) -> str:
+def damage(line: str) -> str:
     """Return one line about a finding of `kmq verify --json`; "" for a note."""
     try:
         found = json.loads(line)

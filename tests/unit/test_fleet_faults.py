@@ -4,10 +4,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from fake_logger import FakeLogger
+from fleet_given import said
 
 from kmq import states, tokens
 from kmq.cluster import fleet
@@ -15,20 +15,11 @@ from kmq.cluster.fleet import Report, Result
 from kmq.cluster.message import Message
 from kmq.cluster.subscriber import Snapshot
 from kmq.fleet.applying import Applier
-from kmq.fleet.commands import _CHILD, MOST, Commands, _damage
+from kmq.fleet.commands import CHILD, MOST, Commands, damage
 from kmq.log import requests, topics
 from kmq.log.identity import open_data
 from kmq.settings import load
 from kmq.states import InForce, States
-
-PATIENCE_S = 30.0
-
-
-def wait(condition):
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -43,10 +34,6 @@ def settings(data, tmp_path):
 def look_at_once(monkeypatch):
     """Files are looked at on each use instead of once a second."""
     monkeypatch.setattr("kmq.watch._LOOK_S", 0.0)
-
-
-def said(key, value, epoch):
-    return Message.new(fleet.STATE, f"{key} {value}".encode())._replace(epoch=epoch)
 
 
 def write(settings, text):
@@ -192,13 +179,13 @@ def commands(settings):
 def test_notes_do_not_take_the_place_of_damage(commands, monkeypatch):
     row = '{"path": "a", "byte": 1, "what": "w", "is_damage": %s}'
     script = f"for i in range(30): print('{row % 'false'}')\nprint('{row % 'true'}')"
-    monkeypatch.setattr("kmq.fleet.commands._CHILD", script)
-    assert commands._kmq(_damage, "verify")[1] == ["a: byte 1: w"]
+    monkeypatch.setattr("kmq.fleet.commands.CHILD", script)
+    assert commands._kmq(damage, "verify")[1] == ["a: byte 1: w"]
 
 
 def test_a_command_ends_with_its_agent_and_is_not_begun_after_its_end(commands):
     with subprocess.Popen(["sleep", "60"]) as other:
-        done = subprocess.run([sys.executable, "-c", _CHILD, str(other.pid), "no-such-command"], capture_output=True)
+        done = subprocess.run([sys.executable, "-c", CHILD, str(other.pid), "no-such-command"], capture_output=True)
         assert done.returncode == 0, "it was not started by this process, so its starter is gone"
         other.kill()
     commands._stop.set()

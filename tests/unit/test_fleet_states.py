@@ -12,6 +12,7 @@ import uuid
 
 import pytest
 from fake_logger import FakeLogger
+from fleet_given import said, wait
 
 from kmq import states, tokens
 from kmq.broker.admission import Admission
@@ -32,15 +33,6 @@ from kmq.log.identity import open_data
 from kmq.settings import GIB, MIB, load
 from kmq.states import InForce, States
 
-PATIENCE_S = 30.0
-
-
-def wait(condition):
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
 
 @pytest.fixture
 def environ(data, tmp_path):
@@ -58,10 +50,6 @@ def settings(environ):
 def look_at_once(monkeypatch):
     """Files are looked at on each use instead of once a second."""
     monkeypatch.setattr("kmq.watch._LOOK_S", 0.0)
-
-
-def said(key, value, epoch):
-    return Message.new(fleet.STATE, f"{key} {value}".encode())._replace(epoch=epoch)
 
 
 def told(settings, epoch=1, **values):
