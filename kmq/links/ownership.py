@@ -31,8 +31,8 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence,
 
 def describe(stage: str, data: str) -> str:
     """Return the text that names this process in the locks it holds."""
-    where = f"data={os.path.abspath(data)} pod={_pod()}"
-    return f"pid={os.getpid()} host={socket.gethostname()} stage={stage} {where}"
+    who = f"pid={os.getpid()} host={socket.gethostname()} stage={stage} pod={_pod()}"
+    return f"{who} data={os.path.abspath(data)}"  # at the end: a path may hold spaces
 
 
 def _pod() -> str:
@@ -118,8 +118,8 @@ class FileLock:
         if not is_same_file(fd, self.path):  # deleted, or replaced, between the two calls
             os.close(fd)
             return False
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, who.encode() + b"\n", 0)
+        # In this order the text needs no new block: on a full disk another process would take the one given back.
+        os.ftruncate(fd, os.pwrite(fd, who.encode() + b"\n", 0))
         self._fd = fd
         return True
 
@@ -135,7 +135,7 @@ class FileLock:
         """Return what the last holder wrote about itself; "" if there is no file."""
         try:
             with open(self.path, encoding="utf-8", errors="replace") as file:
-                return file.read().strip()
+                return file.readline().strip()  # more lines: what a longer text leaves for a moment
         except OSError:
             return ""
 
