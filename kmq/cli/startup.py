@@ -15,7 +15,7 @@ import typer
 
 from kmq.broker import status as statuses
 from kmq.broker.readiness import NO_SPACE
-from kmq.broker.status import Status
+from kmq.broker.status import StageStatus, Status
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError, RetryError
 from kmq.settings import STAGES, Settings
 
@@ -50,10 +50,9 @@ class Startup:
         deadline = time.monotonic() + _READY_S
         while time.monotonic() < deadline:
             status = statuses.collect(self._settings)
-            is_started = sum(process.started > self._launched for process in status.processes) == self._expected
-            if is_started and status.ready:
+            if self._started(status.processes) == self._expected and status.ready:
                 return status
-            self._check_space(status, is_started)
+            self._check_space(status)
             self._check_supervisor()
             time.sleep(_POLL_S)
         raise KmqError(
@@ -61,10 +60,17 @@ class Startup:
             f" See: kmq status, {self.log_path}"
         )
 
-    def _check_space(self, status: Status, is_started: bool) -> None:
-        """Raise KmqError if all processes run, but have refused messages for lack of space for a while."""
+    def _started(self, processes: list[StageStatus]) -> int:
+        """Return how many of them this start has brought up."""
+        return sum(process.started > self._launched for process in processes)
+
+    def _check_space(self, status: Status) -> None:
+        """Raise KmqError if all stages run, but have refused messages for lack of space for a while.
+
+        The gateway may be missing: without space it cannot write where it listens, and ends again and again.
+        """
         no_space = next((reason for reason in status.verdict.reasons if reason.code in NO_SPACE), None)
-        if not (is_started and no_space):
+        if not (no_space and self._started(status.stages) == len(STAGES)):
             self._full_since = 0.0
             return
         self._full_since = self._full_since or time.monotonic()

@@ -164,14 +164,20 @@ def test_a_full_disk_is_said_by_all_who_are_asked_until_there_is_room(started, t
 
 
 @pytest.mark.root
-def test_kmq_up_on_a_full_disk_says_so_and_the_broker_is_ready_when_there_is_room(new_broker, tmp_path, cleanup):
-    """The FIFOs and the port files lie on that disk too, as on a machine where nobody has said where they are to lie."""
+@pytest.mark.parametrize("missing", ["", "gateway.owner"])
+def test_kmq_up_on_a_full_disk_says_so_and_is_ready_when_there_is_room(new_broker, tmp_path, cleanup, missing):
+    """The FIFOs and the port files lie on that disk too, as on a machine where nobody has said where they are to lie.
+
+    Without its lock file the gateway cannot even begin: there is no room to make it.
+    """
     disk = disk_of("ext4", 100 * MIB, tmp_path, cleanup)
     broker = new_broker(disk.path / "data")
     broker.pipes = disk.path / "pipes"
     broker.env |= {name: str(value) for name, value in SMALL.items()} | {"KMQ_PIPES": str(broker.pipes)}
     broker.up()
     broker.down()
+    if missing:
+        (broker.pipes / missing).unlink()
     ballast = disk.fill(0)
     result = broker.kmq("up", patience_s=50)  # well before it gives up waiting for a broker that is not ready
     assert result.returncode == 1
@@ -179,7 +185,7 @@ def test_kmq_up_on_a_full_disk_says_so_and_the_broker_is_ready_when_there_is_roo
     assert re.search(r"^not ready: disk_full: ", broker.kmq("status").stdout, re.MULTILINE)
     ballast.unlink()
     broker.wait(lambda: broker.kmq("status", "--logfmt").returncode == 0, "ready")
-    broker.wait(lambda: broker.status()["gateway"]["state"] == "ready", "the gateway, which has been started again")
+    broker.wait(lambda: broker.status().get("gateway", {}).get("state") == "ready", "the gateway, started again")
     assert broker.get("/readyz")[0] == 200
 
 
