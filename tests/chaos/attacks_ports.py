@@ -187,6 +187,12 @@ class Http2:
             data += more
         return data
 
+    def hear_of(self, stream: int) -> None:
+        """Wait until a call is answered: its headers come, however little of a stream is taken."""
+        kind, of = _SETTINGS, 0
+        while (kind, of) != (_HEADERS, stream):
+            kind, _, of, _ = self.read()
+
     def status(self, stream: int) -> int:
         """With which gRPC status a call ends; -1: its stream is reset."""
         while True:
@@ -373,11 +379,12 @@ def bystanders(
     count: int = 5000,
     most: int = 256 * MIB,
     are_refused: Callable[[], bool] = lambda: True,
+    window: int = _WINDOW,
 ) -> None:
     """Streams that never end, of a service that anyone finds: those who produce are served. `are_refused`: waited for."""
     with attack(target) as opened:
         for part in range(0, count, _BURST):
-            settle(open_streams(target, opened, path, b"", min(_BURST, count - part)), 0.5)
+            settle(open_streams(target, opened, path, b"", min(_BURST, count - part), window), 0.5)
         assert_served(target)
         assert_small(target, most)
         end = time.monotonic() + PATIENCE_S

@@ -1,6 +1,6 @@
 """Strangers at the ports of a pod (attacks_ports.py): small in every run, full size with `make soak`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +81,17 @@ def gateway(new_broker: Up) -> Up:
     return up
 
 
+@pytest.fixture(scope="module")
+def gateway_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """A broker with its gateway for several tests, which count nothing."""
+    broker = Broker(tmp_path_factory.mktemp("gateway") / "broker")
+    try:
+        broker.up()
+        yield broker
+    finally:
+        broker.close()
+
+
 @pytest.fixture
 def tls(authority: Authority) -> dict[str, object]:
     """Settings for TLS on ports of the gateway's choice."""
@@ -127,6 +138,16 @@ def test_calls_of_bystanders_shut_out_nobody(gateway: Up) -> None:
         are_refused = partial(lambda least: row(broker).turned_away >= least, least)
         attacks.bystanders(broker, path, 200, begin + 40 * attacks.MIB, are_refused)
     assert row(broker).turned_away >= 300
+
+
+@pytest.mark.parametrize("path", [attacks.WATCH, attacks.REFLECT])
+def test_bystanders_that_read_nothing_are_closed_when_newer_ones_come(gateway_up: Broker, path: str) -> None:
+    with attacks.http2(gateway_up, 0) as silent:
+        first = silent.call(path, request=attacks.framed(b""))
+        silent.hear_of(first)  # it is older than those that come now
+        attacks.bystanders(gateway_up, path, 40, 256 * attacks.MIB)
+        with pytest.raises(ConnectionError):
+            silent.status(first)
 
 
 def test_grpc_connections_without_a_call_shut_out_nobody(gateway: Up) -> None:
@@ -195,6 +216,8 @@ def test_soak_strangers_at_the_grpc_port(gateway: Up) -> None:
     attacks.silent_connections(broker)
     attacks.bystanders(broker)
     attacks.bystanders(broker, attacks.REFLECT)
+    for path in (attacks.WATCH, attacks.REFLECT):
+        attacks.bystanders(broker, path, window=0)
     attacks.unfinished_calls(broker)
     attacks.unread_streams(broker)
     attacks.unread_streams(broker, window=attacks.WIDE)

@@ -111,3 +111,78 @@ def test_a_call_that_is_late_ends_with_its_connection_and_a_patient_one_does_not
         await asyncio.wait(tasks)
 
     within(run())
+
+
+class Served:
+    """Bystanders in service, each on a connection of its own; `closed`: whose connections were closed."""
+
+    def __init__(self):
+        row = SimpleNamespace(cut_off=0, turned_away=0)
+        self.all = Calls(load({}, "/nonexistent.toml"), Strangers(row, Incidents(print)))
+        self.closed, self.refused, self.relays = [], [], {}
+        self.all.front = SimpleNamespace(find=self.relays.get)
+        self.calls, self.tasks, self.reads = {}, {}, {}
+
+    async def begin(self, name, reads=True):
+        """A bystander that gets a response, which its client reads at once or when `reads[name]` is set."""
+        self.reads[name] = asyncio.Event()
+        if reads:
+            self.reads[name].set()
+        self.relays[name] = SimpleNamespace(calls=set(), force_close=lambda: self.closed.append(name), idle_since=0.0)
+        self.tasks[name] = asyncio.create_task(self._serve(name))
+        while name not in self.calls or (reads and self.calls[name].since):
+            await asyncio.sleep(0)
+
+    async def _serve(self, name):
+        async def abort(_code, text):
+            self.refused.append(name)
+            raise RuntimeError(text)
+
+        context = SimpleNamespace(peer=lambda: name, abort=abort, write=lambda _: self.reads[name].wait())
+        async with self.all.begin(context) as call:
+            self.all.stand_by(call)
+            self.calls[name] = call
+            await self.all.write(call, context, b"")
+            await asyncio.Event().wait()
+
+    async def end(self):
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.wait(self.tasks.values())
+
+
+def test_an_evicted_bystander_ends_with_a_status_when_its_client_has_read(monkeypatch):
+    monkeypatch.setattr(calls, "_BYSTANDERS", 1)
+
+    async def run():
+        served = Served()
+        await served.begin("reads later", reads=False)
+        await served.begin("reads")
+        assert not served.refused
+        served.reads["reads later"].set()
+        await asyncio.wait([served.tasks["reads later"]])
+        await served.begin("newest")
+        await asyncio.wait([served.tasks["reads"]])
+        assert served.refused == ["reads later", "reads"] and not served.closed
+        await served.end()
+
+    within(run())
+
+
+def test_evicted_bystanders_that_do_not_read_are_closed_when_many_or_late(monkeypatch):
+    monkeypatch.setattr(calls, "_BYSTANDERS", 1)
+    monkeypatch.setattr(calls, "_LEAVING", 2)
+
+    async def run():
+        served = Served()
+        for number in range(4):
+            await served.begin(number, reads=False)
+        assert served.closed == [0] and not served.tasks[1].done()
+        served.all.sweep()
+        assert served.closed == [0]
+        served.calls[2].since -= 1.0
+        served.all.sweep()
+        assert served.closed == [0, 2] and not served.refused
+        await served.end()
+
+    within(run())

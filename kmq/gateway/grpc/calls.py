@@ -11,7 +11,10 @@ End         A call that is evicted while it waits for its client takes its conne
             gRPC would keep the messages of the call.
 Deadline    KMQ_LINE_DEADLINE limits how long the only request of a call, and the reading of each response, may take.
             A stream of requests may be silent for any time.
-Bystanders  Health/Watch and reflection: at most _BYSTANDERS calls at a time; a new one evicts the oldest.
+Bystanders  Health/Watch and reflection: at most _BYSTANDERS calls at a time; a new one evicts the oldest. The evicted
+            call gets a status, and the other calls of its connection go on. If it is just waiting for its client, the
+            status comes after that, at most _LEAVE_S later and for at most _LEAVING such calls; beyond either limit the
+            connection is closed.
 """
 
 import asyncio
@@ -30,7 +33,8 @@ from kmq.settings import KIB, MIB, Settings
 
 ENVELOPE = 64 * KIB  # bytes of a gRPC message besides the record: the id, and gRPC's own framing
 CHECK = "/grpc.health.v1.Health/Check"
-_BYSTANDERS = 32
+_BYSTANDERS, _LEAVING = 32, 512
+_LEAVE_S = 1.0  # how long an evicted bystander may still wait for its client
 _RECEIVING_BYTES = 48 * MIB  # of half-received requests; each counts as the longest message
 PATIENCE_S = 0.1  # how long a call may wait for its client before another call may evict it
 _IDLE_S = 1.0  # how long a stream of requests may be silent before another call may evict it
@@ -52,6 +56,7 @@ class Call:
         self.is_patient = False  # no deadline applies: between two requests of a stream a client may take any time
         self.why_ended = ""
         self.is_told = False  # the client gets `why_ended` as a status
+        self.why_leaving = ""  # the call ends with this as a status as soon as it no longer waits for its client
         self._held: list[Budget] = []
 
     def has_waited(self, seconds: float) -> bool:
@@ -65,6 +70,18 @@ class Call:
             self.task.cancel()
             if self._relay is not None and not politely:
                 self._relay.force_close()
+
+    def leave(self, why: str) -> None:
+        """End the call with a status, once it no longer waits for its client: gRPC would keep an unread response."""
+        self.why_leaving = why
+        if not self.since:
+            self.end(why, politely=True)
+
+    def arrive(self) -> None:
+        """Note that the call no longer waits for its client. Raises RequestRefused if it was evicted meanwhile."""
+        self.since = 0.0
+        if self.why_leaving:
+            raise RequestRefused("too_many", self.why_leaving)
 
     def hold(self, budget: "Budget") -> None:
         """Note that the call has a share of `budget`."""
@@ -130,6 +147,7 @@ class Calls:
         self.tls_front: Front | None = None
         self._open: set[Call] = set()
         self._bystanders: dict[Call, None] = {}  # in the order in which they began
+        self._leaving: dict[Call, None] = {}  # evicted bystanders that are not over, in the order of their eviction
 
     @contextlib.asynccontextmanager
     async def begin(self, context: Any) -> AsyncIterator[Call]:
@@ -157,6 +175,7 @@ class Calls:
                 relay.idle_since = time.monotonic()
             self._open.discard(call)
             self._bystanders.pop(call, None)
+            self._leaving.pop(call, None)
             call.close()
 
     async def read(self, call: Call, context: Any) -> Any:
@@ -164,8 +183,8 @@ class Calls:
         await self.receiving.take(call, self.longest)
         call.since = time.monotonic()
         request = await context.read()
-        call.since = 0.0
         self.receiving.settle(call, 0)
+        call.arrive()
         if request is grpc.aio.EOF:
             raise RequestRefused("bad_request", "a request is missing")
         return request
@@ -183,6 +202,7 @@ class Calls:
         is_patient = call.is_patient
         call.since, call.is_patient = time.monotonic(), False
         await context.write(response)  # a call that is cancelled here stays marked as waiting until it is over
+        call.arrive()
         call.since, call.is_patient = time.monotonic() if is_patient else 0.0, is_patient
 
     def stand_by(self, call: Call) -> None:
@@ -190,9 +210,17 @@ class Calls:
         if len(self._bystanders) >= _BYSTANDERS:
             oldest = next(iter(self._bystanders))
             del self._bystanders[oldest]
+            self._leaving[oldest] = None
             self._strangers.turn_away("", f"{_BYSTANDERS} calls of Health/Watch and reflection are open")
-            oldest.end("the call was evicted for a newer one of its kind", politely=not oldest.since)
+            oldest.leave("the call was evicted for a newer one of its kind")
+        if len(self._leaving) > _LEAVING:
+            self._close_leaving(next(iter(self._leaving)))
         self._bystanders[call] = None
+
+    def _close_leaving(self, call: Call) -> None:
+        """Close the connection of an evicted bystander that still waits for its client."""
+        del self._leaving[call]
+        call.end("the call was evicted, and its client did not read on")
 
     async def drain(self) -> None:
         """Wait until the clients have received their last bytes. Call when gRPC has stopped."""
@@ -200,6 +228,8 @@ class Calls:
 
     def sweep(self) -> None:
         """End calls that have waited for their client past the deadline. Call several times a second."""
+        for call in [call for call in self._leaving if call.has_waited(_LEAVE_S)]:
+            self._close_leaving(call)
         for call in list(self._open):
             if not call.is_patient and call.has_waited(self._deadline_s) and not call.why_ended:
                 self._strangers.cut_off("", "a call whose client did not continue within KMQ_LINE_DEADLINE")
@@ -228,14 +258,15 @@ class Bystanders(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return serve
 
     def _watch(self, handler: Any) -> Any:
+        watch = handler.unary_stream or handler.stream_stream
+
         async def serve(requests: Any, context: Any) -> None:
             async with self._calls.begin(context) as call:
                 self._calls.stand_by(call)
                 if handler.unary_stream:
-                    request = await self._calls.read(call, context)
-                    await handler.unary_stream(request, context)
-                    return
-                async for response in handler.stream_stream(requests, context):
-                    await self._calls.write(call, context, response)
+                    requests = await self._calls.read(call, context)
+                async with contextlib.aclosing(watch(requests, context)) as responses:
+                    async for response in responses:
+                        await self._calls.write(call, context, response)
 
         return serve

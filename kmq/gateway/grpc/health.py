@@ -5,6 +5,7 @@ would block the task that reports a change of health, and with it the gateway's 
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -44,12 +45,12 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:100]!r}")
         return _Response(status=self._status[request.service])
 
-    async def Watch(self, request: Any, context: Any) -> None:
+    async def Watch(self, request: Any, _: Any) -> AsyncIterator[Any]:
         sent = None
         while True:
             changed, status = self._changed, self._status.get(request.service, _Response.SERVICE_UNKNOWN)
             if status != sent:
-                await context.write(_Response(status=status))
+                yield _Response(status=status)
                 sent = status
             else:
                 await changed.wait()
