@@ -1,0 +1,203 @@
+"""The replies of the consumer port, each with its encoder and its decoder. egress_lines.py lists them.
+
+Invariant   decode(encode(x)) == x for every reply. A line that is no such reply raises BadLine.
+Not covered The stored lines behind `!batch` and `!ok`: kmq/client/message.py reads those.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kmq.client.egress_lines import REQUESTS, BadLine, TopicPartition, offset_of, partition_of
+
+_GENERATION = re.compile(r"\d{1,18}")
+_CODE = re.compile(r"[a-z_]{1,64}")
+
+
+class Started(NamedTuple):
+    """The stored lines of a partition follow, from this offset on."""
+
+    place: TopicPartition
+    offset: int
+
+    def encode(self) -> bytes:
+        return f"!ok {self.place} offset={self.offset}\n".encode()
+
+
+class Batch(NamedTuple):
+    """`lines` stored lines follow, `nbytes` bytes, from `offset` on. place None: there are no records."""
+
+    place: TopicPartition | None
+    offset: int = 0
+    lines: int = 0
+    nbytes: int = 0
+
+    def encode(self) -> bytes:
+        if self.place is None:
+            return b"!batch -\n"
+        return f"!batch {self.place} {self.offset} {self.lines} {self.nbytes}\n".encode()
+
+
+NO_RECORDS = Batch(None)
+
+
+class Assigned(NamedTuple):
+    """The partitions of this member from now on, each with the offset that is read next."""
+
+    generation: int
+    offsets: tuple[tuple[TopicPartition, int], ...]
+
+    def encode(self) -> bytes:
+        return " ".join([f"!assign {self.generation}", *(f"{p}@{n}" for p, n in self.offsets)]).encode() + b"\n"
+
+
+class Revoke(NamedTuple):
+    """The member must give these partitions up: commit, then `!revoked`."""
+
+    partitions: tuple[TopicPartition, ...]
+
+    def encode(self) -> bytes:
+        return " ".join(["!revoke", *map(str, self.partitions)]).encode() + b"\n"
+
+
+class Sought(NamedTuple):
+    """The answer to `!seek`: the offset that is read next."""
+
+    place: TopicPartition
+    offset: int
+
+    def encode(self) -> bytes:
+        return f"!seek {self.place}@{self.offset}\n".encode()
+
+
+class PartitionOffsets(NamedTuple):
+    """The first offset, the end, the one read next, and the one that is committed; None: none."""
+
+    place: TopicPartition
+    start: int
+    end: int
+    next: int
+    committed: int | None = None
+
+
+class OffsetsReply(NamedTuple):
+    """The answer to `!offsets`."""
+
+    rows: tuple[PartitionOffsets, ...]
+
+    def encode(self) -> bytes:
+        words = ["!offsets"]
+        for row in self.rows:
+            committed = "-" if row.committed is None else row.committed
+            words.append(f"{row.place} start={row.start} end={row.end} next={row.next} committed={committed}")
+        return " ".join(words).encode() + b"\n"
+
+
+class Committed(NamedTuple):
+    """These next offsets are durable."""
+
+    offsets: tuple[tuple[TopicPartition, int], ...]
+
+    def encode(self) -> bytes:
+        return " ".join(["!committed", *(f"{place} {offset}" for place, offset in self.offsets)]).encode() + b"\n"
+
+
+class Failed(NamedTuple):
+    """A refusal. `request`: which `!<request>` it answers; "": it is the connection's last line."""
+
+    request: str
+    code: str
+    text: str
+
+    def encode(self) -> bytes:
+        text = " ".join(self.text.split())  # a line, whatever an exception's text holds
+        return " ".join(filter(None, ["!err", self.request, self.code, text])).encode(errors="replace") + b"\n"
+
+
+Reply = Started | Batch | Assigned | Revoke | Sought | OffsetsReply | Committed | Failed
+
+
+def reply(line: bytes) -> Reply:
+    """Return the reply in a line, given with or without its newline. Raises BadLine."""
+    verb, _, rest = line.removesuffix(b"\n").decode("utf-8", "replace").partition(" ")
+    decode = _REPLIES.get(verb)
+    if decode is None:
+        raise BadLine(f"{verb[:80]!r}: unknown reply; expected one of {', '.join(_REPLIES)}")
+    try:
+        return decode(rest) if verb == "!err" else decode(rest.split())
+    except (ValueError, IndexError) as err:
+        raise err if isinstance(err, BadLine) else BadLine(f"{verb}: {rest[:80]!r} does not belong there") from None
+
+
+def _value(word: str, name: str) -> str:
+    if not word.startswith(f"{name}="):
+        raise BadLine(f"{word[:80]!r}: must be {name}=")
+    return word[len(name) + 1 :]
+
+
+def _started(words: list[str]) -> Started:
+    place, offset = words
+    return Started(partition_of(place), offset_of(_value(offset, "offset")))
+
+
+def _batch(words: list[str]) -> Batch:
+    if words == ["-"]:
+        return NO_RECORDS
+    place, offset, lines, nbytes = words
+    return Batch(partition_of(place), offset_of(offset), offset_of(lines), offset_of(nbytes))
+
+
+def _at(word: str) -> tuple[TopicPartition, int]:
+    place, _, offset = word.partition("@")
+    return partition_of(place), offset_of(offset)
+
+
+def _assigned(words: list[str]) -> Assigned:
+    if not _GENERATION.fullmatch(words[0]):
+        raise BadLine(f"{words[0][:80]!r}: must be a generation")
+    return Assigned(int(words[0]), tuple(map(_at, words[1:])))
+
+
+def _sought(words: list[str]) -> Sought:
+    (word,) = words
+    return Sought(*_at(word))
+
+
+def _rows(words: Sequence[str]) -> OffsetsReply:
+    rows = []
+    for n in range(0, len(words), 5):
+        start, end, following, committed = (
+            _value(words[n + 1 + at], name) for at, name in enumerate(("start", "end", "next", "committed"))
+        )
+        known = None if committed == "-" else offset_of(committed)
+        rows.append(
+            PartitionOffsets(partition_of(words[n]), offset_of(start), offset_of(end), offset_of(following), known)
+        )
+    return OffsetsReply(tuple(rows))
+
+
+def _committed(words: list[str]) -> Committed:
+    pairs = zip(words[::2], words[1::2], strict=True)
+    return Committed(tuple((partition_of(place), offset_of(offset)) for place, offset in pairs))
+
+
+def _failed(rest: str) -> Failed:
+    request, _, others = rest.partition(" ")
+    if request not in REQUESTS:
+        request, others = "", rest
+    code, _, text = others.partition(" ")
+    if not _CODE.fullmatch(code):
+        raise BadLine("!err: says no code")
+    return Failed(request, code, " ".join(text.split()))
+
+
+_REPLIES: dict[str, Callable[..., Reply]] = {
+    "!ok": _started,
+    "!batch": _batch,
+    "!assign": _assigned,
+    "!revoke": lambda words: Revoke(tuple(map(partition_of, words))),
+    "!seek": _sought,
+    "!offsets": _rows,
+    "!committed": _committed,
+    "!err": _failed,
+}

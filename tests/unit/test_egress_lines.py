@@ -1,0 +1,187 @@
+"""The lines of the consumer port: what is written is read again, what is wrong is refused and says what was expected."""
+
+import random
+
+import pytest
+
+from kmq.client import egress_lines as lines
+from kmq.client import egress_replies as replies
+from kmq.client.egress_lines import BadLine, Position, TopicPartition
+
+ORDERS, OTHER = TopicPartition("orders", 0), TopicPartition("a.b-c_d", 1023)
+NOON = Position("time", 1_795_435_200_000_000)
+OPENINGS = [
+    lines.Consume("orders"),
+    lines.Consume("orders", 3, lines.LATEST, 10, True, True, "spark.abc=def"),
+    lines.Consume("a.b", None, Position("offset", 17)),
+    lines.Consume("a.b", None, NOON),
+    lines.Consume("a.b", None, Position("time", 1_795_435_200_000_001)),
+    lines.Group("billing", "m-1", ("orders", "a.b")),
+    lines.Group("é n/=%", "it's me", ("orders",), "range", 6.5, "t.x"),
+    lines.Assign(None, ((ORDERS, None),)),
+    lines.Assign("g=1@x", ((ORDERS, Position("offset", 5)), (OTHER, NOON)), "t.x"),
+]
+REQUESTS = [
+    lines.Fetch(1),
+    lines.Fetch(1 << 20, 300_000, (ORDERS, OTHER)),
+    lines.Seek(ORDERS, lines.EARLIEST),
+    lines.Seek(OTHER, NOON),
+    lines.Offsets(),
+    lines.Offsets((OTHER,)),
+    lines.Commit(((ORDERS, 0), (OTHER, 10**17))),
+    lines.REVOKED,
+    lines.BEAT,
+    lines.LEAVE,
+]
+REPLIES = [
+    replies.Started(ORDERS, 17),
+    replies.Batch(OTHER, 17, 3, 900),
+    replies.NO_RECORDS,
+    replies.Assigned(3, ((ORDERS, 17), (OTHER, 0))),
+    replies.Assigned(4, ()),
+    replies.Revoke((ORDERS, OTHER)),
+    replies.Sought(ORDERS, 7),
+    replies.OffsetsReply(
+        (replies.PartitionOffsets(ORDERS, 0, 9, 4, 3), replies.PartitionOffsets(OTHER, 1, 1, 1, None))
+    ),
+    replies.Committed(((ORDERS, 4), (OTHER, 5))),
+    replies.Failed("", "unknown_topic", "there is no topic x"),
+    replies.Failed("commit", "fenced", "generation 3 is over"),
+]
+
+
+@pytest.mark.parametrize(
+    ("decode", "values"),
+    [(lines.opening, OPENINGS), (lines.request, REQUESTS), (replies.reply, REPLIES)],
+    ids=["opening", "request", "reply"],
+)
+def test_what_is_written_is_read_again(decode, values):
+    for value in values:
+        line = value.encode()
+        assert line.endswith(b"\n") and line.count(b"\n") == 1
+        assert (type(decode(line)), decode(line)) == (type(value), value)
+        assert decode(line[:-1]) == value
+
+
+def test_words_stand_in_any_order_and_a_line_may_end_as_telnet_ends_it():
+    typed = b"CONSUME orders/3  raw max=10 token=spark.abc=def follow from=latest\r\n"
+    assert lines.opening(typed) == OPENINGS[1]
+    assert lines.request(b"!fetch 5 orders/0 wait=7 a.b-c_d/1023 orders/0") == lines.Fetch(5, 7, (ORDERS, OTHER))
+    assert lines.opening(b"ASSIGN token=x orders/0") == lines.Assign(None, ((ORDERS, None),), "x")
+
+
+def test_reading_begins_at_the_first_record_and_following_at_the_end():
+    assert lines.opening(b"CONSUME orders").first == lines.EARLIEST
+    assert lines.opening(b"CONSUME orders follow").first == lines.LATEST
+    assert lines.opening(b"CONSUME orders follow from=0").first == Position("offset", 0)
+
+
+@pytest.mark.parametrize(
+    ("decode", "line", "text"),
+    [
+        (lines.opening, b"", "'': unknown request; expected one of CONSUME, GROUP, ASSIGN"),
+        (lines.opening, b"consume orders", "'consume': unknown request; expected one of CONSUME, GROUP, ASSIGN"),
+        (lines.opening, b"CONSUME", "CONSUME: names no topic; expected CONSUME <topic>[/<partition>]"),
+        (lines.opening, b"CONSUME ../x", "'../x': must be <topic>/<partition>"),
+        (lines.opening, b"CONSUME ..", "'..': must be the name of a topic"),
+        (lines.opening, b"CONSUME orders/01", "'orders/01': must be <topic>/<partition>"),
+        (lines.opening, b"CONSUME orders/-1", "'orders/-1': must be <topic>/<partition>"),
+        (lines.opening, b"CONSUME o max=0", f"max='0': must be a whole number between 1 and {10**18 - 1}"),
+        (lines.opening, b"CONSUME o max=1 max=2", "max=: is given twice"),
+        (lines.opening, b"CONSUME o till=3", "'till=3': unknown option; expected one of from=, max=, token="),
+        (lines.opening, b"CONSUME o loud", "'loud': unknown option; expected one of from=, max=, token="),
+        (
+            lines.opening,
+            b"CONSUME o from=yesterday",
+            "from='yesterday': must be earliest, latest, an offset, or a time such as 2026-11-23T12:00:00Z",
+        ),
+        (
+            lines.opening,
+            b"CONSUME o from=2026-13-23T12:00:00Z",
+            "from='2026-13-23T12:00:00Z': must be earliest, latest, an offset, or a time such as 2026-11-23T12:00:00Z",
+        ),
+        (
+            lines.opening,
+            b"CONSUME o from=2026-11-23T12:00:00",
+            "from='2026-11-23T12:00:00': must be earliest, latest, an offset, or a time such as 2026-11-23T12:00:00Z",
+        ),
+        (lines.opening, b"CONSUME \xff", "the line must be printable ASCII"),
+        (lines.opening, b"CONSUME o\0", "the line must be printable ASCII"),
+        (
+            lines.opening,
+            b"GROUP",
+            "GROUP: names no group; expected GROUP <group> member=<name> topics=<topic>[,<topic>…]",
+        ),
+        (lines.opening, b"GROUP g topics=o", "GROUP: member= is missing"),
+        (lines.opening, b"GROUP g member=m", "GROUP: topics= is missing"),
+        (lines.opening, b"GROUP g member=m topics=o,", "topics='': must be the name of a topic"),
+        (
+            lines.opening,
+            b"GROUP g member=%00 topics=o",
+            "member='%00': must be a name of 1 to 200 characters, percent-encoded",
+        ),
+        (
+            lines.opening,
+            b"GROUP g member=%ff topics=o",
+            "member='%ff': must be a name of 1 to 200 characters, percent-encoded",
+        ),
+        (
+            lines.opening,
+            b"GROUP g member=m topics=o assignor=fair",
+            "assignor='fair': must be one of cooperative-sticky, sticky, range, roundrobin",
+        ),
+        (
+            lines.opening,
+            b"GROUP g member=m topics=o session=30",
+            "session='30': must be a time such as 30s, 500ms or 2m",
+        ),
+        (
+            lines.opening,
+            b"ASSIGN g",
+            "ASSIGN: names no partition; expected ASSIGN [<group>] <topic>/<partition>[@<position>] …",
+        ),
+        (lines.opening, b"ASSIGN o/0 g", "'g': unknown option; expected one of token="),
+        (lines.opening, b"ASSIGN o/0 o/0@3", "o/0: is given twice"),
+        (lines.request, b"CONSUME orders", "'CONSUME': unknown request; expected one of !fetch, "),
+        (lines.request, b"!fetch", "!fetch: says no size; expected !fetch <max bytes> [wait=<ms>]"),
+        (lines.request, b"!fetch 0", f"'0': must be a whole number between 1 and {10**18 - 1}"),
+        (lines.request, b"!fetch 1 wait=300001", "wait='300001': must be a whole number between 0 and 300000"),
+        (lines.request, b"!seek o/0", "!seek: expected !seek <topic>/<partition> <position>"),
+        (lines.request, b"!commit o/0", "!commit: expected !commit <topic>/<partition> <next offset> …"),
+        (lines.request, b"!commit o/0 x", "'x': must be an offset"),
+        (lines.request, b"!beat now", "!beat: takes no arguments"),
+        (replies.reply, b"!yes", "'!yes': unknown reply; expected one of !ok, "),
+        (replies.reply, b"!ok o/0", "!ok: 'o/0' does not belong there"),
+        (replies.reply, b"!batch o/0 1 2", "!batch: 'o/0 1 2' does not belong there"),
+        (replies.reply, b"!offsets o/0 start=1", "!offsets: 'o/0 start=1' does not belong there"),
+        (replies.reply, b"!err", "!err: says no code"),
+    ],
+)
+def test_what_is_no_line_is_refused_and_says_what_was_expected(decode, line, text):
+    with pytest.raises(BadLine) as refused:
+        decode(line)
+    assert str(refused.value).startswith(text)
+
+
+def test_a_refusal_is_one_line_whatever_its_text_holds():
+    assert replies.Failed("", "internal", "a\nb\r\n!batch -\n").encode() == b"!err internal a b !batch -\n"
+
+
+def test_made_up_lines_are_read_as_they_are_written_again_or_refused():
+    made = random.Random(17)
+    good = [value.encode() for value in (*OPENINGS, *REQUESTS, *REPLIES)]
+    pieces = [b" ", b"/", b"@", b"=", b"!", b"0", b"9" * 30, b"%", b"\0", b"\xff", b"-", b"follow", b"token=", b"from="]
+    refused = 0
+    for _ in range(20_000):
+        line = bytearray(made.choice(good)[:-1])
+        for _ in range(made.randrange(4)):
+            at = made.randrange(len(line) + 1)
+            line[at : at + made.choice((0, 0, 1, 5))] = made.choice((*pieces, bytes([made.randrange(256)])))
+        for decode in (lines.opening, lines.request, replies.reply):
+            try:
+                value = decode(bytes(line))
+            except BadLine:
+                refused += 1
+            else:
+                assert decode(value.encode()) == value
+    assert 20_000 < refused < 60_000
