@@ -150,7 +150,6 @@ class Setting:
 
     def __init__(self, env: str, default: str, parse: Callable[[str], int | float | str], help: str) -> None:
         self.env, self.default, self.parse, self.help = env, default, parse, help
-        self.is_used = True  # False: the name is reserved, and `kmq up` warns that it has no effect
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.attribute = name
@@ -159,13 +158,6 @@ class Setting:
 def _setting(env: str, default: str, parse: "Callable[[str], _T]", help: str) -> "_T":
     """Declare a setting. On an instance of Settings the attribute is what `parse` returns, and has its type."""
     return Setting(env, default, parse, help)  # type: ignore[arg-type, return-value]
-
-
-def _reserved(env: str, default: str, parse: "Callable[[str], _T]", help: str) -> "_T":
-    """Declare a setting that has no effect yet."""
-    row = Setting(env, default, parse, help)  # type: ignore[arg-type]
-    row.is_used = False
-    return row  # type: ignore[return-value]
 
 
 class Settings:
@@ -178,17 +170,17 @@ class Settings:
     )
     host: str = _setting("KMQ_HOST", "127.0.0.1", _text, "address that the plain listeners bind to")
     port: int = _setting("KMQ_PORT", "5673", _PORT, "port for lines in, one message a line; 0: any free port")
-    egress_port: int = _reserved(
-        "KMQ_EGRESS_PORT", "5674", _PORT, "port for lines out (gateway); no effect yet: nothing listens there"
+    egress_port: int = _setting(
+        "KMQ_EGRESS_PORT", "5674", _PORT, "port for lines out, to consumers (gateway); 0: any free port"
     )
     ack_port: int = _setting(
         "KMQ_ACK_PORT", "5675", _PORT, "port for GET_ACK <seq>: is this record durable? 0: any free port"
     )
-    status_port: int = _reserved(
+    status_port: int = _setting(
         "KMQ_STATUS_PORT",
         "5676",
         _PORT,
-        "port for GET_STATUS <seq>: is this record processed? (gateway); no effect yet: nothing listens there",
+        "port for GET_STATUS <seq>: has a consumer group processed this record? (gateway); 0: any free port",
     )
     http_port: int = _setting("KMQ_HTTP_PORT", "8082", _PORT, "port of the HTTP API (gateway)")
     grpc_port: int = _setting("KMQ_GRPC_PORT", "8080", _PORT, "port of the gRPC API (gateway)")
@@ -278,6 +270,9 @@ class Settings:
     )
     tls_host: str = _setting("KMQ_TLS_HOST", "0.0.0.0", _text, "address that the TLS listeners bind to")
     tls_port: int = _setting("KMQ_TLS_PORT", "5443", _PORT, "port for lines in over TLS; 0: any free port")
+    egress_tls_port: int = _setting(
+        "KMQ_EGRESS_TLS_PORT", "5444", _PORT, "port for lines out over TLS (gateway); 0: any free port"
+    )
     https_port: int = _setting("KMQ_HTTPS_PORT", "8443", _PORT, "port of the HTTP API over TLS (gateway)")
     grpcs_port: int = _setting("KMQ_GRPCS_PORT", "8444", _PORT, "port of the gRPC API over TLS (gateway)")
     tokens: str = _setting(
@@ -301,7 +296,6 @@ class Settings:
 
     texts: dict[str, str]  # each setting as it was given, by its environment name
     given: set[str]  # attributes of the settings that were given, and do not just have their default
-    unused: list[str]  # names of settings that were given and have no effect
     ignored: list[str]  # names that Kubernetes injected (service_links)
 
     def __init__(self, values: dict[str, object]) -> None:
@@ -383,9 +377,8 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         for name in sorted(set(names) - set(known)):
             raise ConfigError(f"{source}: unknown setting {name}{_suggest(name, known)}")
     texts: dict[str, str] = {}
-    unused = [row.env for row in SETTINGS if not row.is_used and (row.env in from_env or row.env in from_file)]
     given: set[str] = set()
-    values: dict[str, object] = {"ignored": links, "texts": texts, "unused": unused, "given": given}
+    values: dict[str, object] = {"ignored": links, "texts": texts, "given": given}
     for row in SETTINGS:
         text = from_env.get(row.env, from_file.get(row.env, row.default))
         if text == "" and row.attribute in SHARED:
@@ -395,8 +388,7 @@ def load(environ: dict[str, str] | None = None, toml: str = "kmq.toml") -> Setti
         if text == "" and row.default == "":
             values[row.attribute] = ""
             continue
-        if row.is_used or row.env in unused:
-            texts[row.env] = text
+        texts[row.env] = text
         try:
             values[row.attribute] = row.parse(text)
         except ValueError as err:

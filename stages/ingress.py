@@ -29,8 +29,6 @@ def run(stage: Stage) -> None:
     settings = stage.settings
     os.makedirs(settings.pipes, exist_ok=True)
     owner = stage.own(f"{settings.pipes}/ingress.owner", f"FIFO {settings.pipes}/raw (ingress)")
-    if settings.unused:  # one stage says it, for all
-        stage.log.warn("setting_unused", names=",".join(settings.unused), effect="none: nobody listens there yet")
     loop = Loop(stage, Handover(stage.raw, stage.open_received()))
     loop.announce()
     stage.ready(port=loop.ports.lines.port, ack_port=loop.ports.questions.port)

@@ -20,6 +20,7 @@ class Secured:
             "KMQ_TLS_PORT": "0",
             "KMQ_HTTPS_PORT": "0",
             "KMQ_GRPCS_PORT": "0",
+            "KMQ_EGRESS_TLS_PORT": "0",
             "KMQ_TLS_CERT": str(cert),
             "KMQ_TLS_KEY": str(key),
             "KMQ_TLS_CLIENT_CA": str(authority.path),

@@ -56,9 +56,6 @@ def up(
 
         raise typer.Exit(Supervisor(settings, with_gateway).run())
     _refuse_shared_data(settings)
-    if settings.unused:
-        names = ", ".join(settings.unused)
-        print(f"kmq: {names}: has no effect yet, because nothing listens there; leave it out", file=sys.stderr)
     startup = Startup(settings, with_gateway)
     _print_started(settings, startup, startup.wait())
 

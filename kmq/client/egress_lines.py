@@ -123,7 +123,7 @@ def _topic(text: str) -> str:
     return text
 
 
-def _name(text: str) -> str:
+def name_of(text: str) -> str:
     """Return the name of a group or member."""
     try:
         name = unquote(text, errors="strict")
@@ -339,18 +339,18 @@ def _group(words: list[str]) -> Group:
         return tuple(dict.fromkeys(_topic(name) for name in text.split(",")))
 
     options = _options(
-        words[1:], member=_name, topics=topics, assignor=_one_of(*ASSIGNORS), session_s=_duration, token=str
+        words[1:], member=name_of, topics=topics, assignor=_one_of(*ASSIGNORS), session_s=_duration, token=str
     )
     for name in ("member", "topics"):
         if name not in options:
             raise BadLine(f"GROUP: {name}= is missing")
-    return Group(_name(words[0]), "", ())._replace(**options)
+    return Group(name_of(words[0]), "", ())._replace(**options)
 
 
 def _assign(words: list[str]) -> Assign:
     group = None
     if words and "/" not in words[0] and not words[0].startswith("token="):
-        group, words = _name(words[0]), words[1:]
+        group, words = name_of(words[0]), words[1:]
     named = [word for word in words if "/" in word and not word.startswith("token=")]
     options = _options([word for word in words if word not in named], token=str)
     places: dict[TopicPartition, Position | None] = {}

@@ -1,4 +1,4 @@
-"""The gateway: PodBus over gRPC, and HTTP. One asyncio process beside the four stages; it owns nothing on disk.
+"""The gateway: lines out, PodBus over gRPC, and HTTP. One asyncio process beside the four stages; it owns nothing on disk.
 
     __main__.py       the command: settings, ownership, exit code
     server.py         the process: what it opens, watches and ends
@@ -9,12 +9,16 @@
       catalog.py      which logs exist, and their first and end offsets
       bounds.py       the first and end offsets of partitions, cached
       spans.py        a range of records as checked bytes of the files
+      partitions.py   what a consumer may read: offsets, batches
+      waking.py       readers that wait for new records
+      places.py       where the record with a seq is
       feed.py         the records of a topic in order of seq, and how far the router has come
       metrics.py      every metric
       refused.py      a refused request; kmq/refusals.py has the codes
     http/             door: HTTP
       web.py          /metrics /healthz /readyz
       logs.py         /v1/…, the logs as they are in the files
+    lines/            door: lines out, and GET_STATUS
     grpc/             door: gRPC
       podbus.py       what the methods of podbus.v1.PodBus do
       schema.py       their messages (podbus.proto; podbus.desc is that file compiled)

@@ -1,9 +1,9 @@
 """The connections to the gateway's ports, from accept to close: their limits, deadlines and memory.
 
-Limits      At most _MOST connections on each port, and _HANDSHAKES more whose TLS handshake is unfinished (some 300
-            KiB each). At the limit a new connection evicts the one that has kept the gateway waiting longest: a
-            handshake evicts a handshake, a connection evicts a connection without a request. If all connections are
-            being served, the new one is refused.
+Limits      At most _MOST connections on each port, _MOST_CONSUMERS on a consumer's, and _HANDSHAKES more whose TLS
+            handshake is unfinished (some 300 KiB each). At the limit a new connection evicts the one that has kept the
+            gateway waiting longest: a handshake evicts a handshake, a connection evicts a connection without a request.
+            If all connections are being served, the new one is refused.
 Deadline    KMQ_LINE_DEADLINE limits a handshake, the time until the next request is whole, and the reading of a
             response.
 Memory      Responses that clients have not read hold at most _UNREAD_BYTES in all connections together; beyond that the
@@ -25,9 +25,11 @@ from aiohttp import web
 from kmq import descriptors
 from kmq.broker.incidents import Strangers
 from kmq.gateway.grpc.front import Relay
+from kmq.gateway.lines.connection import Connection
 from kmq.settings import MIB, Settings
 
 _MOST = 320  # more than the gRPC streams that may wait for the gateway, so that some connection can always be evicted
+_MOST_CONSUMERS = 4096  # consumers that wait cost little
 _HANDSHAKES = 96
 _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
@@ -61,6 +63,11 @@ def most_connections(settings: Settings) -> int:
     return max(1, min(_MOST, settings.connections, descriptors.claim() // 8))
 
 
+def most_consumers(settings: Settings) -> int:
+    """Return how many connections the consumer port, or the status port, may have at most."""
+    return max(1, min(_MOST_CONSUMERS, settings.connections, descriptors.claim() // 8))
+
+
 class _Open:
     """An open connection."""
 
@@ -76,7 +83,7 @@ class Doors:
         self._strangers, self._deadline_s = strangers, settings.line_deadline
         self._handshake_s = min(settings.line_deadline, _LONGEST_HANDSHAKE_S)
         self._most = most_connections(settings)
-        self._doors: list[socket.socket] = []
+        self._doors: dict[socket.socket, int] = {}  # listening socket → connections at most
         self._shaking: dict[asyncio.Task[None], str] = {}  # TLS handshakes: task → peer, the oldest first
         self._plain: dict[asyncio.Task[None], str] = {}  # accepted without TLS: these tasks end in a moment
         self._open: dict[Any, _Open] = {}  # by handler: aiohttp's, or the relay of a gRPC connection
@@ -104,9 +111,9 @@ class Doors:
 
         return served
 
-    def serve(self, door: socket.socket, server: Any, context: SSLContext | None) -> None:
-        """Accept the connections of a listening socket."""
-        self._doors.append(door)
+    def serve(self, door: socket.socket, server: Any, context: SSLContext | None, most: int = 0) -> None:
+        """Accept the connections of a listening socket. `most`: at a time; 0: as many as a port of HTTP has."""
+        self._doors[door] = most or self._most
         loop = asyncio.get_running_loop()
         loop.add_reader(door, self._accept, door, server, context)
 
@@ -166,7 +173,9 @@ class Doors:
             self._strangers.note("tls_failed", peer, getattr(err, "reason", None) or err.strerror or type(err).__name__)
         else:
             if not self._has_room(door):
-                self._strangers.turn_away(peer, f"{self._most} are open already, and all are being served")
+                self._strangers.turn_away(
+                    peer, f"{self._doors.get(door, 0)} are open already, and all are being served"
+                )
                 transport.abort()
             else:
                 self._open[handler] = _Open(transport, peer, door)
@@ -176,20 +185,19 @@ class Doors:
         for handler in [handler for handler, connection in self._open.items() if connection.transport.is_closing()]:
             del self._open[handler]
         at_door = [handler for handler, connection in self._open.items() if connection.door is door]
-        if len(at_door) < self._most:
+        most = self._doors.get(door, 0)
+        if len(at_door) < most:
             return True
         slow = [handler for handler in at_door if self._waits_since(handler)]
         if slow:
             longest = min(slow, key=self._waits_since)
             self._end(longest)
-            self._strangers.turn_away(
-                self._open.pop(longest).peer, f"{self._most} are open, and this one is the slowest"
-            )
+            self._strangers.turn_away(self._open.pop(longest).peer, f"{most} are open, and this one is the slowest")
         return bool(slow)
 
     def _waits_since(self, handler: Any) -> float:
         """Return since when a client has kept the gateway waiting; 0 if the client waits for the gateway."""
-        if isinstance(handler, Relay):
+        if isinstance(handler, (Relay, Connection)):
             return handler.waits_since
         return 0.0 if handler in self._served else self._waiting.get(handler, time.monotonic())
 
@@ -203,7 +211,13 @@ class Doors:
         self._open = {
             handler: connection for handler, connection in self._open.items() if not connection.transport.is_closing()
         }
-        over_http = [handler for handler in self._open if not isinstance(handler, Relay)]  # gRPC's: see calls.py
+        for handler, connection in self._open.items():
+            late = handler.late(now - self._deadline_s) if isinstance(handler, Connection) else ""
+            if late:
+                self._strangers.cut_off(connection.peer, late)
+                self._end(handler)
+        # Of gRPC's connections calls.py takes care.
+        over_http = [handler for handler in self._open if not isinstance(handler, (Relay, Connection))]
         self._waiting = {
             handler: self._waiting.get(handler, now) for handler in over_http if handler not in self._served
         }

@@ -18,7 +18,7 @@ from kmq.broker.incidents import Strangers
 from kmq.broker.tls import Certificates
 from kmq.errors import ConfigError
 from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.doors import Doors, listening
+from kmq.gateway.doors import Doors, listening, most_consumers
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
 from kmq.gateway.grpc.statuses import refuse
@@ -155,6 +155,21 @@ def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Cer
     return _write_ports(settings, ports)
 
 
+def listen_lines(
+    lines: Any, status: Any, doors: Doors, settings: Settings, certificates: Certificates | None
+) -> dict[str, int]:
+    """Open the consumer port and the status port. Returns name → port number, as listen_http does."""
+    host, most = settings.host, most_consumers(settings)
+    ports = {
+        "egress": _open(lines, doors, "KMQ_EGRESS_PORT", host, settings.egress_port, most=most),
+        "status": _open(status, doors, "KMQ_STATUS_PORT", host, settings.status_port, most=most),
+    }
+    if certificates is not None:
+        place, context = (settings.tls_host, settings.egress_tls_port), certificates.context()
+        ports["egress_tls"] = _open(lines, doors, "KMQ_EGRESS_TLS_PORT", *place, context, most)
+    return _write_ports(settings, ports)
+
+
 def listen_metrics(server: Any, doors: Doors, settings: Settings) -> dict[str, int]:
     """Open the port for metrics if KMQ_METRICS_HOST is set. Returns name → port number, as listen_http does."""
     if not settings.metrics_host:
@@ -163,14 +178,16 @@ def listen_metrics(server: Any, doors: Doors, settings: Settings) -> dict[str, i
     return _write_ports(settings, {"metrics": number})
 
 
-def _open(server: Any, doors: Doors, setting: str, host: str, port: int, context: SSLContext | None = None) -> int:
+def _open(
+    server: Any, doors: Doors, setting: str, host: str, port: int, context: SSLContext | None = None, most: int = 0
+) -> int:
     try:
         opened = listening(host, port)  # a name may stand for several addresses
     except OSError as err:
         reason = os.strerror(err.errno) if err.errno and err.errno > 0 else str(err)
         raise _refused(setting, host, port, reason) from err
     for door in opened:
-        doors.serve(door, server, context)
+        doors.serve(door, server, context, most)
     number: int = opened[0].getsockname()[1]
     return number
 

@@ -1,7 +1,7 @@
 """The gateway process: opens its ports, serves, watches the broker, and drains.
 
-Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port and grpc.port, with TLS https.port and
-            grpcs.port, with KMQ_METRICS_HOST metrics.port.
+Owns        KMQ_PIPES/gateway.owner, its row of the stats page, http.port, grpc.port, egress.port and status.port, with
+            TLS https.port, grpcs.port and egress_tls.port, with KMQ_METRICS_HOST metrics.port.
 End         SIGTERM: no new requests. Requests already accepted get their replies, streams end with UNAVAILABLE, so
             that their clients resume elsewhere or later; then exit 0. A second signal ends it at once.
 """
@@ -23,6 +23,8 @@ from kmq.broker.tls import certificates
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.metrics import Requests
+from kmq.gateway.core.places import Places
+from kmq.gateway.core.waking import Waking
 from kmq.gateway.doors import Doors
 from kmq.gateway.grpc.calls import Calls
 from kmq.gateway.grpc.health import HEALTH, Health
@@ -30,7 +32,10 @@ from kmq.gateway.grpc.podbus import PodBus
 from kmq.gateway.grpc.schema import SERVICE
 from kmq.gateway.grpc.service import Service
 from kmq.gateway.http.web import application, monitoring
-from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http, listen_metrics
+from kmq.gateway.lines.door import Lines
+from kmq.gateway.lines.service import Service as Consumers
+from kmq.gateway.lines.status import StatusPort
+from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http, listen_lines, listen_metrics
 from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings
 from kmq.tokens import open_tokens
@@ -97,7 +102,12 @@ class Gateway:
         self.strangers = Strangers(self.row, self.incidents)
         self.doors = Doors(settings, self.strangers)
         self.calls = Calls(settings, self.strangers)
-        self.bus = PodBus(settings, Watermark(page), log, self.strangers)
+        watermark = Watermark(page)
+        self.bus = PodBus(settings, watermark, log, self.strangers)
+        self.waking = Waking(watermark)
+        self.consumers = Consumers(settings, self.waking, self.tokens, self.strangers, self.requests)
+        self.lines = Lines(self.consumers)
+        self.status = StatusPort(self.consumers, Places(settings.data, page), lambda *_: False)
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -116,6 +126,7 @@ class Gateway:
         try:
             ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
             ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)
+            ports |= listen_lines(self.lines, self.status, self.doors, self.settings, self.certificates)
             ports |= listen_metrics(metrics.server, self.doors, self.settings)
             await server.start()
             self.row.port = ports["http"]
@@ -126,10 +137,15 @@ class Gateway:
             self._state("draining")
             self.doors.close()
             self.bus.stop()
+            self.lines.stop()
+            self.status.stop()
             self.health.stop()
             await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup(), metrics.cleanup())
             await self.calls.drain()
+            await self.lines.drain()
             await self.bus.close()
+            self.consumers.close()
+            self.waking.close()
             self.incidents.say()
 
     async def _runner(self, app: web.Application) -> web.AppRunner:

@@ -27,6 +27,8 @@ PRIVATE = (
     "KMQ_ACK_PORT",
     "KMQ_HTTP_PORT",
     "KMQ_GRPC_PORT",
+    "KMQ_EGRESS_PORT",
+    "KMQ_STATUS_PORT",
     "KMQ_DATA",
     "KMQ_PIPES",
 )  # set here, whatever the environment says
@@ -43,6 +45,8 @@ class Pod:
             "KMQ_ACK_PORT": "0",
             "KMQ_HTTP_PORT": "0",
             "KMQ_GRPC_PORT": "0",
+            "KMQ_EGRESS_PORT": "0",
+            "KMQ_STATUS_PORT": "0",
             "KMQ_DATA": str(home / "data"),
             "KMQ_PIPES": str(home / "pipes"),
         }

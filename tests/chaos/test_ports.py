@@ -96,7 +96,7 @@ def gateway_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
 def tls(authority: Authority) -> dict[str, object]:
     """Settings for TLS on ports of the gateway's choice."""
     cert, key = authority.issue("server")
-    ports = dict.fromkeys(("KMQ_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT"), 0)
+    ports = dict.fromkeys(("KMQ_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT", "KMQ_EGRESS_TLS_PORT"), 0)
     return {"KMQ_TLS_HOST": "127.0.0.1", "KMQ_TLS_CERT": cert, "KMQ_TLS_KEY": key} | ports
 
 

@@ -27,7 +27,8 @@ class Bus:
         self.instance = f"podbus-{os.getpid()}-{root.name}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KMQ_", "RB_"))}
         self.env = kept | {"KMQ_INSTANCE": self.instance, "KMQ_DATA": str(self.data), "KMQ_PIPES": str(self.pipes)}
-        self.env |= dict.fromkeys(("KMQ_PORT", "KMQ_ACK_PORT", "KMQ_HTTP_PORT", "KMQ_GRPC_PORT"), "0") | settings
+        ports = ("PORT", "ACK_PORT", "HTTP_PORT", "GRPC_PORT", "EGRESS_PORT", "STATUS_PORT")
+        self.env |= {f"KMQ_{name}": "0" for name in ports} | settings
         self.stubs = stubs
         self.kmq("up")
         script = str(Path(__file__).with_name("podbus_client.py"))

@@ -153,21 +153,6 @@ def test_a_wrong_setting_is_named_and_nothing_starts(broker, setting, value, wor
     assert not broker.data.exists()
 
 
-def test_a_setting_that_does_nothing_is_warned_of_once_by_up_and_once_in_the_log(broker):
-    (broker.root / "kmq.toml").write_text("KMQ_STATUS_PORT = 5676\n")
-    up = broker.kmq("up", "--no-gateway", KMQ_EGRESS_PORT=0)
-    assert up.returncode == 0
-    assert (
-        up.stderr
-        == "kmq: KMQ_EGRESS_PORT, KMQ_STATUS_PORT: has no effect yet, because nothing listens there; leave it out\n"
-    )
-    said = [line for line in broker.log().splitlines() if "KMQ_EGRESS_PORT" in line]
-    assert len(said) == 1 and "level=warn stage=ingress event=setting_unused" in said[0]
-    broker.down()
-    (broker.root / "kmq.toml").unlink()
-    assert broker.kmq("up", "--no-gateway").stderr == ""
-
-
 @pytest.mark.parametrize("command", ["status", "down", "produce test.a -m x", "topics list", "redrive dead --to a"])
 def test_every_command_refuses_a_wrong_setting(broker, command):
     refused(broker.kmq(*command.split(), KMQ_DAAT="x"), CONFIG, "KMQ_DAAT; did you mean KMQ_DATA?")

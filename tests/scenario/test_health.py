@@ -35,7 +35,7 @@ def files(authority, tmp_path):
             reversed(made), reversed(authority.issue("server", until=until, since=since)), strict=True
         ):
             shutil.copy(source, path)
-        ports = dict.fromkeys(("KMQ_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT"), 0)
+        ports = dict.fromkeys(("KMQ_TLS_PORT", "KMQ_HTTPS_PORT", "KMQ_GRPCS_PORT", "KMQ_EGRESS_TLS_PORT"), 0)
         return {"KMQ_TLS_HOST": "127.0.0.1", "KMQ_TLS_CERT": made[0], "KMQ_TLS_KEY": made[1]} | ports
 
     return put

@@ -39,6 +39,7 @@ def secured(broker, authority, files):
         "KMQ_TLS_PORT": "0",
         "KMQ_HTTPS_PORT": "0",
         "KMQ_GRPCS_PORT": "0",
+        "KMQ_EGRESS_TLS_PORT": "0",
         "KMQ_TLS_CERT": str(files[0]),
         "KMQ_TLS_KEY": str(files[1]),
     }

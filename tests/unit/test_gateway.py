@@ -493,6 +493,7 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     os.makedirs(f"{broker.settings.data}/topics/t/0")
     requests = metrics.Requests()
     requests.count("Produce", "OK", 0.003)
+    requests.count_egress("CONSUME", "OK")
     text = metrics.page(broker, requests).decode()
     for name, help, _ in metrics.DECLARED:
         assert f"# HELP {name} {help}\n" in text

@@ -35,15 +35,6 @@ def test_the_environment_wins_over_the_file_and_the_file_over_the_default(tmp_pa
     assert (found.port, found.ack_port, found.host, found.http_port) == (3333, 2222, "::1", 8082)
 
 
-def test_a_setting_that_does_nothing_is_named_where_somebody_has_set_it(tmp_path):
-    assert load(tmp_path, KMQ_PORT="1").unused == []
-    found = load(tmp_path, "KMQ_STATUS_PORT = 9\n", KMQ_EGRESS_PORT="5674")
-    assert found.unused == ["KMQ_EGRESS_PORT", "KMQ_STATUS_PORT"]
-    assert load(tmp_path / "child", **found.environment()).unused == found.unused  # a child says the same
-    nothing_set = load(tmp_path / "other").environment()
-    assert load(tmp_path / "child", **nothing_set).unused == []
-
-
 @pytest.mark.parametrize(
     ("environ", "said"),
     [

@@ -238,7 +238,13 @@ SCRAPED = (
 )
 GRPC_REQUESTS = "kmq_grpc_requests_total", "gRPC calls that have ended, by method and status.", ("method", "code")
 GRPC_SECONDS = "kmq_grpc_seconds", "Time that unary gRPC calls took.", ("method",)
-DECLARED = [row[:3] for row in SCRAPED] + [GRPC_REQUESTS, GRPC_SECONDS]
+EGRESS_REQUESTS = (
+    "kmq_egress_requests_total",
+    "Requests on the consumer port that have ended, by their first word and the code of the refusal, if any.",
+    ("request", "code"),
+)
+EGRESS_BYTES = "kmq_egress_bytes_total", "Bytes of records that the consumer port has sent.", ()
+DECLARED = [row[:3] for row in SCRAPED] + [GRPC_REQUESTS, GRPC_SECONDS, EGRESS_REQUESTS, EGRESS_BYTES]
 
 
 class _Scrape(Collector):
@@ -261,18 +267,28 @@ class _Scrape(Collector):
 
 
 class Requests:
-    """The metrics of gRPC requests, which the gateway counts itself."""
+    """The metrics of requests, which the gateway counts itself."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(*GRPC_REQUESTS, registry=self.registry)
         self._seconds = Histogram(*GRPC_SECONDS, registry=self.registry, buckets=_BUCKETS)
+        self._egress = Counter(*EGRESS_REQUESTS, registry=self.registry)
+        self._sent = Counter(*EGRESS_BYTES, registry=self.registry)
 
     def count(self, method: str, code: str, seconds: float) -> None:
         """Count one call that has ended."""
         self._requests.labels(method, code).inc()
         if not method.endswith("Stream"):  # the client decides how long a stream lasts
             self._seconds.labels(method).observe(seconds)
+
+    def count_egress(self, request: str, code: str) -> None:
+        """Count one request on the consumer port that has ended. `code`: why it was refused; OK if it was not."""
+        self._egress.labels(request, code).inc()
+
+    def count_sent(self, nbytes: int) -> None:
+        """Count bytes of records that the consumer port has sent."""
+        self._sent.inc(nbytes)
 
 
 def page(broker: Broker, requests: Requests) -> bytes:

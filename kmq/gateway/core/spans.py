@@ -57,6 +57,7 @@ class Range:
         self._parts: list[_Part] = []
         self._locate(end, max_bytes)
         self.length = sum(part.stop - part.begin for part in self._parts)
+        self.reached = self.first_offset  # behind the records of the spans that were taken
         self._spans = self._check()
 
     def take(self) -> Span | None:
@@ -118,13 +119,16 @@ class Range:
                 if end == part.stop:
                     break
                 if end - at >= PIECE_BYTES:
+                    self.reached = offset
                     yield Span(segment.fd, at, end - at)
                     at = end
         except DamageError:
             if end > at:
+                self.reached = offset
                 yield Span(segment.fd, at, end - at)
             raise
         if end > at:
+            self.reached = part.next_offset if end == part.stop else offset
             yield Span(segment.fd, at, end - at)
         if end < part.stop:
             raise segment.damage(end, part.stop, offset, offset + 1, "the log ends inside the block")

@@ -1,0 +1,178 @@
+"""What a consumer may read: the partitions of topics, their offsets, and records as checked bytes of the files.
+
+Owner       None: it only reads, without a lock. Everything here reads files, so call it in a thread.
+Invariant   Only durable and routed records are shown: the router writes a record to its partition after durability has
+            synced it. A batch is returned only after each of its blocks was checked; it holds whole lines, in order.
+Deletion    No offset ever means two records, also if a topic is deleted and made again (kmq/log/deletions.py). A
+            partition that was opened before belongs to the deleted topic, and raises RequestRefused from then on.
+Files       A batch keeps two descriptors open until `close`.
+Not covered Who may read, and how far a group has come.
+"""
+
+import os
+from contextlib import suppress
+
+from kmq import record
+from kmq.client.egress_lines import Position
+from kmq.gateway.core.bounds import Bounds
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.spans import PIECE_BYTES, Range, Span
+from kmq.log import deletions, reader
+from kmq.log.damage import DamageError
+
+END = (1 << 63) - 1  # beyond any offset
+MAX_BATCH = PIECE_BYTES  # bytes: so a batch is always one span
+Signature = tuple[int, ...]
+
+
+class Batch:
+    """`lines` records from `offset` on, the bytes of `span`. Close it when they have been sent."""
+
+    __slots__ = ("_range", "lines", "offset", "span")
+
+    def __init__(self, found: Range, offset: int, lines: int, span: Span) -> None:
+        self._range, self.offset, self.lines, self.span = found, offset, lines, span
+
+    @property
+    def next_offset(self) -> int:
+        return self.offset + self.lines
+
+    def close(self) -> None:
+        self._range.close()
+
+
+class Partition:
+    """One partition of a topic. One thread at a time may use it."""
+
+    def __init__(self, owner: "Partitions", topic: str, number: int) -> None:
+        self.topic, self.number = topic, number
+        self._owner, self._from_seq = owner, owner.from_seq(topic)
+        self._log = reader.partition(owner.data, topic, number)
+        self._active: tuple[Signature, str] = ((), "")  # signature of the directory, path of the active segment
+
+    @property
+    def directory(self) -> str:
+        return self._log.directory
+
+    def signature(self) -> Signature:
+        """Return numbers that change when records are added. Cheap. Take it before a read that may find nothing."""
+        with suppress(FileNotFoundError):
+            found = os.stat(self.directory)
+            seen = found.st_ino, found.st_mtime_ns
+            if self._active[0] != seen:
+                segments = self._log.segments()
+                self._active = seen, segments[-1][1] if segments else ""
+            if self._active[1]:
+                return *seen, os.stat(self._active[1]).st_size
+            return seen
+        return ()
+
+    def check(self) -> None:
+        """Raise RequestRefused if the topic has been deleted since this partition was opened."""
+        now = self._owner.from_seq(self.topic)
+        if self._from_seq is None:
+            self._from_seq = now
+        if now != self._from_seq:
+            raise RequestRefused("unknown_topic", f"topic {self.topic} was deleted; what has its name now is another")
+
+    def start(self) -> int:
+        """Return the offset of the first record that is still there, or, if there is none, of the next one."""
+        return min(self._log.first_offset, self.end()) if self._log.segments() else self._owner.empty_at(self)
+
+    def end(self) -> int:
+        """Return the offset that the next record gets."""
+        return self._log.end_offset() if self._log.segments() else self._owner.empty_at(self)
+
+    def locate(self, position: Position) -> int:
+        """Return the offset that a position means now. Raises RequestRefused for an offset beyond the end."""
+        if position.kind == "earliest":
+            return self.start()
+        if position.kind == "latest":
+            return self.end()
+        if position.kind == "time":
+            return self._log.offset_of_time(position.value)
+        start, end = self.start(), self.end()
+        if position.value > end:
+            raise RequestRefused(
+                "out_of_range", f"{self.topic}/{self.number}: offset {position.value} is beyond first={start} end={end}"
+            )
+        return max(start, position.value)
+
+    def range(self, start: int, end: int = END, max_bytes: int = 0) -> Range:
+        """Return the records start…end-1, as far as they exist. Raises DamageError."""
+        self.check()
+        while True:
+            with suppress(FileNotFoundError):  # retention or compaction removed a segment meanwhile: look again
+                return Range(self._log, start, end, max_bytes)
+
+    def batch(self, offset: int, max_bytes: int, most: int = END) -> Batch | None:
+        """Return the next records from `offset` on: at most `max_bytes`, or one longer line. None: there are none.
+
+        `most`: offsets at most. Records before the first offset are gone: the batch then begins at the first offset.
+        Raises DamageError once all good records in front of the damage were returned.
+        """
+        while True:
+            found = self.range(offset, min(END, offset + most), min(max_bytes, MAX_BATCH))
+            try:
+                span = found.take()
+            except FileNotFoundError:
+                found.close()
+                continue
+            except DamageError:
+                found.close()
+                raise
+            if span is not None:
+                return _cut(found, span, max_bytes)
+            found.close()
+            if found.first_offset <= offset or most == END:
+                return None
+            offset = found.first_offset
+
+    def read(self, offset: int, max_bytes: int) -> tuple[int, bytes]:
+        """Return (offset of the first line, whole checked lines): as `batch` does, in memory."""
+        self.check()
+        return self._log.read(offset, max_bytes)
+
+
+def _cut(found: Range, span: Span, max_bytes: int) -> Batch:
+    """Return the batch of at most `max_bytes` at the start of `span`."""
+    if span.nbytes <= max_bytes:
+        return Batch(found, found.first_offset, found.reached - found.first_offset, span)
+    lines = os.pread(span.fd, span.nbytes, span.begin)  # whole blocks: a small request was for less than one
+    keep = lines.rfind(b"\n", 0, max_bytes) + 1 or lines.find(b"\n") + 1
+    return Batch(found, found.first_offset, lines.count(b"\n", 0, keep), span._replace(nbytes=keep))
+
+
+class Partitions:
+    """All partitions of a data directory."""
+
+    def __init__(self, data: str) -> None:
+        self.data = data
+        self._bounds = Bounds(data)
+
+    def count(self, topic: str) -> int:
+        """Return how many partitions a topic has. Raises RequestRefused if there is no such topic."""
+        if not (record.is_topic_name(topic) and os.path.isdir(f"{self.data}/topics/{topic}")):
+            raise RequestRefused("unknown_topic", f"there is no topic {topic}; a first message makes it")
+        return self._bounds.declared(topic)[0]
+
+    def from_seq(self, topic: str) -> int | None:
+        """Return the seq from which on the topic is in force; None while its declaration is pending."""
+        self.count(topic)
+        return self._bounds.declared(topic)[1]
+
+    def open(self, topic: str, number: int) -> Partition:
+        """Return a partition. Raises RequestRefused if it does not exist."""
+        count = self.count(topic)
+        if number >= count:
+            raise RequestRefused("unknown_partition", f"topic {topic} has {count} partitions, so there is no {number}")
+        return Partition(self, topic, number)
+
+    def bounds(self, topic: str, number: int) -> tuple[int, int]:
+        """Return (first offset, end offset), cached until a file changes."""
+        self.count(topic)
+        return self._bounds.of(topic, number)
+
+    def empty_at(self, partition: Partition) -> int:
+        """Return where a partition without segments begins."""
+        return deletions.Deleted.of(self.data).first_offset(partition.topic, partition.number)

@@ -1,0 +1,148 @@
+"""Readers that wait for new records are woken by the kernel: inotify on the directories of their partitions.
+
+Owner       one inotify descriptor of the gateway, from the first wait on.
+Invariant   A record that is written after `look` returned False wakes the waiter. Therefore a directory is watched
+            before `look` is asked. A wake-up may come without news: the reader looks again.
+Cost        A directory is watched only while a reader waits for it, and the watch ends with its first event
+            (IN_ONESHOT): a busy partition without waiting readers costs nothing. 1,000 idle readers cost one look
+            each every _LOOK_S.
+Memory      At most _MOST_WATCHES directories; beyond that, or where the system has no watches left, waiters follow the
+            router's watermark (feed.py), which is polled for all of them at once.
+Not covered File systems that tell the kernel nothing of writes: there a look every _LOOK_S finds the records.
+"""
+
+import asyncio
+import ctypes
+import errno
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping
+
+from kmq.gateway.core.feed import Watermark
+
+_MOST_WATCHES = 8192
+_LOOK_S = 5.0
+_READ_BYTES = 1 << 16
+_EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name
+_MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
+_DELETE_SELF, _MOVE_SELF = 0x400, 0x800
+_ONLYDIR, _ONESHOT = 0x0100_0000, 0x8000_0000
+_IGNORED = 0x8000
+_MASK = _MODIFY | _MOVED_TO | _CREATE | _DELETE_SELF | _MOVE_SELF | _ONLYDIR | _ONESHOT
+_ALL = -1  # the watch of an event that says that events were lost
+
+Looks = Mapping[str, Callable[[], bool]]  # directory → whether it has news
+
+
+class _Waiter:
+    """A task that waits, and what wakes it."""
+
+    def __init__(self, event: asyncio.Event) -> None:
+        self.event = event
+        self.watches: set[int] = set()
+
+    async def woken(self, seconds: float) -> bool:
+        """Wait for the event; return False if it has not come after `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class Waking:
+    """The waiting readers of the gateway."""
+
+    def __init__(self, watermark: Watermark, most: int = _MOST_WATCHES) -> None:
+        self._watermark, self._most = watermark, most
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = -1
+        self._waiters: dict[int, set[_Waiter]] = {}  # by watch
+
+    @property
+    def watches(self) -> int:
+        return len(self._waiters)
+
+    async def news(self, looks: Looks, seconds: float, interrupt: asyncio.Event | None = None) -> bool:
+        """Wait until there may be news, or `interrupt` is set; return False if neither has come after `seconds`.
+
+        Raises RequestRefused if the gateway stops while the watermark is followed.
+        """
+        until = time.monotonic() + seconds
+        waiter = _Waiter(interrupt or asyncio.Event())
+        try:
+            while True:
+                is_watching = all(self._watch(waiter, directory) for directory in looks)
+                if waiter.event.is_set() or any(look() for look in looks.values()):
+                    return True
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                if is_watching:
+                    if await waiter.woken(min(left, _LOOK_S)):
+                        return True
+                else:
+                    await self._moved(min(left, _LOOK_S))
+        finally:
+            self._forget(waiter)
+
+    def close(self) -> None:
+        """Close the descriptor, with all its watches."""
+        if self._fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    async def _moved(self, seconds: float) -> None:
+        """Wait until the router has routed a record, at most `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._watermark.passed(self._watermark.routed + 1)
+        except TimeoutError:
+            pass
+
+    def _watch(self, waiter: _Waiter, directory: str) -> bool:
+        """Wake `waiter` at the next change in `directory`. Return False if the system has no watch for it."""
+        if self._fd < 0 and not self._open():
+            return False
+        watch: int = self._libc.inotify_add_watch(self._fd, os.fsencode(directory), _MASK)
+        if watch < 0:
+            # A directory that is gone is no longer waited for: the reader's look says that it has news.
+            return ctypes.get_errno() in (errno.ENOENT, errno.ENOTDIR)
+        if watch not in self._waiters and len(self._waiters) >= self._most:
+            self._libc.inotify_rm_watch(self._fd, watch)
+            return False
+        self._waiters.setdefault(watch, set()).add(waiter)
+        waiter.watches.add(watch)
+        return True
+
+    def _open(self) -> bool:
+        fd: int = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if fd < 0:
+            return False  # the system allows no more of them: the watermark is followed
+        self._fd = fd
+        asyncio.get_running_loop().add_reader(fd, self._read)
+        return True
+
+    def _read(self) -> None:
+        """Wake those whose directories have changed."""
+        try:
+            events = os.read(self._fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        at = 0
+        while at < len(events):
+            watch, _, _, length = _EVENT.unpack_from(events, at)
+            at += _EVENT.size + length
+            for ended in [*self._waiters] if watch == _ALL else [watch]:
+                for waiter in self._waiters.pop(ended, ()):
+                    waiter.event.set()
+
+    def _forget(self, waiter: _Waiter) -> None:
+        for watch in waiter.watches:
+            waiters = self._waiters.get(watch, set())
+            waiters.discard(waiter)
+            if not waiters and self._waiters.pop(watch, None) is not None and self._fd >= 0:
+                self._libc.inotify_rm_watch(self._fd, watch)

@@ -1,0 +1,128 @@
+"""CONSUME: the stored lines of a topic, byte for byte as the files have them.
+
+Order       What is there when the request arrives comes partition after partition, each behind `!ok`. With `follow`
+            new records come as they are routed, each batch behind `!batch`. `raw` leaves these lines out: then the
+            bytes of one partition are what `cat` gives, up to the end of the last whole line.
+Gap         Records that retention deletes in front of the reader are left out; a further `!ok` names the next offset.
+End         Damage, a deleted topic, and the end of the gateway are told by `!err`, with `raw` too.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kmq.client.egress_lines import EARLIEST, Consume, Position, TopicPartition
+from kmq.client.egress_replies import Batch, Started
+from kmq.gateway.core.partitions import END, MAX_BATCH, Partition, Signature
+from kmq.gateway.lines.connection import Connection
+from kmq.gateway.lines.service import Service
+
+_WAIT_S = 5.0  # until a follower looks whether its topic has more partitions
+
+
+class _Reader:
+    """Where one partition is read next."""
+
+    def __init__(self, partition: Partition, offset: int) -> None:
+        self.partition, self.offset = partition, offset
+        self.place = TopicPartition(partition.topic, partition.number)
+        self.seen: Signature | None = None  # when a read found nothing
+
+    def has_news(self) -> bool:
+        return self.partition.signature() != self.seen
+
+
+class Consumption:
+    """One CONSUME."""
+
+    def __init__(self, service: Service, connection: Connection, asked: Consume) -> None:
+        self._service, self._connection, self._asked = service, connection, asked
+        self._left = asked.most or END  # lines
+
+    async def run(self) -> None:
+        """Serve the request to its end. Raises RequestRefused, DamageError, and OSError if the client is gone."""
+        asked = self._asked
+        numbers = None if asked.partition is None else [asked.partition]
+        readers = await self._service.run(self._open, numbers, asked.first)
+        for reader in readers:
+            await self._send_past(reader)
+        if asked.follow:
+            await self._follow(readers)
+
+    def _open(self, numbers: Sequence[int] | None, start: Position) -> list[_Reader]:
+        topic, partitions = self._asked.topic, self._service.partitions
+        opened = [
+            partitions.open(topic, number)
+            for number in (range(partitions.count(topic)) if numbers is None else numbers)
+        ]
+        return [_Reader(partition, partition.locate(start)) for partition in opened]
+
+    async def _begin(self, reader: _Reader, offset: int) -> None:
+        reader.offset = offset
+        if not self._asked.raw:
+            await self._connection.write(Started(reader.place, offset).encode())
+
+    async def _send_past(self, reader: _Reader) -> None:
+        """Send what is there now."""
+        await self._begin(reader, reader.offset)
+        end = await self._service.run(reader.partition.end)
+        while self._left and reader.offset < end:
+            before = reader.offset
+            async with self._service.reading():
+                with suppress(FileNotFoundError):  # a segment is gone: what follows begins elsewhere
+                    await self._send_range(reader, min(end, before + self._left))
+            if reader.offset == before:
+                return
+
+    async def _send_range(self, reader: _Reader, end: int) -> None:
+        found = await self._service.run(reader.partition.range, reader.offset, end)
+        try:
+            if found.first_offset > reader.offset:
+                await self._begin(reader, found.first_offset)
+            while span := await self._service.run(found.take):
+                await self._connection.send(span)
+                self._service.requests.count_sent(span.nbytes)
+                self._left -= found.reached - reader.offset
+                reader.offset = found.reached
+        finally:
+            self._service.release(found)
+
+    # --- following ---------------------------------------------------------------------------------------------------
+
+    async def _follow(self, readers: list[_Reader]) -> None:
+        """Send what comes, until the client goes or `max` lines were sent."""
+        while self._left:
+            has_sent = False
+            for reader in readers:
+                has_sent |= await self._send_new(reader)
+            if not has_sent and self._left:
+                looks = {reader.partition.directory: reader.has_news for reader in readers}
+                await self._service.waking.news(looks, _WAIT_S)
+                await self._add_partitions(readers)
+
+    async def _send_new(self, reader: _Reader) -> bool:
+        seen = reader.partition.signature()
+        if seen == reader.seen or not self._left:
+            return False
+        async with self._service.reading():
+            batch = await self._service.run(reader.partition.batch, reader.offset, MAX_BATCH, self._left)
+            if batch is None:
+                reader.seen = seen
+                return False
+            try:
+                if not self._asked.raw:
+                    said = Batch(reader.place, batch.offset, batch.lines, batch.span.nbytes)
+                    await self._connection.write(said.encode())
+                await self._connection.send(batch.span)
+            finally:
+                self._service.release(batch)
+        self._service.requests.count_sent(batch.span.nbytes)
+        self._left -= batch.lines
+        reader.offset = batch.next_offset
+        return True
+
+    async def _add_partitions(self, readers: list[_Reader]) -> None:
+        """Follow the partitions that the topic has been given meanwhile, from their first record on."""
+        if self._asked.partition is None:
+            count = await self._service.run(self._service.partitions.count, self._asked.topic)
+            if count > len(readers):
+                readers += await self._service.run(self._open, range(len(readers), count), EARLIEST)

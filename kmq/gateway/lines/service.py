@@ -1,0 +1,70 @@
+"""What all connections of the consumer ports share: partitions, wake-ups, tokens, threads, limits, counters.
+
+Limits      At most `_READS` reads hold files open at a time; a further one is refused (`too_many`).
+Threads     Reading has a few threads of its own, so that a slow disk never stops the event loop.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Protocol, TypeVar
+
+from kmq import descriptors
+from kmq.broker.incidents import Strangers
+from kmq.gateway.core.metrics import Requests
+from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.waking import Waking
+from kmq.settings import Settings
+from kmq.tokens import Tokens
+
+_THREADS = 4
+_READS = 512
+T = TypeVar("T")
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+class Service:
+    """Make one for each gateway, inside the event loop."""
+
+    def __init__(
+        self, settings: Settings, waking: Waking, tokens: Tokens | None, strangers: Strangers, requests: Requests
+    ) -> None:
+        self.settings, self.waking, self.requests = settings, waking, requests
+        self.partitions = Partitions(settings.data)
+        self._tokens, self._strangers = tokens, strangers
+        self._threads = ThreadPoolExecutor(_THREADS, "lines")
+        self._most_reads = max(8, min(_READS, descriptors.claim() // 16))
+        self._reads = 0
+
+    def authorize(self, token: str, peer: str, what: str) -> None:
+        """Raise RequestRefused unless `token` is valid, or none is required."""
+        if self._tokens is not None and not self._tokens.check(token.encode()):
+            self._strangers.refuse(peer, f"{what} without a valid token")
+            raise RequestRefused("unauthorized", f"say {what} … token=<token>, with one that `kmq token new` has made")
+
+    async def run(self, work: Callable[..., T], *arguments: object) -> T:
+        """Return the result of work that reads files."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Hold files open. Raises RequestRefused if too many do."""
+        if self._reads >= self._most_reads:
+            raise RequestRefused("too_many", f"{self._most_reads} consumers are being sent records already")
+        self._reads += 1
+        try:
+            yield
+        finally:
+            self._reads -= 1
+
+    def release(self, opened: _Closes) -> None:
+        """Close files that `run` may be reading at this moment, because its caller was cancelled."""
+        self._threads.submit(opened.close)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)

@@ -1,0 +1,294 @@
+"""A session: the partitions that a client reads, and its requests for batches, offsets and commits.
+
+Pull        Nothing is sent that was not asked for: each `!fetch` is answered by one `!batch` of one partition. The
+            partitions take turns.
+Order       Requests are answered in order, except that a fetch that waits for records stops nobody: later requests are
+            answered before it, and later fetches after it. A line or a batch is written whole before the next one.
+Invariant   After `!revoke` no batch of that partition is sent. After `!seek` none from before it is sent.
+Memory      At most _MOST_FETCHES fetches wait; a batch is bytes of a file (connection.py).
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from kmq.client import egress_lines as requests
+from kmq.client.egress_lines import EARLIEST, BadLine, Position, TopicPartition
+from kmq.client.egress_replies import (
+    NO_RECORDS,
+    Assigned,
+    Batch,
+    Committed,
+    Failed,
+    OffsetsReply,
+    PartitionOffsets,
+    Sought,
+)
+from kmq.gateway.core.partitions import Partition, Signature
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.lines.connection import Connection
+from kmq.gateway.lines.service import Service
+from kmq.log.damage import DamageError
+
+_MOST_FETCHES = 64
+
+
+class Commits(Protocol):
+    """Where a session's committed offsets are."""
+
+    def committed(self, places: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
+        """Return the next offsets that are committed, of those of `places` that have one."""
+
+    async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
+        """Return when these next offsets are durable. Raises RequestRefused."""
+
+
+class NoGroup:
+    """The commits of a session that names no group."""
+
+    def committed(self, places: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
+        return {}
+
+    async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
+        raise RequestRefused("bad_request", "this connection names no group; say ASSIGN <group> … or GROUP <group> …")
+
+
+class Cursor:
+    """Where one partition is read next. `version` changes with each seek."""
+
+    def __init__(self, partition: Partition, offset: int) -> None:
+        self.partition, self.offset, self.version = partition, offset, 0
+        self.place = TopicPartition(partition.topic, partition.number)
+        self.seen: Signature | None = None  # when a read found nothing
+
+    def has_news(self) -> bool:
+        return self.partition.signature() != self.seen
+
+    def move(self, offset: int) -> None:
+        self.offset, self.seen, self.version = offset, None, self.version + 1
+
+
+class Session:
+    """The partitions and requests of one connection. Subclasses say what a group does."""
+
+    def __init__(self, service: Service, connection: Connection, commits: Commits) -> None:
+        self.service, self.connection, self.commits = service, connection, commits
+        self.cursors: dict[TopicPartition, Cursor] = {}  # in the order of their turns
+        self._waiting: deque[tuple[requests.Fetch, float]] = deque()  # fetches, and until when they wait
+        self._has_fetch, self._changed = asyncio.Event(), asyncio.Event()
+        self._sending = asyncio.Lock()
+
+    # --- the partitions ----------------------------------------------------------------------------------------------
+
+    async def open(self, places: Sequence[tuple[TopicPartition, Position | None]]) -> list[Cursor]:
+        """Return cursors: at the position, else at the committed offset, else at the first record."""
+        committed = self.commits.committed([place for place, _ in places])
+
+        def opened() -> list[Cursor]:
+            found = []
+            for place, position in places:
+                partition = self.service.partitions.open(*place)
+                start = position
+                if start is None and place in committed:
+                    start = Position("offset", min(committed[place], partition.end()))
+                found.append(Cursor(partition, partition.locate(start or EARLIEST)))
+            return found
+
+        return await self.service.run(opened)
+
+    async def assign(self, generation: int, cursors: Iterable[Cursor]) -> None:
+        """Make these the session's partitions, and tell the client. Cursors that stay are given again."""
+        self.cursors = {cursor.place: cursor for cursor in cursors}
+        self._changed.set()
+        rows = tuple((place, cursor.offset) for place, cursor in sorted(self.cursors.items()))
+        await self.say(Assigned(generation, rows).encode())
+
+    async def say(self, line: bytes) -> None:
+        """Write a line, after the line or batch that is being written."""
+        async with self._sending:
+            await self.connection.write(line)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve requests until the client leaves or has gone, and everything it asked for was answered."""
+        fetching = asyncio.create_task(self._serve_fetches())
+        reading = asyncio.create_task(self._serve_lines())
+        try:
+            await asyncio.wait((fetching, reading), return_when=asyncio.FIRST_EXCEPTION)
+            for task in (fetching, reading):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (fetching, reading):
+                task.cancel()
+            await asyncio.gather(fetching, reading, return_exceptions=True)
+
+    async def _serve_lines(self) -> None:
+        while (line := await self.connection.read_line()) is not None:
+            self.beat()
+            try:
+                request = requests.request(line)
+            except BadLine as err:
+                name = line.partition(b" ")[0].strip().decode("ascii", "replace").removeprefix("!")
+                if name not in requests.REQUESTS:
+                    raise
+                await self.say(Failed(name, "bad_request", str(err)).encode())
+                continue
+            if request == requests.LEAVE:
+                await self.leave()
+                break
+            await self._serve(request)
+        self._waiting.append((_LAST, 0.0))
+        self._has_fetch.set()
+
+    async def _serve(self, request: requests.Request) -> None:
+        name = type(request).__name__.lower()
+        try:
+            if isinstance(request, requests.Fetch):
+                await self._begin_fetch(request)
+            elif isinstance(request, requests.Seek):
+                await self._seek(request)
+            elif isinstance(request, requests.Offsets):
+                await self._tell_offsets(request)
+            elif isinstance(request, requests.Commit):
+                await self.commits.commit(request.offsets)
+                await self.say(Committed(request.offsets).encode())
+            elif request == requests.REVOKED:
+                await self.revoked()
+        except RequestRefused as err:
+            await self.say(Failed(name, err.code, str(err)).encode())
+        except DamageError as err:
+            await self.say(Failed(name, "damaged", str(err)).encode())
+
+    def beat(self) -> None:
+        """Note a sign of life."""
+
+    async def leave(self) -> None:
+        """Leave the group."""
+
+    async def revoked(self) -> None:
+        """Note that the client has given up what it was asked to."""
+
+    def _chosen(self, places: Sequence[TopicPartition]) -> list[Cursor]:
+        """Return the cursors of these partitions, or all, in the order of their turns."""
+        for place in places:
+            if place not in self.cursors:
+                raise RequestRefused("unknown_partition", f"{place} is not assigned to this connection")
+        wanted = set(places)
+        return [cursor for place, cursor in self.cursors.items() if not wanted or place in wanted]
+
+    async def _seek(self, request: requests.Seek) -> None:
+        (cursor,) = self._chosen([request.place])
+        cursor.move(await self.service.run(cursor.partition.locate, request.position))
+        self._changed.set()
+        await self.say(Sought(cursor.place, cursor.offset).encode())
+
+    async def _tell_offsets(self, request: requests.Offsets) -> None:
+        cursors = self._chosen(request.partitions)
+        committed = self.commits.committed([cursor.place for cursor in cursors])
+
+        def rows() -> list[PartitionOffsets]:
+            return [
+                PartitionOffsets(
+                    cursor.place,
+                    cursor.partition.start(),
+                    cursor.partition.end(),
+                    cursor.offset,
+                    committed.get(cursor.place),
+                )
+                for cursor in cursors
+            ]
+
+        await self.say(OffsetsReply(tuple(await self.service.run(rows))).encode())
+
+    # --- fetching ----------------------------------------------------------------------------------------------------
+
+    async def _begin_fetch(self, fetch: requests.Fetch) -> None:
+        """Answer a fetch now, or let it wait for records or behind others that wait."""
+        until = time.monotonic() + fetch.wait_ms / 1000
+        cursors = self._chosen(fetch.partitions)
+        if not self._waiting:
+            if await self._answer_from(cursors, fetch.max_bytes):
+                return
+            if not fetch.wait_ms:
+                return await self.say(NO_RECORDS.encode())
+        if len(self._waiting) >= _MOST_FETCHES:
+            raise RequestRefused("too_many", f"{_MOST_FETCHES} fetches of this connection wait already")
+        self._waiting.append((fetch, until))
+        self.connection.pending = len(self._waiting)
+        self._has_fetch.set()
+
+    async def _serve_fetches(self) -> None:
+        """Answer the fetches that wait, in order, until the client has sent its last line."""
+        while True:
+            await self._has_fetch.wait()
+            while self._waiting:
+                fetch, until = self._waiting[0]
+                if fetch is _LAST:
+                    return
+                try:
+                    await self._finish_fetch(fetch, until)
+                except RequestRefused as err:
+                    await self.say(Failed("fetch", err.code, str(err)).encode())
+                self._waiting.popleft()
+                self.connection.pending = len(self._waiting)
+            self._has_fetch.clear()
+
+    async def _finish_fetch(self, fetch: requests.Fetch, until: float) -> None:
+        while True:
+            self._changed.clear()
+            cursors = self._chosen(fetch.partitions)
+            if await self._answer_from(cursors, fetch.max_bytes):
+                return
+            left = until - time.monotonic()
+            if left <= 0:
+                return await self.say(NO_RECORDS.encode())
+            looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
+            await self.service.waking.news(looks, left, self._changed)
+
+    async def _answer_from(self, cursors: Sequence[Cursor], max_bytes: int) -> bool:
+        """Answer a fetch with records of one of these partitions. Return False if none has any."""
+        for cursor in cursors:
+            if await self._answer(cursor, max_bytes):
+                return True
+        return False
+
+    async def _answer(self, cursor: Cursor, max_bytes: int) -> bool:
+        """Answer a fetch with records of this partition, or with its damage. Return False if there are none."""
+        seen, version = cursor.partition.signature(), cursor.version
+        if seen == cursor.seen:
+            return False
+        try:
+            async with self.service.reading():
+                batch = await self.service.run(cursor.partition.batch, cursor.offset, max_bytes)
+                if batch is None:
+                    cursor.seen = seen
+                    return False
+                try:
+                    async with self._sending:
+                        if self.cursors.get(cursor.place) is not cursor or cursor.version != version:
+                            return False  # revoked or sought meanwhile, which has set _changed
+                        self._take_turn(cursor)
+                        cursor.offset = batch.next_offset
+                        said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
+                        await self.connection.write(said.encode())
+                        await self.connection.send(batch.span)
+                finally:
+                    self.service.release(batch)
+        except DamageError as err:
+            self._take_turn(cursor)
+            await self.say(Failed("fetch", "damaged", str(err)).encode())
+            return True
+        self.service.requests.count_sent(batch.span.nbytes)
+        return True
+
+    def _take_turn(self, cursor: Cursor) -> None:
+        """Let the other partitions go first at the next fetch."""
+        if self.cursors.pop(cursor.place, None) is not None:
+            self.cursors[cursor.place] = cursor
+
+
+_LAST = requests.Fetch(0)  # no client can ask for it

@@ -1,0 +1,85 @@
+"""The status port: one question in, one line out.
+
+GET_STATUS <seq> [<group>] [token=<token>]
+
+PROCESSED   a consumer group, or that group, has committed past this record
+PENDING     not yet; also while the record is on its way to its partition
+UNKNOWN     no record has been given this seq, or the record is gone
+ERR …       no such question, no valid token, or damaged files; the connection goes on
+"""
+
+from collections.abc import Callable
+
+from kmq.client.egress_lines import BadLine, TopicPartition, name_of
+from kmq.gateway.core.places import Places
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.lines.connection import Connection, TooLong
+from kmq.gateway.lines.service import Service
+from kmq.log.damage import DamageError
+
+_USAGE = b"ERR expected: GET_STATUS <seq> [<group>] [token=<token>]\n"
+_MAX_DIGITS = 18
+# (partition, offset, group or None for any) → has the group committed past this offset?
+HasCommitted = Callable[[TopicPartition, int, str | None], bool]
+
+
+class Question:
+    """A parsed question. Raises BadLine."""
+
+    __slots__ = ("group", "seq", "token")
+
+    def __init__(self, line: bytes) -> None:
+        verb, *words = line.decode("ascii", "replace").split() or [""]
+        shown = [word for word in words if word.startswith("token=")]
+        words = [word for word in words if word not in shown]
+        if verb != "GET_STATUS" or not 1 <= len(words) <= 2 or len(shown) > 1 or not words[0].isdecimal():
+            raise BadLine(verb)
+        # A seq of more digits than any has been given.
+        self.seq = int(words[0]) if words[0].isascii() and len(words[0]) <= _MAX_DIGITS else 0
+        self.group = name_of(words[1]) if len(words) > 1 else None
+        self.token = shown[0].removeprefix("token=") if shown else ""
+
+
+class StatusPort:
+    """The connections of the status port. An instance is a factory of protocols."""
+
+    def __init__(self, service: Service, places: Places, has_committed: HasCommitted) -> None:
+        self._service, self._places, self._has_committed = service, places, has_committed
+        self._connections: set[Connection] = set()
+
+    def __call__(self) -> Connection:
+        return Connection(self._serve, self._connections)
+
+    def stop(self) -> None:
+        """End all connections."""
+        for connection in [*self._connections]:
+            connection.end(b"")
+
+    async def _serve(self, connection: Connection) -> None:
+        try:
+            while (line := await connection.read_line()) is not None:
+                await connection.write(await self._answer(line, connection.peer))
+        except TooLong:
+            await connection.write(_USAGE)
+
+    async def _answer(self, line: bytes, peer: str) -> bytes:
+        try:
+            question = Question(line)
+            self._service.authorize(question.token, peer, "GET_STATUS")
+            return await self._service.run(self._status, question.seq, question.group)
+        except BadLine:
+            return _USAGE
+        except RequestRefused as err:
+            return f"ERR {err.code}: {err}\n".encode()
+        except DamageError as err:
+            return f"ERR damaged: {err}\n".encode()
+
+    def _status(self, seq: int, group: str | None) -> bytes:
+        if not self._places.is_numbered(seq):
+            return b"UNKNOWN\n"
+        is_routed = self._places.is_routed(seq)  # before the search: what is routed after it must not be taken for gone
+        place = self._places.find(seq)
+        if place is None:
+            return b"UNKNOWN\n" if is_routed else b"PENDING\n"
+        where = TopicPartition(place.topic, place.partition)
+        return b"PROCESSED\n" if self._has_committed(where, place.offset, group) else b"PENDING\n"
