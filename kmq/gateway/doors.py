@@ -203,7 +203,8 @@ class Doors:
 
     def _end(self, handler: Any) -> None:
         handler.force_close()
-        self._open[handler].transport.abort()
+        if not isinstance(handler, Connection):  # which does it itself, once its sendfile has ended
+            self._open[handler].transport.abort()
 
     def sweep(self) -> None:
         """Close connections past their deadline or with too many unread bytes. Call several times a second."""

@@ -296,4 +296,4 @@ def test_tls_and_tokens_guard_the_ports_as_they_guard_the_others(new_broker, aut
         plain.settimeout(PATIENCE_S)
         plain.sendall(b"CONSUME t\n")
         assert plain.recv(100)[:1] != b"!"
-    assert "unauthorized" in broker.log()
+    broker.wait(lambda: "event=unauthorized" in broker.log(), "the strangers in the log")

@@ -47,6 +47,7 @@ class Connection(asyncio.Protocol):
         self._lines: deque[bytes] = deque()
         self._arrived, self._writable = asyncio.Event(), asyncio.Event()
         self._writable.set()
+        self._is_full = False  # so many lines wait that nothing is received
         self._is_over = self._is_too_long = self._is_lost = self._is_refused = self._is_ended = False
         self.task: asyncio.Task[None] | None = None
 
@@ -76,6 +77,7 @@ class Connection(asyncio.Protocol):
         if self._partial and not self._unfinished_since:
             self._unfinished_since = time.monotonic()
         if len(self._lines) >= _MOST_LINES:
+            self._is_full = True
             self.transport.pause_reading()
         self._arrived.set()
 
@@ -104,12 +106,12 @@ class Connection(asyncio.Protocol):
         try:
             await self._serve(self)
         except OSError:
-            self.force_close()
+            self.transport.abort()
         except asyncio.CancelledError:
             if self._is_ended:
                 await self._close()
             else:
-                self.force_close()
+                self.transport.abort()
         else:
             await self._close()
 
@@ -129,9 +131,14 @@ class Connection(asyncio.Protocol):
         line = self._lines.popleft()
         if len(line) > MAX_REQUEST:
             raise TooLong(f"the line is over {MAX_REQUEST} bytes")
-        if len(self._lines) == _MOST_LINES // 2 and not self.transport.is_closing():
-            self.transport.resume_reading()
+        self._resume()
         return line
+
+    def _resume(self) -> None:
+        """Receive again. Never during sendfile: an error there would take the descriptor from under it."""
+        if self._is_full and not self.is_sending and len(self._lines) <= _MOST_LINES // 2 and not self._is_lost:
+            self._is_full = False
+            self.transport.resume_reading()
 
     async def write(self, data: bytes) -> None:
         """Send `data`; returns when the client has taken most of it. Raises ConnectionError if the client is gone."""
@@ -159,6 +166,7 @@ class Connection(asyncio.Protocol):
                 count = min(_SEND_BYTES, end - begin)
                 if await self._by_client(loop.sendfile(self.transport, file, begin, count)) != count:
                     raise ConnectionAbortedError("the file has been cut")
+        self._resume()
 
     def end(self, last: bytes) -> None:
         """End the connection with this line, or without it if part of another line or batch is under way."""
@@ -214,8 +222,13 @@ class Connection(asyncio.Protocol):
         return "no whole line within KMQ_LINE_DEADLINE" if 0 < self._unfinished_since <= latest else ""
 
     def force_close(self) -> None:
-        """Close at once. Bytes that were not sent are lost."""
-        if self.transport is not None:
+        """Close as soon as a running sendfile has ended. Bytes that were not sent are lost.
+
+        A transport must not be aborted before: its descriptor would be another connection's when sendfile lets it go.
+        """
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+        elif self.transport is not None:
             self.transport.abort()
 
 
