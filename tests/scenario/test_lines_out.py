@@ -192,6 +192,21 @@ def test_damage_is_told_behind_all_good_records_in_front_of_it(broker):
         assert answers == [b"hurt/0", b"orders/0", b"fetch", b"fetch"]  # the damage stops this partition alone
 
 
+def test_records_that_retention_deletes_in_front_of_a_reader_are_left_out(broker):
+    broker.send_lines([b"gone|0||%d %b" % (n, b"z" * 100) for n in range(3000)])
+    broker.wait(lambda: len(broker.lines("gone")) == 3000, "gone")
+    with LineClient(port(broker)) as client:
+        client.send("ASSIGN gone/0")
+        assert client.line() == b"!assign 0 gone/0@0"
+        logs = sorted((broker.data / "topics" / "gone" / "0").glob("*.log"))
+        for log in logs[:2]:
+            log.unlink()
+            log.with_suffix(".idx").unlink()
+        left = int(logs[2].stem)
+        assert client.fetch(100)[1] == left
+    assert ask(port(broker), "CONSUME gone from=5 max=1").startswith(b"!ok gone/0 offset=%d\n" % left)
+
+
 def resident(broker):
     pid = broker.pids()["gateway"]
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -124,9 +124,9 @@ class Partition:
             if span is not None:
                 return _cut(found, span, max_bytes)
             found.close()
-            if found.first_offset <= offset or most == END:
+            if most == END or (first := self.start()) <= offset:
                 return None
-            offset = found.first_offset
+            offset = first  # more than `most` offsets are gone
 
     def read(self, offset: int, max_bytes: int) -> tuple[int, bytes]:
         """Return (offset of the first line, whole checked lines): as `batch` does, in memory."""

@@ -71,7 +71,10 @@ class Consumption:
                 with suppress(FileNotFoundError):  # a segment is gone: what follows begins elsewhere
                     await self._send_range(reader, min(end, before + self._left))
             if reader.offset == before:
-                return
+                start = await self._service.run(reader.partition.start)
+                if start <= before:
+                    return
+                await self._begin(reader, start)  # more than was asked for is gone
 
     async def _send_range(self, reader: _Reader, end: int) -> None:
         found = await self._service.run(reader.partition.range, reader.offset, end)

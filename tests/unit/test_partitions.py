@@ -1,0 +1,195 @@
+"""What a consumer may read: offsets and positions of partitions, batches of checked lines, places of records."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from log_server import up
+from made_data import FIRST_TS, append, write_data
+
+from kmq.client.egress_lines import EARLIEST, LATEST, Position
+from kmq.gateway.core.partitions import MAX_BATCH, Partitions
+from kmq.gateway.core.places import Place, Places
+from kmq.gateway.core.refused import RequestRefused
+from kmq.log import deletions, topics
+from kmq.log.damage import DamageError
+
+LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n % 90)) for n in range(1, 2001)]
+BLOCK_BYTES = 4096  # of the index, see small_blocks
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_data(tmp_path / "d", LINES, {"t": 1, "spread": 3, "empty": 2}, segment_bytes=40_000)
+
+
+@pytest.fixture
+def log(data):
+    return Partitions(data).open("t", 0)
+
+
+def stored(data, topic="t", number=0):
+    paths = sorted(Path(f"{data}/topics/{topic}/{number}").glob("*.log"))
+    return b"".join(path.read_bytes() for path in paths).splitlines(keepends=True)
+
+
+def taken(batch):
+    lines = os.pread(batch.span.fd, batch.span.nbytes, batch.span.begin)
+    batch.close()
+    assert lines.count(b"\n") == batch.lines and lines.endswith(b"\n")
+    return batch.offset, lines
+
+
+def all_batches(log, offset, max_bytes):
+    while batch := log.batch(offset, max_bytes):
+        yield (first := taken(batch))
+        offset = first[0] + first[1].count(b"\n")
+
+
+# --- partitions ------------------------------------------------------------------------------------------------------
+
+
+def test_topics_and_partitions_that_are_not_there_are_refused(data):
+    partitions = Partitions(data)
+    assert (partitions.count("t"), partitions.count("spread"), partitions.bounds("t", 0)) == (1, 3, (0, 2000))
+    for topic, number, code in (
+        ("none", 0, "unknown_topic"),
+        ("../topics/t", 0, "unknown_topic"),
+        (".", 0, "unknown_topic"),
+    ):
+        with pytest.raises(RequestRefused) as refused:
+            partitions.open(topic, number)
+        assert refused.value.code == code
+    with pytest.raises(RequestRefused, match="spread has 3 partitions, so there is no 3"):
+        partitions.open("spread", 3)
+
+
+def test_a_position_is_an_offset(log):
+    assert (log.start(), log.end()) == (0, 2000)
+    for position, offset in (
+        (EARLIEST, 0),
+        (LATEST, 2000),
+        (Position("offset", 17), 17),
+        (Position("offset", 2000), 2000),
+        (Position("time", FIRST_TS + 1500), 1499),
+        (Position("time", FIRST_TS + 10**9), 2000),
+        (Position("time", 0), 0),
+    ):
+        assert log.locate(position) == offset
+    with pytest.raises(RequestRefused) as refused:
+        log.locate(Position("offset", 2001))
+    assert (refused.value.code, refused.value.refusal.http) == ("out_of_range", 416)
+
+
+def test_an_empty_partition_begins_where_a_deleted_one_ended(data):
+    log = Partitions(data).open("empty", 1)
+    assert (log.start(), log.end(), log.batch(0, 100)) == (0, 0, None)
+    shutil.rmtree(f"{data}/topics/empty/1")
+    deletions.write(data, [deletions.Deletion("empty", 1, 5, "1.000000", [3, 9])], lambda _, action: action())
+    assert (log.start(), log.end()) == (9, 9)
+
+
+def test_a_deleted_topic_is_another_when_it_comes_back(data):
+    partitions = Partitions(data)
+    log = partitions.open("t", 0)
+    shutil.rmtree(f"{data}/topics/t")
+    with pytest.raises(RequestRefused, match="there is no topic t"):
+        log.batch(0, 100)
+    topics.make(data, "t", topics.Declaration(1, 5000))
+    with pytest.raises(RequestRefused, match="was deleted"):
+        log.batch(0, 100)
+    assert partitions.open("t", 0).batch(0, 100) is None
+
+
+def test_a_signature_changes_with_every_write_and_with_nothing_else(tmp_path):
+    made = write_data(tmp_path / "d", LINES[:100], {"t": 1}, closed=False)
+    log = Partitions(str(tmp_path / "d")).open("t", 0)
+    seen = [log.signature()]
+    for line in LINES[100:150]:
+        assert log.signature() == seen[-1]
+        append(made, [line])
+        seen.append(log.signature())
+    assert len(set(seen)) == 51
+    made[0].close()
+    made[1].close()
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_bytes", [1, 100, 1000, 5000, 30_000, 10**9])
+def test_batches_are_every_line_once_whatever_their_size(data, log, max_bytes):
+    lines = stored(data)
+    for start in (0, 1, 999, 1990) if max_bytes > 100 else (1600, 1990):
+        got = []
+        for offset, batch in all_batches(log, start, max_bytes):
+            assert offset == start + len(got)
+            assert len(batch) <= max(max_bytes, len(lines[offset])) and len(batch) <= MAX_BATCH
+            got += batch.splitlines(keepends=True)
+        assert got == lines[start:]
+
+
+def test_a_batch_holds_at_most_the_lines_that_are_asked_for(data, log):
+    lines = stored(data)
+    for start, most in ((0, 1), (0, 700), (123, 50), (1999, 5)):
+        got = b"".join(batch for _, batch in [taken(log.batch(start, 10**9, most))])
+        assert lines[start : start + most][: got.count(b"\n")] == got.splitlines(keepends=True)
+        assert 0 < got.count(b"\n") <= most
+
+
+def test_a_batch_begins_at_the_first_record_that_retention_has_left(data, log):
+    first, second = sorted(name for name in os.listdir(log.directory) if name.endswith(".log"))[:2]
+    for name in (first, first.replace(".log", ".idx")):
+        os.unlink(f"{log.directory}/{name}")
+    left = int(second[:20])
+    assert (log.start(), taken(log.batch(5, 1000))[0], taken(log.batch(5, 1000, 3))[0]) == (left, left, left)
+
+
+def test_damage_ends_the_batches_behind_the_last_good_record(data, log):
+    lines = stored(data)
+    path = sorted(name for name in os.listdir(log.directory) if name.endswith(".log"))[1]
+    with open(f"{log.directory}/{path}", "r+b") as file:
+        file.seek(20_000)
+        file.write(b"\0")
+    got = []
+    with pytest.raises(DamageError) as damage:
+        for _, batch in all_batches(log, 0, 10**9):
+            got += batch.splitlines(keepends=True)
+    assert got == lines[: len(got)] and len(got) == damage.value.first_offset > int(path[:20])
+    with pytest.raises(DamageError):
+        log.batch(len(got), 100)
+
+
+def test_closed_batches_leave_no_descriptors(log):
+    before = len(os.listdir("/proc/self/fd"))
+    for max_bytes in (1, 10**9):
+        assert sum(batch.count(b"\n") for _, batch in all_batches(log, 1700, max_bytes)) == 300
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_record_is_found_by_its_seq(data, tmp_path):
+    with up(data) as broker:
+        broker.page.rows["router"].seq = 2000
+        places = Places(data, broker.page)
+        for seq in (1, 2, 999, 1000, 1001, 2000):
+            assert places.is_numbered(seq) and places.is_routed(seq)
+            assert places.find(seq) == Place("t", 0, seq - 1)
+        assert not places.is_numbered(0) and not places.is_numbered(2001)
+
+
+def test_a_record_that_is_gone_has_no_place(tmp_path):
+    lines = [b"spread|0||%d" % n for n in range(30)] + [b"gone|0||1"]
+    data = write_data(tmp_path / "s", lines, {"spread": 3})
+    with up(data) as broker:
+        places = Places(data, broker.page)
+        for seq in range(1, 31):
+            place = places.find(seq)
+            assert stored(data, "spread", place.partition)[place.offset].startswith(b"%d|" % seq)
+        assert places.find(31) == Place("gone", 0, 0)
+        shutil.rmtree(f"{data}/topics/gone")
+        assert places.find(31) is None
