@@ -35,6 +35,7 @@ FLOORS = [
         "kmq.spark.audit",
         "kmq.spark.sql",
     ],
+    ["kmq.gateway.groups"],
     ["kmq.gateway.core", "kmq.spark.tables", "kmq.spark.streaming", "kmq.spark.sink"],
     ["kmq.spark.source"],
     ["kmq.spark.connections kmq.spark.names kmq.spark.failures kmq.spark.pinned kmq.spark.arrow"],

@@ -119,5 +119,5 @@ def test_a_code_of_another_version_counts_as_internal_and_cannot_be_sent():
 
 
 def test_the_reason_of_a_refusal_is_its_code_and_a_text():
-    assert refusals.reason("fenced") == "fenced a newer connection of this producer has said hello"
+    assert refusals.reason("fenced") == "fenced a newer connection, member or generation of the same name is in force"
     assert refusals.reason("bad_hello", "acks= must be 0, 1 or all") == "bad_hello acks= must be 0, 1 or all"

@@ -1,0 +1,279 @@
+"""All consumer groups of a broker, whatever door their members came through. Calls go in, events come out.
+
+    coordinator = Coordinator(Limits(), life="a3f")             one for the gateway; no I/O, no clock, no thread of its own
+    coordinator.restore(group, generation, now)                 at the start, for each group with committed offsets
+    coordinator.topics_changed({"orders": 8}, now)              all topics with their partitions, before the first join
+    member = coordinator.join(group, None, Client("etl", "10.0.0.7"), Terms(("orders",)), now)
+    due = coordinator.tick(now)                                 after every batch of calls, and at `due` at the latest
+    for event in coordinator.take_events(): …                   Revoke, Assigned, Ended, Forgotten: send them, in order
+
+What a door does with a member
+    it joined           awaits the member's first Assigned (after the next tick, at most a second later in large groups)
+    Revoke(partitions)  asks the member to stop reading them and to commit; `revoked` when it says so
+    Assigned(partitions) tells the member; `sync` when the member knows (on a connection of lines: when it is written)
+    a request of HTTP   `revoked(…, generation as the member gives it)`: who shows the newest generation has seen its
+                        assignment, and reads nothing else; then what it asks for. A fetch is `beat(…, polled=True)`
+    a commit            `check_commit`, then it is stored, then `committed`
+    Kafka's protocol    JoinGroup is `join` with `Resume(owned=…)`, answered by the next Assigned, with a leader that is
+                        no member, so that no client assigns; SyncGroup is `sync`; a heartbeat in front of a newer
+                        generation or of a Revoke is answered by REBALANCE_IN_PROGRESS
+`generation` may be None in every call where the door itself knows what it sent last to the member: it is the newest.
+
+Owner       The gateway's event loop; no call may interrupt another one.
+Invariant   No partition of a group has two owners in one generation, in no life of the gateway: within one life see
+            kmq/gateway/groups/group.py. The first generation of a life is above every generation that `restore` names
+            and above those that returning members name (Resume); groups that were forgotten or deleted leave their
+            generation as the least one for groups to come.
+            A call that raises RequestRefused has changed nothing. A full bound refuses what would grow it, never what
+            is there: members that are there go on, and each group can have `own_members` members whatever others do.
+Crash       Nothing is kept here. After a kill members join again with their old id and generation, and get what they
+            had as far as they say so (Resume.owned); until then they are unknown members, and their commits are
+            refused. `restore` with the highest generation of the records of the group's offsets.
+Memory      Bounded by Limits: about 2 KiB for a member, 1 KiB for a group, 300 bytes for an assigned partition. Events
+            are kept until they are taken.
+Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (alarms.py). A group
+            of n members rebalances at most once in n milliseconds (at most a second), however many join and leave.
+Not covered A generation of the former life that no commit and no returning member names. Who is allowed to join.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups.events import Assignment, Event, GroupView, State, TopicPartition
+from kmq.gateway.groups.group import Group, check_exists
+from kmq.gateway.groups.member import Member
+from kmq.gateway.groups.registry import Registry, differing
+from kmq.gateway.groups.terms import (
+    SHARED,
+    Client,
+    Limits,
+    Resume,
+    Terms,
+    check_name,
+    check_resume,
+    check_terms,
+)
+
+_NOTHING = Resume()
+
+
+class Coordinator:
+    """`life`: a text that no former life of the gateway had, for the ids of members. `now`: seconds, monotonic."""
+
+    def __init__(self, limits: Limits | None = None, life: str = "") -> None:
+        self._limits, self._life = limits or Limits(), life
+        self._events: list[Event] = []
+        self._registry = Registry(self._limits, self._events)
+        self._ids = 0
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    def join(
+        self, group: str, member: str | None, client: Client, terms: Terms, now: float, resume: Resume = _NOTHING
+    ) -> str:
+        """Make the caller a member, or let a member ask for something else. Returns the member's id.
+
+        `member`: None for a new one; an id that the caller was given, also by a former life of the gateway; SHARED; or
+        a name that it chose. A member that asks for what it has already causes no rebalance.
+        Raises RequestRefused: bad_name, bad_topic, bad_timeout, bad_request, unknown_assignor, assignor_differs,
+        fenced (a newer member has its static name), subscription_too_large, too_many_groups, too_many_members.
+        """
+        found = self._registry.groups.get(group)
+        known = found.members.get(member) if found and member else None
+        if known and terms.keeps_topics:
+            terms = terms._replace(topics=tuple(sorted(known.topics.union(terms.topics))))
+        self._check_join(group, member, terms, resume)
+        holder = _holder(found, member, terms)
+        if known is None and holder is None:
+            self._registry.check_member(found)
+        self._registry.check_partitions(found, terms.topics)
+        found = self._registry.make(group, now)
+        client = Client(client.name[: self._limits.name_bytes], client.host[: self._limits.name_bytes])
+        id = member or self._new_id(found, terms.static_name or client.name)
+        new = Member(id, client, terms, found.generation, now)
+        before, count = set(found.topics), len(found.members)
+        if known:
+            found.update(known, new, resume.owned)
+        elif holder:
+            self._registry.alarms.drop((group, holder))
+            found.replace(holder, new)
+        else:
+            claims = (TopicPartition(*partition) for partition in resume.owned or ())
+            found.add(new, filter(self._registry.exists, claims))
+            found.least = max(found.least, resume.generation)
+        self._registry.changed(found, before, len(found.members) - count)
+        self._registry.watch(found, found.members[id])
+        return id
+
+    def _check_join(self, group: str, member: str | None, terms: Terms, resume: Resume) -> None:
+        check_name("group", group, self._limits)
+        if member is not None:
+            check_name("member", member, self._limits)
+        check_terms(terms, self._limits)
+        check_resume(resume, self._limits)
+        self._registry.check_group(group)
+
+    def _new_id(self, group: Group, stem: str) -> str:
+        """Return an id that no member of the group has: its name as far as it can be one, the life, a number."""
+        stem = "".join(char for char in stem if char.isascii() and char.isprintable() and char != " ") or "member"
+        while True:
+            self._ids += 1
+            tail = f"-{self._life}{self._ids}"
+            id = stem[: max(0, self._limits.name_bytes - len(tail))] + tail
+            if id not in group.members:
+                return id
+
+    def beat(self, group: str, member: str, generation: int | None, now: float, polled: bool = False) -> None:
+        """Note a sign of life; `polled`: the member asked for records. Raises RequestRefused: unknown_member, fenced."""
+        found, known = self._registry.known(group, member)
+        found.fence(known, generation)
+        known.beaten = now
+        if polled:
+            known.polled = now
+
+    def sync(self, group: str, member: str, generation: int | None, now: float) -> None:
+        """Note that the member knows its assignment of `generation`. Counts as a beat, and raises what `beat` raises."""
+        found, known = self._registry.known(group, member)
+        known.answer(found.fence(known, generation), found.generation, now)
+        known.beaten = now
+        self._registry.watch(found, known)
+
+    def revoked(self, group: str, member: str, generation: int | None, now: float) -> None:
+        """Note that the member reads nothing that was revoked up to `generation`. Counts as `sync`, and raises as it."""
+        found, known = self._registry.known(group, member)
+        found.give_up(known, found.fence(known, generation), now)
+        self.sync(group, member, generation, now)
+        self._registry.wake(found)
+
+    def leave(self, group: str, member: str, now: float) -> None:
+        """End a member at once, without an event for it. Raises RequestRefused: unknown_member."""
+        found, known = self._registry.known(group, member)
+        self._registry.end(found, known, "", now)
+
+    # --- commits ------------------------------------------------------------------------------------------------------
+
+    def check_commit(
+        self, group: str, member: str | None, generation: int | None, partitions: Iterable[tuple[str, int]], now: float
+    ) -> None:
+        """Return if all of `partitions` may be committed, else raise RequestRefused and allow none. Counts as a beat.
+
+        `member` None, or SHARED while nobody is that member: allowed as long as the group has no members.
+        Raises: unknown_member, fenced (an old generation, or not the member's partition), unknown_partition,
+        bad_name, too_many_groups.
+        """
+        wanted = [TopicPartition(*partition) for partition in partitions]
+        found = self._registry.groups.get(group)
+        if member is None or (member == SHARED and not (found and SHARED in found.members)):
+            check_name("group", group, self._limits)
+            self._registry.check_group(group)
+            if found and found.members:
+                text = f"group {group} has members; only they may commit"
+                raise RequestRefused("unknown_member", text)
+            for partition in wanted:
+                check_exists(partition, self._registry.exists)
+            return
+        found, known = self._registry.known(group, member)
+        found.check_commit(known, generation, wanted, self._registry.exists)
+        known.beaten = now
+
+    def committed(self, group: str, now: float) -> None:
+        """Note that offsets of the group are stored: it is remembered from now on. Raises what `check_commit` raises."""
+        found = self._registry.make(group, now)
+        found.has_commits, found.active = True, now
+        self._registry.changed(found, set(found.topics))
+
+    def restore(self, group: str, generation: int, now: float, idle_s: float = 0.0, wait_s: float = 0.0) -> None:
+        """Make a group that has committed offsets known again, before anybody joins; it is never refused.
+
+        `generation`: the highest in its records; the group goes on above it. `idle_s`: how long ago its last commit is.
+        `wait_s`: hold the first rebalance, so that members that come back find one another.
+        """
+        found = self._registry.groups.get(group) or self._registry.put(group, now)
+        found.least = max(found.least, generation)
+        found.has_commits, found.active, found.not_before = True, now - idle_s, now + wait_s
+        self._registry.changed(found, set(found.topics))
+
+    # --- topics, time, events -----------------------------------------------------------------------------------------
+
+    def topics_changed(self, partitions_of: Mapping[str, int], now: float, again: Iterable[str] = ()) -> None:
+        """Take over all topics with their numbers of partitions. `again`: names that were deleted and declared anew.
+
+        What is gone has no owner from now on; what is new is given out by the next rebalance.
+        """
+        registry, reborn = self._registry, set(again)
+        changed = differing(registry.partitions_of, partitions_of) | reborn
+        registry.partitions_of = dict(partitions_of)
+        for found in registry.watchers(changed):
+            found.topics_changed(lambda partition: partition.topic not in reborn and registry.exists(partition))
+            registry.wake(found)
+
+    def tick(self, now: float) -> float:
+        """Do what is due. Returns when to call again at the latest (`inf`: never). Cheap when nothing is due."""
+        registry = self._registry
+        while (key := registry.alarms.pop(now)) is not None:
+            found = registry.groups.get(key[0])
+            member = found.members.get(key[1]) if found else None
+            if found and member:
+                registry.ring_member(found, member, now)
+            elif found and not key[1]:
+                registry.ring(found, now)
+        return registry.alarms.next()
+
+    def take_events(self) -> list[Event]:
+        """Return the events since the last call, in the order to send them."""
+        events = self._events[:]
+        self._events.clear()
+        return events
+
+    # --- views --------------------------------------------------------------------------------------------------------
+
+    def assignment(self, group: str, member: str) -> Assignment:
+        """Return the newest generation and what the member may read in it. Raises RequestRefused: unknown_member."""
+        found, known = self._registry.known(group, member)
+        return Assignment(found.generation, known.assignment())
+
+    def groups(self) -> list[str]:
+        """Return the names of all groups, sorted."""
+        return sorted(self._registry.groups)
+
+    def describe(self, group: str) -> GroupView | None:
+        """Return what doors show of a group; None if there is none of this name (its state is `dead`)."""
+        found = self._registry.groups.get(group)
+        return found.view() if found else None
+
+    def state(self, group: str) -> State:
+        """Return the group's state; DEAD if there is no group of this name."""
+        found = self._registry.groups.get(group)
+        return found.state if found else State.DEAD
+
+    def check_empty(self, group: str) -> None:
+        """Raise RequestRefused (group_not_empty) while the group has members: only they may move its offsets."""
+        found = self._registry.groups.get(group)
+        if found and found.members:
+            count = len(found.members)
+            raise RequestRefused("group_not_empty", f"group {group} has {count} members; end them first")
+
+    def delete(self, group: str) -> None:
+        """Forget a group without members. Raises RequestRefused: unknown_group, group_not_empty."""
+        found = self._registry.groups.get(group)
+        if found is None:
+            raise RequestRefused("unknown_group", f"group {group}: not found")
+        self.check_empty(group)
+        self._registry.forget(found)
+
+
+def _holder(group: Group | None, member: str | None, terms: Terms) -> str | None:
+    """Return the member that a newcomer replaces under its static name, if there is one.
+
+    Raises RequestRefused: fenced if a newer member has the name already, assignor_differs if the others have another.
+    """
+    if group is None:
+        return None
+    holder = group.statics.get(terms.static_name) if terms.static_name is not None else None
+    if holder is not None and member is not None and holder != member:
+        raise RequestRefused("fenced", f"member {terms.static_name} of group {group.name}: a newer one has this name")
+    others = len(group.members) - ((holder or member) in group.members)
+    if others and group.assignor != terms.assignor:
+        text = f"assignor: the members of group {group.name} have agreed on {group.assignor}"
+        raise RequestRefused("assignor_differs", text)
+    return None if holder == member else holder
