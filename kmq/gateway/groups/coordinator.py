@@ -21,9 +21,10 @@ What a door does with a member
 
 Owner       The gateway's event loop; no call may interrupt another one.
 Invariant   No partition of a group has two owners in one generation, in no life of the gateway: within one life see
-            kmq/gateway/groups/group.py. The first generation of a life is above every generation that `restore` names
-            and above those that returning members name (Resume); groups that were forgotten or deleted leave their
-            generation as the least one for groups to come.
+            kmq/gateway/groups/ownership.py. After a kill the generation of a group goes on UNSEEN (1,000) above the
+            highest one in the records of its offsets (`restore`) or in the memory of its members (Resume), because the
+            last generations of the former life may have left no record. A group that was forgotten or deleted leaves
+            its generation as the least one for groups to come.
             A call that raises RequestRefused has changed nothing. A full bound refuses what would grow it, never what
             is there: members that are there go on, and each group can have `own_members` members whatever others do.
 Crash       Nothing is kept here. After a kill members join again with their old id and generation, and get what they
@@ -33,7 +34,8 @@ Memory      Bounded by Limits: about 2 KiB for a member, 1 KiB for a group, 300 
             are kept until they are taken.
 Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (alarms.py). A group
             of n members rebalances at most once in n milliseconds (at most a second), however many join and leave.
-Not covered A generation of the former life that no commit and no returning member names. Who is allowed to join.
+Not covered A former life in which a group had members and never committed, and of which no member comes back before a
+            new one joins: its generations begin at 1 again. Who is allowed to join.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,6 +56,7 @@ from kmq.gateway.groups.terms import (
     check_terms,
 )
 
+UNSEEN = 1_000  # generations that a former life may have begun after the last one that left a trace
 _NOTHING = Resume()
 
 
@@ -100,7 +103,8 @@ class Coordinator:
         else:
             claims = (TopicPartition(*partition) for partition in resume.owned or ())
             found.add(new, filter(self._registry.exists, claims))
-            found.least = max(found.least, resume.generation)
+            if resume.generation > found.generation:  # of a former life: no member of this one can know it
+                found.least = max(found.least, resume.generation + UNSEEN)
         self._registry.changed(found, before, len(found.members) - count)
         self._registry.watch(found, found.members[id])
         return id
@@ -185,11 +189,11 @@ class Coordinator:
     def restore(self, group: str, generation: int, now: float, idle_s: float = 0.0, wait_s: float = 0.0) -> None:
         """Make a group that has committed offsets known again, before anybody joins; it is never refused.
 
-        `generation`: the highest in its records; the group goes on above it. `idle_s`: how long ago its last commit is.
+        `generation`: the highest in its records; the group goes on UNSEEN above it. `idle_s`: how long ago its last commit is.
         `wait_s`: hold the first rebalance, so that members that come back find one another.
         """
         found = self._registry.groups.get(group) or self._registry.put(group, now)
-        found.least = max(found.least, generation)
+        found.least = max(found.least, generation + UNSEEN)
         found.has_commits, found.active, found.not_before = True, now - idle_s, now + wait_s
         self._registry.changed(found, set(found.topics))
 

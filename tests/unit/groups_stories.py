@@ -1,0 +1,459 @@
+"""What consumer groups promise, each promise as a story. Topic t has four partitions, u has two."""
+
+from groups_ghost import demand
+from groups_stage import Stage
+
+T = [("t", number) for number in range(4)]
+U = [("u", number) for number in range(2)]
+EAGER = ("range", "roundrobin", "sticky")
+
+
+def kinds(events: list[object]) -> list[str]:
+    """`Assigned b-1`: what was sent to whom, in order."""
+    return [f"{type(event).__name__} {getattr(event, 'member', '')}".strip() for event in events]
+
+
+def pair(stage: Stage) -> tuple[str, str]:
+    """Two members that share t evenly."""
+    first = stage.join()
+    stage.settle()
+    second = stage.join()
+    stage.settle()
+    demand(len(stage.reads(first)) == len(stage.reads(second)) == 2, "they do not share")
+    return first, second
+
+
+# --- joining and leaving ----------------------------------------------------------------------------------------------
+
+
+def a_member_alone_reads_every_partition_of_its_topics(stage: Stage) -> None:
+    demand(stage.state() == "dead", "a group that nobody knows is dead")
+    member = stage.join("t", "u")
+    demand(stage.state() == "preparing", "the target is made by the next tick")
+    demand(kinds(stage.tick()) == [f"Assigned {member}"], "it is told")
+    demand(stage.state() == "completing", "it has not answered")
+    demand(stage.sync(member, 1) == "" and stage.state() == "stable", "it has")
+    demand(stage.reads(member) == T + U and stage.generation() == 1, "it reads everything")
+
+
+def what_moves_is_read_by_the_new_member_only_after_the_old_one_gave_it_up(stage: Stage) -> None:
+    first = stage.join()
+    stage.settle()
+    second = stage.join()
+    events = stage.tick()
+    demand(kinds(events) == [f"Revoke {first}", f"Assigned {first}", f"Assigned {second}"], f"{events}")
+    moved = list(events[0].partitions)
+    demand(len(moved) == 2 and stage.reads(second) == [], "two move, and not yet")
+    stage.sync(second)
+    stage.sync(first)
+    demand(stage.state() == "completing", "knowing is not giving up")
+    stage.forward(5.0)
+    demand(stage.reads(second) == [], "not yet")
+    stage.revoked(first)
+    stage.tick()
+    demand([*stage.reads(second)] == moved, "now")
+    demand(stage.generation() == 3, "a generation for asking and one for giving")
+
+
+def members_that_keep_theirs_go_on_while_others_move(stage: Stage) -> None:
+    first = stage.join()
+    stage.settle()
+    stage.join()
+    stage.tick()
+    for partition in stage.reads(first):
+        demand(stage.commit(first, partition, generation=1) == "", "it has not yet heard of generation 2")
+        demand(stage.commit(first, partition, generation=2) == "", "it has")
+
+
+def an_eager_assignor_gives_only_when_everything_was_given_up(stage: Stage) -> None:
+    for assignor in EAGER:
+        members = [stage.join(group=assignor, assignor=assignor) for _ in range(2)]
+        stage.settle(assignor)
+        new = stage.join(group=assignor, assignor=assignor)
+        events = stage.tick()
+        demand(kinds(events)[:2] == [f"Revoke {member}" for member in sorted(members)], f"{events}")
+        demand(stage.state(assignor) == "preparing", "it waits for both")
+        stage.revoked(members[0], group=assignor)
+        another = stage.join(group=assignor, assignor=assignor)
+        stage.forward(1.0)
+        demand(not any(stage.reads(member, assignor) for member in (*members, new)), "it still waits for one")
+        stage.revoked(members[1], group=assignor)
+        stage.tick()
+        loads = [len(stage.reads(member, assignor)) for member in (*members, new, another)]
+        demand(loads == [1, 1, 1, 1], f"{loads}")
+        stage.settle(assignor)
+
+
+def who_leaves_makes_room_at_once(stage: Stage) -> None:
+    first, second = pair(stage)
+    demand(stage.leave(second) == "", "it leaves")
+    demand(kinds(stage.tick()) == [f"Assigned {first}"] and stage.reads(first) == T, "the other reads everything")
+    demand(stage.leave(second) == "unknown_member", "it has left already")
+    stage.leave(first)
+    demand(stage.state() == "empty", "the last one has left")
+
+
+def who_asks_for_the_same_again_moves_nothing(stage: Stage) -> None:
+    first, second = pair(stage)
+    generation = stage.generation()
+    demand(stage.join(member=second) == second, "it is who it was")
+    demand(stage.forward(1.0) == [] and stage.generation() == generation, "nothing happens")
+    stage.join("u", member=second)
+    stage.settle()
+    demand(stage.reads(first) == T and stage.reads(second) == U, "it asked for something else")
+
+
+def who_joins_again_without_a_partition_has_given_it_up(stage: Stage) -> None:
+    first = stage.join()
+    stage.settle()
+    second = stage.join()
+    stage.tick()
+    kept = stage.reads(first)
+    stage.join(member=first, resume=stage.code.terms.Resume(owned=kept))
+    stage.forward(0.1)
+    demand(len(stage.reads(second)) == 2, "what it did not name has moved on")
+    stage.join(member=first, resume=stage.code.terms.Resume(owned=()))
+    demand(stage.reads(first) == [] and stage.commit(first, kept[0]) == "fenced", "it reads nothing now")
+    stage.settle()
+
+
+def many_who_join_at_once_cause_one_rebalance(stage: Stage) -> None:
+    for _ in range(50):
+        stage.join()
+    stage.forward(0.0)
+    demand(stage.generation() == 1, "one for all of them")
+    for _ in range(50):
+        stage.join()
+    stage.forward(0.049)
+    demand(stage.generation() == 1, "fifty members rebalance once in fifty milliseconds")
+    stage.forward(0.002)
+    demand(stage.generation() == 2, "and then they do")
+
+
+def the_callers_of_http_without_a_name_are_one_member(stage: Stage) -> None:
+    shared = stage.code.terms.SHARED
+    demand(stage.commit(shared, T[0]) == "", "nobody is a member")
+    demand(stage.join("t", member=shared, keeps_topics=True) == shared, "it has a fixed id")
+    stage.settle()
+    stage.join("u", member=shared, keeps_topics=True)
+    stage.settle()
+    demand(stage.reads(shared) == T + U, "each call names only its own topic")
+    demand(stage.commit(shared, *T, *U) == "", "without a generation")
+
+
+def members_agree_on_an_assignor(stage: Stage) -> None:
+    first = stage.join()
+    demand(stage.join(assignor="range") == "!assignor_differs", "another one")
+    demand(stage.join(assignor="best") == "!unknown_assignor", "none")
+    demand(stage.join(member=first, assignor="range") == first, "alone it may change its mind")
+    stage.settle()
+
+
+# --- who may commit ---------------------------------------------------------------------------------------------------
+
+
+def a_commit_in_an_old_generation_is_refused(stage: Stage) -> None:
+    first, second = pair(stage)
+    mine = stage.reads(first)[0]
+    newest = stage.generation()
+    demand(stage.commit(first, mine, generation=newest) == "", "the newest")
+    demand(stage.commit(first, mine, generation=newest - 1) == "fenced", "it has shown the newest")
+    demand(stage.commit(first, mine, generation=newest + 1) == "fenced", "there is none")
+    demand(stage.beat(first, newest - 1) == stage.sync(first, newest - 1) == "fenced", "whatever it says")
+    demand(stage.revoked(second, newest + 1) == "fenced", "whatever it says")
+
+
+def a_commit_for_a_partition_of_another_is_refused(stage: Stage) -> None:
+    first, second = pair(stage)
+    mine, other = stage.reads(first)[0], stage.reads(second)[0]
+    demand(stage.commit(first, other) == "fenced", "it reads another's")
+    demand(stage.commit(first, mine, other) == "fenced", "all or none")
+    demand(stage.commit(first, ("t", 4)) == stage.commit(first, ("v", 0)) == "unknown_partition", "there is none")
+    demand(stage.commit(first, ("t", -1)) == "unknown_partition", "nor this one")
+    demand(stage.commit("nobody", mine) == "unknown_member", "who?")
+    demand(stage.commit(None, mine) == "unknown_member", "only members may")
+
+
+def what_was_asked_for_may_be_committed_until_it_is_given_up(stage: Stage) -> None:
+    first = stage.join()
+    stage.settle()
+    stage.join()
+    asked = stage.tick()[0].partitions
+    demand(
+        stage.commit(first, *asked, generation=1) == stage.commit(first, *asked, generation=2) == "", "the last time"
+    )
+    stage.revoked(first)
+    demand(stage.commit(first, asked[0]) == "fenced", "it gave that up")
+
+
+def a_partition_that_came_back_takes_no_commit_from_before(stage: Stage) -> None:
+    member = stage.join()
+    stage.settle()
+    stage.topics(again=("t",), t=4, u=2)
+    stage.tick()
+    demand(stage.reads(member) == T and stage.generation() == 2, "the topic was declared anew")
+    demand(stage.commit(member, T[0], generation=1) == "fenced", "that is the offset of another topic")
+    demand(stage.commit(member, T[0], generation=2) == "", "this is not")
+
+
+def groups_without_members_take_commits_of_anybody(stage: Stage) -> None:
+    demand(stage.commit(None, T[0]) == "" and stage.state() == "empty", "it is known now")
+    demand(stage.commit(None, ("t", 4)) == "unknown_partition", "there is none")
+    demand(stage.commit("somebody", T[0]) == "unknown_member", "nobody is that")
+
+
+def an_answer_counts_for_what_was_asked_up_to_its_generation(stage: Stage) -> None:
+    first = stage.join("t")
+    stage.settle()
+    stage.join("t")
+    stage.tick()
+    stage.forward(0.1)
+    stage.join("t")
+    stage.join("t")
+    asked = stage.tick()[0].partitions
+    demand(len(asked) == 1, "more is asked for")
+    demand(stage.revoked(first, 2) == "" and stage.commit(first, *asked) == "", "that was not meant")
+    stage.revoked(first, 3)
+    demand(stage.commit(first, *asked) == "fenced", "now it was")
+    stage.settle()
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def who_is_silent_for_its_session_is_ended(stage: Stage) -> None:
+    first = stage.join()
+    stage.settle()
+    second = stage.join(session_s=6.0)
+    stage.settle()
+    begun = stage.now
+    demand(kinds(stage.forward(5.9)) == [], "not yet")
+    stage.beat(second)
+    demand(kinds(stage.forward(5.9)) == [], "it gave a sign of life")
+    demand(kinds(stage.forward(0.2)) == [f"Ended {second}", f"Assigned {first}"], "now")
+    demand(stage.reads(first) == T and stage.beat(second) == "unknown_member", "its partitions are read by the other")
+    stage.sync(first)
+    synced = stage.now
+    stage.stay(40.0, first)
+    demand(stage.state() == "stable" and stage.now - begun > 40.0 and synced > begun, "the other stays")
+
+
+def every_word_of_a_member_is_a_sign_of_life(stage: Stage) -> None:
+    member = stage.join(session_s=6.0)
+    stage.settle()
+    for word in (
+        stage.beat,
+        stage.sync,
+        stage.revoked,
+        lambda m: stage.commit(m, T[0]),
+        lambda m: stage.join(member=m),
+    ):
+        stage.forward(5.0)
+        word(member)
+    stage.forward(5.0)
+    demand(stage.state() == "stable", "it is there")
+
+
+def who_asks_for_no_records_is_ended_although_it_beats(stage: Stage) -> None:
+    member = stage.join(max_poll_s=20.0)
+    stage.settle()
+    stage.stay(30.0, member)
+    demand(stage.state() == "stable", "it polls")
+    stage.beat(member, polled=True)
+    for _ in range(19):
+        stage.forward(1.0)
+        stage.beat(member)
+    events = stage.forward(1.1)
+    demand([event.code for event in events] == ["poll_timeout"] and stage.state() == "empty", f"{events}")
+
+
+def who_does_not_give_up_what_moves_is_ended(stage: Stage) -> None:
+    first = stage.join(rebalance_s=10.0)
+    stage.settle()
+    second = stage.join(rebalance_s=10.0)
+    stage.tick()
+    for _ in range(9):
+        stage.forward(1.0)
+        for member in (first, second):
+            stage.sync(member)
+        stage.join(rebalance_s=10.0)  # each asks again, and that prolongs nothing
+    events = stage.forward(1.1)
+    demand(
+        ("Ended", first, "rebalance_timeout") in [(type(e).__name__, *e[1:]) for e in events if len(e) == 3],
+        f"{events}",
+    )
+    demand(len(stage.reads(second)) > 0, "its partitions have moved")
+    stage.settle()
+
+
+def who_never_takes_its_assignment_is_ended(stage: Stage) -> None:
+    first = stage.join(rebalance_s=10.0)
+    for _ in range(9):
+        stage.forward(1.0)
+        stage.beat(first)
+        stage.leave(stage.join(rebalance_s=10.0))  # each is a new generation, and that prolongs nothing
+    events = stage.forward(1.1)
+    demand("rebalance_timeout" in [getattr(event, "code", "") for event in events], f"{events}")
+
+
+def an_idle_member_costs_one_alarm_in_each_session(stage: Stage) -> None:
+    members = []
+    for _ in range(100):
+        stage.forward(0.01)
+        members.append(stage.join())
+    stage.settle()
+    ticks = 0
+    for _ in range(60):
+        for member in members:
+            stage.coordinator.beat("g", member, None, stage.now)
+        end = stage.now + 3.0
+        while (due := stage.coordinator.tick(stage.now)) < end:
+            stage.now, ticks = due, ticks + 1
+        stage.now = end
+    demand(ticks <= 100 * 180 / 27 * 1.2, f"{ticks} alarms in 180 s for 100 members that beat every 3 s")
+    for member in members:
+        stage.beat(member)  # the ghost has not heard the others
+    demand(stage.state() == "stable", "and all are there")
+
+
+def a_group_without_members_and_commits_is_forgotten(stage: Stage) -> None:
+    member = stage.join()
+    stage.settle()
+    stage.stay(50.0, member)
+    stage.leave(member)
+    stage.forward(stage.limits.retention_s - 1.0)
+    demand(stage.state() == "empty", "not yet")
+    stage.commit(None, T[0])
+    stage.forward(stage.limits.retention_s - 1.0)
+    demand(stage.state() == "empty", "it was committed to")
+    stage.ghost.forgettable.add("g")
+    demand(kinds(stage.forward(2.0)) == ["Forgotten"] and stage.state() == "dead", "now")
+    demand(stage.due == float("inf"), "nothing is waited for")
+
+
+# --- static members ---------------------------------------------------------------------------------------------------
+
+
+def a_newer_member_of_the_same_name_takes_the_place_of_the_older(stage: Stage) -> None:
+    other = stage.join(static_name="other")
+    stage.settle()
+    old = stage.join(static_name="w1")
+    stage.settle()
+    had, kept, generation = stage.reads(old), stage.reads(other), stage.generation()
+    new = stage.join(static_name="w1")
+    events = stage.tick()
+    demand(new != old and stage.reads(new) == had and stage.reads(other) == kept, "nothing moves but the name")
+    demand(kinds(events) == [f"Assigned {other}", f"Assigned {new}"], f"{events}")
+    demand(stage.generation() == generation + 1, "two owners never share a generation")
+    demand(stage.commit(old, had[0]) == "unknown_member" and stage.commit(new, had[0]) == "", "the older is fenced")
+    stage.sync(new)
+    stage.sync(other)
+    demand(stage.state() == "stable", "that was all")
+    demand(stage.join(member=old, static_name="w1") == "!fenced", "it does not come back")
+
+
+def a_static_member_keeps_its_place_under_an_eager_assignor_too(stage: Stage) -> None:
+    other = stage.join(static_name="other", assignor="range")
+    old = stage.join(static_name="w1", assignor="range")
+    stage.settle()
+    had = stage.reads(old)
+    new = stage.join(static_name="w1", assignor="range")
+    stage.tick()
+    demand(stage.reads(new) == had and len(stage.reads(other)) == 2, "nobody gave anything up")
+
+
+# --- topics -----------------------------------------------------------------------------------------------------------
+
+
+def a_topic_that_grows_is_shared_out(stage: Stage) -> None:
+    first, second = pair(stage)
+    kept = stage.reads(first)
+    stage.topics(t=8, u=2)
+    stage.settle()
+    demand(set(kept) < set(stage.reads(first)) and len(stage.reads(second)) == 4, "four each, and nothing moved")
+    stage.topics(t=8, u=2, v=1)
+    demand(stage.forward(1.0) == [], "nobody asked for v")
+
+
+def a_topic_that_is_deleted_is_read_by_nobody(stage: Stage) -> None:
+    first, second = pair(stage)
+    stage.topics(u=2)
+    demand(stage.commit(first, T[0]) == "unknown_partition", "at once")
+    demand(
+        kinds(stage.tick()) == [f"Assigned {first}", f"Assigned {second}"], "nobody is asked to give up what is gone"
+    )
+    demand(stage.reads(first) == stage.reads(second) == [], "nothing is there")
+    stage.settle()
+    stage.topics(t=4, u=2)
+    stage.settle()
+    demand(len(stage.reads(first)) == len(stage.reads(second)) == 2, "it is back")
+
+
+def a_topic_to_come_may_be_subscribed_to(stage: Stage) -> None:
+    member = stage.join("v")
+    stage.settle()
+    demand(stage.reads(member) == [], "it is not there")
+    stage.topics(t=4, u=2, v=1)
+    stage.tick()
+    demand(stage.reads(member) == [("v", 0)], "it is there")
+
+
+# --- lives of the gateway ---------------------------------------------------------------------------------------------
+
+
+def generations_go_on_above_those_of_the_former_life(stage: Stage) -> None:
+    first, second = pair(stage)
+    stage.commit(first, stage.reads(first)[0])
+    for _ in range(20):
+        stage.leave(stage.join())
+        stage.settle()  # the last generations leave no record
+    last, had = stage.generation(), stage.reads(second)
+    stage.restart("b")
+    demand(stage.commit(second, had[0], generation=last) == "unknown_member", "it has to join again")
+    resume = stage.code.terms.Resume(generation=last, owned=had)
+    demand(stage.join(member=second, resume=resume) == second, "under its old id")
+    new = stage.join()
+    demand(new not in (first, second), "ids are new in each life")
+    stage.tick()
+    demand(stage.generation() > last and stage.reads(second) == had, "it has what it had")
+    stage.settle()
+
+
+def a_member_that_comes_back_tells_its_generation(stage: Stage) -> None:
+    first, _ = pair(stage)
+    last = stage.generation()
+    stage.restart("b")  # nothing was committed: no record names the group
+    stage.join(member=first, resume=stage.code.terms.Resume(generation=last))
+    stage.tick()
+    demand(stage.generation() > last, "it is believed")
+    demand(stage.join(resume=stage.code.terms.Resume(generation=1 << 31)) == "!bad_request", "not everything is")
+    demand(stage.join(resume=stage.code.terms.Resume(generation=-1)) == "!bad_request", "not everything is")
+
+
+def a_group_that_was_deleted_begins_above_its_former_self(stage: Stage) -> None:
+    first, _ = pair(stage)
+    demand(stage.call(lambda: stage.coordinator.delete("g")) == "group_not_empty", "it has members")
+    demand(stage.call(lambda: stage.coordinator.delete("h")) == "unknown_group", "there is none")
+    for member in list(stage.ghost.of("g")):
+        stage.leave(member)
+    last = stage.generation()
+    stage.ghost.forgettable.add("g")
+    stage.coordinator.delete("g")
+    demand(kinds(stage.listen()) == ["Forgotten"] and stage.state() == "dead", "it is gone")
+    stage.join(member=first)
+    stage.tick()
+    demand(stage.generation() > last, "a zombie of the former one is told from its members")
+
+
+def restored_groups_wait_for_their_members(stage: Stage) -> None:
+    stage.coordinator.restore("g", 7, stage.now, idle_s=60.0, wait_s=2.0)
+    demand(stage.state() == "empty", "it is known")
+    stage.ghost.committed["g"] = 7
+    first, second = stage.join(), stage.join()
+    demand(stage.forward(1.9) == [], "it waits")
+    stage.forward(0.2)
+    demand(len(stage.reads(first)) == len(stage.reads(second)) == 2, "both at once")
+    demand(stage.generation() == 7 + stage.code.coordinator.UNSEEN + 1, "above the records")
+    stage.coordinator.restore("old", 3, stage.now, idle_s=stage.limits.retention_s - 5.0)
+    stage.ghost.forgettable.add("old")
+    demand("Forgotten" in kinds(stage.forward(6.0)), "the time before the restart counts")
