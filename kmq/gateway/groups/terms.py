@@ -67,7 +67,7 @@ class Limits(NamedTuple):
     own_members: int = 4
     topics: int = 1_000
     topic_bytes: int = 32_768
-    partitions: int = 20_000
+    partitions: int = 10_000
     name_bytes: int = 200
     retention_s: float = 7 * 86400.0
 
