@@ -18,16 +18,20 @@ def limits(max_examples: int, **more: Any) -> hypothesis.settings:
     )
 
 
+def seeded(test: Any) -> Any:
+    """Return a test, or a class of a state machine, that begins with the seed of this run."""
+    print(f"MODEL_SEED={SEED}")
+    seed: Any = hypothesis.seed
+    return seed(SEED)(test)
+
+
 def examples(max_examples: int, *strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the test with so many examples of what the strategies give, from the seed of this run."""
+    """Run a test of pytest with so many examples of what the strategies give, from the seed of this run."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        seeded: Any = hypothesis.seed(SEED)  # type: ignore[no-untyped-call]
-        given: Callable[..., None] = limits(max_examples)(seeded(hypothesis.given(*strategies)(test)))
-
-        def run(*arguments: Any) -> None:
-            print(f"MODEL_SEED={SEED}")
-            given(*arguments)
+        def run() -> None:  # without the arguments of the test, which pytest would take for fixtures
+            given: Any = hypothesis.given(*strategies)
+            limits(max_examples)(seeded(given(test)))()
 
         return run
 

@@ -71,7 +71,9 @@ class Ghost:
         self.newest: dict[str, int] = {}  # group → the highest generation that anybody was told
         self.owners: dict[tuple[str, Partition, int], str] = {}  # in which generation who was given what
         self.committed: dict[str, int] = {}  # group → the highest generation in its records
-        self.forgettable: set[str] = set()
+        self.active: dict[str, float] = {}  # group → when its last member ended, or its last commit
+        self.retention_s = float("inf")
+        self.forgettable: set[str] = set()  # also before that time
 
     def begin_life(self) -> None:
         """The gateway was killed: of groups that never committed nobody knows any more in which generation they were."""
@@ -132,12 +134,14 @@ class Ghost:
         seat = self.seats.pop(Key(event.group, event.member), None)
         demand(seat is not None, f"{event}: nobody is this member")
         assert seat is not None
+        self.active[event.group] = now
         if event.code != "fenced":
             demand(event.code in seat.overdue(now), f"{event}: was not overdue")
 
     def _forgotten(self, event: Any, now: float) -> None:
         demand(not self.of(event.group), f"{event}: has members")
-        demand(event.group in self.forgettable, f"{event}: nobody expects that")
+        is_old = now >= self.active[event.group] + self.retention_s
+        demand(is_old or event.group in self.forgettable, f"{event}: nobody expects that")
         self.committed.pop(event.group, None)
 
     # --- what must hold -----------------------------------------------------------------------------------------------
@@ -168,8 +172,11 @@ class Ghost:
                     return "fenced"
         return ""
 
-    def check_time(self, now: float) -> None:
-        """After a tick nobody is there who is overdue."""
+    def check_time(self, groups: Iterable[str], now: float) -> None:
+        """After a tick nobody is there who is overdue, and no group that is to be forgotten."""
+        for group in groups:
+            is_old = now >= self.active[group] + self.retention_s
+            demand(bool(self.of(group)) or not is_old, f"{group} is remembered at {now}")
         for key, seat in self.seats.items():
             demand(not seat.overdue(now), f"{key} is there at {now}, although {seat.overdue(now)}")
 

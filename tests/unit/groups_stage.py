@@ -15,6 +15,7 @@ class Stage:
     def __init__(self, code: Code, life: str = "a", **limits: Any) -> None:
         self.code, self.ghost = code, Ghost()
         self.limits = code.terms.Limits(**limits)
+        self.ghost.retention_s = self.limits.retention_s
         self.now = 1000.0
         self.due = float("inf")
         self.begin(life)
@@ -23,9 +24,14 @@ class Stage:
         """A new life of the gateway: members and assignments are gone, what was committed is not."""
         self.coordinator = self.code.coordinator.Coordinator(self.limits, life)
         self.ghost.begin_life()
-        for group, generation in self.ghost.committed.items():
-            self.coordinator.restore(group, generation, self.now)
+        for group, generation in list(self.ghost.committed.items()):
+            self.restore(group, generation)
         self.coordinator.topics_changed(self.ghost.partitions_of, self.now)
+
+    def restore(self, group: str, generation: int, idle_s: float = 0.0, wait_s: float = 0.0) -> None:
+        self.coordinator.restore(group, generation, self.now, idle_s, wait_s)
+        self.ghost.active[group] = self.now - idle_s
+        self.ghost.committed[group] = generation
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -70,6 +76,7 @@ class Stage:
         if refused:
             return f"!{refused}"
         key = Key(group, ids[0])
+        self.ghost.active[group] = self.now
         seat = self.ghost.seats.get(key)
         if seat is None:
             self.ghost.seats[key] = Seat(asked, self.generation(group), self.now)
@@ -83,7 +90,8 @@ class Stage:
         return ids[0]
 
     def leave(self, member: str, group: str = "g") -> str:
-        self.ghost.seats.pop(Key(group, member), None)
+        if self.ghost.seats.pop(Key(group, member), None):
+            self.ghost.active[group] = self.now
         refused = self.call(lambda: self.coordinator.leave(group, member, self.now))
         self.listen()
         return refused
@@ -137,6 +145,7 @@ class Stage:
             if seat is not None:
                 seat.beaten = self.now
             self.coordinator.committed(group, self.now)
+            self.ghost.active[group] = self.now
             spoken = self.generation(group) if generation is None else generation
             self.ghost.committed[group] = max(self.ghost.committed.get(group, 0), spoken)
         self.listen()
@@ -153,7 +162,7 @@ class Stage:
         """Do what is due now. Returns what was caused."""
         self.due = self.coordinator.tick(self.now)
         events = self.listen()
-        self.ghost.check_time(self.now)
+        self.ghost.check_time(self.coordinator.groups(), self.now)
         return events
 
     def forward(self, seconds: float) -> list[Any]:

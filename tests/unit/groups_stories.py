@@ -326,7 +326,6 @@ def a_group_without_members_and_commits_is_forgotten(stage: Stage) -> None:
     stage.commit(None, T[0])
     stage.forward(stage.limits.retention_s - 1.0)
     demand(stage.state() == "empty", "it was committed to")
-    stage.ghost.forgettable.add("g")
     demand(kinds(stage.forward(2.0)) == ["Forgotten"] and stage.state() == "dead", "now")
     demand(stage.due == float("inf"), "nothing is waited for")
 
@@ -389,6 +388,15 @@ def a_topic_that_is_deleted_is_read_by_nobody(stage: Stage) -> None:
     demand(len(stage.reads(first)) == len(stage.reads(second)) == 2, "it is back")
 
 
+def a_topic_that_is_unsubscribed_and_deleted_is_read_by_nobody(stage: Stage) -> None:
+    member = stage.join("t", "u")
+    stage.settle()
+    stage.join("t", member=member)
+    stage.topics(t=4)
+    demand(stage.reads(member) == T, "also before the next rebalance")
+    stage.settle()
+
+
 def a_topic_to_come_may_be_subscribed_to(stage: Stage) -> None:
     member = stage.join("v")
     stage.settle()
@@ -446,14 +454,12 @@ def a_group_that_was_deleted_begins_above_its_former_self(stage: Stage) -> None:
 
 
 def restored_groups_wait_for_their_members(stage: Stage) -> None:
-    stage.coordinator.restore("g", 7, stage.now, idle_s=60.0, wait_s=2.0)
+    stage.restore("g", 7, idle_s=60.0, wait_s=2.0)
     demand(stage.state() == "empty", "it is known")
-    stage.ghost.committed["g"] = 7
     first, second = stage.join(), stage.join()
     demand(stage.forward(1.9) == [], "it waits")
     stage.forward(0.2)
     demand(len(stage.reads(first)) == len(stage.reads(second)) == 2, "both at once")
     demand(stage.generation() == 7 + stage.code.coordinator.UNSEEN + 1, "above the records")
-    stage.coordinator.restore("old", 3, stage.now, idle_s=stage.limits.retention_s - 5.0)
-    stage.ghost.forgettable.add("old")
+    stage.restore("old", 3, idle_s=stage.limits.retention_s - 5.0)
     demand("Forgotten" in kinds(stage.forward(6.0)), "the time before the restart counts")

@@ -17,7 +17,7 @@ def groups_beyond_the_bound_are_refused(stage: Stage) -> None:
     refused = stage.call(lambda: stage.coordinator.check_commit("d", None, None, [T[0]], stage.now))
     demand(refused == "too_many_groups", "before its offsets are stored")
     demand(stage.join(group="c") != "" and stage.state("a") == "stable", "who is there goes on")
-    stage.coordinator.restore("e", 5, stage.now)
+    stage.restore("e", 5)
     demand(stage.state("e") == "empty", "what is on disk is never refused")
 
 

@@ -80,7 +80,7 @@ def least_moves(subscribers, partitions_of, prior):
 
 
 @examples(150, situations())
-def check_complete(situation):
+def test_every_partition_has_one_owner_that_subscribes_to_it(situation):
     subscribers, partitions_of, prior = situation
     for name in ASSIGNORS:
         given = assign(name, subscribers, partitions_of, prior)
@@ -90,12 +90,8 @@ def check_complete(situation):
         assert all(p.topic in subscribers[member] for member, mine in given.items() for p in mine)
 
 
-def test_every_partition_has_one_owner_that_subscribes_to_it():
-    check_complete()
-
-
 @examples(100, situations(), st.randoms())
-def check_repeatable(situation, rng):
+def test_the_same_situation_gives_the_same_assignment_in_whatever_order_it_is_told(situation, rng):
     subscribers, partitions_of, prior = situation
 
     def shuffled(mapping):
@@ -110,12 +106,8 @@ def check_repeatable(situation, rng):
         assert first == again
 
 
-def test_the_same_situation_gives_the_same_assignment_in_whatever_order_it_is_told():
-    check_repeatable()
-
-
 @examples(150, situations(one_subscription))
-def check_even(situation):
+def test_one_subscription_differ_by_at_most_one_partition(situation):
     subscribers, partitions_of, prior = situation
     for name in ("roundrobin", *STICKY):
         found = loads(assign(name, subscribers, partitions_of, prior))
@@ -126,12 +118,8 @@ def check_even(situation):
         assert of_topic[-1] - of_topic[0] <= 1
 
 
-def test_one_subscription_differ_by_at_most_one_partition():
-    check_even()
-
-
 @examples(150, situations())
-def check_even_within_subscriptions(situation):
+def test_sticky_members_of_each_subscription_differ_by_at_most_one_partition(situation):
     subscribers, partitions_of, prior = situation
     given = assign("sticky", subscribers, partitions_of, prior)
     for topics in set(subscribers.values()):
@@ -142,12 +130,8 @@ def check_even_within_subscriptions(situation):
             assert not any(p.topic in subscribers[receiver] for p in given[giver])
 
 
-def test_sticky_members_of_each_subscription_differ_by_at_most_one_partition():
-    check_even_within_subscriptions()
-
-
 @examples(150, situations(one_subscription))
-def check_fewest_moves(situation):
+def test_sticky_moves_the_fewest_partitions_that_evenness_allows(situation):
     subscribers, partitions_of, prior = situation
     given = assign("sticky", subscribers, partitions_of, prior)
     total = len(subscribed(subscribers, partitions_of))
@@ -160,12 +144,8 @@ def check_fewest_moves(situation):
     assert moved(given, prior, subscribers, partitions_of) == fewest
 
 
-def test_sticky_moves_the_fewest_partitions_that_evenness_allows():
-    check_fewest_moves()
-
-
 @examples(150, situations())
-def check_calm(situation):
+def test_sticky_moves_nothing_where_everything_is_even(situation):
     subscribers, partitions_of, prior = situation
     given = assign("sticky", subscribers, partitions_of, prior)
     assert assign("sticky", subscribers, partitions_of, given) == given
@@ -174,24 +154,16 @@ def check_calm(situation):
     assert moved(again, half, subscribers, partitions_of) == 0
 
 
-def test_sticky_moves_nothing_where_everything_is_even():
-    check_calm()
-
-
 small = st.binary(min_size=1, max_size=3)
 
 
 @examples(60, situations(small, largest=2))
-def check_against_everything(situation):
+def test_sticky_is_as_even_as_anything_that_subscriptions_allow(situation):
     subscribers, partitions_of, prior = situation
     given = assign("sticky", subscribers, partitions_of, prior)
     evenest, fewest = least_moves(subscribers, partitions_of, prior)
     assert sum(len(mine) ** 2 for mine in given.values()) == evenest
     assert moved(given, prior, subscribers, partitions_of) <= fewest + 1
-
-
-def test_sticky_is_as_even_as_anything_that_subscriptions_allow():
-    check_against_everything()
 
 
 @pytest.mark.parametrize(

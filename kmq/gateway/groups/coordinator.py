@@ -94,7 +94,7 @@ class Coordinator:
         client = Client(client.name[: self._limits.name_bytes], client.host[: self._limits.name_bytes])
         id = member or self._new_id(found, terms.static_name or client.name)
         new = Member(id, client, terms, found.generation, now)
-        before, count = set(found.topics), len(found.members)
+        count = len(found.members)
         if known:
             found.update(known, new, resume.owned)
         elif holder:
@@ -105,7 +105,7 @@ class Coordinator:
             found.add(new, filter(self._registry.exists, claims))
             if resume.generation > found.generation:  # of a former life: no member of this one can know it
                 found.least = max(found.least, resume.generation + UNSEEN)
-        self._registry.changed(found, before, len(found.members) - count)
+        self._registry.changed(found, len(found.members) - count)
         self._registry.watch(found, found.members[id])
         return id
 
@@ -184,7 +184,7 @@ class Coordinator:
         """Note that offsets of the group are stored: it is remembered from now on. Raises what `check_commit` raises."""
         found = self._registry.make(group, now)
         found.has_commits, found.active = True, now
-        self._registry.changed(found, set(found.topics))
+        self._registry.changed(found)
 
     def restore(self, group: str, generation: int, now: float, idle_s: float = 0.0, wait_s: float = 0.0) -> None:
         """Make a group that has committed offsets known again, before anybody joins; it is never refused.
@@ -195,7 +195,7 @@ class Coordinator:
         found = self._registry.groups.get(group) or self._registry.put(group, now)
         found.least = max(found.least, generation + UNSEEN)
         found.has_commits, found.active, found.not_before = True, now - idle_s, now + wait_s
-        self._registry.changed(found, set(found.topics))
+        self._registry.changed(found)
 
     # --- topics, time, events -----------------------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ class Group:
         "not_before",
         "statics",
         "topics",
+        "watched",
     )
 
     def __init__(self, name: str, generation: int, now: float, events: list[Event]) -> None:
@@ -48,6 +49,7 @@ class Group:
         self.members: dict[str, Member] = {}
         self.statics: dict[str, str] = {}  # static name → member
         self.topics: Counter[str] = Counter()  # → how many members subscribe to it
+        self.watched: set[str] = set()  # topics of whose changes the group is told
         self.active = self.not_before = now  # last leave or commit; the next step comes no earlier
         self.has_commits = False
         self._events = events
@@ -159,6 +161,10 @@ class Group:
         """Partitions came or went: those that are gone have no owner from now on."""
         self._ownership.drop_gone(exists)
         self._is_stale = bool(self.members)
+
+    def topics_read(self) -> set[str]:
+        """Return the topics that members subscribe to, and those of which they own a partition still."""
+        return {*self.topics, *(partition.topic for partition in self._ownership.owners)}
 
     def is_due(self) -> bool:
         """Return True if `step` would change anything."""

@@ -27,7 +27,7 @@ class Registry:
         self.groups: dict[str, Group] = {}
         self.alarms = Alarms()
         self.partitions_of: dict[str, int] = {}
-        self._watchers: dict[str, set[str]] = {}  # topic → groups that subscribe to it
+        self._watchers: dict[str, set[str]] = {}  # topic → groups that subscribe to it, or own a partition of it
         self._unused: dict[str, None] = {}  # groups without members and commits, the longest unused first
         self._members = 0
         self._least_generation = 0
@@ -95,19 +95,17 @@ class Registry:
 
     def end(self, group: Group, member: Member, code: str, now: float) -> None:
         """End a member; see Group.end."""
-        before = set(group.topics)
         group.end(member, code, now)
         self.alarms.drop((group.name, member.id))
-        self.changed(group, before, -1)
+        self.changed(group, -1)
 
-    def changed(self, group: Group, topics_before: set[str], members: int = 0) -> None:
-        """Note that the group may have other topics than `topics_before`, and so many members more."""
-        for topic in topics_before - group.topics.keys():
-            self._watchers[topic].discard(group.name)
-            if not self._watchers[topic]:
-                del self._watchers[topic]
-        for topic in group.topics.keys() - topics_before:
+    def changed(self, group: Group, members: int = 0) -> None:
+        """Note that the group may have other topics, and so many members more."""
+        for topic in group.topics.keys() - group.watched:
             self._watchers.setdefault(topic, set()).add(group.name)
+            group.watched.add(topic)
+        if not group.members:
+            self._watch_only(group, set())
         self._members += members
         if group.members or group.has_commits:
             self._unused.pop(group.name, None)
@@ -115,8 +113,15 @@ class Registry:
             self._unused[group.name] = None
         self.wake(group)
 
+    def _watch_only(self, group: Group, topics: set[str]) -> None:
+        for topic in group.watched - topics:
+            self._watchers[topic].discard(group.name)
+            if not self._watchers[topic]:
+                del self._watchers[topic]
+        group.watched &= topics
+
     def watchers(self, topics: Iterable[str]) -> list[Group]:
-        """Return the groups with members that subscribe to any of `topics`, sorted by name."""
+        """Return the groups that subscribe to any of `topics`, or read it still, sorted by name."""
         names = {name for topic in topics for name in self._watchers.get(topic, ())}
         return [self.groups[name] for name in sorted(names)]
 
@@ -142,6 +147,7 @@ class Registry:
         elif group.is_due() and now >= group.not_before:
             group.step(self.partitions_of, now)
             group.not_before = now + min(MAX_PACE_S, PACE_S * len(group.members))
+            self._watch_only(group, group.topics_read())
             for member in group.members.values():
                 self.watch(group, member)
         self.wake(group)
