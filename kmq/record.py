@@ -33,6 +33,8 @@ _LABEL = rb"(?!append[.|]|dropped[.|]|__)[A-Za-z0-9_][A-Za-z0-9_-]{0,199}+"
 _NUMBERED = re.compile(rb"(?m)^((" + _LABEL + rb"(?:\.[^|\n]*+)?+)\|[^|\n]*+\|(\d{1,%d}))\|(.*+)\n" % MAX_ID_DIGITS)
 _LABEL_ONLY = re.compile(_LABEL + rb"[.|]")
 _RESERVED_LABEL = re.compile(rb"(?:append|dropped)[.|]|__")
+# Topics of KMQ itself, which only its own programs write: __consumer_offsets. `__append` is the WAL's name in lists.
+_OWN_LABEL = re.compile(rb"__(?!append[.|])[A-Za-z0-9_-]{1,198}+[.|]")
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 _NAME = rb"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"
@@ -133,8 +135,16 @@ def is_topic(name: str) -> bool:
     return _TOPIC.fullmatch(name) is not None and refusal(name.encode() + b"|||") == ""
 
 
-def refusal(line: bytes) -> str:
-    """Return why `line` (without newline) is not a message, as one word; "" if it is one."""
+def is_own_topic(name: str) -> bool:
+    """Return True if `name` is a topic that KMQ writes for itself: reserved, and hidden from lists unless asked for."""
+    return _OWN_LABEL.fullmatch(name.encode() + b"|") is not None
+
+
+def refusal(line: bytes, reserved: bool = False) -> str:
+    """Return why `line` (without newline) is not a message, as one word; "" if it is one.
+
+    `reserved`: its sender may write to the topics of KMQ itself.
+    """
     if not line:
         return "empty_line"
     if line[0] in CONTROL:
@@ -145,9 +155,10 @@ def refusal(line: bytes) -> str:
         return "no_separator"
     if line[:1] == b"|":
         return "empty_routing_key"
-    if _RESERVED_LABEL.match(line):
+    is_own = reserved and _OWN_LABEL.match(line) is not None
+    if not is_own and _RESERVED_LABEL.match(line):
         return "reserved_topic"
-    if not _LABEL_ONLY.match(line):
+    if not is_own and not _LABEL_ONLY.match(line):
         return "bad_topic"
     if b".@" in line:
         routing_key = line[: line.index(b"|")]

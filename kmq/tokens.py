@@ -11,23 +11,23 @@ Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets exp
             unknown names take as long.
 Fleet       A token that the fleet has revoked (states.py), by its name or by its id, is turned away although the file
             has it.
-Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token. Whoever may write
-            to the FIFO `raw` beside it may also read the token, and gains no further right by it.
+Inside      Programs of the pod (the gateway, `kmq produce`) show the token in KMQ_PIPES/local.token
+            (local_token.py).
 """
 
-import contextlib
 import hashlib
 import hmac
 import os
 import re
 from collections.abc import Callable
 
+from kmq import local_token
 from kmq.errors import ConfigError
+from kmq.local_token import LOCAL
 from kmq.settings import Settings
 from kmq.states import InForce
 from kmq.watch import Watch
 
-LOCAL = "local"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LINE = re.compile(r"([A-Za-z0-9_-]{1,64}):sha256\$([0-9a-f]{32})\$([0-9a-f]{64})")
 _SCHEME = "bearer "
@@ -90,27 +90,7 @@ def local(settings: Settings) -> str:
     """Return the token of this pod's own programs; "" if no token is required."""
     if not settings.tokens:
         return ""
-    path = _local_path(settings)
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError as err:
-        raise ConfigError(f"{path}: {err.strerror}; is the broker up? (kmq status)") from err
-
-
-def _local_path(settings: Settings) -> str:
-    return f"{settings.pipes}/local.token"
-
-
-def _make_local(settings: Settings) -> None:
-    """Create the local token atomically, unless another process has done so."""
-    path = _local_path(settings)
-    making = f"{path}.{os.urandom(8).hex()}"  # not the pid: in containers of their own several processes have the same
-    with open(os.open(making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "w", encoding="ascii") as file:
-        file.write(_random(LOCAL) + "\n")
-    with contextlib.suppress(FileExistsError):
-        os.link(making, path)
-    os.unlink(making)
+    return local_token.read(settings)
 
 
 class Tokens:
@@ -120,8 +100,7 @@ class Tokens:
         self._path, self._warn = settings.tokens, warn
         self._watch = Watch(self._path)
         self._table = read(self._path)
-        _make_local(settings)
-        self._local = local(settings).encode()
+        self._local = local_token.LocalToken(settings)
         self._in_force = InForce(settings, warn)
 
     def check(self, token: bytes) -> str:
@@ -131,7 +110,7 @@ class Tokens:
         self._in_force.changed()
         name = token.partition(b".")[0].decode("ascii", "replace")
         if name == LOCAL:
-            return name if hmac.compare_digest(token, self._local) else ""
+            return name if self._local.matches(token) else ""
         found = ""
         for salt, digest in self._table.get(name, (_NOBODY,)):
             if hmac.compare_digest(_digest(salt, token), digest) and not self._is_revoked(name, digest):

@@ -1,7 +1,9 @@
 """What becomes of the messages of an acknowledged connection: each is stored, or known as stored, or refused.
 
 Invariant   A message is accepted only if its id is new, and the dedupe table knows it from then on. A stored id carries
-            `;p=` or `;w=` of the connection it came from, and no header of that kind from anybody else.
+            `;p=` or `;w=` of the connection it came from, and no header of that kind from anybody else. A message that
+            names a reserved topic is accepted only from a connection that ingress has found to be the pod's own. Such
+            messages are looked at one by one: the check of whole blocks knows no reserved topic, and stays as fast.
 """
 
 from operator import lt
@@ -67,9 +69,12 @@ class Acceptor:
         batch.lines += [join((head, payload)) for head, _, _, payload in fields]
         return True
 
-    def accept(self, line: bytes, n: int, kind: bytes, name: bytes) -> bytes:
-        """Add message n if it is good and new, and return b""; otherwise return the reply."""
-        reason = record.refusal(line) or ("too_long" if len(line) > self.max_line else "")
+    def accept(self, line: bytes, n: int, kind: bytes, name: bytes, reserved: bool = False) -> bytes:
+        """Add message n if it is good and new, and return b""; otherwise return the reply.
+
+        `reserved`: it may name a reserved topic.
+        """
+        reason = record.refusal(line, reserved) or ("too_long" if len(line) > self.max_line else "")
         if reason:
             return b"!err %d %b" % (n, reason.encode())
         batch = self._batch

@@ -7,9 +7,9 @@ Invariant   The table is a function of the records up to the last seq given out:
 Crash       A start loads producers.ckpt, then reads the later records from the WAL, then the blocks that still wait in
             the ring `framed`: together exactly the records up to the next seq. A damaged file is ignored (its crc does
             not match), and the whole WAL is read instead.
-Memory      Bounded: at most `max_names` names, each with its last id, some runs of (id, seq), ranges of older ids, and
-            fingerprints of its last ids; at most `max_ids` runs in all, and as many ids in windows; MAX_RANGES and
-            MAX_PRINTS in all.
+Memory      Bounded: at most `max_names` names and those of KMQ itself, each with its last id, some runs of (id, seq),
+            ranges of older ids, and fingerprints of its last ids; at most `max_ids` runs in all, and as many ids in
+            windows; MAX_RANGES and MAX_PRINTS in all.
             An id that is dropped from the runs is still known to be stored, but not as which seq (`!dup n 0`); an id
             that is dropped from the ranges is unknown (`id_too_old`). What drops out of a window, by count or age, is
             forgotten: KMQ_DEDUPE_COUNT and KMQ_DEDUPE_AGE are the promise.
@@ -57,12 +57,15 @@ class DedupeTable:
     # --- increasing ids --------------------------------------------------------------------------------------------
 
     def producer(self, name: bytes, seconds: int) -> Producer | None:
-        """Return the producer of that name, known or new; None if the table is full."""
+        """Return the producer of that name, known or new; None if the table is full.
+
+        KMQ's own producers (`__…`, a few) always have a place: strangers must not keep a group from committing.
+        """
         producer = self.names.get(name)
         if producer is None:
             if len(self.names) >= self._max_names:
                 self.forget_idle(seconds)
-            if len(self.names) >= self._max_names:
+            if len(self.names) >= self._max_names and not name.startswith(b"__"):
                 return None
             producer = self._add(Producer(name, seconds=seconds))
         return producer

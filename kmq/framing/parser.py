@@ -31,7 +31,7 @@ from kmq.links.raw import CONTROL, LAST_ID, LINES, MESSAGES
 from kmq.routing import AnyTopic
 from kmq.settings import KIB
 
-Origin = tuple[bytes, bytes, bytes]  # connection, `p`, `w` or nothing, producer or scope
+Origin = tuple[bytes, bytes, bytes, bool]  # connection, `p`, `w` or nothing, producer or scope, may write reserved
 
 # Lines that are looked at one by one in a turn: half a second's work of the slowest machine, so that the framer gives a
 # sign of life whatever strangers send.
@@ -199,7 +199,7 @@ class Parser:
 
     def _messages(self, at: int, position: int, match: re.Match[bytes]) -> tuple[int, int] | None:
         """Add or refuse the messages of this control line; None if it speaks of no such messages."""
-        connection, n, k, *piece, kind, name = match.groups()
+        connection, n, k, *piece, kind, name, right = match.groups()
         birth, start, stop = map(int, piece)
         first, count = int(n), int(k)
         if not self.source.has(birth, start, stop):
@@ -214,7 +214,8 @@ class Parser:
             return None
         first, count = first + count - left, left  # what an earlier block has taken may be overwritten by now
         self._bytes += len(body)
-        taken = self._accept(body, (connection, kind or b"", name or b""), (first, count), (at, low))
+        origin = connection, kind or b"", name or b"", right is not None
+        taken = self._accept(body, origin, (first, count), (at, low))
         if taken < len(body):
             self._stops = True
             return at, low + taken
@@ -224,7 +225,7 @@ class Parser:
 
     def _accept(self, body: bytes, origin: Origin, messages: tuple[int, int], place: tuple[int, int]) -> int:
         """Add or refuse messages n… in `body`; return how many bytes of it were looked at."""
-        (connection, kind, name), (n, count), (at, low) = origin, messages, place
+        (connection, kind, name, reserved), (n, count), (at, low) = origin, messages, place
         lines, base = self._batch.lines, len(self._batch.lines)
         if self._acceptor.accept_all(body, kind, name):
             self._looked += count
@@ -241,7 +242,7 @@ class Parser:
             self._looked += 1
             done += len(line) + 1
             before = len(lines)
-            reply = self._acceptor.accept(line, n, kind, name)
+            reply = self._acceptor.accept(line, n, kind, name, reserved)
             self.refused += reply.startswith(b"!err")
             self._reply(connection, n, n, reply, before)
             self._cut(at, low + done)

@@ -2,6 +2,8 @@
 
 Invariant   With KMQ_TOKENS nothing is taken from a connection that has not shown a valid token. A producer name belongs
             to the connection that said hello last: every older one is refused from then on (`fenced`).
+            Only a connection that has shown the pod's local token is announced to the framer as one that may write to
+            reserved topics.
 """
 
 import time
@@ -14,6 +16,7 @@ from kmq.ingress.gate import Gate
 from kmq.ingress.hello import Refused, parse
 from kmq.ingress.table import ConnectionTable
 from kmq.links.raw import Sender
+from kmq.local_token import LocalToken
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 UNAUTHORIZED = refusals.reason(
     "unauthorized", "say: !hello acks=0|1|all token=<token>, with one that `kmq token new` has made"
 )
+NOT_LOCAL = refusals.reason("unauthorized", "reserved=1 needs the token in KMQ_PIPES/local.token of the broker's pod")
 
 
 class Greeter:
@@ -32,6 +36,7 @@ class Greeter:
     ) -> None:
         self.tokens = tokens  # None: no token is required
         self._settings, self._gate, self._table, self._strangers = stage.settings, gate, table, strangers
+        self._local = LocalToken(stage.settings)
         self._start = time.time_ns()  # replies meant for an earlier ingress must not reach a connection of ours
         self._greeted = 0
 
@@ -41,6 +46,9 @@ class Greeter:
         if self.tokens is not None and not self.tokens.check(hello.token):
             self._strangers.refuse(connection.peer, "no valid token")
             raise Refused(UNAUTHORIZED)
+        if hello.reserved and not self._local.matches(hello.token):
+            self._strangers.refuse(connection.peer, "reserved topics without the local token")
+            raise Refused(NOT_LOCAL)
         if (self._settings.policy_framed or self._settings.policy) == "drop_oldest":
             raise Refused(refusals.reason("drop_oldest"))
         if self._gate.refusal:
@@ -52,7 +60,7 @@ class Greeter:
         connection.replies.expect(hello)
         if hello.acks:
             connection.phase = ACKED
-        sender = Sender(b"%d.%d" % (self._start, self._greeted), hello.tag)
+        sender = Sender(b"%d.%d" % (self._start, self._greeted), hello.tag, hello.reserved)
         self._table.give_name(connection, sender, hello.producer)
 
     def _fence(self, producer: bytes, newcomer: str) -> None:

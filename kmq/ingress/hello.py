@@ -1,12 +1,15 @@
 """The first line of a connection that speaks the acknowledged protocol.
 
-    !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [token=<token>]
+    !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [reserved=1] [token=<token>]
 
     producer    ids are decimal numbers that increase over all connections of that name
     window      ids are text of 1 to 256 bytes and remembered for a while; the gateway uses it for gRPC's message_id
     neither     messages are acknowledged, and stored as often as they are sent
     last=?      with acks and a producer: a line `!last <id>` before the first reply says the last id stored of this
                 name (0: the name is unknown), so that a restarted program can resume there
+    reserved=1  with acks and the pod's local token: messages may name the topics of KMQ itself (`__…`), and the
+                producer's name may begin with `__`. It must be asked for: the gateway shows that token for its clients
+                too, and must not lend them this right
 
 An id ends at the first `;`, where the headers begin: `a`, `a;x=1` and `a;y=2` are one id. Clients that accept any text
 as an id percent-encode `%`, `|`, `;`, spaces and control characters in it, as kmq.Producer and the gateway do.
@@ -18,8 +21,9 @@ from kmq.ids import NAME_PATTERN
 
 MAX_BYTES = 4096  # of the line
 _NAME = re.compile(NAME_PATTERN.encode())
-_FIELDS = (b"acks", b"producer", b"window", b"last", b"token")
-_USAGE = "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [token=<token>]"
+_FIELDS = (b"acks", b"producer", b"window", b"last", b"reserved", b"token")
+_USAGE = "expected: !hello acks=0|1|all [producer=<name> | window=<scope>] [last=?] [reserved=1] [token=<token>]"
+_OWN = b"__"  # begins the names of KMQ's own producers, so that no stranger can fence them
 
 
 class Refused(Exception):
@@ -29,10 +33,19 @@ class Refused(Exception):
 class Hello:
     """What a producer asked for."""
 
-    __slots__ = ("acks", "asks_last", "producer", "tag", "token")
+    __slots__ = ("acks", "asks_last", "producer", "reserved", "tag", "token")
 
-    def __init__(self, acks: bool, producer: bytes, window: bytes, token: bytes, asks_last: bool = False) -> None:
+    def __init__(
+        self,
+        acks: bool,
+        producer: bytes,
+        window: bytes,
+        token: bytes,
+        asks_last: bool = False,
+        reserved: bool = False,
+    ) -> None:
         self.acks, self.producer, self.token, self.asks_last = acks, producer, token, asks_last
+        self.reserved = reserved  # it wants to write to reserved topics
         self.tag = b"p=" + producer if producer else b"w=" + window if window else b""
 
 
@@ -57,10 +70,16 @@ def parse(line: bytes) -> Hello:
         raise Refused("bad_hello producer= and window= exclude each other")
     if b"last" in fields and (fields[b"last"] != b"?" or acks == b"0" or b"producer" not in fields):
         raise Refused("bad_hello last= must be ? and needs acks=1 and producer=")
+    reserved = b"reserved" in fields
+    if reserved and (fields[b"reserved"] != b"1" or acks == b"0"):
+        raise Refused("bad_hello reserved= must be 1 and needs acks=1")
+    if not reserved and fields.get(b"producer", b"").startswith(_OWN):
+        raise Refused("bad_hello producer= must not begin with __: these names are KMQ's own")
     return Hello(
         acks=acks != b"0",
         producer=fields.get(b"producer", b""),
         window=fields.get(b"window", b""),
         token=fields.get(b"token", b""),
         asks_last=b"last" in fields,
+        reserved=reserved,
     )

@@ -189,10 +189,13 @@ def table(data: str) -> Table:
     return routing.table(in_force, Deleted.of(data).lives, identity.marks_from(data))
 
 
-def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None) -> None:
-    """Declare a topic; it is pending until the router adopts it. Raises ConfigError if an argument is invalid."""
+def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None, own: bool = False) -> None:
+    """Declare a topic; it is pending until the router adopts it. Raises ConfigError if an argument is invalid.
+
+    `own`: a topic that KMQ writes for itself.
+    """
     Limits().with_changes(limits or {})
-    if not record.is_topic(name):
+    if not (record.is_own_topic(name) if own else record.is_topic(name)):
         raise ConfigError(
             f"topic {name!r}: must match [A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}} and not begin with append, dropped or __"
         )

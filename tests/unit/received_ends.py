@@ -25,6 +25,7 @@ class Messages(NamedTuple):
     n: int
     tag: bytes
     conn: bytes
+    reserved: bool = False
 
 
 class Lines(NamedTuple):
@@ -33,8 +34,10 @@ class Lines(NamedTuple):
     lines: Sequence[bytes]
 
 
-def messages(lines: Sequence[bytes], n: int = 1, tag: bytes = b"", conn: bytes = ME) -> Messages:
-    return Messages(lines, n, tag, conn)
+def messages(
+    lines: Sequence[bytes], n: int = 1, tag: bytes = b"", conn: bytes = ME, reserved: bool = False
+) -> Messages:
+    return Messages(lines, n, tag, conn, reserved)
 
 
 def plain(*lines: bytes) -> Lines:
@@ -91,7 +94,7 @@ class Way:
         place = self.writer.birth, *self.put(part.lines)
         if isinstance(part, Lines):
             return raw.lines(*place)
-        sender = Sender(part.conn, part.tag)
+        sender = Sender(part.conn, part.tag, part.reserved)
         sender.sent = part.n - 1
         return sender.messages(len(part.lines), *place)
 

@@ -44,7 +44,7 @@ FLOORS = [
     ["kmq.client kmq"],
     ["kmq.log", "kmq.cluster"],
     ["kmq.links"],
-    ["kmq.settings kmq.states kmq.routing kmq.tokens kmq.terminal kmq.descriptors"],
+    ["kmq.settings kmq.states kmq.routing kmq.tokens kmq.local_token kmq.terminal kmq.descriptors"],
     ["kmq.record kmq.refusals kmq.errors kmq.logfmt kmq.watch kmq.certificate kmq.ids"],
 ]
 
