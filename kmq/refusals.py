@@ -95,6 +95,7 @@ _ROWS = (
     Refusal(REQUEST, "not_found", _UNKNOWN, "nothing is stored there"),
     Refusal(REQUEST, "out_of_range", ("OUT_OF_RANGE", 416, EXIT_FAILED), "the partition has no such offset yet"),
     Refusal(REQUEST, "too_many", _MANY, "as many as may be open at a time are open already", True),
+    Refusal(REQUEST, "offsets_full", _MANY, "the gateway holds as many groups, or committed offsets, as it may"),
     Refusal(
         REQUEST, "not_answered", _LATER, "the message may or may not be stored; the same id again stores it once", True
     ),

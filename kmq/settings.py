@@ -281,6 +281,12 @@ class Settings:
     podbus_topic: str = _setting(
         "KMQ_PODBUS_TOPIC", "podbus", _topic, "topic of the records that arrive over gRPC Produce (gateway)"
     )
+    group_retention: float = _setting(
+        "KMQ_GROUP_RETENTION",
+        "7d",
+        _AGE,
+        "time after which a consumer group without members and commits is forgotten; or never",
+    )
     cluster: str = _setting(
         "KMQ_CLUSTER", "", _instance, "name of the cluster that this broker belongs to; without it: none"
     )

@@ -51,6 +51,7 @@ class Options:
     server_hostname: str | None = None
     stall_s: float = 5.0  # how long without a reply until the producer reports a stall, and between reports
     on_stall: Callable[[str], None] | None = None  # called with the report; None: logger kmq.producer warns
+    reserved: bool = False  # for KMQ's own programs: write to topics that begin with __, with the pod's local token
 
     def __post_init__(self) -> None:
         for field in ("producer", "window"):
@@ -83,6 +84,7 @@ class Choices(TypedDict, total=False):
     server_hostname: str | None
     stall_s: float
     on_stall: Callable[[str], None] | None
+    reserved: bool
 
 
 __all__ = ["Choices", "Options"]

@@ -110,7 +110,8 @@ class Core:
 
     def hello(self, token: str = "") -> bytes:
         """Return the first line of a connection."""
-        return format_hello(self.ids, self.options.window, self.options.token or token)
+        options = self.options
+        return format_hello(self.ids, options.window, options.token or token, options.reserved)
 
     def is_greeting(self, data: bytes) -> bool:
         """Return True if `data` is all of the reply to hello."""

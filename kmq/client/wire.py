@@ -1,6 +1,6 @@
 """The lines of the acknowledged protocol besides messages, as a client writes and reads them.
 
-    !hello acks=1 [producer=<name> | window=<scope>] [last=?] [token=<token>]      first line of a connection
+    !hello acks=1 [producer=<name> | window=<scope>] [last=?] [reserved=1] [token=<token>]      first line
     !ok max_line=<bytes>       or  !err 0 <code> <text>                            its reply
     !last <id>                                                                     after !ok, if last=? was asked
     !ack <n> <seq>   !dup <n> <seq>   !err <n> <code> <text>                       replies to messages, n counted from 1
@@ -12,12 +12,13 @@ from kmq.client.failures import Refused
 from kmq.client.ids import Ids
 
 
-def format_hello(ids: Ids, window: str, token: str) -> bytes:
-    """Return the first line of a connection."""
+def format_hello(ids: Ids, window: str, token: str, reserved: bool = False) -> bytes:
+    """Return the first line of a connection. `reserved`: it writes to topics of KMQ itself."""
     words = ["!hello acks=1"]
     words += [f"producer={ids.name}"] if ids.name else []
     words += [f"window={window}"] if window else []
     words += ["last=?"] if ids.asks_last else []
+    words += ["reserved=1"] if reserved else []
     words += [f"token={token}"] if token else []
     return " ".join(words).encode() + b"\n"
 

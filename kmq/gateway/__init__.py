@@ -15,6 +15,11 @@
       feed.py         the records of a topic in order of seq, and how far the router has come
       metrics.py      every metric
       refused.py      a refused request; kmq/refusals.py has the codes
+    groups/           consumer groups; knows the core, and no door
+      offset_records.py  the records of topic __consumer_offsets
+      store.py        committed offsets: read, written, forgotten
+      offset_table.py, offset_log.py, offset_writer.py   its memory, its start, its connection to ingress
+      keeping.py      the task that keeps it
     http/             door: HTTP
       web.py          /metrics /healthz /readyz
       logs.py         /v1/…, the logs as they are in the files

@@ -26,6 +26,8 @@ from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.places import Places
 from kmq.gateway.core.waking import Waking
 from kmq.gateway.doors import Doors
+from kmq.gateway.groups.keeping import OffsetKeeper
+from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.grpc.calls import Calls
 from kmq.gateway.grpc.health import HEALTH, Health
 from kmq.gateway.grpc.podbus import PodBus
@@ -108,6 +110,8 @@ class Gateway:
         self.consumers = Consumers(settings, self.waking, self.tokens, self.strangers, self.requests)
         self.lines = Lines(self.consumers)
         self.status = StatusPort(self.consumers, Places(settings.data, page), lambda *_: False)
+        self.offsets = OffsetStore(settings, watermark, log)
+        self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -123,6 +127,7 @@ class Gateway:
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.broker, self.requests))
         metrics = await self._runner(monitoring(self.broker, self.requests))
+        keeping = asyncio.create_task(self.keeper.run())
         try:
             ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
             ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)
@@ -143,6 +148,9 @@ class Gateway:
             await asyncio.gather(server.stop(DRAIN_S / 2), runner.cleanup(), metrics.cleanup())
             await self.calls.drain()
             await self.lines.drain()
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await self.offsets.close()
             await self.bus.close()
             self.consumers.close()
             self.waking.close()

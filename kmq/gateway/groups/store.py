@@ -1,0 +1,273 @@
+"""Committed offsets of all groups: in memory as a table, on disk as records of topic `__consumer_offsets`.
+
+Owner       the gateway. Nobody else may write this topic (kmq/ingress/hello.py, reserved=1).
+Invariant   A commit that has returned is on disk, and `committed` shows it. `committed` never shows what is not on disk.
+            Of two commits to one place the one with the higher seq counts, in memory as in the log. Commits get their
+            seqs in the order of the calls, also across lost connections and restarts (offset_writer.py). So a late
+            retry of the gateway never overwrites a newer commit. That a *client* repeats an old commit after a newer
+            one is for the coordinator to refuse: it knows members and generations.
+            Offsets of a deleted topic, stored before its deletion, are never shown again (kmq/log/deletions.py).
+Crash       The table is in memory only. `load` waits until the router has routed everything that is in the WAL, so all
+            acked commits are in the log that it reads. Killed in the middle of a commit: each row is stored or not.
+Memory      See offset_table.py and offset_writer.py.
+Not covered With RB_OVERFLOW_POLICY=drop_oldest in force on the ring `durable`, a commit that was dropped there is in the
+            WAL alone, and forgotten by the next start. On the ring `framed` it means that no commit is accepted.
+"""
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from kmq.errors import KmqError
+from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups.offset_log import OffsetLog
+from kmq.gateway.groups.offset_records import (
+    MAX_OFFSET,
+    TOPIC,
+    Committed,
+    Nack,
+    Place,
+    Row,
+    decode_key,
+    decode_payload,
+    encode_payload,
+    routing_key,
+)
+from kmq.gateway.groups.offset_table import OffsetTable, Partition
+from kmq.gateway.groups.offset_writer import Line, OffsetWriter
+from kmq.log import deletions, topics, wal
+from kmq.log.deletions import Deleted
+from kmq.logfmt import Logger
+from kmq.settings import Settings
+
+MAX_NAME = 200  # bytes of a group's or a member's name
+MAX_METADATA = 1024  # bytes
+LIMITS = {"cleanup": "compact", "segment_bytes": "1 MiB"}  # small segments: only sealed ones are compacted
+_LOAD_S = 30.0  # longest wait for the router
+_TOMBSTONES = 1000  # written at once
+
+
+class Commit(NamedTuple):
+    """What a member commits for one partition: the next offset to read, and a text of its own."""
+
+    offset: int
+    metadata: str = ""
+
+
+class _DeletedTopics:
+    """Which records belong to a topic that was deleted after they were written."""
+
+    def __init__(self, data: str) -> None:
+        self._data, self._deleted, self._changed_ns = data, Deleted([]), -1
+
+    def look(self) -> None:
+        """Read the list of deleted topics, if it has changed."""
+        changed_ns = deletions.changed_ns(self._data)
+        if changed_ns != self._changed_ns:
+            self._deleted, self._changed_ns = Deleted.of(self._data), changed_ns
+
+    @property
+    def are_any(self) -> bool:
+        return bool(self._deleted.lives)
+
+    def covers(self, topic: str, seq: int) -> bool:
+        return seq <= self._deleted.last_seq(topic)
+
+
+class OffsetStore:
+    """The committed offsets. Use it in one event loop; `load` once before anything else."""
+
+    def __init__(self, settings: Settings, watermark: Watermark, log: Logger) -> None:
+        self.is_loaded = False
+        self.records = 0  # in the log: read by `load`, and written since
+        self._data, self._watermark, self._log = settings.data, watermark, log
+        self._table = OffsetTable()
+        self._writing = Counter[str]()  # group → writes without an outcome
+        self._deleted = _DeletedTopics(settings.data)
+        self._is_declared, self._declaring = False, asyncio.Lock()
+        self._writer = OffsetWriter(settings, self._apply, lambda text: log.warn("commits_stalled", waiting=text))
+
+    async def load(self) -> None:
+        """Read the log. Raises RequestRefused (not_routed) if the router does not catch up with the WAL in time."""
+        stored, _ = await asyncio.to_thread(wal.last_stored, self._data)
+        try:
+            async with asyncio.timeout(_LOAD_S):
+                await self._watermark.passed(stored)
+        except TimeoutError:
+            raise RequestRefused(
+                "not_routed", f"offsets up to seq {stored} are on disk, but the router is at {self._watermark.routed}"
+            ) from None
+        started = time.monotonic()
+        self._deleted.look()
+        log = OffsetLog(self._data, self._log)
+        self._table.clear()
+        for place, row in await asyncio.to_thread(log.read):
+            if not self._deleted.covers(place.topic, row.seq):
+                self._table.put(place, row)
+        self.records, self.is_loaded = log.records, True
+        took = round(time.monotonic() - started, 3)
+        self._log.info("offsets_loaded", groups=len(self._table.groups), records=self.records, seconds=took)
+
+    async def close(self) -> None:
+        """End; commits without a reply fail, though they may be stored."""
+        await self._writer.close()
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def committed(self, group: str) -> Mapping[Partition, Committed]:
+        """Return (topic, partition) → what the group has committed; {} for an unknown group. Do not change it.
+
+        This and all other calls raise RequestRefused (not_ready) before `load` has ended.
+        """
+        return self._loaded().commits_of(group)
+
+    def nacks(self, group: str, topic: str, partition: int) -> Mapping[int, Nack]:
+        """Return offset → what is to be delivered again to the group in a partition. Do not change it."""
+        return self._loaded().nacks_of(group, (topic, partition))
+
+    def groups(self) -> list[str]:
+        """Return the names of the groups that have committed something, in order."""
+        return self._loaded().groups
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows all groups have: about as many records as compaction would leave."""
+        return self._loaded().rows
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    async def commit(self, group: str, rows: Mapping[Partition, Commit], member: str = "", generation: int = 0) -> None:
+        """Commit for some partitions. Returns once all rows are durable, and visible in `committed`.
+
+        Whether this member may commit there is for the caller to know. Raises RequestRefused: then nothing is promised
+        of any row, and to repeat the commit is safe. A caller that is cancelled does not undo it.
+        """
+        _check_name("group", group)
+        _check_name("member", member, least=0)
+        now = time.time()
+        new: dict[Place, Row] = {}
+        for (topic, partition), asked in rows.items():
+            _check_row(partition, asked.offset, asked.metadata)
+            new[Place(group, topic, partition)] = Committed(asked.offset, now, member, generation, asked.metadata)
+        await self._write(group, new)
+
+    async def nack(self, group: str, topic: str, partition: int, offset: int, given: Nack) -> None:
+        """Remember a message that a member gave back, or change what is known of it. Durable when this returns."""
+        _check_name("group", group)
+        _check_row(partition, offset, given.reason)
+        await self._write(group, {Place(group, topic, partition, offset): given})
+
+    async def nack_done(self, group: str, topic: str, partition: int, offset: int) -> None:
+        """Forget a message that was given back: it was committed, or went to the dead letters."""
+        if offset in self.nacks(group, topic, partition):
+            await self._bury(group, [Place(group, topic, partition, offset)])
+
+    async def delete(self, group: str) -> None:
+        """Forget a group. Durable when this returns. That it has no members is for the caller to know."""
+        await self._bury(group, [place for place, _ in self._loaded().rows_of(group)])
+
+    async def forget_deleted_topics(self) -> int:
+        """Forget offsets of topics that were deleted; return how many rows. Call it now and then.
+
+        `committed` shows them no more at once; tombstones let compaction remove their records.
+        """
+        table = self._loaded()
+        self._deleted.look()
+        count = 0
+        for group in table.groups if self._deleted.are_any else ():
+            rows = table.rows_of(group)
+            gone = [place for place, row in rows if self._deleted.covers(place.topic, row.seq)]
+            if gone and not self._writing[group]:  # else a tombstone might bury a commit that is on its way
+                count += len(gone)
+                await self._bury(group, gone)
+        return count
+
+    async def forget_idle(self, retention_s: float, now: float, is_alive: Callable[[str], bool]) -> int:
+        """Forget groups that committed nothing for so long and are not alive (have members); return how many.
+
+        `now`: seconds since the epoch, of a clock that does not jump.
+        """
+        table = self._loaded()
+        count = 0
+        for group in table.groups:
+            rows = [row.ts if isinstance(row, Committed) else row.due for _, row in table.rows_of(group)]
+            if rows and max(rows) < now - retention_s and not self._writing[group] and not is_alive(group):
+                count += 1
+                await self.delete(group)
+                self._log.info("group_forgotten", group=group, reason="KMQ_GROUP_RETENTION")
+        return count
+
+    async def _write(self, group: str, rows: Mapping[Place, Row]) -> None:
+        if rows:
+            self._loaded().check_room(group, rows)
+            await self._declare()
+            await self._send(group, [(routing_key(place), encode_payload(row)) for place, row in rows.items()])
+
+    async def _bury(self, group: str, places: Sequence[Place]) -> None:
+        for at in range(0, len(places), _TOMBSTONES):
+            await self._send(group, [(routing_key(place), b"") for place in places[at : at + _TOMBSTONES]])
+
+    async def _send(self, group: str, lines: Sequence[Line]) -> None:
+        self._writing[group] += 1
+        try:
+            await self._writer.write(lines)
+        finally:
+            self._writing[group] -= 1
+            if not self._writing[group]:
+                del self._writing[group]
+
+    def _apply(self, lines: Sequence[Line], seqs: Sequence[int]) -> None:
+        """Take over lines that are durable. `seqs`: 0 for a line that was refused."""
+        for (routed, payload), seq in zip(lines, seqs, strict=True):
+            if not seq:
+                continue
+            self.records += 1
+            place = decode_key(routed.partition(b".@.")[2])
+            if not payload:
+                self._table.drop(place, seq)
+            elif not self._deleted.covers(place.topic, seq):
+                self._table.put(place, decode_payload(payload, seq))
+
+    # --- rules -------------------------------------------------------------------------------------------------------
+
+    def _loaded(self) -> OffsetTable:
+        if not self.is_loaded:
+            raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
+        return self._table
+
+    async def _declare(self) -> None:
+        """Declare the topic before its first record, or that record would make it without compaction."""
+        if self._is_declared:
+            return
+        async with self._declaring:  # so that the first commits keep their order
+            if not os.path.isdir(f"{self._data}/topics/{TOPIC}"):
+                try:
+                    await asyncio.to_thread(topics.declare, self._data, TOPIC, 1, LIMITS, own=True)
+                except KmqError as err:
+                    raise RequestRefused("internal", str(err)) from err
+            self._is_declared = True
+
+
+def _check_name(what: str, name: str, least: int = 1) -> None:
+    if not least <= _size(what, name) <= MAX_NAME:
+        raise RequestRefused("bad_request", f"{what}: must be {least} to {MAX_NAME} bytes")
+
+
+def _check_row(partition: int, offset: int, text: str) -> None:
+    if not 0 <= offset <= MAX_OFFSET:
+        raise RequestRefused("bad_request", f"offset {offset}: must be 0 to {MAX_OFFSET}")
+    if not 0 <= partition < topics.MAX_PARTITIONS:
+        raise RequestRefused("bad_request", f"partition {partition}: must be 0 to {topics.MAX_PARTITIONS - 1}")
+    if _size("metadata", text) > MAX_METADATA:
+        raise RequestRefused("bad_request", f"metadata: must be at most {MAX_METADATA} bytes")
+
+
+def _size(what: str, text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise RequestRefused("bad_request", f"{what}: must be text") from None
