@@ -100,6 +100,7 @@ def create(
 
 @topics_app.command("list", epilog=examples("kmq topics list", "kmq topics list --logfmt", "kmq topics list --json"))
 def list_topics(
+    with_own: Annotated[bool, typer.Option("--all", help="Also topics of KMQ itself (__…).")] = False,
     as_logfmt: Annotated[bool, typer.Option("--logfmt", help="One line per partition.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
 ) -> None:
@@ -113,6 +114,7 @@ def list_topics(
     rows = [
         {"topic": name, "partition": partition, "messages": messages, "bytes": size, "from_seq": from_seq}
         for name, partitions, from_seq in topics.listing(data)
+        if with_own or not name.startswith("__")
         for partition in range(partitions)
         for messages, size in [end_offset(data, name, partition)]
     ]
