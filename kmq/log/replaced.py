@@ -39,7 +39,7 @@ class Removable(NamedTuple):
     """The records of a sealed segment that may be removed: their offsets, ascending, and their bytes."""
 
     segment: Sealed
-    offsets: array[int]
+    offsets: "array[int]"
     nbytes: int
 
 
@@ -122,9 +122,10 @@ class _Search:
         offset, length = value >> (_LENGTH_BITS + 2), value >> 2 & ((1 << _LENGTH_BITS) - 1)
         at = bisect_right(self._firsts, offset) - 1
         if self._firsts[at] < offset < self._lasts[at]:
-            place = offset - self._start
-            self._bits[place >> 3] |= 1 << (place & 7)
-            self._nbytes[at] += length
+            byte, bit = offset - self._start >> 3, 1 << (offset - self._start & 7)
+            if not self._bits[byte] & bit:  # else an earlier search, with keys that it could not keep, has marked it
+                self._bits[byte] |= bit
+                self._nbytes[at] += length
 
     def in_segment(self, segment: Sealed) -> Removable:
         low, high = segment.first - self._start, segment.end - self._start

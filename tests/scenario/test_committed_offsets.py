@@ -15,8 +15,10 @@ from kmq import local_token
 from kmq.broker.stats import StatsPage
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups import store as store_module
+from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, decode_payload, routing_key, scan
-from kmq.gateway.groups.store import Commit, OffsetStore
+from kmq.gateway.groups.store import LIMITS, Commit, OffsetStore
 from kmq.log import identity
 from kmq.settings import load
 
@@ -30,8 +32,16 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     broker = Broker(tmp_path_factory.mktemp("offsets"))
     broker.gateway = False
     broker.up()
-    yield broker
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module, "LIMITS", LIMITS | {"segment_bytes": "64 KiB"})
+        yield broker
     broker.close()
+
+
+def identity_of(pod: Broker) -> tuple[str, str, str]:
+    """What opens its stats page."""
+    settings = load(pod.env, toml="")
+    return settings.instance, identity.read(settings.data, "id"), settings.data
 
 
 class Gateway:
@@ -39,8 +49,7 @@ class Gateway:
 
     def __init__(self, pod: Broker) -> None:
         self.settings, self.logger = load(pod.env, toml=""), FakeLogger()
-        page = StatsPage(self.settings.instance, identity.read(self.settings.data, "id"), self.settings.data)
-        self.store = OffsetStore(self.settings, Watermark(page), self.logger)
+        self.store = OffsetStore(self.settings, Watermark(StatsPage(*identity_of(pod))), self.logger)
 
     async def __aenter__(self) -> OffsetStore:
         deadline = time.monotonic() + PATIENCE_S
@@ -113,6 +122,8 @@ def test_a_commit_is_visible_in_the_table_and_in_the_log_when_it_returns(pod):
     assert reloaded(pod, "plain") == {("orders", 0): 7, ("jobs.eu", 3): 0}
     pod.wait_routed(len(pod.wal()))
     text = (pod.data / f"{TOPIC}.log").read_text()
+    toml = (pod.data / "topics" / TOPIC / "topic.toml").read_text()
+    assert 'cleanup = "compact"' in toml and 'segment_bytes = "64 KiB"' in toml and LIMITS["segment_bytes"] == "1 MiB"
     assert "__consumer_offsets.@.plain.orders.0|" in text and " member=m-1 generation=4 metadata=a%20b\n" in text
 
 
@@ -136,8 +147,6 @@ def test_two_first_commits_keep_their_order(new_broker):
 
     run(broker, work)
     assert logged(broker, "g") == [0, 1, 2]
-    toml = (broker.data / "topics" / TOPIC / "topic.toml").read_text()
-    assert 'cleanup = "compact"' in toml and 'segment_bytes = "1 MiB"' in toml
 
 
 @pytest.mark.parametrize("victim", ["ingress", "framer", "durability", "router"])
@@ -372,12 +381,41 @@ def test_the_queue_is_rebuilt_from_the_wal_as_it_was_and_every_byte_is_good(pod)
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
+def test_the_log_is_compacted_beside_the_gateway_and_all_offsets_stay(pod):
+    def compacted():
+        return pod.log().count(f"event=segment_compacted file={pod.data}/topics/{TOPIC}/0/")
+
+    async def work(store):
+        keeper = OffsetKeeper(load(pod.env, toml=""), StatsPage(*identity_of(pod)).rows["gateway"], store, FakeLogger())
+        for n in range(40):
+            await asyncio.gather(*(store.commit(f"busy-{g}", {("orders", 0): Commit(n)}) for g in range(50)))
+        before = {group: offsets_of(store, group) for group in store.groups()}
+        await asyncio.to_thread(pod.down)  # what a checkpoint says to be on disk may be compacted
+        await asyncio.to_thread(pod.up)
+        running, deadline = asyncio.create_task(keeper.run()), time.monotonic() + PATIENCE_S
+        while compacted() < 3:
+            assert time.monotonic() < deadline and not running.done(), pod.log()[-2000:]
+            await asyncio.sleep(0.02)
+        running.cancel()
+        return before
+
+    before = run(pod, work)
+
+    async def look(store):
+        return {group: offsets_of(store, group) for group in store.groups()}
+
+    assert run(pod, look) == before
+    first = min((pod.data / "topics" / TOPIC / "0").glob("*.log"))
+    assert b"\n\n" in first.read_bytes() and first.stat().st_size < 1 << 16
+
+
 def test_lists_show_topics_of_kmq_itself_only_when_they_are_asked_for(pod):
     listed = [json.loads(pod.kmq("topics", "list", "--json", *more).stdout)["topics"] for more in ([], ["--all"])]
     names = [{row["topic"] for row in rows} for rows in listed]
     assert names[1] - names[0] == {TOPIC} and "dead" in names[0]
 
 
+@pytest.mark.soak
 def test_many_groups_are_known_again_soon_after_everything_was_killed(pod):
     """The time is asserted with a wide margin here; the page on performance has the measured one."""
 

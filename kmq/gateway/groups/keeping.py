@@ -3,23 +3,34 @@
 Owner       the gateway: one task, from its start to its end.
 Invariant   No group is forgotten before the gateway has run for _GRACE_S: members come back within their session
             timeout, and until then nobody knows them.
+Compaction  When the sealed segments of the topic hold twice what its rows take, and one more was sealed since the last
+            time, a process at idle priority compacts it (compactor.py). At most one runs. It ends with the gateway; if
+            the gateway is killed, it ends by itself, at the latest after its own deadline.
 """
 
 import asyncio
+import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable
 
 from kmq.broker.clock import AgeClock
 from kmq.broker.stats import Row
 from kmq.errors import KmqError
+from kmq.gateway.groups.offset_records import TOPIC
 from kmq.gateway.groups.store import OffsetStore
-from kmq.log import wal
+from kmq.log import segment, wal
+from kmq.log.partition import directory_of
 from kmq.logfmt import Logger
 from kmq.settings import FOREVER, Settings
 
 _TURN_S = 1.0
 _IDLE_S = 60.0  # between two looks for idle groups
 _GRACE_S = 600.0  # twice the longest session timeout
+_COMPACT_S = 10.0  # between two looks whether compaction is worth it
+_RECORD_BYTES = 180  # of a commit in the log, with short names
+_COMPACTOR = "kmq.gateway.groups.compactor"
 
 
 class OffsetKeeper:
@@ -31,24 +42,31 @@ class OffsetKeeper:
         self._clock: AgeClock | None = None
         self._look_at = time.monotonic() + _GRACE_S
         self._failed = ""
+        self._compactor: asyncio.subprocess.Process | None = None
+        self._compact_at = 0.0
+        self._compacted_up_to = 0  # the first record behind the segments that were sealed when it last ran
 
     async def run(self) -> None:
         """Work until cancelled. A failure is logged, once for each reason, and tried again."""
-        while True:
-            try:
-                if self._store.is_loaded:
-                    await self._turn()
-                else:
-                    await self._store.load()
-                self._failed = ""
-            except (KmqError, OSError) as err:
-                if str(err) != self._failed:
-                    self._failed = str(err)
-                    self._log.warn("offsets_not_kept", reason=err, effect="tried again")
-            await asyncio.sleep(_TURN_S)
+        try:
+            while True:
+                try:
+                    if self._store.is_loaded:
+                        await self._turn()
+                    else:
+                        await self._store.load()
+                    self._failed = ""
+                except (KmqError, OSError) as err:
+                    if str(err) != self._failed:
+                        self._failed = str(err)
+                        self._log.warn("offsets_not_kept", reason=err, effect="tried again")
+                await asyncio.sleep(_TURN_S)
+        finally:
+            self._end_compactor()
 
     async def _turn(self) -> None:
         await self._store.forget_deleted_topics()
+        await self._compact()
         now = await self._now()
         if self._settings.group_retention != FOREVER and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _IDLE_S
@@ -60,3 +78,24 @@ class OffsetKeeper:
             _, last_us = await asyncio.to_thread(wal.last_stored, self._settings.data)
             self._clock = AgeClock(self._row, last_us, self._log)
         return self._clock.now_s()
+
+    async def _compact(self) -> None:
+        """Start the compactor if it is worth it, and none runs."""
+        if self._compactor is not None and self._compactor.returncode is None:
+            return
+        self._compactor = None
+        if time.monotonic() < self._compact_at:
+            return
+        self._compact_at = time.monotonic() + _COMPACT_S
+        segments = segment.survey(directory_of(self._settings.data, TOPIC, 0))
+        if len(segments) < 2 or segments[-1].first == self._compacted_up_to:
+            return
+        if sum(part.size for part in segments[:-1]) >= 2 * _RECORD_BYTES * self._store.rows:
+            self._compacted_up_to = segments[-1].first
+            environment = os.environ | self._settings.environment()
+            self._compactor = await asyncio.create_subprocess_exec(sys.executable, "-m", _COMPACTOR, env=environment)
+
+    def _end_compactor(self) -> None:
+        if self._compactor is not None and self._compactor.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._compactor.kill()
