@@ -15,7 +15,7 @@ from kmq import tokens
 from kmq.broker.stats import STATES
 from kmq.gateway.core import spans
 from kmq.gateway.http import logs
-from kmq.log import reader
+from kmq.log import reader, topics
 
 PATIENCE_S = 30.0
 LINES = [b"t.k|%d|%d|%b" % (n, n, b"x" * 90) for n in range(2000)]
@@ -66,6 +66,15 @@ def files(data, directory="topics/t/0"):
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def test_topics_of_kmq_itself_are_listed_only_when_they_are_asked_for(broker, data):
+    before = get_json(broker, "/v1/topics")
+    topics.declare(data, "__consumer_offsets", 1, own=True)
+    assert get_json(broker, "/v1/topics") == before
+    names = [row["name"] for row in get_json(broker, "/v1/topics?internal=true")]
+    assert names == ["__consumer_offsets", "empty", "t"]
+    assert get_json(broker, "/v1/logs?topic=__consumer_offsets")[0]["end_offset"] == 0
 
 
 def test_topics_and_logs_tell_where_they_begin_and_end(broker, data):

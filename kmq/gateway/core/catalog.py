@@ -41,9 +41,9 @@ class Catalog:
         """Return what an audit needs: the last routed seq, the routing table, and the ranges in dropped.log."""
         return ledger.read(self._data, self._router.seq)
 
-    def topics(self, after: str, limit: int) -> list[dict[str, object]]:
-        """Return the next `limit` topics by name."""
-        names = topics.names(self._data)
+    def topics(self, after: str, limit: int, internal: bool = False) -> list[dict[str, object]]:
+        """Return the next `limit` topics by name; those of KMQ itself only if `internal`."""
+        names = [name for name in topics.names(self._data) if internal or not name.startswith("__")]
         start = bisect_right(names, after)
         return list(self._bounds_cache.rows(names[start : start + limit]))
 

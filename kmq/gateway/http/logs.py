@@ -2,6 +2,7 @@
 
     GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}
     GET /v1/topics[?after=&limit=]       [{"name", "partitions", "from_seq", "first_offsets": […], "end_offsets": […]}]
+                  &internal=true         also topics of KMQ itself (`__…`)
     GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}
     GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}] of the topics that exist
     GET /v1/logs/{topic}/{partition}/…
@@ -95,7 +96,8 @@ class Logs:
 
     async def topics(self, request: web.Request) -> web.Response:
         limit = _number("limit", request.query.get("limit", str(END)), least=1)
-        return web.json_response(await self._run(self._catalog.topics, request.query.get("after", ""), limit))
+        after, internal = request.query.get("after", ""), request.query.get("internal", "") == "true"
+        return web.json_response(await self._run(self._catalog.topics, after, limit, internal))
 
     async def ledger(self, request: web.Request) -> web.Response:
         return web.json_response(await self._run(self._catalog.ledger))

@@ -73,7 +73,7 @@ class Remote(Broker):
         return int(self._get("/v1/broker").get("marks_from", identity.NEVER))  # an older gateway does not send it
 
     def topics(self) -> dict[str, int]:
-        return {row["name"]: row["partitions"] for row in self._get("/v1/topics")}
+        return {row["name"]: row["partitions"] for row in self._get("/v1/topics?internal=true")}
 
     def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
         asked = urlencode([("topic", name) for name in topics])
