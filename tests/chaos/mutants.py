@@ -20,6 +20,7 @@ COPIED = (
     "stages",
     "tests/chaos",
     "tests/contract",
+    "tests/scenario",
     "tests/unit",
     "tests/brokers.py",
     "tests/fake_logger.py",
@@ -70,6 +71,7 @@ DURABILITY_START = "kmq/durability/recovery.py"
 ACCEPTOR, FRAMER_START, RAW = "kmq/framing/acceptor.py", "kmq/framing/recovery.py", "kmq/links/raw.py"
 DEDUPE_FILE, DEDUPE_SAVER = "kmq/log/dedupe_file.py", "kmq/framing/checkpointer.py"
 IDS = "kmq/ids.py"
+OFFSETS, OFFSETS_POWER = "tests/scenario/test_committed_offsets.py", "tests/chaos/test_offsets_power.py"
 
 FULL_CUT = "                os.ftruncate(self.fd, self.size)\n                self._wait_for_room(self.path)\n"
 STORE = "            new, position = self._store(blocks)\n"
@@ -527,6 +529,74 @@ MUTANTS = [
         "a queue of the size that the checkpoint knows is not looked at",
         [(PARTITION_RECOVERY, " and ends_as(last.path, last.size, known.last_seq)", "")],
         [FILES],
+    ),
+    Mutant(
+        "offsets: a commit returns before it is on disk",
+        [("kmq/gateway/groups/offset_writer.py", "        await outcome\n", "")],
+        [OFFSETS_POWER],
+    ),
+    Mutant(
+        "offsets: an older gateway goes on committing beside a newer one",
+        [("kmq/gateway/groups/offset_writer.py", "            producer=PRODUCER,\n", "")],
+        [OFFSETS],
+    ),
+    Mutant(
+        "offsets: commits do not wait for one another",
+        [("kmq/gateway/groups/store.py", "        async with self._declaring:  #", "        if True:  #")],
+        [OFFSETS],
+    ),
+    Mutant(
+        "offsets: the log is read before the router has written it",
+        [
+            (
+                "kmq/gateway/groups/store.py",
+                "                await self._watermark.passed(stored)\n",
+                "                pass\n",
+            )
+        ],
+        [OFFSETS_POWER, OFFSETS],
+    ),
+    Mutant(
+        "offsets: those of a deleted topic are shown",
+        [
+            (
+                "kmq/gateway/groups/store.py",
+                "        return seq <= self._deleted.last_seq(topic)\n",
+                "        return False\n",
+            )
+        ],
+        [OFFSETS],
+    ),
+    Mutant(
+        "offsets: whoever is first in the table stays there",
+        [("kmq/gateway/groups/offset_table.py", "before.seq > row.seq", "before.seq < row.seq")],
+        ["tests/unit/test_offset_records.py"],
+    ),
+    Mutant(
+        "reserved topics: everybody may write to them",
+        [(ACCEPTOR, "record.refusal(line, reserved)", "record.refusal(line, True)")],
+        ["tests/unit/test_reserved_topics.py"],
+    ),
+    Mutant(
+        "reserved topics: a hello need not show the token",
+        [(INGRESS, "hello.reserved and not self._local.matches(hello.token)", "False")],
+        [OFFSETS],
+    ),
+    Mutant(
+        "compaction: a tombstone goes while other records of its key are left",
+        [("kmq/log/replaced.py", "== _DELETES:", "& _DELETES:")],
+        ["tests/unit/test_replaced.py"],
+    ),
+    Mutant(
+        "compaction: the first and the last record of a segment go",
+        [
+            (
+                "kmq/log/replaced.py",
+                "self._firsts[at] < offset < self._lasts[at]",
+                "self._firsts[at] <= offset <= self._lasts[at]",
+            )
+        ],
+        ["tests/unit/test_replaced.py"],
     ),
 ]
 
