@@ -75,12 +75,6 @@ class Ghost:
         self.retention_s = float("inf")
         self.forgettable: set[str] = set()  # also before that time
 
-    def begin_life(self) -> None:
-        """The gateway was killed: of groups that never committed nobody knows any more in which generation they were."""
-        self.seats.clear()
-        self.newest = {group: generation for group, generation in self.newest.items() if group in self.committed}
-        self.owners = {key: owner for key, owner in self.owners.items() if key[0] in self.committed}
-
     def of(self, group: str) -> dict[str, Seat]:
         return {key.member: seat for key, seat in self.seats.items() if key.group == group}
 

@@ -12,7 +12,7 @@ Call = Callable[[], object]
 class Stage:
     """Calls are those of the coordinator; each is heard by the ghost too. A refused call returns its code."""
 
-    def __init__(self, code: Code, life: str = "a", **limits: Any) -> None:
+    def __init__(self, code: Code, life: int = 0, **limits: Any) -> None:
         self.code, self.ghost = code, Ghost()
         self.limits = code.terms.Limits(**limits)
         self.ghost.retention_s = self.limits.retention_s
@@ -20,10 +20,10 @@ class Stage:
         self.due = float("inf")
         self.begin(life)
 
-    def begin(self, life: str) -> None:
+    def begin(self, life: int) -> None:
         """A new life of the gateway: members and assignments are gone, what was committed is not."""
         self.coordinator = self.code.coordinator.Coordinator(self.limits, life)
-        self.ghost.begin_life()
+        self.ghost.seats.clear()
         for group, generation in list(self.ghost.committed.items()):
             self.restore(group, generation)
         self.coordinator.topics_changed(self.ghost.partitions_of, self.now)
@@ -151,7 +151,7 @@ class Stage:
         self.listen()
         return refused
 
-    def restart(self, life: str) -> None:
+    def restart(self, life: int) -> None:
         """The gateway is killed and starts again."""
         self.begin(life)
         self.listen()

@@ -416,7 +416,7 @@ def generations_go_on_above_those_of_the_former_life(stage: Stage) -> None:
         stage.leave(stage.join())
         stage.settle()  # the last generations leave no record
     last, had = stage.generation(), stage.reads(second)
-    stage.restart("b")
+    stage.restart(1)
     demand(stage.commit(second, had[0], generation=last) == "unknown_member", "it has to join again")
     resume = stage.code.terms.Resume(generation=last, owned=had)
     demand(stage.join(member=second, resume=resume) == second, "under its old id")
@@ -427,13 +427,22 @@ def generations_go_on_above_those_of_the_former_life(stage: Stage) -> None:
     stage.settle()
 
 
-def a_member_that_comes_back_tells_its_generation(stage: Stage) -> None:
-    first, _ = pair(stage)
+def each_life_has_generations_and_ids_of_its_own(stage: Stage) -> None:
+    first, second = pair(stage)
     last = stage.generation()
-    stage.restart("b")  # nothing was committed: no record names the group
-    stage.join(member=first, resume=stage.code.terms.Resume(generation=last))
+    for life in (1, 2):
+        stage.restart(life)  # nothing was committed, and nobody comes back
+        new = stage.join()
+        stage.tick()
+        demand(stage.generation() > last and new not in (first, second), "nothing is used twice")
+        last, first = stage.generation(), new
+
+
+def a_member_that_comes_back_tells_its_generation(stage: Stage) -> None:
+    high = 3 * stage.code.coordinator.GENERATIONS
+    stage.join(resume=stage.code.terms.Resume(generation=high))
     stage.tick()
-    demand(stage.generation() > last, "it is believed")
+    demand(stage.generation() > high, "it is believed")
     demand(stage.join(resume=stage.code.terms.Resume(generation=1 << 31)) == "!bad_request", "not everything is")
     demand(stage.join(resume=stage.code.terms.Resume(generation=-1)) == "!bad_request", "not everything is")
 

@@ -1,6 +1,6 @@
 """All consumer groups of a broker, whatever door their members came through. Calls go in, events come out.
 
-    coordinator = Coordinator(Limits(), life="a3f")             one for the gateway; no I/O, no clock, no thread of its own
+    coordinator = Coordinator(Limits(), life=7)                 one for the gateway; no I/O, no clock, no thread of its own
     coordinator.restore(group, generation, now)                 at the start, for each group with committed offsets
     coordinator.topics_changed({"orders": 8}, now)              all topics with their partitions, before the first join
     member = coordinator.join(group, None, Client("etl", "10.0.0.7"), Terms(("orders",)), now)
@@ -21,10 +21,10 @@ What a door does with a member
 
 Owner       The gateway's event loop; no call may interrupt another one.
 Invariant   No partition of a group has two owners in one generation, in no life of the gateway: within one life see
-            kmq/gateway/groups/ownership.py. After a kill the generation of a group goes on UNSEEN (1,000) above the
-            highest one in the records of its offsets (`restore`) or in the memory of its members (Resume), because the
-            last generations of the former life may have left no record. A group that was forgotten or deleted leaves
-            its generation as the least one for groups to come.
+            kmq/gateway/groups/ownership.py. Each life of the gateway has generations of its own: `life` counts them,
+            durably, and life n begins above n * GENERATIONS (20,000). A group that went further goes on above the
+            highest generation in the records of its offsets (`restore`) or in the memory of its members (Resume). A
+            group that was forgotten or deleted leaves its generation as the least one for groups to come.
             A call that raises RequestRefused has changed nothing. A full bound refuses what would grow it, never what
             is there: members that are there go on, and each group can have `own_members` members whatever others do.
 Crash       Nothing is kept here. After a kill members join again with their old id and generation, and get what they
@@ -34,8 +34,8 @@ Memory      Bounded by Limits: about 2 KiB for a member, 1 KiB for a group, 300 
             are kept until they are taken.
 Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (alarms.py). A group
             of n members rebalances at most once in n milliseconds (at most a second), however many join and leave.
-Not covered A former life in which a group had members and never committed, and of which no member comes back before a
-            new one joins: its generations begin at 1 again. Who is allowed to join.
+Not covered A group with more than GENERATIONS in one life that committed in none of the last UNSEEN (1,000) of them, of
+            which no member comes back. Who is allowed to join.
 """
 
 from collections.abc import Iterable, Mapping
@@ -56,17 +56,18 @@ from kmq.gateway.groups.terms import (
     check_terms,
 )
 
+GENERATIONS = 20_000  # of a group in one life: 32 bits are enough for 100,000 lives
 UNSEEN = 1_000  # generations that a former life may have begun after the last one that left a trace
 _NOTHING = Resume()
 
 
 class Coordinator:
-    """`life`: a text that no former life of the gateway had, for the ids of members. `now`: seconds, monotonic."""
+    """`life`: how often the gateway has started on this data directory before. `now`: seconds, monotonic."""
 
-    def __init__(self, limits: Limits | None = None, life: str = "") -> None:
+    def __init__(self, limits: Limits | None = None, life: int = 0) -> None:
         self._limits, self._life = limits or Limits(), life
         self._events: list[Event] = []
-        self._registry = Registry(self._limits, self._events)
+        self._registry = Registry(self._limits, self._events, life * GENERATIONS)
         self._ids = 0
 
     # --- members ------------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class Coordinator:
         stem = "".join(char for char in stem if char.isascii() and char.isprintable() and char != " ") or "member"
         while True:
             self._ids += 1
-            tail = f"-{self._life}{self._ids}"
+            tail = f"-{self._life}.{self._ids}"
             id = stem[: max(0, self._limits.name_bytes - len(tail))] + tail
             if id not in group.members:
                 return id

@@ -20,9 +20,9 @@ MAX_PACE_S = 1.0  # …and once in so long, however many there are
 
 
 class Registry:
-    """What the coordinator knows. `events`: what the doors are to send, in order."""
+    """What the coordinator knows. `events`: what the doors are to send, in order. Groups begin above a generation."""
 
-    def __init__(self, limits: Limits, events: list[Event]) -> None:
+    def __init__(self, limits: Limits, events: list[Event], least_generation: int) -> None:
         self.limits, self.events = limits, events
         self.groups: dict[str, Group] = {}
         self.alarms = Alarms()
@@ -30,7 +30,7 @@ class Registry:
         self._watchers: dict[str, set[str]] = {}  # topic → groups that subscribe to it, or own a partition of it
         self._unused: dict[str, None] = {}  # groups without members and commits, the longest unused first
         self._members = 0
-        self._least_generation = 0
+        self._least_generation = least_generation
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
