@@ -1,7 +1,7 @@
 """Every reason for which a request is not served: one code, and what it means on each protocol.
 
     !err <n> <code> <text>            line protocol                    kmq/ingress, kmq/framing
-    {"code": <code>, "error": …}      HTTP, with the status `http`     kmq/gateway/http
+    {"code": <code>, "message": …}    HTTP, with the status `http`     kmq/gateway/http
     <grpc>: "<code>: <text>"          gRPC, with the status `grpc`     kmq/gateway/grpc
     kmq.Refused.code                  Python clients                   kmq/client
 
@@ -26,6 +26,7 @@ _UNKNOWN = ("NOT_FOUND", 404, EXIT_FAILED)
 _LATER = ("UNAVAILABLE", 503, EXIT_RETRY)
 _STALE = ("FAILED_PRECONDITION", 409, EXIT_FAILED)
 _NEVER = ("FAILED_PRECONDITION", 409, EXIT_CONFIG)  # refused as long as the broker has these settings
+_FULL = ("UNAVAILABLE", 507, EXIT_RETRY)
 _BUG = ("INTERNAL", 500, EXIT_CONFIG)  # broker and client do not understand one another
 
 
@@ -56,8 +57,8 @@ _ROWS = (
     Refusal(MESSAGE, "id_reused", ("ALREADY_EXISTS", 409, EXIT_FAILED), "the id was stored before with other content"),
     Refusal(MESSAGE, "id_too_old", _STALE, "the id is below the last one stored, and not known as stored itself"),
     Refusal(MESSAGE, "producers_full", _MANY, "KMQ_PRODUCERS names are remembered already"),
-    Refusal(CONNECTION, "disk_full", _LATER, "the disk has no room for more; what is on the way will be stored", True),
-    Refusal(CONNECTION, "quota", _LATER, "KMQ_DATA_QUOTA is reached; what is on the way will be stored", True),
+    Refusal(CONNECTION, "disk_full", _FULL, "the disk has no room for more; what is on the way will be stored", True),
+    Refusal(CONNECTION, "quota", _FULL, "KMQ_DATA_QUOTA is reached; what is on the way will be stored", True),
     Refusal(CONNECTION, "stopping", _LATER, "the process is stopping", True),
     Refusal(CONNECTION, "busy", _LATER, "too much waits for the broker already", True),
     Refusal(
@@ -81,6 +82,12 @@ _ROWS = (
     Refusal(CONNECTION, "rebalance_timeout", _STALE, "the member did not answer a rebalance in its rebalance timeout"),
     Refusal(CONNECTION, "drop_oldest", _NEVER, "the ring framed may drop messages, so none can be acknowledged"),
     Refusal(REQUEST, "bad_request", _BAD, "an argument is missing or wrong"),
+    Refusal(
+        REQUEST,
+        "bad_field",
+        ("INVALID_ARGUMENT", 422, EXIT_FAILED),
+        "one field is missing, unknown or wrong; `field` names it",
+    ),
     Refusal(REQUEST, "empty_id", _BAD, "message_id must not be empty: a retry is recognised by it"),
     Refusal(REQUEST, "bad_name", _BAD, "the name of a group or member is too long, or holds a space or a control"),
     Refusal(REQUEST, "bad_timeout", _BAD, "a timeout of a group's member is out of its limits"),
@@ -93,13 +100,38 @@ _ROWS = (
     Refusal(REQUEST, "too_many_members", _MANY, "the group, or all groups together, have as many members as they may"),
     Refusal(REQUEST, "subscription_too_large", _LONG, "a group's member subscribes to more than it may"),
     Refusal(REQUEST, "not_found", _UNKNOWN, "nothing is stored there"),
-    Refusal(REQUEST, "out_of_range", ("OUT_OF_RANGE", 416, EXIT_FAILED), "the partition has no such offset yet"),
+    Refusal(
+        REQUEST,
+        "method_not_allowed",
+        ("UNIMPLEMENTED", 405, EXIT_FAILED),
+        "this path is not served with this method",
+    ),
+    Refusal(
+        REQUEST,
+        "topic_exists",
+        ("ALREADY_EXISTS", 409, EXIT_FAILED),
+        "a topic of this name exists with another declaration",
+    ),
+    Refusal(
+        REQUEST,
+        "out_of_range",
+        ("OUT_OF_RANGE", 416, EXIT_FAILED),
+        "the partition has no such offset; `first` and `end` say which it has",
+    ),
+    Refusal(REQUEST, "too_large", _LONG, "the request is over a limit of the gateway"),
     Refusal(REQUEST, "too_many", _MANY, "as many as may be open at a time are open already", True),
     Refusal(REQUEST, "offsets_full", _MANY, "the gateway holds as many groups, or committed offsets, as it may"),
     Refusal(
         REQUEST, "not_answered", _LATER, "the message may or may not be stored; the same id again stores it once", True
     ),
     Refusal(REQUEST, "not_routed", _LATER, "the record is on disk and not in its queue yet", True),
+    Refusal(
+        REQUEST,
+        "stored_not_routed",
+        ("DEADLINE_EXCEEDED", 504, EXIT_RETRY),
+        "the message is on disk as `seq`, but not in its partition yet; the same id again stores it once",
+        True,
+    ),
     Refusal(REQUEST, "not_ready", _LATER, "the broker has not recovered yet", True),
     Refusal(REQUEST, "damaged", ("DATA_LOSS", 500, EXIT_CORRUPT), "the files are damaged there"),
     Refusal(REQUEST, "internal", _BUG, "the broker or the gateway failed; its log says more"),

@@ -15,11 +15,12 @@ from kmq.broker import status as statuses
 from kmq.cli.data import existing_data
 from kmq.cli.helptext import examples
 from kmq.errors import ConfigError, KmqError
-from kmq.log import reader, requests, topics
+from kmq.log import requests, topics
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
 from kmq.log.requests import Request
-from kmq.log.segment import LIMITS, Limits, survey
+from kmq.log.segment import LIMITS, Limits
+from kmq.log.topic_sizes import measure
 from kmq.logfmt import pairs
 from kmq.settings import FOREVER, SETTINGS, Settings, load
 from kmq.states import InForce
@@ -243,14 +244,22 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
         if pending.get(limit) != declared.limits.get(limit):
             source += ", when the router has adopted it"
         rows[limit] = {"value": None if value in (0, FOREVER) else value, "from": source}
-    logs = [_log(settings.data, name, number) for number in range(declared.partitions)]
+    logs = [
+        {
+            "messages": size.messages,
+            "bytes": size.nbytes,
+            "first_offset": size.first_offset,
+            "last_offset": size.end_offset - 1 if size.messages else None,
+        }
+        for size in measure(settings.data, name, declared.partitions)
+    ]
     return {
         "name": name,
         "partitions": declared.partitions,
         "from_seq": declared.from_seq,
         "limits": rows,
-        "messages": sum(log["messages"] for log in logs),
-        "bytes": sum(log["bytes"] for log in logs),
+        "messages": sum(log["messages"] or 0 for log in logs),
+        "bytes": sum(log["bytes"] or 0 for log in logs),
         "logs": logs,
     }
 
@@ -262,15 +271,6 @@ def _source(limit: str, own: dict[str, str], limits: Limits) -> str:
         return "default"
     is_table = limits.cleanup == "compact" and limit.startswith("retention")
     return "cleanup=compact: settings do not apply" if is_table else _ENV[limit]
-
-
-def _log(data: str, name: str, number: int) -> dict[str, int | None]:
-    log = reader.partition(data, name, number)
-    end = log.end_offset()  # before first_offset: retention may delete segments between the two
-    first = min(log.first_offset, end)
-    nbytes = sum(segment.size for segment in survey(f"{data}/topics/{name}/{number}"))
-    last = end - 1 if end > first else None
-    return {"messages": end - first, "bytes": nbytes, "first_offset": first, "last_offset": last}
 
 
 def _text(limit: str, value: str | float | None) -> str:

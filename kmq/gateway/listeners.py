@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 from aiohttp import web
 
-from kmq import refusals
 from kmq.broker.incidents import Strangers
 from kmq.broker.tls import Certificates
 from kmq.errors import ConfigError
@@ -22,6 +21,7 @@ from kmq.gateway.doors import Doors, listening, most_consumers
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
 from kmq.gateway.grpc.statuses import refuse
+from kmq.gateway.http.errors import response_of
 from kmq.log.disk import replace_file
 from kmq.settings import KIB, Settings
 from kmq.tokens import Tokens
@@ -67,11 +67,7 @@ def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
         if request.path in _OPEN_PAGES or tokens.check_header(request.headers.get("Authorization", "")):
             return await handler(request)
         strangers.refuse(request.remote or "", "HTTP without a valid token")
-        return web.json_response(
-            {"code": "unauthorized", "error": _UNAUTHORIZED},
-            status=refusals.known("unauthorized").http,
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        return response_of(request, RequestRefused("unauthorized", _UNAUTHORIZED), **{"WWW-Authenticate": "Bearer"})
 
     return guard
 

@@ -11,8 +11,7 @@
       records[?start=&end=&max_bytes=]   the stored lines as they are; KMQ-First-Offset and KMQ-Next-Offset say which
 
 A log is a partition, or the WAL: topic `__append`, partition 0, offset = seq, never beyond what is durable. These are
-files; /v1/topics/{topic}/… is reserved for an API of messages. An error is {"code", "error"}; kmq/refusals.py has the
-codes and statuses.
+files; messages have an API of their own, /api/topics/{topic}/… Errors: errors.py.
 
 Records     The kernel sends the bytes of the files (sendfile) after their crcs were checked (spans.py). That is at
             least as fast as writing the checked bytes from Python, and takes two thirds of the gateway's CPU time. A
@@ -25,10 +24,10 @@ Threads     Bulk reading has a few threads of its own, so that it never blocks c
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -36,6 +35,7 @@ from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.catalog import END, Catalog
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.spans import Range, Span
+from kmq.gateway.http.errors import answering
 from kmq.log.damage import DamageError
 from kmq.log.reader import LogReader
 
@@ -49,7 +49,6 @@ _THREADS = 4
 _STREAMS = 128  # simultaneous responses with records; each holds three descriptors
 
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Logs:
@@ -66,13 +65,13 @@ class Logs:
         at_log = "/v1/logs/{topic}/{partition}"
         app.add_routes(
             [
-                web.get("/v1/broker", _answering(self.broker)),
-                web.get("/v1/topics", _answering(self.topics)),
-                web.get("/v1/ledger", _answering(self.ledger)),
-                web.get("/v1/logs", _answering(self.logs)),
-                web.get(f"{at_log}/offset", _answering(self.offset)),
-                web.get(f"{at_log}/cuts", _answering(self.cuts)),
-                web.get(f"{at_log}/records", _answering(self.records), allow_head=False),
+                web.get("/v1/broker", answering(self.broker)),
+                web.get("/v1/topics", answering(self.topics)),
+                web.get("/v1/ledger", answering(self.ledger)),
+                web.get("/v1/logs", answering(self.logs)),
+                web.get(f"{at_log}/offset", answering(self.offset)),
+                web.get(f"{at_log}/cuts", answering(self.cuts)),
+                web.get(f"{at_log}/records", answering(self.records), allow_head=False),
             ]
         )
         app.on_shutdown.append(self._stop)
@@ -198,28 +197,6 @@ async def _sendfile(request: web.Request, span: Span) -> None:
         sent = await asyncio.get_running_loop().sendfile(request.transport, file, span.begin, span.nbytes)
     if sent != span.nbytes:
         raise FileNotFoundError("the file has been cut")
-
-
-def _answering(handler: Handler) -> Handler:
-    """Return `handler` with its errors turned into JSON and the status of their code."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except DamageError as err:
-            return _refusal(RequestRefused("damaged", str(err)), **_fields(err))
-        except RequestRefused as err:
-            return _refusal(err)
-
-    return answer
-
-
-def _fields(err: DamageError) -> dict[str, Any]:
-    return {name: getattr(err, name) for name in ("path", "byte", "end", "first_offset", "next_offset", "what")}
-
-
-def _refusal(answer: RequestRefused, **fields: object) -> web.Response:
-    return web.json_response({"code": answer.code, "error": str(answer), **fields}, status=answer.refusal.http)
 
 
 def _number(name: str, text: str, least: int = 0) -> int:

@@ -182,7 +182,7 @@ class Remote(Broker):
     def _refusal(self, target: str, status: int, body: bytes) -> Exception:
         try:
             said = json.loads(body)
-            code, text = said["code"], said["error"]
+            code, text = said["code"], said.get("message") or said["error"]  # `error` alone: an older gateway
         except (ValueError, KeyError, TypeError):
             return ConfigError(
                 f"{self.describe(target)}: HTTP {status}; this is no gateway of KMQ, or one too old to read from"
