@@ -13,7 +13,7 @@ Loop        Use a producer only in the event loop that entered it. Messages queu
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Unpack
 
@@ -21,7 +21,7 @@ from kmq.client.aio_link import Link
 from kmq.client.connection import address_of, local_address
 from kmq.client.delivery import Delivery
 from kmq.client.failures import NotAnswered
-from kmq.client.lines import make_routing_key
+from kmq.client.lines import Headers, make_routing_key
 from kmq.client.options import Choices, Options
 from kmq.client.protocol import Core
 from kmq.errors import KmqError
@@ -89,7 +89,7 @@ class AsyncProducer:
         *,
         partition: int | None = None,
         id: str | int | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Headers | None = None,
         ts: float | None = None,
         timeout: float | None = None,
     ) -> int:
@@ -108,7 +108,7 @@ class AsyncProducer:
         *,
         partition: int | None = None,
         id: str | int | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Headers | None = None,
         ts: float | None = None,
         timeout: float | None = None,
     ) -> "asyncio.Future[int]":

@@ -1,9 +1,8 @@
 """Which id the next message gets: the number after the last one, the user's own, or none."""
 
-from collections.abc import Mapping
 from secrets import token_hex
 
-from kmq.client.lines import format_headers, make_id
+from kmq.client.lines import Headers, format_headers, make_id
 from kmq.client.options import Options
 from kmq.ids import MADE_UP, MAX_ID_DIGITS
 
@@ -55,10 +54,10 @@ class Ids:
         """Continue after `count` more numbers, which were given to messages."""
         self._next += count
 
-    def make_field(self, id: str | int | None, headers: Mapping[str, str] | None) -> bytes:
+    def make_field(self, id: str | int | None, headers: Headers | None) -> bytes:
         """Return the id field with its headers, for the user's `id` or a generated id."""
         if id is None:
-            return self.make() + format_headers(headers or {})
+            return self.make() + format_headers(headers or ())
         if self.name:
             text = str(id)
             if not text.isdecimal() or not text.isascii() or len(text) > MAX_ID_DIGITS:
@@ -68,7 +67,7 @@ class Ids:
             if self.is_provisional:
                 self.is_provisional, self._provisional = False, self.last
             self._next = max(self._next, int(id) + 1)
-        return make_id(str(id), headers)
+        return make_id(str(id), headers or ())
 
     def resume(self, last: int) -> None:
         """Continue after the broker's `last` id plus the provisional ids, which are raised by `last`."""

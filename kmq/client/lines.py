@@ -30,6 +30,8 @@ from kmq.errors import ConfigError, KmqError, RetryError
 from kmq.refusals import RETRYABLE
 from kmq.settings import MIB, Settings
 
+Headers = Mapping[str, str] | Iterable[tuple[str, str | bytes | None]]  # pairs keep order and duplicates
+
 _T = TypeVar("_T")
 _BLOCK = MIB // 4  # bytes gathered before a send
 _CONNECT_S = 5.0
@@ -83,8 +85,16 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def decode_payload(id: bytes, payload: bytes) -> bytes | None:
-    """Return the payload as it was sent, given the id field of its record; None for a tombstone."""
-    return b64decode(payload) if b"enc=b64" in id.split(b";")[1:] else payload or None
+    """Return the payload as it was sent, given the id field of its record; None for a tombstone.
+
+    A payload that is not base64 although its id field says so is returned as it is.
+    """
+    if b"enc=b64" not in id.split(b";")[1:]:
+        return payload or None
+    try:
+        return b64decode(payload, validate=True)
+    except ValueError:
+        return payload
 
 
 def decode_bytes(field: bytes | str) -> bytes:
@@ -126,19 +136,31 @@ def key_text(key: str | bytes) -> str:
     return percent_encode(key).replace(".", "%2E")
 
 
-def make_id(id: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """Return the id field: the id and its headers. Raises ValueError for a header name that is KMQ's own."""
-    return percent_encode(id).encode() + format_headers(headers or {})
+def make_id(id: str, headers: Headers = ()) -> bytes:
+    """Return the id field: the id and its headers."""
+    return percent_encode(id).encode() + format_headers(headers)
 
 
-def format_headers(headers: Mapping[str, str]) -> bytes:
-    """Return what follows the id in its field: `;name=value` for each header."""
+def format_headers(headers: Headers) -> bytes:
+    """Return what follows the id in its field: `;name=value` for each header, `;name` for a null value.
+
+    The first letter of a name that is KMQ's own is percent-encoded, which makes it another name until it is decoded.
+    """
     field = ""
-    for name, value in headers.items():
-        if len(name) < 2 or name in _OWN_HEADERS or percent_encode(name) != name or "=" in name:
-            raise ValueError(f"header {name!r}: names of one letter and {', '.join(_OWN_HEADERS)} are KMQ's own")
-        field += f";{name}={percent_encode(value)}"
+    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+        field += f";{_header_name(name)}" if value is None else f";{_header_name(name)}={percent_encode(value)}"
     return field.encode()
+
+
+def _header_name(name: str) -> str:
+    if len(name) == 1 or name in _OWN_HEADERS:
+        return f"%{ord(name[0]):02X}{name[1:]}" if name.isascii() else percent_encode(name)
+    return percent_encode(name).replace("=", "%3D")
+
+
+def is_transport_header(name: str) -> bool:
+    """Return True if KMQ wrote this header for itself: it is not among a message's headers."""
+    return len(name) == 1 or name == "enc"
 
 
 def format_text(routing_key: bytes, payload: bytes | None, id: bytes, ts: float) -> bytes:
@@ -312,6 +334,7 @@ def _once(attempt: Callable[[], _T]) -> _T:
 
 
 __all__ = [
+    "Headers",
     "KmqError",
     "LineSender",
     "RoutingKeys",
@@ -323,6 +346,7 @@ __all__ = [
     "format_message",
     "format_text",
     "is_text",
+    "is_transport_header",
     "key_text",
     "make_id",
     "make_routing_key",

@@ -15,13 +15,13 @@ Threads     kmq/client/driver.py. Callbacks run one after the other, in order; a
 """
 
 import atexit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from kmq.client.connection import Address, address_of, local_address, logger
 from kmq.client.delivery import Delivery as CoreDelivery
 from kmq.client.driver import Driver
-from kmq.client.lines import make_routing_key
+from kmq.client.lines import Headers, make_routing_key
 from kmq.client.options import Choices, Options
 from kmq.client.protocol import Core
 from kmq.errors import KmqError
@@ -116,7 +116,7 @@ class Producer:
         *,
         partition: int | None = None,
         id: str | int | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Headers | None = None,
         ts: float | None = None,
         callback: Callable[[CoreDelivery], object] | None = None,
         timeout: float | None = None,

@@ -17,12 +17,12 @@ Threads     None: callers lock.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from kmq.client.delivery import Delivery, Outcomes
 from kmq.client.failures import Fenced, Refused, refused_message
 from kmq.client.ids import Ids
-from kmq.client.lines import RoutingKeys, format_many, format_text
+from kmq.client.lines import Headers, RoutingKeys, format_many, format_text
 from kmq.client.options import Options
 from kmq.client.window import Pacing, Window
 from kmq.client.wire import Greeting, Replies, format_hello
@@ -68,7 +68,7 @@ class Core:
         routing_key: bytes,
         payload: bytes | str | None,
         id: str | int | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Headers | None = None,
         ts: float | None = None,
     ) -> None:
         """Queue one message."""

@@ -526,11 +526,18 @@ def test_a_topic_that_cannot_be_one_is_refused_here(topic):
         lines.make_routing_key(topic)
 
 
-def test_headers_follow_the_id_and_kmqs_own_are_refused():
+def test_headers_follow_the_id_and_any_name_can_be_sent():
     assert lines.make_id("7", {"trace": "a;b=c|d"}) == b"7;trace=a%3Bb=c%7Cd"
-    for name in ("p", "w", "enc", "reason", "len", "", "a;b", "a=b", "a b"):
-        with pytest.raises(ValueError, match="header"):
-            lines.make_id("7", {name: "x"})
+    assert lines.make_id("7", [("a", b"\xff"), ("a", None), ("enc", ""), ("", "x")]) == b"7;%61=%FF;%61;%65nc=;=x"
+    for name in ("p", "w", "enc", "reason", "len", "", "a;b", "a=b", "a b", "é"):
+        field = lines.make_id("7", {name: "x", "other": "y"})
+        assert record.user_headers(field[1:]) == field[1:] and not record.claims(b"t|0|" + field + b"|x\n")
+        assert lines.decode(field.split(b";")[1].partition(b"=")[0]) == name
+
+
+def test_a_payload_that_is_no_base64_in_spite_of_its_header_is_kept():
+    assert lines.decode_payload(b"7;enc=b64", b"a") == b"a"
+    assert lines.decode_payload(b"7;enc=b64", b"YQ==") == b"a"
 
 
 # --- a whole history -------------------------------------------------------------------------

@@ -253,7 +253,7 @@ class Block:
 
 def _base64(text: bytes | None) -> bytes:
     try:
-        return b64decode(text or b"")
+        return b64decode(text or b"", validate=True)
     except ValueError:  # not base64 although its producer marked it so: keep it as it is
         return text or b""
 

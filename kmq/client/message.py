@@ -1,0 +1,175 @@
+"""A stored line as a consumer sees it: which message it is, its key, value and headers.
+
+    seq|recv_ts|routing_key|producer_ts|id;headers|payload
+
+Key         Bytes, or None without a key. With a mark the key is what follows the mark, without one what follows the
+            topic's name (kmq/record.py). It is percent-decoded.
+Value       Bytes, or None for an empty payload (a tombstone). With the header `enc=b64` it is decoded, so an empty value
+            is not null. A payload that is not base64 in spite of this header is the value as it is stored: a line that
+            somebody typed wrong must not stop the consumers of its partition.
+Headers     Name and value in the order in which they are stored, with duplicates; a value is None if there is no `=`.
+            The header `enc` and names of one letter are not among them: KMQ writes those for itself.
+Cost        A message keeps its line and looks into it on demand: making one takes about 0.4 µs, its value as much again.
+"""
+
+import re
+from base64 import b64encode
+from collections.abc import Iterator
+from urllib.parse import unquote, unquote_to_bytes
+
+from kmq import record
+from kmq.client.lines import decode, decode_payload, is_transport_header
+
+Header = tuple[str, bytes | None]
+
+_NUMBER = re.compile(rb"\d{1,12}(?:\.\d*)?")
+_FIELDS = 6
+
+
+class Message:
+    """A record of a partition. `timestamp` and `recv_timestamp` are seconds since the epoch."""
+
+    __slots__ = ("_fields", "_line", "marks_from", "offset", "partition", "topic")
+    topic: str
+    partition: int
+    offset: int
+
+    def __init__(self, topic: str, partition: int, offset: int, line: bytes, marks_from: int = 0) -> None:
+        """`line`: without newline. `marks_from`: the seq from which a mark in a routing key counts as one."""
+        self.topic, self.partition, self.offset = topic, partition, offset
+        self._line, self.marks_from = line, marks_from
+        self._fields: list[bytes] | None = None
+
+    def _split(self) -> list[bytes]:
+        """Return the six fields. Raises ValueError if this is not a stored line."""
+        fields = self._line.split(b"|", _FIELDS - 1)
+        if len(fields) != _FIELDS:
+            raise ValueError(f"{self.topic}/{self.partition} offset {self.offset}: not a stored line")
+        self._fields = fields
+        return fields
+
+    @property
+    def line(self) -> bytes:
+        """Return the stored line without its newline."""
+        return self._line
+
+    @property
+    def seq(self) -> int:
+        """Return the number of the record in the WAL."""
+        return record.seq_of(self._line)
+
+    @property
+    def routing_key(self) -> bytes:
+        """Return the routing key as it is stored."""
+        return (self._fields or self._split())[2]
+
+    @property
+    def key(self) -> bytes | None:
+        routing_key, topic = self.routing_key, self.topic
+        if len(routing_key) <= len(topic) + 1:
+            return None  # just the topic, perhaps with a dot
+        if routing_key.startswith(b".@", len(topic)) and self.seq >= self.marks_from:
+            marked = record.marked(routing_key)
+            if marked is not None and len(marked.topic) == len(topic):
+                return None if marked.key is None else unquote_to_bytes(marked.key)
+        return unquote_to_bytes(routing_key[len(topic) + 1 :])
+
+    @property
+    def value(self) -> bytes | None:
+        fields = self._fields or self._split()
+        return decode_payload(fields[4], fields[5]) if b"enc=b64" in fields[4] else fields[5] or None
+
+    @property
+    def headers(self) -> list[Header]:
+        """Return (name, value) of each header, in order."""
+        return [(unquote(name), value) for name, value in self._stored_headers() if not is_transport_header(name)]
+
+    def _stored_headers(self) -> Iterator[tuple[str, bytes | None]]:
+        """Yield the name of each header as it is stored, and its decoded value."""
+        for header in (self._fields or self._split())[4].split(b";")[1:]:
+            name, equals, value = header.partition(b"=")
+            yield name.decode(errors="replace"), unquote_to_bytes(value) if equals else None
+
+    @property
+    def id(self) -> str:
+        """Return the producer's id of this message; "" without one."""
+        return decode((self._fields or self._split())[4].partition(b";")[0])
+
+    @property
+    def producer(self) -> str:
+        """Return the name of the producer whose ids these are; "" if the message was sent without such a name."""
+        return next((value.decode() for name, value in self._stored_headers() if name == "p" and value), "")
+
+    @property
+    def timestamp(self) -> float:
+        """Return when the producer made the message; without such a time, when the broker received it."""
+        fields = self._fields or self._split()
+        return float(fields[3]) if _NUMBER.fullmatch(fields[3]) else float(fields[1])
+
+    @property
+    def timestamp_ms(self) -> int:
+        """Return the timestamp in milliseconds, exactly as a client gave it that counts in milliseconds."""
+        return round(self.timestamp * 1000)
+
+    @property
+    def recv_timestamp(self) -> float:
+        """Return when the broker received the message."""
+        return float((self._fields or self._split())[1])
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the stored line, with its newline."""
+        return len(self._line) + 1
+
+    def as_dict(self, text: bool = False) -> dict[str, object]:
+        """Return the message as JSON knows it: timestamp in ms; key and values base64, with `text` as UTF-8 text."""
+        show = _as_text if text else _as_base64
+        return {
+            "topic": self.topic,
+            "partition": self.partition,
+            "offset": self.offset,
+            "seq": self.seq,
+            "timestamp": self.timestamp_ms,
+            "key": show(self.key),
+            "value": show(self.value),
+            "headers": [{"name": name, "value": show(value)} for name, value in self.headers],
+        }
+
+    def __repr__(self) -> str:
+        key, value = self.key, self.value or b""
+        more = f"… {len(value)} bytes" if len(value) > 40 else ""
+        shown = None if self.value is None else value[:40]
+        return f"<Message {self.topic}/{self.partition} offset={self.offset} key={key!r} value={shown!r}{more}>"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Message):
+            return NotImplemented
+        return (self.topic, self.partition, self.offset, self._line) == (
+            other.topic,
+            other.partition,
+            other.offset,
+            other._line,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.topic, self.partition, self.offset))
+
+
+def _as_base64(value: bytes | None) -> str | None:
+    return None if value is None else b64encode(value).decode()
+
+
+def _as_text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode(errors="replace")
+
+
+def messages(topic: str, partition: int, first_offset: int, lines: bytes, marks_from: int = 0) -> list[Message]:
+    """Return the messages in whole stored lines. A bare newline has an offset, and is no message."""
+    return [
+        Message(topic, partition, offset, line, marks_from)
+        for offset, line in enumerate(lines.split(b"\n")[:-1], first_offset)
+        if line
+    ]
+
+
+__all__ = ["Header", "Message", "messages"]
