@@ -23,7 +23,7 @@ from kmq.client.delivery import Delivery
 from kmq.client.failures import NotAnswered
 from kmq.client.lines import Headers, make_routing_key
 from kmq.client.options import Choices, Options
-from kmq.client.protocol import Core
+from kmq.client.protocol import Core, Outgoing
 from kmq.errors import KmqError
 
 
@@ -147,6 +147,23 @@ class AsyncProducer:
         async with self._timeout(timeout, "the replies to this list"):
             await reply
         return delivery.seqs
+
+    async def send_each(self, messages: Sequence[Outgoing], timeout: float | None = None) -> Delivery:
+        """Send messages with routing keys and ids of their own in one go, for the gateway.
+
+        Returns when each has an outcome: what was refused or not answered is in the Delivery, and raises nothing.
+        """
+        if len(messages) > self.options.max_in_flight:
+            raise ValueError(f"{len(messages):,} messages are over max_in_flight={self.options.max_in_flight:,}")
+        await self._wait_for_room(timeout)
+        is_done = asyncio.Event()
+        delivery = Delivery(lambda _: is_done.set())
+        self._core.add_each(delivery, messages)
+        self._link.queued()
+        if not delivery.done:
+            async with self._timeout(timeout, "the replies to these messages"):
+                await is_done.wait()
+        return delivery
 
     async def flush(self, timeout: float | None = None) -> None:
         """Wait until every message has its reply."""

@@ -30,6 +30,8 @@ from kmq.errors import EXIT_CONFIG, KmqError
 from kmq.refusals import RETRYABLE
 from kmq.settings import MIB
 
+Outgoing = tuple[bytes, bytes | None, str | int | None, Headers | None, float]  # routing key, payload, id, headers, ts
+
 
 class Outage:
     """Since when there is no connection, and why."""
@@ -98,6 +100,15 @@ class Core:
             ids.skip(len(payloads))
             delivery.is_provisional = ids.is_provisional
         self.add_lines(delivery, data, len(payloads))
+
+    def add_each(self, delivery: Delivery, messages: Sequence[Outgoing]) -> None:
+        """Queue a list of messages that have routing keys, ids and times of their own."""
+        make, parts = self.ids.make_field, []
+        for routing_key, payload, id, headers, ts in messages:
+            parts.append(format_text(routing_key, payload, make(id, headers), ts))
+            delivery.may_be_stored |= id is not None
+        delivery.is_provisional = self.ids.is_provisional
+        self.add_lines(delivery, b"".join(parts), len(messages))
 
     def add_lines(self, delivery: Delivery, lines: bytes, count: int) -> None:
         """Queue `count` whole lines as they are, with ids of their own."""
@@ -261,4 +272,4 @@ class Overdue:
         return core.describe(now)
 
 
-__all__ = ["Core", "Overdue"]
+__all__ = ["Core", "Outgoing", "Overdue"]

@@ -1,8 +1,11 @@
 """How the gateway refuses a request: with a code. Each door looks up the status of the code in kmq/refusals.py."""
 
 from kmq import refusals
+from kmq.client.failures import NotAnswered, Refused
 from kmq.errors import KmqError
 from kmq.refusals import Refusal
+
+_MEANING = {"too_long": "with its id, and as base64 unless it is printable text, the record is over KMQ_MAX_LINE bytes"}
 
 
 class RequestRefused(KmqError):
@@ -23,3 +26,10 @@ class RequestRefused(KmqError):
 def bad_field(field: str, what: str) -> RequestRefused:
     """Return the refusal of one field: `what` says what is wrong and what it must be."""
     return RequestRefused("bad_field", f"{field}: {what}", field=field)
+
+
+def refusal_of(err: KmqError) -> RequestRefused:
+    """Return the refusal for a message that a producer of the gateway has given up."""
+    if isinstance(err, Refused):
+        return RequestRefused(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, ""))
+    return RequestRefused("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))

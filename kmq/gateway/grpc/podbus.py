@@ -18,10 +18,9 @@ from typing import Any
 
 from kmq.broker.incidents import Strangers
 from kmq.client.aio import AsyncProducer
-from kmq.client.failures import NotAnswered, Refused
 from kmq.errors import KmqError
 from kmq.gateway.core.feed import Feed, Record, Watermark
-from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.refused import RequestRefused, refusal_of
 from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, longest_message, longest_waiting
 from kmq.gateway.grpc.schema import ConsumeResponse, ProduceResponse
 from kmq.log.damage import DamageError
@@ -37,7 +36,6 @@ _FEEDS = 64  # read-ahead chunks kept for the next call of a consumer
 _KEPT_BYTES = 16 << 20  # of all these chunks together
 _READING_BYTES = 64 << 20  # of records read from files that clients have not received yet
 _COPIES = 4  # of a record on its way out: line, payload, message, and its bytes in gRPC
-_MEANING = {"too_long": "with its id, and as base64 unless it is printable text, the record is over KMQ_MAX_LINE bytes"}
 _REPLACE_S = 1.0  # shortest time before a producer that ingress refused for good is replaced
 
 
@@ -130,7 +128,7 @@ class PodBus:
         try:
             return await self._producer.submit(self.settings.podbus_topic, request.record, id=request.message_id)
         except KmqError as err:
-            raise _refusal_of(err) from err
+            raise refusal_of(err) from err
         finally:
             self._waiting_bytes -= size
 
@@ -139,7 +137,7 @@ class PodBus:
         try:
             seq = await reply
         except KmqError as err:
-            raise _refusal_of(err) from err
+            raise refusal_of(err) from err
         self.watermark.expect(seq)
         return seq
 
@@ -236,10 +234,3 @@ def _forget(reply: "asyncio.Future[int] | RequestRefused | None") -> None:
     """Retrieve the outcome of a reply that is no longer needed, so that asyncio reports no unhandled error."""
     if isinstance(reply, asyncio.Future):
         reply.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-def _refusal_of(err: KmqError) -> RequestRefused:
-    """Return the refusal for a message that the producer has given up."""
-    if isinstance(err, Refused):
-        return RequestRefused(err.code, err.reason.partition(" ")[2] or _MEANING.get(err.code, ""))
-    return RequestRefused("not_answered" if isinstance(err, NotAnswered) else "stopping", str(err))

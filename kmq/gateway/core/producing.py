@@ -1,0 +1,250 @@
+"""Producing for doors with types: messages in, and for each its partition and offset, or why it was refused.
+
+Who sends   Neither id nor producer: at least once. `id` alone: any text, in a window of the topic's own. `producer`
+            with `id`: decimal and rising; each is stored exactly once, and a later line client of this name fences us.
+Invariant   A message has a place only when it is durable and in its partition. A message that is durable but not there
+            within ROUTED_S is refused as `stored_not_routed`, with its seq; the same id again stores it once.
+Connections One for each producer and for each topic's window, at most _MOST; the one idle for longest makes room.
+Memory      What callers have handed over until it is answered, which doors bound; the results.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kmq.client.aio import AsyncProducer
+from kmq.client.delivery import Delivery
+from kmq.client.failures import Fenced, NotAnswered
+from kmq.client.lines import Headers, make_routing_key
+from kmq.client.message import Message
+from kmq.client.protocol import Outgoing
+from kmq.errors import KmqError
+from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.place_finder import Place, PlaceFinder, Places
+from kmq.gateway.core.refused import RequestRefused, refusal_of
+from kmq.ids import MAX_NAME
+from kmq.log.damage import DamageError
+from kmq.logfmt import Logger
+from kmq.settings import Settings
+
+ANSWER_S = 5.0  # longest wait for ingress' replies
+ROUTED_S = 5.0  # longest wait for the router after that
+_MOST = 128  # connections to ingress
+_IDLE_S = 60.0  # after which a connection is closed when another is opened
+_REPLACE_S = 1.0  # shortest time before a producer that ingress refused for good is replaced
+
+
+class NewMessage(NamedTuple):
+    """A message to be stored. `partition`: None lets the key decide. `timestamp`: seconds; None: now."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: Headers = ()
+    partition: int | None = None
+    id: str | None = None
+    timestamp: float | None = None
+
+
+class Stored(NamedTuple):
+    """A message that is stored. `seq` is 0 and the place is None where only the id of an old message is known."""
+
+    seq: int
+    partition: int | None
+    offset: int | None
+    timestamp_ms: int
+    is_duplicate: bool
+
+
+Outcome = Stored | RequestRefused
+
+
+class _Sender:
+    """A connection to ingress and how many requests use it."""
+
+    def __init__(self, producer: AsyncProducer) -> None:
+        self.producer, self.users, self.since = producer, 0, time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.users and not self.producer.unanswered
+
+    @property
+    def is_spent(self) -> bool:
+        """Return True if ingress has refused it for good, and another attempt may be made."""
+        failed = self.producer.failed
+        return failed is not None and (isinstance(failed, Fenced) or time.monotonic() - self.since > _REPLACE_S)
+
+
+class Producing:
+    """All doors' producers. `stop` refuses what comes afterwards; `close` ends the connections."""
+
+    def __init__(self, settings: Settings, watermark: Watermark, log: Logger) -> None:
+        self._watermark, self._log = watermark, log
+        self._finder = PlaceFinder(settings.data)
+        self._senders: OrderedDict[tuple[str, str], _Sender] = OrderedDict()  # the one used last at the end
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        senders = [sender.producer for sender in self._senders.values()]
+        self._senders.clear()
+        await asyncio.gather(*(_end(producer) for producer in senders), *self._ending)
+        self._finder.close()
+
+    # --- producing ---------------------------------------------------------------------------------------------------
+
+    async def produce(self, topic: str, messages: Sequence[NewMessage], producer: str = "") -> list[Outcome]:
+        """Store messages of one topic, and return what became of each, in order. Raises RequestRefused for all."""
+        outgoing, now = self._format(topic, messages)
+        delivery = await self._send(topic, outgoing, producer)
+        seqs = delivery.seqs
+        refused = _refusals(delivery)
+        repeated = {place for place, _ in delivery.duplicates}
+        wanted = [(outgoing[n][0], seq) for n, seq in enumerate(seqs) if seq and n not in refused]
+        found = await self._places(topic, wanted)
+        outcomes: list[Outcome] = []
+        for n, seq in enumerate(seqs):
+            if n in refused:
+                outcomes.append(refused[n])
+            elif (place := found.get(seq)) is not None:
+                stamp = _timestamp_ms(topic, place) if n in repeated else round((messages[n].timestamp or now) * 1000)
+                outcomes.append(Stored(seq, place.partition, place.offset, stamp, n in repeated))
+            elif n in repeated and seq <= self._watermark.routed:  # stored long ago, and removed since
+                outcomes.append(Stored(seq, None, None, round((messages[n].timestamp or now) * 1000), True))
+            else:
+                outcomes.append(RequestRefused("stored_not_routed", self._where(seq), seq=seq))
+        return outcomes
+
+    async def send(self, topic: str, messages: Sequence[NewMessage], producer: str = "") -> None:
+        """Send messages and forget what became of them; returns when the broker has replied, or not in time."""
+        await self._send(topic, self._format(topic, messages)[0], producer)
+
+    def _format(self, topic: str, messages: Sequence[NewMessage]) -> tuple[list[Outgoing], float]:
+        now = time.time()
+        try:
+            plain = make_routing_key(topic)
+            return [
+                (
+                    plain if key is None and partition is None else make_routing_key(topic, key, partition),
+                    value,
+                    id,
+                    headers or None,
+                    now if timestamp is None else timestamp,
+                )
+                for key, value, headers, partition, id, timestamp in messages
+            ], now
+        except ValueError as err:
+            raise RequestRefused("bad_topic", str(err)) from None
+
+    async def _send(self, topic: str, outgoing: Sequence[Outgoing], producer: str) -> Delivery:
+        has_ids = any(message[2] is not None for message in outgoing)
+        kind = ("producer", producer) if producer else ("window", topic) if has_ids else ("", "")
+        sender = self._sender(*kind)
+        sender.users += 1
+        try:
+            return await sender.producer.send_each(outgoing)
+        except KmqError as err:
+            raise refusal_of(err) from err
+        finally:
+            sender.users -= 1
+
+    async def _places(self, topic: str, wanted: Sequence[tuple[bytes, int]]) -> Places:
+        """Return the places of these records, as soon as the router has passed all of them, or after ROUTED_S."""
+        if not wanted:
+            return {}
+        last = max(seq for _, seq in wanted)
+        self._watermark.expect(last)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROUTED_S):
+                await self._watermark.passed(last)
+        routed = self._watermark.routed
+        try:
+            return await self._finder.find(topic, [each for each in wanted if each[1] <= routed])
+        except DamageError as err:
+            raise RequestRefused("damaged", f"the messages are stored, but {err}") from err
+
+    def _where(self, seq: int) -> str:
+        routed = self._watermark.routed
+        if routed < seq:
+            return f"seq {seq} is on disk, but the router is at seq {routed}: the router is down, or behind"
+        return f"seq {seq} is on disk, but not in its partition: see dropped.log, or kmq verify"
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    def _sender(self, kind: str, name: str) -> _Sender:
+        """Return the connection of a producer or of a topic's window; open it if there is none."""
+        key = kind, name
+        sender = self._senders.pop(key, None)
+        if sender is not None and sender.is_spent:
+            self._end(sender)
+            sender = None
+        if sender is None:
+            self._make_room()
+            sender = _Sender(self._open(kind, name))
+        self._senders[key] = sender
+        sender.since = time.monotonic() if sender.producer.failed is None else sender.since
+        return sender
+
+    def _open(self, kind: str, name: str) -> AsyncProducer:
+        def stalled(text: str) -> None:
+            self._log.warn("produce_stalled", waiting=text)
+
+        return AsyncProducer.local(
+            producer=name if kind == "producer" else "",
+            first_id=1 if kind == "producer" else None,
+            window=window_of(name) if kind == "window" else "",
+            retry=frozenset(),  # the client hears of a refusal at once, because only the client knows how long to retry
+            delivery_timeout_s=ANSWER_S,
+            timeout_s=2 * ANSWER_S,
+            on_stall=stalled,
+        )
+
+    def _make_room(self) -> None:
+        """End connections that are idle for long, and one more if there are too many. Raises RequestRefused."""
+        idle = [key for key, sender in self._senders.items() if sender.is_idle]
+        old = [key for key in idle if time.monotonic() - self._senders[key].since > _IDLE_S]
+        if len(self._senders) - len(old) >= _MOST:
+            old = old or idle[:1]
+        for key in old:
+            self._end(self._senders.pop(key))
+        if len(self._senders) >= _MOST:
+            raise RequestRefused("too_many", f"{_MOST} producers and topics with ids are being served already")
+
+    def _end(self, sender: _Sender) -> None:
+        task = asyncio.get_running_loop().create_task(_end(sender.producer))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+async def _end(producer: AsyncProducer) -> None:
+    with contextlib.suppress(KmqError):
+        await producer.close(ANSWER_S)
+
+
+def window_of(topic: str) -> str:
+    """Return the name of the window in which ids of this topic are unique: `http:<topic>`, cut if it is long."""
+    name = f"http:{topic}"
+    if len(name) <= MAX_NAME:
+        return name
+    return f"{name[: MAX_NAME - 33]}:{hashlib.sha256(topic.encode()).hexdigest()[:32]}"
+
+
+def _refusals(delivery: Delivery) -> dict[int, RequestRefused]:
+    """Return why messages have no seq, by their place in the list."""
+    refused = {place: refusal_of(error) for place, error in delivery.refused.items()}
+    if delivery.answered < delivery.count:
+        error = delivery.error
+        if error is None or error in delivery.refused.values():
+            error = NotAnswered("the broker ended the connection before it had replied to this message")
+        refused |= {place: refusal_of(error) for place in range(delivery.answered, delivery.count)}
+    return refused
+
+
+def _timestamp_ms(topic: str, place: Place) -> int:
+    return Message(topic, place.partition, place.offset, place.line).timestamp_ms
+
+
+__all__ = ["NewMessage", "Outcome", "Producing", "Stored", "window_of"]

@@ -1,0 +1,196 @@
+"""Topics as doors administer them: create, list, describe, change, delete.
+
+Owner       the router carries everything out (kmq/log/topics.py, requests.py); this module declares, asks and waits.
+Invariant   A creation, change or deletion that returns is on disk. It is in force too, unless `from_seq` is None.
+Crash       A request that nobody has carried out stays in topics/ and is carried out by the router's next start.
+Not covered More partitions for a topic that exists: the routing of stored records would change (refused).
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+from kmq import record
+from kmq.broker.admission import TOPIC_INODES, spare_inodes
+from kmq.errors import ConfigError
+from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.gateway.core.topic_options import Value, limits_of, values_of
+from kmq.log import requests, topic_sizes, topics
+from kmq.log.requests import Request
+from kmq.log.segment import Limits
+from kmq.log.topic_sizes import PartitionSize
+from kmq.states import InForce
+
+T = TypeVar("T")
+_ADOPT_S = 5.0  # longest wait for the router to adopt a declaration or to carry out a request
+_POLL_S = 0.01
+
+
+class TopicState(NamedTuple):
+    """A topic as it is declared. `from_seq`: since when it is in force; None: not yet. `options`: all in force."""
+
+    name: str
+    partitions: int
+    from_seq: int | None
+    options: dict[str, int | str]
+
+
+class TopicAdmin:
+    """The topics of one broker. Every method may raise RequestRefused."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker, self._data = broker, broker.settings.data
+        self._in_force = InForce(broker.settings)
+        self._creating = asyncio.Lock()  # so that two equal requests at once are answered 201 and 200
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    async def names(self, internal: bool = False) -> list[str]:
+        """Return the names of all topics in order; `internal`: with those of KMQ itself, which begin with __."""
+        found = await asyncio.to_thread(topics.names, self._data)
+        return [name for name in found if internal or not name.startswith("__")]
+
+    async def all(self, internal: bool = False) -> list[TopicState]:
+        """Return all topics in order, without their sizes."""
+        names = await self.names(internal)
+        return await asyncio.to_thread(lambda: [self._state(name) for name in names])
+
+    async def describe(self, name: str) -> TopicState:
+        """Return one topic."""
+        return await asyncio.to_thread(self._known, name)
+
+    async def sizes(self, topic: TopicState) -> list[PartitionSize]:
+        """Return offsets, bytes and segments of each partition."""
+        return await asyncio.to_thread(topic_sizes.measure, self._data, topic.name, topic.partitions)
+
+    def _known(self, name: str) -> TopicState:
+        if not self.exists(name):
+            raise RequestRefused("unknown_topic", f"topic {name!r}: does not exist")
+        return self._state(name)
+
+    def exists(self, name: str) -> bool:
+        """Return True if there is a topic of this name; reads one directory entry."""
+        return record.is_topic_name(name) and os.path.isdir(f"{self._data}/topics/{name}")
+
+    def _state(self, name: str) -> TopicState:
+        declared = topics.read(self._data, name)
+        own = requests.limits_to_be(self._data, name, dict(declared.limits))
+        self._in_force.changed()
+        limits = Limits.of(self._in_force.settings).with_changes(own)
+        return TopicState(name, declared.partitions, declared.from_seq, values_of(limits))
+
+    # --- changing ----------------------------------------------------------------------------------------------------
+
+    async def create(self, name: str, partitions: int, options: Mapping[str, Value]) -> tuple[TopicState, bool]:
+        """Declare a topic and wait until it is in force. Returns it, and True unless an equal one existed."""
+        limits = {limit: text for limit, text in limits_of(options).items() if text}
+        if not record.is_topic(name):
+            raise bad_field(
+                "name", "must match [A-Za-z0-9_][A-Za-z0-9_.-]{0,199} and not begin with append, dropped or __"
+            )
+        if not 1 <= partitions <= topics.MAX_PARTITIONS:
+            raise bad_field("partitions", f"must be between 1 and {topics.MAX_PARTITIONS}")
+        async with self._creating:
+            is_made = await asyncio.to_thread(self._declare, name, partitions, limits)
+        if is_made:
+            await self._wait(lambda: topics.load(self._data, name)[1] is not None)
+        return await self.describe(name), is_made
+
+    def _declare(self, name: str, partitions: int, limits: dict[str, str]) -> bool:
+        """Declare a topic; return False if an equal one exists. Raises RequestRefused if it differs."""
+        if not self.exists(name):
+            self._check_room(partitions)
+            try:
+                topics.declare(self._data, name, partitions, limits)
+                return True
+            except ConfigError as err:
+                if not self.exists(name):  # a message may have made it just now
+                    raise RequestRefused("topic_exists", str(err)) from None
+        declared = topics.read(self._data, name)
+        if declared.partitions != partitions:
+            text = f"topic {name!r}: exists with {declared.partitions} partition(s)"
+            raise RequestRefused("topic_exists", text, field="partitions")
+        own = requests.limits_to_be(self._data, name, dict(declared.limits))
+        for limit in sorted({*own, *limits}):
+            if _parsed(limit, own.get(limit, "")) != _parsed(limit, limits.get(limit, "")):
+                text = f"topic {name!r}: exists with {limit}={own.get(limit) or 'as the settings say'}"
+                raise RequestRefused("topic_exists", text)
+        return False
+
+    def _check_room(self, partitions: int) -> None:
+        settings = self._broker.settings
+        if len(topics.names(self._data)) >= settings.max_topics:
+            raise RequestRefused("too_many_topics", f"KMQ_MAX_TOPICS={settings.max_topics} topics exist already")
+        if spare_inodes(self._data) < TOPIC_INODES * partitions:
+            raise RequestRefused("disk_full", "the disk has no inodes left for so many partitions")
+
+    async def change(
+        self, name: str, options: Mapping[str, Value], partitions: int | None = None, force: bool = False
+    ) -> TopicState:
+        """Change options of a topic and wait until they are in force. `force`: also where keys would move."""
+        limits = limits_of(options)
+        before = await self.describe(name)
+        if partitions is not None and partitions != before.partitions:
+            self._refuse_growth(before, partitions)
+        if limits:
+            request = await asyncio.to_thread(self._ask_to_set, name, limits)
+            await self._carried_out(request)
+            own = (await asyncio.to_thread(topics.read, self._data, name)).limits
+            if any(own.get(limit, "") != text for limit, text in limits.items()):
+                raise RequestRefused(
+                    "internal", f"topic {name!r}: was not changed; see event request_refused in the log"
+                )
+        return await self.describe(name)
+
+    def _refuse_growth(self, topic: TopicState, partitions: int) -> None:
+        if partitions < topic.partitions:
+            raise bad_field("partitions", f"topic {topic.name!r} has {topic.partitions}; it can never have fewer")
+        what = (
+            f"topic {topic.name!r} has {topic.partitions}; this release cannot add partitions:"
+            " create another topic, and send the records there"
+        )
+        raise bad_field("partitions", what)
+
+    def _ask_to_set(self, name: str, limits: dict[str, str]) -> Request:
+        own = requests.limits_to_be(self._data, name, dict(topics.read(self._data, name).limits))
+        requests.apply(own, limits)
+        try:
+            Limits().with_changes(own)
+        except ConfigError as err:
+            raise RequestRefused("bad_request", str(err)) from None
+        return requests.submit(self._data, requests.SET, name, limits)
+
+    async def delete(self, name: str) -> None:
+        """Delete a topic with its records, and wait until its files are gone."""
+        if name.startswith("__"):
+            raise RequestRefused("reserved_topic", f"topic {name!r}: belongs to KMQ itself and cannot be deleted")
+        before = await self.describe(name)
+        request = await asyncio.to_thread(requests.submit, self._data, requests.DELETE, name, {})
+        await self._carried_out(request)
+        left = await asyncio.to_thread(lambda: self.exists(name) and topics.load(self._data, name))
+        if left and left[1] == before.from_seq:  # otherwise a message has made it again
+            raise RequestRefused("internal", f"topic {name!r}: was not deleted; see event request_refused in the log")
+
+    # --- waiting for the router --------------------------------------------------------------------------------------
+
+    async def _carried_out(self, request: Request) -> None:
+        if not await self._wait(lambda: not request.is_waiting):
+            text = "the request is on disk, and the router carries it out as soon as it can; see /readyz"
+            raise RequestRefused("not_ready", text)
+
+    async def _wait(self, is_done: Callable[[], bool]) -> bool:
+        """Wait for the router; return False if it is not up, or too slow."""
+        deadline = time.monotonic() + _ADOPT_S
+        while not await asyncio.to_thread(is_done):
+            if time.monotonic() > deadline or not self._broker.verdict().ready:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+
+def _parsed(limit: str, text: str) -> object:
+    """Return what a limit's text means; "" means the setting."""
+    return getattr(Limits().with_changes({limit: text}), limit) if text else None
