@@ -16,10 +16,12 @@ from kmq.broker.stats import STATES, StatsPage
 from kmq.gateway import listeners
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.core import Core
 from kmq.gateway.http import logs
 from kmq.gateway.http import web as pages
 from kmq.links.ownership import FileLock
 from kmq.log import identity
+from kmq.logfmt import Logger
 from kmq.settings import STAGES, load
 from kmq.tokens import open_tokens
 
@@ -82,7 +84,8 @@ class _Thread:
 
         logs.Logs = make  # type: ignore[assignment,misc]
         try:
-            app = pages.application(Broker(up.settings, up.page), metrics.Requests())
+            core = Core(up.settings, up.page, Logger("gateway"))
+            app = pages.application(core, metrics.Requests())
         finally:
             logs.Logs = original  # type: ignore[misc]
         self.logs = made[0]
@@ -93,7 +96,9 @@ class _Thread:
         await web.TCPSite(runner, "127.0.0.1", up.port).start()
         ready.set()
         await self._ended.wait()
+        core.stop()
         await runner.cleanup()
+        await core.close()
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)

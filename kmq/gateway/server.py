@@ -20,8 +20,7 @@ from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.readiness import Verdict
 from kmq.broker.stats import STATES, StatsPage
 from kmq.broker.tls import certificates
-from kmq.gateway.core.broker import Broker
-from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.places import Places
 from kmq.gateway.core.waking import Waking
@@ -95,7 +94,8 @@ class Gateway:
         self.settings, self.log = settings, log
         self.incidents = Incidents(log.warn)
         self.page, self.row = page, page.rows["gateway"]
-        self.broker = Broker(settings, page)
+        self.core = Core(settings, page, log)
+        self.broker = self.core.broker
         self.changes = Changes(log)
         self.certificates = certificates(settings, log, self.row)
         self.requests = Requests()
@@ -104,13 +104,12 @@ class Gateway:
         self.strangers = Strangers(self.row, self.incidents)
         self.doors = Doors(settings, self.strangers)
         self.calls = Calls(settings, self.strangers)
-        watermark = Watermark(page)
-        self.bus = PodBus(settings, watermark, log, self.strangers)
-        self.waking = Waking(watermark)
+        self.bus = PodBus(settings, self.core.watermark, log, self.strangers)
+        self.waking = Waking(self.core.watermark)
         self.consumers = Consumers(settings, self.waking, self.tokens, self.strangers, self.requests)
         self.lines = Lines(self.consumers)
         self.status = StatusPort(self.consumers, Places(settings.data, page), lambda *_: False)
-        self.offsets = OffsetStore(settings, watermark, log)
+        self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
         self.stopping = asyncio.Event()
 
@@ -125,7 +124,7 @@ class Gateway:
         server.add_generic_rpc_handlers((service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
-        runner = await self._runner(application(self.broker, self.requests))
+        runner = await self._runner(application(self.core, self.requests))
         metrics = await self._runner(monitoring(self.broker, self.requests))
         keeping = asyncio.create_task(self.keeper.run())
         try:
@@ -154,6 +153,7 @@ class Gateway:
             await self.bus.close()
             self.consumers.close()
             self.waking.close()
+            await self.core.close()
             self.incidents.say()
 
     async def _runner(self, app: web.Application) -> web.AppRunner:

@@ -25,6 +25,7 @@ from kmq.errors import ConfigError
 from kmq.gateway import listeners
 from kmq.gateway.core import feed, metrics
 from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Feed, Watermark
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.doors import Doors
@@ -344,8 +345,10 @@ def test_records_over_the_limit_are_refused_while_others_wait_for_room(data, mon
 # --- answers, listeners ----------------------------------------------------------------------------------------------
 
 
-def test_what_a_producer_may_send_again_is_unavailable_over_grpc_and_503_over_http():
-    assert {(status_of(code), refusals.known(code).http) for code in RETRYABLE} == {(grpc.StatusCode.UNAVAILABLE, 503)}
+def test_what_may_be_sent_again_is_unavailable_over_grpc_and_503_or_507_over_http():
+    assert {status_of(code) for code in RETRYABLE} == {grpc.StatusCode.UNAVAILABLE}
+    full = {code for code in RETRYABLE if refusals.known(code).http == 507}
+    assert full == {"disk_full", "quota"} and {refusals.known(code).http for code in RETRYABLE - full} == {503}
 
 
 def test_a_code_that_nobody_knows_is_an_internal_error():
@@ -449,7 +452,7 @@ def test_a_change_of_readiness_is_one_log_line_however_it_flaps(broker):
 
 def get(broker, path):
     async def run():
-        async with TestClient(TestServer(web.application(broker, metrics.Requests()))) as client:
+        async with TestClient(TestServer(web.application(Core(broker.settings, broker.page, FakeLogger()), metrics.Requests()))) as client:
             response = await client.get(path)
             return response.status, await response.text(), response.headers["Content-Type"]
 

@@ -58,7 +58,8 @@ def get_json(broker, target):
 def refused(broker, target, **headers):
     status, _, body = get(broker, target, **headers)
     said = json.loads(body)
-    return status, said["code"], said["error"]
+    assert said["error"] == said["message"], "a Spark source of an older release reads `error`"
+    return status, said["code"], said["message"]
 
 
 def files(data, directory="topics/t/0"):
@@ -204,6 +205,17 @@ def test_what_is_no_topic_is_not_found_wherever_its_name_leads(broker, data, top
 def test_what_is_no_partition_is_not_found(broker):
     assert refused(broker, "/v1/logs/t/1/records")[:2] == (404, "not_found")
     assert refused(broker, "/v1/logs/__append/1/records")[:2] == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "status", "code"),
+    [("GET", "/v1/nothing", 404, "not_found"), ("PUT", "/v1/logs", 405, "method_not_allowed")],
+)
+def test_what_no_route_serves_is_refused_like_anything_else(broker, method, target, status, code):
+    answered, headers, body = get(broker, target, method=method)
+    said = json.loads(body)
+    assert (answered, said["code"], headers["Content-Type"][:16]) == (status, code, "application/json")
+    assert (headers.get("Allow") == "GET, HEAD") == (status == 405)
 
 
 def test_a_head_is_not_answered_with_a_body(broker):

@@ -1,4 +1,7 @@
-"""HTTP: metrics, health, and the logs (logs.py). Each page is one GET; its row of PAGES says what it returns."""
+"""HTTP: metrics, health, the API (api.py), its document (openapi.py), and the logs (logs.py).
+
+The start page lists what a browser can open; its row of PAGES says what it returns.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,27 +12,34 @@ from aiohttp import web
 from kmq.broker.readiness import Reason, Verdict
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.http import logs
+from kmq.gateway.http import api, logs, openapi
+from kmq.gateway.http.errors import refuse_unknown_paths
 
-_MAX_BODY = 1 << 16  # no page needs a request body so far
+_MAX_BODY = 1 << 16  # of requests whose body nobody reads; bodies.py has its own limit
 
 PAGES = {
     "/healthz": "200 while every stage is alive, else 503 and the reason; also the last durable write",
     "/readyz": "200 while a message sent now would become durable, else 503, the reasons and what to do; also warnings",
     "/metrics": "metrics for Prometheus",
+    "/docs": "the API: topics, produce, consume",
+    "/openapi.json": "the same for programs: OpenAPI 3.1",
     **logs.PAGES,
 }
 
 
-def application(broker: Broker, requests: Requests) -> web.Application:
+def application(core: Core, requests: Requests) -> web.Application:
     """Return the application with all pages."""
+    broker = core.broker
 
     async def index(request: web.Request) -> web.Response:
         return web.Response(text=_index(broker), content_type="text/html")
 
     app = monitoring(broker, requests)
     app.add_routes([web.get("/", index)])
+    api.add_to(app, core)
+    openapi.add_to(app)
     logs.Logs(broker).add_to(app)
     return app
 
@@ -54,7 +64,7 @@ def monitoring(broker: Broker, requests: Requests) -> web.Application:
         "/readyz": readyz,
         "/metrics": scrape,
     }
-    app = web.Application(client_max_size=_MAX_BODY)
+    app = web.Application(client_max_size=_MAX_BODY, middlewares=[refuse_unknown_paths])
     app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
     return app
 

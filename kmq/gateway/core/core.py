@@ -1,0 +1,30 @@
+"""The core of the gateway: what every door serves from. One for the whole process."""
+
+from kmq.broker.stats import StatsPage
+from kmq.gateway.core.broker import Broker
+from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.fetching import Fetching
+from kmq.gateway.core.producing import Producing
+from kmq.gateway.core.topic_admin import TopicAdmin
+from kmq.logfmt import Logger
+from kmq.settings import Settings
+
+
+class Core:
+    """The broker's state, its topics, produced and fetched messages."""
+
+    def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
+        self.settings = settings
+        self.broker = Broker(settings, page)
+        self.watermark = Watermark(page)
+        self.topics = TopicAdmin(self.broker)
+        self.producing = Producing(settings, self.watermark, log)
+        self.fetching = Fetching(self.broker, self.watermark)
+
+    def stop(self) -> None:
+        """End waiting calls; what was accepted still gets its answer."""
+        self.watermark.stop()
+
+    async def close(self) -> None:
+        await self.producing.close()
+        self.fetching.close()

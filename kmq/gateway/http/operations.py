@@ -1,0 +1,280 @@
+"""Every path of the API, declared once: the handlers are registered from it, parameters are read by it, and the
+OpenAPI document is made from it (openapi.py).
+
+A handler gets a Call: its path and query are checked already. Its body is read by bodies.py.
+"""
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.gateway.http.errors import answering
+from kmq.gateway.http.schema import Schema, array, check, number, ref, text
+
+JSON, NDJSON = "application/json", "application/x-ndjson"
+COMMON = ("bad_field", "unauthorized", "not_ready", "internal", "damaged")  # what any operation may answer
+
+
+class Parameter(NamedTuple):
+    """A query parameter. `default`: None if there is none."""
+
+    name: str
+    schema: Schema
+    default: Any = None
+
+
+class Reply(NamedTuple):
+    """What a status other than an error means; `schema`: None without a body."""
+
+    help: str
+    schema: Schema | None = None
+    types: tuple[str, ...] = (JSON,)
+
+
+class Call(NamedTuple):
+    """A request whose parameters are checked."""
+
+    request: web.Request
+    path: Mapping[str, Any]
+    query: Mapping[str, Any]
+
+
+class Operation(NamedTuple):
+    """One method of one path. `name` is its operationId; `errors` are codes besides COMMON."""
+
+    method: str
+    path: str
+    name: str
+    summary: str
+    replies: Mapping[int, Reply]
+    query: tuple[Parameter, ...] = ()
+    body: Schema | None = None
+    body_types: tuple[str, ...] = (JSON,)
+    errors: tuple[str, ...] = ()
+    is_api: bool = True  # False: served by a module of its own, and only described here
+
+    @property
+    def path_names(self) -> list[str]:
+        return re.findall(r"{(\w+)}", self.path)
+
+
+Handler = Callable[[Call], Awaitable[web.StreamResponse]]
+
+PATH_SCHEMAS: dict[str, Schema] = {
+    "topic": text("name of a topic", minLength=1, maxLength=200),
+    "partition": number("number of a partition"),
+}
+_FORMAT = Parameter(
+    "format", text("of keys, values and header values: base64, or UTF-8 text", enum=["base64", "text"]), "base64"
+)
+_TOPIC = ref("Topic")
+
+_ADMIN = "/api/admin/topics"
+ADMIN = (
+    Operation(
+        "POST",
+        _ADMIN,
+        "createTopic",
+        "Declare a topic",
+        {201: Reply("it is declared", _TOPIC), 200: Reply("an equal topic exists", _TOPIC)},
+        body=ref("NewTopic"),
+        errors=("bad_request", "topic_exists", "too_many_topics", "too_large", "busy", "disk_full"),
+    ),
+    Operation(
+        "GET",
+        _ADMIN,
+        "listTopics",
+        "List topics by name",
+        {200: Reply("all of them", array(ref("TopicSummary")))},
+        query=(Parameter("internal", {"type": "boolean", "description": "with topics of KMQ itself, __…"}, False),),
+    ),
+    Operation(
+        "GET",
+        f"{_ADMIN}/{{topic}}",
+        "describeTopic",
+        "Show a topic with its partitions",
+        {200: Reply("its options and sizes", _TOPIC)},
+        errors=("unknown_topic",),
+    ),
+    Operation(
+        "PATCH",
+        f"{_ADMIN}/{{topic}}",
+        "changeTopic",
+        "Change options of a topic; null: as the settings of the broker say",
+        {200: Reply("as it is now", _TOPIC)},
+        body=ref("TopicChanges"),
+        errors=("bad_request", "unknown_topic", "too_large", "busy"),
+    ),
+    Operation(
+        "DELETE",
+        f"{_ADMIN}/{{topic}}",
+        "deleteTopic",
+        "Delete a topic and its messages for good",
+        {204: Reply("its files are gone, and the name can be used again")},
+        errors=("unknown_topic", "reserved_topic"),
+    ),
+)
+MESSAGES = (
+    Operation(
+        "POST",
+        "/api/topics/{topic}/produce",
+        "produce",
+        "Store one message, or a batch",
+        {
+            200: Reply("on disk and in its partition", {"anyOf": [ref("Stored"), ref("Results")]}, (JSON, NDJSON)),
+            202: Reply("acks=0: sent to the broker, nothing confirms it", ref("Accepted")),
+        },
+        query=(
+            _FORMAT,
+            Parameter("producer", text("the same as in the body, for NDJSON")),
+            Parameter("acks", text("the same as in the body, for NDJSON", enum=["0", "1", "all"])),
+        ),
+        body=ref("Produce"),
+        body_types=(JSON, NDJSON),
+        errors=(
+            *("bad_request", "bad_topic", "reserved_topic", "unknown_topic", "unknown_partition", "bad_id"),
+            *("id_reused", "id_too_old", "fenced", "drop_oldest", "too_long", "too_large", "too_many"),
+            *("too_many_topics", "producers_full", "busy", "stopping", "connections", "not_answered"),
+            *("stored_not_routed", "disk_full", "quota"),
+        ),
+    ),
+    Operation(
+        "GET",
+        "/api/topics/{topic}/consume",
+        "consume",
+        "Read messages of one partition from an offset on",
+        {200: Reply("messages in order, and where to continue", ref("Consumed"), (JSON, NDJSON))},
+        query=(
+            Parameter("partition", PATH_SCHEMAS["partition"]),
+            Parameter("offset", number("read from this offset on")),
+            Parameter("timestamp", text("from the first message received then: ms since the epoch, or RFC 3339")),
+            Parameter("from", text("earliest (default) or latest", enum=["earliest", "latest"])),
+            Parameter("maxMessages", number("at most so many", least=1, most=10_000), 100),
+            Parameter("maxBytes", number("about so many bytes, or one message", least=1, most=8 << 20), 1 << 20),
+            Parameter("timeoutMs", number("wait so long for a first message", most=60_000), 0),
+            _FORMAT,
+        ),
+        errors=("unknown_topic", "unknown_partition", "out_of_range", "too_many", "busy"),
+    ),
+)
+_LOG = "/v1/logs/{topic}/{partition}"
+_ANY: Schema = {}
+FILES = (  # logs.py
+    Operation("GET", "/v1/broker", "broker", "The data directory: id, format", {200: Reply("", _ANY)}, is_api=False),
+    Operation(
+        "GET",
+        "/v1/topics",
+        "topicFiles",
+        "Topics with first and end offsets",
+        {200: Reply("", _ANY)},
+        query=(Parameter("after", text("a name")), Parameter("limit", number("at most", least=1))),
+        is_api=False,
+    ),
+    Operation("GET", "/v1/ledger", "ledger", "What an audit needs", {200: Reply("", _ANY)}, is_api=False),
+    Operation(
+        "GET",
+        "/v1/logs",
+        "logFiles",
+        "First and end offset of every log",
+        {200: Reply("", _ANY)},
+        query=(Parameter("topic", text("only of this topic; may be repeated")),),
+        is_api=False,
+    ),
+    Operation(
+        "GET",
+        f"{_LOG}/offset",
+        "findOffset",
+        "The first record of a time or seq, or later",
+        {200: Reply("", _ANY)},
+        query=(Parameter("time", number("µs since the epoch")), Parameter("seq", number("number in the WAL"))),
+        errors=("not_found",),
+        is_api=False,
+    ),
+    Operation(
+        "GET",
+        f"{_LOG}/cuts",
+        "cuts",
+        "Offsets that cut a range into parts of about that size",
+        {200: Reply("", _ANY)},
+        query=tuple(Parameter(name, number(name)) for name in ("bytes", "start", "end")),
+        errors=("not_found",),
+        is_api=False,
+    ),
+    Operation(
+        "GET",
+        f"{_LOG}/records",
+        "records",
+        "The stored lines as they are",
+        {200: Reply("lines", {"type": "string"}, ("text/plain",))},
+        query=tuple(Parameter(name, number(name)) for name in ("start", "end", "max_bytes")),
+        errors=("not_found", "too_many"),
+        is_api=False,
+    ),
+)
+_STATE = Reply("the state of the broker", _ANY)
+PAGES = (  # web.py
+    Operation("GET", "/", "index", "The list of pages", {200: Reply("a page", None)}, is_api=False),
+    Operation("GET", "/docs", "docs", "This API as a page", {200: Reply("a page", None)}, is_api=False),
+    Operation("GET", "/openapi.json", "openapi", "This document", {200: Reply("OpenAPI 3.1", _ANY)}, is_api=False),
+    Operation("GET", "/healthz", "health", "Is every stage alive?", {200: _STATE, 503: _STATE}, is_api=False),
+    Operation("GET", "/readyz", "readiness", "Would a message be stored?", {200: _STATE, 503: _STATE}, is_api=False),
+    Operation(
+        "GET",
+        "/metrics",
+        "metrics",
+        "Metrics for Prometheus",
+        {200: Reply("metrics", {"type": "string"}, ("text/plain",))},
+        is_api=False,
+    ),
+)
+OPERATIONS = (*ADMIN, *MESSAGES, *FILES, *PAGES)
+
+
+def register(app: web.Application, operations: tuple[Operation, ...], handlers: Mapping[str, Handler]) -> None:
+    """Register the handlers of these operations, each by the operation's name."""
+    for operation in operations:
+        app.router.add_route(operation.method, operation.path, _serving(operation, handlers[operation.name]))
+
+
+def _serving(operation: Operation, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def serve(request: web.Request) -> web.StreamResponse:
+        path = {name: _value(name, PATH_SCHEMAS[name], request.match_info[name]) for name in operation.path_names}
+        return await handler(Call(request, path, read_query(operation, request)))
+
+    return answering(serve)
+
+
+def read_query(operation: Operation, request: web.Request) -> dict[str, Any]:
+    """Return every parameter of a query, with defaults; None if one has neither. Raises RequestRefused."""
+    known = {parameter.name: parameter for parameter in operation.query}
+    values = {parameter.name: parameter.default for parameter in operation.query}
+    for name, given in request.query.items():
+        if name not in known:
+            raise bad_field(name[:100], f"unknown parameter; expected {', '.join(known) or 'none'}")
+        if len(request.query.getall(name)) > 1:
+            raise bad_field(name, "is given twice")
+        values[name] = _value(name, known[name].schema, given)
+    return values
+
+
+def _value(name: str, schema: Schema, given: str) -> Any:
+    value: Any = given
+    if schema.get("type") == "integer":
+        if not (given.isascii() and given.isdigit() and len(given) <= 19):
+            raise bad_field(name, f"must be a whole number of at least {schema['minimum']}")
+        value = int(given)
+    elif schema.get("type") == "boolean":
+        if given not in ("true", "false"):
+            raise bad_field(name, "must be true or false")
+        value = given == "true"
+    check(schema, value, name)
+    return value
+
+
+def no_body(request: web.Request) -> None:
+    """Raise RequestRefused if a request that needs no body has one."""
+    if request.can_read_body:
+        raise RequestRefused("bad_request", f"{request.method} {request.path}: takes no body")

@@ -1,0 +1,234 @@
+"""JSON schemas of the API, and the check of a value against one. The OpenAPI document shows these very schemas.
+
+`check` knows the words that the schemas here use: type, enum, minimum, maximum, minLength, maxLength, pattern,
+properties, required, additionalProperties, items, minItems, maxItems, anyOf, $ref.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kmq.gateway.core.refused import bad_field
+from kmq.ids import MAX_WINDOW_ID, NAME_PATTERN
+from kmq.log.topics import MAX_PARTITIONS
+
+Schema = Mapping[str, Any]
+MOST_MESSAGES = 10_000  # in one request
+_MOST_OFFSET = (1 << 63) - 1
+_REF = "#/components/schemas/"
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": _REF + name}
+
+
+def array(items: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": items, **more}
+
+
+def record(required: Sequence[str] = (), /, **properties: Any) -> dict[str, Any]:
+    """Return the schema of an object that has these properties and no others."""
+    shape: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
+    return shape | ({"required": [*required]} if required else {})
+
+
+def text(help: str, **more: Any) -> Schema:
+    return {"type": "string", "description": help, **more}
+
+
+def number(help: str, least: int = 0, most: int = _MOST_OFFSET, **more: Any) -> Schema:
+    return {"type": "integer", "minimum": least, "maximum": most, "description": help, **more}
+
+
+def or_null(schema: Schema) -> dict[str, Any]:
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+def _limit(help: str) -> dict[str, Any]:
+    return number(f"{help}; -1: no limit", least=-1)  # type: ignore[return-value]
+
+
+_PARTITIONS = number("how many partitions", least=1, most=MAX_PARTITIONS)
+_CLEANUP = text("delete, or compact: only the latest message of each key has to stay", enum=["delete", "compact"])
+_OPTIONS: dict[str, Schema] = {
+    "retentionMs": _limit("age in ms at which messages are deleted"),
+    "retentionBytes": _limit("bytes of a partition beyond which the oldest messages are deleted"),
+    "segmentMs": _limit("age in ms at which a partition begins a new file"),
+    "segmentBytes": number("bytes at which a partition begins a new file", least=1),
+    "cleanupPolicy": _CLEANUP,
+    "deleteRetentionMs": number("how long a compacted topic keeps tombstones; not in this release"),
+    "maxDeliveries": number("deliveries of a message before it is a dead letter; not in this release", least=1),
+    "partitioner": text("how a key decides on the partition; this release has crc32", enum=["crc32", "murmur2"]),
+}
+_CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items() if name != "partitioner"}
+for _schema in _CHANGES.values():
+    if "enum" in _schema:
+        _schema["enum"] = [*_schema["enum"], None]
+_IN_FORCE = {name: _OPTIONS[name] for name in ("retentionMs", "retentionBytes", "segmentMs", "segmentBytes")}
+_OFFSET = number("position in the partition, from 0, for ever the same")
+_BYTES = {"type": ["string", "null"], "description": "base64, or text with format=text; null: none"}
+_HEADER = record(["name"], name=text("any text but the empty one", minLength=1), value=_BYTES)
+_SUMMARY = {
+    "name": text("the topic"),
+    "fromSeq": or_null(number("the WAL's number from which on the topic is in force; null: not yet")),
+    "replicationFactor": number("copies of each message", least=1, most=1),
+    "partitioner": _OPTIONS["partitioner"],
+    "cleanupPolicy": _CLEANUP,
+    **_IN_FORCE,
+}
+_ENCODING = text("base64: key, value and headers of this message are base64, whatever format= says", enum=["base64"])
+_MESSAGE: dict[str, Schema] = {
+    "key": _BYTES,
+    "value": _BYTES,
+    "headers": array(ref("Header"), maxItems=1000),
+    "partition": number("0 to partitions-1; without it the key decides, and without a key the message is spread"),
+    "timestamp": number("when the message was made, in ms since the epoch; default: now", most=999_999_999_999_999),
+    "id": text("recognises a repetition; with producer= a rising number", minLength=1, maxLength=MAX_WINDOW_ID),
+    "encoding": _ENCODING,
+}
+_SEND: dict[str, Schema] = {
+    "producer": text("a name whose ids rise: each is stored exactly once", pattern=f"^{NAME_PATTERN}$"),
+    "acks": {
+        "enum": [0, 1, "0", "1", "all"],
+        "description": "0: answer 202 at once; 1 and all: when the message is on disk and in its partition",
+    },
+}
+
+SCHEMAS: dict[str, Schema] = {
+    "Error": {
+        "type": "object",
+        "required": ["code", "message"],
+        "properties": {
+            "code": text("one of the refusal codes of KMQ"),
+            "message": text("what is wrong and what to do"),
+            "field": text("the field or parameter that is wrong"),
+            "seq": number("stored_not_routed: the message's number in the WAL"),
+            "first": number("out_of_range: the first offset of the partition"),
+            "end": number("out_of_range: the offset of its next message"),
+        },
+    },
+    "NewTopic": record(
+        ["name"],
+        name=text("letters, digits, _ . - and no . or - in front", minLength=1, maxLength=200),
+        partitions=_PARTITIONS,
+        replicationFactor=number("1, because a broker keeps one copy", least=1, most=32767),
+        **_OPTIONS,
+    ),
+    "TopicChanges": record(
+        partitions=_PARTITIONS,
+        force={"type": "boolean", "description": "also where keys would move to other partitions"},
+        **_CHANGES,
+    ),
+    "Partition": record(
+        ["partition", "startOffset", "endOffset", "bytes", "segments"],
+        partition=number("its number"),
+        startOffset=number("of the first message that is still there"),
+        endOffset=number("of the next message"),
+        bytes=number("on disk"),
+        segments=number("files"),
+    ),
+    "TopicSummary": record([*_SUMMARY, "partitions"], **_SUMMARY, partitions=_PARTITIONS),
+    "Topic": record([*_SUMMARY, "partitions"], **_SUMMARY, partitions=array(ref("Partition"))),
+    "Header": _HEADER,
+    "NewMessage": record(["value"], **_MESSAGE),
+    "Message": record(
+        ["partition", "offset", "key", "value", "headers", "timestamp"],
+        partition=_MESSAGE["partition"],
+        offset=_OFFSET,
+        key=_BYTES,
+        value=_BYTES,
+        headers=array(ref("Header")),
+        timestamp=number("when the message was made, in ms since the epoch"),
+        encoding=_ENCODING,
+    ),
+    "SingleProduce": record(["value"], **_MESSAGE, **_SEND),
+    "BatchProduce": record(
+        ["messages"], messages=array(ref("NewMessage"), minItems=1, maxItems=MOST_MESSAGES), **_SEND
+    ),
+    "Produce": {"anyOf": [ref("SingleProduce"), ref("BatchProduce")]},
+    "Stored": record(
+        ["topic", "partition", "offset", "timestamp"],
+        topic=text("the topic"),
+        partition=or_null(number("null: a repetition of a message that is gone")),
+        offset=or_null(_OFFSET),
+        timestamp=number("in ms since the epoch"),
+        duplicate={"type": "boolean", "description": "true: this id had been stored before, there"},
+    ),
+    "Failed": record(["error"], error=ref("Error")),
+    "Result": {"anyOf": [ref("Stored"), ref("Failed")]},
+    "Results": record(["results"], results=array(ref("Result"))),
+    "Accepted": record(["accepted"], accepted=number("messages sent, without confirmation")),
+    "Position": record(
+        ["partition", "offset", "endOffset"],
+        partition=number("its number"),
+        offset=number("the next to read"),
+        endOffset=number("of the partition's next message"),
+    ),
+    "Consumed": record(
+        ["messages", "positions"],
+        messages=array(ref("Message")),
+        positions=array(ref("Position")),
+        generation=or_null(number("of the group; null without one")),
+        assignment=array({"type": "integer"}),
+    ),
+}
+
+
+def resolve(schema: Schema) -> Schema:
+    """Return the schema that a reference names."""
+    return SCHEMAS[schema["$ref"].removeprefix(_REF)] if "$ref" in schema else schema
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def check(schema: Schema, value: object, where: str = "") -> None:
+    """Raise RequestRefused (bad_field) if `value` does not fit. `where`: its path, such as messages[3].value."""
+    schema = resolve(schema)
+    allowed = schema.get("type")
+    if allowed is not None:
+        names = [allowed] if isinstance(allowed, str) else allowed
+        if not any(
+            isinstance(value, _TYPES[name]) and (name == "boolean") == isinstance(value, bool) for name in names
+        ):
+            raise bad_field(where or "body", f"must be {' or '.join(names)}")
+    if "enum" in schema and not any(value == each and type(value) is type(each) for each in schema["enum"]):
+        raise bad_field(where, f"must be one of {', '.join(str(each) for each in schema['enum'])}")
+    if isinstance(value, str):
+        _check_text(schema, value, where)
+    elif isinstance(value, int) and "minimum" in schema and not schema["minimum"] <= value <= schema["maximum"]:
+        raise bad_field(where, f"must be between {schema['minimum']} and {schema['maximum']}")
+    elif isinstance(value, list):
+        if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
+            raise bad_field(where, f"must have {schema.get('minItems', 0)} to {schema['maxItems']} items")
+        for place, item in enumerate(value):
+            check(schema["items"], item, f"{where}[{place}]")
+    elif isinstance(value, dict):
+        _check_object(schema, value, where)
+
+
+def _check_text(schema: Schema, value: str, where: str) -> None:
+    if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)):
+        most = schema.get("maxLength", "any number of")
+        raise bad_field(where, f"must have {schema.get('minLength', 0)} to {most} characters")
+    if "pattern" in schema and not re.search(schema["pattern"].replace("$", r"\Z"), value):
+        raise bad_field(where, f"must match {schema['pattern']}")
+
+
+def _check_object(schema: Schema, value: dict[str, object], where: str) -> None:
+    path = f"{where}." if where else ""
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in value:
+            raise bad_field(path + name, "is missing")
+    for name, item in value.items():
+        if name not in properties:
+            raise bad_field(path + name[:100], f"unknown; expected {', '.join(properties)}")
+        check(properties[name], item, path + name)
