@@ -452,7 +452,9 @@ def test_a_change_of_readiness_is_one_log_line_however_it_flaps(broker):
 
 def get(broker, path):
     async def run():
-        async with TestClient(TestServer(web.application(Core(broker.settings, broker.page, FakeLogger()), metrics.Requests()))) as client:
+        async with TestClient(
+            TestServer(web.application(Core(broker.settings, broker.page, FakeLogger()), metrics.Requests()))
+        ) as client:
             response = await client.get(path)
             return response.status, await response.text(), response.headers["Content-Type"]
 

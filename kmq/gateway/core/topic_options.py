@@ -48,7 +48,7 @@ OPTIONS = {
     "cleanupPolicy": Option("cleanup", str, str),
 }
 # Options of the design that no part of the broker obeys yet, and the only value that is true today.
-NOT_YET: dict[str, Value] = {"delete_retentionMs": None, "maxDeliveries": None, "partitioner": "crc32"}
+NOT_YET: dict[str, Value] = {"deleteRetentionMs": None, "maxDeliveries": None, "partitioner": "crc32"}
 
 
 def limits_of(options: Mapping[str, Value]) -> dict[str, str]:
