@@ -19,6 +19,8 @@ from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
 from kmq.gateway.http import logs
 from kmq.gateway.http import web as pages
+from kmq.gateway.http.api import KEY as API
+from kmq.gateway.http.api import Api
 from kmq.links.ownership import FileLock
 from kmq.log import identity
 from kmq.logfmt import Logger
@@ -51,6 +53,12 @@ class Up:
         if self._serving is not None:
             self._serving.stop()
             self._serving = None
+
+    @property
+    def api(self) -> Api:
+        """The handlers under /api."""
+        assert self._serving is not None
+        return self._serving.api
 
     @property
     def streams(self) -> int:
@@ -88,7 +96,7 @@ class _Thread:
             app = pages.application(core, metrics.Requests())
         finally:
             logs.Logs = original  # type: ignore[misc]
-        self.logs = made[0]
+        self.logs, self.api = made[0], app[API]
         tokens = open_tokens(up.settings, lambda *_, **__: None)
         app.middlewares.extend([listeners.http_guard(tokens, _strangers(up))] if tokens else [])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)

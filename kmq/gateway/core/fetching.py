@@ -152,7 +152,12 @@ class Fetching:
         messages: list[Message] = []
         nbytes = 0
         while offset < end:
-            begin, lines = log.read(offset, min(_CHUNK_BYTES, max(1, limit.nbytes - nbytes)))
+            try:
+                begin, lines = log.read(offset, min(_CHUNK_BYTES, max(1, limit.nbytes - nbytes)))
+            except DamageError:
+                if messages:  # the next call hears of it
+                    break
+                raise
             if not lines:
                 break
             if begin != offset:

@@ -10,14 +10,24 @@ from kmq.gateway.http.produce import Produce
 from kmq.gateway.http.topics import Topics
 
 
-def add_to(app: web.Application, core: Core) -> None:
-    """Register all operations with `app`."""
-    bodies = Bodies(core.settings)
-    produce = Produce(core, bodies)
-    register(app, ADMIN, Topics(core, bodies).handlers)
-    register(app, MESSAGES, produce.handlers | Consume(core).handlers)
+class Api:
+    """The handlers and the bounds that they share."""
 
-    async def close(app: web.Application) -> None:
-        await produce.close()
+    def __init__(self, core: Core) -> None:
+        self.bodies = Bodies(core.settings)
+        self.topics = Topics(core, self.bodies)
+        self.produce = Produce(core, self.bodies)
+        self.consume = Consume(core)
 
-    app.on_cleanup.append(close)
+    def add_to(self, app: web.Application) -> None:
+        """Register all operations with `app`."""
+        register(app, ADMIN, self.topics.handlers)
+        register(app, MESSAGES, self.produce.handlers | self.consume.handlers)
+        app.on_cleanup.append(self._close)
+        app[KEY] = self
+
+    async def _close(self, app: web.Application) -> None:
+        await self.produce.close()
+
+
+KEY = web.AppKey("api", Api)

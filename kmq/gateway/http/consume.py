@@ -22,7 +22,7 @@ class Consume:
 
     def __init__(self, core: Core) -> None:
         self._fetching, self._topics = core.fetching, core.topics
-        self._waiting = 0
+        self.waiting = 0  # calls with timeoutMs that are open
         self.handlers = {"consume": self.consume}
 
     async def consume(self, call: Call) -> web.Response:
@@ -63,13 +63,13 @@ class Consume:
     def _slot(self, limit: Limit) -> Iterator[None]:
         """Count a call that may wait."""
         waits = limit.wait_s > 0
-        if waits and self._waiting >= _WAITING:
+        if waits and self.waiting >= _WAITING:
             raise RequestRefused("too_many", f"{_WAITING} calls with timeoutMs wait already")
-        self._waiting += waits
+        self.waiting += waits
         try:
             yield
         finally:
-            self._waiting -= waits
+            self.waiting -= waits
 
 
 def _wants_lines(request: web.Request) -> bool:

@@ -14,7 +14,8 @@ from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.http import api, logs, openapi
+from kmq.gateway.http import logs, openapi
+from kmq.gateway.http.api import Api
 from kmq.gateway.http.errors import refuse_unknown_paths
 
 _MAX_BODY = 1 << 16  # of requests whose body nobody reads; bodies.py has its own limit
@@ -38,7 +39,7 @@ def application(core: Core, requests: Requests) -> web.Application:
 
     app = monitoring(broker, requests)
     app.add_routes([web.get("/", index)])
-    api.add_to(app, core)
+    Api(core).add_to(app)
     openapi.add_to(app)
     logs.Logs(broker).add_to(app)
     return app
