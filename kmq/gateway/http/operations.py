@@ -162,56 +162,47 @@ MESSAGES = (
 )
 _LOG = "/v1/logs/{topic}/{partition}"
 _ANY: Schema = {}
+
+
+def _file(path: str, name: str, summary: str, *query: Parameter, reply: Reply | None = None, **more: Any) -> Operation:
+    errors = ("bad_request", *more.get("errors", ()))
+    replies = {200: reply or Reply("", _ANY)}
+    return Operation("GET", path, name, summary, replies, query=query, errors=errors, is_api=False)
+
+
+def _numbers(*names: str) -> tuple[Parameter, ...]:
+    return tuple(Parameter(name, number("see docs/gateway.md")) for name in names)
+
+
+_LINES = Reply("lines", {"type": "string"}, ("text/plain",))
+_ONE_TOPIC = Parameter("topic", text("only of this topic; may be repeated"))
+_AFTER = Parameter("after", text("a name"))
 FILES = (  # logs.py
-    Operation("GET", "/v1/broker", "broker", "The data directory: id, format", {200: Reply("", _ANY)}, is_api=False),
-    Operation(
-        "GET",
-        "/v1/topics",
-        "topicFiles",
-        "Topics with first and end offsets",
-        {200: Reply("", _ANY)},
-        query=(Parameter("after", text("a name")), Parameter("limit", number("at most", least=1))),
-        is_api=False,
-    ),
-    Operation("GET", "/v1/ledger", "ledger", "What an audit needs", {200: Reply("", _ANY)}, is_api=False),
-    Operation(
-        "GET",
-        "/v1/logs",
-        "logFiles",
-        "First and end offset of every log",
-        {200: Reply("", _ANY)},
-        query=(Parameter("topic", text("only of this topic; may be repeated")),),
-        is_api=False,
-    ),
-    Operation(
-        "GET",
+    _file("/v1/broker", "broker", "The data directory: id, format"),
+    _file("/v1/topics", "topicFiles", "Topics with first and end offsets", _AFTER, *_numbers("limit")),
+    _file("/v1/ledger", "ledger", "What an audit needs"),
+    _file("/v1/logs", "logFiles", "First and end offset of every log", _ONE_TOPIC),
+    _file(
         f"{_LOG}/offset",
         "findOffset",
-        "The first record of a time or seq, or later",
-        {200: Reply("", _ANY)},
-        query=(Parameter("time", number("µs since the epoch")), Parameter("seq", number("number in the WAL"))),
+        "The first record of a time (µs) or seq, or later",
+        *_numbers("time", "seq"),
         errors=("not_found",),
-        is_api=False,
     ),
-    Operation(
-        "GET",
+    _file(
         f"{_LOG}/cuts",
         "cuts",
         "Offsets that cut a range into parts of about that size",
-        {200: Reply("", _ANY)},
-        query=tuple(Parameter(name, number(name)) for name in ("bytes", "start", "end")),
+        *_numbers("bytes", "start", "end"),
         errors=("not_found",),
-        is_api=False,
     ),
-    Operation(
-        "GET",
+    _file(
         f"{_LOG}/records",
         "records",
         "The stored lines as they are",
-        {200: Reply("lines", {"type": "string"}, ("text/plain",))},
-        query=tuple(Parameter(name, number(name)) for name in ("start", "end", "max_bytes")),
+        *_numbers("start", "end", "max_bytes"),
+        reply=_LINES,
         errors=("not_found", "too_many"),
-        is_api=False,
     ),
 )
 _STATE = Reply("the state of the broker", _ANY)

@@ -1,0 +1,302 @@
+"""The HTTP API of a real broker: what is stored where, what a repetition gives, what happens when a stage is away.
+
+Every answer is one that the OpenAPI document has (api_client.py).
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from base64 import b64encode
+from contextlib import closing, contextmanager
+from itertools import count
+
+import pytest
+from api_client import NDJSON, Api
+from brokers import Broker
+from fake_logger import FakeLogger
+
+from kmq.broker.stats import peek
+from kmq.client.failures import Fenced
+from kmq.client.message import Message
+from kmq.client.producer import Producer
+from kmq.gateway.core import producing
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.producing import NewMessage
+from kmq.log import reader
+from kmq.settings import load
+
+TOPICS = "/api/admin/topics"
+SMALL = {"RB_SLOTS": 64, "RB_BYTES": "256 KiB", "KMQ_MAX_LINE": "64 KiB", "KMQ_DATA_QUOTA": "20 MiB"}
+_names = count()
+
+
+def started(root, **settings):
+    broker = Broker(root)
+    try:
+        broker.up(**settings)
+        broker.env |= {name: str(value) for name, value in settings.items()}
+        yield broker
+    finally:
+        broker.close()
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    yield from started(tmp_path_factory.mktemp("broker") / "b")
+
+
+@contextmanager
+def connected(broker):
+    with closing(Api(int((broker.pipes / "http.port").read_text()))) as api:
+        yield api
+
+
+@pytest.fixture
+def api(broker):
+    with connected(broker) as found:
+        yield found
+
+
+@pytest.fixture
+def topic():
+    return f"t{next(_names)}"
+
+
+def produce(topic, query="format=text"):
+    return f"/api/topics/{topic}/produce?{query}"
+
+
+def line_at(broker, topic, place):
+    """The stored line that an answer names."""
+    log = reader.partition(str(broker.data), topic, place["partition"])
+    first, lines = log.read(place["offset"], 1)
+    assert first == place["offset"]
+    return Message(topic, place["partition"], first, lines.splitlines()[0])
+
+
+# --- produce ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_where_the_answer_says_and_comes_back_as_it_was(broker, api, topic):
+    headers = [{"name": "a", "value": "1"}, {"name": "a", "value": None}, {"name": "enc", "value": ""}]
+    given = {"key": "u|7", "value": "hällo\n", "headers": headers, "timestamp": 1_700_000_000_123}
+    place = api.post(produce(topic), given).value
+    assert place == {"topic": topic, "partition": 0, "offset": 0, "timestamp": 1_700_000_000_123}
+    stored = line_at(broker, topic, place)
+    assert (stored.key, stored.value) == (b"u|7", "hällo\n".encode())
+    [shown] = api.get(f"/api/topics/{topic}/consume?format=text").value["messages"]
+    assert shown == given | {"partition": 0, "offset": 0}
+
+
+def test_a_batch_is_answered_in_order_with_a_place_for_each(broker, api, topic):
+    api.post(TOPICS, {"name": topic, "partitions": 4})
+    batch = [{"key": f"k{n % 7}", "value": f"v{n}"} for n in range(50)] + [{"value": f"v{n}"} for n in range(50, 60)]
+    for results in (
+        api.post(produce(topic), {"messages": batch}).value["results"],
+        api.lines(produce(topic), batch).value,
+    ):
+        stored = [line_at(broker, topic, place) for place in results]
+        assert [message.value.decode() for message in stored] == [message["value"] for message in batch]
+        of_key = {}
+        for message in stored[:50]:
+            of_key.setdefault(message.key, []).append((message.partition, message.offset))
+        assert len(of_key) == 7
+        for places in of_key.values():
+            assert len({partition for partition, _ in places}) == 1 and places == sorted(places)
+
+
+def test_a_partition_that_is_asked_for_is_taken_and_an_unknown_one_refused(api, topic):
+    api.post(TOPICS, {"name": topic, "partitions": 2})
+    batch = [{"value": "a", "partition": 1}, {"value": "b", "partition": 2}, {"value": "c", "partition": 1}]
+    first, second, third = api.post(produce(topic), {"messages": batch}).value["results"]
+    assert (first["partition"], first["offset"], third["offset"]) == (1, 0, 1)
+    assert second["error"]["code"] == "unknown_partition"
+    assert api.post(produce(topic), batch[1]).refusal[:2] == (404, "unknown_partition")
+
+
+def test_null_and_empty_values_and_keys_are_different_things(broker, api, topic):
+    given = [{"key": key, "value": value} for key in (None, "", "k") for value in (None, "", "v")]
+    api.lines(produce(topic), given)
+    shown = api.get(f"/api/topics/{topic}/consume?format=text").value["messages"]
+    assert [{"key": each["key"], "value": each["value"]} for each in shown] == given
+
+
+def test_an_id_that_comes_again_gives_the_first_place_and_stores_nothing(broker, api, topic):
+    first = api.post(produce(topic), {"value": "a", "id": "order 7|ü"}).value
+    again = api.post(produce(topic), {"value": "a", "id": "order 7|ü"}).value
+    assert again == first | {"duplicate": True}
+    assert api.post(produce(topic), {"value": "b", "id": "order 7|ü"}).refusal[:2] == (409, "id_reused")
+    assert api.post(produce(f"{topic}-2"), {"value": "b", "id": "order 7|ü"}).value["offset"] == 0, "its own window"
+    assert len(broker.lines(topic)) == 1
+
+
+def test_ids_of_a_topic_with_a_long_name_are_remembered_too(broker, api):
+    topic = "x" * 190 + str(next(_names))
+    places = [api.post(produce(topic), {"value": "a", "id": "1"}).value for _ in range(2)]
+    assert places[1] == places[0] | {"duplicate": True}
+
+
+def test_a_producer_with_rising_ids_is_stored_exactly_once(broker, api, topic):
+    name = f"loader-{topic}"
+    batch = [{"value": f"v{n}", "id": str(n)} for n in range(1, 21)]
+    first = api.post(produce(topic), {"messages": batch, "producer": name}).value["results"]
+    again = api.post(produce(topic), {"messages": [*batch[10:], {"value": "v21", "id": "30"}], "producer": name})
+    assert again.value["results"][:10] == [place | {"duplicate": True} for place in first[10:]]
+    assert api.lines(produce(topic, f"format=text&producer={name}"), [{"value": "late", "id": "25"}]).value == [
+        {"error": api.post(produce(topic), {"value": "late", "id": "25", "producer": name}).value}
+    ]
+    late = api.post(produce(topic), {"value": "late", "id": "25", "producer": name})
+    assert late.refusal[:2] == (409, "id_too_old")
+    assert [Message(topic, 0, 0, line).id for line in broker.lines(topic)] == [*map(str, range(1, 21)), "30"]
+
+
+def test_a_line_client_of_the_same_name_fences_and_is_fenced(broker, api, topic):
+    name = f"both-{topic}"
+    api.post(produce(topic), {"value": "a", "id": "1", "producer": name})
+    port = int((broker.pipes / "ingress.port").read_text())
+    with pytest.raises(Fenced), Producer(port=port, producer=name) as producer:
+        producer.send(topic, b"b").result(60)
+        answer = api.post(produce(topic), {"value": "c", "id": "9", "producer": name})
+        while answer.status == 409 and answer.value["code"] == "fenced":  # the connection that the other has fenced
+            answer = api.post(produce(topic), {"value": "c", "id": "9", "producer": name})
+        assert answer.value["offset"] == 2
+        producer.send(topic, b"d").result(60)
+
+
+def test_without_acks_the_answer_comes_at_once_and_the_message_later(broker, api, topic):
+    for answer in (
+        api.post(produce(topic), {"value": "a", "acks": 0}),
+        api.lines(produce(topic, "acks=0&format=text"), [{"value": "b"}, {"value": "c"}]),
+    ):
+        assert answer.status == 202
+    broker.wait(lambda: len(broker.lines(topic)) == 3, "messages that nobody waited for")
+
+
+def test_what_the_broker_refuses_says_so(api, topic):
+    assert api.post(produce("__internal"), {"value": ""}).refusal[:2] == (400, "reserved_topic")
+    assert api.post(produce(topic), {"value": "x" * (1 << 20)}).refusal[:2] == (413, "too_long")
+    batch = [{"value": "a"}, {"value": "x" * (1 << 20)}, {"value": "b"}]
+    results = api.post(produce(topic), {"messages": batch}).value["results"]
+    assert [result.get("offset", result.get("error", {}).get("code")) for result in results] == [0, "too_long", 1]
+
+
+def test_a_message_that_is_not_routed_in_time_is_stored_and_found_later(broker, api, topic, monkeypatch):
+    api.post(produce(topic), {"value": "first"})
+    monkeypatch.setattr(producing, "ROUTED_S", 0.2)
+    monkeypatch.setattr(os, "environ", broker.env)
+
+    async def send():
+        core = Core(load(toml=""), peek(broker.instance), FakeLogger())
+        try:
+            return (await core.producing.produce(topic, [NewMessage(None, b"second", id="2")]))[0]
+        finally:
+            await core.close()
+
+    router = broker.pids()["router"]
+    os.kill(router, signal.SIGSTOP)
+    try:
+        refused = asyncio.run(send())
+    finally:
+        os.kill(router, signal.SIGCONT)
+    assert (refused.code, refused.refusal.http) == ("stored_not_routed", 504)
+    again = api.post(produce(topic), {"value": "second", "id": "2"}).value
+    assert (again["offset"], again["duplicate"]) == (1, True)
+    assert line_at(broker, topic, again).seq == refused.fields["seq"]
+
+
+def test_a_full_disk_is_507_with_the_time_to_come_again(tmp_path):
+    for broker in started(tmp_path / "b", KMQ_AUTO_CREATE_TOPICS="off", **SMALL):
+        with connected(broker) as api:
+            assert api.post(produce("nobody"), {"value": ""}).refusal[:2] == (404, "unknown_topic")
+            api.post(TOPICS, {"name": "orders"})
+            batch = {"messages": [{"value": b64encode(bytes(40_000)).decode()}] * 50}
+            deadline = time.monotonic() + 60
+            while (answer := api.post(produce("orders"), batch)).status == 200:
+                assert time.monotonic() < deadline
+            assert answer.refusal[:2] == (507, "quota") and answer.headers["Retry-After"] == "1"
+
+
+# --- topics ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_is_created_changed_deleted_and_its_name_used_again(api, topic):
+    asked = {"name": topic, "partitions": 3, "retentionMs": 86_400_000, "cleanupPolicy": "compact"}
+    made = api.post(TOPICS, asked)
+    assert made.status == 201 and made.value["fromSeq"] > 0 and len(made.value["partitions"]) == 3
+    assert api.post(TOPICS, asked).status == 200
+    assert api.post(TOPICS, {"name": topic, "partitions": 3}).refusal[:2] == (409, "topic_exists")
+    changed = api.call("PATCH", f"{TOPICS}/{topic}", {"retentionMs": None, "retentionBytes": 1 << 30, "partitions": 3})
+    assert (changed.value["retentionMs"], changed.value["retentionBytes"]) == (-1, 1 << 30)
+    assert api.get(f"{TOPICS}/{topic}").value == changed.value
+    api.post(produce(topic), {"key": "k", "value": "v"})
+    assert api.call("DELETE", f"{TOPICS}/{topic}").status == 204
+    assert api.get(f"{TOPICS}/{topic}").refusal[:2] == (404, "unknown_topic")
+    assert topic not in [row["name"] for row in api.get(TOPICS).value]
+    assert api.post(TOPICS, {"name": topic}).status == 201
+    assert api.post(produce(topic), {"value": "new"}).value["topic"] == topic
+
+
+def test_a_topic_of_kmq_itself_is_listed_only_when_asked_for(api, broker):
+    names = {row["name"] for row in api.get(f"{TOPICS}?internal=true").value}
+    assert {row["name"] for row in api.get(TOPICS).value} == {name for name in names if not name.startswith("__")}
+
+
+# --- anything at all -------------------------------------------------------------------------------------------------
+
+GOOD = [
+    ("POST", TOPICS, b'{"name":"f1","partitions":2,"retentionMs":60000,"cleanupPolicy":"delete"}'),
+    ("PATCH", f"{TOPICS}/f1", b'{"retentionBytes":1048576,"partitions":2}'),
+    ("GET", f"{TOPICS}/f1", b""),
+    ("POST", "/api/topics/f1/produce?format=base64", b'{"key":"aw==","value":"YQ==","partition":1,"acks":"all"}'),
+    ("POST", "/api/topics/f1/produce?format=text", b'{"messages":[{"value":"a","id":"7"},{"value":null}]}'),
+    ("GET", "/api/topics/f1/consume?partition=0&offset=0&maxMessages=10&timeoutMs=1&format=text", b""),
+    ("GET", "/api/topics/f1/consume?partition=1&timestamp=1700000000000&maxBytes=1000", b""),
+    ("GET", "/v1/logs/f1/0/records?start=0&end=3", b""),
+]
+SPICE = [
+    b"\0",
+    b"\xff",
+    b'"',
+    b"{",
+    b"]",
+    b"\\ud800",
+    b"null",
+    b"-1",
+    b"1e999",
+    b"[" * 50,
+    b"99999999999999999999",
+    b"\n",
+]
+
+
+def spoiled(dice, text):
+    """The text with some bytes gone, doubled, or replaced."""
+    at, length = dice.randrange(len(text) + 1), dice.randrange(1, 9)
+    kind = dice.randrange(3)
+    if kind == 0:
+        return text[:at] + text[at + length :]
+    if kind == 1:
+        return text[:at] + text[at : at + length] * 2 + text[at + length :]
+    return text[:at] + dice.choice(SPICE) + text[at + length :]
+
+
+def test_whatever_is_asked_the_answer_is_documented_and_no_fault(broker, api):
+    seed = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"CHAOS_SEED={seed}")
+    dice = random.Random(seed)
+    statuses = set()
+    for _ in range(400):
+        method, target, body = dice.choice(GOOD)
+        for _ in range(dice.randrange(3)):
+            body = spoiled(dice, body)
+            where = target.encode()
+            target = target if dice.randrange(2) else spoiled(dice, where).decode("latin-1")
+        target = "/" + "".join(c for c in target if "!" <= c <= "~" and c != "#").lstrip("/")
+        kind = {"Content_Type": NDJSON} if dice.randrange(4) == 0 else {}
+        answer = api.call(method, target, body or None, **kind)
+        assert answer.status not in (500, 503, 504), (method, target, body, answer.value)
+        statuses.add(answer.status)
+    assert {200, 400, 404, 422} <= statuses
+    assert api.get("/healthz").status == 200 and "Traceback" not in broker.log()
