@@ -5,7 +5,11 @@
     listeners.py      every port it listens on, with TLS and tokens
     doors.py          every connection, from accept to its end
     core/             what all doors share; knows none of them
+      core.py         all of it, for a door to hold
       broker.py       the state of the broker: health, readiness
+      topic_admin.py  topics: create, describe, change, delete; topic_options.py: their options
+      producing.py    typed messages through ingress; places.py: seq → partition and offset
+      fetching.py     messages of one partition, from an offset on
       catalog.py      which logs exist, and their first and end offsets
       bounds.py       the first and end offsets of partitions, cached
       spans.py        a range of records as checked bytes of the files
@@ -21,7 +25,12 @@
       offset_table.py, offset_log.py, offset_writer.py   its memory, its start, its connection to ingress
       keeping.py      the task that keeps it
     http/             door: HTTP
-      web.py          /metrics /healthz /readyz
+      web.py          the application: /metrics /healthz /readyz, and everything below
+      api.py          /api/…: topics.py, produce.py, consume.py; bodies.py bounds what they read
+      operations.py   every path of the API, declared once; schema.py: the JSON that goes in and out
+      openapi.py      the document and its page, made from these declarations
+      message_json.py a message as JSON
+      errors.py       refusals as responses
       logs.py         /v1/…, the logs as they are in the files
     lines/            door: lines out, and GET_STATUS
     grpc/             door: gRPC
@@ -35,7 +44,7 @@
 
 A door never imports another door. Further doors get a folder each, beside http/ and grpc/.
 
-The gateway produces through ingress' acknowledged protocol, over one connection, and reads the queue files that the
+The gateway produces through ingress' acknowledged protocol and reads the queue files that the
 router writes. So it can be killed and started at any time: a client without a reply sends its request again.
 """
 
