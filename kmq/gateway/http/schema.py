@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kmq.gateway.core.refused import bad_field
+from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.ids import MAX_WINDOW_ID, NAME_PATTERN
 from kmq.log.topics import MAX_PARTITIONS
 
@@ -88,8 +88,8 @@ _MESSAGE: dict[str, Schema] = {
 }
 _SEND: dict[str, Schema] = {
     "producer": text("a name whose ids rise: each is stored exactly once", pattern=f"^{NAME_PATTERN}$"),
-    "acks": {
-        "enum": [0, 1, "0", "1", "all"],
+    "acks": {  # not one enum: generators of clients refuse one of texts and numbers
+        "anyOf": [number("0 or 1", most=1), text("0, 1 or all", enum=["0", "1", "all"])],
         "description": "0: answer 202 at once; 1 and all: when the message is on disk and in its partition",
     },
 }
@@ -192,6 +192,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 def check(schema: Schema, value: object, where: str = "") -> None:
     """Raise RequestRefused (bad_field) if `value` does not fit. `where`: its path, such as messages[3].value."""
     schema = resolve(schema)
+    if "anyOf" in schema:
+        if not any(_fits(choice, value) for choice in schema["anyOf"]):
+            raise bad_field(where, f"must be {' or '.join(choice['description'] for choice in schema['anyOf'])}")
+        return
     allowed = schema.get("type")
     if allowed is not None:
         names = [allowed] if isinstance(allowed, str) else allowed
@@ -212,6 +216,14 @@ def check(schema: Schema, value: object, where: str = "") -> None:
             check(schema["items"], item, f"{where}[{place}]")
     elif isinstance(value, dict):
         _check_object(schema, value, where)
+
+
+def _fits(schema: Schema, value: object) -> bool:
+    try:
+        check(schema, value)
+    except RequestRefused:
+        return False
+    return True
 
 
 def _check_text(schema: Schema, value: str, where: str) -> None:
