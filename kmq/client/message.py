@@ -49,6 +49,11 @@ class Message:
         return fields
 
     @property
+    def fields(self) -> list[bytes]:
+        """Return the six fields as they are stored."""
+        return self._fields or self._split()
+
+    @property
     def line(self) -> bytes:
         """Return the stored line without its newline."""
         return self._line

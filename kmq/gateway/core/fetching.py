@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
-from kmq.client.message import Message
+from kmq.client.message import Message, messages
 from kmq.gateway.core.bounds import Bounds
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.feed import Watermark
@@ -149,29 +149,30 @@ class Fetching:
                 raise RequestRefused("not_ready", "the router is down or recovers, so the end of the log is unknown")
             text = f"offset {offset}: {topic}/{partition} has {first} to {end}"
             raise RequestRefused("out_of_range", text, field="offset", first=first, end=end)
-        messages: list[Message] = []
+        found: list[Message] = []
         nbytes = 0
-        while offset < end:
+        while offset < end and len(found) < limit.messages and nbytes < limit.nbytes:
+            room = limit.nbytes - nbytes
             try:
-                begin, lines = log.read(offset, min(_CHUNK_BYTES, max(1, limit.nbytes - nbytes)))
+                begin, lines = log.read(offset, min(_CHUNK_BYTES, room))
             except DamageError:
-                if messages:  # the next call hears of it
+                if found:  # the next call hears of it
                     break
                 raise
-            if not lines:
+            if not lines or (found and len(lines) > room):
                 break
             if begin != offset:
                 text = f"offset {offset}: {topic}/{partition} begins with {begin}"
                 raise RequestRefused("out_of_range", text, field="offset", first=begin, end=end)
-            for line in lines.split(b"\n")[:-1]:
-                if line:
-                    message = Message(topic, partition, offset, line, self._marks_from)
-                    is_full = messages and (len(messages) >= limit.messages or nbytes + message.size > limit.nbytes)
-                    if is_full or message.seq > routed:
-                        return Fetched(messages, offset, max(offset, end) if is_full else offset)
-                    messages.append(message)
-                    nbytes += message.size
-                offset += 1
-            if len(messages) >= limit.messages or nbytes >= limit.nbytes:
-                break
-        return Fetched(messages, offset, max(offset, end))
+            nbytes += len(lines)
+            offset = begin + lines.count(b"\n")
+            some = messages(topic, partition, begin, lines, self._marks_from)
+            if len(found) + len(some) > limit.messages:
+                offset = some[limit.messages - len(found)].offset
+                del some[limit.messages - len(found) :]
+            if some and some[-1].seq > routed:
+                while some and some[-1].seq > routed:
+                    offset = some.pop().offset
+                return Fetched(found + some, offset, offset)
+            found += some
+        return Fetched(found, offset, max(offset, end))

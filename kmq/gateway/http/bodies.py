@@ -7,15 +7,16 @@ Deadline    A body must be whole within KMQ_LINE_DEADLINE.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from kmq.gateway.core.refused import RequestRefused
 from kmq.settings import KIB, MIB, Settings
 
+T = TypeVar("T")
 _MOST_BYTES = 8 * MIB  # of one body; more only if a single message may be longer
 _ALL_BYTES = 48 * MIB
 _SMALL_BYTES = 64 * KIB  # is parsed at once
@@ -68,12 +69,12 @@ class Bodies:
             raise RequestRefused("busy", "other requests hold the memory for bodies; send this one again")
         self.held += nbytes
 
-    async def parse(self, body: bytes) -> Any:
-        """Return the JSON value of a body. Raises RequestRefused if it is none."""
+    async def parse(self, body: bytes, parse: Callable[[bytes], T]) -> T:
+        """Return what `parse` makes of a body: of a large one in a thread, one at a time."""
         if len(body) <= _SMALL_BYTES:
-            return parse_json(body)
+            return parse(body)
         async with self._parsing:
-            return await asyncio.to_thread(parse_json, body)
+            return await asyncio.to_thread(parse, body)
 
 
 class _Share:

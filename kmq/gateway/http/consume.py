@@ -11,7 +11,7 @@ from aiohttp import web
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import EARLIEST, Fetched, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
-from kmq.gateway.http.message_json import dump
+from kmq.gateway.http.message_json import Writer
 from kmq.gateway.http.operations import JSON, NDJSON, Call
 
 _WAITING = 256  # calls that wait for a message at the same time
@@ -78,7 +78,8 @@ def _wants_lines(request: web.Request) -> bool:
 
 def _response(found: Fetched, partition: int, is_text: bool, as_lines: bool) -> web.Response:
     headers = {"KMQ-Next-Offset": str(found.next_offset), "KMQ-End-Offset": str(found.end_offset)}
-    shown = [dump(message, is_text) for message in found.messages]
+    dump = Writer(is_text).dump
+    shown = [dump(message) for message in found.messages]
     if as_lines:
         return web.Response(text="".join(f"{each}\n" for each in shown), content_type=NDJSON, headers=headers)
     position = f'{{"partition":{partition},"offset":{found.next_offset},"endOffset":{found.end_offset}}}'

@@ -6,11 +6,11 @@ says so in a field of its own, `encoding`.
 
 from binascii import Error as Base64Error
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from kmq.client.message import Message
+from kmq.client.message import Header, Message
 from kmq.gateway.core.producing import NewMessage
 from kmq.gateway.core.refused import bad_field
 from kmq.gateway.http.schema import SCHEMAS, check
@@ -31,26 +31,57 @@ def _text(value: bytes | None) -> str:
     return "null" if value is None else quoted(value.decode())
 
 
+class Writer:
+    """Writes messages of one partition as JSON objects, each on one line.
+
+    Keys, headers and times come again and again, and making them takes most of the time. Those of one answer are kept.
+    """
+
+    def __init__(self, is_text: bool) -> None:
+        self._is_text = is_text
+        self._keys: dict[bytes, str] = {}  # by routing key
+        self._headers: dict[bytes, str] = {}  # by what follows the id in its field
+        self._times: dict[bytes, int] = {}  # by the producer's time, where that is one
+
+    def dump(self, message: Message) -> str:
+        """Return one message."""
+        if self._is_text:
+            try:
+                return self._dump(message, _text, "")
+            except UnicodeDecodeError:
+                return Writer(is_text=False)._dump(message, _base64, ',"encoding":"base64"')
+        return self._dump(message, _base64, "")
+
+    def _dump(self, message: Message, show: Show, more: str) -> str:
+        _, _, routing_key, time, id, _ = message.fields
+        key = self._keys.get(routing_key)
+        if key is None:
+            key = show(message.key)
+            if not message.marks_from > 1:  # else a mark is a mark only from some seq on
+                self._keys[routing_key] = key
+        tail = id.partition(b";")[2]
+        headers = self._headers.get(tail)
+        if headers is None:
+            headers = self._headers[tail] = _shown(message.headers, show)
+        stamp = self._times.get(time)
+        if stamp is None:
+            stamp = message.timestamp_ms
+            if time.replace(b".", b"", 1).isdigit():
+                self._times[time] = stamp
+        return (
+            f'{{"partition":{message.partition},"offset":{message.offset},"key":{key},'
+            f'"value":{show(message.value)},"headers":{headers},"timestamp":{stamp}{more}}}'
+        )
+
+
+def _shown(headers: Sequence[Header], show: Show) -> str:
+    pairs = (f'{{"name":{quoted(name)},"value":{show(value)}}}' for name, value in headers)
+    return f"[{','.join(pairs)}]"
+
+
 def dump(message: Message, is_text: bool) -> str:
     """Return one message as a JSON object on one line."""
-    if is_text:
-        try:
-            return _dump(message, _text, "")
-        except UnicodeDecodeError:
-            return _dump(message, _base64, ',"encoding":"base64"')
-    return _dump(message, _base64, "")
-
-
-def _dump(message: Message, show: Show, more: str) -> str:
-    headers = message.headers
-    shown = "[]"
-    if headers:
-        pairs = (f'{{"name":{quoted(name)},"value":{show(value)}}}' for name, value in headers)
-        shown = f"[{','.join(pairs)}]"
-    return (
-        f'{{"partition":{message.partition},"offset":{message.offset},"key":{show(message.key)},'
-        f'"value":{show(message.value)},"headers":{shown},"timestamp":{message.timestamp_ms}{more}}}'
-    )
+    return Writer(is_text).dump(message)
 
 
 # --- in --------------------------------------------------------------------------------------------------------------
@@ -58,6 +89,11 @@ def _dump(message: Message, show: Show, more: str) -> str:
 
 def load(item: object, is_text: bool, where: str = "", more: Iterable[str] = ()) -> NewMessage:
     """Return the message in a JSON value. `more`: names that the object may have besides. Raises RequestRefused."""
+    if item.__class__ is dict and len(item) == 1:
+        value = item.get("value", 0)
+        if value.__class__ is str:
+            read = _read_text if is_text else _read_base64
+            return NewMessage(None, read(value, f"{where}.value" if where else "value"))
     if not isinstance(item, dict) or not (item.keys() <= _NAMES and "value" in item):
         item = {name: value for name, value in item.items() if name not in more} if isinstance(item, dict) else item
         check(_NEW, item, where)

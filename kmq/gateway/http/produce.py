@@ -22,7 +22,6 @@ from kmq.gateway.http.schema import MOST_MESSAGES, SCHEMAS, check
 from kmq.ids import MAX_ID_DIGITS
 
 _SENDING = ("producer", "acks")
-_THREAD_BYTES = 1 << 16  # larger bodies are read in a thread, so that they do not keep others waiting
 
 
 class Request(NamedTuple):
@@ -82,12 +81,8 @@ class Produce:
         is_text = call.query["format"] == "text"
         given = {name: call.query[name] for name in _SENDING if call.query[name] is not None}
         if call.request.content_type == NDJSON:
-            if len(body) > _THREAD_BYTES:
-                messages = await asyncio.to_thread(_lines, body, is_text)
-            else:
-                messages = _lines(body, is_text)
-            return _checked(messages, "lines", given)
-        value = await self._bodies.parse(body)
+            return _checked(await self._bodies.parse(body, lambda text: _lines(text, is_text)), "lines", given)
+        value: Any = await self._bodies.parse(body, parse_json)
         if not isinstance(value, dict):
             raise bad_field("body", "must be an object")
         given |= {name: value[name] for name in _SENDING if name in value}
@@ -108,6 +103,13 @@ def _lines(body: bytes, is_text: bool) -> list[NewMessage]:
         raise RequestRefused(
             "too_large" if lines else "bad_request", f"the body has {len(lines)} lines: must be 1 to {MOST_MESSAGES}"
         )
+    try:  # as one list, which takes half of the time
+        values = json.loads(b"[%b]" % b",".join(line for _, line in lines))
+        messages = [load(value, is_text) for value in values]
+        if len(messages) == len(lines) and all(line.strip()[:1] == b"{" for _, line in lines):
+            return messages
+    except (ValueError, RecursionError, RequestRefused):
+        pass
     return [load(parse_json(line, f"line {number}: "), is_text, f"line[{number}]") for number, line in lines]
 
 

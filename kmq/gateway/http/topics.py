@@ -8,7 +8,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.refused import bad_field
 from kmq.gateway.core.topic_admin import TopicState
 from kmq.gateway.core.topic_options import NOT_YET, OPTIONS
-from kmq.gateway.http.bodies import Bodies
+from kmq.gateway.http.bodies import Bodies, parse_json
 from kmq.gateway.http.operations import Call
 from kmq.gateway.http.schema import SCHEMAS, check
 
@@ -53,7 +53,7 @@ class Topics:
 
     async def _read(self, call: Call, schema: str) -> dict[str, Any]:
         async with self._bodies.read(call.request) as text:
-            body: dict[str, Any] = await self._bodies.parse(text)
+            body: dict[str, Any] = await self._bodies.parse(text, parse_json)
         check(SCHEMAS[schema], body)
         return body
 
