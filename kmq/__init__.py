@@ -3,16 +3,23 @@
 import kmq
 with kmq.Producer(port=5673) as producer:
     seq = producer.send("orders", b"one", key="42").result()
+with kmq.Consumer("orders", group_id="billing") as consumer:
+    for message in consumer:
+        print(message.key, message.value)
+        consumer.commit()
 """
 
 TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would slow down the start of every stage
 if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.aio import AsyncProducer as AsyncProducer
+    from kmq.client.consumer import Consumer as Consumer
+    from kmq.client.egress_lines import TopicPartition as TopicPartition
     from kmq.client.failures import Fenced as Fenced
     from kmq.client.failures import NotAnswered as NotAnswered
     from kmq.client.failures import Refused as Refused
     from kmq.client.lines import decode_bytes as decode_bytes
     from kmq.client.lines import decode_payload as decode_payload
+    from kmq.client.message import Message as Message
     from kmq.client.producer import Delivery as Delivery
     from kmq.client.producer import Producer as Producer
     from kmq.cluster.aio import AsyncBroadcastQueue as AsyncBroadcastQueue
@@ -25,12 +32,15 @@ _EXPORTS = {
     "AsyncBroadcastQueue": "kmq.cluster.aio",
     "AsyncProducer": "kmq.client.aio",
     "BroadcastQueue": "kmq.cluster.queue",
+    "Consumer": "kmq.client.consumer",
     "Delivery": "kmq.client.producer",
     "Fenced": "kmq.client.failures",
     "KmqError": "kmq.errors",
+    "Message": "kmq.client.message",
     "NotAnswered": "kmq.client.failures",
     "Producer": "kmq.client.producer",
     "Refused": "kmq.client.failures",
+    "TopicPartition": "kmq.client.egress_lines",
     "decode_bytes": "kmq.client.lines",
     "decode_payload": "kmq.client.lines",
 }

@@ -1,4 +1,4 @@
-"""What every producer needs for a connection: the broker's address, when to retry, and the socket."""
+"""What every client needs for a connection: the broker's address, when to retry, and the socket."""
 
 import contextlib
 import logging
@@ -13,7 +13,7 @@ from kmq.client.failures import Refused
 from kmq.client.lines import no_connection, read_port
 from kmq.client.protocol import Core
 from kmq.errors import KmqError, RetryError
-from kmq.settings import KIB, load
+from kmq.settings import KIB, Settings, load
 
 CONNECT_S = 5.0  # to connect and be greeted
 BACKOFF_S = (0.01, 0.5)  # wait between attempts: starts at the first value, doubles up to the second
@@ -34,12 +34,21 @@ def local_address() -> tuple[str, int, str]:
     Ask again for each connection: after a restart the port may be another one.
     """
     settings = load()
-    token = ""
-    if settings.tokens:
-        from kmq import tokens
+    return settings.host, read_port(settings, "ingress", settings.port), _local_token(settings)
 
-        token = tokens.local(settings)
-    return settings.host, read_port(settings, "ingress", settings.port), token
+
+def local_consumer_address() -> tuple[str, int, str]:
+    """Return the same of the port for consumers."""
+    settings = load()
+    return settings.host, read_port(settings, "egress", settings.egress_port), _local_token(settings)
+
+
+def _local_token(settings: Settings) -> str:
+    if not settings.tokens:
+        return ""
+    from kmq import tokens
+
+    return tokens.local(settings)
 
 
 def backoff(attempt: int) -> float:
@@ -61,6 +70,19 @@ def logger() -> logging.Logger:
     return logging.getLogger("kmq.producer")
 
 
+def open_socket(
+    host: str, port: int, tls: ssl.SSLContext | None, server_hostname: str | None, timeout_s: float = CONNECT_S
+) -> socket.socket:
+    """Connect, with TLS if there is a context. Raises OSError."""
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.create_connection((host, port), timeout=timeout_s))
+        keep_alive(sock)
+        if tls is not None:
+            sock = undo.enter_context(tls.wrap_socket(sock, server_hostname=server_hostname or host))
+        undo.pop_all()
+    return sock
+
+
 class Greeted:
     """A new connection, and the broker's reply to hello."""
 
@@ -78,11 +100,7 @@ def dial(address: Address, core: Core) -> Greeted:
         try:
             host, port, token = address()
             where = f"{host}:{port}"
-            sock = undo.enter_context(socket.create_connection((host, port), timeout=CONNECT_S))
-            keep_alive(sock)
-            if options.tls is not None:
-                name = options.server_hostname or host
-                sock = undo.enter_context(options.tls.wrap_socket(sock, server_hostname=name))
+            sock = undo.enter_context(open_socket(host, port, options.tls, options.server_hostname))
             sock.sendall(core.hello(token))
             greeting = b""
             while not core.is_greeting(greeting):

@@ -1,0 +1,311 @@
+"""The socket of a kmq.Consumer, and the thread that keeps it alive while the application works.
+
+Turns       The application's thread reads and writes in its own calls: a second thread that reads while the application
+            computes would wait for the interpreter at every read. The next batch waits in the socket meanwhile. The
+            background thread looks in twice a session or more often: it beats, takes in what has come, and reconnects.
+Locking     One lock guards the core and the socket. No thread waits while holding it. Callbacks run without it, in the
+            application's thread.
+"""
+
+import contextlib
+import logging
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+
+from kmq.client.connection import CONNECT_S, Address, backoff, open_socket
+from kmq.client.consumer_discovery import discover
+from kmq.client.consumer_protocol import Core
+from kmq.client.egress_lines import EARLIEST, Position
+from kmq.client.failures import NotAnswered, Refused
+from kmq.client.lines import no_connection
+from kmq.errors import KmqError
+from kmq.refusals import find
+from kmq.settings import KIB
+
+_RECEIVE_BYTES = 256 * KIB
+_SLICE_S = 1.0  # longest wait without a look around
+_DISCOVER_S = 30.0  # between two looks for new partitions, without a group
+_JOIN_S = 5.0
+_LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+def logger() -> logging.Logger:
+    return logging.getLogger("kmq.consumer")
+
+
+class Driver:
+    """Moves a core's bytes."""
+
+    def __init__(self, core: Core, address: Address) -> None:
+        self.core, self.address = core, address
+        self.lock = threading.RLock()
+        self.closed = False
+        self.used_at = time.monotonic()  # when the application last asked for records
+        self.is_due = False  # the background thread wants the application to look around
+        self.discovers: tuple[str, ...] = ()  # topics whose partitions are all to be read, without a group
+        self._discover_at = 0.0
+        self._is_resting = False  # the application has not come back for too long: no member until it does
+        self._sock: socket.socket | None = None
+        self._epoll = select.epoll()
+        self._out = memoryview(b"")
+        self._wants_room = False
+        self._dialing = threading.Lock()
+        self._attempts = 0
+        self._dial_at = 0.0  # not before, because an attempt has just failed
+        self._waiting = 0  # threads of the application that attend to the socket
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --- the application's thread ------------------------------------------------------------------------------------
+
+    def wait(self, is_ready: Callable[[], bool], timeout_s: float, fetches: bool = False) -> bool:
+        """Attend until `is_ready`; return False when the time is up. `fetches`: records are what is waited for.
+
+        Raises the error that has ended the consumer.
+        """
+        self._start()
+        deadline = time.monotonic() + timeout_s
+        self._waiting += 1
+        try:
+            while True:
+                now = time.monotonic()
+                if not self._turn(is_ready, deadline - now, fetches):
+                    return True
+                if now >= deadline:
+                    return False
+                self._pause(min(deadline - now, _SLICE_S))
+        finally:
+            self._waiting -= 1
+
+    def _turn(self, is_ready: Callable[[], bool], left_s: float, fetches: bool) -> bool:
+        """Do what can be done now. Returns True if there is more to wait for."""
+        if self._sock is None:
+            self._connect(max(left_s, 0.1))
+        with self.lock:
+            self._is_resting = False
+            self.used_at = now = time.monotonic()
+            self.look(now)
+            if is_ready() or (self.closed and fetches):
+                return False
+            if self.core.failed is not None:
+                raise self.core.failed
+            if fetches:
+                self.core.fetch(now, max(left_s, 0.0))
+                self.write()
+        return True
+
+    def _pause(self, timeout_s: float) -> None:
+        """Wait for the socket, or until another attempt to connect."""
+        if self._sock is None:
+            time.sleep(min(timeout_s, max(0.001, self._dial_at - time.monotonic())))
+        else:
+            with contextlib.suppress(OSError, ValueError):  # closed by another thread
+                self._epoll.poll(timeout_s)
+
+    # --- with the lock held ------------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Read what has come, beat if that is due, and write."""
+        if self._sock is not None:
+            self._read()
+        if self._sock is not None:
+            if why := self.core.overdue(now):
+                self.drop(why)
+            self.core.beat(now)
+            self.write()
+
+    def _read(self) -> None:
+        sock = self._sock
+        assert sock is not None
+        try:
+            while True:
+                data = sock.recv(_RECEIVE_BYTES)
+                if not data:
+                    raise ConnectionResetError("the broker closed the connection")
+                self.core.receive(data)
+                self._attempts = 0
+                if len(data) < _RECEIVE_BYTES and not isinstance(sock, ssl.SSLSocket):
+                    return
+        except _WOULD_BLOCK:
+            return
+        except (OSError, Refused) as err:
+            self.drop(str(err))
+
+    def write(self) -> None:
+        """Write the requests, as far as the kernel accepts them."""
+        sock = self._sock
+        if sock is None:
+            return
+        try:
+            while self._out or (taken := self.core.requests.take()):
+                if not self._out:
+                    self._out = memoryview(taken)
+                self._out = self._out[sock.send(self._out) :]
+        except _WOULD_BLOCK:
+            pass
+        except OSError as err:
+            self.drop(str(err))
+            return
+        if bool(self._out) != self._wants_room:
+            self._wants_room = not self._wants_room
+            self._epoll.modify(sock, select.EPOLLIN | (select.EPOLLOUT if self._wants_room else 0))
+
+    def drop(self, reason: str) -> None:
+        """Close the connection; the next turn makes another one."""
+        self.core.lost(reason)
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(self._sock)
+            self._sock.close()
+            self._sock = None
+        self._out, self._wants_room = memoryview(b""), False
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    def _connect(self, timeout_s: float) -> None:
+        """Make one attempt, unless one has just failed, or nothing is to be read."""
+        if time.monotonic() < self._dial_at or not self._dialing.acquire(blocking=False):
+            return
+        try:
+            if not self.closed and self.core.failed is None:
+                self._dial(min(timeout_s, CONNECT_S))
+        finally:
+            self._dialing.release()
+
+    def _dial(self, timeout_s: float) -> None:
+        where, reason = "the broker", ""
+        try:
+            host, port, token = self.address()
+            where = f"{host}:{port}"
+            if self.discovers:
+                self._discover(host, port, token)
+            if self.core.has_something_to_read:
+                options = self.core.options
+                self._open(open_socket(host, port, options.tls, options.server_hostname, timeout_s), token)
+                return
+            reason = f"no partitions of {', '.join(self.discovers) or 'any topic'} yet"
+        except Refused as err:
+            reason = str(err)
+            if not find(err.code).is_retryable:
+                self.core.fail(err)
+        except (OSError, KmqError) as err:
+            reason = str(err) if isinstance(err, KmqError) else no_connection(where, err)
+        with self.lock:
+            self.core.lost(reason)
+        self._dial_at = time.monotonic() + backoff(self._attempts)
+        self._attempts += 1
+
+    def _open(self, sock: socket.socket, token: str) -> None:
+        with self.lock:
+            try:
+                sock.sendall(self.core.opening(token))
+            except OSError:
+                sock.close()
+                raise
+            sock.setblocking(False)
+            self._epoll.register(sock, select.EPOLLIN)
+            self._sock = sock
+            self.core.connected()
+
+    def _discover(self, host: str, port: int, token: str) -> bool:
+        """Add partitions that are not read yet. Returns True if there are any."""
+        options = self.core.options
+        found = discover(self.discovers, host, port, options.token or token, options.tls, options.server_hostname)
+        self._discover_at = time.monotonic() + _DISCOVER_S
+        with self.lock:
+            holdings = self.core.holdings
+            known = {place.topic for place in (*holdings.owned, *self.core.wanted)}
+            new: dict[object, Position] = {}
+            for place in found:
+                if place not in holdings.owned and place not in self.core.wanted:
+                    new[place] = EARLIEST if place.topic in known else self.core.start
+                    self.core.wanted[place] = new[place]
+        return bool(new)
+
+    # --- the background thread ---------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kmq-consumer", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        tick_s = min(1.0, self.core.options.session_s / 6)
+        while not self._wake.wait(tick_s):
+            if self.core.failed is not None:
+                return
+            try:
+                self._watch()
+            except Exception:
+                logger().exception("the consumer's background thread goes on after an error")
+
+    def _watch(self) -> None:
+        """Keep the member alive while the application works."""
+        if self._waiting:
+            return
+        if self._sock is None and not self._is_resting and self.core.connections:
+            self._connect(CONNECT_S)
+        now = time.monotonic()
+        if self.discovers and now >= self._discover_at and self._sock is not None:
+            self._look_for_partitions()
+        with self.lock:
+            self.is_due = True
+            self.look(now)
+            if self.core.is_managed and now - self.used_at > self.core.options.max_poll_interval_s:
+                self._rest(now)
+
+    def _look_for_partitions(self) -> None:
+        with contextlib.suppress(OSError, KmqError):
+            if self._discover(*self.address()):
+                with self.lock:
+                    self.drop("there are new partitions")
+
+    def _rest(self, now: float) -> None:
+        """Leave the group until the application comes back: others may be quicker."""
+        if self._sock is not None:
+            logger().warning("left the group: no poll for %g s", self.core.options.max_poll_interval_s)
+            self.core.leave(now)
+            self.write()
+            self.core.holdings.lose(tuple(self.core.holdings.owned))
+            self.drop("left the group: no poll within max_poll_interval_s")
+        self._is_resting = True
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Leave the group and close the connection."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            if self._sock is not None:
+                self.core.leave(time.monotonic())
+                self.write()
+                if self.core.is_managed:
+                    self._linger()
+            self.drop("this consumer is closed")
+            self.core.fail(NotAnswered("this consumer is closed"))
+        self._wake.set()
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+        self._epoll.close()
+
+    def _linger(self) -> None:
+        """Wait until the broker has taken the last request: a connection cut off at once might lose it."""
+        sock = self._sock
+        if sock is None:
+            return
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_WR)
+            sock.settimeout(_LEAVE_S)
+            deadline = time.monotonic() + _LEAVE_S
+            while time.monotonic() < deadline and sock.recv(_RECEIVE_BYTES):
+                pass
+
+
+__all__ = ["Driver", "logger"]

@@ -1,0 +1,98 @@
+"""The options of kmq.Consumer and kmq.AsyncConsumer, and their limits."""
+
+import os
+import secrets
+import socket
+import ssl
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TypedDict
+
+from kmq.client.egress_lines import ASSIGNORS, MAX_NAME, Position, position_of
+from kmq.errors import ConfigError
+from kmq.settings import MIB
+
+Start = str | int | datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsumerOptions:
+    """The options of a consumer.
+
+    group_id=   the members of a group share the partitions of its topics, and the group remembers what was committed.
+                Without a group the consumer reads all partitions of its topics, and remembers nothing.
+    start=      where to begin in a partition of which the group has committed nothing, or without a group: `earliest`,
+                `latest`, an offset, or a time (datetime, or text such as 2026-11-23T12:00:00Z).
+    member=     a name of your own keeps a program's partitions over a quick restart. A second program with this name
+                fences the first one. Without it every consumer has a name of its own.
+    auto_commit=  commit what the application has come back for, every auto_commit_s and at the end. It is off unless
+                asked for: a commit that nobody wrote into the program would skip what is collected and not yet
+                processed when the program dies. Without any commit messages come again, which is noticed.
+    """
+
+    group_id: str = ""
+    member: str = ""
+    assignor: str = ASSIGNORS[0]
+    start: Start = "earliest"
+    session_s: float = 30.0  # after so long without a sign of life a member's partitions go to others
+    max_poll_interval_s: float = 300.0  # longest time between two polls: then the member leaves until the next one
+    auto_commit: bool = False
+    auto_commit_s: float = 5.0
+    max_poll_records: int = 500
+    fetch_max_bytes: int = MIB  # of one batch; two of them are in memory, one given out and one on its way
+    timeout_s: float = 60.0  # of every waiting call that gets no timeout of its own, except poll and iteration
+    token: str = ""  # bearer token
+    tls: ssl.SSLContext | None = None
+    server_hostname: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("group_id", "member"):
+            name = getattr(self, field)
+            if len(name) > MAX_NAME or "/" in name or not name.isprintable():
+                raise ConfigError(f"{field}={name!r}: must be 1 to {MAX_NAME} printable characters without /")
+        if self.assignor not in ASSIGNORS:
+            raise ConfigError(f"assignor={self.assignor!r}: must be one of {', '.join(ASSIGNORS)}")
+        if self.auto_commit and not self.group_id:
+            raise ConfigError("auto_commit= needs group_id=, the group that remembers what was committed")
+        if min(self.max_poll_records, self.fetch_max_bytes) < 1:
+            raise ConfigError("max_poll_records and fetch_max_bytes must be at least 1")
+        if min(self.session_s, self.max_poll_interval_s, self.auto_commit_s, self.timeout_s) <= 0:
+            raise ConfigError("session_s, max_poll_interval_s, auto_commit_s and timeout_s must be above 0")
+        to_position(self.start)
+
+
+class ConsumerChoices(TypedDict, total=False):
+    """The fields of ConsumerOptions as keyword arguments, for type checkers."""
+
+    group_id: str
+    member: str
+    assignor: str
+    start: Start
+    session_s: float
+    max_poll_interval_s: float
+    auto_commit: bool
+    auto_commit_s: float
+    max_poll_records: int
+    fetch_max_bytes: int
+    timeout_s: float
+    token: str
+    tls: ssl.SSLContext | None
+    server_hostname: str | None
+
+
+def to_position(start: Start) -> Position:
+    """Return a position as the protocol knows it. A datetime without a zone is local time. Raises ConfigError."""
+    if isinstance(start, datetime):
+        start = start.astimezone(UTC).isoformat()
+    try:
+        return position_of(str(start))
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
+
+
+def made_up_member() -> str:
+    """Return a name that no other consumer has, and that tells people whose it is."""
+    return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+__all__ = ["ConsumerChoices", "ConsumerOptions", "Start", "made_up_member", "to_position"]

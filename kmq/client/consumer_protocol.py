@@ -1,0 +1,337 @@
+"""The consumer port from the client's side, without I/O: bytes in, records and events out; requests in, bytes out.
+
+    opening → connected → receive … take → lost            (kmq.Consumer and kmq.AsyncConsumer move the bytes)
+
+    egress_lines.py, egress_replies.py   the lines          consumer_state.py   partitions, and records that wait
+    consumer_options.py                  the options        consumer_wire.py    replies cut out of a stream, requests
+
+Records     Nothing comes unasked: one `!fetch` is on its way at a time, and the next one goes while the application works
+            on the batch before. A batch that was asked for before a seek is dropped; the broker then goes on elsewhere.
+Rebalance   `!assign` and `!revoke` become events, which the application's thread takes. A partition that is to be
+            revoked gives no more records; it stays this member's until `revoked`.
+Outage      The next connection opens with the same member name. Partitions that come back within session_s go on at
+            their positions. After that, or if they were given to others, they are lost, and begin where the group is.
+
+Invariant   No record is skipped: a partition goes on where the application is, where it has sought, or where the group
+            has committed. Every commit gets exactly one outcome; without an answer it is sent again.
+Memory      kmq/client/consumer_state.py, consumer_wire.py.
+Threads     None: callers lock.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum
+
+from kmq.client import egress_lines as lines
+from kmq.client import egress_replies as replies
+from kmq.client.consumer_options import ConsumerOptions, made_up_member, to_position
+from kmq.client.consumer_state import Event, Holdings, Owned
+from kmq.client.consumer_wire import Decoder, Pending, Requests
+from kmq.client.egress_lines import EARLIEST, BadLine, Position, TopicPartition
+from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.errors import KmqError
+from kmq.refusals import find
+
+ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
+_FETCH_WAIT_S = 5.0  # longest wait of one `!fetch`
+_POLL_S = 60.0  # a member that works on its records asks at least this often, or the broker would end it
+# A member that the broker has ended for one of these joins again.
+REJOIN = frozenset({"session_timeout", "poll_timeout", "rebalance_timeout", "unknown_member"})
+
+
+class Phase(Enum):
+    """Where the connection is."""
+
+    AWAY = "not connected"
+    JOINING = "waiting for an assignment"
+    READING = "reading"
+
+
+class Core:
+    """What one consumer reads, and what is known of it."""
+
+    def __init__(self, options: ConsumerOptions) -> None:
+        self.options = options
+        self.member = options.member or made_up_member()
+        self.start = to_position(options.start)
+        self.topics: tuple[str, ...] = ()  # subscribed to, as a member of the group
+        self.wanted: dict[TopicPartition, Position] = {}  # chosen by the application, and not read yet
+        self.holdings = Holdings(options.fetch_max_bytes)
+        self.requests = Requests()
+        self.generation = self.connections = 0
+        self.phase = Phase.AWAY
+        self.away_since, self.away_reason = time.monotonic(), "not connected yet"
+        self.errors: deque[KmqError] = deque()  # of fetches and seeks, for the application
+        self.failed: KmqError | None = None  # why the consumer has ended
+        self.fetch_until: float | None = None  # when the answer to the fetch on its way is overdue
+        self.is_dry = False  # the last answer was that there are no more records
+        self._fetched_at = 0.0
+        self._decoder = Decoder()
+        self._received = _Received(self)
+
+    @property
+    def is_managed(self) -> bool:
+        """Return True if the group decides which partitions this consumer reads."""
+        return bool(self.topics)
+
+    @property
+    def has_something_to_read(self) -> bool:
+        return bool(self.topics or self.wanted or self.holdings.owned)
+
+    # --- a connection ------------------------------------------------------------------------------------------------
+
+    def choose(self, topics: tuple[str, ...], places: Iterable[tuple[TopicPartition, Position]] = ()) -> None:
+        """Read these topics as a member of the group, or these partitions. The caller reconnects."""
+        self.holdings.lose(tuple(self.holdings.owned))
+        self.topics, self.wanted = topics, dict(places)
+
+    def opening(self, token: str = "") -> bytes:
+        """Return the first line of a connection."""
+        options, token = self.options, self.options.token or token
+        if self.is_managed:
+            return lines.Group(
+                options.group_id, self.member, self.topics, options.assignor, options.session_s, token
+            ).encode()
+        places: dict[TopicPartition, Position | None] = {
+            place: Position("offset", owned.position) for place, owned in self.holdings.owned.items()
+        }
+        places.update(self.wanted)
+        return lines.Assign(options.group_id or None, tuple(places.items()), token).encode()
+
+    def connected(self) -> None:
+        """Note that a connection was made and its opening written."""
+        self.phase, self._decoder = Phase.JOINING, Decoder()
+        self.connections += 1
+        self.requests.written_at = self._fetched_at = time.monotonic()
+
+    def lost(self, reason: str) -> None:
+        """Note that the connection broke or could not be made."""
+        if self.phase is not Phase.AWAY:
+            self.phase, self.away_since = Phase.AWAY, time.monotonic()
+        self.away_reason = reason
+        self.fetch_until, self.is_dry = None, False
+        self.requests.forget_written()
+        self.holdings.disconnected()
+        self.requests.fail(NotAnswered(f"the connection broke before the answer came: {reason}"), "seek", "offsets")
+
+    def fail(self, error: KmqError) -> None:
+        """End the consumer."""
+        self.failed = self.failed or error
+        self.requests.fail(error)
+
+    def overdue(self, now: float) -> str:
+        """Return why the connection must be replaced, because the broker does not answer; "" if it is fine."""
+        is_late = self.fetch_until is not None and now > self.fetch_until
+        if self.phase is Phase.READING and (is_late or now - self.requests.oldest(now) > ANSWER_S):
+            return f"no answer within {ANSWER_S:g} s"
+        return ""
+
+    def describe(self, now: float) -> str:
+        """Return a sentence on what the consumer waits for."""
+        if self.phase is Phase.AWAY:
+            return f"not connected for {now - self.away_since:.1f} s: {self.away_reason}"
+        if self.phase is Phase.JOINING:
+            return "connected, and waiting for an assignment"
+        return f"connected, reading {len(self.holdings.owned)} partitions"
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, now: float, wait_s: float) -> None:
+        """Ask for a batch unless one is on its way. `wait_s`: how long the application waits, 0 if it has records."""
+        if self.phase is not Phase.READING or self.fetch_until is not None:
+            return
+        holdings, has_room = self.holdings, self.holdings.buffer.has_room
+        is_late = self.is_managed and now - self._fetched_at > _POLL_S
+        if not is_late and (not has_room or (self.is_dry and not wait_s)):
+            return
+        for owned in holdings.owned.values():
+            if owned.stale and not owned.paused and not owned.revoked:
+                self.move(owned, Position("offset", owned.position), now)
+        wanted = tuple(place for place, owned in holdings.owned.items() if owned.is_wanted)
+        if not wanted and holdings.owned and not is_late:
+            return
+        is_moving = any(owned.moving for owned in holdings.owned.values())
+        wait_s = 0.0 if is_moving else min(wait_s, _FETCH_WAIT_S)  # what moves is to be asked for soon
+        named = () if len(wanted) == len(holdings.owned) else wanted
+        most = self.options.fetch_max_bytes if has_room else 1
+        self.requests.write(lines.Fetch(most, round(wait_s * 1000), named).encode(), now)
+        self.fetch_until, self._fetched_at = now + wait_s + ANSWER_S, now
+
+    def seek(self, place: TopicPartition, position: Position, now: float) -> None:
+        """Go on there. Raises KeyError if the partition is not this consumer's."""
+        owned = self.holdings.owned[place]
+        if position.kind != "offset" and self.phase is not Phase.READING:
+            raise NotAnswered(f"{place}: cannot seek to {position} now: {self.describe(now)}")
+        self.holdings.buffer.drop(lambda other: other is owned)
+        owned.stale = True
+        if position.kind == "offset":
+            owned.position = position.value
+        if self.phase is Phase.READING:
+            self.move(owned, position, now)
+
+    def move(self, owned: Owned, position: Position, now: float) -> None:
+        """Tell the broker where to go on reading a partition."""
+        pending = Pending(lines.Seek(owned.place, position).encode(), now)
+        pending.value = owned
+        owned.moving, owned.stale = owned.moving + 1, False
+        self._ask("seek", pending)
+
+    def _ask(self, name: str, pending: Pending) -> Pending:
+        self.requests.expect(name, pending)
+        if self.phase is Phase.READING:
+            self.requests.write(pending.line, pending.since)
+        return pending
+
+    def offsets(self, places: tuple[TopicPartition, ...], now: float) -> Pending:
+        """Ask for the offsets of these partitions."""
+        return self._ask("offsets", Pending(lines.Offsets(places).encode(), now))
+
+    def commit(self, offsets: Iterable[tuple[TopicPartition, int]], now: float) -> Pending:
+        """Ask to commit the next offsets of these partitions; an empty commit is done at once."""
+        pairs = tuple(offsets)
+        pending = Pending(lines.Commit(pairs).encode(), now, pairs)
+        if not pairs:
+            pending.finish()
+            return pending
+        return self._ask("commit", pending)
+
+    def beat(self, now: float) -> None:
+        """Say that the member lives, if that is due."""
+        is_due = now - self.requests.written_at >= self.options.session_s / 4
+        if is_due and self.is_managed and self.phase is not Phase.AWAY:
+            self.requests.write(lines.BEAT.encode(), now)
+
+    def revoked(self, event: Event, now: float) -> None:
+        """Give these partitions up, as the broker has asked."""
+        self.holdings.surrender(event.places)
+        if self.phase is Phase.READING and event.connection == self.connections:
+            self.requests.write(lines.REVOKED.encode(), now)
+
+    def leave(self, now: float) -> None:
+        """Leave the group. The caller closes the connection as soon as the request is written."""
+        if self.phase is not Phase.AWAY and self.is_managed:
+            self.requests.write(lines.LEAVE.encode(), now)
+
+    def receive(self, data: bytes) -> None:
+        """Process replies. Raises Refused if the connection must be replaced, or if the consumer has `failed`."""
+        now = time.monotonic()
+        try:
+            for reply, body in self._decoder.feed(data):
+                self._received.one(reply, body, now)
+        except BadLine as err:
+            raise Refused(f"protocol the broker's reply does not fit: {err}") from None
+
+
+class _Received:
+    """What the replies mean for a core."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def one(self, reply: replies.Reply, body: bytes, now: float) -> None:
+        """Process a reply. Raises BadLine if it does not fit, Refused if it ends the connection."""
+        requests = self._core.requests
+        if isinstance(reply, replies.Batch):
+            self._batch(reply, body)
+        elif isinstance(reply, replies.Assigned):
+            self._assigned(reply, now)
+        elif isinstance(reply, replies.Revoke):
+            self._core.holdings.revoke(reply.partitions, self._core.connections)
+        elif isinstance(reply, replies.Sought):
+            self._sought(reply)
+        elif isinstance(reply, replies.Committed):
+            requests.answered("commit").finish(reply.offsets)
+        elif isinstance(reply, replies.OffsetsReply):
+            requests.answered("offsets").finish(reply.rows)
+        elif isinstance(reply, replies.Failed):
+            self._refused(reply)
+        else:
+            raise BadLine(f"{reply}: belongs to another protocol")
+
+    def _batch(self, batch: replies.Batch, body: bytes) -> None:
+        core = self._core
+        core.fetch_until, core.is_dry = None, batch.place is None
+        if batch.place is not None:
+            core.holdings.deliver(batch.place, batch.offset, batch.lines, body)
+
+    def _assigned(self, assigned: replies.Assigned, now: float) -> None:
+        core, holdings, offsets = self._core, self._core.holdings, dict(assigned.offsets)
+        is_first = core.phase is Phase.JOINING
+        if is_first:
+            core.phase = Phase.READING
+            if core.is_managed and now - core.away_since >= core.options.session_s:
+                holdings.lose(tuple(holdings.owned))
+        holdings.lose(place for place, owned in holdings.owned.items() if place not in offsets and not owned.revoked)
+        kept = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
+        for place, owned in kept.items():
+            if is_first and not core.is_managed:
+                owned.position = offsets[place]  # the opening has named it; retention may have moved it
+            if is_first:
+                owned.stale = owned.position != offsets[place]
+        new = {place: offset for place, offset in offsets.items() if place not in kept}
+        holdings.grant(new)
+        core.generation, core.wanted = assigned.generation, {}
+        if is_first:
+            core.requests.write_again(now)
+        if new and core.is_managed and core.start != EARLIEST:
+            self._begin_at_start(tuple(new), now)
+
+    def _begin_at_start(self, places: tuple[TopicPartition, ...], now: float) -> None:
+        """Where the group has committed nothing, begin at the option `start`, or where this consumer was before."""
+        core = self._core
+        waiting = [core.holdings.owned[place] for place in places]
+        for owned in waiting:
+            owned.moving += 1
+
+        def answered(pending: Pending) -> None:
+            rows = pending.value if isinstance(pending.value, tuple) else ()
+            has_committed = {row.place: row.committed is not None for row in rows}
+            for owned in waiting:
+                owned.moving = max(0, owned.moving - 1)
+                if not has_committed.get(owned.place, True) and not owned.moving and not owned.revoked:
+                    before = core.holdings.left.get(owned.place)
+                    core.move(owned, core.start if before is None else Position("offset", before), now)
+
+        core.offsets(places, now).callback = answered
+
+    def _sought(self, sought: replies.Sought) -> None:
+        pending = self._core.requests.answered("seek")
+        owned = pending.value
+        if not isinstance(owned, Owned) or sought.place != owned.place:
+            raise BadLine(f"{sought.place}: another partition was sought")
+        owned.moving -= 1
+        self._core.is_dry = False
+        if owned.is_settled:
+            owned.position = sought.offset
+        pending.finish()
+
+    def _refused(self, failed: replies.Failed) -> None:
+        core = self._core
+        reason = f"{failed.code} {failed.text}".rstrip()
+        refused = Fenced(reason) if failed.code == "fenced" else Refused(reason)
+        if not failed.request:
+            self._ended(refused)
+        elif failed.request == "fetch":
+            core.fetch_until = None
+            core.errors.append(refused)
+        else:
+            pending = core.requests.answered(failed.request)
+            if isinstance(pending.value, Owned):
+                pending.value.moving -= 1
+                pending.value.stale = True
+                core.errors.append(refused)
+            pending.finish(error=refused)
+
+    def _ended(self, refused: Refused) -> None:
+        """The broker ends the connection."""
+        core = self._core
+        if refused.code in REJOIN:
+            core.holdings.lose(tuple(core.holdings.owned))
+        elif not find(refused.code).is_retryable:
+            refused.exit_code = find(refused.code).exit_code
+            core.fail(refused)
+        raise refused
+
+
+__all__ = ["ANSWER_S", "REJOIN", "Core", "Phase"]

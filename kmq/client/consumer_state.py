@@ -1,0 +1,201 @@
+"""What a consumer knows of the partitions it reads: where it is in each, and the records that wait for the application.
+
+Invariant   A position only rises past a record that was given to the application, unless the application seeks.
+Memory      `Buffer.has_room` is False while a whole batch waits, so at most two batches are kept, and their messages.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from itertools import islice
+from typing import NamedTuple
+
+from kmq.client.egress_lines import TopicPartition
+from kmq.client.message import Message, messages
+
+
+class Owned:
+    """A partition that this consumer reads. `position`: the next offset for the application."""
+
+    __slots__ = ("moving", "paused", "place", "position", "revoked", "stale")
+
+    def __init__(self, place: TopicPartition, position: int) -> None:
+        self.place, self.position = place, position
+        self.moving = 0  # answers to come that say where the broker goes on reading
+        self.stale = False  # the broker goes on elsewhere than at `position`
+        self.paused = self.revoked = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Return True if the next batch of this partition begins at `position`, or behind what waits here."""
+        return not self.moving and not self.stale
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.is_settled and not self.paused and not self.revoked
+
+
+class Chunk:
+    """A batch on its way to the application. `unread` yields each message once, whoever asks; dropped, none at all."""
+
+    __slots__ = ("_lines", "_messages", "_offset", "_unread", "end", "is_dropped", "nbytes", "owned")
+
+    def __init__(self, owned: Owned, offset: int, lines: int, body: bytes) -> None:
+        self.owned, self.end, self.nbytes = owned, offset + lines, len(body)
+        self._offset, self._lines = offset, body
+        self._messages: list[Message] = []
+        self._unread: Iterator[Message] | None = None
+        self.is_dropped = False
+
+    @property
+    def unread(self) -> Iterator[Message]:
+        if self._unread is None:
+            place = self.owned.place
+            self._messages = (
+                [] if self.is_dropped else messages(place.topic, place.partition, self._offset, self._lines)
+            )
+            self._lines = b""
+            self._unread = iter(self._messages)
+        return self._unread
+
+    def take(self, count: int) -> list[Message]:
+        """Return up to `count` messages, and move the position behind them."""
+        taken = list(islice(self.unread, count))
+        if not self.is_dropped:
+            self.owned.position = taken[-1].offset + 1 if len(taken) == count else self.end
+        return taken
+
+    def drop(self) -> None:
+        """Give out nothing more: a loop over `unread` ends."""
+        self.is_dropped, self._lines = True, b""
+        self._messages.clear()
+
+
+class Buffer:
+    """The chunks that wait for the application, in the order of their arrival."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.chunks: deque[Chunk] = deque()
+        self._bytes, self._most = 0, most_bytes
+
+    @property
+    def has_room(self) -> bool:
+        return self._bytes <= self._most
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self._bytes += chunk.nbytes
+
+    def finish(self, chunk: Chunk) -> None:
+        """Forget the first chunk once all of it was given out."""
+        if self.chunks and self.chunks[0] is chunk:
+            self.chunks.popleft()
+            self._bytes -= chunk.nbytes
+            chunk.owned.position = chunk.end
+
+    def drop(self, which: Callable[[Owned], bool] = lambda _: True) -> None:
+        """Drop the chunks of some partitions."""
+        kept: deque[Chunk] = deque()
+        for chunk in self.chunks:
+            if which(chunk.owned):
+                self._bytes -= chunk.nbytes
+                chunk.owned.stale = True
+                chunk.drop()
+            else:
+                kept.append(chunk)
+        self.chunks = kept
+
+    def collect(self, count: int) -> list[Message]:
+        """Return up to `count` messages, and move the positions behind them."""
+        taken: list[Message] = []
+        while self.chunks and len(taken) < count:
+            chunk = self.chunks[0]
+            taken += chunk.take(count - len(taken))
+            if len(taken) < count:
+                self.finish(chunk)
+        return taken
+
+
+class Kind(Enum):
+    """What has happened to partitions."""
+
+    ASSIGNED = "assigned"
+    REVOKED = "revoked"  # to be given up; they are this consumer's until `Holdings.surrender`
+    LOST = "lost"  # they are another's already, or may be
+
+
+class Event(NamedTuple):
+    """Something for the application's thread. `connection`: the number of the connection that it belongs to."""
+
+    kind: Kind
+    places: tuple[TopicPartition, ...]
+    connection: int = 0
+
+
+class Holdings:
+    """The partitions that are read, their records that wait, and what the application is still to be told of them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.owned: dict[TopicPartition, Owned] = {}
+        self.buffer = Buffer(most_bytes)
+        self.events: deque[Event] = deque()
+        self.left: dict[TopicPartition, int] = {}  # positions in partitions that were lost
+
+    def grant(self, offsets: dict[TopicPartition, int]) -> None:
+        """Read these partitions too."""
+        for place, offset in offsets.items():
+            self.owned[place] = Owned(place, offset)
+        if offsets:
+            self.events.append(Event(Kind.ASSIGNED, tuple(offsets)))
+
+    def lose(self, places: Iterable[TopicPartition]) -> None:
+        """Stop reading these partitions at once: they are no longer this consumer's."""
+        gone = tuple(places)
+        self.left.update((place, self.owned[place].position) for place in gone)
+        self._forget(gone)
+        if gone:
+            self.events.append(Event(Kind.LOST, gone))
+
+    def revoke(self, places: Iterable[TopicPartition], connection: int) -> None:
+        """Give out no more records of these partitions, and tell the application to give them up."""
+        mine = tuple(place for place in places if place in self.owned)
+        for place in mine:
+            self.owned[place].revoked = True
+        self.buffer.drop(lambda owned: owned.revoked)
+        self.events.append(Event(Kind.REVOKED, mine, connection))
+
+    def surrender(self, places: Iterable[TopicPartition]) -> None:
+        """The application has given revoked partitions up."""
+        self._forget(tuple(place for place in places if place in self.owned and self.owned[place].revoked))
+
+    def _forget(self, places: tuple[TopicPartition, ...]) -> None:
+        for place in places:
+            self.owned.pop(place).revoked = True
+        self.buffer.drop(lambda owned: owned.revoked)
+
+    def deliver(self, place: TopicPartition, offset: int, lines: int, body: bytes) -> None:
+        """Keep a batch for the application, unless it is not wanted any more."""
+        owned = self.owned.get(place)
+        if owned is not None and owned.is_wanted:
+            self.buffer.add(Chunk(owned, offset, lines, body))
+        elif owned is not None and not owned.moving:
+            owned.stale = True
+
+    def pause(self, places: Iterable[TopicPartition]) -> None:
+        """Give out no records of these partitions until `resume`. Raises KeyError for one that is not owned."""
+        for place in places:
+            self.owned[place].paused = True
+        self.buffer.drop(lambda owned: owned.paused)
+
+    def resume(self, places: Iterable[TopicPartition]) -> None:
+        for place in places:
+            self.owned[place].paused = False
+
+    def disconnected(self) -> None:
+        """Drop what waits: the next connection reads from the positions on."""
+        self.buffer.drop()
+        for owned in self.owned.values():
+            owned.moving, owned.stale = 0, True
+
+
+__all__ = ["Buffer", "Chunk", "Event", "Holdings", "Kind", "Owned"]

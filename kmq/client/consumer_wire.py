@@ -1,0 +1,126 @@
+"""The bytes of the consumer port as a client reads and writes them: a stream cut into replies, requests with answers.
+
+Invariant   Every request that was asked gets exactly one outcome, in the order in which its kind was asked.
+Memory      A reply line is at most MAX_REPLY bytes. A batch is as large as the client has asked for, or one record.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kmq.client import egress_replies as replies
+from kmq.client.egress_lines import MAX_REPLY, BadLine, TopicPartition
+from kmq.errors import KmqError
+
+
+class Pending:
+    """A request without its answer yet. `value` is the answer, as soon as `done` and without `error`."""
+
+    __slots__ = ("callback", "done", "error", "line", "offsets", "since", "value")
+
+    def __init__(self, line: bytes, since: float, offsets: tuple[tuple[TopicPartition, int], ...] = ()) -> None:
+        self.line, self.since, self.offsets = line, since, offsets
+        self.done = False
+        self.error: KmqError | None = None
+        self.value: object = None
+        self.callback: Callable[[Pending], object] | None = None
+
+    def finish(self, value: object = None, error: KmqError | None = None) -> None:
+        self.value, self.error, self.done = value, error, True
+        if self.callback is not None:
+            self.callback(self)
+
+
+class Requests:
+    """What is written, and what is still to be answered: `seek`, `offsets` and `commit`, each in order."""
+
+    def __init__(self) -> None:
+        self.written_at = 0.0  # when the last request was made: each counts as a beat
+        self._out: list[bytes] = []
+        self._asked: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit")}
+
+    def write(self, line: bytes, now: float) -> None:
+        self._out.append(line)
+        self.written_at = now
+
+    def take(self) -> bytes:
+        """Return the bytes to write now."""
+        if not self._out:
+            return b""
+        data = b"".join(self._out)
+        self._out.clear()
+        return data
+
+    def expect(self, name: str, pending: Pending) -> Pending:
+        self._asked[name].append(pending)
+        return pending
+
+    def answered(self, name: str) -> Pending:
+        """Return the request to which this answer belongs. Raises BadLine if there is none."""
+        if not self._asked[name]:
+            raise BadLine(f"!{name}: an answer to nothing")
+        return self._asked[name].popleft()
+
+    def forget_written(self) -> None:
+        """The connection is gone, with what was to be written."""
+        self._out.clear()
+
+    def write_again(self, now: float) -> None:
+        """Write the requests without an answer: this is another connection."""
+        for asked in self._asked.values():
+            for pending in asked:
+                pending.since = now
+                self.write(pending.line, now)
+
+    def fail(self, error: KmqError, *names: str) -> None:
+        """Fail the requests of these kinds; without a name all."""
+        for name in names or tuple(self._asked):
+            asked = self._asked[name]
+            while asked:
+                asked.popleft().finish(error=error)
+
+    def oldest(self, otherwise: float) -> float:
+        """Return when the request was made that waits longest for its answer."""
+        return min((asked[0].since for asked in self._asked.values() if asked), default=otherwise)
+
+
+class Decoder:
+    """Cuts a stream into replies, each with the stored lines that follow it."""
+
+    def __init__(self) -> None:
+        self._line = b""  # an unfinished reply
+        self._batch: replies.Batch | None = None  # whose lines are on their way
+        self._parts: list[bytes] = []
+        self._missing = 0
+
+    def feed(self, data: bytes) -> Iterator[tuple[replies.Reply, bytes]]:
+        """Yield the replies that are whole now. Raises BadLine for what is no reply."""
+        at = 0
+        while at < len(data):
+            if self._batch is not None:
+                part = data[at : at + self._missing] if at or self._missing < len(data) else data
+                self._parts.append(part)
+                at += len(part)
+                self._missing -= len(part)
+                if not self._missing:
+                    batch, body = self._batch, b"".join(self._parts)
+                    self._batch, self._parts = None, []
+                    if body.count(b"\n") != batch.lines or not body.endswith(b"\n"):
+                        raise BadLine(f"{batch}: its lines are others")
+                    yield batch, body
+                continue
+            end = data.find(b"\n", at) + 1
+            self._line += data[at : end or len(data)]
+            at = end or len(data)
+            if len(self._line) > MAX_REPLY:
+                raise BadLine("a reply is too long")
+            if not end:
+                return
+            line, self._line = self._line, b""
+            reply = replies.reply(line)
+            if isinstance(reply, replies.Batch) and reply.nbytes:
+                self._batch, self._missing = reply, reply.nbytes
+            else:
+                yield reply, b""
+
+
+__all__ = ["Decoder", "Pending", "Requests"]

@@ -1,0 +1,309 @@
+"""kmq.Consumer with its threads and sockets, against a peer that breaks connections and moves partitions as it likes.
+
+What needs the real port is in tests/scenario.
+"""
+
+import threading
+import time
+
+import pytest
+from consumer_peer import EU, US, Peer, Server
+
+import kmq
+from kmq.client import egress_lines as lines
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def server():
+    server = Server(Peer({EU: 5, US: 3}))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def consumer(server):
+    with kmq.Consumer("orders", group_id="billing", port=server.port, session_s=6) as consumer:
+        yield consumer
+
+
+def places(messages) -> list[tuple[int, int]]:
+    return sorted((message.partition, message.offset) for message in messages)
+
+
+ALL = [(0, n) for n in range(5)] + [(1, n) for n in range(3)]
+
+
+def read(consumer, count: int) -> list[kmq.Message]:
+    found: list[kmq.Message] = []
+    until = time.monotonic() + PATIENCE_S
+    while len(found) < count:
+        assert time.monotonic() < until, f"only {len(found)} of {count}: {consumer.describe()}"
+        found += consumer.poll(timeout=0.2)
+    return found
+
+
+def wait_for(is_true) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not is_true():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_poll_returns_what_is_there_and_at_most_as_many_as_asked_for(consumer):
+    first = []
+    while not first:
+        first = consumer.poll(max_records=2, timeout=PATIENCE_S)
+    assert 1 <= len(first) <= 2
+    assert places(first + read(consumer, 8 - len(first))) == ALL
+
+
+def test_poll_returns_nothing_when_its_time_is_up(consumer):
+    read(consumer, 8)
+    begin = time.monotonic()
+    assert consumer.poll(timeout=0.05) == [] and consumer.poll(timeout=0) == []
+    assert time.monotonic() - begin >= 0.05
+
+
+def test_iteration_goes_on_where_it_was_left(consumer):
+    found = []
+    for message in consumer:
+        found.append(message)
+        if len(found) % 3 == 0:
+            break
+    for message in consumer:
+        found.append(message)
+        if len(found) == 7:
+            break
+    assert places(found + consumer.poll(timeout=PATIENCE_S)) == ALL
+
+
+def test_a_commit_is_what_was_given_out_or_what_is_named(server, consumer):
+    for n, message in enumerate(consumer, 1):
+        if n == 2:
+            consumer.commit(message)
+            assert server.peer.committed == {(message.topic, message.partition): message.offset + 1}
+        if n == 8:
+            break
+    consumer.commit()
+    assert server.peer.committed == {EU: 5, US: 3}
+    consumer.commit({("orders", 0): 1})
+    assert (consumer.committed(EU), consumer.committed(("orders", 1))) == (1, 3)
+
+
+def test_an_asynchronous_commit_calls_back_in_a_later_poll(server, consumer):
+    read(consumer, 8)
+    ends = []
+    consumer.commit_async(callback=lambda offsets, error: ends.append((offsets, error, threading.current_thread())))
+    wait_for(lambda: consumer.poll(timeout=0.05) == [] and ends)
+    assert ends == [({EU: 5, US: 3}, None, threading.current_thread())]
+
+
+def test_a_refused_commit_raises_its_code(server, consumer):
+    read(consumer, 8)
+    server.peer.refuses["commit"] = "fenced generation 3 is over"
+    with pytest.raises(kmq.Refused, match="generation 3 is over") as caught:
+        consumer.commit()
+    assert caught.value.code == "fenced"
+    consumer.commit()
+
+
+def test_nothing_is_committed_unless_asked_for(server):
+    with kmq.Consumer("orders", group_id="billing", port=server.port) as consumer:
+        read(consumer, 8)
+    assert server.peer.committed == {}
+
+
+def test_auto_commit_commits_what_the_application_came_back_for(server):
+    with kmq.Consumer("orders", group_id="billing", port=server.port, auto_commit=True, auto_commit_s=0.01) as consumer:
+        read(consumer, 8)
+        wait_for(lambda: consumer.poll(timeout=0.02) == [] and server.peer.committed == {EU: 5, US: 3})
+
+
+@pytest.mark.parametrize("by_poll", [False, True])
+def test_auto_commit_leaves_out_what_was_being_handled_when_an_exception_came(server, by_poll):
+    with (
+        pytest.raises(ZeroDivisionError),
+        kmq.Consumer("orders", group_id="billing", port=server.port, auto_commit=True) as consumer,
+    ):
+        if by_poll:
+            handled = read(consumer, 1)
+            failing = consumer.poll(timeout=PATIENCE_S)[0]
+            raise ZeroDivisionError
+        handled = []
+        for failing in consumer:
+            if len(handled) == 6:
+                raise ZeroDivisionError
+            handled.append(failing)
+    committed = sum(server.peer.committed.values())
+    assert committed == len(handled)
+    assert server.peer.committed[failing.topic, failing.partition] == failing.offset
+
+
+def test_a_clean_end_commits_all_that_was_given_out_and_leaves(server):
+    with kmq.Consumer("orders", group_id="billing", port=server.port, auto_commit=True) as consumer:
+        read(consumer, 8)
+    assert server.peer.committed == {EU: 5, US: 3}
+    assert server.peer.asked[-1] == lines.LEAVE
+
+
+def test_seeking_and_asking_where_the_consumer_is(consumer):
+    read(consumer, 8)
+    consumer.seek(EU, 4)
+    consumer.seek_to_beginning(US)
+    assert (consumer.position(EU), consumer.position(US)) == (4, 0)
+    assert places(read(consumer, 4)) == [(0, 4), (1, 0), (1, 1), (1, 2)]
+    consumer.seek_to_end()
+    assert (consumer.position(EU), consumer.position(US)) == (5, 3)
+    assert consumer.beginning_offsets([US, EU]) == {US: 0, EU: 0}
+    assert consumer.end_offsets([EU]) == {EU: 5} and consumer.committed(EU) is None
+    with pytest.raises(kmq.KmqError, match="orders/7: not assigned"):
+        consumer.seek(("orders", 7), 0)
+
+
+def test_a_seek_inside_a_loop_counts_from_the_next_message_on(consumer):
+    found = {0: [], 1: []}
+    for n, message in enumerate(consumer, 1):
+        found[message.partition].append(message.offset)
+        if found[message.partition] == [0, 1, 2]:
+            consumer.seek((message.topic, message.partition), 0)
+        if n == 14:
+            break
+    assert found == {0: [0, 1, 2, 0, 1, 2, 3, 4], 1: [0, 1, 2, 0, 1, 2]}
+
+
+def test_pause_and_resume(consumer):
+    read(consumer, 8)
+    consumer.pause(EU)
+    consumer.seek_to_beginning()
+    assert places(read(consumer, 3)) == [(1, 0), (1, 1), (1, 2)] and consumer.paused() == [EU]
+    assert consumer.poll(timeout=0.05) == []
+    consumer.resume(EU)
+    assert places(read(consumer, 5)) == [(0, n) for n in range(5)] and consumer.paused() == []
+
+
+def test_callbacks_tell_of_partitions_and_may_commit(server):
+    told = []
+
+    def revoke(which):
+        told.append(("revoke", which))
+        consumer.commit()
+
+    with kmq.Consumer(
+        "orders",
+        group_id="billing",
+        port=server.port,
+        on_assign=lambda which: told.append(("assign", which)),
+        on_revoke=revoke,
+    ) as consumer:
+        read(consumer, 8)
+        server.say(server.sessions[-1][0].rebalance([EU]))
+        wait_for(lambda: consumer.poll(timeout=0.05) == [] and len(told) == 2)
+        assert server.peer.committed == {EU: 5, US: 3}
+        wait_for(lambda: lines.REVOKED in server.peer.asked)
+        assert consumer.assignment() == [EU]
+    assert told == [("assign", [EU, US]), ("revoke", [US]), ("revoke", [EU])]
+
+
+def test_a_revocation_ends_the_batch_that_is_being_given_out(server):
+    server.peer.records = {EU: [b"x"] * 5000}
+    given_up = []
+    with kmq.Consumer(
+        "orders", group_id="billing", port=server.port, session_s=0.6, on_revoke=given_up.append
+    ) as consumer:
+        for message in consumer:
+            if message.offset == 10:
+                server.say(server.sessions[-1][0].rebalance([]))
+                wait_for(lambda: consumer.assignment() == [])  # the background thread has heard of it
+            if given_up or message.offset > 1000:
+                break
+            if message.offset >= 10:
+                consumer.poll(timeout=0)
+                break
+        assert given_up == [[EU]] and message.offset <= 11
+
+
+def test_after_an_outage_the_same_member_goes_on_where_it_was(server):
+    with kmq.Consumer("orders", group_id="billing", port=server.port, fetch_max_bytes=1) as consumer:
+        found = []
+        for _ in range(8):
+            found += consumer.poll(max_records=1, timeout=PATIENCE_S)
+            server.cut()
+        assert places(found) == ALL
+        assert set(server.peer.members) == {consumer.member} and len(server.peer.members) > 2
+
+
+def test_a_member_stays_one_while_the_application_works(server):
+    with kmq.Consumer("orders", group_id="billing", port=server.port, session_s=0.3) as consumer:
+        read(consumer, 8)
+        wait_for(lambda: server.peer.asked.count(lines.BEAT) > 2)
+        server.cut()
+        wait_for(lambda: len(server.peer.members) > 1)
+        assert consumer.poll(timeout=0) == [] and server.peer.asked.count(lines.LEAVE) == 0
+
+
+def test_who_never_comes_back_leaves_until_it_does(server):
+    server.peer.committed = {EU: 4, US: 3}
+    with kmq.Consumer(
+        "orders", group_id="billing", port=server.port, session_s=0.3, max_poll_interval_s=0.2
+    ) as consumer:
+        assert len(read(consumer, 1)) == 1
+        wait_for(lambda: lines.LEAVE in server.peer.asked)
+        assert consumer.assignment() == []
+        assert places(read(consumer, 1)) == [(0, 4)]
+
+
+def test_without_a_group_all_partitions_are_read_and_nothing_is_committed(server):
+    with kmq.Consumer("orders", port=server.port) as consumer:
+        assert places(read(consumer, 8)) == ALL
+        with pytest.raises(kmq.KmqError, match="has no group"):
+            consumer.commit()
+    with kmq.Consumer("orders", port=server.port, start=3) as consumer:
+        assert places(read(consumer, 2)) == [(0, 3), (0, 4)]
+
+
+def test_assigned_partitions_are_read_from_where_asked(server):
+    with kmq.Consumer(port=server.port, start="latest") as consumer:
+        consumer.assign(EU, start=4)
+        assert places(read(consumer, 1)) == [(0, 4)]
+        consumer.assign(EU, US)
+        wait_for(lambda: consumer.poll(timeout=0.02) == [] and consumer.assignment() == [EU, US])
+        server.peer.records[US].append(b"new")
+        assert [message.value for message in read(consumer, 1)] == [b"new"]
+
+
+def test_a_consumer_that_has_ended_says_why(server, consumer):
+    read(consumer, 8)
+    server.say(b"!err fenced another member has this name\n")
+    with pytest.raises(kmq.Fenced, match="another member"):
+        read(consumer, 1)
+    with pytest.raises(kmq.Fenced):
+        consumer.commit()
+
+
+def test_a_closed_consumer_gives_nothing_and_ends_a_loop_of_another_thread(server):
+    consumer = kmq.Consumer("orders", group_id="billing", port=server.port)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(consumer))
+    thread.start()
+    wait_for(lambda: len(found) == 8)
+    consumer.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive() and len(found) == 8
+    with pytest.raises(kmq.KmqError, match="closed"):
+        consumer.poll()
+    consumer.close()
+
+
+def test_no_broker_is_waited_for_and_named():
+    with kmq.Consumer("orders", group_id="billing", port=1) as consumer:
+        assert consumer.poll(timeout=0.05) == []
+        assert "nothing listens on 127.0.0.1:1" in consumer.describe()
+        with pytest.raises(kmq.NotAnswered, match="timed out waiting for the commit: not connected"):
+            consumer.commit({EU: 1}, timeout=0.05)
+
+
+def test_a_consumer_of_nothing_says_so():
+    with kmq.Consumer() as consumer, pytest.raises(kmq.KmqError, match="nothing to read"):
+        consumer.poll()

@@ -1,0 +1,449 @@
+"""The client's side of the consumer port without sockets: nothing is skipped, whatever breaks, in whatever order."""
+
+import random
+import time
+
+import pytest
+from consumer_peer import EU, US, Peer, Session
+
+from kmq.client import egress_lines as lines
+from kmq.client.consumer_options import ConsumerOptions
+from kmq.client.consumer_protocol import Core, Phase
+from kmq.client.consumer_state import Kind
+from kmq.client.failures import Fenced, NotAnswered, Refused
+from kmq.errors import ConfigError
+
+
+class Pair:
+    """A core and its peer, and what has passed between them."""
+
+    def __init__(self, peer: Peer, topics: tuple[str, ...] = ("orders",), **options) -> None:
+        self.peer = peer
+        self.core = Core(ConsumerOptions(**({"group_id": "billing"} | options)))
+        self.core.choose(topics)
+        self.session: Session | None = None
+        self.cut = lambda data: [data]  # how bytes are cut on their way
+
+    def connect(self) -> "Pair":
+        self.session = Session(self.peer)
+        opening = self.core.opening()
+        self.core.connected()
+        self.receive(self.session.feed(opening))
+        return self
+
+    def receive(self, data: bytes) -> None:
+        for part in self.cut(data):
+            self.core.receive(part)
+
+    def pass_on(self) -> None:
+        """Requests there, replies back, until nothing is to be said."""
+        while data := self.core.requests.take():
+            self.receive(self.session.feed(data))
+
+    def fetch(self, wait_s: float = 1.0) -> None:
+        self.pass_on()  # a partition that is being moved cannot be asked for
+        self.core.fetch(time.monotonic(), wait_s)
+        self.pass_on()
+
+    def collect(self, count: int = 1000) -> list[tuple[int, int]]:
+        return [(m.partition, m.offset) for m in self.core.holdings.buffer.collect(count)]
+
+    def read_all(self) -> list[tuple[int, int]]:
+        """Read until nothing has come three times: a partition may first have to be moved to its position."""
+        found, empty = [], 0
+        while empty < 3:
+            self.fetch()
+            some = self.collect()
+            found += some
+            empty = 0 if some else empty + 1
+        return found
+
+    def commit(self, **offsets: int):
+        places = {"eu": EU, "us": US}
+        pending = self.core.commit([(places[name], at) for name, at in offsets.items()], time.monotonic())
+        self.pass_on()
+        return pending
+
+    def events(self) -> list[tuple[Kind, tuple]]:
+        found = [(event.kind, event.places) for event in self.core.holdings.events]
+        self.core.holdings.events.clear()
+        return found
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair(Peer({EU: 5, US: 3})).connect()
+
+
+def in_order(count: int, partition: int) -> list[tuple[int, int]]:
+    return [(partition, n) for n in range(count)]
+
+
+def test_a_group_reads_its_partitions_each_in_order(pair):
+    assert pair.events() == [(Kind.ASSIGNED, (EU, US))]
+    found = pair.read_all()
+    assert sorted(found) == in_order(5, 0) + in_order(3, 1)
+    assert [p for p in found if p[0] == 0] == in_order(5, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+def test_replies_may_be_cut_at_any_byte(size):
+    pair = Pair(Peer({EU: 40, US: 7}), fetch_max_bytes=100)
+    pair.cut = lambda data: [data[at : at + size] for at in range(0, len(data), size)]
+    assert sorted(pair.connect().read_all()) == in_order(40, 0) + in_order(7, 1)
+
+
+def test_nothing_is_asked_for_while_two_batches_are_there():
+    pair = Pair(Peer({EU: 100}), fetch_max_bytes=200).connect()
+    for _ in range(20):
+        pair.fetch(0)
+    assert 0 < sum(isinstance(asked, lines.Fetch) for asked in pair.peer.asked) <= 3
+    assert sum(chunk.nbytes for chunk in pair.core.holdings.buffer.chunks) <= 400
+    assert pair.read_all() == in_order(100, 0)
+
+
+def test_an_empty_answer_is_not_asked_for_again_unless_the_application_waits(pair):
+    pair.read_all()
+    before = len(pair.peer.asked)
+    pair.fetch(0)
+    assert len(pair.peer.asked) == before
+    pair.fetch(0.5)
+    assert pair.peer.asked[-1] == lines.Fetch(1 << 20, 500)
+
+
+def test_a_compacted_record_takes_an_offset_and_the_position_passes_it():
+    pair = Pair(Peer({EU: 4})).connect()
+    pair.peer.records[EU][0] = pair.peer.records[EU][3] = None
+    assert pair.read_all() == [(0, 1), (0, 2)]
+    assert pair.core.holdings.owned[EU].position == 4
+
+
+def test_the_position_is_behind_what_was_given_out(pair):
+    pair.fetch()
+    pair.fetch(0)
+    assert len(pair.collect(2)) == 2
+    assert sorted(owned.position for owned in pair.core.holdings.owned.values()) == [0, 2]
+
+
+# --- seeking and pausing ---------------------------------------------------------------------------------------------
+
+
+def test_a_seek_drops_what_waits_and_what_is_on_its_way(pair):
+    core, now = pair.core, time.monotonic()
+    pair.fetch(0)
+    core.fetch(now, 0)
+    on_its_way = pair.session.feed(core.requests.take())
+    for place in (EU, US):
+        core.seek(place, lines.Position("offset", 2), now)
+    assert pair.collect() == []
+    pair.receive(on_its_way)
+    assert pair.collect() == []
+    pair.pass_on()
+    assert sorted(pair.read_all()) == [(0, 2), (0, 3), (0, 4), (1, 2)]
+
+
+def test_the_last_of_several_seeks_counts(pair):
+    now = time.monotonic()
+    pair.core.seek(EU, lines.LATEST, now)
+    pair.core.seek(EU, lines.Position("offset", 1), now)
+    pair.core.seek(EU, lines.EARLIEST, now)
+    pair.core.seek(US, lines.LATEST, now)
+    assert pair.read_all() == in_order(5, 0)
+
+
+def test_a_paused_partition_gives_nothing_and_goes_on_where_it_was(pair):
+    pair.fetch()
+    pair.fetch(0)
+    first = pair.collect(1)
+    pair.core.holdings.pause([EU])
+    rest = pair.read_all()
+    assert all(partition == 1 for partition, _ in rest)
+    pair.core.holdings.resume([EU])
+    assert sorted(first + rest + pair.read_all()) == in_order(5, 0) + in_order(3, 1)
+
+
+def test_with_all_partitions_paused_nothing_is_asked_for(pair):
+    pair.core.holdings.pause([EU, US])
+    before = len(pair.peer.asked)
+    assert pair.read_all() == [] and len(pair.peer.asked) == before
+
+
+def test_a_member_that_is_busy_with_its_records_still_asks_once_a_minute():
+    pair = Pair(Peer({EU: 100}), fetch_max_bytes=200).connect()
+    for _ in range(5):
+        pair.fetch(0)
+    assert not pair.core.holdings.buffer.has_room
+    pair.core.fetch(time.monotonic() + 61, 0)
+    assert pair.core.requests.take() == b"!fetch 1\n"
+
+
+def test_a_fetch_does_not_wait_while_a_partition_is_on_its_way_elsewhere(pair):
+    pair.read_all()
+    pair.core.seek(EU, lines.EARLIEST, time.monotonic())
+    pair.core.fetch(time.monotonic(), 5)
+    assert pair.core.requests.take().splitlines() == [b"!seek orders/0 earliest", b"!fetch 1048576 orders/1"]
+
+
+def test_a_refused_seek_is_raised_and_the_position_stays(pair):
+    pair.peer.refuses["seek"] = "bad_request there is no such time"
+    pair.core.seek(EU, lines.Position("time", 1), time.monotonic())
+    pair.pass_on()
+    assert pair.core.errors.popleft().code == "bad_request"
+    assert sorted(pair.read_all()) == in_order(5, 0) + in_order(3, 1)
+
+
+# --- rebalances ------------------------------------------------------------------------------------------------------
+
+
+def test_a_revoked_partition_gives_nothing_more_and_the_others_go_on(pair):
+    pair.fetch()
+    pair.fetch(0)
+    pair.receive(pair.session.rebalance([EU]))
+    assert pair.events() == [(Kind.ASSIGNED, (EU, US)), (Kind.REVOKED, (US,))]
+    assert pair.read_all() == in_order(5, 0)
+    assert US in pair.core.holdings.owned
+
+
+def test_a_commit_goes_before_the_revocation_is_answered(pair):
+    pair.read_all()
+    pair.receive(pair.session.rebalance([EU]))
+    event = pair.core.holdings.events.pop()
+    assert pair.commit(us=3).error is None
+    pair.core.revoked(event, time.monotonic())
+    pair.pass_on()
+    assert pair.peer.committed == {US: 3} and list(pair.core.holdings.owned) == [EU]
+    assert pair.commit(us=3).error.code == "fenced"
+
+
+def test_what_a_rebalance_leaves_here_goes_on_without_a_seek_or_a_second_record(pair):
+    first = pair.read_all()
+    pair.receive(pair.session.rebalance([EU, US]))
+    pair.peer.records[EU].append(b"new")
+    assert pair.read_all() == [(0, 5)] and len(first) == 8
+    assert not [asked for asked in pair.peer.asked if isinstance(asked, lines.Seek)]
+
+
+def test_a_new_partition_begins_where_the_group_is():
+    pair = Pair(Peer({EU: 5, US: 3}))
+    pair.peer.shares[pair.core.member] = [EU]
+    pair.connect()
+    pair.peer.committed[US] = 2
+    pair.receive(pair.session.rebalance([EU, US]))
+    assert pair.events() == [(Kind.ASSIGNED, (EU,)), (Kind.ASSIGNED, (US,))]
+    assert (1, 2) in pair.read_all() and pair.core.holdings.owned[US].position == 3
+
+
+def test_a_partition_that_is_gone_without_a_word_is_lost(pair):
+    pair.receive(b"!assign 7 orders/0@0\n")
+    assert pair.events()[-1] == (Kind.LOST, (US,)) and pair.core.generation == 7
+
+
+def test_start_counts_only_where_the_group_has_committed_nothing():
+    pair = Pair(Peer({EU: 5, US: 3}), start="latest")
+    pair.peer.committed[US] = 1
+    pair.connect().pass_on()
+    assert pair.read_all() == [(1, 1), (1, 2)]
+    assert pair.core.holdings.owned[EU].position == 5
+
+
+# --- outages ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_outage_within_the_session_goes_on_where_the_application_is(pair):
+    pair.fetch()
+    before = pair.collect(2)
+    pair.events()
+    pair.core.lost("gateway restarted")
+    assert pair.core.phase is Phase.AWAY and pair.collect() == []
+    pair.connect()
+    assert pair.peer.members == [pair.core.member] * 2
+    assert sorted(before + pair.read_all()) == in_order(5, 0) + in_order(3, 1)
+    assert pair.events() == []
+
+
+def test_after_a_longer_outage_the_group_says_where_to_go_on(pair):
+    pair.read_all()
+    pair.events()
+    pair.peer.committed[EU] = 4
+    pair.core.lost("gateway restarted")
+    pair.core.away_since -= pair.core.options.session_s
+    pair.connect()
+    assert pair.events() == [(Kind.LOST, (EU, US)), (Kind.ASSIGNED, (EU, US))]
+    assert sorted(pair.read_all()) == [(0, 4), *in_order(3, 1)]
+
+
+def test_start_latest_skips_nothing_after_an_outage():
+    pair = Pair(Peer({EU: 5, US: 3}), start="latest").connect()
+    pair.pass_on()
+    assert pair.read_all() == []
+    pair.core.lost("gateway restarted")
+    pair.core.away_since -= pair.core.options.session_s
+    pair.peer.records[EU].append(b"meanwhile")
+    pair.connect().pass_on()
+    assert pair.read_all() == [(0, 5)]
+
+
+def test_a_commit_without_an_answer_is_sent_again(pair):
+    pending = pair.core.commit([(EU, 3)], time.monotonic())
+    pair.core.requests.take()
+    pair.core.lost("gateway killed")
+    assert not pending.done
+    pair.connect().pass_on()
+    assert pending.done and pending.error is None and pair.peer.committed == {EU: 3}
+
+
+def test_offsets_without_an_answer_are_an_error(pair):
+    pending = pair.core.offsets((EU,), time.monotonic())
+    pair.core.lost("gateway killed")
+    assert pending.done and isinstance(pending.error, NotAnswered)
+
+
+def test_a_revocation_of_a_broken_connection_is_not_answered_on_the_next(pair):
+    pair.receive(pair.session.rebalance([EU]))
+    event = pair.core.holdings.events.pop()
+    pair.core.lost("gateway restarted")
+    pair.connect()
+    pair.core.revoked(event, time.monotonic())
+    assert pair.core.requests.take() == b"" and list(pair.core.holdings.owned) == [EU, US]
+
+
+def test_a_silent_broker_is_noticed(pair):
+    now = time.monotonic()
+    pair.core.fetch(now, 2.0)
+    assert pair.core.overdue(now + 31) == "" and "no answer" in pair.core.overdue(now + 33)
+    pair.pass_on()
+    pair.core.commit([(EU, 1)], now)
+    assert pair.core.overdue(now + 29) == "" and "no answer" in pair.core.overdue(now + 31)
+
+
+@pytest.mark.parametrize("code", ["session_timeout", "poll_timeout", "rebalance_timeout"])
+def test_a_member_that_was_ended_joins_again(pair, code):
+    with pytest.raises(Refused, match=code):
+        pair.receive(f"!err {code} you were away\n".encode())
+    assert pair.core.failed is None
+    assert pair.events()[-1] == (Kind.LOST, (EU, US))
+
+
+def test_a_fenced_member_has_ended_and_its_commits_with_it(pair):
+    pending = pair.core.commit([(EU, 1)], time.monotonic())
+    with pytest.raises(Fenced):
+        pair.receive(b"!err fenced another member has this name\n")
+    assert isinstance(pair.core.failed, Fenced) and pending.error is pair.core.failed
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 400 Bad Request\n",
+        b"!committed orders/0 1\n",
+        b"!seek orders/0@1\n",
+        b"!batch orders/0 0 2 2\nx\n",
+        b"!ok orders/0 offset=0\n",
+        b"x" * (lines.MAX_REPLY + 1),
+    ],
+)
+def test_what_is_no_reply_ends_the_connection(pair, data):
+    with pytest.raises(Refused, match="protocol"):
+        pair.receive(data)
+    assert pair.core.failed is None
+
+
+# --- without a group's management ------------------------------------------------------------------------------------
+
+
+def test_assigned_partitions_begin_where_asked_and_go_on_after_an_outage():
+    pair = Pair(Peer({EU: 5, US: 3}), topics=(), group_id="")
+    pair.core.choose((), [(EU, lines.Position("offset", 3)), (US, lines.LATEST)])
+    assert pair.core.opening("s3cret") == b"ASSIGN orders/0@3 orders/1@latest token=s3cret\n"
+    pair.connect()
+    pair.fetch()
+    assert pair.collect(1) == [(0, 3)]
+    pair.core.lost("gateway restarted")
+    pair.core.away_since -= 1e6
+    assert pair.core.opening() == b"ASSIGN orders/0@4 orders/1@3\n"
+    pair.connect()
+    assert pair.read_all() == [(0, 4)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"group_id": "a/b"},
+        {"member": "x" * 201},
+        {"assignor": "best"},
+        {"auto_commit": True},
+        {"max_poll_records": 0},
+        {"session_s": 0},
+        {"start": "yesterday"},
+        {"start": -1},
+    ],
+)
+def test_options_that_cannot_work_are_refused(options):
+    with pytest.raises(ConfigError):
+        ConsumerOptions(**options)
+
+
+# --- whole histories -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_history_of_outages_seeks_and_rebalances_skips_nothing(seed):
+    """The application takes, commits, seeks and pauses at random. It keeps its own account of what must come next."""
+    rng = random.Random(seed)
+    pair = Pair(Peer({EU: 60, US: 60}), fetch_max_bytes=rng.choice([60, 300, 5000]))
+    pair.cut = lambda data: [data[at : at + 50] for at in range(0, len(data), 50)] if rng.random() < 0.3 else [data]
+    pair.connect()
+    expected = {EU: 0, US: 0}  # the application's account
+
+    def take(count: int) -> None:
+        for message in pair.core.holdings.buffer.collect(count):
+            place = lines.TopicPartition(message.topic, message.partition)
+            assert message.offset == expected[place], f"{place}: {message.offset} instead of {expected[place]}"
+            assert message.value == b"%d" % message.offset
+            expected[place] += 1
+
+    def hear() -> None:
+        while pair.core.holdings.events:
+            event = pair.core.holdings.events.popleft()
+            if event.kind is Kind.REVOKED:
+                pair.commit(**{name: expected[p] for name, p in (("eu", EU), ("us", US)) if p in event.places})
+                pair.core.revoked(event, time.monotonic())
+                pair.pass_on()
+            elif event.kind is Kind.ASSIGNED:
+                expected.update({place: pair.core.holdings.owned[place].position for place in event.places})
+
+    for _ in range(60):
+        act = rng.random()
+        hear()
+        place = rng.choice([EU, US])
+        owned = pair.core.holdings.owned.get(place)
+        if act < 0.4:
+            pair.core.fetch(time.monotonic(), rng.choice([0, 1]))
+            if rng.random() < 0.8:
+                pair.pass_on()
+        elif act < 0.7:
+            take(rng.randrange(1, 20))
+        elif act < 0.76:
+            pair.core.lost("broken")
+            pair.connect()
+        elif act < 0.84 and owned and not owned.revoked:
+            expected[place] = rng.randrange(60)
+            pair.core.seek(place, lines.Position("offset", expected[place]), time.monotonic())
+        elif act < 0.9 and owned:
+            pair.core.holdings.pause([place])
+            pair.core.holdings.resume([place])
+        elif act < 0.95 and owned and not owned.revoked:
+            pair.pass_on()
+            pair.commit(**{"eu" if place == EU else "us": expected[place]})
+        else:
+            pair.pass_on()
+            hear()
+            pair.receive(pair.session.rebalance(rng.choice([[EU], [US], [EU, US]])))
+            hear()
+    hear()
+    pair.receive(pair.session.rebalance([EU, US]))
+    hear()
+    for _ in range(200):
+        pair.fetch()
+        take(1000)
+    assert expected == {EU: 60, US: 60}
