@@ -63,10 +63,17 @@ class Consumer(Commits):
             self.subscribe(*topics)
 
     @classmethod
-    def local(cls, *topics: str, **options: Unpack[ConsumerChoices]) -> "Consumer":
+    def local(
+        cls,
+        *topics: str,
+        on_assign: OnPlaces | None = None,
+        on_revoke: OnPlaces | None = None,
+        on_lost: OnPlaces | None = None,
+        **options: Unpack[ConsumerChoices],
+    ) -> "Consumer":
         """Return a consumer of the broker of this directory's settings (environment, kmq.toml)."""
         local_consumer_address()
-        consumer = cls(**options)
+        consumer = cls(on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost, **options)
         consumer._driver.address = local_consumer_address
         if topics:
             consumer.subscribe(*topics)
@@ -106,6 +113,8 @@ class Consumer(Commits):
     def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]:
         """Return up to `max_records` messages as soon as there are any, or none after `timeout` seconds."""
         count = self.options.max_poll_records if max_records is None else max_records
+        if count < 1:
+            raise ValueError(f"max_records={count}: must be at least 1")
         deadline = time.monotonic() + timeout
         while True:
             if self._driver.closed:

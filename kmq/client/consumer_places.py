@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from kmq.client.consumer_driver import Driver
 from kmq.client.consumer_options import ConsumerOptions, Start, to_position
-from kmq.client.consumer_protocol import Core
+from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Owned
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.egress_replies import PartitionOffsets
@@ -35,6 +35,15 @@ class Places:
     def describe(self) -> str:
         """Return a sentence on what the consumer waits for."""
         return self._core.describe(time.monotonic())
+
+    @property
+    def connected(self) -> bool:
+        return self._core.phase is not Phase.AWAY
+
+    def connect(self, timeout: float | None = None) -> list[TopicPartition]:
+        """Wait until the broker has said which partitions this consumer reads, and return them."""
+        self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
+        return self.assignment()
 
     def assignment(self) -> list[TopicPartition]:
         """Return the partitions that this consumer reads now."""

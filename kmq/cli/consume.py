@@ -1,0 +1,253 @@
+"""`kmq consume` and `kmq tail`: print the messages of a topic, once or as they come.
+
+Commits     With --group the offsets are committed when the messages were written to stdout, at most a second later and
+            at the end. What a reader such as `head` has left unread in the pipe counts as written.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from kmq import terminal
+from kmq.cli.helptext import examples
+from kmq.cli.options import grouped
+from kmq.client.failures import Refused
+from kmq.client.waiting import STALL_S, say
+from kmq.errors import ConfigError, KmqError, RetryError
+
+if TYPE_CHECKING:
+    from kmq.client.consumer import Consumer
+    from kmq.client.consumer_options import Start
+    from kmq.client.egress_lines import TopicPartition
+    from kmq.client.message import Message
+
+_POLL_S = 0.5  # longest wait between two looks at what the terminal should hear
+_BLOCK = 5000  # messages written at once
+_COMMIT_S = 1.0  # longest time between printing and committing
+_GIVE_UP_S = 10.0  # without --follow: longest wait for a broker that was there a moment ago
+
+_TOPIC = Annotated[str, typer.Argument(help="The topic to read.", show_default=False)]
+_JSON = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="One JSON object a line: topic, partition, offset, seq, timestamp, key, value, headers."
+    ),
+]
+
+
+class Reading(NamedTuple):
+    """What is read, and until when."""
+
+    group: Annotated[
+        str, typer.Option("--group", "-g", help="Read as a member of this group, and commit what was printed.")
+    ] = ""
+    start: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="earliest, latest, an offset, or a time: 10m (ago), 2026-11-23T12:00. With --group it counts only"
+            " where nothing is committed. \\[default: earliest; latest with --follow and no group]",
+        ),
+    ] = ""
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more at the end, until Ctrl-C.")] = False
+    most: Annotated[int, typer.Option("--count", "-n", min=0, help="Stop after so many messages; 0: no limit.")] = 0
+
+
+@grouped
+def consume(topic: _TOPIC, reading: Reading, as_json: _JSON = False) -> None:
+    """Print the values of a topic's messages, one a line.
+
+    Without --follow the command ends where the topic ended when it began.
+    """
+    start = reading.start or ("latest" if reading.follow and not reading.group else "earliest")
+    _require(topic, reading.follow)
+    printer = _Printer(_json if as_json else _value)
+    with _open(topic, printer, group_id=reading.group, start=parse_start(start)) as consumer:
+        printer.print(consumer, reading)
+
+
+def tail(
+    topic: _TOPIC,
+    count: Annotated[int, typer.Option("--count", "-n", min=0, help="The last messages of each partition.")] = 10,
+    as_json: _JSON = False,
+) -> None:
+    """Print the last messages of a topic with place, time and key, and then those that come, until Ctrl-C."""
+    places = _require(topic, follows=True)
+    printer = _Printer(_json if as_json else _row)
+    with _open(topic, printer, start="latest") as consumer:
+        if places:
+            _rewind(consumer, count)
+        printer.print(consumer, Reading(follow=True))
+
+
+def parse_start(text: str) -> "Start":
+    """Return a position as kmq.Consumer takes it. Raises ConfigError."""
+    from kmq.log.show import parse_time
+
+    if text in ("earliest", "latest") or text.isdecimal():
+        return text
+    try:
+        return datetime.fromtimestamp(parse_time(text) / 1e6, UTC)
+    except (ConfigError, OverflowError, OSError, ValueError):
+        raise ConfigError(
+            f"--from {text!r}: must be earliest, latest, an offset, or a time such as 10m or 2026-11-23T12:00"
+        ) from None
+
+
+def _open(topic: str, printer: "_Printer", group_id: str = "", start: "Start" = "earliest") -> "Consumer":
+    from kmq.client.consumer import Consumer
+
+    def give_up(_: object) -> None:
+        printer.commit()
+
+    return Consumer.local(topic, group_id=group_id, start=start, on_revoke=give_up, max_poll_records=_BLOCK)
+
+
+def _require(topic: str, follows: bool) -> int:
+    """Return how many partitions there are. Raises RetryError without a broker, KmqError without a topic."""
+    from kmq.client.connection import local_consumer_address
+    from kmq.client.consumer_discovery import discover
+    from kmq.client.lines import no_connection
+
+    host, port, token = local_consumer_address()
+    try:
+        places = discover([topic], host, port, token, None, None)
+    except OSError as err:
+        raise RetryError(no_connection(f"{host}:{port}", err)) from err
+    if not places and not follows:
+        raise KmqError(f"{topic}: no such topic; see kmq topics list")
+    if not places:
+        say(f"{topic}: no such topic yet; waiting for its first message")
+    return len(places)
+
+
+def _rewind(consumer: "Consumer", count: int) -> None:
+    """Go back by so many records in every partition."""
+    places = consumer.connect(_GIVE_UP_S)
+    ends, starts = consumer.end_offsets(places), consumer.beginning_offsets(places)
+    for place in places:
+        consumer.seek(place, max(starts[place], ends[place] - count))
+
+
+# --- how a message looks ---------------------------------------------------------------------------------------------
+
+
+def _value(message: "Message") -> bytes:
+    return (message.value or b"") + b"\n"
+
+
+def _json(message: "Message") -> bytes:
+    return json.dumps(message.as_dict(text=True), ensure_ascii=False).encode(errors="replace") + b"\n"
+
+
+def _row(message: "Message") -> bytes:
+    at = datetime.fromtimestamp(message.timestamp).astimezone().isoformat(" ", "milliseconds")
+    key = "-" if message.key is None else message.key.decode(errors="replace")
+    return f"{at} {message.partition} {message.offset} {key} ".encode() + _value(message)
+
+
+# --- until when ------------------------------------------------------------------------------------------------------
+
+
+class _Session:
+    """Reads until the end, the count, or the reader of stdout has left."""
+
+    def __init__(self, consumer: "Consumer", reading: Reading) -> None:
+        self._consumer, self._reading = consumer, reading
+        self._left = reading.most
+        self._ends: dict[TopicPartition, int] = {}
+        self._moved = time.monotonic()
+        self._waits_for = ""
+        self._is_over = False
+        terminal.when_left(self._end)
+
+    def _end(self) -> None:
+        self._is_over = True
+
+    def __iter__(self) -> Iterator[list["Message"]]:
+        while terminal.is_read() and not self._is_over:
+            messages = self._consumer.poll(min(self._left or _BLOCK, _BLOCK), timeout=_POLL_S)
+            if messages:
+                yield messages
+                self._left -= len(messages) if self._left else 0
+                if self._reading.most and not self._left:
+                    return
+            self._look(bool(messages))
+            if not self._reading.follow and self._is_at_end():
+                return
+
+    def _is_at_end(self) -> bool:
+        """Return True if every partition was read up to the end that it had when it was first seen."""
+        consumer = self._consumer
+        places = consumer.assignment()
+        if new := [place for place in places if place not in self._ends]:
+            self._ends.update(consumer.end_offsets(new, _GIVE_UP_S))
+        return bool(places) and all(consumer.position(place, _GIVE_UP_S) >= self._ends[place] for place in places)
+
+    def _look(self, has_moved: bool) -> None:
+        """Say what the command waits for, if that is not the next message."""
+        consumer, now = self._consumer, time.monotonic()
+        if has_moved or (consumer.connected and consumer.assignment()):
+            if self._waits_for:
+                say("goes on")
+            self._moved, self._waits_for = now, ""
+        elif now - self._moved > STALL_S and not self._waits_for:
+            self._waits_for = consumer.describe()
+            say(f"waiting: {self._waits_for}")
+        if not self._reading.follow and not consumer.connected and now - self._moved > _GIVE_UP_S:
+            raise RetryError(f"gave up after {_GIVE_UP_S:g} s: {consumer.describe()}")
+
+
+class _Printer:
+    """Writes messages to stdout, and commits what was written."""
+
+    def __init__(self, shown: Callable[["Message"], bytes]) -> None:
+        self._shown = shown
+        self._written: dict[tuple[str, int], int] = {}  # next offsets, not committed yet
+        self._consumer: Consumer | None = None
+
+    def print(self, consumer: "Consumer", reading: Reading) -> None:
+        self._consumer, out, committed_at = consumer, sys.stdout.buffer, time.monotonic()
+        try:
+            for messages in _Session(consumer, reading):
+                out.write(b"".join(map(self._shown, messages)))
+                out.flush()
+                if reading.group and terminal.is_read():
+                    self._written.update(
+                        ((message.topic, message.partition), message.offset + 1) for message in messages
+                    )
+                if time.monotonic() - committed_at >= _COMMIT_S:
+                    self.commit()
+                    committed_at = time.monotonic()
+        finally:
+            self.commit()
+
+    def commit(self) -> None:
+        """Commit what was written; what the group has given to others is theirs, and comes again there."""
+        written, self._written = self._written, {}
+        if not written or self._consumer is None:
+            return
+        try:
+            self._consumer.commit(written)
+        except Refused as refused:
+            if refused.code != "fenced":
+                raise
+            say(f"not committed, so another member prints it again: {refused.reason}")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.command(
+        epilog=examples(
+            "kmq consume test --count 3",
+            "kmq consume test --json | head -n 1",
+            "kmq consume test --from 10m --json",
+            "kmq consume test --group report --count 2",
+        )
+    )(consume)
+    app.command(epilog=examples("kmq tail test", "kmq tail test --count 100 --json"))(tail)
