@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kmq.client.egress_lines import TopicPartition
-from kmq.client.message import Message, messages
+from kmq.client.message import Message, each_message
 
 
 class Owned:
@@ -38,24 +38,21 @@ class Owned:
 class Chunk:
     """A batch on its way to the application. `unread` yields each message once, whoever asks; dropped, none at all."""
 
-    __slots__ = ("_lines", "_messages", "_offset", "_unread", "end", "is_dropped", "nbytes", "owned")
+    __slots__ = ("_body", "_lines", "_offset", "_unread", "end", "is_dropped", "nbytes", "owned")
 
     def __init__(self, owned: Owned, offset: int, lines: int, body: bytes) -> None:
         self.owned, self.end, self.nbytes = owned, offset + lines, len(body)
-        self._offset, self._lines = offset, body
-        self._messages: list[Message] = []
+        self._offset, self._body = offset, body
+        self._lines: list[bytes] = []
         self._unread: Iterator[Message] | None = None
         self.is_dropped = False
 
     @property
     def unread(self) -> Iterator[Message]:
         if self._unread is None:
+            self._lines, self._body = self._body.split(b"\n")[:-1], b""
             place = self.owned.place
-            self._messages = (
-                [] if self.is_dropped else messages(place.topic, place.partition, self._offset, self._lines)
-            )
-            self._lines = b""
-            self._unread = iter(self._messages)
+            self._unread = each_message(place.topic, place.partition, self._offset, self._lines)
         return self._unread
 
     def take(self, count: int) -> list[Message]:
@@ -67,8 +64,8 @@ class Chunk:
 
     def drop(self) -> None:
         """Give out nothing more: a loop over `unread` ends."""
-        self.is_dropped, self._lines = True, b""
-        self._messages.clear()
+        self.is_dropped, self._body = True, b""
+        self._lines.clear()
 
 
 class Buffer:
