@@ -13,6 +13,7 @@ TYPE_CHECKING = False  # stands for typing.TYPE_CHECKING: importing typing would
 if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.aio import AsyncProducer as AsyncProducer
     from kmq.client.consumer import Consumer as Consumer
+    from kmq.client.consumer_aio import AsyncConsumer as AsyncConsumer
     from kmq.client.egress_lines import TopicPartition as TopicPartition
     from kmq.client.failures import Fenced as Fenced
     from kmq.client.failures import NotAnswered as NotAnswered
@@ -30,6 +31,7 @@ __version__ = "0.1.0"  # written here only: pyproject.toml reads it, a test comp
 
 _EXPORTS = {
     "AsyncBroadcastQueue": "kmq.cluster.aio",
+    "AsyncConsumer": "kmq.client.consumer_aio",
     "AsyncProducer": "kmq.client.aio",
     "BroadcastQueue": "kmq.cluster.queue",
     "Consumer": "kmq.client.consumer",

@@ -24,22 +24,21 @@ from collections.abc import Callable, Iterator
 from typing import Unpack
 
 from kmq.client.connection import Address, address_of, local_consumer_address
-from kmq.client.consumer_commits import Commits
 from kmq.client.consumer_driver import Driver
-from kmq.client.consumer_options import ConsumerChoices, ConsumerOptions, Start, to_position
+from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions
 from kmq.client.consumer_protocol import Core
 from kmq.client.consumer_state import Chunk, Event, Kind
+from kmq.client.consumer_waits import Waits
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.message import Message
-from kmq.errors import ConfigError, KmqError
+from kmq.errors import KmqError
 
-PORT = 5674
 _FOR_EVER_S = 3600.0  # one wait of an iteration
 
 OnPlaces = Callable[[list[TopicPartition]], object]
 
 
-class Consumer(Commits):
+class Consumer(Waits):
     """Reads topics. `options` are the fields of ConsumerOptions (kmq/client/consumer_options.py)."""
 
     def __init__(
@@ -89,32 +88,11 @@ class Consumer(Commits):
         self._commit_at = time.monotonic() + options.auto_commit_s
         atexit.register(self._at_exit)
 
-    # --- what to read ------------------------------------------------------------------------------------------------
-
-    def subscribe(self, *topics: str) -> None:
-        """Read these topics instead of what was read before: with a group its share of them, else all partitions."""
-        if not topics or not all(isinstance(topic, str) for topic in topics):
-            raise ConfigError("subscribe: give the names of topics, each an argument of its own")
-        with self._lock:
-            self._core.choose(topics if self.options.group_id else ())
-            self._driver.discovers = () if self.options.group_id else topics
-            self._driver.drop("subscribed to other topics")
-
-    def assign(self, *places: tuple[str, int], start: Start | None = None) -> None:
-        """Read these partitions, (topic, number), without a group's management. `start`: default is the option."""
-        position = self._core.start if start is None else to_position(start)
-        with self._lock:
-            self._core.choose((), [(TopicPartition(*place), position) for place in places])
-            self._driver.discovers = ()
-            self._driver.drop("other partitions were assigned")
-
     # --- records -----------------------------------------------------------------------------------------------------
 
     def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]:
         """Return up to `max_records` messages as soon as there are any, or none after `timeout` seconds."""
-        count = self.options.max_poll_records if max_records is None else max_records
-        if count < 1:
-            raise ValueError(f"max_records={count}: must be at least 1")
+        count = self._most(max_records)
         deadline = time.monotonic() + timeout
         while True:
             if self._driver.closed:
@@ -160,12 +138,8 @@ class Consumer(Commits):
         self._driver.write()
 
     def _wait_for_records(self, timeout_s: float) -> bool:
-        holdings, core = self._core.holdings, self._core
-        if not core.has_something_to_read and not self._driver.discovers:
-            raise KmqError("nothing to read: name topics, or call subscribe() or assign()")
-        return self._driver.wait(
-            lambda: bool(holdings.buffer.chunks or holdings.events or core.errors), max(timeout_s, 0.0), fetches=True
-        )
+        self._must_read()
+        return self._driver.wait(self._has_news, max(timeout_s, 0.0), fetches=True)
 
     # --- what happens between records --------------------------------------------------------------------------------
 

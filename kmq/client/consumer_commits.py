@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from kmq.client.consumer_driver import logger
+from kmq.client.consumer_options import logger
 from kmq.client.consumer_places import Places
 from kmq.client.consumer_wire import Pending
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.message import Message
 from kmq.errors import KmqError
 
-_LAST_COMMIT_S = 10.0  # longest wait for a commit that the consumer makes by itself
+_MOST_CALLBACKS = 10_000
 
 Offsets = Mapping[tuple[str, int], int]
 OnCommit = Callable[[dict[TopicPartition, int], KmqError | None], object]
@@ -28,18 +28,10 @@ class Commits(Places):
     _committed: deque[tuple[OnCommit, Pending]]  # for callbacks
     _commit_at: float  # when the consumer commits by itself
 
-    def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
-        """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
-
-        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
-        """
-        pending = self._commit(offsets)
-        self._wait_for(lambda: pending.done, timeout, "the commit")
-        if pending.error is not None:
-            raise pending.error
-
     def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None:
         """Commit without waiting. `callback` gets the offsets and the error or None, at a later poll."""
+        if len(self._committed) >= _MOST_CALLBACKS:
+            raise KmqError(f"commit_async: {_MOST_CALLBACKS:,} callbacks wait already; call poll, which runs them")
         pending = self._commit(offsets)
         if callback is not None:
             self._committed.append((callback, pending))
@@ -72,16 +64,13 @@ class Commits(Places):
             self._commit_at = now + self.options.auto_commit_s
             self.commit_async(callback=_report)
 
-    def _commit_last(self, places: Iterable[TopicPartition]) -> None:
-        """Commit what was handled of these partitions, before others read them."""
+    def _handled(self, places: Iterable[TopicPartition]) -> dict[tuple[str, int], int]:
+        """Return the next offsets of these partitions behind what was handled, before others read them."""
         positions = dict(self._offsets(None))
         given = [self._given] if isinstance(self._given, Message) else self._given or []
         for message in reversed(given):  # the application works on these
             positions[TopicPartition(message.topic, message.partition)] = message.offset
-        try:
-            self.commit({place: positions[place] for place in places if place in positions}, _LAST_COMMIT_S)
-        except KmqError as err:
-            logger().warning("not committed, so it comes again: %s", err)
+        return {place: positions[place] for place in places if place in positions}
 
 
 def _report(offsets: dict[TopicPartition, int], error: KmqError | None) -> None:

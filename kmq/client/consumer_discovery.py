@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterable
 
 from kmq.client.connection import CONNECT_S, open_socket
-from kmq.client.egress_lines import LATEST, BadLine, Consume, TopicPartition
+from kmq.client.consumer_protocol import Core
+from kmq.client.egress_lines import EARLIEST, LATEST, BadLine, Consume, TopicPartition
 from kmq.client.egress_replies import Failed, Started, reply
 from kmq.client.failures import Refused
 from kmq.settings import KIB
 
+DISCOVER_S = 30.0  # between two looks for new partitions
 _NOT_YET = frozenset({"unknown_topic", "not_found"})
 
 
@@ -52,4 +54,13 @@ def _place(line: bytes) -> list[TopicPartition]:
     return [answer.place] if isinstance(answer, Started) else []
 
 
-__all__ = ["discover"]
+def add_partitions(core: Core, found: Iterable[TopicPartition]) -> bool:
+    """Read these partitions too. Returns True if there are new ones; in a topic that is read already they begin at 0."""
+    read = {*core.holdings.owned, *core.wanted}
+    topics = {place.topic for place in read}
+    new = {place: EARLIEST if place.topic in topics else core.start for place in found if place not in read}
+    core.wanted.update(new)
+    return bool(new)
+
+
+__all__ = ["DISCOVER_S", "add_partitions", "discover"]

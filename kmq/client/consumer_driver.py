@@ -8,7 +8,6 @@ Locking     One lock guards the core and the socket. No thread waits while holdi
 """
 
 import contextlib
-import logging
 import select
 import socket
 import ssl
@@ -17,9 +16,9 @@ import time
 from collections.abc import Callable
 
 from kmq.client.connection import CONNECT_S, Address, backoff, open_socket
-from kmq.client.consumer_discovery import discover
+from kmq.client.consumer_discovery import DISCOVER_S, add_partitions, discover
+from kmq.client.consumer_options import logger
 from kmq.client.consumer_protocol import Core
-from kmq.client.egress_lines import EARLIEST, Position
 from kmq.client.failures import NotAnswered, Refused
 from kmq.client.lines import no_connection
 from kmq.errors import KmqError
@@ -28,14 +27,9 @@ from kmq.settings import KIB
 
 _RECEIVE_BYTES = 256 * KIB
 _SLICE_S = 1.0  # longest wait without a look around
-_DISCOVER_S = 30.0  # between two looks for new partitions, without a group
 _JOIN_S = 5.0
 _LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-
-
-def logger() -> logging.Logger:
-    return logging.getLogger("kmq.consumer")
 
 
 class Driver:
@@ -216,16 +210,9 @@ class Driver:
         """Add partitions that are not read yet. Returns True if there are any."""
         options = self.core.options
         found = discover(self.discovers, host, port, options.token or token, options.tls, options.server_hostname)
-        self._discover_at = time.monotonic() + _DISCOVER_S
+        self._discover_at = time.monotonic() + DISCOVER_S
         with self.lock:
-            holdings = self.core.holdings
-            known = {place.topic for place in (*holdings.owned, *self.core.wanted)}
-            new: dict[object, Position] = {}
-            for place in found:
-                if place not in holdings.owned and place not in self.core.wanted:
-                    new[place] = EARLIEST if place.topic in known else self.core.start
-                    self.core.wanted[place] = new[place]
-        return bool(new)
+            return add_partitions(self.core, found)
 
     # --- the background thread ---------------------------------------------------------------------------------------
 
@@ -308,4 +295,4 @@ class Driver:
                 pass
 
 
-__all__ = ["Driver", "logger"]
+__all__ = ["Driver"]

@@ -1,5 +1,6 @@
 """The options of kmq.Consumer and kmq.AsyncConsumer, and their limits."""
 
+import logging
 import os
 import secrets
 import socket
@@ -11,6 +12,8 @@ from typing import TypedDict
 from kmq.client.egress_lines import ASSIGNORS, MAX_NAME, Position, position_of
 from kmq.errors import ConfigError
 from kmq.settings import MIB
+
+PORT = 5674
 
 Start = str | int | datetime
 
@@ -80,6 +83,10 @@ class ConsumerChoices(TypedDict, total=False):
     server_hostname: str | None
 
 
+def logger() -> logging.Logger:
+    return logging.getLogger("kmq.consumer")
+
+
 def to_position(start: Start) -> Position:
     """Return a position as the protocol knows it. A datetime without a zone is local time. Raises ConfigError."""
     if isinstance(start, datetime):
@@ -95,4 +102,4 @@ def made_up_member() -> str:
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-__all__ = ["ConsumerChoices", "ConsumerOptions", "Start", "made_up_member", "to_position"]
+__all__ = ["PORT", "ConsumerChoices", "ConsumerOptions", "Start", "logger", "made_up_member", "to_position"]

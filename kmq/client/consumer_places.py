@@ -1,17 +1,26 @@
-"""Where a consumer is in its partitions, and how it is sent elsewhere: the part of kmq.Consumer that asks and seeks."""
+"""What a consumer reads and where it is: the calls of kmq.Consumer and kmq.AsyncConsumer that do not wait."""
 
-import threading
 import time
-from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
-from kmq.client.consumer_driver import Driver
 from kmq.client.consumer_options import ConsumerOptions, Start, to_position
 from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Owned
+from kmq.client.consumer_wire import Pending
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.egress_replies import PartitionOffsets
-from kmq.client.failures import NotAnswered
-from kmq.errors import KmqError
+from kmq.errors import ConfigError, KmqError
+
+
+class Mover(Protocol):
+    """What moves the bytes of a core. `discovers`: topics whose partitions are all to be read, without a group."""
+
+    discovers: tuple[str, ...]
+
+    def write(self) -> None: ...
+
+    def drop(self, reason: str) -> None: ...
 
 
 class Places:
@@ -19,8 +28,8 @@ class Places:
 
     options: ConsumerOptions
     _core: Core
-    _driver: Driver
-    _lock: threading.RLock
+    _driver: Mover
+    _lock: AbstractContextManager[object]
 
     @property
     def member(self) -> str:
@@ -40,35 +49,27 @@ class Places:
     def connected(self) -> bool:
         return self._core.phase is not Phase.AWAY
 
-    def connect(self, timeout: float | None = None) -> list[TopicPartition]:
-        """Wait until the broker has said which partitions this consumer reads, and return them."""
-        self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
-        return self.assignment()
+    def subscribe(self, *topics: str) -> None:
+        """Read these topics instead of what was read before: with a group its share of them, else all partitions."""
+        if not topics or not all(isinstance(topic, str) for topic in topics):
+            raise ConfigError("subscribe: give the names of topics, each an argument of its own")
+        with self._lock:
+            self._core.choose(topics if self.options.group_id else ())
+            self._driver.discovers = () if self.options.group_id else topics
+            self._driver.drop("subscribed to other topics")
+
+    def assign(self, *places: tuple[str, int], start: Start | None = None) -> None:
+        """Read these partitions, (topic, number), without a group's management. `start`: default is the option."""
+        position = self._core.start if start is None else to_position(start)
+        with self._lock:
+            self._core.choose((), [(TopicPartition(*place), position) for place in places])
+            self._driver.discovers = ()
+            self._driver.drop("other partitions were assigned")
 
     def assignment(self) -> list[TopicPartition]:
         """Return the partitions that this consumer reads now."""
         with self._lock:
             return [place for place, owned in self._core.holdings.owned.items() if not owned.revoked]
-
-    def position(self, place: tuple[str, int], timeout: float | None = None) -> int:
-        """Return the offset of the next message of a partition. Waits while the broker looks for it."""
-        owned = self._find(place)
-        self._wait_for(lambda: not owned.moving, timeout, f"the position in {owned.place}")
-        return owned.position
-
-    def committed(self, place: tuple[str, int], timeout: float | None = None) -> int | None:
-        """Return the next offset that the group has committed for a partition; None: nothing is committed."""
-        return self._ask([place], timeout)[0].committed
-
-    def beginning_offsets(
-        self, places: Iterable[tuple[str, int]], timeout: float | None = None
-    ) -> dict[TopicPartition, int]:
-        """Return the offset of the first record that is stored of each partition."""
-        return {row.place: row.start for row in self._ask(places, timeout)}
-
-    def end_offsets(self, places: Iterable[tuple[str, int]], timeout: float | None = None) -> dict[TopicPartition, int]:
-        """Return the offset behind the last record of each partition."""
-        return {row.place: row.end for row in self._ask(places, timeout)}
 
     def seek(self, place: tuple[str, int], position: Start) -> None:
         """Go on at an offset, `earliest`, `latest`, or the first message received at a time or later."""
@@ -105,31 +106,35 @@ class Places:
         with self._lock:
             return [place for place, owned in self._core.holdings.owned.items() if owned.paused]
 
-    def _find(self, place: tuple[str, int]) -> Owned:
-        with self._lock:
-            owned = self._core.holdings.owned.get(TopicPartition(*place))
-        if owned is None:
-            raise KmqError(f"{place[0]}/{place[1]}: not assigned to this consumer; see assignment()")
-        return owned
+    def _most(self, max_records: int | None) -> int:
+        most = self.options.max_poll_records if max_records is None else max_records
+        if most < 1:
+            raise ValueError(f"max_records={most}: must be at least 1")
+        return most
 
-    def _ask(self, places: Iterable[tuple[str, int]], timeout: float | None) -> list[PartitionOffsets]:
-        """Return the offsets of these partitions, in this order."""
-        wanted = [self._find(place).place for place in places]
-        if not wanted:
-            return []
-        with self._lock:
-            pending = self._core.offsets(tuple(wanted), time.monotonic())
-            self._driver.write()
-        self._wait_for(lambda: pending.done, timeout, "the offsets")
+    def _must_read(self) -> None:
+        if not self._core.has_something_to_read and not self._driver.discovers:
+            raise KmqError("nothing to read: name topics, or call subscribe() or assign()")
+
+    def _has_news(self) -> bool:
+        """Return True if there are records, or something to tell the application."""
+        core = self._core
+        return bool(core.holdings.buffer.chunks or core.holdings.events or core.errors)
+
+    def _rows(self, pending: Pending, wanted: list[TopicPartition]) -> list[PartitionOffsets]:
+        """Return the answer to `offsets` in this order. Raises the error that was the answer."""
         if pending.error is not None:
             raise pending.error
         assert isinstance(pending.value, tuple)
         rows = {row.place: row for row in pending.value}
         return [rows[place] for place in wanted]
 
-    def _wait_for(self, is_ready: Callable[[], bool], timeout: float | None, what: str) -> None:
-        if not self._driver.wait(is_ready, self.options.timeout_s if timeout is None else timeout):
-            raise NotAnswered(f"timed out waiting for {what}: {self.describe()}")
+    def _find(self, place: tuple[str, int]) -> Owned:
+        with self._lock:
+            owned = self._core.holdings.owned.get(TopicPartition(*place))
+        if owned is None:
+            raise KmqError(f"{place[0]}/{place[1]}: not assigned to this consumer; see assignment()")
+        return owned
 
 
 __all__ = ["Places"]

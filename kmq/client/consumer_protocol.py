@@ -175,9 +175,10 @@ class Core:
         pending = Pending(lines.Seek(owned.place, position).encode(), now)
         pending.value = owned
         owned.moving, owned.stale = owned.moving + 1, False
-        self._ask("seek", pending)
+        self.ask("seek", pending)
 
-    def _ask(self, name: str, pending: Pending) -> Pending:
+    def ask(self, name: str, pending: Pending) -> Pending:
+        """Send a request that will be answered, now or with the next connection."""
         self.requests.expect(name, pending)
         if self.phase is Phase.READING:
             self.requests.write(pending.line, pending.since)
@@ -185,16 +186,23 @@ class Core:
 
     def offsets(self, places: tuple[TopicPartition, ...], now: float) -> Pending:
         """Ask for the offsets of these partitions."""
-        return self._ask("offsets", Pending(lines.Offsets(places).encode(), now))
+        return self.ask("offsets", Pending(lines.Offsets(places).encode(), now))
 
     def commit(self, offsets: Iterable[tuple[TopicPartition, int]], now: float) -> Pending:
-        """Ask to commit the next offsets of these partitions; an empty commit is done at once."""
-        pairs = tuple(offsets)
-        pending = Pending(lines.Commit(pairs).encode(), now, pairs)
+        """Ask to commit the next offsets of these partitions; an empty commit is done at once.
+
+        While many commits are on their way, several calls share one request and its outcome.
+        """
+        pairs = dict(offsets)
         if not pairs:
+            pending = Pending(b"", now)
             pending.finish()
             return pending
-        return self._ask("commit", pending)
+        asked = self.requests.commit(pairs, now)
+        if asked is not None:
+            return self.ask("commit", asked)
+        assert self.requests.waiting_commit is not None
+        return self.requests.waiting_commit
 
     def beat(self, now: float) -> None:
         """Say that the member lives, if that is due."""
@@ -241,11 +249,11 @@ class _Received:
         elif isinstance(reply, replies.Sought):
             self._sought(reply)
         elif isinstance(reply, replies.Committed):
-            requests.answered("commit").finish(reply.offsets)
+            self._committed(requests.answered("commit"), now)
         elif isinstance(reply, replies.OffsetsReply):
             requests.answered("offsets").finish(reply.rows)
         elif isinstance(reply, replies.Failed):
-            self._refused(reply)
+            self._refused(reply, now)
         else:
             raise BadLine(f"{reply}: belongs to another protocol")
 
@@ -306,7 +314,12 @@ class _Received:
             owned.position = sought.offset
         pending.finish()
 
-    def _refused(self, failed: replies.Failed) -> None:
+    def _committed(self, pending: Pending, now: float, error: Refused | None = None) -> None:
+        pending.finish(error=error)
+        if waiting := self._core.requests.next_commit(now):
+            self._core.ask("commit", waiting)
+
+    def _refused(self, failed: replies.Failed, now: float) -> None:
         core = self._core
         reason = f"{failed.code} {failed.text}".rstrip()
         refused = Fenced(reason) if failed.code == "fenced" else Refused(reason)
@@ -315,6 +328,8 @@ class _Received:
         elif failed.request == "fetch":
             core.fetch_until = None
             core.errors.append(refused)
+        elif failed.request == "commit":
+            self._committed(core.requests.answered("commit"), now, refused)
         else:
             pending = core.requests.answered(failed.request)
             if isinstance(pending.value, Owned):

@@ -1,15 +1,18 @@
 """The bytes of the consumer port as a client reads and writes them: a stream cut into replies, requests with answers.
 
 Invariant   Every request that was asked gets exactly one outcome, in the order in which its kind was asked.
-Memory      A reply line is at most MAX_REPLY bytes. A batch is as large as the client has asked for, or one record.
+Memory      At most _MOST_COMMITS commits are on their way; what is committed meanwhile is joined to one. A reply line is
+            at most MAX_REPLY bytes. A batch is as large as the client has asked for, or one record.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 
 from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import MAX_REPLY, BadLine, TopicPartition
+from kmq.client.egress_lines import MAX_REPLY, BadLine, Commit, TopicPartition
 from kmq.errors import KmqError
+
+_MOST_COMMITS = 8  # on their way; what is committed meanwhile waits, as one commit
 
 
 class Pending:
@@ -30,6 +33,11 @@ class Pending:
             self.callback(self)
 
 
+def _commit_of(offsets: dict[TopicPartition, int], now: float) -> Pending:
+    pairs = tuple(offsets.items())
+    return Pending(Commit(pairs).encode(), now, pairs)
+
+
 class Requests:
     """What is written, and what is still to be answered: `seek`, `offsets` and `commit`, each in order."""
 
@@ -37,6 +45,7 @@ class Requests:
         self.written_at = 0.0  # when the last request was made: each counts as a beat
         self._out: list[bytes] = []
         self._asked: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit")}
+        self._next_commit: Pending | None = None  # waits until one of those on their way is answered
 
     def write(self, line: bytes, now: float) -> None:
         self._out.append(line)
@@ -53,6 +62,27 @@ class Requests:
     def expect(self, name: str, pending: Pending) -> Pending:
         self._asked[name].append(pending)
         return pending
+
+    def commit(self, offsets: dict[TopicPartition, int], now: float) -> Pending | None:
+        """Return a commit to ask for; None if it waits, joined to others: then `waiting_commit` is it."""
+        if len(self._asked["commit"]) < _MOST_COMMITS:
+            return _commit_of(offsets, now)
+        joined = dict(self._next_commit.offsets) | offsets if self._next_commit else offsets
+        if self._next_commit is None:
+            self._next_commit = _commit_of(joined, now)
+        self._next_commit.offsets = tuple(joined.items())
+        return None
+
+    @property
+    def waiting_commit(self) -> Pending | None:
+        return self._next_commit
+
+    def next_commit(self, now: float) -> Pending | None:
+        """Return the commit that has waited for an answer to another one; None: there is none."""
+        waiting, self._next_commit = self._next_commit, None
+        if waiting is not None:
+            waiting.line, waiting.since = Commit(waiting.offsets).encode(), now
+        return waiting
 
     def answered(self, name: str) -> Pending:
         """Return the request to which this answer belongs. Raises BadLine if there is none."""
@@ -73,6 +103,8 @@ class Requests:
 
     def fail(self, error: KmqError, *names: str) -> None:
         """Fail the requests of these kinds; without a name all."""
+        if not names and (waiting := self.next_commit(0.0)) is not None:
+            waiting.finish(error=error)
         for name in names or tuple(self._asked):
             asked = self._asked[name]
             while asked:

@@ -292,6 +292,16 @@ def test_a_commit_without_an_answer_is_sent_again(pair):
     assert pending.done and pending.error is None and pair.peer.committed == {EU: 3}
 
 
+def test_a_thousand_commits_without_an_answer_are_a_few_requests_and_the_last_one_counts(pair):
+    pendings = [pair.core.commit([(EU, n), (US, n // 400)], time.monotonic()) for n in range(1000)]
+    written = pair.core.requests.take()
+    assert written.count(b"!commit") < 20
+    pair.receive(pair.session.feed(written))
+    pair.pass_on()
+    assert all(pending.done and pending.error is None for pending in pendings)
+    assert pair.peer.committed == {EU: 999, US: 2}
+
+
 def test_offsets_without_an_answer_are_an_error(pair):
     pending = pair.core.offsets((EU,), time.monotonic())
     pair.core.lost("gateway killed")

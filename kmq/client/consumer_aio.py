@@ -1,0 +1,243 @@
+"""`kmq.AsyncConsumer`: records from asyncio, with the names of kmq.Consumer.
+
+    async with kmq.AsyncConsumer("orders", group_id="billing") as consumer:
+        async for message in consumer:
+            await handle(message.key, message.value)
+            await consumer.commit()
+
+Promise     As for kmq.Consumer.
+Loop        Use a consumer only in the event loop that entered it, and one task at a time. Callbacks run in that task; a
+            callback may be a coroutine function.
+"""
+
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import nullcontext
+from inspect import isawaitable
+from types import TracebackType
+from typing import Unpack
+
+from kmq.client.connection import address_of, local_consumer_address
+from kmq.client.consumer_commits import Commits, Offsets
+from kmq.client.consumer_link import Link
+from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
+from kmq.client.consumer_protocol import Core, Phase
+from kmq.client.consumer_state import Event, Kind
+from kmq.client.consumer_waits import LAST_COMMIT_S
+from kmq.client.egress_lines import TopicPartition
+from kmq.client.egress_replies import PartitionOffsets
+from kmq.client.failures import NotAnswered
+from kmq.client.message import Message
+from kmq.errors import KmqError
+
+_FOR_EVER_S = 3600.0
+
+OnPlaces = Callable[[list[TopicPartition]], Awaitable[object] | object]
+
+
+class AsyncWaits(Commits):
+    """Each call waits at most `timeout` seconds, by default the option timeout_s, and then raises NotAnswered."""
+
+    _driver: Link
+
+    async def connect(self, timeout: float | None = None) -> list[TopicPartition]:
+        """Wait until the broker has said which partitions this consumer reads, and return them."""
+        await self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
+        return self.assignment()
+
+    async def position(self, place: tuple[str, int], timeout: float | None = None) -> int:
+        """Return the offset of the next message of a partition. Waits while the broker looks for it."""
+        owned = self._find(place)
+        await self._wait_for(lambda: not owned.moving, timeout, f"the position in {owned.place}")
+        return owned.position
+
+    async def committed(self, place: tuple[str, int], timeout: float | None = None) -> int | None:
+        """Return the next offset that the group has committed for a partition; None: nothing is committed."""
+        return (await self._ask([place], timeout))[0].committed
+
+    async def beginning_offsets(
+        self, places: Iterable[tuple[str, int]], timeout: float | None = None
+    ) -> dict[TopicPartition, int]:
+        """Return the offset of the first record that is stored of each partition."""
+        return {row.place: row.start for row in await self._ask(places, timeout)}
+
+    async def end_offsets(
+        self, places: Iterable[tuple[str, int]], timeout: float | None = None
+    ) -> dict[TopicPartition, int]:
+        """Return the offset behind the last record of each partition."""
+        return {row.place: row.end for row in await self._ask(places, timeout)}
+
+    async def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
+        """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
+
+        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
+        """
+        pending = self._commit(offsets)
+        await self._wait_for(lambda: pending.done, timeout, "the commit")
+        if pending.error is not None:
+            raise pending.error
+
+    async def _commit_last(self, places: Iterable[TopicPartition]) -> None:
+        try:
+            await self.commit(self._handled(places), LAST_COMMIT_S)
+        except KmqError as err:
+            logger().warning("not committed, so it comes again: %s", err)
+
+    async def _ask(self, places: Iterable[tuple[str, int]], timeout: float | None) -> list[PartitionOffsets]:
+        wanted = [self._find(place).place for place in places]
+        if not wanted:
+            return []
+        pending = self._core.offsets(tuple(wanted), time.monotonic())
+        self._driver.write()
+        await self._wait_for(lambda: pending.done, timeout, "the offsets")
+        return self._rows(pending, wanted)
+
+    async def _wait_for(self, is_ready: Callable[[], bool], timeout: float | None, what: str) -> None:
+        if not await self._driver.wait(is_ready, self.options.timeout_s if timeout is None else timeout):
+            raise NotAnswered(f"timed out waiting for {what}: {self.describe()}")
+
+
+class AsyncConsumer(AsyncWaits):
+    """Reads topics. `options` are the fields of ConsumerOptions (kmq/client/consumer_options.py)."""
+
+    def __init__(
+        self,
+        *topics: str,
+        host: str = "127.0.0.1",
+        port: int | Callable[[], int] = PORT,
+        on_assign: OnPlaces | None = None,
+        on_revoke: OnPlaces | None = None,
+        on_lost: OnPlaces | None = None,
+        **options: Unpack[ConsumerChoices],
+    ) -> None:
+        """The arguments are those of kmq.Consumer."""
+        self.options = ConsumerOptions(**options)
+        self._core = Core(self.options)
+        self._driver = Link(self._core, address_of(host, port))
+        self._lock = nullcontext()
+        self._given = None
+        self._committed = deque()
+        self._commit_at = time.monotonic() + self.options.auto_commit_s
+        self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
+        if topics:
+            self.subscribe(*topics)
+
+    @classmethod
+    def local(
+        cls,
+        *topics: str,
+        on_assign: OnPlaces | None = None,
+        on_revoke: OnPlaces | None = None,
+        on_lost: OnPlaces | None = None,
+        **options: Unpack[ConsumerChoices],
+    ) -> "AsyncConsumer":
+        """Return a consumer of the broker of this directory's settings (environment, kmq.toml)."""
+        consumer = cls(*topics, on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost, **options)
+        consumer._driver.address = local_consumer_address
+        return consumer
+
+    # --- records -----------------------------------------------------------------------------------------------------
+
+    async def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]:
+        """Return up to `max_records` messages as soon as there are any, or none after `timeout` seconds."""
+        count = self._most(max_records)
+        deadline = time.monotonic() + timeout
+        while True:
+            if self._driver.closed:
+                raise KmqError("this consumer is closed")
+            await self._came_back()
+            if taken := self._core.holdings.buffer.collect(count):
+                self._given = taken
+                self._ask_for_more()
+                return taken
+            if not await self._wait_for_records(deadline - time.monotonic()):
+                return []
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        """Yield messages one by one, waiting for the next one as long as it takes; until the consumer is closed."""
+        buffer = self._core.holdings.buffer
+        while not self._driver.closed:
+            await self._came_back()
+            if not buffer.chunks:
+                await self._wait_for_records(_FOR_EVER_S)
+                continue
+            chunk = buffer.chunks[0]
+            looked_at = time.monotonic()
+            for message in chunk.unread:
+                chunk.owned.position = message.offset + 1
+                self._given = message
+                yield message
+                if (now := time.monotonic()) - looked_at >= 1.0:
+                    looked_at = now
+                    await self._came_back()
+            buffer.finish(chunk)
+
+    def _ask_for_more(self) -> None:
+        """Let the next batch come while the application works on this one."""
+        self._core.fetch(time.monotonic(), 0.0)
+        self._driver.write()
+
+    async def _wait_for_records(self, timeout_s: float) -> bool:
+        self._must_read()
+        return await self._driver.wait(self._has_news, max(timeout_s, 0.0), fetches=True)
+
+    async def _came_back(self) -> None:
+        """The application has come back for more: run callbacks, commit if that is due."""
+        self._given = None
+        core, now = self._core, time.monotonic()
+        self._driver.use(now)
+        self._ask_for_more()
+        self._commit_if_due(now)
+        self._run_callbacks()
+        while core.holdings.events:
+            await self._handle(core.holdings.events.popleft())
+        if core.errors:
+            raise core.errors.popleft()
+
+    async def _handle(self, event: Event) -> None:
+        """Tell the application what has happened to partitions."""
+        try:
+            if event.places:
+                await self._tell(event.kind, list(event.places))
+        finally:
+            if event.kind is Kind.REVOKED:
+                if self.options.auto_commit:
+                    await self._commit_last(event.places)
+                self._core.revoked(event, time.monotonic())
+                self._driver.write()
+
+    async def _tell(self, kind: Kind, places: list[TopicPartition]) -> None:
+        callback = self._callbacks[kind]
+        if callback is not None and isawaitable(told := callback(places)):
+            await told
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Commit if the consumer commits by itself, give the partitions up, leave the group, close the connection."""
+        self._given = None
+        await self._close()
+
+    async def _close(self) -> None:
+        if self._driver.closed:
+            return
+        try:
+            held = tuple(self._core.holdings.owned)
+            if held and self.options.group_id:
+                if self.options.auto_commit and self._core.failed is None:
+                    await self._commit_last(held)
+                await self._tell(Kind.REVOKED, list(held))
+        finally:
+            await self._driver.end()
+
+    async def __aenter__(self) -> "AsyncConsumer":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, where: TracebackType | None) -> None:
+        if kind is None:
+            self._given = None  # the block has handled what it was given
+        await self._close()
+
+
+__all__ = ["AsyncConsumer"]
