@@ -114,7 +114,9 @@ def file_holder(tmp_path):
 def test_a_second_owner_of_a_directory_waits_and_then_names_the_holder(file_holder, tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "OWNER_WAIT_S", WAIT_S)
     lock = FileLock(f"{tmp_path}/.owner")
-    with pytest.raises(BusyError, match=rf"the WAL is held by pid={file_holder.pid} host=\S+ stage=durability pod=\S+ data=/"):
+    with pytest.raises(
+        BusyError, match=rf"the WAL is held by pid={file_holder.pid} host=\S+ stage=durability pod=\S+ data=/"
+    ):
         lock.acquire("the WAL", describe("another", "."))
     assert lock.is_held() and f"pid={file_holder.pid} " in lock.holder()
 
