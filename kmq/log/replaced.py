@@ -11,6 +11,7 @@ Memory      At most MAX_KEYS keys at once, some 200 bytes each (a longer key cou
 Damage      DamageError: nothing of that partition is planned.
 """
 
+import re
 from array import array
 from bisect import bisect_right
 from hashlib import blake2b
@@ -24,6 +25,7 @@ from kmq.log.compaction import Sealed
 MAX_KEYS = 100_000
 _DIGEST = 32  # bytes; a key that is shorter stands for itself, so no key is taken for another's digest
 _READ_BYTES = 1 << 20
+_LINE = re.compile(rb"[^\n]+")
 _DELETES, _AGAIN = 1, 2  # flags: a tombstone that may be removed; not the first record of its key
 _LENGTH_BITS = 30
 
@@ -83,9 +85,12 @@ class _Search:
             first, lines = self._log.read(offset, _READ_BYTES)
             if not lines:
                 break
-            for number, line in enumerate(lines.split(b"\n")[:-1], first):
-                if not line or number >= self._end:
-                    continue
+            number, at = first, 0
+            for match in _LINE.finditer(lines):  # skips the newlines of removed records without a step for each
+                number, at = number + lines.count(b"\n", at, match.start()), match.start()
+                if number >= self._end:
+                    break
+                line = match[0]
                 key = self._key_of(line)
                 if key is None or crc32(key) & ((1 << bits) - 1) != part:
                     continue

@@ -26,6 +26,7 @@ COPIED = (
     "tests/fake_logger.py",
     "tests/conftest.py",
     "tests/certificates.py",
+    "tests/made_up.py",
     "pyproject.toml",
 )
 PATIENCE_S = 900
@@ -555,6 +556,11 @@ MUTANTS = [
             )
         ],
         [OFFSETS_POWER, OFFSETS],
+    ),
+    Mutant(
+        "offsets: the front of the log is deleted before it is written again",
+        [("kmq/gateway/groups/keeping.py", "        await self._write_again(segments)\n", "")],
+        [OFFSETS],
     ),
     Mutant(
         "offsets: those of a deleted topic are shown",

@@ -15,6 +15,7 @@ from kmq import local_token
 from kmq.broker.stats import StatsPage
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups import keeping
 from kmq.gateway.groups import store as store_module
 from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, decode_payload, routing_key, scan
@@ -407,6 +408,45 @@ def test_the_log_is_compacted_beside_the_gateway_and_all_offsets_stay(pod):
     assert run(pod, look) == before
     first = min((pod.data / "topics" / TOPIC / "0").glob("*.log"))
     assert b"\n\n" in first.read_bytes() and first.stat().st_size < 1 << 16
+
+
+def test_the_front_of_a_large_log_is_deleted_and_what_is_needed_of_it_was_written_again(new_broker, monkeypatch):
+    broker = new_broker()
+    broker.gateway = False
+    broker.up()
+    monkeypatch.setattr(store_module, "LIMITS", {"segment_bytes": "64 KiB", "retention_bytes": "1 MiB"})
+    monkeypatch.setattr(keeping, "_LARGE_BYTES", 1 << 18)
+    monkeypatch.setattr(keeping, "_RECENT_BYTES", 1 << 17)
+    monkeypatch.setattr(keeping, "_COMPACT_S", 0.0)
+    monkeypatch.setattr(keeping, "_TURN_S", 0.05)
+    directory = broker.data / "topics" / TOPIC / "0"
+
+    async def work(store):
+        row = StatsPage(*identity_of(broker)).rows["gateway"]
+        await store.commit("old", {("orders", 0): Commit(7, "m"), ("orders", 1): Commit(8)}, "me", 3)
+        await store.nack("old", "orders", 0, 5, Nack(2, DUE, "busy"))
+        first, rows = directory / f"{0:020d}.log", dict(store.committed("old"))
+        await asyncio.to_thread(broker.wait, first.exists, "the log")
+        running, n = asyncio.create_task(OffsetKeeper(load(broker.env, toml=""), row, store, FakeLogger()).run()), 0
+        while first.exists():
+            assert not running.done() and n < 100
+            await asyncio.gather(*(store.commit("busy", {("orders", p): Commit(n)}) for p in range(1000)))
+            n += 1
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return rows, n
+
+    before, n = run(broker, work)
+
+    async def look(store):
+        return dict(store.committed("old")), dict(store.nacks("old", "orders", 0)), offsets_of(store, "busy")
+
+    old, nacks, busy = run(broker, look)
+    assert {at: row._replace(seq=0) for at, row in old.items()} == {
+        at: row._replace(seq=0) for at, row in before.items()
+    }
+    assert old["orders", 0].seq > before["orders", 0].seq and nacks[5].reason == "busy"
+    assert busy == {("orders", p): n - 1 for p in range(1000)}
 
 
 def test_lists_show_topics_of_kmq_itself_only_when_they_are_asked_for(pod):

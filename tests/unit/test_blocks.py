@@ -98,19 +98,21 @@ def test_messages_may_be_cut_where_a_part_is_small_enough(limits, sizes):
 
 
 def test_control_lines_are_read_as_they_were_written():
+    piece = b"1732190000", b"4000", b"5000"
     for tag, kind, name in ((b"", None, None), (b"p=me:1", b"p", b"me:1"), (b"w=a.b", b"w", b"a.b")):
-        sender = Sender(b"1732190000.7", tag)
-        sender.sent = 41
-        line = MESSAGES.fullmatch(sender.messages(128, 1732190000, 4000, 5000))
-        assert line.groups() == (b"1732190000.7", b"42", b"128", b"1732190000", b"4000", b"5000", kind, name)
-        assert sender.sent == 169
+        for right in (None, b" reserved"):
+            sender = Sender(b"1732190000.7", tag, right is not None)
+            sender.sent = 41
+            line = MESSAGES.fullmatch(sender.messages(128, 1732190000, 4000, 5000))
+            assert line.groups() == (b"1732190000.7", b"42", b"128", *piece, kind, name, right)
+            assert sender.sent == 169
     assert LAST_ID.fullmatch(Sender(b"1.2", b"p=me").question()).groups() == (b"1.2", b"me")
     assert LINES.fullmatch(raw.lines(1732190000, 7, 7)).groups() == (b"1732190000", b"7", b"7")
 
 
 def test_the_longest_control_lines_are_atomic_writes_and_are_read():
     most = 10**19 - 1
-    sender = Sender(b"9" * 20 + b"." + b"9" * 20, b"p=" + b"A" * 64)
+    sender = Sender(b"9" * 20 + b"." + b"9" * 20, b"p=" + b"A" * 64, reserved=True)
     sender.sent = 10**18 - 2
     line = sender.messages(10**9 - 1, most, most, most)
     assert MESSAGES.fullmatch(line) and len(line) < PIPE_BUF

@@ -6,6 +6,10 @@ Invariant   No group is forgotten before the gateway has run for _GRACE_S: membe
 Compaction  When the sealed segments of the topic hold twice what its rows take, and one more was sealed since the last
             time, a process at idle priority compacts it (compactor.py). At most one runs. It ends with the gateway; if
             the gateway is killed, it ends by itself, at the latest after its own deadline.
+Size        A removed record leaves its newline. When the log is over _LARGE_BYTES, rows whose records lie in front of
+            its last _RECENT_BYTES are written again. The router then deletes the front by size (store.LIMITS), which
+            nobody needs any more. Only commits make the log grow, and only a gateway writes them: so the router never
+            deletes what no gateway could write again.
 """
 
 import asyncio
@@ -15,21 +19,23 @@ import sys
 import time
 from collections.abc import Callable
 
+from kmq import record
 from kmq.broker.clock import AgeClock
 from kmq.broker.stats import Row
 from kmq.errors import KmqError
 from kmq.gateway.groups.offset_records import TOPIC
 from kmq.gateway.groups.store import OffsetStore
-from kmq.log import segment, wal
+from kmq.log import reader, segment, wal
 from kmq.log.partition import directory_of
 from kmq.logfmt import Logger
-from kmq.settings import FOREVER, Settings
+from kmq.settings import FOREVER, MIB, Settings
 
 _TURN_S = 1.0
 _IDLE_S = 60.0  # between two looks for idle groups
 _GRACE_S = 600.0  # twice the longest session timeout
 _COMPACT_S = 10.0  # between two looks whether compaction is worth it
 _RECORD_BYTES = 180  # of a commit in the log, with short names
+_LARGE_BYTES, _RECENT_BYTES = 192 * MIB, 96 * MIB  # the router deletes from 256 MiB on
 _COMPACTOR = "kmq.gateway.groups.compactor"
 
 
@@ -87,13 +93,29 @@ class OffsetKeeper:
         if time.monotonic() < self._compact_at:
             return
         self._compact_at = time.monotonic() + _COMPACT_S
-        segments = segment.survey(directory_of(self._settings.data, TOPIC, 0))
+        segments = await asyncio.to_thread(segment.survey, directory_of(self._settings.data, TOPIC, 0))
+        await self._write_again(segments)
         if len(segments) < 2 or segments[-1].first == self._compacted_up_to:
             return
         if sum(part.size for part in segments[:-1]) >= 2 * _RECORD_BYTES * self._store.rows:
             self._compacted_up_to = segments[-1].first
             environment = os.environ | self._settings.environment()
             self._compactor = await asyncio.create_subprocess_exec(sys.executable, "-m", _COMPACTOR, env=environment)
+
+    async def _write_again(self, segments: list[segment.Segment]) -> None:
+        """Write the rows in the front of a large log again."""
+        size = sum(part.size for part in segments)
+        if size <= _LARGE_BYTES:
+            return
+        before = 0
+        for part in segments:
+            if size <= _RECENT_BYTES:
+                break
+            size, before = size - part.size, part.first
+        log = reader.partition(self._settings.data, TOPIC, 0)
+        found = await asyncio.to_thread(log.read, before, 1)
+        if found[1]:
+            await self._store.write_again(record.seq_of(found[1]))
 
     def _end_compactor(self) -> None:
         if self._compactor is not None and self._compactor.returncode is None:

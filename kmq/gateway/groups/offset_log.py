@@ -5,6 +5,7 @@ Damage      A record that is no commit is skipped, counted and named in a log li
 """
 
 import os
+import re
 from collections.abc import Iterator
 
 from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, Row, decode_key, decode_payload, scan
@@ -14,6 +15,7 @@ from kmq.logfmt import Logger
 from kmq.settings import MIB
 
 _READ_BYTES = 4 * MIB
+_REMOVED = re.compile(rb"(?m)^\n+")  # the newlines of records that compaction removed
 
 
 class OffsetLog:
@@ -28,7 +30,8 @@ class OffsetLog:
         """Return the rows in force: the last of each place, without those that a tombstone deleted."""
         latest: dict[bytes, tuple[int, bytes]] = {}
         for lines in self._blocks():
-            count = lines.count(b"\n") - lines.count(b"\n\n") - lines.startswith(b"\n")
+            lines = _REMOVED.sub(b"", lines)
+            count = lines.count(b"\n")
             found = [(key, (seq, payload)) for seq, key, payload in scan(lines)]
             latest.update(found)
             self.records += count

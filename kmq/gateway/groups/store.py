@@ -46,9 +46,12 @@ from kmq.settings import Settings
 
 MAX_NAME = 200  # bytes of a group's or a member's name
 MAX_METADATA = 1024  # bytes
-LIMITS = {"cleanup": "compact", "segment_bytes": "1 MiB"}  # small segments: only sealed ones are compacted
+# Small segments, because only sealed ones are compacted. Removed records leave newlines, so the front of the log is
+# deleted by size; what is still needed of it has been written again before (keeping.py).
+LIMITS = {"cleanup": "compact", "segment_bytes": "1 MiB", "retention_bytes": "256 MiB"}
 _LOAD_S = 30.0  # longest wait for the router
 _TOMBSTONES = 1000  # written at once
+_AT_ONCE = 200  # groups whose rows are written again at once
 
 
 class Commit(NamedTuple):
@@ -200,6 +203,25 @@ class OffsetStore:
                 await self.delete(group)
                 self._log.info("group_forgotten", group=group, reason="KMQ_GROUP_RETENTION")
         return count
+
+    async def write_again(self, before_seq: int) -> int:
+        """Write the rows whose records lie before `before_seq` again, unchanged; return how many were left out.
+
+        A group with a commit on its way is left out: its old offset must not come behind the new one.
+        """
+        groups = self._loaded().groups
+        left = 0
+        for at in range(0, len(groups), _AT_ONCE):
+            left += sum(await asyncio.gather(*(self._again(group, before_seq) for group in groups[at : at + _AT_ONCE])))
+        return left
+
+    async def _again(self, group: str, before_seq: int) -> int:
+        old = [(place, row) for place, row in self._table.rows_of(group) if row.seq < before_seq]
+        if self._writing[group]:
+            return len(old)
+        if old:  # no commit can come between the look at the rows and their place in the order
+            await self._send(group, [(routing_key(place), encode_payload(row)) for place, row in old])
+        return 0
 
     async def _write(self, group: str, rows: Mapping[Place, Row]) -> None:
         if rows:
