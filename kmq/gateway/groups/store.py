@@ -209,19 +209,20 @@ class OffsetStore:
 
         A group with a commit on its way is left out: its old offset must not come behind the new one.
         """
-        groups = self._loaded().groups
-        left = 0
-        for at in range(0, len(groups), _AT_ONCE):
-            left += sum(await asyncio.gather(*(self._again(group, before_seq) for group in groups[at : at + _AT_ONCE])))
-        return left
+        table = self._loaded()
 
-    async def _again(self, group: str, before_seq: int) -> int:
-        old = [(place, row) for place, row in self._table.rows_of(group) if row.seq < before_seq]
-        if self._writing[group]:
-            return len(old)
-        if old:  # no commit can come between the look at the rows and their place in the order
-            await self._send(group, [(routing_key(place), encode_payload(row)) for place, row in old])
-        return 0
+        async def again(group: str) -> int:
+            old = [(place, row) for place, row in table.rows_of(group) if row.seq < before_seq]
+            if self._writing[group]:
+                return len(old)
+            if old:  # no commit can come between the look at the rows and their place in the order
+                await self._send(group, [(routing_key(place), encode_payload(row)) for place, row in old])
+            return 0
+
+        groups, left = table.groups, 0
+        for at in range(0, len(groups), _AT_ONCE):
+            left += sum(await asyncio.gather(*map(again, groups[at : at + _AT_ONCE])))
+        return left
 
     async def _write(self, group: str, rows: Mapping[Place, Row]) -> None:
         if rows:
