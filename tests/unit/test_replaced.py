@@ -125,7 +125,9 @@ def test_the_plan_is_that_of_a_dictionary_however_few_keys_are_held_at_once(data
 def test_the_plan_is_right_for_other_logs_too(tmp_path, seed, monkeypatch):
     monkeypatch.setattr(replaced, "MAX_KEYS", 7)
     data = made(str(tmp_path / "d"), random_lines(seed, 400, 200))
-    assert [offset for part in planned(data) for offset in part.offsets] == expected(data)
+    for horizon in (NEVER, Horizon(FIRST_TS + 10**9, 10**6)):
+        assert [offset for part in planned(data, horizon) for offset in part.offsets] == expected(data, horizon)
+    assert expected(data, horizon) != expected(data)
 
 
 def test_a_tombstone_goes_only_when_it_is_old_and_the_last_of_its_key_and_of_the_wal(data):

@@ -23,6 +23,7 @@ from kmq import record
 from kmq.broker.clock import AgeClock
 from kmq.broker.stats import Row
 from kmq.errors import KmqError
+from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.offset_records import TOPIC
 from kmq.gateway.groups.store import OffsetStore
 from kmq.log import reader, segment, wal
@@ -63,6 +64,8 @@ class OffsetKeeper:
                         await self._store.load()
                     self._failed = ""
                 except (KmqError, OSError) as err:
+                    if isinstance(err, RequestRefused) and err.code == "stopping":
+                        return
                     if str(err) != self._failed:
                         self._failed = str(err)
                         self._log.warn("offsets_not_kept", reason=err, effect="tried again")
@@ -93,6 +96,8 @@ class OffsetKeeper:
         if time.monotonic() < self._compact_at:
             return
         self._compact_at = time.monotonic() + _COMPACT_S
+        if not self._store.rows:
+            return  # an idle gateway reads no directory
         segments = await asyncio.to_thread(segment.survey, directory_of(self._settings.data, TOPIC, 0))
         await self._write_again(segments)
         if len(segments) < 2 or segments[-1].first == self._compacted_up_to:
