@@ -33,6 +33,7 @@ _PAYLOAD = re.compile(
     r"offset=(\d+) ts=(\S+) member=(\S*) generation=(-?\d+) metadata=(\S*)"
     r"|deliveries=(\d+) due=(\S+) reason=(\S*)"
 )
+_PLAIN = re.compile(r"[A-Za-z0-9_~-]*")  # stands for itself; most names do
 _PLACE = rb"%b\.%b\.\d{1,5}" % (_TEXT, rb"[A-Za-z0-9_~%-]+")
 # seq, key and payload of a stored record: a commit, a nack or a tombstone.
 _STORED = re.compile(
@@ -127,8 +128,8 @@ def scan(lines: bytes) -> Iterator[tuple[int, bytes, bytes]]:
 
 
 def _encode(text: str) -> str:
-    return quote(text, safe="").replace(".", "%2E")
+    return text if _PLAIN.fullmatch(text) else quote(text, safe="").replace(".", "%2E")
 
 
 def _decode(text: str) -> str:
-    return unquote_to_bytes(text).decode()
+    return unquote_to_bytes(text).decode() if "%" in text else text

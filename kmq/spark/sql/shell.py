@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,7 @@ class Shell:
             return self.spark.sql(text)
         except Exception as error:
             if missing := re.match(r"\[TABLE_OR_VIEW_NOT_FOUND\] The table or view (\S+)", str(error)):
-                known = ", ".join([*topics, WAL_VIEW, ALL_VIEW])
+                known = ", ".join([*_shown(topics), WAL_VIEW, ALL_VIEW])
                 raise ConfigError(f"unknown topic {missing[1]}; expected one of {known}") from None
             raise
 
@@ -89,6 +89,11 @@ class Shell:
         Uses a thread, because the query occupies the main thread's connection to Spark.
         """
         threading.Thread(target=self.spark.sparkContext.cancelAllJobs).start()
+
+
+def _shown(topics: Iterable[str]) -> list[str]:
+    """Return the topics without those of KMQ itself, which are tables too, and in no list."""
+    return [topic for topic in topics if not topic.startswith("__")]
 
 
 def needed(text: str) -> str:
@@ -124,7 +129,7 @@ def prompt(shell: Shell) -> int:
     readline.set_completer(_completer([*shell.topics(), WAL_VIEW, ALL_VIEW]))
     readline.parse_and_bind("tab: complete")
     print("Topics are tables. End a statement with a semicolon, and the prompt with Ctrl-D.")
-    print("tables: " + ", ".join([*map(_quoted, shell.topics()), WAL_VIEW, ALL_VIEW]))
+    print("tables: " + ", ".join([*map(_quoted, _shown(shell.topics())), WAL_VIEW, ALL_VIEW]))
     while True:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
