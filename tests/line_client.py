@@ -77,7 +77,7 @@ class LineClient:
         """Whether the broker keeps the connection, and has said nothing more."""
         self._sock.setblocking(False)
         try:
-            return self._sock.recv(1, socket.MSG_PEEK) != b""
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
             return True
         finally:

@@ -15,7 +15,7 @@
       spans.py        a range of records as checked bytes of the files
       partitions.py   what a consumer may read: offsets, batches
       waking.py       readers that wait for new records
-      places.py       where the record with a seq is
+      locating.py     where the record with a seq is
       feed.py         the records of a topic in order of seq, and how far the router has come
       metrics.py      every metric
       refused.py      a refused request; kmq/refusals.py has the codes
@@ -24,6 +24,8 @@
       store.py        committed offsets: read, written, forgotten
       offset_table.py, offset_log.py, offset_writer.py   its memory, its start, its connection to ingress
       keeping.py      the task that keeps it
+      coordinator.py  members, generations, assignments; without I/O and clock
+      membership.py   all of it, as doors use it
     http/             door: HTTP
       web.py          the application: /metrics /healthz /readyz, and everything below
       api.py          /api/…: topics.py, produce.py, consume.py; bodies.py bounds what they read

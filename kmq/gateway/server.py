@@ -21,11 +21,12 @@ from kmq.broker.readiness import Verdict
 from kmq.broker.stats import STATES, StatsPage
 from kmq.broker.tls import certificates
 from kmq.gateway.core.core import Core
+from kmq.gateway.core.locating import Locator
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.core.places import Places
 from kmq.gateway.core.waking import Waking
 from kmq.gateway.doors import Doors
 from kmq.gateway.groups.keeping import OffsetKeeper
+from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.grpc.calls import Calls
 from kmq.gateway.grpc.health import HEALTH, Health
@@ -105,12 +106,14 @@ class Gateway:
         self.doors = Doors(settings, self.strangers)
         self.calls = Calls(settings, self.strangers)
         self.bus = PodBus(settings, self.core.watermark, log, self.strangers)
-        self.waking = Waking(self.core.watermark)
-        self.consumers = Consumers(settings, self.waking, self.tokens, self.strangers, self.requests)
-        self.lines = Lines(self.consumers)
-        self.status = StatusPort(self.consumers, Places(settings.data, page), lambda *_: False)
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
+        self.waking = Waking(self.core.watermark)
+        self.consumers = Consumers(settings, self.waking, self.tokens, self.strangers, self.requests)
+        self.groups = Groups(settings, self.offsets, self.consumers.partitions, log)
+        self.keeper.is_alive = self.groups.is_alive
+        self.lines = Lines(self.consumers, self.groups)
+        self.status = StatusPort(self.consumers, Locator(settings.data, page), self.groups.has_committed)
         self.stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -126,7 +129,7 @@ class Gateway:
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.core, self.requests))
         metrics = await self._runner(monitoring(self.broker, self.requests))
-        keeping = asyncio.create_task(self.keeper.run())
+        keeping = asyncio.gather(self.keeper.run(), self.groups.run())
         try:
             ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
             ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)

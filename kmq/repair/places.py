@@ -47,7 +47,7 @@ class _LogFile(NamedTuple):
         return self.target == self.path and self.described_by == segment.index_path(self.path)
 
 
-class Places:
+class Locator:
     """One run over a data directory.
 
     `known`: the last seq in queues and checkpoints; `rows`: of router.ckpt.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from kmq.log import dedupe_file, deletions
 from kmq.repair.conflicts import Conflicts
 from kmq.repair.directory import Directory
-from kmq.repair.places import Places
+from kmq.repair.places import Locator
 from kmq.repair.queues import QueueHealer
 from kmq.repair.rewriting import Healed, Rewriter
 from kmq.repair.small_files import SmallFiles
@@ -38,7 +38,7 @@ class Repair:
         small = SmallFiles(self._directory, report)
         small.heal_deletions()
         small.heal_identity()
-        for path, what in Places(self._directory.data, self._known(), self._directory.load_checkpoint()[1]).tidy():
+        for path, what in Locator(self._directory.data, self._known(), self._directory.load_checkpoint()[1]).tidy():
             report.add(path, what)
         scans.forget_all()
         small.heal()

@@ -9,8 +9,8 @@ from log_server import up
 from made_data import FIRST_TS, append, write_data
 
 from kmq.client.egress_lines import EARLIEST, LATEST, Position
+from kmq.gateway.core.locating import Locator, Place
 from kmq.gateway.core.partitions import MAX_BATCH, Partitions
-from kmq.gateway.core.places import Place, Places
 from kmq.gateway.core.refused import RequestRefused
 from kmq.log import deletions, topics
 from kmq.log.damage import DamageError
@@ -175,7 +175,7 @@ def test_closed_batches_leave_no_descriptors(log):
 def test_every_record_is_found_by_its_seq(data, tmp_path):
     with up(data) as broker:
         broker.page.rows["router"].seq = 2000
-        places = Places(data, broker.page)
+        places = Locator(data, broker.page)
         for seq in (1, 2, 999, 1000, 1001, 2000):
             assert places.is_numbered(seq) and places.is_routed(seq)
             assert places.find(seq) == Place("t", 0, seq - 1)
@@ -186,7 +186,7 @@ def test_a_record_that_is_gone_has_no_place(tmp_path):
     lines = [b"spread|0||%d" % n for n in range(30)] + [b"gone|0||1"]
     data = write_data(tmp_path / "s", lines, {"spread": 3})
     with up(data) as broker:
-        places = Places(data, broker.page)
+        places = Locator(data, broker.page)
         for seq in range(1, 31):
             place = places.find(seq)
             assert stored(data, "spread", place.partition)[place.offset].startswith(b"%d|" % seq)

@@ -156,6 +156,10 @@ class Partitions:
             raise RequestRefused("unknown_topic", f"there is no topic {topic}; a first message makes it")
         return self._bounds.declared(topic)[0]
 
+    def declared(self, topic: str) -> tuple[int, int | None]:
+        """Return (partitions, from_seq) of a topic that exists; from_seq is None while its declaration is pending."""
+        return self._bounds.declared(topic)
+
     def from_seq(self, topic: str) -> int | None:
         """Return the seq from which on the topic is in force; None while its declaration is pending."""
         self.count(topic)

@@ -10,8 +10,10 @@ import time
 from kmq.client.egress_lines import Assign, BadLine, Consume, Opening, opening
 from kmq.client.egress_replies import Failed
 from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups.membership import Groups
 from kmq.gateway.lines.connection import Connection, TooLong
 from kmq.gateway.lines.consume import Consumption
+from kmq.gateway.lines.member import GroupCommits, MemberSession
 from kmq.gateway.lines.service import Service
 from kmq.gateway.lines.session import NoGroup, Session
 from kmq.log.damage import DamageError
@@ -24,8 +26,8 @@ _STOPPING = Failed("", "stopping", "the gateway is stopping; come again and go o
 class Lines:
     """The connections of the consumer port. An instance is a factory of protocols, as aiohttp's server is."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, groups: Groups) -> None:
+        self._service, self._groups = service, groups
         self._connections: set[Connection] = set()
 
     def __call__(self) -> Connection:
@@ -78,7 +80,11 @@ class Lines:
         if isinstance(asked, Consume):
             await Consumption(self._service, connection, asked).run()
         elif isinstance(asked, Assign):
-            session = Session(self._service, connection, NoGroup())
+            commits = GroupCommits(self._groups, asked.group) if asked.group else NoGroup()
+            session = Session(self._service, connection, commits)
             await session.assign(0, await session.open(asked.partitions))
             connection.pending = 0
             await session.run()
+        else:
+            connection.pending = 0
+            await MemberSession(self._service, connection, self._groups, asked).run()

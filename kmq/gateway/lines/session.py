@@ -114,21 +114,26 @@ class Session:
 
     async def run(self) -> None:
         """Serve requests until the client leaves or has gone, and everything it asked for was answered."""
-        fetching = asyncio.create_task(self._serve_fetches())
-        reading = asyncio.create_task(self._serve_lines())
+        served = asyncio.gather(self._serve_fetches(), self.serve_lines())
+        beside = asyncio.create_task(self.serve_beside())
         try:
-            await asyncio.wait((fetching, reading), return_when=asyncio.FIRST_EXCEPTION)
-            for task in (fetching, reading):
-                if task.done():
-                    task.result()
+            await asyncio.wait((served, beside), return_when=asyncio.FIRST_COMPLETED)
+            for ended in (beside, served):
+                if ended.done():
+                    ended.result()
         finally:
-            for task in (fetching, reading):
-                task.cancel()
-            await asyncio.gather(fetching, reading, return_exceptions=True)
+            served.cancel()
+            beside.cancel()
+            await asyncio.gather(served, beside, return_exceptions=True)
 
-    async def _serve_lines(self) -> None:
+    async def serve_beside(self) -> None:
+        """Do what goes on beside requests; it ends with them, and an error ends them."""
+        await asyncio.Event().wait()
+
+    async def serve_lines(self) -> None:
+        """Serve requests until the client has sent its last."""
         while (line := await self.connection.read_line()) is not None:
-            self.beat()
+            self.beat(line.startswith(b"!fetch"))
             try:
                 request = requests.request(line)
             except BadLine as err:
@@ -138,7 +143,7 @@ class Session:
                 await self.say(Failed(name, "bad_request", str(err)).encode())
                 continue
             if request == requests.LEAVE:
-                await self.leave()
+                self.leave()
                 break
             await self._serve(request)
         self._waiting.append((_LAST, 0.0))
@@ -157,19 +162,19 @@ class Session:
                 await self.commits.commit(request.offsets)
                 await self.say(Committed(request.offsets).encode())
             elif request == requests.REVOKED:
-                await self.revoked()
+                self.revoked()
         except RequestRefused as err:
             await self.say(Failed(name, err.code, str(err)).encode())
         except DamageError as err:
             await self.say(Failed(name, "damaged", str(err)).encode())
 
-    def beat(self) -> None:
-        """Note a sign of life."""
+    def beat(self, polled: bool) -> None:
+        """Note a sign of life; `polled`: the client asks for records."""
 
-    async def leave(self) -> None:
+    def leave(self) -> None:
         """Leave the group."""
 
-    async def revoked(self) -> None:
+    def revoked(self) -> None:
         """Note that the client has given up what it was asked to."""
 
     def _chosen(self, places: Sequence[TopicPartition]) -> list[Cursor]:

@@ -10,8 +10,8 @@ ERR …       no such question, no valid token, or damaged files; the connection
 
 from collections.abc import Callable
 
-from kmq.client.egress_lines import BadLine, TopicPartition, name_of
-from kmq.gateway.core.places import Places
+from kmq.client.egress_lines import BadLine, name_of
+from kmq.gateway.core.locating import Locator, Place
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.lines.connection import Connection, TooLong
 from kmq.gateway.lines.service import Service
@@ -20,7 +20,7 @@ from kmq.log.damage import DamageError
 _USAGE = b"ERR expected: GET_STATUS <seq> [<group>] [token=<token>]\n"
 _MAX_DIGITS = 18
 # (partition, offset, group or None for any) → has the group committed past this offset?
-HasCommitted = Callable[[TopicPartition, int, str | None], bool]
+HasCommitted = Callable[[tuple[str, int], int, str | None], bool]
 
 
 class Question:
@@ -43,8 +43,8 @@ class Question:
 class StatusPort:
     """The connections of the status port. An instance is a factory of protocols."""
 
-    def __init__(self, service: Service, places: Places, has_committed: HasCommitted) -> None:
-        self._service, self._places, self._has_committed = service, places, has_committed
+    def __init__(self, service: Service, locator: Locator, has_committed: HasCommitted) -> None:
+        self._service, self._locator, self._has_committed = service, locator, has_committed
         self._connections: set[Connection] = set()
 
     def __call__(self) -> Connection:
@@ -66,7 +66,11 @@ class StatusPort:
         try:
             question = Question(line)
             self._service.authorize(question.token, peer, "GET_STATUS")
-            return await self._service.run(self._status, question.seq, question.group)
+            place = await self._service.run(self._place, question.seq)
+            if not isinstance(place, Place):
+                return place
+            where = place.topic, place.partition
+            return b"PROCESSED\n" if self._has_committed(where, place.offset, question.group) else b"PENDING\n"
         except BadLine:
             return _USAGE
         except RequestRefused as err:
@@ -74,12 +78,11 @@ class StatusPort:
         except DamageError as err:
             return f"ERR damaged: {err}\n".encode()
 
-    def _status(self, seq: int, group: str | None) -> bytes:
-        if not self._places.is_numbered(seq):
+    def _place(self, seq: int) -> Place | bytes:
+        """Return where the record is, or the answer if it is nowhere."""
+        if not self._locator.is_numbered(seq):
             return b"UNKNOWN\n"
-        is_routed = self._places.is_routed(seq)  # before the search: what is routed after it must not be taken for gone
-        place = self._places.find(seq)
-        if place is None:
-            return b"UNKNOWN\n" if is_routed else b"PENDING\n"
-        where = TopicPartition(place.topic, place.partition)
-        return b"PROCESSED\n" if self._has_committed(where, place.offset, group) else b"PENDING\n"
+        is_routed = self._locator.is_routed(
+            seq
+        )  # before the search: what is routed after it must not be taken for gone
+        return self._locator.find(seq) or (b"UNKNOWN\n" if is_routed else b"PENDING\n")

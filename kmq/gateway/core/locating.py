@@ -24,7 +24,7 @@ class Place(NamedTuple):
     offset: int
 
 
-class Places:
+class Locator:
     """The records of a data directory by seq."""
 
     def __init__(self, data: str, page: StatsPage) -> None:

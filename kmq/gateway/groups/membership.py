@@ -1,0 +1,284 @@
+"""Consumer groups as doors use them: coordinator, committed offsets, topics and clock, joined in one event loop.
+
+    member = await groups.join(group, member, client, terms, listener)
+    listener(event)                       Revoke | Assigned | Ended, in the order to send them; it must not block
+    groups.sync | revoked | beat | leave  as in coordinator.py
+    await groups.commit(group, member, rows)
+
+Owner       the gateway: one task, from its start to its end.
+Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
+            before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and the
+            coordinator hears of it only after it is durable.
+Crash       Groups that have committed offsets are restored from the store; nobody joins before that is done.
+Topics      All topics are looked through at least every _TOPICS_S; a topic that a member names, when it is named.
+Memory      As coordinator.py and store.py say, and a listener for each member that is connected.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from secrets import token_hex
+
+from kmq.errors import KmqError
+from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups.coordinator import Coordinator
+from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
+from kmq.gateway.groups.store import Commit, OffsetStore
+from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
+from kmq.log import topics
+from kmq.logfmt import Logger
+from kmq.settings import Settings
+
+_LOOK_S = 1.0  # between two looks whether topics came or went
+_TOPICS_S = 5.0  # between two looks whether a topic has more partitions
+_LOAD_S = 0.05  # between two looks whether the offsets are loaded
+_COME_BACK_S = 2.0  # how long the members of a former life of the gateway are waited for
+
+Partition = tuple[str, int]
+Listener = Callable[[Event], None]
+_Declared = dict[str, tuple[int, int | None]]  # topic → partitions, from_seq
+
+
+class Groups:
+    """All groups of the broker. Every call may raise RequestRefused (not_ready) until the offsets are loaded."""
+
+    def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
+        self.store = store
+        self.coordinator = Coordinator(Limits(retention_s=settings.group_retention), token_hex(3))
+        self._data, self._partitions, self._log = settings.data, partitions, log
+        self._listeners: dict[tuple[str, str], Listener] = {}
+        self._declared: _Declared = {}
+        self._is_ready = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._forgetting: set[asyncio.Task[None]] = set()
+        self._topics_seen, self._topics_at = 0, 0.0
+
+    # --- the task ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Restore the groups, and follow the topics until cancelled."""
+        try:
+            while not self.store.is_loaded:
+                await asyncio.sleep(_LOAD_S)
+            await self._follow_topics()
+            self._restore()
+            self._is_ready = True
+            while True:
+                self._turn()
+                await asyncio.sleep(_LOOK_S)
+                await self._follow_topics()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _restore(self) -> None:
+        now, wall = time.monotonic(), time.time()
+        for group in self.store.groups():
+            rows = self.store.committed(group).values()
+            generation = max((row.generation for row in rows), default=0)
+            idle_s = max(0.0, wall - max((row.ts for row in rows), default=wall))
+            self.coordinator.restore(group, max(0, generation), now, idle_s, _COME_BACK_S)
+
+    async def _follow_topics(self) -> None:
+        """Tell the coordinator of topics that came, went, or have more partitions."""
+        try:
+            seen = os.stat(f"{self._data}/topics").st_mtime_ns
+            if seen == self._topics_seen and time.monotonic() < self._topics_at:
+                return
+            declared = await asyncio.to_thread(self._look_at_all)
+        except (KmqError, OSError) as err:
+            self._log.warn("topics_not_read", reason=err, effect="groups keep the topics that they know")
+            return
+        self._topics_seen, self._topics_at = seen, time.monotonic() + _TOPICS_S
+        self._take_topics(declared)
+
+    def _look_at_all(self) -> _Declared:
+        return {name: self._partitions.declared(name) for name in topics.names(self._data)}
+
+    def _take_topics(self, declared: _Declared) -> None:
+        if declared == self._declared:
+            return
+        again = [
+            name
+            for name, (_, since) in declared.items()
+            if since is not None and self._declared.get(name, (0, None))[1] not in (None, since)
+        ]
+        self._declared = declared
+        counts = {name: count for name, (count, _) in declared.items()}
+        self.coordinator.topics_changed(counts, time.monotonic(), again)
+        self._kick()
+
+    async def _know(self, names: Iterable[str]) -> None:
+        """Look at topics that are named now, because they may be younger than the last look."""
+
+        def look() -> _Declared:
+            found: _Declared = {}
+            for name in names:
+                if os.path.isdir(f"{self._data}/topics/{name}"):
+                    found[name] = self._partitions.declared(name)
+            return found
+
+        self._take_topics(self._declared | await asyncio.to_thread(look))
+
+    # --- the coordinator's clock and events --------------------------------------------------------------------------
+
+    def _kick(self) -> None:
+        """Let the coordinator work as soon as the event loop is free."""
+        if self._is_ready:
+            self._arm(0.0)
+
+    def _arm(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._turn)
+
+    def _turn(self) -> None:
+        """Let the coordinator do what is due, and pass its events on."""
+        due = self.coordinator.tick(time.monotonic())
+        for event in self.coordinator.take_events():
+            if isinstance(event, Forgotten):
+                self._forget(event.group)
+                continue
+            listener = self._listeners.get((event.group, event.member))
+            if isinstance(event, Ended):
+                self._listeners.pop((event.group, event.member), None)
+            if listener is not None:
+                listener(event)
+        if due != float("inf"):
+            self._arm(max(0.0, due - time.monotonic()))
+
+    def _forget(self, group: str) -> None:
+        async def delete() -> None:
+            try:
+                if self.store.committed(group):
+                    await self.store.delete(group)
+            except KmqError as err:
+                self._log.warn("group_not_forgotten", group=group, reason=err)
+
+        task = asyncio.get_running_loop().create_task(delete())
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    # --- members -----------------------------------------------------------------------------------------------------
+
+    def _coordinator(self) -> Coordinator:
+        if not self._is_ready:
+            raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
+        return self.coordinator
+
+    async def join(
+        self,
+        group: str,
+        member: str | None,
+        client: Client,
+        terms: Terms,
+        listener: Listener,
+        resume: Resume | None = None,
+    ) -> str:
+        """Join, or come back as `member`. Returns the member's id. `listener` hears the assignment in any case.
+
+        Raises what Coordinator.join raises.
+        """
+        self._coordinator()
+        await self._know(terms.topics)
+        now = time.monotonic()
+        is_back = self._is_member(group, member)
+        id = self.coordinator.join(group, member, client, terms, now, resume or Resume())
+        former = self._listeners.pop((group, id), None)
+        if former is not None:
+            former(Ended(group, id, "fenced"))
+        has_heard = False
+
+        def first(event: Event) -> None:
+            nonlocal has_heard
+            has_heard |= isinstance(event, Assigned)
+            listener(event)
+
+        self._listeners[group, id] = first
+        self._turn()
+        if self._listeners.get((group, id)) is first:
+            self._listeners[group, id] = listener
+            if is_back and not has_heard:
+                self._tell_again(group, id, listener)
+        return id
+
+    def _is_member(self, group: str, member: str | None) -> bool:
+        try:
+            return member is not None and bool(self.coordinator.assignment(group, member))
+        except RequestRefused:
+            return False
+
+    def _tell_again(self, group: str, member: str, listener: Listener) -> None:
+        """Tell a member that came back what it has, and what it has been asked to give up."""
+        generation, partitions = self.coordinator.assignment(group, member)
+        view = self.coordinator.describe(group)
+        rows = [row for row in view.members if row.id == member] if view else []
+        for row in rows:
+            if row.revoking:
+                listener(Revoke(group, member, generation, row.revoking))
+        listener(Assigned(group, member, generation, partitions))
+
+    def is_listener(self, group: str, member: str, listener: Listener) -> bool:
+        """Return True if `listener` is the one that hears the member's events."""
+        return self._listeners.get((group, member)) == listener
+
+    def stop_listening(self, group: str, member: str, listener: Listener) -> None:
+        """Note that a connection has ended. The member stays until its session timeout, and may come back."""
+        if self.is_listener(group, member, listener):
+            del self._listeners[group, member]
+
+    def beat(self, group: str, member: str, polled: bool = False, generation: int | None = None) -> None:
+        self._coordinator().beat(group, member, generation, time.monotonic(), polled)
+
+    def sync(self, group: str, member: str, generation: int | None = None) -> None:
+        self._coordinator().sync(group, member, generation, time.monotonic())
+        self._kick()
+
+    def revoked(self, group: str, member: str, generation: int | None = None) -> None:
+        self._coordinator().revoked(group, member, generation, time.monotonic())
+        self._kick()
+
+    def leave(self, group: str, member: str) -> None:
+        self._coordinator().leave(group, member, time.monotonic())
+        self._listeners.pop((group, member), None)
+        self._kick()
+
+    # --- offsets -----------------------------------------------------------------------------------------------------
+
+    def committed(self, group: str) -> Mapping[Partition, int]:
+        """Return the committed next offsets of a group."""
+        self._coordinator()
+        return {place: row.offset for place, row in self.store.committed(group).items()}
+
+    def has_committed(self, place: Partition, offset: int, group: str | None) -> bool:
+        """Return True if the group, or any, has committed past this record."""
+        for name in self.store.groups() if group is None else [group]:
+            row = self.store.committed(name).get(place)
+            if row is not None and row.offset > offset:
+                return True
+        return False
+
+    async def commit(
+        self, group: str, member: str | None, rows: Mapping[Partition, Commit], generation: int | None = None
+    ) -> None:
+        """Commit; durable when this returns. Raises what Coordinator.check_commit and OffsetStore.commit raise."""
+        coordinator = self._coordinator()
+        unknown = {topic for topic, _ in rows if topic not in self._declared}
+        if unknown:
+            await self._know(unknown)
+        coordinator.check_commit(group, member, generation, rows, time.monotonic())
+        if generation is None:
+            generation = coordinator.assignment(group, member).generation if member else 0
+        await self.store.commit(group, rows, member or "", generation)
+        coordinator.committed(group, time.monotonic())
+
+    # --- views -------------------------------------------------------------------------------------------------------
+
+    def is_alive(self, group: str) -> bool:
+        """Return True if the group has members."""
+        return self.coordinator.state(group) not in (State.EMPTY, State.DEAD)
+
+    def describe(self, group: str) -> GroupView | None:
+        return self._coordinator().describe(group)
