@@ -24,7 +24,7 @@ from kmq.client.message import Message
 from kmq.client.protocol import Outgoing
 from kmq.errors import KmqError
 from kmq.gateway.core.feed import Watermark
-from kmq.gateway.core.place_finder import Place, PlaceFinder, Places
+from kmq.gateway.core.places import Place, PlaceFinder, Places
 from kmq.gateway.core.refused import RequestRefused, refusal_of
 from kmq.ids import MAX_NAME
 from kmq.log.damage import DamageError
