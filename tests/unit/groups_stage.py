@@ -163,6 +163,7 @@ class Stage:
         self.due = self.coordinator.tick(self.now)
         events = self.listen()
         self.ghost.check_time(self.coordinator.groups(), self.now)
+        self.check()
         return events
 
     def forward(self, seconds: float) -> list[Any]:

@@ -60,6 +60,7 @@ def members_that_keep_theirs_go_on_while_others_move(stage: Stage) -> None:
     stage.settle()
     stage.join()
     stage.tick()
+    demand(len(stage.reads(first)) == 2, "half of it does not move")
     for partition in stage.reads(first):
         demand(stage.commit(first, partition, generation=1) == "", "it has not yet heard of generation 2")
         demand(stage.commit(first, partition, generation=2) == "", "it has")
