@@ -99,7 +99,9 @@ def test_retention_keeps_both_logs_small_under_load_and_over_a_kill(broker):
         assert int(found[0].stem) == kept[0] - 1 + offset
         assert {path.stem for path in directory.glob("*.idx")} == {path.stem for path in found}
     assert used(directories[1]) > limit // 2, "no more than had to go"  # the WAL rolls between group commits only
-    assert broker.log().count("event=segment_deleted") > 40
+    # 38 of the queue's have to go; the kill may come between the last of its life and the line that tells of it. How many
+    # of the WAL's go depends on how much comes with a group commit.
+    assert broker.log().count(f"event=segment_deleted file={directories[1]}/") >= 37
     assert "event=unrecoverable" not in broker.log() and "event=queue_short" not in broker.log()
     listed = broker.kmq("topics", "list", "--logfmt").stdout
     assert f"topic=test partition=0 messages={sent} " in listed
