@@ -13,6 +13,7 @@ from brokers import ROOT
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 PATIENCE_S = 1800  # for a page
 _UNSHARE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+_JAVA = ("JAVA_HOME", "SPARK_SUBMIT_OPTS", "SPARK_LAUNCHER_OPTS")  # the last two: scripts/test
 _CLEAN = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "LANG": "C.UTF-8", "COLUMNS": "120"}
 
 
@@ -30,7 +31,7 @@ def paste(page: str, scratch: Path) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("namespaces of its own need root")
     if "consul-setup" in text(page):
         consuls.program()  # fetched now, because the page has no network
-    java = {"JAVA_HOME": os.environ["JAVA_HOME"]} if "JAVA_HOME" in os.environ else {}
+    java = {name: os.environ[name] for name in _JAVA if name in os.environ}
     command = [*_UNSHARE, sys.executable, pasted.__file__, str(ROOT), str(scratch), page]
     environment = _CLEAN | java
     done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=PATIENCE_S)
