@@ -25,6 +25,13 @@ stage.DRAIN_S = 1.0
 """
 
 
+_SAVING = """
+from kmq.framing import checkpointer
+
+checkpointer.CHECKPOINT_S = 1.0
+"""
+
+
 def hurried(directory: Path) -> str:
     """Whatever is seldom on disk for a moment is there so often that a fault meets it."""
     return _site(directory, _HURRIED)
@@ -33,6 +40,11 @@ def hurried(directory: Path) -> str:
 def brisk(directory: Path) -> str:
     """A stage that is told to stop, while those in front of it go on, does not drain for ten seconds."""
     return _site(directory, _BRISK)
+
+
+def saving(directory: Path) -> str:
+    """The dedupe table is saved each second, not each half minute: only then does retention take what it covers of the WAL."""
+    return _site(directory, _SAVING)
 
 
 def _site(directory: Path, text: str) -> str:
