@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant(
         "all lives have the same generations",
         stories.each_life_has_generations_and_ids_of_its_own,
-        ("coordinator", "life * GENERATIONS", "0"),
+        ("coordinator", "starts * GENERATIONS", "0"),
     ),
     Mutant(
         "a member's memory is not believed",
@@ -252,6 +252,11 @@ MUTANTS = [
         "a group with commits makes room for another",
         bounds.a_group_that_was_never_used_makes_room,
         ("registry", "if group.members or group.has_commits:", "if group.members:"),
+    ),
+    Mutant(
+        "one tick does everything that is due",
+        bounds.many_groups_that_are_due_at_once_let_others_have_their_turn,
+        ("coordinator", "while work < WORK and (key", "while (key"),
     ),
     Mutant(
         "each join is a rebalance",

@@ -22,7 +22,7 @@ class Stage:
 
     def begin(self, life: int) -> None:
         """A new life of the gateway: members and assignments are gone, what was committed is not."""
-        self.coordinator = self.code.coordinator.Coordinator(self.limits, life)
+        self.coordinator = self.code.coordinator.Coordinator(self.limits, f"{life}.", life)
         self.ghost.seats.clear()
         for group, generation in list(self.ghost.committed.items()):
             self.restore(group, generation)
@@ -141,11 +141,11 @@ class Stage:
         refused = self.call(lambda: self.coordinator.check_commit(group, member, generation, partitions, self.now))
         demand(refused == expected, f"commit of {partitions} by {member}: {refused!r}, and not {expected!r}")
         if not refused:
+            self.ghost.active[group] = self.now
             seat = self.ghost.seats.get(Key(group, member or ""))
             if seat is not None:
                 seat.beaten = self.now
             self.coordinator.committed(group, self.now)
-            self.ghost.active[group] = self.now
             spoken = self.generation(group) if generation is None else generation
             self.ghost.committed[group] = max(self.ghost.committed.get(group, 0), spoken)
         self.listen()
@@ -160,8 +160,11 @@ class Stage:
 
     def tick(self) -> list[Any]:
         """Do what is due now. Returns what was caused."""
-        self.due = self.coordinator.tick(self.now)
-        events = self.listen()
+        events: list[Any] = []
+        self.due = self.now
+        while self.due <= self.now:
+            self.due = self.coordinator.tick(self.now)
+            events += self.listen()
         self.ghost.check_time(self.coordinator.groups(), self.now)
         self.check()
         return events

@@ -13,7 +13,6 @@ def groups_beyond_the_bound_are_refused(stage: Stage) -> None:
         stage.settle(group)
     stage.commit(None, T[0], group="c")
     demand(stage.join(group="d") == "!too_many_groups", "the fourth")
-    demand(stage.call(lambda: stage.coordinator.committed("d", stage.now)) == "too_many_groups", "the fourth")
     refused = stage.call(lambda: stage.coordinator.check_commit("d", None, None, [T[0]], stage.now))
     demand(refused == "too_many_groups", "before its offsets are stored")
     demand(stage.join(group="c") != "" and stage.state("a") == "stable", "who is there goes on")
@@ -107,3 +106,22 @@ def what_members_leave_behind_does_not_grow(stage: Stage) -> None:
     stage.settle()
     entries = len(stage.coordinator._registry.alarms)
     demand(entries < 200, f"{entries} alarms are kept for {keeper} and nobody else")
+
+
+def many_groups_that_are_due_at_once_let_others_have_their_turn(stage: Stage) -> None:
+    for number in range(400):
+        stage.coordinator.join(
+            f"g{number}", None, stage.code.terms.Client("", ""), stage.code.terms.Terms(("t",)), stage.now
+        )
+    turns = 1
+    while stage.coordinator.tick(stage.now) <= stage.now:
+        turns += 1
+        demand(len(stage.coordinator.take_events()) <= 250, "six steps for each group")
+    demand(turns > 1, "not all at once")
+    states = {str(stage.coordinator.state(group).value) for group in stage.coordinator.groups()}
+    demand(states == {"completing"}, "and yet all have had their turn")
+    stage.coordinator.take_events()
+    for group in stage.coordinator.groups():
+        for row in stage.coordinator.describe(group).members:
+            stage.coordinator.leave(group, row.id, stage.now)
+        stage.ghost.active[group] = stage.now

@@ -1,6 +1,6 @@
 """All consumer groups of a broker, whatever door their members came through. Calls go in, events come out.
 
-    coordinator = Coordinator(Limits(), life=7)                 one for the gateway; no I/O, no clock, no thread of its own
+    coordinator = Coordinator(Limits(), "a3f", starts=7)        one for the gateway; no I/O, no clock, no thread of its own
     coordinator.restore(group, generation, now)                 at the start, for each group with committed offsets
     coordinator.topics_changed({"orders": 8}, now)              all topics with their partitions, before the first join
     member = coordinator.join(group, None, Client("etl", "10.0.0.7"), Terms(("orders",)), now)
@@ -9,19 +9,20 @@
 
 What a door does with a member
     it joined           awaits the member's first Assigned (after the next tick, at most a second later in large groups)
-    Revoke(partitions)  asks the member to stop reading them and to commit; `revoked` when it says so
-    Assigned(partitions) tells the member; `sync` when the member knows (on a connection of lines: when it is written)
+    Revoke(partitions)  asks the member to stop reading them and to commit; `revoked` with this generation when it says so
+    Assigned(partitions) tells the member; `sync` when the member knows (on a connection of lines: when it is written),
+                        but not before it has answered every Revoke of an older generation
     a request of HTTP   `revoked(…, generation as the member gives it)`: who shows the newest generation has seen its
                         assignment, and reads nothing else; then what it asks for. A fetch is `beat(…, polled=True)`
     a commit            `check_commit`, then it is stored, then `committed`
     Kafka's protocol    JoinGroup is `join` with `Resume(owned=…)`, answered by the next Assigned, with a leader that is
                         no member, so that no client assigns; SyncGroup is `sync`; a heartbeat in front of a newer
                         generation or of a Revoke is answered by REBALANCE_IN_PROGRESS
-`generation` may be None in every call where the door itself knows what it sent last to the member: it is the newest.
+`generation` may be None where the door knows that the member knows the newest one.
 
 Owner       The gateway's event loop; no call may interrupt another one.
 Invariant   No partition of a group has two owners in one generation, in no life of the gateway: within one life see
-            kmq/gateway/groups/ownership.py. Each life of the gateway has generations of its own: `life` counts them,
+            kmq/gateway/groups/ownership.py. Each life of the gateway has generations of its own: `starts` counts lives,
             durably, and life n begins above n * GENERATIONS (20,000). A group that went further goes on above the
             highest generation in the records of its offsets (`restore`) or in the memory of its members (Resume). A
             group that was forgotten or deleted leaves its generation as the least one for groups to come.
@@ -33,8 +34,10 @@ Crash       Nothing is kept here. After a kill members join again with their old
 Memory      Bounded by Limits: about 2 KiB for a member, 1 KiB for a group, 300 bytes for an assigned partition. Events
             are kept until they are taken.
 Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (alarms.py). A group
-            of n members rebalances at most once in n milliseconds (at most a second), however many join and leave.
-Not covered A group with more than GENERATIONS in one life that committed in none of the last UNSEEN (1,000) of them, of
+            of n members rebalances at most once in n milliseconds (at most a second), however many join and leave. One
+            `tick` does about WORK steps, or one rebalance: then other groups, and requests, have their turn.
+Not covered A caller that does not count its starts: two kills with no commit between them then give generations twice.
+            A group with more than GENERATIONS in one life that committed in none of the last UNSEEN (1,000) of them, of
             which no member comes back. Who is allowed to join.
 """
 
@@ -58,16 +61,18 @@ from kmq.gateway.groups.terms import (
 
 GENERATIONS = 20_000  # of a group in one life: 32 bits are enough for 100,000 lives
 UNSEEN = 1_000  # generations that a former life may have begun after the last one that left a trace
+WORK = 1_000  # alarms, members told and partitions given in one tick: a few milliseconds
 _NOTHING = Resume()
 
 
 class Coordinator:
-    """`life`: how often the gateway has started on this data directory before. `now`: seconds, monotonic."""
+    """In all calls `now` is in seconds, of one monotonic clock."""
 
-    def __init__(self, limits: Limits | None = None, life: int = 0) -> None:
+    def __init__(self, limits: Limits | None = None, life: str = "", starts: int = 0) -> None:
+        """`life`: a text that no former life of the gateway had, for ids. `starts`: how many former lives there were."""
         self._limits, self._life = limits or Limits(), life
         self._events: list[Event] = []
-        self._registry = Registry(self._limits, self._events, life * GENERATIONS)
+        self._registry = Registry(self._limits, self._events, starts * GENERATIONS)
         self._ids = 0
 
     # --- members ------------------------------------------------------------------------------------------------------
@@ -123,7 +128,7 @@ class Coordinator:
         stem = "".join(char for char in stem if char.isascii() and char.isprintable() and char != " ") or "member"
         while True:
             self._ids += 1
-            tail = f"-{self._life}.{self._ids}"
+            tail = f"-{self._life}{self._ids}"
             id = stem[: max(0, self._limits.name_bytes - len(tail))] + tail
             if id not in group.members:
                 return id
@@ -176,14 +181,15 @@ class Coordinator:
                 raise RequestRefused("unknown_member", text)
             for partition in wanted:
                 check_exists(partition, self._registry.exists)
+            self._registry.changed(self._registry.make(group, now))
             return
         found, known = self._registry.known(group, member)
         found.check_commit(known, generation, wanted, self._registry.exists)
         known.beaten = now
 
     def committed(self, group: str, now: float) -> None:
-        """Note that offsets of the group are stored: it is remembered from now on. Raises what `check_commit` raises."""
-        found = self._registry.make(group, now)
+        """Note that offsets of the group are stored, after `check_commit`: it is remembered from now on."""
+        found = self._registry.groups.get(group) or self._registry.put(group, now)
         found.has_commits, found.active = True, now
         self._registry.changed(found)
 
@@ -213,15 +219,16 @@ class Coordinator:
             registry.wake(found)
 
     def tick(self, now: float) -> float:
-        """Do what is due. Returns when to call again at the latest (`inf`: never). Cheap when nothing is due."""
-        registry = self._registry
-        while (key := registry.alarms.pop(now)) is not None:
+        """Do what is due. Returns when to call again at the latest (`inf`: never); not after `now` if more is due."""
+        registry, work = self._registry, 0
+        while work < WORK and (key := registry.alarms.pop(now)) is not None:
+            work += 1
             found = registry.groups.get(key[0])
             member = found.members.get(key[1]) if found else None
             if found and member:
                 registry.ring_member(found, member, now)
             elif found and not key[1]:
-                registry.ring(found, now)
+                work += registry.ring(found, now)
         return registry.alarms.next()
 
     def take_events(self) -> list[Event]:

@@ -138,19 +138,22 @@ class Registry:
         """Set the alarm of a member whose deadline may have come nearer."""
         self.alarms.set((group.name, member.id), member.deadline())
 
-    def ring(self, group: Group, now: float) -> None:
-        """Do what is due for a group whose alarm has rung."""
+    def ring(self, group: Group, now: float) -> int:
+        """Do what is due for a group whose alarm has rung. Returns how much that was: members and partitions."""
+        work = 0
         if not group.members:
             if now >= group.active + self.limits.retention_s:
                 self.forget(group)
-                return
+                return work
         elif group.is_due() and now >= group.not_before:
             group.step(self.partitions_of, now)
             group.not_before = now + min(MAX_PACE_S, PACE_S * len(group.members))
             self._watch_only(group, group.topics_read())
             for member in group.members.values():
                 self.watch(group, member)
+                work += 1 + len(member.owned)
         self.wake(group)
+        return work
 
     def ring_member(self, group: Group, member: Member, now: float) -> None:
         """End a member whose deadline has passed; else set its alarm anew."""
