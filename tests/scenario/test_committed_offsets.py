@@ -398,6 +398,7 @@ def test_the_log_is_compacted_beside_the_gateway_and_all_offsets_stay(pod):
             assert time.monotonic() < deadline and not running.done(), pod.log()[-2000:]
             await asyncio.sleep(0.02)
         running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         return before
 
     before = run(pod, work)

@@ -71,7 +71,7 @@ class OffsetKeeper:
                         self._log.warn("offsets_not_kept", reason=err, effect="tried again")
                 await asyncio.sleep(_TURN_S)
         finally:
-            self._end_compactor()
+            await self._end_compactor()
 
     async def _turn(self) -> None:
         await self._store.forget_deleted_topics()
@@ -122,7 +122,8 @@ class OffsetKeeper:
         if found[1]:
             await self._store.write_again(record.seq_of(found[1]))
 
-    def _end_compactor(self) -> None:
-        if self._compactor is not None and self._compactor.returncode is None:
+    async def _end_compactor(self) -> None:
+        if self._compactor is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._compactor.kill()
+            await self._compactor.wait()
