@@ -66,16 +66,14 @@ class _DeletedTopics:
 
     def __init__(self, data: str) -> None:
         self._data, self._deleted, self._changed_ns = data, Deleted([]), -1
+        self.is_due = False  # a topic was deleted, and rows of it may be left
 
     def look(self) -> None:
         """Read the list of deleted topics, if it has changed."""
         changed_ns = deletions.changed_ns(self._data)
         if changed_ns != self._changed_ns:
             self._deleted, self._changed_ns = Deleted.of(self._data), changed_ns
-
-    @property
-    def are_any(self) -> bool:
-        return bool(self._deleted.lives)
+            self.is_due = bool(self._deleted.lives)
 
     def covers(self, topic: str, seq: int) -> bool:
         return seq <= self._deleted.last_seq(topic)
@@ -180,13 +178,18 @@ class OffsetStore:
         """
         table = self._loaded()
         self._deleted.look()
-        count = 0
-        for group in table.groups if self._deleted.are_any else ():
+        count = left = 0
+        for number, group in enumerate(table.groups if self._deleted.is_due else ()):
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)  # others have their turn
             rows = table.rows_of(group)
             gone = [place for place, row in rows if self._deleted.covers(place.topic, row.seq)]
-            if gone and not self._writing[group]:  # else a tombstone might bury a commit that is on its way
+            if gone and self._writing[group]:  # a tombstone might bury a commit that is on its way
+                left += len(gone)
+            elif gone:
                 count += len(gone)
                 await self._bury(group, gone)
+        self._deleted.is_due = self._deleted.is_due and left > 0
         return count
 
     async def forget_idle(self, retention_s: float, now: float, is_alive: Callable[[str], bool]) -> int:
@@ -196,9 +199,11 @@ class OffsetStore:
         """
         table = self._loaded()
         count = 0
-        for group in table.groups:
-            rows = [row.ts if isinstance(row, Committed) else row.due for _, row in table.rows_of(group)]
-            if rows and max(rows) < now - retention_s and not self._writing[group] and not is_alive(group):
+        for number, group in enumerate(table.groups):
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)  # others have their turn
+            times = [row.ts if isinstance(row, Committed) else row.due for _, row in table.rows_of(group)]
+            if times and max(times) < now - retention_s and not self._writing[group] and not is_alive(group):
                 count += 1
                 await self.delete(group)
                 self._log.info("group_forgotten", group=group, reason="KMQ_GROUP_RETENTION")
