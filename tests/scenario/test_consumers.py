@@ -1,0 +1,238 @@
+"""Consumers of a real broker: kmq.Consumer, kmq.AsyncConsumer, `kmq consume` and `kmq tail`. One broker for the file."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import ssl
+import subprocess
+import threading
+import time
+
+import pytest
+from brokers import PATIENCE_S, Broker
+from secured import Secured
+
+import kmq
+
+HEADERS = [("trace", b"\xff;|\n"), ("trace", None), ("p", b"mine"), ("", b"")]
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    made = Broker(tmp_path_factory.mktemp("consumers") / "b")
+    assert made.kmq("topics", "create", "spread", "--partitions", "3").returncode == 0
+    made.up()
+    with kmq.Producer(port=lambda: port(made, "ingress")) as producer:
+        producer.send_many("spread", [b"%d" % n for n in range(3000)]).result()
+        producer.send_many("orders", [b'{"n": %d}' % n for n in range(1000)]).result()
+        last = producer.send("odd", b"\0\n\xff", key=b"a.b|\xff", headers=HEADERS, ts=1.25)
+        producer.send("odd", None, key="gone")
+        producer.send("odd", b"")
+        made.wait_routed(last.result() + 2)
+    yield made
+    made.close()
+
+
+def port(broker, name="egress"):
+    return int((broker.pipes / f"{name}.port").read_text())
+
+
+def opened(broker, *topics, **options) -> kmq.Consumer:
+    return kmq.Consumer(*topics, port=lambda: port(broker), **options)
+
+
+def read(consumer, count: int) -> list[kmq.Message]:
+    found: list[kmq.Message] = []
+    until = time.monotonic() + PATIENCE_S
+    while len(found) < count:
+        assert time.monotonic() < until, f"only {len(found)} of {count}: {consumer.describe()}"
+        found += consumer.poll(timeout=0.5)
+    return found
+
+
+# --- kmq.Consumer without a group ------------------------------------------------------------------------------------
+
+
+def test_every_partition_is_read_in_order_and_complete(broker):
+    with opened(broker, "spread", fetch_max_bytes=5000) as consumer:
+        found = read(consumer, 3000)
+        assert sorted(int(message.value) for message in found) == list(range(3000))
+        for partition in range(3):
+            mine = [message for message in found if message.partition == partition]
+            assert [message.offset for message in mine] == list(range(len(mine)))
+            assert [message.line for message in mine] == broker_lines(broker, "spread", partition)
+
+
+def broker_lines(broker, topic, partition):
+    paths = sorted((broker.data / "topics" / topic / str(partition)).glob("*.log"))
+    return b"".join(path.read_bytes() for path in paths).splitlines()
+
+
+def test_a_typed_client_gets_exactly_what_another_has_sent(broker):
+    with opened(broker, "odd") as consumer:
+        first, second, third = read(consumer, 3)
+    assert (first.key, first.value, first.headers, first.timestamp) == (b"a.b|\xff", b"\0\n\xff", HEADERS, 1.25)
+    assert (second.key, second.value, second.headers) == (b"gone", None, [])
+    assert (third.key, third.value) == (None, b"")
+    assert first.producer == second.producer != "" and int(second.id) == int(first.id) + 1
+
+
+def test_a_consumer_begins_and_goes_on_where_it_is_told(broker):
+    with opened(broker, "orders", start="latest") as consumer:
+        [place] = consumer.connect()
+        assert place == kmq.TopicPartition("orders", 0) and consumer.position(place) == 1000
+        assert consumer.end_offsets([place]) == {place: 1000} and consumer.beginning_offsets([place]) == {place: 0}
+        consumer.seek(place, 998)
+        messages = read(consumer, 2)
+        assert [message.offset for message in messages] == [998, 999]
+    with opened(broker, start=messages[0].recv_timestamp and "earliest") as consumer:
+        consumer.assign(("orders", 0), start=997)
+        assert [message.offset for message in read(consumer, 3)] == [997, 998, 999]
+
+
+def test_a_consumer_of_a_topic_that_is_not_there_waits_for_it(broker):
+    with opened(broker, "later") as consumer:
+        assert consumer.poll(timeout=0.1) == [] and "no partitions of later yet" in consumer.describe()
+        broker.send_lines([b"later|0||first"])
+        assert [message.value for message in read(consumer, 1)] == [b"first"]
+
+
+def test_a_killed_gateway_costs_nothing_and_repeats_nothing(broker):
+    total, found = 4000, []
+
+    def produce():
+        with kmq.Producer(port=lambda: port(broker, "ingress")) as producer:
+            for n in range(total):
+                producer.send("killed", b"%d" % n)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    with opened(broker, "killed", fetch_max_bytes=20_000) as consumer:
+        for wanted in (total // 3, 2 * total // 3):
+            found += read(consumer, wanted - len(found))
+            broker.kill("gateway")
+        found += read(consumer, total - len(found))
+    thread.join()
+    assert [message.offset for message in found] == list(range(total))
+    assert [int(message.value) for message in found] == list(range(total))
+
+
+def test_an_async_consumer_waits_and_reads_over_a_killed_gateway(broker):
+    async def scenario():
+        async with kmq.AsyncConsumer("waited", port=lambda: port(broker)) as consumer:
+            broker.send_lines([b"waited|0||one"])
+            async with asyncio.timeout(PATIENCE_S):
+                async for message in consumer:
+                    if message.value == b"two":
+                        return
+                    assert message.value == b"one"
+                    await asyncio.to_thread(broker.kill, "gateway")
+                    broker.send_lines([b"waited|0||two"])
+
+    asyncio.run(scenario())
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_consume_prints_values_in_order_and_ends_at_the_end(broker):
+    result = broker.kmq("consume", "orders")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [f'{{"n": {n}}}' for n in range(1000)]
+    spread = broker.kmq("consume", "spread").stdout.split()
+    assert sorted(map(int, spread)) == list(range(3000))
+
+
+def test_consume_counts_and_begins_where_asked(broker):
+    assert broker.kmq("consume", "orders", "--count", "2", "--from", "5").stdout == '{"n": 5}\n{"n": 6}\n'
+    assert broker.kmq("consume", "orders", "--from", "latest").stdout == ""
+    assert len(broker.kmq("consume", "orders", "--from", "1h").stdout.splitlines()) == 1000
+    assert broker.kmq("consume", "orders", "--from", "2199-01-01T00:00").stdout == ""
+
+
+def test_consume_as_json_has_every_field(broker):
+    first, second, third = map(json.loads, broker.kmq("consume", "odd", "--json").stdout.splitlines())
+    assert first["topic"] == "odd" and first["timestamp"] == 1250 and first["offset"] == 0
+    assert [header["name"] for header in first["headers"]] == ["trace", "trace", "p", ""]
+    assert (second["key"], second["value"]) == ("gone", None) and third["value"] == ""
+
+
+@pytest.mark.parametrize(
+    "command", ["consume spread", "consume spread --follow --from earliest", "tail spread -n 2000"]
+)
+def test_a_reader_that_leaves_ends_the_command_well(broker, command):
+    result = broker.run("bash", "-c", f"set -o pipefail; kmq {command} | head -n 1")
+    assert (result.returncode, result.stderr) == (0, "") and len(result.stdout.splitlines()) == 1
+
+
+def test_a_reader_that_leaves_is_noticed_while_nothing_comes(broker):
+    result = broker.run("bash", "-c", "set -o pipefail; kmq consume orders --follow | sleep 0.5")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@contextlib.contextmanager
+def running(broker, *command):
+    """A command that follows, and a function that returns its next line."""
+    process = subprocess.Popen(
+        ["kmq", *command], env=broker.env, cwd=broker.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_tail_shows_the_last_ones_and_what_comes_until_ctrl_c(broker):
+    broker.send_lines([b"tailed.k%d|0||%d" % (n, n) for n in range(5)])
+    broker.wait(lambda: len(broker.lines("tailed")) == 5, "the topic")
+    with running(broker, "tail", "tailed", "--count", "2") as tail:
+        rows = [tail.stdout.readline().split(maxsplit=2)[2] for _ in range(2)]
+        assert rows == ["0 3 k3 3\n", "0 4 k4 4\n"]
+        broker.send_lines([b"tailed|0||new"])
+        assert tail.stdout.readline().split(maxsplit=2)[2] == "0 5 - new\n"
+        tail.send_signal(signal.SIGINT)
+        assert tail.wait(PATIENCE_S) == 130
+
+
+def test_a_follower_says_what_it_waits_for_and_goes_on(broker):
+    broker.send_lines([b"followed|0||one"])
+    broker.wait(lambda: broker.lines("followed"), "the topic")
+    with running(broker, "consume", "followed", "--follow", "--from", "earliest") as follower:
+        assert follower.stdout.readline() == "one\n"
+        broker.kmq("down")
+        assert "kmq: waiting: not connected" in follower.stderr.readline()
+        broker.up()
+        assert follower.stderr.readline() == "kmq: goes on\n"
+        broker.send_lines([b"followed|0||two"])
+        assert follower.stdout.readline() == "two\n"
+
+
+def test_what_cannot_be_consumed_is_named(broker, new_broker):
+    result = broker.kmq("consume", "nothing")
+    assert (result.returncode, result.stderr) == (1, "kmq: nothing: no such topic; see kmq topics list\n")
+    result = broker.kmq("consume", "orders", "--from", "soon")
+    assert result.returncode == 78 and result.stderr.startswith(
+        "kmq: --from 'soon': must be earliest, latest, an offset"
+    )
+    result = new_broker().kmq("consume", "orders")
+    assert result.returncode == 78 and "is the broker up?" in result.stderr
+
+
+# --- TLS and tokens --------------------------------------------------------------------------------------------------
+
+
+def test_tls_a_clients_certificate_and_a_token_open_the_door(new_broker, authority, tmp_path):
+    secured = Secured(new_broker(), authority, tmp_path, gateway=True)
+    secured.broker.wait(lambda: (secured.broker.pipes / "egress_tls.port").exists(), "the port")
+    assert secured.broker.kmq("produce", "orders", "-m", "one", "--acks").returncode == 0
+    context = ssl.create_default_context(cafile=str(authority.path))
+    context.load_cert_chain(secured.cert, secured.key)
+    options = {"host": "localhost", "port": secured.port("egress_tls"), "tls": context}
+    with kmq.Consumer("orders", token=secured.token, **options) as consumer:
+        assert [message.value for message in read(consumer, 1)] == [b"one"]
+    with kmq.Consumer("orders", **options) as consumer, pytest.raises(kmq.Refused) as caught:
+        read(consumer, 1)
+    assert caught.value.code == "unauthorized"
+    assert secured.broker.kmq("consume", "orders").stdout == "one\n"
