@@ -14,6 +14,7 @@ from kmq.client.lines import no_connection
 from kmq.errors import KmqError
 from kmq.refusals import find
 
+_SLICE_S = 1.0  # longest wait without a look around
 _LEAVE_S = 1.0  # longest wait until the broker has taken the last requests
 
 
@@ -57,7 +58,7 @@ class Link(asyncio.Protocol):
             if left_s <= 0:
                 return False
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(min(left_s, _SLICE_S)):
                     await self._changed.wait()
 
     def use(self, now: float) -> None:

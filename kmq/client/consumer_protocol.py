@@ -35,6 +35,7 @@ from kmq.refusals import find
 
 ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
 _FETCH_WAIT_S = 5.0  # longest wait of one `!fetch`
+_PAUSE_S = 0.2  # after a fetch that may come again later
 _POLL_S = 60.0  # a member that works on its records asks at least this often, or the broker would end it
 # A member that the broker has ended for one of these joins again.
 REJOIN = frozenset({"session_timeout", "poll_timeout", "rebalance_timeout", "unknown_member"})
@@ -67,6 +68,7 @@ class Core:
         self.fetch_until: float | None = None  # when the answer to the fetch on its way is overdue
         self.is_dry = False  # the last answer was that there are no more records
         self._fetched_at = 0.0
+        self.fetch_from = 0.0  # not before: the broker had too much to do
         self._decoder = Decoder()
         self._received = _Received(self)
 
@@ -139,7 +141,7 @@ class Core:
 
     def fetch(self, now: float, wait_s: float) -> None:
         """Ask for a batch unless one is on its way. `wait_s`: how long the application waits, 0 if it has records."""
-        if self.phase is not Phase.READING or self.fetch_until is not None:
+        if self.phase is not Phase.READING or self.fetch_until is not None or now < self.fetch_from:
             return
         holdings, has_room = self.holdings, self.holdings.buffer.has_room
         is_late = self.is_managed and now - self._fetched_at > _POLL_S
@@ -327,7 +329,10 @@ class _Received:
             self._ended(refused)
         elif failed.request == "fetch":
             core.fetch_until = None
-            core.errors.append(refused)
+            if find(refused.code).is_retryable:
+                core.fetch_from = now + _PAUSE_S
+            else:
+                core.errors.append(refused)
         elif failed.request == "commit":
             self._committed(core.requests.answered("commit"), now, refused)
         else:

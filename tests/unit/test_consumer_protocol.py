@@ -192,6 +192,18 @@ def test_a_refused_seek_is_raised_and_the_position_stays(pair):
     assert sorted(pair.read_all()) == in_order(5, 0) + in_order(3, 1)
 
 
+def test_a_fetch_that_is_refused_for_now_comes_again_later_and_others_are_raised(pair):
+    pair.peer.refuses["fetch"] = "too_many 512 are sent records"
+    pair.fetch()
+    assert not pair.core.errors
+    pair.core.fetch(time.monotonic(), 1)
+    assert pair.core.requests.take() == b""
+    pair.core.fetch(time.monotonic() + 1, 1)
+    assert pair.core.requests.take() != b""
+    pair.receive(b"!err fetch damaged the block at byte 7\n")
+    assert pair.core.errors.popleft().code == "damaged"
+
+
 # --- rebalances ------------------------------------------------------------------------------------------------------
 
 
