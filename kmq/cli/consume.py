@@ -250,4 +250,4 @@ def add_to(app: typer.Typer) -> None:
             "kmq consume test --group report --count 2",
         )
     )(consume)
-    app.command(epilog=examples("kmq tail test", "kmq tail test --count 100 --json"))(tail)
+    app.command(epilog=examples("kmq tail test | head -n 1", "kmq tail test --count 100 --json | head -n 1"))(tail)

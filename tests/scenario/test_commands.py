@@ -451,8 +451,8 @@ def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_br
         assert result.stdout.strip(), line
 
     paste("kmq up")
-    broker.send_lines([b"dead.letter_1|0|1|x"])
-    broker.wait_routed(1)
+    broker.send_lines([b"dead.letter_1|0|1|x", *[b"test.probe|0|1|hi"] * 3])
+    broker.wait_routed(4)
     for line in lines:
         paste(line)
     paste("kmq down")

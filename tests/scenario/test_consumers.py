@@ -133,6 +133,88 @@ def test_an_async_consumer_waits_and_reads_over_a_killed_gateway(broker):
     asyncio.run(scenario())
 
 
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_members_share_partitions_and_what_was_not_committed_comes_again(broker):
+    options = {"group_id": "shared", "session_s": 6}
+    with opened(broker, "spread", **options) as first:
+        read(first, 3000)
+        first.commit(dict.fromkeys(first.assignment(), 500))
+        second = opened(broker, "spread", **options)
+        handed_over: list[kmq.Message] = []
+        with second:
+            until = time.monotonic() + PATIENCE_S
+            while not second.assignment() or len(first.assignment()) + len(second.assignment()) != 3 or not handed_over:
+                assert time.monotonic() < until
+                assert first.poll(timeout=0.05) == []  # what stays here goes on where it was
+                handed_over += second.poll(timeout=0.05)
+            assert {message.offset for message in handed_over} <= set(range(500, 1100))
+        again: list[kmq.Message] = []
+        while len(first.assignment()) < 3 or not again:
+            assert time.monotonic() < until + PATIENCE_S
+            again += first.poll(timeout=0.05)
+        assert min(message.offset for message in again) == 500
+
+
+def test_no_record_is_skipped_while_members_and_the_gateway_are_killed(broker, tmp_path):
+    assert broker.kmq("topics", "create", "many", "--partitions", "4").returncode == 0
+    outputs = [tmp_path / f"member{n}" for n in range(3)]
+    members = []
+    for path in outputs:
+        with open(path, "wb") as out:
+            command = ["kmq", "consume", "many", "--group", "restless", "--follow"]
+            members.append(subprocess.Popen(command, env=broker.env, cwd=broker.root, stdout=out))
+
+    def printed() -> set[int]:
+        return {int(line) for path in outputs for line in path.read_bytes().split(b"\n")[:-1]}
+
+    try:
+        with kmq.Producer(port=lambda: port(broker, "ingress")) as producer:
+            for begin in range(0, 6000, 2000):
+                producer.send_many("many", [b"%d" % n for n in range(begin, begin + 2000)]).result()
+                broker.wait(lambda begin=begin: len(printed()) > begin + 500, "records")
+                if begin == 0:
+                    members[0].kill()
+                else:
+                    broker.kill("gateway")
+        broker.wait(lambda: printed() == set(range(6000)), "all records")
+        for member in members[1:]:
+            member.send_signal(signal.SIGINT)
+            assert member.wait(PATIENCE_S) == 130
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    assert broker.kmq("consume", "many", "--group", "restless").stdout == ""
+
+
+def test_a_member_goes_on_where_it_was_when_the_gateway_was_killed(broker):
+    with opened(broker, "orders", group_id="steady", fetch_max_bytes=2000) as consumer:
+        found = read(consumer, 300)
+        broker.kill("gateway")
+        consumer.commit({("orders", 0): 100})
+        found += read(consumer, 1000 - len(found))
+        assert [message.offset for message in found] == list(range(1000))
+        assert consumer.committed(("orders", 0)) == 100
+        consumer.commit()
+        assert consumer.committed(("orders", 0)) == 1000
+
+
+def test_consume_with_a_group_commits_what_it_has_printed(broker):
+    take = ("consume", "orders", "--group", "printing")
+    assert broker.kmq(*take, "--count", "3").stdout == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
+    assert broker.kmq(*take, "--count", "2").stdout == '{"n": 3}\n{"n": 4}\n'
+    assert len(broker.kmq(*take).stdout.splitlines()) == 995
+    assert broker.kmq(*take).stdout == ""
+    with running(broker, *take, "--follow") as follower:
+        broker.send_lines([b"orders|0||last"])
+        assert follower.stdout.readline() == "last\n"
+        follower.send_signal(signal.SIGINT)
+        assert follower.wait(PATIENCE_S) == 130
+    assert broker.kmq(*take).stdout == ""
+
+
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 
