@@ -1,0 +1,119 @@
+"""The parts of the benchmark of consumers."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.pod import Pod
+from bench.report import Figure, say
+from bench.sending import WAIT_S
+from kmq.client.lines import read_port
+from kmq.client.producer import Producer
+
+_COMMAND = [sys.executable, str(Path(__file__).resolve().parent)]
+SMALL, LARGE = ("small", 100), ("large", 1024)  # topics: name, bytes of a value
+
+
+class _PodWithGateway(Pod):
+    def _kmq(self, *command: str) -> None:
+        super()._kmq(*(word for word in command if word != "--no-gateway"))
+
+
+@contextmanager
+def pod_with_gateway(directory: Path) -> Iterator[Pod]:
+    """A pod in a new directory; nothing of it is left behind."""
+    home = Path(tempfile.mkdtemp(prefix="consumers-", dir=directory))
+    running = _PodWithGateway(home)
+    try:
+        running.up()
+        yield running
+    finally:
+        running.down()
+        shutil.rmtree(home)
+
+
+class Bench:
+    """A pod, what is stored in it already, and how much of everything."""
+
+    def __init__(self, running: Pod, quick: bool) -> None:
+        self.running, self.quick = running, quick
+        self.runs = 2 if quick else 5
+        self._counts: dict[str, int] = {}
+
+    def filled(self, topic: str, nbytes: int) -> int:
+        """Return how many messages of that size the topic has; the first call stores them."""
+        if topic not in self._counts:
+            count = (50_000_000 if self.quick else 400_000_000) // (nbytes + 70)
+            say(f"storing {count:,} messages of {nbytes} bytes")
+            with Producer(port=self.running.port) as producer:
+                for begin in range(0, count, 5000):
+                    producer.send_many(topic, [b"x" * nbytes] * min(5000, count - begin))
+            self.running.settle()
+            self._counts[topic] = count
+        return self._counts[topic]
+
+    def read(self, role: str, topic: str, count: int) -> dict[str, float]:
+        """What a reader in another process measures: the best of several runs by its rate."""
+        port = read_port(self.running.settings, "egress", 0)
+        argv = [*_COMMAND, role, str(port), topic, str(count)]
+        runs = []
+        for _ in range(self.runs):
+            done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
+            if done.returncode:
+                raise SystemExit("bench: the reader failed")
+            runs.append(json.loads(done.stdout))
+        return min(runs, key=lambda run: run["seconds"])
+
+
+def _figures(bench: Bench, part: str, role: str, what: str, topic: tuple[str, int], bar: str) -> Iterator[Figure]:
+    """Rate of a reader by the clock, with the bar, and by the CPU time of the reader alone."""
+    count = bench.filled(*topic)
+    best = bench.read(role, topic[0], count)
+    unit, amount = ("msg/s", best["count"]) if topic is SMALL else ("MB/s", best["nbytes"] / 1e6)
+    yield Figure(part, f"{what}, {topic[1]} B", amount / best["seconds"], unit, bar)
+    yield Figure(part, f"{what}, {topic[1]} B, by its CPU time", amount / best["cpu"], unit, bar)
+
+
+def records(bench: Bench) -> Iterator[Figure]:
+    """How many small messages a consumer takes."""
+    yield from _figures(bench, "records", "_iterate", "Consumer, iteration", SMALL, "≥ 500000")
+    yield from _figures(bench, "records", "_poll", "Consumer, poll", SMALL, "≥ 500000")
+
+
+def large(bench: Bench) -> Iterator[Figure]:
+    """How many bytes a consumer takes."""
+    yield from _figures(bench, "bytes", "_iterate", "Consumer, iteration", LARGE, "≥ 250")
+
+
+def by_asyncio(bench: Bench) -> Iterator[Figure]:
+    yield from _figures(bench, "async", "_async", "AsyncConsumer", SMALL, "")
+    yield from _figures(bench, "async", "_async", "AsyncConsumer", LARGE, "")
+
+
+def lines(bench: Bench) -> Iterator[Figure]:
+    """What the port gives to a reader that does nothing with it."""
+    yield from _figures(bench, "lines", "_lines", "CONSUME raw", LARGE, "")
+
+
+def latency(bench: Bench) -> Iterator[Figure]:
+    """From the producer's call to the message in the application, one message at a time."""
+    count = 200 if bench.quick else 2000
+    with Producer(port=bench.running.port) as producer:
+        producer.send("waited", b"x").result()
+        bench.running.settle()
+        port = read_port(bench.running.settings, "egress", 0)
+        argv = [*_COMMAND, "_wait", str(port), "waited", str(count)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as reader:
+            assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
+            for _ in range(count):
+                producer.send("waited", b"x").result()
+                time.sleep(0.002)
+            shares = json.loads(reader.stdout.read())
+    yield Figure("latency", "producer to consumer, p50", shares["p50"], "ms")
+    yield Figure("latency", "producer to consumer, p99", shares["p99"], "ms", "", f"longest {shares['max']:.1f} ms")
