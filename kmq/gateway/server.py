@@ -23,7 +23,6 @@ from kmq.broker.tls import certificates
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.locating import Locator
 from kmq.gateway.core.metrics import Requests
-from kmq.gateway.core.waking import Waking
 from kmq.gateway.doors import Doors
 from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.membership import Groups
@@ -108,8 +107,7 @@ class Gateway:
         self.bus = PodBus(settings, self.core.watermark, log, self.strangers)
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
-        self.waking = Waking(self.core.watermark)
-        self.consumers = Consumers(settings, self.waking, self.tokens, self.strangers, self.requests)
+        self.consumers = Consumers(settings, self.core.waking, self.tokens, self.strangers, self.requests)
         self.groups = Groups(settings, self.offsets, self.consumers.partitions, log)
         self.keeper.is_alive = self.groups.is_alive
         self.lines = Lines(self.consumers, self.groups)
@@ -143,6 +141,7 @@ class Gateway:
         finally:
             self._state("draining")
             self.doors.close()
+            self.core.stop()
             self.bus.stop()
             self.lines.stop()
             self.status.stop()
@@ -155,7 +154,6 @@ class Gateway:
             await self.offsets.close()
             await self.bus.close()
             self.consumers.close()
-            self.waking.close()
             await self.core.close()
             self.incidents.say()
 

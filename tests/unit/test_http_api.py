@@ -214,22 +214,6 @@ def test_a_time_between_two_messages_leads_to_the_later_one(api, broker):
     assert api.get(f"{CONSUME}?timestamp={asked}&maxMessages=1").value["messages"][0]["offset"] == expected
 
 
-def test_nothing_that_the_router_has_not_passed_is_shown(tmp_path):
-    data = write_data(tmp_path, KEYED, {"t": 1})
-    os.unlink(f"{data}/router.ckpt")  # which says as much as the router does
-    with up(data, synced=500) as broker:
-        broker.page.rows["router"].seq = 123
-        broker.serve()
-        with closing(Api(broker.port)) as api:
-            answer = api.get(f"{CONSUME}?maxMessages=1000")
-            assert len(answer.value["messages"]) == 123
-            assert answer.value["positions"] == [{"partition": 0, "offset": 123, "endOffset": 123}]
-            assert api.get(f"{CONSUME}?from=latest").value["positions"][0]["offset"] == 123
-            assert api.get(f"{CONSUME}?offset=123").value["messages"] == []
-            broker.page.rows["router"].seq = 124
-            assert len(api.get(f"{CONSUME}?offset=123").value["messages"]) == 1
-
-
 def test_an_offset_beyond_the_end_is_not_judged_while_the_router_recovers(tmp_path):
     with up(write_data(tmp_path, KEYED, {"t": 1}), synced=500) as broker:
         broker.page.rows["router"].state = STATES.index("recovering")

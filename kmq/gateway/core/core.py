@@ -4,8 +4,10 @@ from kmq.broker.stats import StatsPage
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Fetching
+from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.producing import Producing
 from kmq.gateway.core.topic_admin import TopicAdmin
+from kmq.gateway.core.waking import Waking
 from kmq.logfmt import Logger
 from kmq.settings import Settings
 
@@ -17,14 +19,18 @@ class Core:
         self.settings = settings
         self.broker = Broker(settings, page)
         self.watermark = Watermark(page)
+        self.waking = Waking(self.watermark)
+        self.partitions = Partitions(settings.data)
         self.topics = TopicAdmin(self.broker)
         self.producing = Producing(settings, self.watermark, log)
-        self.fetching = Fetching(self.broker, self.watermark)
+        self.fetching = Fetching(settings.data, page, self.partitions, self.waking)
 
     def stop(self) -> None:
         """End waiting calls; what was accepted still gets its answer."""
         self.watermark.stop()
+        self.fetching.stop()
 
     async def close(self) -> None:
         await self.producing.close()
         self.fetching.close()
+        self.waking.close()

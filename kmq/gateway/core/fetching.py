@@ -1,41 +1,32 @@
-"""Reading one partition for consumers: from an offset on, what is durable and routed, waiting for more if asked to.
+"""Reading partitions for doors that give messages: from an offset on, waiting for more if asked to.
 
-Invariant   Nothing above the router's watermark is shown. An offset never changes its record.
+Invariant   What is shown is in its partition, so durable and routed (partitions.py). A cursor moves over what was read,
+            and over nothing else.
 Memory      At most _THREADS reads at a time, each of at most its limit's bytes, or of one longer record. The reading
             thread turns the records into what the door sends, so nobody holds both for long.
-Not covered Waiting looks at the partition whenever the router has written anything, also for other topics.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+from kmq.broker.stats import StatsPage
+from kmq.client.egress_lines import Position
 from kmq.client.message import Message, messages
-from kmq.gateway.core.bounds import Bounds
-from kmq.gateway.core.broker import Broker
-from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.partitions import Partition, Partitions, Signature
 from kmq.gateway.core.refused import RequestRefused
-from kmq.log import checkpoint, identity, reader
+from kmq.gateway.core.waking import Waking
+from kmq.log import identity
 from kmq.log.damage import DamageError
-from kmq.log.reader import LogReader
 from kmq.settings import KIB
 
-EARLIEST, LATEST = "earliest", "latest"
 _THREADS = 4
 _CHUNK_BYTES = 256 * KIB  # read at once
 _LOOK_S = 0.5  # longest time until a waiting call notices that its client has gone
 
 T = TypeVar("T")
-
-
-class Fetched(NamedTuple):
-    """Records of a partition. `next_offset`: where the next call continues; `end_offset`: of the partition now."""
-
-    messages: list[Message]
-    next_offset: int
-    end_offset: int
 
 
 class Limit(NamedTuple):
@@ -46,133 +37,148 @@ class Limit(NamedTuple):
     wait_s: float = 0.0
 
 
+class Cursor:
+    """Where a partition is read next. `is_strict`: an offset that is not there is refused; else the nearest is read."""
+
+    def __init__(self, partition: Partition, offset: int, is_strict: bool = False) -> None:
+        self.partition, self.offset, self.is_strict = partition, offset, is_strict
+        self.end = offset  # of the partition, when it was read last
+        self.seen: Signature | None = None  # when a read found nothing
+
+    def has_news(self) -> bool:
+        return self.partition.signature() != self.seen
+
+
 class Fetching:
     """Reads for all doors. Every method may raise RequestRefused."""
 
-    def __init__(self, broker: Broker, watermark: Watermark) -> None:
-        self._data, self._router = broker.settings.data, broker.page.rows["router"]
-        self._watermark, self._bounds = watermark, Bounds(broker.settings.data)
-        self._marks_from = identity.marks_from(self._data)
+    def __init__(self, data: str, page: StatsPage, partitions: Partitions, waking: Waking) -> None:
+        self._partitions, self._waking, self._router = partitions, waking, page.rows["router"]
+        self._marks_from = identity.marks_from(data)
         self._threads = ThreadPoolExecutor(_THREADS, "fetching")
-        self._routed = checkpoint.routed_seq(self._data)  # the highest known: a router that starts shows 0 for a while
+        self._waiting: set[asyncio.Event] = set()
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """End waiting calls: they return what they have, which is nothing."""
+        self._is_stopping = True
+        for event in self._waiting:
+            event.set()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
-    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
+    async def run(self, work: Callable[..., T], *arguments: object) -> T:
+        """Return the result of work that reads files."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         except DamageError as err:
             fields = {name: getattr(err, name) for name in ("path", "byte", "end", "first_offset", "next_offset")}
             raise RequestRefused("damaged", str(err), **fields) from err
 
-    # --- where to begin ----------------------------------------------------------------------------------------------
+    async def open(self, topic: str, number: int, at: Position) -> Cursor:
+        """Return a cursor at that position. An offset is taken as it is, and judged by the first read."""
 
-    async def begin(self, topic: str, partition: int, at: str) -> int:
-        """Return the offset of EARLIEST or LATEST."""
-        return await self._run(self._begin, topic, partition, at)
+        def opened() -> Cursor:
+            partition = self._partitions.open(topic, number)
+            if at.kind == "offset":
+                return Cursor(partition, at.value, is_strict=True)
+            return Cursor(partition, partition.locate(at))
 
-    def _begin(self, topic: str, partition: int, at: str) -> int:
-        first, _ = self._bounds.of(topic, partition)
-        return first if at == EARLIEST else self._end(self._log(topic, partition))
-
-    async def at_time(self, topic: str, partition: int, micros: int) -> int:
-        """Return the offset of the first record received at that time (µs) or later; the end if there is none."""
-        return await self._run(lambda: self._log(topic, partition).offset_of_time(micros))
-
-    def _log(self, topic: str, partition: int) -> LogReader:
-        return reader.partition(self._data, topic, partition)
-
-    def _seen(self) -> int:
-        """Return the seq up to which records may be shown."""
-        self._routed = max(self._routed, self._watermark.routed)
-        return self._routed
-
-    def _end(self, log: LogReader) -> int:
-        """Return the offset behind the last record that may be shown."""
-        routed = self._seen()
-        end = log.end_offset()
-        stamp = log.stamp_at_end(end)
-        return end if stamp is not None and stamp[0] <= routed else min(end, log.offset_of_seq(routed + 1))
-
-    # --- reading -----------------------------------------------------------------------------------------------------
+        return await self.run(opened)
 
     async def fetch(
         self,
-        topic: str,
-        partition: int,
-        offset: int,
+        cursors: Sequence[Cursor],
         limit: Limit,
-        shape: Callable[[Fetched], T],
+        shape: Callable[[list[Message]], T],
         is_gone: Callable[[], bool] = lambda: False,
     ) -> T:
-        """Read records from `offset` on, and return what `shape` makes of them, in a thread.
+        """Read from the cursors in order, and return what `shape` makes of the messages, in a thread.
 
-        Without a record, wait for one as long as the limit says, or until the client `is_gone`.
+        Without a message, wait for one as long as the limit says, or until the client `is_gone`.
         """
-
-        def read() -> tuple[bool, int, int, T]:
-            found = self._fetch(topic, partition, offset, limit)
-            return bool(found.messages), found.next_offset, found.end_offset, shape(found)
-
         deadline = time.monotonic() + limit.wait_s
         while True:
-            routed = self._seen()
-            has_some, offset, end, shaped = await self._run(read)
-            left = deadline - time.monotonic()
-            if has_some or left <= 0 or not await self._moved(routed, topic, partition, end, left, is_gone):
+            count, shaped = await self.read(cursors, limit, shape)
+            if count or not await self.wait(cursors, deadline, asyncio.Event(), is_gone):
                 return shaped
 
-    async def _moved(
-        self, routed: int, topic: str, partition: int, end: int, wait_s: float, is_gone: Callable[[], bool]
+    async def read(self, cursors: Sequence[Cursor], limit: Limit, shape: Callable[[list[Message]], T]) -> tuple[int, T]:
+        """Read what is there, and move the cursors. Returns how many messages that is, and what `shape` makes of them."""
+
+        def work() -> tuple[int, T]:
+            found: list[Message] = []
+            nbytes = 0
+            for cursor in cursors:
+                room = Limit(limit.messages - len(found), limit.nbytes - nbytes)
+                if found and (room.messages <= 0 or room.nbytes <= 0):
+                    break
+                try:
+                    some = self._read(cursor, room, is_first=not found)
+                except DamageError:
+                    if not found:  # else the next call hears of it
+                        raise
+                    break
+                found += some
+                nbytes += sum(message.size for message in some)
+            return len(found), shape(found)
+
+        return await self.run(work)
+
+    async def wait(
+        self, cursors: Sequence[Cursor], deadline: float, event: asyncio.Event, is_gone: Callable[[], bool]
     ) -> bool:
-        """Wait until the partition may have grown beyond `end`; return False if that did not happen in time."""
-        deadline = time.monotonic() + wait_s
-        while (left := deadline - time.monotonic()) > 0 and not is_gone():
-            try:
-                async with asyncio.timeout(min(left, _LOOK_S)):
-                    await self._watermark.passed(routed + 1)
-            except TimeoutError:
-                continue
-            except RequestRefused:  # the gateway stops
-                return False
-            routed = self._seen()
-            if (await self._run(self._bounds.of, topic, partition))[1] > end:
-                return True
+        """Wait until a partition may have news, or `event` is set; return False if neither comes before the deadline."""
+        looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
+        self._waiting.add(event)
+        try:
+            while (left := deadline - time.monotonic()) > 0 and not is_gone() and not self._is_stopping:
+                if await self._waking.news(looks, min(left, _LOOK_S), event):
+                    return not self._is_stopping
+        except RequestRefused:  # the gateway stops
+            pass
+        finally:
+            self._waiting.discard(event)
         return False
 
-    def _fetch(self, topic: str, partition: int, offset: int, limit: Limit) -> Fetched:
-        routed, log = self._seen(), self._log(topic, partition)
-        first, end = self._bounds.of(topic, partition)
-        if not first <= offset <= end:
-            if self._router.state_name != "ready" and offset > end:
-                raise RequestRefused("not_ready", "the router is down or recovers, so the end of the log is unknown")
-            text = f"offset {offset}: {topic}/{partition} has {first} to {end}"
-            raise RequestRefused("out_of_range", text, field="offset", first=first, end=end)
+    def _read(self, cursor: Cursor, limit: Limit, is_first: bool) -> list[Message]:
+        """Return the next messages of one partition, and move its cursor. `is_first`: one may be over the limit."""
+        partition = cursor.partition
+        seen, start, cursor.end = partition.signature(), partition.start(), partition.end()
+        if not start <= cursor.offset <= cursor.end:
+            self._judge(cursor, start)
         found: list[Message] = []
         nbytes = 0
-        while offset < end and len(found) < limit.messages and nbytes < limit.nbytes:
+        while len(found) < limit.messages and nbytes < limit.nbytes:
             room = limit.nbytes - nbytes
             try:
-                begin, lines = log.read(offset, min(_CHUNK_BYTES, room))
+                begin, lines = partition.read(cursor.offset, min(_CHUNK_BYTES, room))
             except DamageError:
-                if found:  # the next call hears of it
+                if found:
                     break
                 raise
-            if not lines or (found and len(lines) > room):
+            if not lines or (len(lines) > room and (found or not is_first)):
                 break
-            if begin != offset:
-                text = f"offset {offset}: {topic}/{partition} begins with {begin}"
-                raise RequestRefused("out_of_range", text, field="offset", first=begin, end=end)
+            if begin != cursor.offset and cursor.is_strict:
+                self._judge(cursor, begin)
             nbytes += len(lines)
-            offset = begin + lines.count(b"\n")
-            some = messages(topic, partition, begin, lines, self._marks_from)
+            some = messages(partition.topic, partition.number, begin, lines, self._marks_from)
+            cursor.offset = begin + lines.count(b"\n")
             if len(found) + len(some) > limit.messages:
-                offset = some[limit.messages - len(found)].offset
+                cursor.offset = some[limit.messages - len(found)].offset
                 del some[limit.messages - len(found) :]
-            if some and some[-1].seq > routed:
-                while some and some[-1].seq > routed:
-                    offset = some.pop().offset
-                return Fetched(found + some, offset, offset)
             found += some
-        return Fetched(found, offset, max(offset, end))
+        cursor.seen, cursor.is_strict = None if found else seen, False
+        cursor.end = max(cursor.end, cursor.offset)
+        return found
+
+    def _judge(self, cursor: Cursor, start: int) -> None:
+        """Move a cursor to where there are records, or refuse its offset."""
+        place = f"{cursor.partition.topic}/{cursor.partition.number}"
+        if self._router.state_name != "ready" and cursor.offset > cursor.end:
+            raise RequestRefused("not_ready", f"{place}: the router is down or recovers, so the end is unknown")
+        if cursor.is_strict:
+            text = f"offset {cursor.offset}: {place} has {start} to {cursor.end}"
+            raise RequestRefused("out_of_range", text, field="offset", first=start, end=cursor.end)
+        cursor.offset = min(max(cursor.offset, start), max(cursor.end, start))

@@ -1,20 +1,23 @@
 """GET /api/topics/{topic}/consume: messages of one partition, from an offset or a time on."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
 from aiohttp import web
 
+from kmq.client.egress_lines import Position
+from kmq.client.message import Message
 from kmq.gateway.core.core import Core
-from kmq.gateway.core.fetching import EARLIEST, Fetched, Limit
+from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.http.message_json import Writer
 from kmq.gateway.http.operations import JSON, NDJSON, Call
 
 _WAITING = 256  # calls that wait for a message at the same time
+_NO_GROUP = '"generation":null,"assignment":[]'
 
 
 class Consume:
@@ -26,19 +29,16 @@ class Consume:
         self.handlers = {"consume": self.consume}
 
     async def consume(self, call: Call) -> web.Response:
-        topic, query, request = call.path["topic"], call.query, call.request
-        partition = await self._partition(topic, query["partition"])
-        offset = await self._begin(topic, partition, query)
+        topic, query = call.path["topic"], call.query
+        number = await self._partition(topic, query["partition"])
+        cursor = await self._fetching.open(topic, number, _position(query))
         limit = Limit(query["maxMessages"], query["maxBytes"], query["timeoutMs"] / 1000)
 
-        def is_gone() -> bool:
-            return request.transport is None or request.transport.is_closing()
+        def shape(found: list[Message]) -> web.Response:
+            return response(call, found, [cursor])
 
-        def shape(found: Fetched) -> web.Response:
-            return _response(found, partition, query["format"] == "text", _wants_lines(request))
-
-        with self._slot(limit):
-            return await self._fetching.fetch(topic, partition, offset, limit, shape, is_gone)
+        with self.slot(limit):
+            return await self._fetching.fetch([cursor], limit, shape, lambda: is_gone(call))
 
     async def _partition(self, topic: str, asked: int | None) -> int:
         known = (await self._topics.describe(topic)).partitions
@@ -49,18 +49,8 @@ class Consume:
             raise RequestRefused("unknown_partition", text, field="partition")
         return asked or 0
 
-    async def _begin(self, topic: str, partition: int, query: Any) -> int:
-        given = [name for name in ("offset", "timestamp", "from") if query[name] is not None]
-        if len(given) > 1:
-            raise bad_field(given[1], f"excludes {given[0]}; give one of offset, timestamp and from")
-        if query["offset"] is not None:
-            return int(query["offset"])
-        if query["timestamp"] is not None:
-            return await self._fetching.at_time(topic, partition, _micros(query["timestamp"]))
-        return await self._fetching.begin(topic, partition, query["from"] or EARLIEST)
-
     @contextmanager
-    def _slot(self, limit: Limit) -> Iterator[None]:
+    def slot(self, limit: Limit) -> Iterator[None]:
         """Count a call that may wait."""
         waits = limit.wait_s > 0
         if waits and self.waiting >= _WAITING:
@@ -72,19 +62,38 @@ class Consume:
             self.waiting -= waits
 
 
-def _wants_lines(request: web.Request) -> bool:
-    return NDJSON in request.headers.get("Accept", "")
+def is_gone(call: Call) -> bool:
+    """Return True if the client has closed its connection."""
+    transport = call.request.transport
+    return transport is None or transport.is_closing()
 
 
-def _response(found: Fetched, partition: int, is_text: bool, as_lines: bool) -> web.Response:
-    headers = {"KMQ-Next-Offset": str(found.next_offset), "KMQ-End-Offset": str(found.end_offset)}
-    dump = Writer(is_text).dump
-    shown = [dump(message) for message in found.messages]
-    if as_lines:
+def response(call: Call, found: list[Message], cursors: Sequence[Cursor], more: str = _NO_GROUP) -> web.Response:
+    """Return the answer to a call. `more`: generation and assignment, as JSON without braces."""
+    dump = Writer(call.query["format"] == "text").dump
+    shown = [dump(message) for message in found]
+    if NDJSON in call.request.headers.get("Accept", ""):
+        headers = {}
+        if len(cursors) == 1:
+            headers = {"KMQ-Next-Offset": str(cursors[0].offset), "KMQ-End-Offset": str(cursors[0].end)}
         return web.Response(text="".join(f"{each}\n" for each in shown), content_type=NDJSON, headers=headers)
-    position = f'{{"partition":{partition},"offset":{found.next_offset},"endOffset":{found.end_offset}}}'
-    text = f'{{"messages":[{",".join(shown)}],"positions":[{position}],"generation":null,"assignment":[]}}'
-    return web.Response(text=text, content_type=JSON, headers=headers)
+    places = (
+        f'{{"partition":{cursor.partition.number},"offset":{cursor.offset},"endOffset":{cursor.end}}}'
+        for cursor in cursors
+    )
+    text = f'{{"messages":[{",".join(shown)}],"positions":[{",".join(places)}],{more}}}'
+    return web.Response(text=text, content_type=JSON)
+
+
+def _position(query: Mapping[str, Any]) -> Position:
+    given = [name for name in ("offset", "timestamp", "from") if query[name] is not None]
+    if len(given) > 1:
+        raise bad_field(given[1], f"excludes {given[0]}; give one of offset, timestamp and from")
+    if query["offset"] is not None:
+        return Position("offset", query["offset"])
+    if query["timestamp"] is not None:
+        return Position("time", _micros(query["timestamp"]))
+    return Position(query["from"] or "earliest")
 
 
 def _micros(text: str) -> int:
