@@ -36,7 +36,9 @@ def read(settings: Settings) -> str:
 
 
 def make(settings: Settings) -> None:
-    """Create the token atomically, unless another process has done so."""
+    """Create the token atomically, unless it exists: a start on a full disk writes nothing."""
+    if os.path.exists(path(settings)):
+        return
     making = f"{path(settings)}.{os.urandom(8).hex()}"  # not the pid: in containers of their own several have the same
     with open(os.open(making, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o640), "w", encoding="ascii") as file:
         file.write(f"{LOCAL}.{os.urandom(32).hex()}\n")
