@@ -33,6 +33,7 @@ _MOST_CONSUMERS = 4096  # consumers that wait cost little
 _HANDSHAKES = 96
 _UNREAD_BYTES = 32 * MIB
 _BACKLOG = 1024
+_CONSUMERS_S = 1.0
 _BATCH = 64  # connections accepted in a row before the event loop continues
 _PAUSE_S = 0.2  # after running out of descriptors, before the next accept
 _LONGEST_HANDSHAKE_S = 60.0
@@ -88,6 +89,7 @@ class Doors:
         self._plain: dict[asyncio.Task[None], str] = {}  # accepted without TLS: these tasks end in a moment
         self._open: dict[Any, _Open] = {}  # by handler: aiohttp's, or the relay of a gRPC connection
         self._served: set[Any] = set()  # handlers whose request is being worked on
+        self._consumers_at = 0.0  # when consumers are looked at next
         self._waiting: dict[Any, float] = {}  # the other HTTP handlers → since when they have been seen idle
 
     @property
@@ -212,11 +214,7 @@ class Doors:
         self._open = {
             handler: connection for handler, connection in self._open.items() if not connection.transport.is_closing()
         }
-        for handler, connection in self._open.items():
-            late = handler.late(now - self._deadline_s) if isinstance(handler, Connection) else ""
-            if late:
-                self._strangers.cut_off(connection.peer, late)
-                self._end(handler)
+        self._sweep_consumers(now)
         # Of gRPC's connections calls.py takes care.
         over_http = [handler for handler in self._open if not isinstance(handler, (Relay, Connection))]
         self._waiting = {
@@ -229,10 +227,21 @@ class Doors:
                 self._end(handler)
         unread = {handler: connection.transport.get_write_buffer_size() for handler, connection in self._open.items()}
         over = sum(unread.values()) - _UNREAD_BYTES
-        for handler in sorted(unread, key=lambda handler: unread[handler], reverse=True):
+        for handler in sorted(unread, key=lambda handler: unread[handler], reverse=True) if over > 0 else ():
             if over <= 0:
                 break
             over -= unread[handler]
             self._strangers.cut_off(self._open[handler].peer, f"{unread[handler]} bytes of responses are unread")
             with contextlib.suppress(OSError):
+                self._end(handler)
+
+    def _sweep_consumers(self, now: float) -> None:
+        """Close consumers past their deadline; looks once a second, because thousands may be connected."""
+        if now < self._consumers_at:
+            return
+        self._consumers_at = now + _CONSUMERS_S
+        for handler, connection in self._open.items():
+            late = handler.late(now - self._deadline_s) if isinstance(handler, Connection) else ""
+            if late:
+                self._strangers.cut_off(connection.peer, late)
                 self._end(handler)

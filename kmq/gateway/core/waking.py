@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from kmq.gateway.core.feed import Watermark
 
 _MOST_WATCHES = 8192
-_LOOK_S = 5.0
+_LOOK_S = 15.0
 _READ_BYTES = 1 << 16
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name
 _MODIFY, _MOVED_TO, _CREATE = 0x2, 0x80, 0x100
@@ -72,9 +72,10 @@ class Waking:
         """
         until = time.monotonic() + seconds
         waiter = _Waiter(interrupt or asyncio.Event())
+        is_watching = False
         try:
             while True:
-                is_watching = all(self._watch(waiter, directory) for directory in looks)
+                is_watching = is_watching or all(self._watch(waiter, directory) for directory in looks)
                 if waiter.event.is_set() or any(look() for look in looks.values()):
                     return True
                 left = until - time.monotonic()

@@ -1,6 +1,7 @@
 """What all connections of the consumer ports share: partitions, wake-ups, tokens, threads, limits, counters.
 
-Limits      At most `_READS` reads hold files open at a time; a further one is refused (`too_many`).
+Limits      At most _READS reads hold files open at a time; a further one waits, and is refused after _PATIENCE_S
+            (`too_many`). Slow clients are cut off by their deadline, so they hold them for so long only.
 Threads     Reading has a few threads of its own, so that a slow disk never stops the event loop.
 """
 
@@ -21,6 +22,7 @@ from kmq.tokens import Tokens
 
 _THREADS = 4
 _READS = 512
+_PATIENCE_S = 5.0
 T = TypeVar("T")
 
 
@@ -39,7 +41,7 @@ class Service:
         self._tokens, self._strangers = tokens, strangers
         self._threads = ThreadPoolExecutor(_THREADS, "lines")
         self._most_reads = max(8, min(_READS, descriptors.claim() // 16))
-        self._reads = 0
+        self._reads = asyncio.Semaphore(self._most_reads)
 
     def authorize(self, token: str, peer: str, what: str) -> None:
         """Raise RequestRefused unless `token` is valid, or none is required."""
@@ -53,14 +55,17 @@ class Service:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Hold files open. Raises RequestRefused if too many do."""
-        if self._reads >= self._most_reads:
-            raise RequestRefused("too_many", f"{self._most_reads} consumers are being sent records already")
-        self._reads += 1
+        """Hold files open. Raises RequestRefused if too many do, and go on doing so."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._reads.acquire()
+        except TimeoutError:
+            text = f"{self._most_reads} consumers are being sent records already, and read slowly"
+            raise RequestRefused("too_many", text) from None
         try:
             yield
         finally:
-            self._reads -= 1
+            self._reads.release()
 
     def release(self, opened: _Closes) -> None:
         """Close files that `run` may be reading at this moment, because its caller was cancelled."""
