@@ -25,6 +25,7 @@
       offset_table.py, offset_log.py, offset_writer.py   its memory, its start, its connection to ingress
       keeping.py      the task that keeps it
       coordinator.py  members, generations, assignments; without I/O and clock
+      known_topics.py which topics groups know
       membership.py   all of it, as doors use it
     http/             door: HTTP
       web.py          the application: /metrics /healthz /readyz, and everything below

@@ -10,35 +10,31 @@ Invariant   Each member has at most one listener: who joins under the name of a 
             before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and the
             coordinator hears of it only after it is durable.
 Crash       Groups that have committed offsets are restored from the store; nobody joins before that is done.
-Topics      All topics are looked through at least every _TOPICS_S; a topic that a member names, when it is named.
 Memory      As coordinator.py and store.py say, and a listener for each member that is connected.
 """
 
 import asyncio
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from secrets import token_hex
 
 from kmq.errors import KmqError
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.coordinator import Coordinator
-from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
+from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, Revoke, State
+from kmq.gateway.groups.known_topics import KnownTopics
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
-from kmq.log import topics
 from kmq.logfmt import Logger
 from kmq.settings import Settings
 
 _LOOK_S = 1.0  # between two looks whether topics came or went
-_TOPICS_S = 5.0  # between two looks whether a topic has more partitions
 _LOAD_S = 0.05  # between two looks whether the offsets are loaded
 _COME_BACK_S = 2.0  # how long the members of a former life of the gateway are waited for
 
 Partition = tuple[str, int]
 Listener = Callable[[Event], None]
-_Declared = dict[str, tuple[int, int | None]]  # topic → partitions, from_seq
 
 
 class Groups:
@@ -47,13 +43,12 @@ class Groups:
     def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
         self.store = store
         self.coordinator = Coordinator(Limits(retention_s=settings.group_retention), token_hex(3))
-        self._data, self._partitions, self._log = settings.data, partitions, log
+        self._log = log
+        self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
         self._listeners: dict[tuple[str, str], Listener] = {}
-        self._declared: _Declared = {}
         self._is_ready = False
         self._timer: asyncio.TimerHandle | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
-        self._topics_seen, self._topics_at = 0, 0.0
 
     # --- the task ----------------------------------------------------------------------------------------------------
 
@@ -62,13 +57,13 @@ class Groups:
         try:
             while not self.store.is_loaded:
                 await asyncio.sleep(_LOAD_S)
-            await self._follow_topics()
+            await self._topics.follow()
             self._restore()
             self._is_ready = True
             while True:
                 self._turn()
                 await asyncio.sleep(_LOOK_S)
-                await self._follow_topics()
+                await self._topics.follow()
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -81,58 +76,18 @@ class Groups:
             idle_s = max(0.0, wall - max((row.ts for row in rows), default=wall))
             self.coordinator.restore(group, max(0, generation), now, idle_s, _COME_BACK_S)
 
-    async def _follow_topics(self) -> None:
-        """Tell the coordinator of topics that came, went, or have more partitions."""
-        try:
-            seen = os.stat(f"{self._data}/topics").st_mtime_ns
-            if seen == self._topics_seen and time.monotonic() < self._topics_at:
-                return
-            declared = await asyncio.to_thread(self._look_at_all)
-        except (KmqError, OSError) as err:
-            self._log.warn("topics_not_read", reason=err, effect="groups keep the topics that they know")
-            return
-        self._topics_seen, self._topics_at = seen, time.monotonic() + _TOPICS_S
-        self._take_topics(declared)
-
-    def _look_at_all(self) -> _Declared:
-        return {name: self._partitions.declared(name) for name in topics.names(self._data)}
-
-    def _take_topics(self, declared: _Declared) -> None:
-        if declared == self._declared:
-            return
-        again = [
-            name
-            for name, (_, since) in declared.items()
-            if since is not None and self._declared.get(name, (0, None))[1] not in (None, since)
-        ]
-        self._declared = declared
-        counts = {name: count for name, (count, _) in declared.items()}
-        self.coordinator.topics_changed(counts, time.monotonic(), again)
-        self._kick()
-
-    async def _know(self, names: Iterable[str]) -> None:
-        """Look at topics that are named now, because they may be younger than the last look."""
-
-        def look() -> _Declared:
-            found: _Declared = {}
-            for name in names:
-                if os.path.isdir(f"{self._data}/topics/{name}"):
-                    found[name] = self._partitions.declared(name)
-            return found
-
-        self._take_topics(self._declared | await asyncio.to_thread(look))
+    def _topics_changed(self, partitions_of: dict[str, int], again: list[str]) -> None:
+        self.coordinator.topics_changed(partitions_of, time.monotonic(), again)
+        self._arm()
 
     # --- the coordinator's clock and events --------------------------------------------------------------------------
 
-    def _kick(self) -> None:
-        """Let the coordinator work as soon as the event loop is free."""
-        if self._is_ready:
-            self._arm(0.0)
-
-    def _arm(self, seconds: float) -> None:
+    def _arm(self, seconds: float = 0.0) -> None:
+        """Let the coordinator work in so many seconds; 0: as soon as the event loop is free."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._turn)
+        if self._is_ready:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._turn)
 
     def _turn(self) -> None:
         """Let the coordinator do what is due, and pass its events on."""
@@ -182,7 +137,7 @@ class Groups:
         Raises what Coordinator.join raises.
         """
         self._coordinator()
-        await self._know(terms.topics)
+        await self._topics.know(terms.topics)
         now = time.monotonic()
         is_back = self._is_member(group, member)
         id = self.coordinator.join(group, member, client, terms, now, resume or Resume())
@@ -220,13 +175,9 @@ class Groups:
                 listener(Revoke(group, member, generation, row.revoking))
         listener(Assigned(group, member, generation, partitions))
 
-    def is_listener(self, group: str, member: str, listener: Listener) -> bool:
-        """Return True if `listener` is the one that hears the member's events."""
-        return self._listeners.get((group, member)) == listener
-
     def stop_listening(self, group: str, member: str, listener: Listener) -> None:
         """Note that a connection has ended. The member stays until its session timeout, and may come back."""
-        if self.is_listener(group, member, listener):
+        if self._listeners.get((group, member)) == listener:
             del self._listeners[group, member]
 
     def beat(self, group: str, member: str, polled: bool = False, generation: int | None = None) -> None:
@@ -234,16 +185,16 @@ class Groups:
 
     def sync(self, group: str, member: str, generation: int | None = None) -> None:
         self._coordinator().sync(group, member, generation, time.monotonic())
-        self._kick()
+        self._arm()
 
     def revoked(self, group: str, member: str, generation: int | None = None) -> None:
         self._coordinator().revoked(group, member, generation, time.monotonic())
-        self._kick()
+        self._arm()
 
     def leave(self, group: str, member: str) -> None:
         self._coordinator().leave(group, member, time.monotonic())
         self._listeners.pop((group, member), None)
-        self._kick()
+        self._arm()
 
     # --- offsets -----------------------------------------------------------------------------------------------------
 
@@ -265,9 +216,9 @@ class Groups:
     ) -> None:
         """Commit; durable when this returns. Raises what Coordinator.check_commit and OffsetStore.commit raise."""
         coordinator = self._coordinator()
-        unknown = {topic for topic, _ in rows if topic not in self._declared}
+        unknown = {topic for topic, _ in rows if topic not in self._topics}
         if unknown:
-            await self._know(unknown)
+            await self._topics.know(unknown)
         coordinator.check_commit(group, member, generation, rows, time.monotonic())
         if generation is None:
             generation = coordinator.assignment(group, member).generation if member else 0
@@ -279,6 +230,3 @@ class Groups:
     def is_alive(self, group: str) -> bool:
         """Return True if the group has members."""
         return self.coordinator.state(group) not in (State.EMPTY, State.DEAD)
-
-    def describe(self, group: str) -> GroupView | None:
-        return self._coordinator().describe(group)

@@ -1,0 +1,66 @@
+"""The topics that the coordinator of consumer groups knows: followed on disk, and looked at when somebody names one.
+
+Cost        A stat each second; a look at every topic when one came or went, and every _TOPICS_S.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable
+
+from kmq.errors import KmqError
+from kmq.gateway.core.partitions import Partitions
+from kmq.log import topics
+from kmq.logfmt import Logger
+
+_TOPICS_S = 5.0  # between two looks whether a topic has more partitions
+_Declared = dict[str, tuple[int, int | None]]  # topic → partitions, from_seq
+
+
+class KnownTopics:
+    """`changed` is called with topic → partitions, and with the names that were deleted and declared anew."""
+
+    def __init__(
+        self, data: str, partitions: Partitions, changed: Callable[[dict[str, int], list[str]], None], log: Logger
+    ) -> None:
+        self._data, self._partitions, self._changed, self._log = data, partitions, changed, log
+        self._declared: _Declared = {}
+        self._seen, self._at = 0, 0.0
+
+    def __contains__(self, topic: str) -> bool:
+        return topic in self._declared
+
+    async def follow(self) -> None:
+        """Look whether topics came, went, or have more partitions. Call about once a second."""
+        try:
+            seen = os.stat(f"{self._data}/topics").st_mtime_ns
+            if seen == self._seen and time.monotonic() < self._at:
+                return
+            declared = await asyncio.to_thread(self._look_at_all)
+        except (KmqError, OSError) as err:
+            self._log.warn("topics_not_read", reason=err, effect="groups keep the topics that they know")
+            return
+        self._seen, self._at = seen, time.monotonic() + _TOPICS_S
+        self._take(declared)
+
+    async def know(self, names: Iterable[str]) -> None:
+        """Look at topics that are named now, because they may be younger than the last look."""
+        self._take(self._declared | await asyncio.to_thread(self._look_at, names))
+
+    def _look_at_all(self) -> _Declared:
+        return {name: self._partitions.declared(name) for name in topics.names(self._data)}
+
+    def _look_at(self, names: Iterable[str]) -> _Declared:
+        there = [name for name in names if os.path.isdir(f"{self._data}/topics/{name}")]
+        return {name: self._partitions.declared(name) for name in there}
+
+    def _take(self, declared: _Declared) -> None:
+        if declared == self._declared:
+            return
+        again = [
+            name
+            for name, (_, since) in declared.items()
+            if since is not None and self._declared.get(name, (0, None))[1] not in (None, since)
+        ]
+        self._declared = declared
+        self._changed({name: count for name, (count, _) in declared.items()}, again)
