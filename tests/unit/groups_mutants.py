@@ -249,6 +249,11 @@ MUTANTS = [
         ("registry", "        self.changed(group, -1)\n", "        self.changed(group)\n"),
     ),
     Mutant(
+        "subscriptions of who left are counted for ever",
+        bounds.all_subscriptions_together_have_a_bound,
+        ("registry", "topics - group.counted", "max(0, topics - group.counted)"),
+    ),
+    Mutant(
         "a group with commits makes room for another",
         bounds.a_group_that_was_never_used_makes_room,
         ("registry", "if group.members or group.has_commits:", "if group.members:"),

@@ -83,6 +83,18 @@ def subscriptions_beyond_the_bounds_are_refused(stage: Stage) -> None:
     stage.settle()
 
 
+@bounded(all_topics=10, own_topics=2)
+def all_subscriptions_together_have_a_bound(stage: Stage) -> None:
+    first = stage.join(*"abcdefgh")
+    demand(stage.join(*"abc") == "!subscription_too_large", "eleven in all")
+    demand(not stage.join(*"ab", group="h").startswith("!"), "each member may have two")
+    demand(not stage.join(*"ab").startswith("!"), "each member may have two")
+    demand(stage.join(*"abcdefg", member=first) == first, "fewer than before")
+    demand(stage.join(*"abcdefgh", member=first) == "!subscription_too_large", "more than before")
+    stage.leave(first)
+    demand(not stage.join(*"abc").startswith("!"), "there is room")
+
+
 @bounded(name_bytes=8)
 def names_and_times_beyond_the_bounds_are_refused(stage: Stage) -> None:
     for name in ("", "a b", "a\n", "a\0", "123456789", "éééé1", "\ud800"):

@@ -31,8 +31,8 @@ Invariant   No partition of a group has two owners in one generation, in no life
 Crash       Nothing is kept here. After a kill members join again with their old id and generation, and get what they
             had as far as they say so (Resume.owned); until then they are unknown members, and their commits are
             refused. `restore` with the highest generation of the records of the group's offsets.
-Memory      Bounded by Limits: about 2 KiB for a member, 1 KiB for a group, 300 bytes for an assigned partition. Events
-            are kept until they are taken.
+Memory      Bounded by Limits: about 1 KiB for a member, 200 bytes for each topic in its subscription, 1.5 KiB for a
+            group, 200 to 650 bytes for an assigned partition. Events are kept until they are taken.
 Cost        A sign of life is O(1). An idle member costs one alarm in each of its session timeouts (alarms.py). A group
             of n members rebalances at most once in n milliseconds (at most a second), however many join and leave. One
             `tick` does about WORK steps, or one rebalance: then other groups, and requests, have their turn.
@@ -95,6 +95,7 @@ class Coordinator:
         holder = _holder(found, member, terms)
         if known is None and holder is None:
             self._registry.check_member(found)
+        self._registry.check_topics(terms.topics, len(known.topics) if known else 0)
         self._registry.check_partitions(found, terms.topics)
         found = self._registry.make(group, now)
         client = Client(client.name[: self._limits.name_bytes], client.host[: self._limits.name_bytes])

@@ -31,6 +31,7 @@ class Group:
         "_ownership",
         "active",
         "assignor",
+        "counted",
         "generation",
         "has_commits",
         "least",
@@ -49,6 +50,7 @@ class Group:
         self.members: dict[str, Member] = {}
         self.statics: dict[str, str] = {}  # static name → member
         self.topics: Counter[str] = Counter()  # → how many members subscribe to it
+        self.counted = 0  # what the registry has counted of `topics`
         self.watched: set[str] = set()  # topics of whose changes the group is told
         self.active = self.not_before = now  # last leave or commit; the next step comes no earlier
         self.has_commits = False

@@ -6,7 +6,7 @@ Invariants  Each group with members that is due, each group without members, and
             members and without commits: nothing of them is remembered, so the longest unused one makes room.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.alarms import Alarms
@@ -29,7 +29,7 @@ class Registry:
         self.partitions_of: dict[str, int] = {}
         self._watchers: dict[str, set[str]] = {}  # topic → groups that subscribe to it, or own a partition of it
         self._unused: dict[str, None] = {}  # groups without members and commits, the longest unused first
-        self._members = 0
+        self._members = self._topics = 0  # of all groups: members, topics in their subscriptions
         self._least_generation = least_generation
 
     # --- room ---------------------------------------------------------------------------------------------------------
@@ -53,6 +53,15 @@ class Registry:
             raise RequestRefused("too_many_members", f"the group has {count} members already")
         if self._members >= self.limits.all_members and count >= self.limits.own_members:
             raise RequestRefused("too_many_members", f"all groups together have {self._members} members already")
+
+    def check_topics(self, topics: Collection[str], topics_before: int) -> None:
+        """Raise RequestRefused (subscription_too_large) if a member that had so many topics may not have `topics`."""
+        total = self._topics - topics_before + len(topics)
+        if len(topics) > max(self.limits.own_topics, topics_before) and total > self.limits.all_topics:
+            text = (
+                f"topics: all members together subscribe to {self._topics} already; {self.limits.own_topics} are free"
+            )
+            raise RequestRefused("subscription_too_large", text)
 
     def check_partitions(self, group: Group | None, topics: Iterable[str]) -> None:
         """Raise RequestRefused (subscription_too_large) if new topics make the group larger than one rebalance may be."""
@@ -107,6 +116,9 @@ class Registry:
         if not group.members:
             self._watch_only(group, set())
         self._members += members
+        topics = group.topics.total()
+        self._topics += topics - group.counted
+        group.counted = topics
         if group.members or group.has_commits:
             self._unused.pop(group.name, None)
         else:

@@ -56,6 +56,7 @@ class Limits(NamedTuple):
     all_members  of all groups together; the first `own_members` of each group are admitted beyond it
     topics       in one member's subscription
     topic_bytes  names in one member's subscription
+    all_topics   in the subscriptions of all members together; `own_topics` of each member are admitted beyond it
     partitions   that the subscriptions of one group may reach when a member joins
     name_bytes   of a group, a member, a client, each
     retention_s  a group without members and commits is forgotten after so long
@@ -67,6 +68,8 @@ class Limits(NamedTuple):
     own_members: int = 4
     topics: int = 1_000
     topic_bytes: int = 32_768
+    all_topics: int = 200_000
+    own_topics: int = 10
     partitions: int = 10_000
     name_bytes: int = 200
     retention_s: float = 7 * 86400.0
