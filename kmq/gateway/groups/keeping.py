@@ -41,10 +41,10 @@ _COMPACTOR = "kmq.gateway.groups.compactor"
 
 
 class OffsetKeeper:
-    """The task. `is_alive` says whether a group has members; the coordinator sets it."""
+    """The task. `is_alive` says whether a group has members; until the gateway sets it, no group is forgotten."""
 
     def __init__(self, settings: Settings, row: Row, store: OffsetStore, log: Logger) -> None:
-        self.is_alive: Callable[[str], bool] = lambda group: False
+        self.is_alive: Callable[[str], bool] = lambda group: True
         self._settings, self._row, self._store, self._log = settings, row, store, log
         self._clock: AgeClock | None = None
         self._look_at = time.monotonic() + _GRACE_S
