@@ -26,6 +26,7 @@
       keeping.py      the task that keeps it
       coordinator.py  members, generations, assignments; without I/O and clock
       known_topics.py which topics groups know
+      lives.py        how many gateways there were
       membership.py   all of it, as doors use it
     http/             door: HTTP
       web.py          the application: /metrics /healthz /readyz, and everything below

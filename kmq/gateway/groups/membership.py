@@ -9,7 +9,8 @@ Owner       the gateway: one task, from its start to its end.
 Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
             before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and the
             coordinator hears of it only after it is durable.
-Crash       Groups that have committed offsets are restored from the store; nobody joins before that is done.
+Crash       Groups that have committed offsets are restored from the store, and the start is counted (lives.py); nobody
+            joins before that is done.
 Memory      As coordinator.py and store.py say, and a listener for each member that is connected.
 """
 
@@ -21,7 +22,8 @@ from secrets import token_hex
 from kmq.errors import KmqError
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.groups.coordinator import Coordinator
+from kmq.gateway.groups import lives
+from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, Revoke, State
 from kmq.gateway.groups.known_topics import KnownTopics
 from kmq.gateway.groups.store import Commit, OffsetStore
@@ -42,8 +44,8 @@ class Groups:
 
     def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
         self.store = store
-        self.coordinator = Coordinator(Limits(retention_s=settings.group_retention), token_hex(3))
-        self._log = log
+        self.coordinator = Coordinator()  # without groups, until they are restored
+        self._settings, self._log = settings, log
         self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
         self._listeners: dict[tuple[str, str], Listener] = {}
         self._is_ready = False
@@ -57,8 +59,8 @@ class Groups:
         try:
             while not self.store.is_loaded:
                 await asyncio.sleep(_LOAD_S)
-            await self._topics.follow()
-            self._restore()
+            while not await self._restore():
+                await asyncio.sleep(_LOOK_S)
             self._is_ready = True
             while True:
                 self._turn()
@@ -68,13 +70,24 @@ class Groups:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _restore(self) -> None:
+    async def _restore(self) -> bool:
+        """Make all groups with committed offsets known; return False if that has to be tried again."""
+        rows = {group: self.store.committed(group).values() for group in self.store.groups()}
+        highest = {group: max((row.generation for row in each), default=0) for group, each in rows.items()}
+        least = max(highest.values(), default=0) // GENERATIONS
+        try:
+            starts = await asyncio.to_thread(lives.begin, self._settings.data, least)
+        except OSError as err:
+            self._log.warn("groups_not_ready", reason=err, effect="no member can join; tried again")
+            return False
+        limits = Limits(retention_s=self._settings.group_retention)
+        self.coordinator = Coordinator(limits, token_hex(3), starts)
+        await self._topics.follow()
         now, wall = time.monotonic(), time.time()
-        for group in self.store.groups():
-            rows = self.store.committed(group).values()
-            generation = max((row.generation for row in rows), default=0)
-            idle_s = max(0.0, wall - max((row.ts for row in rows), default=wall))
-            self.coordinator.restore(group, max(0, generation), now, idle_s, _COME_BACK_S)
+        for group, each in rows.items():
+            idle_s = max(0.0, wall - max((row.ts for row in each), default=wall))
+            self.coordinator.restore(group, max(0, highest[group]), now, idle_s, _COME_BACK_S)
+        return True
 
     def _topics_changed(self, partitions_of: dict[str, int], again: list[str]) -> None:
         self.coordinator.topics_changed(partitions_of, time.monotonic(), again)
@@ -228,5 +241,7 @@ class Groups:
     # --- views -------------------------------------------------------------------------------------------------------
 
     def is_alive(self, group: str) -> bool:
-        """Return True if the group has members."""
+        """Return True if the group has members, or may have some."""
+        if not self._is_ready:
+            return True
         return self.coordinator.state(group) not in (State.EMPTY, State.DEAD)
