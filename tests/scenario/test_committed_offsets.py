@@ -289,6 +289,31 @@ def test_a_group_that_is_idle_is_forgotten_unless_it_has_members(pod):
     assert reloaded(pod, "idle") == {} and reloaded(pod, "alive") == {("orders", 0): 1} and "young" in known
 
 
+def test_no_group_is_forgotten_before_the_gateway_knows_who_has_members(pod, monkeypatch):
+    for name, seconds in (("_GRACE_S", 0.0), ("_IDLE_S", 0.0), ("_TURN_S", 0.01)):
+        monkeypatch.setattr(keeping, name, seconds)
+
+    async def work(store):
+        await store.commit("unknown", {("orders", 0): Commit(1)})
+        settings, asked = load(pod.env | {"KMQ_GROUP_RETENTION": "1ms"}, toml=""), set()
+        keeper = OffsetKeeper(settings, StatsPage(*identity_of(pod)).rows["gateway"], store, FakeLogger())
+        monkeypatch.setattr(keeper, "is_alive", lambda group, before=keeper.is_alive: asked.add(group) or before(group))
+        running, deadline = asyncio.create_task(keeper.run()), time.monotonic() + PATIENCE_S
+        while "unknown" not in asked:
+            assert time.monotonic() < deadline and not running.done()
+            await asyncio.sleep(0.01)
+        assert "unknown" in store.groups()
+        keeper.is_alive = lambda group: group != "unknown"
+        while "unknown" in store.groups():
+            assert time.monotonic() < deadline and not running.done()
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run(pod, work)
+    assert reloaded(pod, "unknown") == {}
+
+
 def test_offsets_of_a_deleted_topic_are_forgotten_and_those_of_its_next_life_are_not(pod):
     pod.send_lines([b"short|0|1|x"])
     pod.wait(lambda: (pod.data / "topics/short/0").is_dir(), "the topic")
