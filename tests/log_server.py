@@ -17,6 +17,8 @@ from kmq.gateway import listeners
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.http import logs
 from kmq.gateway.http import web as pages
 from kmq.gateway.http.api import KEY as API
@@ -66,6 +68,12 @@ class Up:
         return len(self._serving.logs._sending) if self._serving else 0
 
 
+def groups_of(core: Core) -> Groups:
+    """Groups that nobody has loaded: their calls are refused as not_ready."""
+    log = Logger("gateway")
+    return Groups(core.settings, OffsetStore(core.settings, core.watermark, log), core.partitions, log)
+
+
 def _strangers(up: Up) -> Strangers:
     return Strangers(up.page.rows["gateway"], Incidents(lambda *_, **__: None))
 
@@ -93,7 +101,7 @@ class _Thread:
         logs.Logs = make  # type: ignore[assignment,misc]
         try:
             core = Core(up.settings, up.page, Logger("gateway"))
-            app = pages.application(core, metrics.Requests())
+            app = pages.application(core, groups_of(core), metrics.Requests())
         finally:
             logs.Logs = original  # type: ignore[misc]
         self.logs, self.api = made[0], app[API]

@@ -125,7 +125,7 @@ class Gateway:
         server.add_generic_rpc_handlers((service.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
-        runner = await self._runner(application(self.core, self.requests))
+        runner = await self._runner(application(self.core, self.groups, self.requests))
         metrics = await self._runner(monitoring(self.broker, self.requests))
         keeping = asyncio.gather(self.keeper.run(), self.groups.run())
         try:

@@ -6,7 +6,7 @@ import pytest
 from api_client import document
 from fake_logger import FakeLogger
 from jsonschema import Draft202012Validator
-from log_server import up
+from log_server import groups_of, up
 from made_data import write_data
 from openapi_spec_validator import validate
 
@@ -22,7 +22,8 @@ from kmq.gateway.http.errors import body_of
 @pytest.fixture
 def app(tmp_path):
     with up(write_data(tmp_path, [b"t|||x"], {"t": 1})) as broker:
-        yield web.application(Core(broker.settings, broker.page, FakeLogger()), metrics.Requests())
+        core = Core(broker.settings, broker.page, FakeLogger())
+        yield web.application(core, groups_of(core), metrics.Requests())
 
 
 def test_the_document_has_every_route_and_no_other(app):

@@ -57,11 +57,11 @@ class Fetching:
         self._marks_from = identity.marks_from(data)
         self._threads = ThreadPoolExecutor(_THREADS, "fetching")
         self._waiting: set[asyncio.Event] = set()
-        self._is_stopping = False
+        self.is_stopping = False
 
     def stop(self) -> None:
         """End waiting calls: they return what they have, which is nothing."""
-        self._is_stopping = True
+        self.is_stopping = True
         for event in self._waiting:
             event.set()
 
@@ -133,9 +133,9 @@ class Fetching:
         looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
         self._waiting.add(event)
         try:
-            while (left := deadline - time.monotonic()) > 0 and not is_gone() and not self._is_stopping:
+            while (left := deadline - time.monotonic()) > 0 and not is_gone() and not self.is_stopping:
                 if await self._waking.news(looks, min(left, _LOOK_S), event):
-                    return not self._is_stopping
+                    return not self.is_stopping
         except RequestRefused:  # the gateway stops
             pass
         finally:

@@ -3,9 +3,11 @@
 from aiohttp import web
 
 from kmq.gateway.core.core import Core
+from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http.bodies import Bodies
 from kmq.gateway.http.consume import Consume
-from kmq.gateway.http.operations import ADMIN, MESSAGES, register
+from kmq.gateway.http.groups import GroupCalls
+from kmq.gateway.http.operations import ADMIN, GROUPS, MESSAGES, register
 from kmq.gateway.http.produce import Produce
 from kmq.gateway.http.topics import Topics
 
@@ -13,16 +15,18 @@ from kmq.gateway.http.topics import Topics
 class Api:
     """The handlers and the bounds that they share."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, groups: Groups) -> None:
         self.bodies = Bodies(core.settings)
         self.topics = Topics(core, self.bodies)
         self.produce = Produce(core, self.bodies)
         self.consume = Consume(core)
+        self.groups = GroupCalls(core, groups, self.bodies, self.consume)
 
     def add_to(self, app: web.Application) -> None:
         """Register all operations with `app`."""
         register(app, ADMIN, self.topics.handlers)
         register(app, MESSAGES, self.produce.handlers | self.consume.handlers)
+        register(app, GROUPS, self.groups.handlers)
         app.on_cleanup.append(self._close)
         app[KEY] = self
 

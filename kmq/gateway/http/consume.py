@@ -1,7 +1,7 @@
 """GET /api/topics/{topic}/consume: messages of one partition, from an offset or a time on."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
@@ -26,10 +26,15 @@ class Consume:
     def __init__(self, core: Core) -> None:
         self._fetching, self._topics = core.fetching, core.topics
         self.waiting = 0  # calls with timeoutMs that are open
+        self.by_group: Callable[[Call], Awaitable[web.Response]] | None = None  # groups.py sets it
         self.handlers = {"consume": self.consume}
 
     async def consume(self, call: Call) -> web.Response:
         topic, query = call.path["topic"], call.query
+        if query["group"] is not None and self.by_group is not None:
+            return await self.by_group(call)
+        if query["member"] is not None or query["autoCommit"]:
+            raise bad_field("group", "is missing; member= and autoCommit= need it")
         number = await self._partition(topic, query["partition"])
         cursor = await self._fetching.open(topic, number, _position(query))
         limit = Limit(query["maxMessages"], query["maxBytes"], query["timeoutMs"] / 1000)
@@ -92,11 +97,11 @@ def _position(query: Mapping[str, Any]) -> Position:
     if query["offset"] is not None:
         return Position("offset", query["offset"])
     if query["timestamp"] is not None:
-        return Position("time", _micros(query["timestamp"]))
+        return Position("time", micros(query["timestamp"]))
     return Position(query["from"] or "earliest")
 
 
-def _micros(text: str) -> int:
+def micros(text: str, field: str = "timestamp") -> int:
     """Return ms since the epoch, or an RFC 3339 time, in µs since the epoch. Raises RequestRefused."""
     if text.isascii() and text.isdigit() and len(text) <= 15:
         return int(text) * 1000
@@ -105,4 +110,4 @@ def _micros(text: str) -> int:
             return max(0, round(datetime.fromisoformat(text.upper().replace(" ", "T")).timestamp() * 1e6))
         except ValueError:
             pass
-    raise bad_field("timestamp", "must be ms since the epoch, or a time such as 2026-01-31T12:00:00Z")
+    raise bad_field(field, "must be ms since the epoch, or a time such as 2026-01-31T12:00:00Z")

@@ -11,7 +11,7 @@ from aiohttp import web
 
 import kmq
 from kmq import refusals
-from kmq.gateway.http.operations import COMMON, NDJSON, OPERATIONS, PATH_SCHEMAS, Operation, Parameter, Reply
+from kmq.gateway.http.operations import COMMON, GROUPS, NDJSON, OPERATIONS, PATH_SCHEMAS, Operation, Parameter, Reply
 from kmq.gateway.http.schema import SCHEMAS, Schema
 
 _NDJSON_SCHEMA = {"type": "string", "description": "one JSON object a line"}
@@ -56,6 +56,8 @@ def tag_of(operation: Operation) -> str:
     """Return the group in which an operation is shown."""
     if operation.path.startswith("/api/admin"):
         return "topics"
+    if operation in GROUPS:
+        return "groups"
     if operation.path.startswith("/api"):
         return "messages"
     return "files" if operation.path.startswith("/v1") else "pages"

@@ -66,6 +66,8 @@ Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 PATH_SCHEMAS: dict[str, Schema] = {
     "topic": text("name of a topic", minLength=1, maxLength=200),
     "partition": number("number of a partition"),
+    "group": text("name of a group", minLength=1, maxLength=200),
+    "member": text("name of a member", minLength=1, maxLength=200),
 }
 _FORMAT = Parameter(
     "format", text("of keys, values and header values: base64, or UTF-8 text", enum=["base64", "text"]), "base64"
@@ -117,6 +119,15 @@ ADMIN = (
         errors=("unknown_topic", "reserved_topic"),
     ),
 )
+_JOINING = (  # what a call of a member, or of a group, may be refused for
+    *("bad_request", "bad_name", "bad_topic", "bad_timeout", "unknown_assignor", "assignor_differs", "unknown_member"),
+    *("fenced", "session_timeout", "poll_timeout", "rebalance_timeout", "too_many_groups", "too_many_members"),
+    *("subscription_too_large", "unknown_topic", "unknown_partition", "stopping", "offsets_full"),
+)
+_WRITING = (  # what a commit may be refused for besides
+    *("bad_request", "too_large", "busy", "not_answered", "disk_full", "quota", "connections", "drop_oldest"),
+    *("offsets_full", "stopping", "too_many_topics"),
+)
 MESSAGES = (
     Operation(
         "POST",
@@ -145,9 +156,12 @@ MESSAGES = (
         "GET",
         "/api/topics/{topic}/consume",
         "consume",
-        "Read messages of one partition from an offset on",
+        "Read messages: of one partition from an offset on, or a group's next ones",
         {200: Reply("messages in order, and where to continue", ref("Consumed"), (JSON, NDJSON))},
         query=(
+            Parameter("group", PATH_SCHEMAS["group"]),
+            Parameter("member", PATH_SCHEMAS["member"]),
+            Parameter("autoCommit", {"type": "boolean", "description": "the next call commits this one's"}, False),
             Parameter("partition", PATH_SCHEMAS["partition"]),
             Parameter("offset", number("read from this offset on")),
             Parameter("timestamp", text("from the first message received then: ms since the epoch, or RFC 3339")),
@@ -157,7 +171,72 @@ MESSAGES = (
             Parameter("timeoutMs", number("wait so long for a first message", most=60_000), 0),
             _FORMAT,
         ),
-        errors=("unknown_topic", "unknown_partition", "out_of_range", "too_many", "busy"),
+        errors=(*_JOINING, "out_of_range", "too_many", "busy"),
+    ),
+)
+GROUPS = (
+    Operation(
+        "POST",
+        "/api/topics/{topic}/commit",
+        "commit",
+        "Commit the next offsets to read",
+        {200: Reply("on disk", ref("Offsets"))},
+        body=ref("Commit"),
+        errors=(*_JOINING, *_WRITING),
+    ),
+    Operation(
+        "POST",
+        "/api/topics/{topic}/seek",
+        "seek",
+        "Move the offsets of a group without members",
+        {200: Reply("the new offsets, on disk", ref("Offsets"))},
+        body=ref("Seek"),
+        errors=(*_JOINING, *_WRITING, "group_not_empty", "out_of_range"),
+    ),
+    Operation(
+        "GET", "/api/groups", "listGroups", "List groups by name", {200: Reply("all", array(ref("GroupSummary")))}
+    ),
+    Operation(
+        "GET",
+        "/api/groups/{group}",
+        "describeGroup",
+        "Show a group: members, offsets, lag",
+        {200: Reply("the group", ref("Group"))},
+        errors=("unknown_group",),
+    ),
+    Operation(
+        "DELETE",
+        "/api/groups/{group}",
+        "deleteGroup",
+        "Forget a group without members",
+        {204: Reply("its offsets are gone")},
+        errors=("unknown_group", "group_not_empty", *_WRITING),
+    ),
+    Operation(
+        "POST",
+        "/api/groups/{group}/members",
+        "joinGroup",
+        "Join a group",
+        {200: Reply("the member and what it may read", ref("Member"))},
+        body=ref("JoinGroup"),
+        errors=(*_JOINING, "too_large", "busy"),
+    ),
+    Operation(
+        "POST",
+        "/api/groups/{group}/members/{member}/heartbeat",
+        "heartbeat",
+        "Give a sign of life, and learn of a new assignment",
+        {200: Reply("what the member may read", ref("Member"))},
+        body=ref("Heartbeat"),
+        errors=(*_JOINING, "too_large", "busy"),
+    ),
+    Operation(
+        "DELETE",
+        "/api/groups/{group}/members/{member}",
+        "leaveGroup",
+        "Leave a group at once",
+        {204: Reply("the member's partitions go to others")},
+        errors=("unknown_member", *_WRITING),
     ),
 )
 _LOG = "/v1/logs/{topic}/{partition}"
@@ -221,7 +300,7 @@ PAGES = (  # web.py
         is_api=False,
     ),
 )
-OPERATIONS = (*ADMIN, *MESSAGES, *FILES, *PAGES)
+OPERATIONS = (*ADMIN, *MESSAGES, *GROUPS, *FILES, *PAGES)
 
 
 def register(app: web.Application, operations: tuple[Operation, ...], handlers: Mapping[str, Handler]) -> None:

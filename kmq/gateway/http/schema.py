@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.gateway.groups.assignors import ASSIGNORS
 from kmq.ids import MAX_WINDOW_ID, NAME_PATTERN
 from kmq.log.topics import MAX_PARTITIONS
 
@@ -94,6 +95,18 @@ _SEND: dict[str, Schema] = {
     },
 }
 
+_GROUP = text("name of a group", minLength=1, maxLength=200)
+_MEMBER = text("name of a member", minLength=1, maxLength=200)
+_GENERATION = number("the group's, as the member was told it", most=(1 << 31) - 1)
+_METADATA = text("kept with the offset", maxLength=4096)
+_WHERE = text("earliest or latest", enum=["earliest", "latest"])
+_GROUP_HEAD: dict[str, Schema] = {
+    "group": _GROUP,
+    "state": text("what it waits for", enum=["empty", "preparing", "completing", "stable", "dead"]),
+    "generation": _GENERATION,
+    "protocol": text("its assignor; empty before the first member"),
+}
+
 SCHEMAS: dict[str, Schema] = {
     "Error": {
         "type": "object",
@@ -169,7 +182,64 @@ SCHEMAS: dict[str, Schema] = {
         messages=array(ref("Message")),
         positions=array(ref("Position")),
         generation=or_null(number("of the group; null without one")),
-        assignment=array({"type": "integer"}),
+        assignment=array(ref("TopicPartition")),
+    ),
+    "TopicPartition": record(["topic", "partition"], topic=text("a topic"), partition=number("its number")),
+    "Offset": record(["partition", "offset"], partition=number("its number"), offset=_OFFSET, metadata=_METADATA),
+    "Offsets": record(["offsets"], offsets=array(ref("Offset"))),
+    "Commit": record(
+        ["group", "offsets"],
+        group=_GROUP,
+        member=_MEMBER,
+        generation=_GENERATION,
+        offsets=array(ref("Offset"), minItems=1, maxItems=MAX_PARTITIONS),
+    ),
+    "Seek": record(["group", "to"], group=_GROUP, to={"anyOf": [_WHERE, ref("SeekTime"), ref("Offsets")]}),
+    "SeekTime": {
+        **record(["timestamp"], timestamp={"anyOf": [number("ms since the epoch"), text("RFC 3339")]}),
+        "description": "the first message received at a time",
+    },
+    "JoinGroup": record(
+        ["topics"],
+        member=_MEMBER,
+        topics=array(text("a topic", minLength=1, maxLength=200), minItems=1, maxItems=1000),
+        assignor=text("how partitions are shared; all members agree on one", enum=[*ASSIGNORS]),
+        sessionMs=number("the member is ended after so long without a request", least=6_000, most=300_000),
+    ),
+    "Heartbeat": record(["generation"], generation=_GENERATION),
+    "Member": record(
+        ["member", "generation", "assignment"],
+        member=_MEMBER,
+        generation=_GENERATION,
+        assignment=array(ref("TopicPartition")),
+    ),
+    "GroupSummary": record(
+        [*_GROUP_HEAD, "members", "committed"],
+        **_GROUP_HEAD,
+        members=number("how many"),
+        committed=number("partitions in which it has committed"),
+    ),
+    "Group": record(
+        [*_GROUP_HEAD, "members", "partitions"],
+        **_GROUP_HEAD,
+        members=array(ref("GroupMember")),
+        partitions=array(ref("GroupPartition")),
+    ),
+    "GroupMember": record(
+        ["id", "client", "host", "assignment"],
+        id=_MEMBER,
+        client=text("the name that its program gave"),
+        host=text("where it came from"),
+        assignment=array(ref("TopicPartition")),
+    ),
+    "GroupPartition": record(
+        ["topic", "partition", "committed", "end", "lag", "lagSeconds"],
+        topic=text("a topic"),
+        partition=number("its number"),
+        committed=or_null(number("the next offset to read; null: nothing is committed")),
+        end=number("of the partition's next message"),
+        lag=number("messages that are not committed"),
+        lagSeconds={"type": "number", "description": "since the first of them was received"},
     ),
 }
 
@@ -194,7 +264,8 @@ def check(schema: Schema, value: object, where: str = "") -> None:
     schema = resolve(schema)
     if "anyOf" in schema:
         if not any(_fits(choice, value) for choice in schema["anyOf"]):
-            raise bad_field(where, f"must be {' or '.join(choice['description'] for choice in schema['anyOf'])}")
+            choices = (resolve(choice).get("description", "offsets") for choice in schema["anyOf"])
+            raise bad_field(where, f"must be {' or '.join(choices)}")
         return
     allowed = schema.get("type")
     if allowed is not None:

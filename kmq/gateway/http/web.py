@@ -14,6 +14,7 @@ from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
+from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http import logs, openapi
 from kmq.gateway.http.api import Api
 from kmq.gateway.http.errors import refuse_unknown_paths
@@ -30,7 +31,7 @@ PAGES = {
 }
 
 
-def application(core: Core, requests: Requests) -> web.Application:
+def application(core: Core, groups: Groups, requests: Requests) -> web.Application:
     """Return the application with all pages."""
     broker = core.broker
 
@@ -39,7 +40,7 @@ def application(core: Core, requests: Requests) -> web.Application:
 
     app = monitoring(broker, requests)
     app.add_routes([web.get("/", index)])
-    Api(core).add_to(app)
+    Api(core, groups).add_to(app)
     openapi.add_to(app)
     logs.Logs(broker).add_to(app)
     return app

@@ -1,0 +1,104 @@
+"""Groups as people look after them: list, describe with lag, move their offsets, delete.
+
+Lag         In messages: end offset less committed offset. In seconds: how long ago the first record that is not
+            committed was received; 0 without one. A partition without a commit counts from its first record.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kmq.client.egress_lines import Position
+from kmq.client.message import Message
+from kmq.gateway.core.fetching import Fetching
+from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups.events import GroupView, TopicPartition
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.store import Commit
+
+
+class PartitionLag(NamedTuple):
+    """One partition of a group. `committed`: None if the group has committed nothing there."""
+
+    topic: str
+    partition: int
+    committed: int | None
+    end: int
+    lag: int
+    lag_s: float
+
+
+class GroupAdmin:
+    """For all doors. Every method may raise RequestRefused."""
+
+    def __init__(self, groups: Groups, partitions: Partitions, fetching: Fetching) -> None:
+        self._groups, self._partitions, self._fetching = groups, partitions, fetching
+
+    def all(self) -> list[tuple[GroupView, int]]:
+        """Return all groups by name, each with the number of partitions in which it has committed."""
+        self._groups.describe("")  # raises until the offsets are loaded
+        views = (self._groups.describe(name) for name in self._groups.coordinator.groups())
+        return [(view, len(self._groups.committed(view.name))) for view in views if view is not None]
+
+    async def describe(self, group: str) -> tuple[GroupView, list[PartitionLag]]:
+        """Return a group, and how far it is in each partition that it reads or has committed."""
+        view = self._known(group)
+        committed = self._groups.committed(group)
+        places = {TopicPartition(*place) for place in committed}
+        places |= {place for member in view.members for place in member.partitions}
+        return view, await self._fetching.run(self._lags, sorted(places), committed)
+
+    def _known(self, group: str) -> GroupView:
+        view = self._groups.describe(group)
+        if view is None:
+            raise RequestRefused("unknown_group", f"group {group!r}: does not exist")
+        return view
+
+    def _lags(self, places: list[TopicPartition], committed: Mapping[tuple[str, int], int]) -> list[PartitionLag]:
+        rows = []
+        for place in places:
+            try:
+                partition = self._partitions.open(*place)
+            except RequestRefused:  # deleted a moment ago
+                continue
+            start, end = partition.start(), partition.end()
+            offset = committed.get(place)
+            first = max(start, start if offset is None else offset)
+            lag_s = 0.0
+            if first < end:
+                begin, lines = partition.read(first, 1)
+                line = next((line for line in lines.split(b"\n") if line), b"")
+                if line:
+                    received = Message(place.topic, place.partition, begin, line).recv_timestamp
+                    lag_s = max(0.0, time.time() - received)
+            rows.append(PartitionLag(place.topic, place.partition, offset, end, max(0, end - first), lag_s))
+        return rows
+
+    async def seek(self, group: str, topic: str, to: Position | Mapping[int, int]) -> dict[int, int]:
+        """Move the offsets of a group without members, in all partitions of a topic or in those given. Returns them."""
+        self._groups.coordinator.check_empty(group)
+        count = self._partitions.count(topic)
+        if isinstance(to, Position):
+            offsets = {}
+            for number in range(count):
+                cursor = await self._fetching.open(topic, number, to)
+                offsets[number] = cursor.offset
+        else:
+            offsets = dict(to)
+        for number, offset in offsets.items():
+            cursor = await self._fetching.open(topic, number, Position("offset", offset))
+            start, end = await self._fetching.run(lambda each=cursor: (each.partition.start(), each.partition.end()))
+            if not start <= offset <= end:
+                text = f"offset {offset}: {topic}/{number} has {start} to {end}"
+                raise RequestRefused("out_of_range", text, field="offset", first=start, end=end)
+        rows = {(topic, number): Commit(offset) for number, offset in offsets.items()}
+        await self._groups.commit(group, None, rows)
+        return offsets
+
+    async def delete(self, group: str) -> None:
+        """Forget a group without members and its offsets; it is forgotten on disk when this returns."""
+        self._known(group)
+        self._groups.coordinator.check_empty(group)
+        await self._groups.store.delete(group)
+        self._groups.coordinator.delete(group)

@@ -1,0 +1,183 @@
+"""Members of groups that ask and go away, as over HTTP: what each may read, and how far it has been given messages.
+
+    member = await pollers.member(group, name, topics…)          joins if it is no member (any more)
+    async with member.lock: …                                    its cursors, in the order of their turns
+
+Positions   A call goes on where the one before ended. A partition that is new to the member begins at the committed
+            offset. What a member was given and did not commit comes again when its session has ended.
+Revoke      A member that comes back has done with what it was given before, so it gives up then what it was asked to.
+            Until then it may commit. A call that waits without a message gives up at once.
+Invariant   A member's cursors are of partitions that it was assigned and has not been asked to give up.
+Memory      One object for each member that the coordinator knows and that joined here; it goes with the member.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from kmq.client.egress_lines import Position
+from kmq.gateway.core.fetching import Cursor, Fetching
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke, TopicPartition
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.store import Commit
+from kmq.gateway.groups.terms import SHARED, Client, Terms
+
+_JOIN_S = 3.0  # how long a call waits for its first assignment, beyond its own wait
+_LOST = ("unknown_member", "fenced")
+
+
+class Poller:
+    """A member. `generation` and `assigned` are what it was told last."""
+
+    def __init__(self, groups: Groups, fetching: Fetching, group: str) -> None:
+        self._groups, self._fetching, self.group = groups, fetching, group
+        self.id = ""
+        self.topics: set[str] = set()
+        self.generation = 0
+        self.assigned: list[TopicPartition] = []
+        self.cursors: dict[TopicPartition, Cursor] = {}
+        self.delivered: dict[TopicPartition, int] = {}  # by calls with autoCommit, to be committed by the next call
+        self.ended = ""  # the code with which the coordinator ended it
+        self.lock = asyncio.Lock()
+        self.watchers: set[asyncio.Event] = set()  # of calls that wait: set when the coordinator says something
+        self._has_assignment = asyncio.Event()
+        self._revoking = False
+
+    def hear(self, event: Event) -> None:
+        """Take over what the coordinator says."""
+        if isinstance(event, Ended):
+            self.ended = event.code
+            self._has_assignment.set()
+        elif isinstance(event, Revoke):
+            self._revoking = True
+            gone = {TopicPartition(*place) for place in event.partitions}
+            self.assigned = [place for place in self.assigned if place not in gone]
+        elif isinstance(event, Assigned):
+            self.generation = event.generation
+            self.assigned = [TopicPartition(*place) for place in event.partitions]
+            self._has_assignment.set()
+        for watcher in self.watchers:
+            watcher.set()
+
+    async def first_assignment(self, wait_s: float) -> None:
+        """Wait for the first assignment, as long as that takes or `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s + _JOIN_S):
+                await self._has_assignment.wait()
+        except TimeoutError:
+            pass
+
+    async def come_back(self) -> None:
+        """Commit what the member's last calls asked to, and give up what it was asked to: it has done with both."""
+        await self.commit_delivered()
+        self.answer()
+
+    def beat(self, generation: int) -> None:
+        """Note a sign of life of a client that knows `generation`; the newest one means that it gave up what it had to.
+
+        Raises RequestRefused (unknown_member, fenced).
+        """
+        if generation == self.generation:
+            self.answer()
+        else:
+            self._groups.beat(self.group, self.id, generation=generation)
+
+    def answer(self) -> None:
+        """Tell the coordinator that the member knows its assignment, and reads nothing that it was asked to give up."""
+        for place in [place for place in self.cursors if place not in self.assigned]:
+            del self.cursors[place]
+        if self._revoking:
+            self._revoking = False
+            self._groups.revoked(self.group, self.id)
+        else:
+            self._groups.sync(self.group, self.id)
+
+    async def commit_delivered(self) -> None:
+        """Commit what was delivered with autoCommit; what is another member's now stays as that one has it."""
+        rows, self.delivered = self.delivered, {}
+        for place, offset in rows.items():
+            try:
+                await self._groups.commit(self.group, self.id, {place: Commit(offset)})
+            except RequestRefused as err:
+                if err.code not in (*_LOST, "unknown_partition"):
+                    raise
+
+    async def turn(self, topic: str) -> list[Cursor]:
+        """Return the cursors of a topic's partitions in the order of their turns; the next turn begins elsewhere.
+
+        The member asks for messages, which is a sign of life. Raises RequestRefused (unknown_member).
+        """
+        self._groups.beat(self.group, self.id, polled=True)
+        places = [place for place in self.assigned if place.topic == topic]
+        committed = self._groups.committed(self.group)
+        for place in places:
+            if place not in self.cursors:
+                at = Position("offset", committed[place]) if place in committed else Position("earliest")
+                try:
+                    cursor = await self._fetching.open(*place, at)
+                except RequestRefused as err:
+                    if err.code not in ("unknown_topic", "unknown_partition"):
+                        raise
+                    continue  # it is gone, and the coordinator will hear of it
+                cursor.is_strict = False
+                self.cursors[place] = cursor
+        turn = [place for place in self.cursors if place in places]
+        if turn:
+            self.cursors[turn[0]] = self.cursors.pop(turn[0])
+        return [self.cursors[place] for place in turn]
+
+
+class Pollers:
+    """The members that joined here."""
+
+    def __init__(self, groups: Groups, fetching: Fetching) -> None:
+        self._groups, self._fetching = groups, fetching
+        self._members: dict[tuple[str, str], Poller] = {}
+        self._joining = asyncio.Lock()
+
+    def find(self, group: str, member: str) -> Poller:
+        """Return a member. Raises RequestRefused (unknown_member)."""
+        found = self._members.get((group, member))
+        if found is None or found.ended:
+            raise RequestRefused("unknown_member", f"group {group} has no member {member}; join again")
+        return found
+
+    async def member(
+        self, group: str, name: str | None, client: Client, topics: Iterable[str], terms: Callable[[Terms], Terms]
+    ) -> Poller:
+        """Return the member of this name, joined to these topics besides its others; None: a new member."""
+        wanted = set(topics)
+        async with self._joining:
+            known = self._members.get((group, name or ""))
+            if known is not None and not known.ended and wanted <= known.topics:
+                return known
+            poller = known if known is not None and not known.ended else Poller(self._groups, self._fetching, group)
+            asked = terms(Terms(tuple(sorted(wanted)), keeps_topics=True))
+
+            def hear(event: Event) -> None:
+                poller.hear(event)
+                if isinstance(event, Ended) and self._members.get((group, poller.id)) is poller:
+                    del self._members[group, poller.id]
+
+            poller.id = name or ""
+            poller.id = await self._groups.join(group, name, client, asked, hear)
+            poller.ended = ""
+            poller.topics |= wanted
+            self._members[group, poller.id] = poller
+            return poller
+
+    async def leave(self, group: str, member: str) -> None:
+        """End a member at once, with what its calls asked to commit. Raises RequestRefused (unknown_member)."""
+        found = self._members.get((group, member))
+        if found is not None and not found.ended:
+            await found.commit_delivered()
+        self._groups.leave(group, member)
+        self._members.pop((group, member), None)
+
+    def committer(self, group: str, member: str | None) -> str | None:
+        """Return as whom a caller commits: callers without a name are one member while there is such a member."""
+        if member is not None:
+            return member
+        view = self._groups.describe(group)
+        shared = view is not None and any(row.id == SHARED for row in view.members)
+        return SHARED if shared else None

@@ -1,0 +1,220 @@
+"""Consumer groups over HTTP: members that consume, commit and beat by requests, and groups as people look after them.
+
+Without `member=` all callers of a group are one member. A member beats by consuming.
+"""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from aiohttp import web
+
+from kmq.client.egress_lines import Position
+from kmq.client.message import Message
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.fetching import Cursor, Limit
+from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.gateway.groups.admin import GroupAdmin
+from kmq.gateway.groups.events import GroupView, TopicPartition
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.polling import Poller, Pollers
+from kmq.gateway.groups.store import Commit
+from kmq.gateway.groups.terms import SHARED, Client, Terms
+from kmq.gateway.http.bodies import Bodies, parse_json
+from kmq.gateway.http.consume import Consume, is_gone, micros, response
+from kmq.gateway.http.operations import Call
+from kmq.gateway.http.schema import SCHEMAS, check
+
+_BEAT_S = 2.0  # between two signs of life of a call that waits; a third of the shortest session
+_ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call without a group
+
+
+class GroupCalls:
+    """The handlers."""
+
+    def __init__(self, core: Core, groups: Groups, bodies: Bodies, consume: Consume) -> None:
+        self._groups, self._fetching, self._bodies, self._consume = groups, core.fetching, bodies, consume
+        self._pollers = Pollers(groups, core.fetching)
+        self._admin = GroupAdmin(groups, core.partitions, core.fetching)
+        consume.by_group = self.consume
+        self.handlers = {
+            "commit": self.commit,
+            "seek": self.seek,
+            "listGroups": self.list_all,
+            "describeGroup": self.describe,
+            "deleteGroup": self.delete,
+            "joinGroup": self.join,
+            "heartbeat": self.heartbeat,
+            "leaveGroup": self.leave,
+        }
+
+    # --- consuming ---------------------------------------------------------------------------------------------------
+
+    async def consume(self, call: Call) -> web.Response:
+        """Give a member its next messages of a topic; it joins if it is no member."""
+        query, topic = call.query, call.path["topic"]
+        for name in _ALONE:
+            if query[name] is not None:
+                raise bad_field(name, "excludes group=, because the group decides on partitions and offsets")
+        limit = Limit(query["maxMessages"], query["maxBytes"], query["timeoutMs"] / 1000)
+        name = query["member"] or SHARED
+        client = Client(name, call.request.remote or "")
+        with self._consume.slot(limit):
+            while True:
+                poller = await self._pollers.member(query["group"], name, client, [topic], lambda terms: terms)
+                try:
+                    return await self._poll(call, poller, topic, limit)
+                except RequestRefused:
+                    if poller.ended in ("", "fenced"):
+                        raise  # else the session of this member has ended, and it joins again
+
+    async def _poll(self, call: Call, poller: Poller, topic: str, limit: Limit) -> web.Response:
+        deadline = time.monotonic() + limit.wait_s
+        await poller.first_assignment(limit.wait_s)
+        async with poller.lock:
+            await poller.come_back()
+        watcher = asyncio.Event()
+        poller.watchers.add(watcher)
+        try:
+            while True:
+                watcher.clear()
+                cursors, count, answer = await self._read(call, poller, topic, limit)
+                if count or time.monotonic() >= deadline:
+                    return answer
+                until = min(deadline, time.monotonic() + _BEAT_S)
+                await self._fetching.wait(cursors, until, watcher, lambda: is_gone(call))
+                if is_gone(call) or self._fetching.is_stopping:
+                    return answer
+                if watcher.is_set():
+                    poller.answer()
+        finally:
+            poller.watchers.discard(watcher)
+
+    async def _read(
+        self, call: Call, poller: Poller, topic: str, limit: Limit
+    ) -> tuple[list[Cursor], int, web.Response]:
+        """Return the cursors of the member's partitions, the number of messages, and the answer with them."""
+        async with poller.lock:
+            cursors = await poller.turn(topic)
+            before = [cursor.offset for cursor in cursors]
+            more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
+
+            def shape(found: list[Message]) -> web.Response:
+                return response(call, found, cursors, more)
+
+            count, answer = await self._fetching.read(cursors, limit, shape)
+            if call.query["autoCommit"]:
+                for cursor, offset in zip(cursors, before, strict=True):
+                    if cursor.offset > offset:
+                        place = TopicPartition(cursor.partition.topic, cursor.partition.number)
+                        poller.delivered[place] = cursor.offset
+        return cursors, count, answer
+
+    # --- members -----------------------------------------------------------------------------------------------------
+
+    async def join(self, call: Call) -> web.Response:
+        body = await self._read_body(call, "JoinGroup")
+
+        def terms(default: Terms) -> Terms:
+            asked = default._replace(keeps_topics=False)
+            if "assignor" in body:
+                asked = asked._replace(assignor=body["assignor"])
+            return asked._replace(session_s=body["sessionMs"] / 1000) if "sessionMs" in body else asked
+
+        name = body.get("member")
+        client = Client(name or "http", call.request.remote or "")
+        poller = await self._pollers.member(call.path["group"], name, client, body["topics"], terms)
+        await poller.first_assignment(0.0)
+        async with poller.lock:
+            poller.answer()
+        return _member(poller)
+
+    async def heartbeat(self, call: Call) -> web.Response:
+        body = await self._read_body(call, "Heartbeat")
+        poller = self._pollers.find(call.path["group"], call.path["member"])
+        async with poller.lock:
+            poller.beat(body["generation"])
+        return _member(poller)
+
+    async def leave(self, call: Call) -> web.Response:
+        await self._pollers.leave(call.path["group"], call.path["member"])
+        return web.Response(status=204)
+
+    # --- offsets -----------------------------------------------------------------------------------------------------
+
+    async def commit(self, call: Call) -> web.Response:
+        body, topic = await self._read_body(call, "Commit"), call.path["topic"]
+        rows = {
+            (topic, each["partition"]): Commit(each["offset"], each.get("metadata", "")) for each in body["offsets"]
+        }
+        member = self._pollers.committer(body["group"], body.get("member"))
+        await self._groups.commit(body["group"], member, rows, body.get("generation"))
+        return _offsets({number: row.offset for (_, number), row in rows.items()})
+
+    async def seek(self, call: Call) -> web.Response:
+        body = await self._read_body(call, "Seek")
+        to = body["to"]
+        where: Position | dict[int, int]
+        if isinstance(to, str):
+            where = Position(to)
+        elif "timestamp" in to:
+            where = Position("time", micros(str(to["timestamp"]), "to.timestamp"))
+        else:
+            where = {each["partition"]: each["offset"] for each in to["offsets"]}
+        return _offsets(await self._admin.seek(body["group"], call.path["topic"], where))
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    async def list_all(self, call: Call) -> web.Response:
+        rows = [
+            _summary(view) | {"members": len(view.members), "committed": count} for view, count in self._admin.all()
+        ]
+        return web.json_response(rows)
+
+    async def describe(self, call: Call) -> web.Response:
+        view, lags = await self._admin.describe(call.path["group"])
+        members = [
+            {"id": row.id, "client": row.name, "host": row.host, "assignment": _places(row.partitions)}
+            for row in view.members
+        ]
+        partitions = [
+            {
+                "topic": row.topic,
+                "partition": row.partition,
+                "committed": row.committed,
+                "end": row.end,
+                "lag": row.lag,
+                "lagSeconds": round(row.lag_s, 3),
+            }
+            for row in lags
+        ]
+        return web.json_response(_summary(view) | {"members": members, "partitions": partitions})
+
+    async def delete(self, call: Call) -> web.Response:
+        await self._admin.delete(call.path["group"])
+        return web.Response(status=204)
+
+    async def _read_body(self, call: Call, schema: str) -> dict[str, Any]:
+        async with self._bodies.read(call.request) as text:
+            body: dict[str, Any] = await self._bodies.parse(text, parse_json)
+        check(SCHEMAS[schema], body)
+        return body
+
+
+def _summary(view: GroupView) -> dict[str, Any]:
+    return {"group": view.name, "state": view.state.value, "generation": view.generation, "protocol": view.protocol}
+
+
+def _places(places: Any) -> list[dict[str, Any]]:
+    return [{"topic": topic, "partition": number} for topic, number in places]
+
+
+def _member(poller: Poller) -> web.Response:
+    places = _places(poller.assigned)
+    return web.json_response({"member": poller.id, "generation": poller.generation, "assignment": places})
+
+
+def _offsets(offsets: dict[int, int]) -> web.Response:
+    rows = [{"partition": number, "offset": offset} for number, offset in sorted(offsets.items())]
+    return web.json_response({"offsets": rows})

@@ -1,0 +1,292 @@
+"""Consumer groups over HTTP, on a real broker: members by requests, alone and beside members of the consumer port."""
+
+import time
+from contextlib import closing
+from itertools import count
+from threading import Thread
+
+import pytest
+from api_client import NDJSON, Api
+from brokers import Broker
+from line_client import LineClient
+
+from kmq.log import reader
+
+TOPICS = "/api/admin/topics"
+_names = count()
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    made = Broker(tmp_path_factory.mktemp("groups") / "b")
+    try:
+        made.up()
+        yield made
+    finally:
+        made.close()
+
+
+def connected(broker):
+    return closing(Api(int((broker.pipes / "http.port").read_text())))
+
+
+@pytest.fixture
+def api(broker):
+    with connected(broker) as found:
+        broker.wait(lambda: found.get("/api/groups").status == 200, "groups, whose offsets are loaded")
+        yield found
+
+
+@pytest.fixture
+def topic(api):
+    name = f"orders{next(_names)}"
+    api.post(TOPICS, {"name": name, "partitions": 2})
+    return name
+
+
+@pytest.fixture
+def group():
+    return f"group{next(_names)}"
+
+
+def produce(api, topic, *values, partition=0):
+    batch = [{"value": value, "partition": partition} for value in values]
+    answer = api.post(f"/api/topics/{topic}/produce?format=text", {"messages": batch})
+    assert all("offset" in result for result in answer.value["results"]), answer.value
+
+
+def consume(api, topic, group, **more):
+    query = "&".join(f"{name}={value}" for name, value in {"group": group, "format": "text", **more}.items())
+    return api.get(f"/api/topics/{topic}/consume?{query}")
+
+
+def values(answer):
+    return [message["value"] for message in answer.value["messages"]]
+
+
+def commit(api, topic, group, offsets, **more):
+    rows = [{"partition": partition, "offset": offset} for partition, offset in offsets.items()]
+    return api.post(f"/api/topics/{topic}/commit", {"group": group, "offsets": rows, **more})
+
+
+def until(condition, what):
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.02)
+    return found
+
+
+def leave(api, group, member):
+    assert api.call("DELETE", f"/api/groups/{group}/members/{member}").status == 204
+
+
+# --- consuming -------------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_calls_without_a_member_goes_on_where_the_last_one_ended(api, topic, group):
+    produce(api, topic, "a", "b", "c")
+    seen = [values(consume(api, topic, group, maxMessages=1)) for _ in range(4)]
+    assert seen == [["a"], ["b"], ["c"], []]
+    answer = consume(api, topic, group)
+    assert answer.value["assignment"] == [{"topic": topic, "partition": 0}, {"topic": topic, "partition": 1}]
+    assert answer.value["generation"] > 0
+    assert {row["partition"]: row["offset"] for row in answer.value["positions"]} == {0: 3, 1: 0}
+
+
+def test_what_was_not_committed_comes_again_to_the_next_member(api, topic, group):
+    produce(api, topic, "a", "b", "c")
+    first = consume(api, topic, group, member="one")
+    assert values(first) == ["a", "b", "c"]
+    assert commit(api, topic, group, {0: 2}, member="one", generation=first.value["generation"]).status == 200
+    leave(api, group, "one")
+    again = consume(api, topic, group, member="two")
+    assert values(again) == ["c"]
+
+
+def test_auto_commit_commits_what_the_call_before_has_delivered(api, topic, group):
+    produce(api, topic, "a", "b")
+    described = lambda: api.get(f"/api/groups/{group}").value["partitions"]  # noqa: E731
+    assert values(consume(api, topic, group, member="m", autoCommit="true", maxMessages=1)) == ["a"]
+    assert [row["committed"] for row in described()] == [None, None]
+    assert values(consume(api, topic, group, member="m", autoCommit="true", maxMessages=1)) == ["b"]
+    assert [(row["committed"], row["end"], row["lag"]) for row in described()] == [(1, 2, 1), (None, 0, 0)]
+    leave(api, group, "m")
+    assert [(row["committed"], row["lag"], row["lagSeconds"]) for row in described()] == [(2, 0, 0)]
+
+
+def test_a_waiting_member_is_woken_by_a_message(broker, api, topic, group):
+    answers = []
+
+    def wait():
+        with connected(broker) as mine:
+            answers.append(consume(mine, topic, group, timeoutMs=60_000))
+
+    thread = Thread(target=wait)
+    thread.start()
+    until(lambda: api.get(f"/api/groups/{group}").status == 200, "the member")
+    produce(api, topic, "late", partition=1)
+    thread.join(60)
+    assert values(answers[0]) == ["late"]
+
+
+def test_two_members_share_the_partitions_and_nothing_is_read_twice(api, topic, group):
+    places = lambda answer: [row["partition"] for row in answer.value["assignment"]]  # noqa: E731
+    assert places(consume(api, topic, group, member="one")) == [0, 1]
+
+    def shared():
+        mine = {name: places(consume(api, topic, group, member=name)) for name in ("one", "two")}
+        return sorted(mine.values()) == [[0], [1]]
+
+    until(shared, "one partition for each")
+    produce(api, topic, *"abc")
+    produce(api, topic, *"xyz", partition=1)
+    seen = {name: values(consume(api, topic, group, member=name)) for name in ("one", "two")}
+    assert sorted(seen.values()) == [["a", "b", "c"], ["x", "y", "z"]]
+    leave(api, group, "one")
+    until(lambda: places(consume(api, topic, group, member="two")) == [0, 1], "all partitions for who stays")
+
+
+def test_a_member_of_the_consumer_port_and_one_of_http_share_a_topic(broker, api, topic, group):
+    consume(api, topic, group, member="http")
+    port = int((broker.pipes / "egress.port").read_text())
+    with LineClient(port) as lines:
+        lines.send(f"GROUP {group} member=lines topics={topic}")
+
+        def shared():
+            places = consume(api, topic, group, member="http").value["assignment"]
+            return len(places) == 1 and len(api.get(f"/api/groups/{group}").value["members"]) == 2
+
+        until(shared, "one partition for each of two doors")
+
+
+def test_ndjson_gives_the_same_messages(api, topic, group):
+    produce(api, topic, "a")
+    answer = api.get(f"/api/topics/{topic}/consume?group={group}&format=text", Accept=NDJSON)
+    assert [message["value"] for message in answer.value] == ["a"]
+
+
+# --- members and commits ---------------------------------------------------------------------------------------------
+
+
+def test_a_member_joins_beats_and_leaves(api, topic, group):
+    joined = api.post(f"/api/groups/{group}/members", {"topics": [topic], "assignor": "range", "sessionMs": 10_000})
+    member, generation = joined.value["member"], joined.value["generation"]
+    assert [row["partition"] for row in joined.value["assignment"]] == [0, 1]
+    beat = api.post(f"/api/groups/{group}/members/{member}/heartbeat", {"generation": generation})
+    assert beat.value == joined.value
+    shown = api.get(f"/api/groups/{group}").value
+    assert (shown["state"], shown["protocol"], shown["generation"]) == ("stable", "range", generation)
+    assert [row["id"] for row in shown["members"]] == [member] and shown["members"][0]["host"] == "127.0.0.1"
+    leave(api, group, member)
+    assert api.call("DELETE", f"/api/groups/{group}/members/{member}").refusal[:2] == (409, "unknown_member")
+    answer = api.post(f"/api/groups/{group}/members/{member}/heartbeat", {"generation": generation})
+    assert answer.refusal[:2] == (409, "unknown_member")
+
+
+def test_a_stale_generation_and_a_strangers_partition_are_409(api, topic, group):
+    generation = consume(api, topic, group, member="one").value["generation"]
+    consume(api, topic, group, member="two")
+    until(lambda: len(consume(api, topic, group, member="one").value["assignment"]) == 1, "a partition given up")
+    until(lambda: len(consume(api, topic, group, member="two").value["assignment"]) == 1, "a partition for two")
+    mine = consume(api, topic, group, member="one").value["assignment"][0]["partition"]
+    answer = commit(api, topic, group, {1 - mine: 0}, member="one")
+    assert answer.refusal[:2] == (409, "fenced")
+    assert commit(api, topic, group, {mine: 0}, member="one", generation=generation + 100).refusal[:2] == (
+        409,
+        "fenced",
+    )
+    assert commit(api, topic, group, {mine: 0}, member="nobody").refusal[:2] == (409, "unknown_member")
+    assert commit(api, topic, group, {0: 0}).refusal[:2] == (409, "unknown_member")
+    assert commit(api, topic, group, {7: 0}, member="one").refusal[:2] == (404, "unknown_partition")
+
+
+def test_a_commit_that_was_answered_is_a_record_of_the_reserved_topic(broker, api, topic, group):
+    commit(api, topic, group, {0: 5})
+    log = reader.partition(str(broker.data), "__consumer_offsets", 0)
+    until(lambda: f"{group}.{topic}.0".encode() in log.read(0)[1], "the record in its topic")
+
+
+def test_offsets_are_moved_only_while_the_group_has_no_members(api, topic, group):
+    produce(api, topic, *"abcde")
+    seek = lambda to: api.post(f"/api/topics/{topic}/seek", {"group": group, "to": to})  # noqa: E731
+    rows = lambda answer: {row["partition"]: row["offset"] for row in answer.value["offsets"]}  # noqa: E731
+    assert rows(seek("latest")) == {0: 5, 1: 0}
+    assert rows(seek("earliest")) == {0: 0, 1: 0}
+    assert rows(seek({"timestamp": 0})) == {0: 0, 1: 0}
+    assert rows(seek({"offsets": [{"partition": 0, "offset": 3}]})) == {0: 3}
+    assert seek({"offsets": [{"partition": 0, "offset": 6}]}).refusal == (416, "out_of_range", "offset")
+    assert seek("middle").refusal == (422, "bad_field", "to")
+    assert values(consume(api, topic, group, member="m")) == ["d", "e"]
+    assert seek("earliest").refusal[:2] == (409, "group_not_empty")
+    assert api.call("DELETE", f"/api/groups/{group}").refusal[:2] == (409, "group_not_empty")
+    leave(api, group, "m")
+    assert api.call("DELETE", f"/api/groups/{group}").status == 204
+    assert api.get(f"/api/groups/{group}").refusal[:2] == (404, "unknown_group")
+    assert values(consume(api, topic, group)) == [*"abcde"]
+
+
+def test_groups_are_listed_with_their_state(api, topic, group):
+    consume(api, topic, group)
+    [row] = [row for row in api.get("/api/groups").value if row["group"] == group]
+    assert (row["members"], row["protocol"], row["committed"]) == (1, "cooperative-sticky", 0)
+
+
+def test_the_offsets_of_a_deleted_topic_are_forgotten(api, topic, group):
+    produce(api, topic, "a", "b")
+    commit(api, topic, group, {0: 2})
+    api.call("DELETE", f"{TOPICS}/{topic}")
+    api.post(TOPICS, {"name": topic})
+    produce(api, topic, "new")
+    assert values(consume(api, topic, group)) == ["new"]
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("member=m", "group"),
+        ("autoCommit=true", "group"),
+        ("group=g&partition=0", "partition"),
+        ("group=g&from=latest", "from"),
+        ("group=", "group"),
+        ("group=g&autoCommit=1", "autoCommit"),
+    ],
+)
+def test_parameters_that_do_not_fit_together_are_refused(api, topic, query, field):
+    assert api.get(f"/api/topics/{topic}/consume?{query}").refusal == (422, "bad_field", field)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/api/topics/t/commit", {"group": "g"}, "offsets"),
+        ("/api/topics/t/commit", {"group": "g", "offsets": []}, "offsets"),
+        ("/api/topics/t/commit", {"group": "g", "offsets": [{"partition": 0}]}, "offsets[0].offset"),
+        ("/api/topics/t/commit", {"group": "g", "offsets": [{"partition": 0, "offset": -1}]}, "offsets[0].offset"),
+        ("/api/topics/t/seek", {"group": "g", "to": {"offset": 1}}, "to"),
+        ("/api/groups/g/members", {"topics": []}, "topics"),
+        ("/api/groups/g/members", {"topics": ["t"], "sessionMs": 1}, "sessionMs"),
+        ("/api/groups/g/members", {"topics": ["t"], "assignor": "best"}, "assignor"),
+        ("/api/groups/g/members/m/heartbeat", {}, "generation"),
+    ],
+)
+def test_a_wrong_body_is_refused_by_the_name_of_its_field(api, path, body, field):
+    assert api.post(path, body).refusal == (422, "bad_field", field)
+
+
+def test_committed_offsets_and_generations_survive_a_gateway_that_is_killed(broker, api, topic, group):
+    produce(api, topic, "a", "b", "c")
+    before = consume(api, topic, group, member="m").value["generation"]
+    commit(api, topic, group, {0: 1}, member="m")
+    broker.kill("gateway")
+
+    def again():
+        try:
+            with connected(broker) as new:
+                answer = consume(new, topic, group, member="m")
+                return answer if answer.status == 200 and answer.value["assignment"] else None
+        except (OSError, AssertionError):
+            return None
+
+    answer = until(again, "a gateway that serves the group")
+    assert values(answer) == ["b", "c"] and answer.value["generation"] > before
