@@ -15,6 +15,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from fake_logger import FakeLogger
 from google.protobuf import descriptor_pb2
+from log_server import groups_of
 from made_up import stored
 
 from kmq import gateway, refusals
@@ -452,9 +453,8 @@ def test_a_change_of_readiness_is_one_log_line_however_it_flaps(broker):
 
 def get(broker, path):
     async def run():
-        async with TestClient(
-            TestServer(web.application(Core(broker.settings, broker.page, FakeLogger()), metrics.Requests()))
-        ) as client:
+        core = Core(broker.settings, broker.page, FakeLogger())
+        async with TestClient(TestServer(web.application(core, groups_of(core), metrics.Requests()))) as client:
             response = await client.get(path)
             return response.status, await response.text(), response.headers["Content-Type"]
 
