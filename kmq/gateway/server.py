@@ -24,6 +24,7 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.locating import Locator
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.doors import Doors
+from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import OffsetStore
@@ -110,6 +111,7 @@ class Gateway:
         self.consumers = Consumers(settings, self.core.waking, self.tokens, self.strangers, self.requests)
         self.groups = Groups(settings, self.offsets, self.consumers.partitions, log)
         self.keeper.is_alive = self.groups.is_alive
+        self.requests.lags = GroupAdmin(self.groups, self.core.partitions, self.core.fetching).lags
         self.lines = Lines(self.consumers, self.groups)
         self.status = StatusPort(self.consumers, Locator(settings.data, page), self.groups.has_committed)
         self.stopping = asyncio.Event()

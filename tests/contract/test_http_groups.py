@@ -290,3 +290,13 @@ def test_committed_offsets_and_generations_survive_a_gateway_that_is_killed(brok
 
     answer = until(again, "a gateway that serves the group")
     assert values(answer) == ["b", "c"] and answer.value["generation"] > before
+
+
+def test_lag_and_requests_are_metrics(broker, api, topic, group):
+    produce(api, topic, "a", "b", "c")
+    commit(api, topic, group, {0: 1, 1: 0})
+    status, text = broker.get("/metrics")
+    assert status == 200
+    assert f'kmq_group_lag{{group="{group}",partition="0",topic="{topic}"}} 2.0' in text
+    assert f'kmq_group_lag_seconds{{group="{group}",partition="1",topic="{topic}"}} 0.0' in text
+    assert 'kmq_http_requests_total{code="OK",operation="commit"}' in text

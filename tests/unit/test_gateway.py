@@ -499,6 +499,13 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     requests = metrics.Requests()
     requests.count("Produce", "OK", 0.003)
     requests.count_egress("CONSUME", "OK")
+    requests.count_http("consume", "OK")
+
+    async def lags():
+        return [("g", "t", 0, 3, 1.5)]
+
+    requests.lags = lags
+    within(PATIENCE_S, requests.look())
     text = metrics.page(broker, requests).decode()
     for name, help, _ in metrics.DECLARED:
         assert f"# HELP {name} {help}\n" in text

@@ -46,7 +46,7 @@ def test_every_schema_is_one_of_json_schema_and_every_reference_leads_to_one():
 
 def test_a_handler_is_missed_when_an_operation_has_none(app):
     with pytest.raises(KeyError, match="createTopic"):
-        operations.register(app, operations.ADMIN, {})
+        operations.register(app, operations.ADMIN, {}, print)
 
 
 def test_every_operation_has_its_own_name_and_codes_of_the_table():

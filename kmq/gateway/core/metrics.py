@@ -7,10 +7,10 @@ of a stage restart at 0 when the stage is restarted, as Prometheus expects of a 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -24,8 +24,10 @@ from kmq.settings import STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_TOPICS = 100  # first topics by name that get end offsets; for 10,000 topics a scrape would take seconds
+MOST_LAGS = 1000  # partitions of groups; each takes some reads of a file
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds
 
+Lag = tuple[str, str, int, int, float]  # group, topic, partition, messages, seconds
 Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, sample value
 
 
@@ -244,7 +246,24 @@ EGRESS_REQUESTS = (
     ("request", "code"),
 )
 EGRESS_BYTES = "kmq_egress_bytes_total", "Bytes of records that the consumer port has sent.", ()
-DECLARED = [row[:3] for row in SCRAPED] + [GRPC_REQUESTS, GRPC_SECONDS, EGRESS_REQUESTS, EGRESS_BYTES]
+HTTP_REQUESTS = (
+    "kmq_http_requests_total",
+    "Requests to /api that have ended, by operation and the code of the refusal, if any.",
+    ("operation", "code"),
+)
+GROUP_LAG = (
+    "kmq_group_lag",
+    f"Messages of a partition that a group has not committed; of at most {MOST_LAGS} partitions, by group.",
+    ("group", "topic", "partition"),
+)
+GROUP_LAG_SECONDS = (
+    "kmq_group_lag_seconds",
+    "Time since the first of these messages was received; 0 without one.",
+    ("group", "topic", "partition"),
+)
+DECLARED = [row[:3] for row in SCRAPED] + [
+    *(GRPC_REQUESTS, GRPC_SECONDS, EGRESS_REQUESTS, EGRESS_BYTES, HTTP_REQUESTS, GROUP_LAG, GROUP_LAG_SECONDS)
+]
 
 
 class _Scrape(Collector):
@@ -275,6 +294,23 @@ class Requests:
         self._seconds = Histogram(*GRPC_SECONDS, registry=self.registry, buckets=_BUCKETS)
         self._egress = Counter(*EGRESS_REQUESTS, registry=self.registry)
         self._sent = Counter(*EGRESS_BYTES, registry=self.registry)
+        self._http = Counter(*HTTP_REQUESTS, registry=self.registry)
+        self._lag = Gauge(*GROUP_LAG, registry=self.registry)
+        self._lag_seconds = Gauge(*GROUP_LAG_SECONDS, registry=self.registry)
+        self.lags: Callable[[], Awaitable[Iterable[Lag]]] | None = None  # the gateway sets it
+
+    async def look(self) -> None:
+        """Look how far the groups are; call before each scrape."""
+        rows = await self.lags() if self.lags is not None else ()
+        self._lag.clear()
+        self._lag_seconds.clear()
+        for group, topic, partition, messages, seconds in rows:
+            self._lag.labels(group, topic, str(partition)).set(messages)
+            self._lag_seconds.labels(group, topic, str(partition)).set(seconds)
+
+    def count_http(self, operation: str, code: str) -> None:
+        """Count one request to /api that has ended. `code`: why it was refused; OK if it was not."""
+        self._http.labels(operation, code).inc()
 
     def count(self, method: str, code: str, seconds: float) -> None:
         """Count one call that has ended."""

@@ -6,11 +6,13 @@ Lag         In messages: end offset less committed offset. In seconds: how long 
 
 import time
 from collections.abc import Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from kmq.client.egress_lines import Position
 from kmq.client.message import Message
 from kmq.gateway.core.fetching import Fetching
+from kmq.gateway.core.metrics import MOST_LAGS
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import GroupView, TopicPartition
@@ -48,6 +50,27 @@ class GroupAdmin:
         places = {TopicPartition(*place) for place in committed}
         places |= {place for member in view.members for place in member.partitions}
         return view, await self._fetching.run(self._lags, sorted(places), committed)
+
+    async def lags(self) -> list[tuple[str, str, int, int, float]]:
+        """Return (group, topic, partition, messages, seconds) of what groups have committed, of MOST_LAGS at most."""
+        try:
+            names = [view.name for view, _ in self.all()]
+        except RequestRefused:  # the offsets are not loaded yet
+            return []
+        asked: dict[str, dict[tuple[str, int], int]] = {}
+        room = MOST_LAGS
+        for name in names:
+            asked[name] = dict(islice(self._groups.committed(name).items(), room))
+            room -= len(asked[name])
+
+        def look() -> list[tuple[str, str, int, int, float]]:
+            return [
+                (name, row.topic, row.partition, row.lag, row.lag_s)
+                for name, committed in asked.items()
+                for row in self._lags([TopicPartition(*place) for place in sorted(committed)], committed)
+            ]
+
+        return await self._fetching.run(look)
 
     def _known(self, group: str) -> GroupView:
         view = self._groups.describe(group)

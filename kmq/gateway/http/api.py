@@ -3,6 +3,7 @@
 from aiohttp import web
 
 from kmq.gateway.core.core import Core
+from kmq.gateway.core.metrics import Requests
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http.bodies import Bodies
 from kmq.gateway.http.consume import Consume
@@ -22,11 +23,12 @@ class Api:
         self.consume = Consume(core)
         self.groups = GroupCalls(core, groups, self.bodies, self.consume)
 
-    def add_to(self, app: web.Application) -> None:
-        """Register all operations with `app`."""
-        register(app, ADMIN, self.topics.handlers)
-        register(app, MESSAGES, self.produce.handlers | self.consume.handlers)
-        register(app, GROUPS, self.groups.handlers)
+    def add_to(self, app: web.Application, requests: Requests) -> None:
+        """Register all operations with `app`; `requests` counts them."""
+        count = requests.count_http
+        register(app, ADMIN, self.topics.handlers, count)
+        register(app, MESSAGES, self.produce.handlers | self.consume.handlers, count)
+        register(app, GROUPS, self.groups.handlers, count)
         app.on_cleanup.append(self._close)
         app[KEY] = self
 

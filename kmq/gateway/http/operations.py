@@ -303,16 +303,29 @@ PAGES = (  # web.py
 OPERATIONS = (*ADMIN, *MESSAGES, *GROUPS, *FILES, *PAGES)
 
 
-def register(app: web.Application, operations: tuple[Operation, ...], handlers: Mapping[str, Handler]) -> None:
-    """Register the handlers of these operations, each by the operation's name."""
+def register(
+    app: web.Application,
+    operations: tuple[Operation, ...],
+    handlers: Mapping[str, Handler],
+    count: Callable[[str, str], None],
+) -> None:
+    """Register the handlers of these operations, each by the operation's name. `count` is told each outcome."""
     for operation in operations:
-        app.router.add_route(operation.method, operation.path, _serving(operation, handlers[operation.name]))
+        app.router.add_route(operation.method, operation.path, _serving(operation, handlers[operation.name], count))
 
 
-def _serving(operation: Operation, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+def _serving(
+    operation: Operation, handler: Handler, count: Callable[[str, str], None]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def serve(request: web.Request) -> web.StreamResponse:
-        path = {name: _value(name, PATH_SCHEMAS[name], request.match_info[name]) for name in operation.path_names}
-        return await handler(Call(request, path, read_query(operation, request)))
+        try:
+            path = {name: _value(name, PATH_SCHEMAS[name], request.match_info[name]) for name in operation.path_names}
+            response = await handler(Call(request, path, read_query(operation, request)))
+        except RequestRefused as refused:
+            count(operation.name, refused.code)
+            raise
+        count(operation.name, "OK")
+        return response
 
     return answering(serve)
 

@@ -40,7 +40,7 @@ def application(core: Core, groups: Groups, requests: Requests) -> web.Applicati
 
     app = monitoring(broker, requests)
     app.add_routes([web.get("/", index)])
-    Api(core, groups).add_to(app)
+    Api(core, groups).add_to(app, requests)
     openapi.add_to(app)
     logs.Logs(broker).add_to(app)
     return app
@@ -58,6 +58,7 @@ def monitoring(broker: Broker, requests: Requests) -> web.Application:
         return _report(broker, verdict, verdict.first)
 
     async def scrape(request: web.Request) -> web.Response:
+        await requests.look()
         page = await asyncio.to_thread(metrics.page, broker, requests)
         return web.Response(body=page, headers={"Content-Type": metrics.CONTENT_TYPE})
 
