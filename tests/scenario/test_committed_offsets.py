@@ -280,9 +280,9 @@ def test_a_group_that_is_idle_is_forgotten_unless_it_has_members(pod):
             await store.commit(group, {("orders", 0): Commit(1)})
         now = time.time()
         known = [group for group in store.groups() if group not in ("idle", "alive")]
-        assert await store.forget_idle(60, now, lambda group: True) == 0
-        assert await store.forget_idle(60, now + 30, lambda group: False) == 0
-        assert await store.forget_idle(60, now + 90, lambda group: group != "idle") == 1
+        assert await store.forget_idle(3600, now, lambda group: True) == 0
+        assert await store.forget_idle(3600, now + 1800, lambda group: False) == 0
+        assert await store.forget_idle(3600, now + 5400, lambda group: group != "idle") == 1
         return known
 
     known = run(pod, work)
