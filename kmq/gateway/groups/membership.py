@@ -24,7 +24,7 @@ from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import lives
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
-from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, Revoke, State
+from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
 from kmq.gateway.groups.known_topics import KnownTopics
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
@@ -152,7 +152,7 @@ class Groups:
         self._coordinator()
         await self._topics.know(terms.topics)
         now = time.monotonic()
-        is_back = self._is_member(group, member)
+        is_back = _is_member(self.coordinator, group, member)
         id = self.coordinator.join(group, member, client, terms, now, resume or Resume())
         former = self._listeners.pop((group, id), None)
         if former is not None:
@@ -171,12 +171,6 @@ class Groups:
             if is_back and not has_heard:
                 self._tell_again(group, id, listener)
         return id
-
-    def _is_member(self, group: str, member: str | None) -> bool:
-        try:
-            return member is not None and bool(self.coordinator.assignment(group, member))
-        except RequestRefused:
-            return False
 
     def _tell_again(self, group: str, member: str, listener: Listener) -> None:
         """Tell a member that came back what it has, and what it has been asked to give up."""
@@ -240,8 +234,18 @@ class Groups:
 
     # --- views -------------------------------------------------------------------------------------------------------
 
+    def describe(self, group: str) -> GroupView | None:
+        return self._coordinator().describe(group)
+
     def is_alive(self, group: str) -> bool:
         """Return True if the group has members, or may have some."""
         if not self._is_ready:
             return True
         return self.coordinator.state(group) not in (State.EMPTY, State.DEAD)
+
+
+def _is_member(coordinator: Coordinator, group: str, member: str | None) -> bool:
+    try:
+        return member is not None and bool(coordinator.assignment(group, member))
+    except RequestRefused:
+        return False
