@@ -28,7 +28,13 @@ from kmq.log import reader
 from kmq.settings import load
 
 TOPICS = "/api/admin/topics"
-SMALL = {"RB_SLOTS": 64, "RB_BYTES": "256 KiB", "KMQ_MAX_LINE": "64 KiB", "KMQ_DATA_QUOTA": "20 MiB"}
+SMALL = {
+    "RB_SLOTS": 64,
+    "RB_BYTES": "256 KiB",
+    "KMQ_MAX_LINE": "64 KiB",
+    "KMQ_DATA_QUOTA": "12 MiB",
+    "KMQ_FSYNC": "never",
+}
 _names = count()
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 @pytest.fixture(scope="module")
 def broker(tmp_path_factory):
     data = write_data(tmp_path_factory.mktemp("data"), KEYED, {"t": 1, "empty": 2}, segment_bytes=70_000)
-    with up(data, synced=len(KEYED), KMQ_LINE_DEADLINE="2s") as found:
+    with up(data, synced=len(KEYED), KMQ_LINE_DEADLINE="500ms") as found:
         found.page.rows["router"].seq = len(KEYED)
         found.serve()
         yield found
