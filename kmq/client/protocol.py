@@ -103,9 +103,10 @@ class Core:
 
     def add_each(self, delivery: Delivery, messages: Sequence[Outgoing]) -> None:
         """Queue a list of messages that have routing keys, ids and times of their own."""
-        make, parts = self.ids.make_field, []
+        ids, parts = self.ids, []
         for routing_key, payload, id, headers, ts in messages:
-            parts.append(format_text(routing_key, payload, make(id, headers), ts))
+            field = ids.make() if id is None and not headers else ids.make_field(id, headers)
+            parts.append(format_text(routing_key, payload, field, ts))
             delivery.may_be_stored |= id is not None
         delivery.is_provisional = self.ids.is_provisional
         self.add_lines(delivery, b"".join(parts), len(messages))

@@ -1,7 +1,9 @@
 """Where stored messages are: seq → partition and offset, from the partition logs.
 
-Cost        One lookup in an index, and a read of the records between the first seq asked for and the last. Requests
+Cost        A partition is read on from where the last read ended, which takes about a microsecond for each record; a
+            lookup in its index is only needed for older records, or after many records that nobody asked for. Requests
             that come while a topic is being read are answered together by the next read.
+Memory      At most _TAILS partitions, each with at most _READ_BYTES of records that were read and not asked for.
 Not covered A record that compaction, retention or a deletion has removed has no place any more.
 """
 
@@ -16,11 +18,12 @@ from kmq.gateway.core.bounds import Bounds
 from kmq.log import identity, reader
 from kmq.log.lines import SEQ
 from kmq.routing import Table, Topic
-from kmq.settings import MIB
+from kmq.settings import KIB, MIB
 
 _THREADS = 2
-_READERS = 1024  # partitions whose reader is kept: it knows where its last read ended
-_READ_BYTES = MIB // 4
+_TAILS = 256
+_READ_BYTES = 64 * KIB  # read at once
+_FAR_BYTES = MIB  # of records that nobody asked for: from then on the index is quicker
 
 
 class Place(NamedTuple):
@@ -35,6 +38,47 @@ Wanted = tuple[bytes, int]  # routing key, seq
 Places = dict[int, Place]  # by seq
 
 
+class _Tail:
+    """Where the last read of a partition ended. Every record that is not behind it has at most the seq `seq`."""
+
+    def __init__(self, log: reader.LogReader) -> None:
+        self.log = log
+        self.seq = 0
+        self._next = -1  # offset; -1: nothing was read yet
+        self._rest: list[tuple[int, int, bytes]] = []  # (seq, offset, line) that were read and not asked for
+
+    def seek(self, seq: int) -> bool:
+        """Continue at the first record of this seq or a later one. Returns False if there is none."""
+        hit = self.log.find(seq, SEQ)
+        self._rest = []
+        if hit is not None:
+            self._next, self.seq = hit.offset, seq - 1
+        return hit is not None
+
+    @property
+    def is_new(self) -> bool:
+        return self._next < 0
+
+    def take(self) -> list[tuple[int, int, bytes]]:
+        """Return the next records; [] at the end."""
+        rows, self._rest = self._rest, []
+        lines = b"\n"
+        while lines and not rows:  # what compaction has removed is a bare newline
+            first, lines = self.log.read(self._next, _READ_BYTES)
+            numbered = enumerate(lines.split(b"\n")[:-1], first)
+            rows = [(record.seq_of(line), offset, line) for offset, line in numbered if line]
+            self._next = first + lines.count(b"\n")
+        if rows:
+            self.seq = rows[-1][0]
+        return rows
+
+    def give_back(self, rows: list[tuple[int, int, bytes]]) -> None:
+        """Keep records for the next call, unless they are too large."""
+        if sum(len(line) for _, _, line in rows) <= _READ_BYTES:
+            self._rest = rows
+            self.seq = rows[0][0] - 1 if rows else self.seq
+
+
 class PlaceFinder:
     """Finds records that the router has passed."""
 
@@ -42,7 +86,7 @@ class PlaceFinder:
         self._data, self._bounds = data, Bounds(data)
         self._marks_from = identity.marks_from(data)
         self._threads = ThreadPoolExecutor(_THREADS, "places")
-        self._readers: OrderedDict[tuple[str, int], reader.LogReader] = OrderedDict()
+        self._tails: OrderedDict[tuple[str, int], _Tail] = OrderedDict()
         self._waiting: dict[str, list[tuple[Sequence[Wanted], asyncio.Future[Places]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -71,13 +115,13 @@ class PlaceFinder:
                 found = await asyncio.get_running_loop().run_in_executor(self._threads, self._look, topic, everything)
             except Exception as err:  # each caller gets it
                 error = err
-            for _, future in batch:
+            for wanted, future in batch:
                 if future.done():
                     continue
                 if error is not None:
                     future.set_exception(error)
                 else:
-                    future.set_result(found)
+                    future.set_result({seq: found[seq] for _, seq in wanted if seq in found})
         del self._waiting[topic]
 
     def _look(self, name: str, wanted: Iterable[Wanted]) -> Places:
@@ -98,31 +142,31 @@ class PlaceFinder:
 
     def _in_partition(self, topic: str, number: int, seqs: list[int]) -> Places:
         """Return the places of those records of `seqs`, in order, that are in this partition."""
-        log = self._reader(topic, number)
+        tail = self._tail(topic, number)
         found: Places = {}
-        at = 0
+        at = passed = 0
+        if (tail.is_new or seqs[0] <= tail.seq) and not tail.seek(seqs[0]):
+            return found
         while at < len(seqs):
-            hit = log.find(seqs[at], SEQ)
-            if hit is None:
+            rows = tail.take()
+            if not rows:
                 break
-            first, lines = log.read(hit.offset, _READ_BYTES)
-            if not lines:
-                break
-            for offset, line in enumerate(lines.split(b"\n")[:-1], first):
-                if not line:
-                    continue
-                seq = record.seq_of(line)
+            passed += sum(len(line) for _, _, line in rows)
+            for place, (seq, offset, line) in enumerate(rows):
                 while at < len(seqs) and seqs[at] <= seq:
                     if seqs[at] == seq:
                         found[seq] = Place(number, offset, line)
-                    at += 1
+                    at, passed = at + 1, 0
                 if at == len(seqs):
+                    tail.give_back(rows[place + (seqs[-1] == seq) :])
                     break
+            if passed > _FAR_BYTES and not tail.seek(seqs[at]):
+                break
         return found
 
-    def _reader(self, topic: str, number: int) -> reader.LogReader:
-        log = self._readers.pop((topic, number), None) or reader.partition(self._data, topic, number)
-        self._readers[topic, number] = log
-        while len(self._readers) > _READERS:
-            self._readers.popitem(last=False)
-        return log
+    def _tail(self, topic: str, number: int) -> _Tail:
+        tail = self._tails.pop((topic, number), None) or _Tail(reader.partition(self._data, topic, number))
+        self._tails[topic, number] = tail
+        while len(self._tails) > _TAILS:
+            self._tails.popitem(last=False)
+        return tail
