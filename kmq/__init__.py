@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # tells type checkers what __getattr__ returns
     from kmq.client.failures import Fenced as Fenced
     from kmq.client.failures import NotAnswered as NotAnswered
     from kmq.client.failures import Refused as Refused
+    from kmq.client.handling import Backoff as Backoff
+    from kmq.client.handling import Permanent as Permanent
     from kmq.client.lines import decode_bytes as decode_bytes
     from kmq.client.lines import decode_payload as decode_payload
     from kmq.client.message import Message as Message
@@ -33,6 +35,7 @@ _EXPORTS = {
     "AsyncBroadcastQueue": "kmq.cluster.aio",
     "AsyncConsumer": "kmq.client.consumer_aio",
     "AsyncProducer": "kmq.client.aio",
+    "Backoff": "kmq.client.handling",
     "BroadcastQueue": "kmq.cluster.queue",
     "Consumer": "kmq.client.consumer",
     "Delivery": "kmq.client.producer",
@@ -40,6 +43,7 @@ _EXPORTS = {
     "KmqError": "kmq.errors",
     "Message": "kmq.client.message",
     "NotAnswered": "kmq.client.failures",
+    "Permanent": "kmq.client.handling",
     "Producer": "kmq.client.producer",
     "Refused": "kmq.client.failures",
     "TopicPartition": "kmq.client.egress_lines",

@@ -21,6 +21,7 @@ import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Unpack
 
 from kmq.client.connection import Address, address_of, local_consumer_address
@@ -30,11 +31,15 @@ from kmq.client.consumer_protocol import Core
 from kmq.client.consumer_state import Chunk, Event, Kind
 from kmq.client.consumer_waits import Waits
 from kmq.client.egress_lines import TopicPartition
+from kmq.client.handling import OWN_TOPIC, Backoff, Rules, Runner
 from kmq.client.message import Message
+from kmq.client.producer import Producer
 from kmq.errors import KmqError
 
 _FOR_EVER_S = 3600.0  # one wait of an iteration
 
+PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers
+DEFAULT_BACKOFF = Backoff()
 OnPlaces = Callable[[list[TopicPartition]], object]
 
 
@@ -57,6 +62,7 @@ class Consumer(Waits):
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
         self._start(address_of(host, port), ConsumerOptions(**options))
+        self._make_producer: Callable[[str], Producer] = partial(_producer_at, host, self.options)
         self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
         if topics:
             self.subscribe(*topics)
@@ -74,6 +80,7 @@ class Consumer(Waits):
         local_consumer_address()
         consumer = cls(on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost, **options)
         consumer._driver.address = local_consumer_address
+        consumer._make_producer = _local_producer
         if topics:
             consumer.subscribe(*topics)
         return consumer
@@ -141,6 +148,26 @@ class Consumer(Waits):
         self._must_read()
         return self._driver.wait(self._has_news, max(timeout_s, 0.0), fetches=True)
 
+    def run(
+        self,
+        handler: Callable[[Message], object],
+        *,
+        max_retries: int = 3,
+        backoff: Backoff = DEFAULT_BACKOFF,
+        dlq: str | None = OWN_TOPIC,
+        permanent: tuple[type[Exception], ...] = (),
+        producer: Callable[[str], Producer] | None = None,
+    ) -> None:
+        """Hand every message to `handler` and commit what it has handled, until the consumer is closed.
+
+        A message whose handler raises is tried again, at most `max_retries` times; the other partitions go on. Then, or
+        if it raises kmq.Permanent or one of `permanent`, the message goes to the topic `dlq`; None: the exception ends
+        the run. `producer` makes the producer for dead letters, given its window; default: to port 5673 of the same
+        host, over TLS 5443.
+        """
+        rules = Rules(max_retries, backoff, dlq, permanent)
+        Runner(self, rules, producer or self._make_producer).run(handler)
+
     # --- what happens between records --------------------------------------------------------------------------------
 
     def _came_back(self) -> None:
@@ -207,6 +234,16 @@ class Consumer(Waits):
         if kind is None:
             self._given = None  # the block has handled what it was given
         self._close()
+
+
+def _producer_at(host: str, options: ConsumerOptions, window: str) -> Producer:
+    tls = options.tls
+    port = TLS_PORT if tls else PLAIN_PORT
+    return Producer(host, port, window=window, token=options.token, tls=tls, server_hostname=options.server_hostname)
+
+
+def _local_producer(window: str) -> Producer:
+    return Producer.local(window=window)
 
 
 __all__ = ["Consumer"]

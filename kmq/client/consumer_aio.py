@@ -43,6 +43,7 @@ class AsyncWaits(Commits):
 
     async def connect(self, timeout: float | None = None) -> list[TopicPartition]:
         """Wait until the broker has said which partitions this consumer reads, and return them."""
+        self._must_read()
         await self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
         return self.assignment()
 

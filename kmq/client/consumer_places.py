@@ -17,6 +17,7 @@ class Mover(Protocol):
     """What moves the bytes of a core. `discovers`: topics whose partitions are all to be read, without a group."""
 
     discovers: tuple[str, ...]
+    closed: bool
 
     def write(self) -> None: ...
 
@@ -46,6 +47,10 @@ class Places:
         return self._core.describe(time.monotonic())
 
     @property
+    def closed(self) -> bool:
+        return self._driver.closed
+
+    @property
     def connected(self) -> bool:
         return self._core.phase is not Phase.AWAY
 
@@ -60,6 +65,8 @@ class Places:
 
     def assign(self, *places: tuple[str, int], start: Start | None = None) -> None:
         """Read these partitions, (topic, number), without a group's management. `start`: default is the option."""
+        if not places:
+            raise ConfigError("assign: give at least one partition, as (topic, number)")
         position = self._core.start if start is None else to_position(start)
         with self._lock:
             self._core.choose((), [(TopicPartition(*place), position) for place in places])

@@ -23,6 +23,7 @@ class Waits(Commits):
 
     def connect(self, timeout: float | None = None) -> list[TopicPartition]:
         """Wait until the broker has said which partitions this consumer reads, and return them."""
+        self._must_read()
         self._wait_for(lambda: self._core.phase is Phase.READING, timeout, "an assignment")
         return self.assignment()
 

@@ -65,7 +65,12 @@ def format_message(routing_key: bytes, payload: bytes, id: bytes = b"", ts: floa
 
 
 _CONTROL_FREE = bytes(byte for byte in range(256) if (byte >= 32 and byte != 127) or byte in b"\t\r")
-_OWN_HEADERS = ("enc", "reason", "len")  # reserved for the broker, as are all names of one letter
+# Headers of a dead letter of a consumer (letters.py), in this order.
+LETTER_HEADERS = (
+    *("origin_topic", "origin_partition", "origin_offset", "origin_seq"),
+    *("group", "error", "attempts", "first_failure", "last_failure"),
+)
+_OWN_HEADERS = ("enc", "reason", "len", *LETTER_HEADERS)  # reserved for KMQ, as are all names of one letter
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_:@/=+-]*")
 _LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot instead of a format call per message
@@ -334,6 +339,7 @@ def _once(attempt: Callable[[], _T]) -> _T:
 
 
 __all__ = [
+    "LETTER_HEADERS",
     "Headers",
     "KmqError",
     "LineSender",

@@ -215,6 +215,89 @@ def test_consume_with_a_group_commits_what_it_has_printed(broker):
     assert broker.kmq(*take).stdout == ""
 
 
+# --- a handler with retries and dead letters -------------------------------------------------------------------------
+
+QUICK = kmq.Backoff(first=0.01, longest=0.05)
+
+
+def run(broker, topic, handler, count: int, **options) -> list[tuple[int, int]]:
+    """Handle until `count` messages were handled or buried; returns (partition, offset) of those that were handled."""
+    handled: list[tuple[int, int]] = []
+    consumer = opened(broker, topic, group_id="handlers")
+
+    def handle(message):
+        handler(message)
+        handled.append((message.partition, message.offset))
+
+    thread = threading.Thread(
+        target=consumer.run,
+        args=(handle,),
+        kwargs={"backoff": QUICK, "producer": lambda window: kmq.Producer(port=port(broker, "ingress"), window=window)}
+        | options,
+    )
+    thread.start()
+    broker.wait(lambda: partitions(broker, topic), "the topic")
+    with opened(broker, group_id="handlers") as watching:
+        watching.assign(*[(topic, number) for number in range(len(partitions(broker, topic)))])
+        places = watching.connect()
+        broker.wait(lambda: sum(watching.committed(place) or 0 for place in places) >= count, "all handled")
+    consumer.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    return handled
+
+
+def partitions(broker, topic):
+    return list((broker.data / "topics" / topic).glob("[0-9]*"))
+
+
+def test_what_cannot_be_handled_becomes_a_letter_and_blocks_nothing(broker):
+    assert broker.kmq("topics", "create", "handled", "--partitions", "2").returncode == 0
+    with kmq.Producer(port=port(broker, "ingress")) as producer:
+        for n in range(40):
+            producer.send("handled", b"%d" % n, key=b"k%d" % n, partition=n % 2, headers=[("n", b"%d" % n)])
+    tries: dict[bytes, int] = {}
+
+    def handle(message):
+        tries[message.value] = tries.get(message.value, 0) + 1
+        if message.value == b"6":
+            raise kmq.Permanent("never")
+        if message.value == b"8" or (message.value == b"11" and tries[b"11"] < 3):
+            raise OSError("later")
+
+    handled = run(broker, "handled", handle, 40)
+    assert sorted(handled) == sorted((n % 2, n // 2) for n in range(40) if n not in (6, 8))
+    for partition in range(2):
+        assert [p for p in handled if p[0] == partition] == sorted(p for p in handled if p[0] == partition)
+    assert (tries[b"6"], tries[b"8"], tries[b"11"]) == (1, 4, 3)
+    with opened(broker, "handled.dlq") as consumer:
+        letters = {message.value: message for message in read(consumer, 2)}
+        headers = dict(letters[b"8"].headers)
+        assert headers["n"] == b"8" and headers["error"] == b"OSError: later" and headers["attempts"] == b"4"
+        assert (headers["origin_topic"], headers["origin_offset"], headers["group"]) == (b"handled", b"4", b"handlers")
+        assert letters[b"6"].key == b"k6" and dict(letters[b"6"].headers)["attempts"] == b"1"
+        # Killed behind the letters and before the commits, everything comes again: the letters are stored once.
+        with opened(broker, group_id="handlers") as back:
+            back.assign(("handled", 0), ("handled", 1))
+            back.connect()
+            back.commit({("handled", 0): 0, ("handled", 1): 0})
+        run(broker, "handled", handle, 40)
+        assert consumer.poll(timeout=0.2) == []
+
+
+def test_a_letter_that_is_too_long_is_cut(broker):
+    with kmq.Producer(port=port(broker, "ingress")) as producer:
+        producer.send("huge", b"y" * ((1 << 20) - 200)).result()
+
+    def handle(_):
+        raise kmq.Permanent("x" * 400)
+
+    assert run(broker, "huge", handle, 1) == []
+    with opened(broker, "huge.dlq") as consumer:
+        [letter] = read(consumer, 1)
+    assert len(letter.value) > 1_000_000 and dict(letter.headers)["len"] == b"%d" % ((1 << 20) - 200)
+
+
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 
