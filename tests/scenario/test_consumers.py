@@ -202,13 +202,15 @@ def test_a_member_goes_on_where_it_was_when_the_gateway_was_killed(broker):
 
 
 def test_consume_with_a_group_commits_what_it_has_printed(broker):
-    take = ("consume", "orders", "--group", "printing")
+    broker.send_lines([b'printed|0||{"n": %d}' % n for n in range(1000)])  # other tests count what is in orders
+    broker.wait(lambda: broker.kmq("consume", "printed").stdout.count("\n") == 1000, "the lines")
+    take = ("consume", "printed", "--group", "printing")
     assert broker.kmq(*take, "--count", "3").stdout == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
     assert broker.kmq(*take, "--count", "2").stdout == '{"n": 3}\n{"n": 4}\n'
     assert len(broker.kmq(*take).stdout.splitlines()) == 995
     assert broker.kmq(*take).stdout == ""
     with running(broker, *take, "--follow") as follower:
-        broker.send_lines([b"orders|0||last"])
+        broker.send_lines([b"printed|0||last"])
         assert follower.stdout.readline() == "last\n"
         follower.send_signal(signal.SIGINT)
         assert follower.wait(PATIENCE_S) == 130
