@@ -5,9 +5,11 @@ Commits     With --group the offsets are committed when the messages were writte
 """
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -203,6 +205,30 @@ class _Session:
             raise RetryError(f"gave up after {_GIVE_UP_S:g} s: {consumer.describe()}")
 
 
+class _Interrupts:
+    """Ctrl-C while messages are written ends the command after them, so that it knows what to commit; a second one now."""
+
+    def __init__(self) -> None:
+        self._is_writing = self._is_due = False
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # nohup
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        if not self._is_writing or self._is_due:
+            raise KeyboardInterrupt
+        self._is_due = True
+
+    @contextmanager
+    def after_writing(self) -> Iterator[None]:
+        self._is_writing = True
+        try:
+            yield
+        finally:
+            self._is_writing = False
+        if self._is_due:
+            raise KeyboardInterrupt
+
+
 class _Printer:
     """Writes messages to stdout, and commits what was written."""
 
@@ -213,14 +239,16 @@ class _Printer:
 
     def print(self, consumer: "Consumer", reading: Reading) -> None:
         self._consumer, out, committed_at = consumer, sys.stdout.buffer, time.monotonic()
+        interrupts = _Interrupts()
         try:
             for messages in _Session(consumer, reading):
-                out.write(b"".join(map(self._shown, messages)))
-                out.flush()
-                if reading.group and terminal.is_read():
-                    self._written.update(
-                        ((message.topic, message.partition), message.offset + 1) for message in messages
-                    )
+                with interrupts.after_writing():
+                    out.write(b"".join(map(self._shown, messages)))
+                    out.flush()
+                    if reading.group and terminal.is_read():
+                        self._written.update(
+                            ((message.topic, message.partition), message.offset + 1) for message in messages
+                        )
                 if time.monotonic() - committed_at >= _COMMIT_S:
                     self.commit()
                     committed_at = time.monotonic()
