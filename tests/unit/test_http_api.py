@@ -13,6 +13,7 @@ from made_data import write_data
 
 from kmq import tokens
 from kmq.broker.stats import STATES
+from kmq.gateway.core import partitions
 from kmq.gateway.http import bodies, consume, schema
 
 PATIENCE_S = 30.0
@@ -305,6 +306,14 @@ def test_a_long_poll_without_a_message_ends_when_its_time_is_over(api):
     begin = time.monotonic()
     answer = api.get(f"{CONSUME}?offset=500&timeoutMs=200")
     assert answer.value["messages"] == [] and 0.2 <= time.monotonic() - begin < PATIENCE_S
+
+
+def test_a_long_poll_reads_nothing_while_nothing_comes(growing, monkeypatch):
+    reads, read = [], partitions.Partition.read
+    monkeypatch.setattr(partitions.Partition, "read", lambda *asked: reads.append(asked) or read(*asked))
+    with closing(Api(growing.port)) as api:
+        assert api.get(f"{CONSUME}?offset=500&timeoutMs=700").value["messages"] == []
+    assert len(reads) <= 3
 
 
 def test_a_gateway_that_stops_answers_long_polls_at_once(growing):

@@ -9,7 +9,7 @@ import pytest
 from kmq.client.lines import format_headers, format_text, make_id, make_routing_key
 from kmq.client.message import Message
 from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.http.message_json import dump, load
+from kmq.gateway.http.message_json import Writer, dump, load
 from kmq.gateway.http.schema import SCHEMAS, check
 
 BYTES = [None, b"", b"a", b"\0", b"\xff\xfe", "ü|;=%\n".encode(), b"enc=b64", bytes(range(256))]
@@ -110,3 +110,10 @@ def test_a_field_of_a_batch_is_named_with_its_place():
 
 def test_headers_that_are_kmqs_own_names_are_the_users_all_the_same():
     assert format_headers([("p", b"x"), ("enc", None)]) == b";%70=x;%65nc"
+
+
+def test_a_mark_is_one_only_from_the_seq_on_from_which_it_counts():
+    writer = Writer(is_text=True)
+    lines = [b"%d|1.000000|t.@.eu|1|0|x" % seq for seq in (5, 12)]
+    shown = [json.loads(writer.dump(Message("t", 0, offset, line, 10))) for offset, line in enumerate(lines)]
+    assert [message["key"] for message in shown] == ["@.eu", "eu"]
