@@ -121,6 +121,20 @@ def test_auto_commit_commits_what_the_application_came_back_for(server):
         wait_for(lambda: consumer.poll(timeout=0.02) == [] and server.peer.committed == {EU: 5, US: 3})
 
 
+def test_auto_commit_comes_in_the_middle_of_a_batch_that_takes_long(server):
+    server.peer.records = {EU: [b"x"] * 5000}
+    with kmq.Consumer(
+        "orders", group_id="billing", port=server.port, session_s=0.06, auto_commit=True, auto_commit_s=0.01
+    ) as consumer:
+        until = time.monotonic() + PATIENCE_S
+        for message in consumer:
+            if server.peer.committed.get(EU):
+                break
+            assert message.offset < 4999 and time.monotonic() < until
+            time.sleep(0.001)  # the work
+        assert 0 < server.peer.committed[EU] <= message.offset
+
+
 @pytest.mark.parametrize("by_poll", [False, True])
 def test_auto_commit_leaves_out_what_was_being_handled_when_an_exception_came(server, by_poll):
     with (
@@ -251,6 +265,9 @@ def test_who_never_comes_back_leaves_until_it_does(server):
         assert len(read(consumer, 1)) == 1
         wait_for(lambda: lines.LEAVE in server.peer.asked)
         assert consumer.assignment() == []
+        for _ in range(3):
+            consumer._driver._watch()  # as its thread does every now and then
+        assert len(server.peer.members) == 1
         assert places(read(consumer, 1)) == [(0, 4)]
 
 

@@ -162,6 +162,16 @@ def test_a_paused_partition_gives_nothing_and_goes_on_where_it_was(pair):
     assert sorted(first + rest + pair.read_all()) == in_order(5, 0) + in_order(3, 1)
 
 
+def test_a_batch_that_comes_for_a_paused_partition_comes_again_after_it():
+    pair = Pair(Peer({EU: 5})).connect()
+    pair.core.fetch(time.monotonic(), 1)
+    pair.core.holdings.pause([EU])
+    pair.pass_on()
+    assert pair.collect() == []
+    pair.core.holdings.resume([EU])
+    assert pair.read_all() == in_order(5, 0)
+
+
 def test_with_all_partitions_paused_nothing_is_asked_for(pair):
     pair.core.holdings.pause([EU, US])
     before = len(pair.peer.asked)
