@@ -112,6 +112,14 @@ def test_what_is_committed_is_where_the_next_member_begins_and_is_processed(brok
         assert f"committed={b.owned['orders', 0]}".encode() in b.rest()
 
 
+def test_a_record_is_processed_once_the_group_has_committed_past_it(broker):
+    lines = ask(port(broker), "CONSUME orders/0 raw max=6").splitlines()
+    last, following = (int(line.split(b"|")[0]) for line in lines[4:])
+    ask(port(broker), "ASSIGN half orders/0", "!commit orders/0 5")
+    question = [f"GET_STATUS {last} half", f"GET_STATUS {following} half"]
+    assert ask(port(broker, "status"), *question) == b"PROCESSED\nPENDING\n"
+
+
 def test_commits_that_are_not_the_members_are_refused_and_the_connection_goes_on(broker):
     with Member(broker, "refused", "a", "orders") as a:
         for request, answer in {

@@ -144,6 +144,11 @@ def test_requests_overtake_a_fetch_that_waits_for_records(broker):
         assert client.rest() == b"!batch -\n"
 
 
+def test_many_requests_at_once_are_all_answered(broker):
+    answers = ask(port(broker), "ASSIGN orders/0", *["!offsets"] * 3000).splitlines()
+    assert answers[1:] == [b"!offsets orders/0 start=0 end=3000 next=0 committed=-"] * 3000
+
+
 def test_a_session_refuses_one_request_and_goes_on(broker):
     with LineClient(port(broker)) as client:
         client.send("ASSIGN orders/0")

@@ -270,7 +270,8 @@ class Session:
             async with self.service.reading():
                 batch = await self.service.run(cursor.partition.batch, cursor.offset, max_bytes)
                 if batch is None:
-                    cursor.seen = seen
+                    if cursor.version == version:  # else it was sought meanwhile, and is to be read anew
+                        cursor.seen = seen
                     return False
                 try:
                     async with self._sending:

@@ -1,0 +1,123 @@
+"""A seek while a fetch is being read: the fetch is answered from there, whatever it has read meanwhile."""
+
+import asyncio
+
+import pytest
+from log_server import up
+from made_data import write_data
+
+from kmq.broker.incidents import Incidents, Strangers
+from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.metrics import Requests
+from kmq.gateway.core.waking import Waking
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.store import OffsetStore
+from kmq.gateway.lines.door import Lines
+from kmq.gateway.lines.service import Service
+from kmq.logfmt import Logger
+
+PATIENCE_S = 30.0
+
+
+class Held(Service):
+    """Reads as always, and hands a batch over when it is told to."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.gate, self.held = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+
+    async def run(self, work, *arguments):
+        result = await super().run(work, *arguments)
+        if work.__name__ == "batch" and not self.gate.is_set():
+            self.held.set()
+            await self.gate.wait()
+        return result
+
+
+class Client:
+    def __init__(self, reader, writer):
+        self._reader, self._writer = reader, writer
+
+    async def ask(self, *lines):
+        self._writer.write("".join(f"{line}\n" for line in lines).encode())
+
+    async def wait_for_records(self):
+        """Begin a session whose fetch waits at the end of t/0."""
+        await self.ask("ASSIGN t/0@latest", "!fetch 20 wait=60000", "!offsets")
+        assert await self.line() == "!assign 0 t/0@100"
+        assert (await self.line()).startswith("!offsets t/0 ")  # the fetch is behind it
+
+    async def line(self):
+        return (await self._reader.readline()).decode().rstrip("\n")
+
+    async def batch(self):
+        head = (await self.line()).split()
+        await self._reader.readexactly(int(head[4]))
+        return head[1], int(head[2])
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a coroutine function that is given the service and a client of a session on topic t, of 100 records."""
+    data = write_data(tmp_path / "d", [b"t|0||%d" % n for n in range(100)], {"t": 1})
+
+    def go(work):
+        async def main():
+            with up(data) as broker:
+                waking, strangers = (
+                    Waking(Watermark(broker.page)),
+                    Strangers(broker.page.rows["gateway"], Incidents(lambda *_, **__: None)),
+                )
+                service = Held(broker.settings, waking, None, strangers, Requests())
+                log = Logger("test")
+                store = OffsetStore(broker.settings, Watermark(broker.page), log)
+                lines = Lines(service, Groups(broker.settings, store, service.partitions, log))
+                server = await asyncio.get_running_loop().create_server(lines, "127.0.0.1", 0)
+                client = Client(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+                try:
+                    async with asyncio.timeout(PATIENCE_S):
+                        await work(service, client)
+                finally:
+                    client._writer.close()
+                    lines.stop()
+                    await lines.drain()
+                    server.close()
+                    service.close()
+                    waking.close()
+
+        asyncio.run(main())
+
+    return go
+
+
+def test_a_seek_during_a_read_that_finds_nothing_is_not_forgotten(run):
+    async def work(service, client):
+        await client.wait_for_records()
+        service.gate.clear()
+        await client.ask("!seek t/0 latest")  # so that the waiting fetch reads once more
+        assert await client.line() == "!seek t/0@100"
+        await service.held.wait()
+        await client.ask("!seek t/0 7")
+        assert await client.line() == "!seek t/0@7"
+        service.gate.set()
+        assert await client.batch() == ("t/0", 7)
+
+    run(work)
+
+
+def test_a_batch_that_was_read_before_a_seek_is_not_sent(run):
+    async def work(service, client):
+        await client.wait_for_records()
+        service.gate.clear()
+        await client.ask("!seek t/0 50")
+        assert await client.line() == "!seek t/0@50"
+        await service.held.wait()
+        await client.ask("!seek t/0 7")
+        assert await client.line() == "!seek t/0@7"
+        service.gate.set()
+        assert await client.batch() == ("t/0", 7)
+        await client.ask("!fetch 20")
+        assert await client.batch() == ("t/0", 8)
+
+    run(work)
