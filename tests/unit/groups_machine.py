@@ -13,7 +13,7 @@ TOPICS = ("t", "u", "v")
 ASSIGNORS = ("cooperative-sticky", "sticky", "range", "roundrobin")
 RETENTION_S = 400.0
 small = st.integers(0, 7)
-group = st.sampled_from(GROUPS)
+group = st.sampled_from(["g", "g", "g", "h"])
 topics = st.sampled_from([("t",), ("t", "u"), ("u",), ("t", "u", "v"), ("v",)])
 deltas = st.sampled_from([None, None, 0, 0, -1, 1, -2])  # from the newest generation; None: the door vouches
 
@@ -55,7 +55,7 @@ class Machine(RuleBasedStateMachine):
         rebalance=st.sampled_from([2.0, 20.0]),
         poll=st.sampled_from([8.0, 300.0]),
         static=st.sampled_from([None, None, None, None, "s1", "s2"]),
-        ticks=st.booleans(),
+        then=st.sampled_from(["", "tick", "settle"]),
     )
     def join(
         self,
@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine):
         rebalance: float,
         poll: float,
         static: str | None,
-        ticks: bool,
+        then: str,
     ) -> None:
         if len(self.stage.ghost.of(group)) < 5:
             terms: dict[str, Any] = {
@@ -76,8 +76,10 @@ class Machine(RuleBasedStateMachine):
             }
             member = self.stage.join(*topics, group=group, assignor=self.assignors[group], **terms)
             assert not member.startswith("!"), member
-            if ticks:
+            if then == "tick":
                 self.stage.forward(0.01)
+            elif then == "settle":
+                self.stage.settle(group)
 
     @rule(group=group, number=small, topics=topics, says=st.booleans(), keeps=st.booleans())
     def join_again(self, group: str, number: int, topics: tuple[str, ...], says: bool, keeps: bool) -> None:
@@ -116,18 +118,24 @@ class Machine(RuleBasedStateMachine):
         if member is not None:
             self.stage.beat(member, self.generation(group, delta), polled, group)
 
-    @rule(group=group, number=small, delta=deltas, topic=st.sampled_from(TOPICS), partition=st.integers(-1, 4))
-    def commit(self, group: str, number: int, delta: int | None, topic: str, partition: int) -> None:
-        self.stage.commit(
-            self.pick(group, number), (topic, partition), generation=self.generation(group, delta), group=group
-        )
-
-    @rule(group=group, number=small, delta=deltas)
-    def commit_what_it_reads(self, group: str, number: int, delta: int | None) -> None:
-        member = self.pick(group, number)
-        if member is not None:
-            reads = sorted(self.stage.ghost.of(group)[member].reads)
-            self.stage.commit(member, *reads, generation=self.generation(group, delta), group=group)
+    @rule(
+        group=group,
+        number=st.integers(-1, 7),
+        delta=deltas,
+        what=st.sampled_from(["reads", "reads", "other", "any"]),
+        topic=st.sampled_from(TOPICS),
+        partition=st.integers(-1, 4),
+    )
+    def commit(self, group: str, number: int, delta: int | None, what: str, topic: str, partition: int) -> None:
+        """By a member, or by nobody (-1): of what it reads, of what others read too, of anything."""
+        member = self.pick(group, number) if number >= 0 else None
+        seats = self.stage.ghost.of(group)
+        partitions = sorted(seats[member].reads) if member is not None else []
+        if what == "other":
+            partitions += sorted({p for seat in seats.values() for p in seat.reads})[:1]
+        elif what == "any":
+            partitions.append((topic, partition))
+        self.stage.commit(member, *partitions, generation=self.generation(group, delta), group=group)
 
     @rule(number=small, delta=deltas)
     def a_member_that_ended_still_speaks(self, number: int, delta: int | None) -> None:
@@ -152,9 +160,21 @@ class Machine(RuleBasedStateMachine):
     def tick(self) -> None:
         self.stage.tick()
 
-    @rule(seconds=st.sampled_from([0.001, 0.01, 0.01, 0.5, 0.5, 1.9, 1.9, 5.0, 7.0, 25.0, RETENTION_S + 1.0]))
-    def forward(self, seconds: float) -> None:
-        self.stage.forward(seconds)
+    @rule(
+        seconds=st.sampled_from([0.001, 0.01, 0.5, 1.9, 5.0, 5.0, 7.0, 25.0, RETENTION_S + 1.0]),
+        times=st.sampled_from([1, 1, 2, 3]),
+        first=st.sampled_from(["", "beat", "poll", "settle", "settle"]),
+    )
+    def forward(self, seconds: float, times: int, first: str) -> None:
+        """Let time go by, with signs of life of everybody in between, or without."""
+        for _ in range(times):
+            for key in list(self.stage.ghost.seats):
+                if first in ("beat", "poll"):
+                    self.stage.beat(key.member, polled=first == "poll", group=key.group)
+            if first == "settle":
+                for group in GROUPS:
+                    self.stage.settle(group)
+            self.stage.forward(seconds)
 
     @rule(group=group)
     def settle(self, group: str) -> None:
