@@ -174,11 +174,10 @@ class _Session:
     def __iter__(self) -> Iterator[list["Message"]]:
         while terminal.is_read() and not self._is_over:
             messages = self._consumer.poll(min(self._left or _BLOCK, _BLOCK), timeout=_POLL_S)
-            if messages:
-                yield messages
-                self._left -= len(messages) if self._left else 0
-                if self._reading.most and not self._left:
-                    return
+            yield messages  # none, too: what was written is committed meanwhile
+            self._left -= len(messages) if self._left else 0
+            if self._reading.most and not self._left:
+                return
             self._look(bool(messages))
             if not self._reading.follow and self._is_at_end():
                 return
@@ -243,8 +242,9 @@ class _Printer:
         try:
             for messages in _Session(consumer, reading):
                 with interrupts.after_writing():
-                    out.write(b"".join(map(self._shown, messages)))
-                    out.flush()
+                    if messages:
+                        out.write(b"".join(map(self._shown, messages)))
+                        out.flush()
                     if reading.group and terminal.is_read():
                         self._written.update(
                             ((message.topic, message.partition), message.offset + 1) for message in messages
