@@ -1,0 +1,176 @@
+"""`kmq groups …`: look at consumer groups, move their offsets, delete them. All of it by the HTTP API of the gateway."""
+
+import http.client
+import json
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.table import Table
+
+from kmq import refusals, terminal
+from kmq.cli.helptext import examples
+from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.settings import Settings, load
+
+groups_app = typer.Typer(
+    no_args_is_help=True,
+    help="Consumer groups: how far they are, who their members are; move their offsets, delete them.",
+    epilog=examples("kmq groups list", "kmq groups describe report"),
+)
+
+_TIMEOUT_S = 30.0
+_GROUP = Annotated[str, typer.Argument(help="A group; see kmq groups list.")]
+_JSON = Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")]
+
+
+def _ask(method: str, path: str, body: object = None) -> Any:
+    """Return the answer of the gateway, parsed; None if it has no body. Raises RetryError and KmqError."""
+    settings = load()
+    host, port, headers = settings.host, _port(settings), _authorization(settings)
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    try:
+        connection.request(method, path, json.dumps(body).encode() if body is not None else None, headers)
+        response = connection.getresponse()
+        status, text = response.status, response.read()
+    except (OSError, http.client.HTTPException) as err:
+        reason = getattr(err, "strerror", None) or str(err) or type(err).__name__
+        raise RetryError(f"http://{host}:{port}: {reason}; is the broker up, with its gateway? (kmq status)") from err
+    finally:
+        connection.close()
+    answer: Any = json.loads(text) if text else None
+    if status >= 400:
+        error = KmqError(answer["message"])
+        error.exit_code = refusals.find(answer["code"]).exit_code
+        raise error
+    return answer
+
+
+def _port(settings: Settings) -> int:
+    from kmq.client.lines import read_port
+
+    return read_port(settings, "http", settings.http_port)
+
+
+def _authorization(settings: Settings) -> dict[str, str]:
+    from kmq import tokens
+
+    token = tokens.local(settings)
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _group(name: str) -> Any:
+    return _ask("GET", f"/api/groups/{quote(name, safe='')}")
+
+
+@groups_app.command("list", epilog=examples("kmq groups list", "kmq groups list --json"))
+def list_all(as_json: _JSON = False) -> None:
+    """List the groups: state, generation, members, and in how many partitions they have committed."""
+    rows = _ask("GET", "/api/groups")
+    if as_json:
+        print(json.dumps(rows))
+        return
+    if not rows:
+        print("no groups yet; one begins with: kmq consume <topic> --group <name>")
+        return
+    table = Table("group", "state", box=None, pad_edge=False, header_style="bold")
+    for title in ("generation", "members", "partitions committed"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(
+            row["group"], row["state"], *(f"{row[name]:,}" for name in ("generation", "members", "committed"))
+        )
+    terminal.console().print(table)
+
+
+@groups_app.command("describe", epilog=examples("kmq groups describe report", "kmq groups describe report --json"))
+def describe(group: _GROUP, as_json: _JSON = False) -> None:
+    """Show a group: how far it is in each partition, who reads it, and how much it lags behind."""
+    found = _group(group)
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(f"group {group}: {found['state']}, generation {found['generation']}, {found['protocol']}")
+    owners = {(place["topic"], place["partition"]): row for row in found["members"] for place in row["assignment"]}
+    table = Table("topic", box=None, pad_edge=False, header_style="bold")
+    for title in ("partition", "committed", "end", "lag", "lag seconds"):
+        table.add_column(title, justify="right")
+    table.add_column("member")
+    for row in found["partitions"]:
+        owner = owners.get((row["topic"], row["partition"]))
+        committed = "-" if row["committed"] is None else f"{row['committed']:,}"
+        member = f"{owner['id']} ({owner['host']})" if owner else "-"
+        numbers = committed, f"{row['end']:,}", f"{row['lag']:,}", f"{row['lagSeconds']:,.1f}"
+        table.add_row(row["topic"], str(row["partition"]), *numbers, member)
+    terminal.console().print(table)
+
+
+@groups_app.command(
+    "reset",
+    epilog=examples(
+        "kmq groups reset report --topic test --to earliest --dry-run",
+        "kmq groups reset report --topic test --to latest",
+        "kmq groups reset report --topic test --to 1h",
+    ),
+)
+def reset(
+    group: _GROUP,
+    topic: Annotated[str, typer.Option("--topic", help="The topic whose offsets move, in all its partitions.")],
+    to: Annotated[
+        str, typer.Option("--to", help="earliest, latest, an offset, or a time such as 10m or 2026-11-23T12:00.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")] = False,
+) -> None:
+    """Move the committed offsets of a group that has no members now."""
+    partitions = _ask("GET", f"/api/admin/topics/{quote(topic, safe='')}")["partitions"]
+    before = {}
+    if group in {row["group"] for row in _ask("GET", "/api/groups")}:
+        found = _group(group)
+        if found["members"]:
+            raise KmqError(f"group {group}: has {len(found['members'])} members; end them first")
+        before = {row["partition"]: row["committed"] for row in found["partitions"] if row["topic"] == topic}
+    offsets = [{"partition": row["partition"], "offset": _target(topic, row, to)} for row in partitions]
+    for each in offsets:
+        was = before.get(each["partition"])
+        print(f"{topic}/{each['partition']}: {'nothing committed' if was is None else was} -> {each['offset']}")
+    if dry_run:
+        print("nothing was changed")
+        return
+    _ask("POST", f"/api/topics/{quote(topic, safe='')}/seek", {"group": group, "to": {"offsets": offsets}})
+
+
+def _target(topic: str, partition: dict[str, int], to: str) -> int:
+    """Return the offset in one partition that `to` stands for, never outside the partition. Raises ConfigError."""
+    from kmq.log.show import parse_time
+
+    start, end = partition["startOffset"], partition["endOffset"]
+    if to in ("earliest", "latest"):
+        return start if to == "earliest" else end
+    if to.isascii() and to.isdigit():
+        return min(max(int(to), start), end)
+    try:
+        micros = parse_time(to)
+    except (ConfigError, OverflowError, ValueError):
+        text = f"--to {to!r}: must be earliest, latest, an offset, or a time such as 10m or 2026-11-23T12:00"
+        raise ConfigError(text) from None
+    path = f"/v1/logs/{quote(topic, safe='')}/{partition['partition']}/offset?time={max(0, micros)}"
+    return min(max(int(_ask("GET", path)["offset"]), start), end)
+
+
+@groups_app.command(
+    "delete", epilog=examples("kmq consume test --group trial --count 1", "kmq groups delete trial --yes")
+)
+def delete(
+    group: _GROUP,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Forget a group that has no members now, with its committed offsets."""
+    if not yes:
+        typer.confirm(f"Forget group {group} and its committed offsets?", abort=True)
+    _ask("DELETE", f"/api/groups/{quote(group, safe='')}")
+    print(f"group {group}: forgotten")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.add_typer(groups_app, name="groups")
