@@ -247,7 +247,7 @@ class Pod:
             assert link.resolve().is_relative_to(self.data)
         pipes = {path.name for path in self.pipes.iterdir()}
         owners = {f"{name}.owner" for name in ("ingress", "raw", "received", "framed", "durable")}
-        assert pipes == {"raw", "acks", "ingress.port", "ack.port"} | owners
+        assert pipes == {"raw", "acks", "ingress.port", "ack.port", "local.token"} | owners
 
     def check_queues(self):
         """Each WAL record is in the log of its topic, once and in order."""
