@@ -1,6 +1,7 @@
 """Writers for chaos: what each sends follows from its name, so that the checker can say later what had to arrive."""
 
 import contextlib
+import errno
 import os
 import random
 import select
@@ -176,7 +177,11 @@ class TcpLoad(Load):
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(4096):  # ingress closes its side when it has taken everything
                 pass
-        except ConnectionError:
+        except OSError as err:
+            if (
+                not isinstance(err, ConnectionError) and err.errno != errno.ENOTCONN
+            ):  # what shutdown says of a broken one
+                raise
             mode = "prefix"
             self.broken += 1
         self.sent[at] = Stream(lines.name, lines.line, count, mode)
