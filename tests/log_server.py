@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from aiohttp import web
+from aiohttp import web, web_app
 from aiohttp.test_utils import unused_port
 
 from kmq.broker.incidents import Incidents, Strangers
@@ -115,6 +115,8 @@ class _Thread:
         core.stop()
         await runner.cleanup()
         await core.close()
+        # aiohttp remembers the last 1,024 applications of a process, and with each the files of its broker.
+        web_app._cached_build_middleware.cache_clear()
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)
