@@ -2,13 +2,15 @@
 
 Invariant   A stage whose lock file or ring was removed always ends (exit code 75). If it went on, no process could find
             it, and a second stage of its kind could start beside it.
+            A stage that gives way to a lock ends (exit code 69) once another broker holds that one. So where two
+            brokers meet on one directory, one of them gets all of it.
 """
 
 import contextlib
 import os
 
-from kmq.errors import ConfigError, RetryError
-from kmq.links.ownership import FileLock
+from kmq.errors import BusyError, ConfigError, RetryError
+from kmq.links.ownership import FileLock, is_of_another_broker
 from kmq.logfmt import Logger
 
 TYPE_CHECKING = False
@@ -26,6 +28,7 @@ class Holdings:
         self._log = log
         self._held: list[FileLock | End] = []
         self._rings: list[End] = []
+        self._first: tuple[FileLock, str] | None = None
 
     def add(self, lock: FileLock) -> None:
         """Watch a lock file from now on."""
@@ -36,8 +39,16 @@ class Holdings:
         self._held.append(ring)
         self._rings.append(ring)
 
+    def give_way(self, path: str, who: str) -> None:
+        """Hold nothing beside another broker that holds the lock file `path`. `who`: this stage, as locks name it."""
+        self._first = FileLock(path), who
+
     def check(self) -> None:
-        """Raise RetryError if something was removed or replaced."""
+        """Raise RetryError if something was removed or replaced, BusyError if this stage has to give way."""
+        if self._first is not None:
+            lock, who = self._first
+            if is_of_another_broker(holder := lock.holder(), who) and lock.is_held():
+                raise BusyError(f"{lock.path} is held by {holder}: one broker per directory")
         for held in self._held:
             if not held.is_in_place():
                 self._rewrite_rings()

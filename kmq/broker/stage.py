@@ -60,7 +60,7 @@ class Stage:
         if settings.ignored:
             self.log.info("service_links_ignored", names=",".join(settings.ignored))
         self.data_id = open_data(settings.data)
-        self.who = describe(name, settings.data)
+        self.who = describe(name, settings.data, settings.instance)
         self.page = StatsPage(settings.instance, self.data_id, settings.data)
         self.row = self.page.rows[name]
         self.owns_row = False
@@ -90,15 +90,22 @@ class Stage:
         """
         owner = FileLock(path)
         owner.acquire(what, self.who)
+        self.holdings.add(owner)
         if owner.is_new and _is_any(traces):
             self.log.warn(
                 "lock_file_missing", file=path, effect=f"waiting {NOTICE_S:g} s for a holder to notice that too"
             )
-            time.sleep(NOTICE_S)
-        self.holdings.add(owner)
+            self._sit_out(NOTICE_S)
         self.owns_row = True
         self.row.begin(_supervisor())
         return owner
+
+    def _sit_out(self, seconds: float) -> None:
+        """Wait before the row of the stats page is ours, so without a heartbeat."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(_PEER_POLL_S)
+            self.holdings.check()
 
     def open_ring(self, name: str, first_seq: Callable[[], tuple[int, int]]) -> "RingWriter":
         """Return the writing end of a ring. `first_seq` gives the start of a new ring: next seq, last recv_ts (µs).

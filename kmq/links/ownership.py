@@ -10,6 +10,9 @@ Crash       A lock file that is deleted protects nothing any more: the next proc
             now and then whether the file is still there (`is_in_place`), and ends if not. A process that has to make
             the lock file of a used directory waits NOTICE_S, longer than a holder takes to notice (both in stage.py).
             A holder must not fork: the child would share its locks.
+Order       A broker holds two directories of its data: append/ (durability) and topics/ (router). Where two brokers meet
+            on one directory, each could get one of them, and both would end. So append/ decides: a router ends as soon
+            as append/ is another broker's (holdings.py).
 Not covered flock across nodes on a network file system that does not support it.
 """
 
@@ -29,10 +32,11 @@ _POLL_S = 0.02  # while waiting for another holder to go, for at most OWNER_WAIT
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 
 
-def describe(stage: str, data: str) -> str:
-    """Return the text that names this process in the locks it holds."""
+def describe(stage: str, data: str, instance: str = "") -> str:
+    """Return the text that names this process in the locks it holds. `instance`: its broker, where one matters."""
     who = f"pid={os.getpid()} host={socket.gethostname()} stage={stage} pod={_pod()}"
-    return f"{who} data={os.path.abspath(data)}"  # at the end: a path may hold spaces
+    broker = f" instance={instance}" if instance else ""
+    return f"{who}{broker} data={os.path.abspath(data)}"  # at the end: a path may hold spaces
 
 
 def _pod() -> str:
@@ -50,6 +54,12 @@ def is_of_another_pod(holder: str, ours: str) -> bool:
     """Return True if the process that `holder` names is of another pod than the one that `ours` names."""
     name = "pod" if field(holder, "pod") else "host"  # a release before wrote no pod
     return field(holder, name) not in ("", field(ours, name))
+
+
+def is_of_another_broker(holder: str, ours: str) -> bool:
+    """Return True if the stage that `holder` names is of another broker than the one that `ours` names."""
+    other = field(holder, "instance")  # a release before wrote none
+    return is_of_another_pod(holder, ours) or other not in ("", field(ours, "instance"))
 
 
 def field(text: str, name: str) -> str:

@@ -3,6 +3,7 @@
 `rm /dev/shm/<instance>.*` does it, and so does systemd's RemoveIPC when the user who started the broker logs out.
 """
 
+import itertools
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from brokers import Broker
+from brokers import PATIENCE_S, Broker
 
 from chaos.acked import AckedLoad, account
 from chaos.load import FifoLoad, Load, TcpLoad
@@ -25,7 +26,7 @@ from kmq.links.staging import area_bytes
 from kmq.logfmt import Logger
 from kmq.settings import load
 
-EX_CORRUPT, EX_TEMPFAIL = 65, 75
+EX_CORRUPT, EX_BUSY, EX_TEMPFAIL = 65, 69, 75
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]
 
@@ -48,7 +49,9 @@ def holds_removed_memory(pod: Pod, name: str) -> bool:
     """Whether this stage has not noticed yet that shared memory was removed: it will end for that."""
     maps = Path(f"/proc/{pod.processes[name].pid}/maps").read_text().splitlines()
     mapped = {int(line.split()[4]) for line in maps if f"/{pod.instance}." in line}
-    return not mapped <= {path.stat().st_ino for path in SHM.glob(f"{pod.instance}.*")}
+    with os.scandir(SHM) as entries:  # which says the number without asking for the file again: it may be gone by then
+        named = {entry.inode() for entry in entries if entry.name.startswith(f"{pod.instance}.")}
+    return not mapped <= named
 
 
 def send_some(pod: Pod, cleanup: ExitStack, name: str, count: int) -> socket.socket:
@@ -272,6 +275,19 @@ def test_lines_in_a_removed_ring_that_the_fifo_speaks_of_are_stored(
     assert pod.judge().records == 100 + len(expected)
 
 
+def test_of_two_brokers_that_got_a_half_of_one_directory_the_one_with_the_wal_goes_on(make_pod: Make) -> None:
+    """Their lock files were deleted, or both were killed: a router that kept its half would stop the other broker too."""
+    one = make_pod()
+    two = make_pod(KMQ_DATA=one.data)
+    two.start("router")
+    two.wait(lambda: two.state("router") == "waiting", "the router of the second broker has topics/")
+    one.start("ingress", "framer", "durability")
+    assert two.wait_exit("router") == EX_BUSY
+    assert "one broker per directory" in two.tail()
+    one.start("router")
+    one.wait_ready()
+
+
 def ask_to_store(broker: Broker, payload: str) -> bool:
     """Whether this broker says that it has stored one more message."""
     try:
@@ -289,17 +305,21 @@ def test_of_two_brokers_on_one_directory_whose_lock_files_were_deleted_one_goes_
     """Who comes has to make the lock files anew, and waits until who was there has noticed and ended."""
     one = new_broker()
     two = new_broker(one.data)
-    one.kmq("up", "--no-gateway")
+    one.gateway = two.gateway = False
+    one.up()
     told = [payload for n in range(20) if ask_to_store(one, payload := f"before-{n}")]
     for path in one.data.glob("*/.owner"):
         path.unlink()
-    two.kmq("up", "--no-gateway")
-    told += [
-        payload for n in range(20) for broker in (one, two) if ask_to_store(broker, payload := f"{broker.instance}-{n}")
-    ]
+    two.kmq("up", "--no-gateway")  # refused, if the first has made its lock files again by then
+    deadline = time.monotonic() + PATIENCE_S  # the first may have ended for what was deleted, and not be back yet
+    for n in itertools.count():
+        told += [payload for broker in (one, two) if ask_to_store(broker, payload := f"{broker.instance}-{n}")]
+        if len(told) >= 40:
+            break
+        assert time.monotonic() < deadline, f"neither of the two goes on\n{one.log()}\n{two.log()}"
+        time.sleep(0.01)
     for broker in (one, two):
         broker.kmq("down")
-    assert len(told) >= 40, "neither of the two goes on"
     seqs = [int(line.split(b"|", 1)[0]) for line in one.wal()]
     assert seqs == list(range(1, len(seqs) + 1)), "two brokers have written here"
     assert set(told) <= {line.rsplit(b"|", 1)[1].decode() for line in one.wal()}
