@@ -84,8 +84,8 @@ def test_an_attempt_that_has_had_all_its_turns_ends_with_the_reason(up, monkeypa
 def test_a_broker_that_is_down_is_waited_for_and_then_named(broker, monkeypatch, caplog):
     address = fixed_port.up(broker)
     broker.down()
-    monkeypatch.setattr(senders, "_SAY_S", 0.1)
-    monkeypatch.setattr(senders, "_FIRST_S", 0.1)
+    monkeypatch.setattr(senders, "_SAY_S", 0.01)
+    monkeypatch.setattr(senders, "_FIRST_S", 0.01)
     began = time.monotonic()
     with pytest.raises(RetryError, match=f"producer one at {address}: timed out.*nothing listens"):
         sender(broker, timeout="1")
