@@ -138,7 +138,7 @@ def kustomize(path):
     done = subprocess.run(["kubectl", "kustomize", path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr, done.stderr
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return [document for document in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if document]
 
 
 def overlay(path, components=(), of="base", **more):
