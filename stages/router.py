@@ -14,6 +14,7 @@ Crash       The logs are copies and the WAL is the truth. A start looks at every
 
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 
 from kmq import descriptors
@@ -47,6 +48,22 @@ def name_or_read_gap(stage: Stage, queues: Queues, block: Block, dropped_it: boo
         stage.log.warn("dropped", ring="durable", first_seq=low, last_seq=high)
 
 
+def in_runs(blocks: list[Block]) -> Iterator[list[Block]]:
+    """Yield the blocks in runs without a gap.
+
+    A gap may lie behind any block: drop_oldest took it from `framed`, or durability was killed before it showed what it
+    had stored, and `framed` had dropped that meanwhile.
+    """
+    run: list[Block] = []
+    for block in blocks:
+        if run and block.first_seq != run[-1].last_seq + 1:
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
 def wait_for_quota(stage: Stage, queues: Queues, admission: Admission) -> None:
     """Wait until the quota has room for a new topic, which takes far more disk than its first message."""
     while admission.must_wait(NEW_TOPIC):
@@ -59,11 +76,10 @@ def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
     row = stage.row
     blocks = ring.take()
     if blocks:
-        name_or_read_gap(stage, queues, blocks[0], ring.jumped)
-        new = [block for block in blocks if block.last_seq > queues.sorted_seq]
-        if new:
-            row.bytes += queues.route(new)
-            row.messages += sum(block.count for block in new)
+        for run in in_runs([block for block in blocks if block.last_seq > queues.sorted_seq]):
+            name_or_read_gap(stage, queues, run[0], ring.jumped and run[0] is blocks[0])
+            row.bytes += queues.route(run)
+            row.messages += sum(block.count for block in run)
         ring.release(blocks[-1])
     elif queues.has_newcomers:
         row.bytes += queues.make_topics(AT_ONCE)

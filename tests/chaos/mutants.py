@@ -223,7 +223,7 @@ MUTANTS = [
         "router moves its cursor before the work",
         [
             (ROUTER, "        ring.release(blocks[-1])\n", ""),
-            (ROUTER, "        name_or_read_gap(", "        ring.release(blocks[-1])\n        name_or_read_gap("),
+            (ROUTER, "        for run in in_runs(", "        ring.release(blocks[-1])\n        for run in in_runs("),
         ],
         [crash("router"), KILLS],
         "a start replays the WAL from the checkpoint, so the cursor costs work, never a message",
