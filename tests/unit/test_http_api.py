@@ -86,6 +86,7 @@ BAD = [
     ("PATCH", f"{TOPICS}/t", {"force": "yes"}, 422, "bad_field", "force"),
     ("PATCH", f"{TOPICS}/t", {"retentionMs": True}, 422, "bad_field", "retentionMs"),
     ("DELETE", f"{TOPICS}/nobody", None, 404, "unknown_topic", ""),
+    ("PATCH", f"{TOPICS}/__consumer_offsets", {"retentionMs": 1000}, 400, "reserved_topic", ""),
     ("DELETE", f"{TOPICS}/__consumer_offsets", None, 400, "reserved_topic", ""),
     ("PUT", f"{TOPICS}/t", {}, 405, "method_not_allowed", ""),
     ("GET", "/api/nothing", None, 404, "not_found", ""),

@@ -131,6 +131,7 @@ class TopicAdmin:
         self, name: str, options: Mapping[str, Value], partitions: int | None = None, force: bool = False
     ) -> TopicState:
         """Change options of a topic and wait until they are in force. `force`: also where keys would move."""
+        _refuse_reserved(name, "changed")
         limits = limits_of(options)
         before = await self.describe(name)
         if partitions is not None and partitions != before.partitions:
@@ -165,8 +166,7 @@ class TopicAdmin:
 
     async def delete(self, name: str) -> None:
         """Delete a topic with its records, and wait until its files are gone."""
-        if name.startswith("__"):
-            raise RequestRefused("reserved_topic", f"topic {name!r}: belongs to KMQ itself and cannot be deleted")
+        _refuse_reserved(name, "deleted")
         before = await self.describe(name)
         request = await asyncio.to_thread(requests.submit, self._data, requests.DELETE, name, {})
         await self._carried_out(request)
@@ -189,6 +189,12 @@ class TopicAdmin:
                 return False
             await asyncio.sleep(_POLL_S)
         return True
+
+
+def _refuse_reserved(name: str, what: str) -> None:
+    """Raise RequestRefused for a topic of KMQ itself: a retention of a second would delete all committed offsets."""
+    if name.startswith("__"):
+        raise RequestRefused("reserved_topic", f"topic {name!r}: belongs to KMQ itself and cannot be {what}")
 
 
 def _parsed(limit: str, text: str) -> object:

@@ -108,7 +108,7 @@ ADMIN = (
         "Change options of a topic; null: as the settings of the broker say",
         {200: Reply("as it is now", _TOPIC)},
         body=ref("TopicChanges"),
-        errors=("bad_request", "unknown_topic", "too_large", "busy"),
+        errors=("bad_request", "unknown_topic", "reserved_topic", "too_large", "busy"),
     ),
     Operation(
         "DELETE",
