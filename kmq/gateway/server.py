@@ -110,7 +110,7 @@ class Gateway:
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
         self.consumers = Consumers(settings, self.core.waking, self.tokens, self.strangers, self.requests)
         self.groups = Groups(settings, self.offsets, self.consumers.partitions, log)
-        self.keeper.is_alive = self.groups.is_alive
+        self.keeper.is_alive, self.keeper.forgotten = self.groups.is_alive, self.groups.forgotten
         self.requests.lags = GroupAdmin(self.groups, self.core.partitions, self.core.fetching).lags
         self.lines = Lines(self.consumers, self.groups)
         self.status = StatusPort(self.consumers, Locator(settings.data, page), self.groups.has_committed)

@@ -147,6 +147,16 @@ def test_two_members_share_the_partitions_and_nothing_is_read_twice(api, topic, 
     until(lambda: places(consume(api, topic, group, member="two")) == [0, 1], "all partitions for who stays")
 
 
+def test_what_is_committed_after_a_group_was_deleted_stays(api, topic, group):
+    produce(api, topic, "a", "b")
+    assert commit(api, topic, group, {0: 1}).status == 200
+    assert api.call("DELETE", f"/api/groups/{group}").status == 204
+    assert commit(api, topic, group, {0: 2}).status == 200
+    consume(api, topic, f"{group}-other")  # what the coordinator has to say of the deletion is done now
+    assert commit(api, topic, f"{group}-third", {0: 1}).status == 200  # and what it has written is on disk
+    assert api.get(f"/api/groups/{group}").value["partitions"][0]["committed"] == 2
+
+
 def test_a_member_of_the_consumer_port_and_one_of_http_share_a_topic(broker, api, topic, group):
     consume(api, topic, group, member="http")
     port = int((broker.pipes / "egress.port").read_text())

@@ -290,7 +290,7 @@ def test_a_group_that_is_idle_is_forgotten_unless_it_has_members(pod):
 
 
 def test_no_group_is_forgotten_before_the_gateway_knows_who_has_members(pod, monkeypatch):
-    for name, seconds in (("_GRACE_S", 0.0), ("_IDLE_S", 0.0), ("_TURN_S", 0.01)):
+    for name, seconds in (("GRACE_S", 0.0), ("_IDLE_S", 0.0), ("_TURN_S", 0.01)):
         monkeypatch.setattr(keeping, name, seconds)
 
     async def work(store):

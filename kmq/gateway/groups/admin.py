@@ -124,4 +124,4 @@ class GroupAdmin:
         self._known(group)
         self._groups.coordinator.check_empty(group)
         await self._groups.store.delete(group)
-        self._groups.coordinator.delete(group)
+        self._groups.forgotten(group)

@@ -90,10 +90,15 @@ class MemberView(NamedTuple):
 
 
 class GroupView(NamedTuple):
-    """What a door shows of a group. `protocol`: the assignor in force, "" as long as there was no member."""
+    """What a door shows of a group.
+
+    protocol    the assignor in force, "" as long as there was no member
+    left        when the last of its members left, by the coordinator's clock; -inf if it had none in this life
+    """
 
     name: str
     state: State
     generation: int
     protocol: str
     members: tuple[MemberView, ...]
+    left: float = float("-inf")

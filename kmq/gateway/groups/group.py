@@ -35,6 +35,7 @@ class Group:
         "generation",
         "has_commits",
         "least",
+        "left",
         "members",
         "name",
         "not_before",
@@ -53,6 +54,7 @@ class Group:
         self.counted = 0  # what the registry has counted of `topics`
         self.watched: set[str] = set()  # topics of whose changes the group is told
         self.active = self.not_before = now  # last leave or commit; the next step comes no earlier
+        self.left = float("-inf")  # when the last member left
         self.has_commits = False
         self._events = events
         self._ownership = Ownership(self.members)
@@ -89,7 +91,7 @@ class Group:
     def end(self, member: Member, code: str, now: float) -> None:
         """Take a member out. `code`: what it is told; "" if it left by itself."""
         self._remove(member)
-        self.active = now
+        self.active = self.left = now
         self._is_stale = bool(self.members)
         if code:
             self._events.append(Ended(self.name, member.id, code))
@@ -206,7 +208,7 @@ class Group:
     def view(self) -> GroupView:
         """Return the group as doors show it, its members in the order in which assignors prefer them."""
         members = tuple(member.view() for member in sorted(self.members.values(), key=_place))
-        return GroupView(self.name, self.state, self.generation, self.assignor, members)
+        return GroupView(self.name, self.state, self.generation, self.assignor, members, self.left)
 
 
 def check_exists(partition: TopicPartition, exists: Exists) -> None:

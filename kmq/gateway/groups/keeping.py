@@ -1,7 +1,7 @@
 """Keeps the store of committed offsets: loads it, forgets what is over, and lets its topic be compacted.
 
 Owner       the gateway: one task, from its start to its end.
-Invariant   No group is forgotten before the gateway has run for _GRACE_S: members come back within their session
+Invariant   No group is forgotten before the gateway has run for GRACE_S: members come back within their session
             timeout, and until then nobody knows them.
 Compaction  When the sealed segments of the topic hold twice what its rows take, and one more was sealed since the last
             time, a process at idle priority compacts it (compactor.py). At most one runs. It ends with the gateway; if
@@ -33,7 +33,7 @@ from kmq.settings import FOREVER, MIB, Settings
 
 _TURN_S = 1.0
 _IDLE_S = 60.0  # between two looks for idle groups
-_GRACE_S = 600.0  # twice the longest session timeout
+GRACE_S = 600.0  # twice the longest session timeout
 _COMPACT_S = 10.0  # between two looks whether compaction is worth it
 _RECORD_BYTES = 180  # of a commit in the log, with short names
 _LARGE_BYTES, _RECENT_BYTES = 192 * MIB, 96 * MIB  # the router deletes from 256 MiB on
@@ -41,13 +41,17 @@ _COMPACTOR = "kmq.gateway.groups.compactor"
 
 
 class OffsetKeeper:
-    """The task. `is_alive` says whether a group has members; until the gateway sets it, no group is forgotten."""
+    """The task. `is_alive` says whether a group has members; until the gateway sets it, no group is forgotten.
+
+    `forgotten` is called for each group that was forgotten.
+    """
 
     def __init__(self, settings: Settings, row: Row, store: OffsetStore, log: Logger) -> None:
         self.is_alive: Callable[[str], bool] = lambda group: True
+        self.forgotten: Callable[[str], None] = lambda group: None
         self._settings, self._row, self._store, self._log = settings, row, store, log
         self._clock: AgeClock | None = None
-        self._look_at = time.monotonic() + _GRACE_S
+        self._look_at = time.monotonic() + GRACE_S
         self._failed = ""
         self._compactor: asyncio.subprocess.Process | None = None
         self._compact_at = 0.0
@@ -79,7 +83,7 @@ class OffsetKeeper:
         now = await self._now()
         if self._settings.group_retention != FOREVER and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _IDLE_S
-            await self._store.forget_idle(self._settings.group_retention, now, self.is_alive)
+            await self._store.forget_idle(self._settings.group_retention, now, self.is_alive, self.forgotten)
 
     async def _now(self) -> float:
         """Return seconds since the epoch by a clock that does not jump. It must be asked every few seconds."""

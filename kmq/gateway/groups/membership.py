@@ -9,8 +9,11 @@ Owner       the gateway: one task, from its start to its end.
 Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
             before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and the
             coordinator hears of it only after it is durable.
+            Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when somebody
+            deletes it. What was committed after that stays.
 Crash       Groups that have committed offsets are restored from the store, and the start is counted (lives.py); nobody
-            joins before that is done.
+            joins before that is done. How old the offsets are is for keeping.py to judge, which has a clock that does
+            not jump and gives members the time to come back. So a start forgets nothing.
 Memory      As coordinator.py and store.py say, and a listener for each member that is connected.
 """
 
@@ -25,6 +28,7 @@ from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import lives
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
+from kmq.gateway.groups.keeping import GRACE_S
 from kmq.gateway.groups.known_topics import KnownTopics
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
@@ -48,7 +52,7 @@ class Groups:
         self._settings, self._log = settings, log
         self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
         self._listeners: dict[tuple[str, str], Listener] = {}
-        self._is_ready = False
+        self.is_ready = False
         self._timer: asyncio.TimerHandle | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
 
@@ -61,7 +65,7 @@ class Groups:
                 await asyncio.sleep(_LOAD_S)
             while not await self._restore():
                 await asyncio.sleep(_LOOK_S)
-            self._is_ready = True
+            self.is_ready = True
             while True:
                 self._turn()
                 await asyncio.sleep(_LOOK_S)
@@ -73,20 +77,19 @@ class Groups:
     async def _restore(self) -> bool:
         """Make all groups with committed offsets known; return False if that has to be tried again."""
         rows = {group: self.store.committed(group).values() for group in self.store.groups()}
-        highest = {group: max((row.generation for row in each), default=0) for group, each in rows.items()}
+        highest = {group: max((0, *(row.generation for row in each))) for group, each in rows.items()}
         least = max(highest.values(), default=0) // GENERATIONS
         try:
             starts = await asyncio.to_thread(lives.begin, self._settings.data, least)
         except OSError as err:
             self._log.warn("groups_not_ready", reason=err, effect="no member can join; tried again")
             return False
-        limits = Limits(retention_s=self._settings.group_retention)
+        limits = Limits(retention_s=max(self._settings.group_retention, GRACE_S))
         self.coordinator = Coordinator(limits, token_hex(3), starts)
         await self._topics.follow()
-        now, wall = time.monotonic(), time.time()
-        for group, each in rows.items():
-            idle_s = max(0.0, wall - max((row.ts for row in each), default=wall))
-            self.coordinator.restore(group, max(0, highest[group]), now, idle_s, _COME_BACK_S)
+        now = time.monotonic()
+        for group, generation in highest.items():
+            self.coordinator.restore(group, generation, now, wait_s=_COME_BACK_S)
         return True
 
     def _topics_changed(self, partitions_of: dict[str, int], again: list[str]) -> None:
@@ -99,7 +102,7 @@ class Groups:
         """Let the coordinator work in so many seconds; 0: as soon as the event loop is free."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._is_ready:
+        if self.is_ready:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._turn)
 
     def _turn(self) -> None:
@@ -120,7 +123,7 @@ class Groups:
     def _forget(self, group: str) -> None:
         async def delete() -> None:
             try:
-                if self.store.committed(group):
+                if self.store.committed(group) and self.coordinator.state(group) is State.DEAD:  # not made anew
                     await self.store.delete(group)
             except KmqError as err:
                 self._log.warn("group_not_forgotten", group=group, reason=err)
@@ -132,7 +135,7 @@ class Groups:
     # --- members -----------------------------------------------------------------------------------------------------
 
     def _coordinator(self) -> Coordinator:
-        if not self._is_ready:
+        if not self.is_ready:
             raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
         return self.coordinator
 
@@ -169,18 +172,8 @@ class Groups:
         if self._listeners.get((group, id)) is first:
             self._listeners[group, id] = listener
             if is_back and not has_heard:
-                self._tell_again(group, id, listener)
+                _tell_again(self.coordinator, group, id, listener)
         return id
-
-    def _tell_again(self, group: str, member: str, listener: Listener) -> None:
-        """Tell a member that came back what it has, and what it has been asked to give up."""
-        generation, partitions = self.coordinator.assignment(group, member)
-        view = self.coordinator.describe(group)
-        rows = [row for row in view.members if row.id == member] if view else []
-        for row in rows:
-            if row.revoking:
-                listener(Revoke(group, member, generation, row.revoking))
-        listener(Assigned(group, member, generation, partitions))
 
     def stop_listening(self, group: str, member: str, listener: Listener) -> None:
         """Note that a connection has ended. The member stays until its session timeout, and may come back."""
@@ -238,10 +231,18 @@ class Groups:
         return self._coordinator().describe(group)
 
     def is_alive(self, group: str) -> bool:
-        """Return True if the group has members, or may have some."""
-        if not self._is_ready:
+        """Return True if the group has members, may have some, or had some within KMQ_GROUP_RETENTION."""
+        if not self.is_ready:
             return True
-        return self.coordinator.state(group) not in (State.EMPTY, State.DEAD)
+        view = self.coordinator.describe(group)
+        return view is not None and (
+            bool(view.members) or time.monotonic() < view.left + self._settings.group_retention
+        )
+
+    def forgotten(self, group: str) -> None:
+        """Note that the committed offsets of a group were deleted: it is gone, unless somebody uses it again."""
+        if self.coordinator.state(group) is State.EMPTY and not self.store.committed(group):
+            self.coordinator.delete(group)
 
 
 def _is_member(coordinator: Coordinator, group: str, member: str | None) -> bool:
@@ -249,3 +250,14 @@ def _is_member(coordinator: Coordinator, group: str, member: str | None) -> bool
         return member is not None and bool(coordinator.assignment(group, member))
     except RequestRefused:
         return False
+
+
+def _tell_again(coordinator: Coordinator, group: str, member: str, listener: Listener) -> None:
+    """Tell a member that came back what it has, and what it has been asked to give up."""
+    generation, partitions = coordinator.assignment(group, member)
+    view = coordinator.describe(group)
+    rows = [row for row in view.members if row.id == member] if view else []
+    for row in rows:
+        if row.revoking:
+            listener(Revoke(group, member, generation, row.revoking))
+    listener(Assigned(group, member, generation, partitions))

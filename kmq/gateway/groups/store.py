@@ -192,10 +192,16 @@ class OffsetStore:
         self._deleted.is_due = self._deleted.is_due and left > 0
         return count
 
-    async def forget_idle(self, retention_s: float, now: float, is_alive: Callable[[str], bool]) -> int:
+    async def forget_idle(
+        self,
+        retention_s: float,
+        now: float,
+        is_alive: Callable[[str], bool],
+        forgotten: Callable[[str], None] = lambda group: None,
+    ) -> int:
         """Forget groups that committed nothing for so long and are not alive (have members); return how many.
 
-        `now`: seconds since the epoch, of a clock that does not jump.
+        `now`: seconds since the epoch, of a clock that does not jump. `forgotten` is called for each of them.
         """
         table = self._loaded()
         count = 0
@@ -206,6 +212,7 @@ class OffsetStore:
             if times and max(times) < now - retention_s and not self._writing[group] and not is_alive(group):
                 count += 1
                 await self.delete(group)
+                forgotten(group)
                 self._log.info("group_forgotten", group=group, reason="KMQ_GROUP_RETENTION")
         return count
 

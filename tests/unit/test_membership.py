@@ -1,0 +1,63 @@
+"""Groups as doors use them, over committed offsets that a former life of the gateway has left. No broker is needed."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager, suppress
+
+from log_server import up
+from made_data import write_data
+
+from kmq.gateway.core.feed import Watermark
+from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.offset_records import Committed, Place, encode_payload, routing_key
+from kmq.gateway.groups.store import OffsetStore
+from kmq.gateway.groups.terms import Client, Terms
+from kmq.logfmt import Logger
+
+PATIENCE_S = 30.0
+ME = Client("test", "127.0.0.1")
+
+
+def commit(group, offset, ts, topic="t"):
+    return b"%b|0|1|%b" % (routing_key(Place(group, topic, 0)), encode_payload(Committed(offset, ts)))
+
+
+@asynccontextmanager
+async def started(data, records, **settings):
+    """The groups of a gateway that has just started."""
+    with up(data, synced=records, **settings) as broker:
+        broker.page.rows["router"].seq = records
+        log = Logger("test")
+        store = OffsetStore(broker.settings, Watermark(broker.page), log)
+        groups = Groups(broker.settings, store, Partitions(data), log)
+        await store.load()
+        running = asyncio.create_task(groups.run())
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not groups.is_ready:
+                    await asyncio.sleep(0.01)
+                yield groups
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            await store.close()
+
+
+def test_a_start_forgets_no_group_however_old_its_last_commit_is(tmp_path):
+    """Its members come back in a moment: they have read a topic in which nothing happened for a month."""
+    month_ago = time.time() - 30 * 86400
+    data = write_data(tmp_path / "d", [b"t|0||a", commit("quiet", 1, month_ago)], {"t": 1})
+
+    async def main():
+        async with started(data, 2, KMQ_GROUP_RETENTION="7d") as groups:
+            assert groups.describe("quiet") is not None
+            assert not groups.is_alive("quiet")  # so that keeping.py forgets it if nobody comes
+            heard = []
+            member = await groups.join("quiet", None, ME, Terms(("t",)), heard.append)
+            assert groups.is_alive("quiet") and groups.committed("quiet") == {("t", 0): 1}
+            groups.leave("quiet", member)
+            assert groups.is_alive("quiet"), "its member has just left, perhaps for a new version of the program"
+
+    asyncio.run(main())
