@@ -176,6 +176,34 @@ def test_ndjson_gives_the_same_messages(api, topic, group):
     assert [message["value"] for message in answer.value] == ["a"]
 
 
+def test_a_topic_that_was_deleted_and_came_back_is_read_on_by_its_groups(broker, api, topic, group):
+    """The members never left: they were there before the deletion, and are there after it."""
+    produce(api, topic, "old")
+    with LineClient(int((broker.pipes / "egress.port").read_text())) as lines:
+        lines.send(f"GROUP {group}-lines member=m topics={topic}")
+        assert lines.line().startswith(b"!assign ")
+        assert lines.fetch(1000)[2].endswith(b"|old\n")
+        assert values(consume(api, topic, group)) == ["old"]
+        api.call("DELETE", f"{TOPICS}/{topic}")
+        api.post(TOPICS, {"name": topic, "partitions": 2})
+        produce(api, topic, "new")
+
+        def again():
+            answer = consume(api, topic, group)
+            assert answer.status == 200 or answer.value["code"] == "unknown_topic"
+            return answer.status == 200 and values(answer)
+
+        assert until(again, "the new topic") == ["new"]
+        while f"{topic}/0@1" not in lines.line().decode():
+            pass  # an assignment of the time in which there was no topic
+        assert lines.fetch(1000, wait_ms=60_000)[2].endswith(b"|new\n")
+
+
+def test_a_topic_that_is_not_there_is_404_and_makes_no_group(api, group):
+    assert consume(api, "nobody", group).refusal == (404, "unknown_topic", "")
+    assert api.get(f"/api/groups/{group}").status == 404
+
+
 # --- members and commits ---------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,14 @@ class Partition:
         if now != self._from_seq:
             raise RequestRefused("unknown_topic", f"topic {self.topic} was deleted; what has its name now is another")
 
+    def is_current(self) -> bool:
+        """Return False if the topic has been deleted since this partition was opened."""
+        try:
+            self.check()
+        except RequestRefused:
+            return False
+        return True
+
     def start(self) -> int:
         """Return the offset of the first record that is still there, or, if there is none, of the next one."""
         return min(self._log.first_offset, self.end()) if self._log.segments() else self._owner.empty_at(self)
@@ -82,6 +90,12 @@ class Partition:
     def end(self) -> int:
         """Return the offset that the next record gets."""
         return self._log.end_offset() if self._log.segments() else self._owner.empty_at(self)
+
+    def nearest(self, offset: int) -> int:
+        """Return this offset, or the first or the end offset if it lies outside."""
+        end = self.end()
+        start = min(self._log.first_offset, end) if self._log.segments() else end
+        return min(max(start, offset), end)
 
     def locate(self, position: Position) -> int:
         """Return the offset that a position means now. Raises RequestRefused for an offset beyond the end."""

@@ -46,7 +46,7 @@ class GroupAdmin:
     async def describe(self, group: str) -> tuple[GroupView, list[PartitionLag]]:
         """Return a group, and how far it is in each partition that it reads or has committed."""
         view = self._known(group)
-        committed = self._groups.committed(group)
+        committed = {place: row.offset for place, row in self._groups.committed(group).items()}
         places = {TopicPartition(*place) for place in committed}
         places |= {place for member in view.members for place in member.partitions}
         return view, await self._fetching.run(self._lags, sorted(places), committed)
@@ -60,7 +60,8 @@ class GroupAdmin:
         asked: dict[str, dict[tuple[str, int], int]] = {}
         room = MOST_LAGS
         for name in names:
-            asked[name] = dict(islice(self._groups.committed(name).items(), room))
+            rows = islice(self._groups.committed(name).items(), room)
+            asked[name] = {place: row.offset for place, row in rows}
             room -= len(asked[name])
 
         def look() -> list[tuple[str, str, int, int, float]]:

@@ -30,6 +30,7 @@ from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
 from kmq.gateway.groups.keeping import GRACE_S
 from kmq.gateway.groups.known_topics import KnownTopics
+from kmq.gateway.groups.offset_records import Committed
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
 from kmq.logfmt import Logger
@@ -198,10 +199,10 @@ class Groups:
 
     # --- offsets -----------------------------------------------------------------------------------------------------
 
-    def committed(self, group: str) -> Mapping[Partition, int]:
-        """Return the committed next offsets of a group."""
+    def committed(self, group: str) -> Mapping[Partition, Committed]:
+        """Return what a group has committed: the table itself, so do not change it, nor read it in a thread."""
         self._coordinator()
-        return {place: row.offset for place, row in self.store.committed(group).items()}
+        return self.store.committed(group)
 
     def has_committed(self, place: Partition, offset: int, group: str | None) -> bool:
         """Return True if the group, or any, has committed past this record."""

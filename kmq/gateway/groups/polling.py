@@ -102,6 +102,11 @@ class Poller:
                 if err.code not in (*_LOST, "unknown_partition"):
                     raise
 
+    def close(self, topic: str) -> None:
+        """Forget the cursors of a topic that was deleted: the topic that has its name now is another one."""
+        self.cursors = {place: cursor for place, cursor in self.cursors.items() if place.topic != topic}
+        self.delivered = {place: offset for place, offset in self.delivered.items() if place.topic != topic}
+
     async def turn(self, topic: str) -> list[Cursor]:
         """Return the cursors of a topic's partitions in the order of their turns; the next turn begins elsewhere.
 
@@ -112,7 +117,7 @@ class Poller:
         committed = self._groups.committed(self.group)
         for place in places:
             if place not in self.cursors:
-                at = Position("offset", committed[place]) if place in committed else Position("earliest")
+                at = Position("offset", committed[place].offset) if place in committed else Position("earliest")
                 try:
                     cursor = await self._fetching.open(*place, at)
                 except RequestRefused as err:

@@ -35,6 +35,7 @@ class GroupCalls:
 
     def __init__(self, core: Core, groups: Groups, bodies: Bodies, consume: Consume) -> None:
         self._groups, self._fetching, self._bodies, self._consume = groups, core.fetching, bodies, consume
+        self._topics = core.topics
         self._pollers = Pollers(groups, core.fetching)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         consume.by_group = self.consume
@@ -57,6 +58,8 @@ class GroupCalls:
         for name in _ALONE:
             if query[name] is not None:
                 raise bad_field(name, "excludes group=, because the group decides on partitions and offsets")
+        if not self._topics.exists(topic):
+            raise RequestRefused("unknown_topic", f"topic {topic!r}: does not exist; a first message makes it")
         limit = Limit(query["maxMessages"], query["maxBytes"], query["timeoutMs"] / 1000)
         name = query["member"] or SHARED
         client = Client(name, call.request.remote or "")
@@ -103,7 +106,12 @@ class GroupCalls:
             def shape(found: list[Message]) -> web.Response:
                 return response(call, found, cursors, more)
 
-            count, answer = await self._fetching.read(cursors, limit, shape)
+            try:
+                count, answer = await self._fetching.read(cursors, limit, shape)
+            except RequestRefused as err:
+                if err.code == "unknown_topic":
+                    poller.close(topic)  # the next call reads what has its name now
+                raise
             if call.query["autoCommit"]:
                 for cursor, offset in zip(cursors, before, strict=True):
                     if cursor.offset > offset:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kmq.client import egress_lines as requests
 from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import TopicPartition
+from kmq.client.egress_lines import Position, TopicPartition
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import Assigned, Ended, Event, Partitions, Revoke
 from kmq.gateway.groups.membership import Groups
@@ -25,6 +25,8 @@ from kmq.gateway.lines.service import Service
 from kmq.gateway.lines.session import Cursor, Session
 from kmq.refusals import known
 
+_AT_ONCE = 500  # partitions opened in one turn of a thread, which others wait for: some hundred milliseconds
+
 
 class GroupCommits:
     """The committed offsets of one group. `member` None: of a client that is none of its members."""
@@ -34,7 +36,7 @@ class GroupCommits:
 
     def committed(self, places: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
         found = self._groups.committed(self._group)
-        return {place: found[place] for place in places if place in found}
+        return {place: found[place].offset for place in places if place in found}
 
     async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
         await self._groups.commit(self._group, self.member, {place: Commit(offset) for place, offset in offsets})
@@ -99,18 +101,22 @@ class MemberSession(Session):
             self._groups.sync(self._asked.group, self._member, event.generation)
 
     async def _cursors(self, partitions: Partitions) -> list[Cursor]:
-        """Return the cursors of what is assigned: those that stay as they are, the others at the committed offsets."""
+        """Return the cursors of what is assigned: those that stay as they are, the others at the committed offsets.
+
+        A cursor of a topic that was deleted does not stay: the topic that has its name now is another one.
+        """
         places = [TopicPartition(*place) for place in partitions]
-        new: dict[TopicPartition, Cursor] = {}
-        for place in places:
-            if place in self.cursors:
-                continue
-            try:
-                (new[place],) = await self.open([(place, None)])
-            except RequestRefused as err:
-                if err.code not in ("unknown_topic", "unknown_partition"):
-                    raise  # else it is gone already, and the coordinator will hear of it
-        return [cursor for place in places if (cursor := self.cursors.get(place) or new.get(place))]
+        known = [self.cursors[place] for place in places if place in self.cursors]
+        kept = await self.service.run(lambda: {each.place: each for each in known if each.partition.is_current()})
+        missing = [place for place in places if place not in kept]
+        for at in range(0, len(missing), _AT_ONCE):
+            if at:
+                self.beat(polled=False)  # the client waits for the gateway meanwhile, which may take seconds
+            some: list[tuple[TopicPartition, Position | None]] = [
+                (place, None) for place in missing[at : at + _AT_ONCE]
+            ]
+            kept |= {cursor.place: cursor for cursor in await self.open(some, may_be_gone=True)}
+        return [kept[place] for place in places if place in kept]  # the coordinator will hear of what is gone
 
     # --- what the client says ----------------------------------------------------------------------------------------
 

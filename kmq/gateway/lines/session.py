@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kmq.client import egress_lines as requests
-from kmq.client.egress_lines import EARLIEST, BadLine, Position, TopicPartition
+from kmq.client.egress_lines import BadLine, Position, TopicPartition
 from kmq.client.egress_replies import (
     NO_RECORDS,
     Assigned,
@@ -82,18 +82,26 @@ class Session:
 
     # --- the partitions ----------------------------------------------------------------------------------------------
 
-    async def open(self, places: Sequence[tuple[TopicPartition, Position | None]]) -> list[Cursor]:
-        """Return cursors: at the position, else at the committed offset, else at the first record."""
+    async def open(
+        self, places: Sequence[tuple[TopicPartition, Position | None]], may_be_gone: bool = False
+    ) -> list[Cursor]:
+        """Return cursors: at the position, else at the committed offset, else at the first record.
+
+        `may_be_gone`: leave out partitions that do not exist.
+        """
         committed = self.commits.committed([place for place, _ in places])
 
         def opened() -> list[Cursor]:
             found = []
             for place, position in places:
-                partition = self.service.partitions.open(*place)
-                start = position
-                if start is None and place in committed:
-                    start = Position("offset", min(committed[place], partition.end()))
-                found.append(Cursor(partition, partition.locate(start or EARLIEST)))
+                try:
+                    partition = self.service.partitions.open(*place)
+                except RequestRefused:
+                    if may_be_gone:
+                        continue
+                    raise
+                at = partition.nearest(committed.get(place, 0)) if position is None else partition.locate(position)
+                found.append(Cursor(partition, at))
             return found
 
         return await self.service.run(opened)
