@@ -239,6 +239,13 @@ def test_a_stale_generation_and_a_strangers_partition_are_409(api, topic, group)
     assert commit(api, topic, group, {7: 0}, member="one").refusal[:2] == (404, "unknown_partition")
 
 
+@pytest.mark.parametrize("below", ["{topic}%2F0", "..%2Ftopics%2F{topic}", "..", ".%2F{topic}"])
+def test_a_directory_that_is_no_topic_cannot_be_committed_to(api, topic, group, below):
+    """Every such name would be a row of its own in the bounded table of offsets."""
+    produce(api, topic, "a")
+    assert commit(api, below.format(topic=topic), group, {0: 1}).refusal[:2] == (404, "unknown_partition")
+
+
 def test_a_commit_that_was_answered_is_a_record_of_the_reserved_topic(broker, api, topic, group):
     commit(api, topic, group, {0: 5})
     log = reader.partition(str(broker.data), "__consumer_offsets", 0)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
+from kmq import record
 from kmq.errors import KmqError
 from kmq.gateway.core.partitions import Partitions
 from kmq.log import topics
@@ -51,7 +52,7 @@ class KnownTopics:
         return {name: self._partitions.declared(name) for name in topics.names(self._data)}
 
     def _look_at(self, names: Iterable[str]) -> _Declared:
-        there = [name for name in names if os.path.isdir(f"{self._data}/topics/{name}")]
+        there = [n for n in names if record.is_topic_name(n) and os.path.isdir(f"{self._data}/topics/{n}")]
         return {name: self._partitions.declared(name) for name in there}
 
     def _take(self, declared: _Declared) -> None:
