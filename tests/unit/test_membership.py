@@ -7,8 +7,10 @@ from contextlib import asynccontextmanager, suppress
 from log_server import up
 from made_data import write_data
 
+from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_records import Committed, Place, encode_payload, routing_key
 from kmq.gateway.groups.store import OffsetStore
@@ -37,7 +39,7 @@ async def started(data, records, **settings):
             async with asyncio.timeout(PATIENCE_S):
                 while not groups.is_ready:
                     await asyncio.sleep(0.01)
-                yield groups
+                yield broker, groups
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
@@ -51,7 +53,7 @@ def test_a_start_forgets_no_group_however_old_its_last_commit_is(tmp_path):
     data = write_data(tmp_path / "d", [b"t|0||a", commit("quiet", 1, month_ago)], {"t": 1})
 
     async def main():
-        async with started(data, 2, KMQ_GROUP_RETENTION="7d") as groups:
+        async with started(data, 2, KMQ_GROUP_RETENTION="7d") as (_, groups):
             assert groups.describe("quiet") is not None
             assert not groups.is_alive("quiet")  # so that keeping.py forgets it if nobody comes
             heard = []
@@ -59,5 +61,26 @@ def test_a_start_forgets_no_group_however_old_its_last_commit_is(tmp_path):
             assert groups.is_alive("quiet") and groups.committed("quiet")["t", 0].offset == 1
             groups.leave("quiet", member)
             assert groups.is_alive("quiet"), "its member has just left, perhaps for a new version of the program"
+
+    asyncio.run(main())
+
+
+def test_a_damaged_record_hides_the_lag_of_no_other_partition(tmp_path):
+    """Else /metrics would answer nothing at all as long as a file is damaged."""
+    lines = [b"bad|0||" + b"x" * 100, b"good|0||a"]
+    commits = [commit("g", 0, time.time(), topic) for topic in ("bad", "good")]
+    data = write_data(tmp_path / "d", [*lines, *commits], {"bad": 1, "good": 1})
+    log = tmp_path / "d/topics/bad/0/00000000000000000000.log"
+    log.write_bytes(log.read_bytes().replace(b"xxx", b"xyx", 1))
+
+    async def main():
+        async with started(data, 4) as (broker, groups):
+            core = Core(broker.settings, broker.page, Logger("test"))
+            try:
+                rows = await GroupAdmin(groups, core.partitions, core.fetching).lags()
+                assert [row[:4] for row in rows] == [("g", "bad", 0, 1), ("g", "good", 0, 1)]
+            finally:
+                core.stop()
+                await core.close()
 
     asyncio.run(main())

@@ -1,7 +1,8 @@
 """Groups as people look after them: list, describe with lag, move their offsets, delete.
 
 Lag         In messages: end offset less committed offset. In seconds: how long ago the first record that is not
-            committed was received; 0 without one. A partition without a commit counts from its first record.
+            committed was received; 0 without one, or if it is damaged. A partition without a commit counts from its
+            first record. A partition whose files do not say where it ends is left out.
 """
 
 import time
@@ -13,11 +14,12 @@ from kmq.client.egress_lines import Position
 from kmq.client.message import Message
 from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.core.metrics import MOST_LAGS
-from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.core.partitions import Partition, Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import GroupView, TopicPartition
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import Commit
+from kmq.log.damage import DamageError
 
 
 class PartitionLag(NamedTuple):
@@ -84,18 +86,12 @@ class GroupAdmin:
         for place in places:
             try:
                 partition = self._partitions.open(*place)
-            except RequestRefused:  # deleted a moment ago
+                start, end = partition.start(), partition.end()
+            except (RequestRefused, DamageError):  # deleted a moment ago; or one damaged log would hide all others
                 continue
-            start, end = partition.start(), partition.end()
             offset = committed.get(place)
             first = max(start, start if offset is None else offset)
-            lag_s = 0.0
-            if first < end:
-                begin, lines = partition.read(first, 1)
-                line = next((line for line in lines.split(b"\n") if line), b"")
-                if line:
-                    received = Message(place.topic, place.partition, begin, line).recv_timestamp
-                    lag_s = max(0.0, time.time() - received)
+            lag_s = _age_of(partition, first) if first < end else 0.0
             rows.append(PartitionLag(place.topic, place.partition, offset, end, max(0, end - first), lag_s))
         return rows
 
@@ -126,3 +122,15 @@ class GroupAdmin:
         self._groups.coordinator.check_empty(group)
         await self._groups.store.delete(group)
         self._groups.forgotten(group)
+
+
+def _age_of(partition: Partition, offset: int) -> float:
+    """Return how many seconds ago the record at `offset`, or the next one that is left, was received."""
+    try:
+        begin, lines = partition.read(offset, 1)
+    except (RequestRefused, DamageError):
+        return 0.0
+    line = next((line for line in lines.split(b"\n") if line), b"")
+    if not line:
+        return 0.0
+    return max(0.0, time.time() - Message(partition.topic, partition.number, begin, line).recv_timestamp)
