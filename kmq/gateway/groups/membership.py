@@ -206,11 +206,10 @@ class Groups:
 
     def has_committed(self, place: Partition, offset: int, group: str | None) -> bool:
         """Return True if the group, or any, has committed past this record."""
-        for name in self.store.groups() if group is None else [group]:
-            row = self.store.committed(name).get(place)
-            if row is not None and row.offset > offset:
-                return True
-        return False
+        if group is None:
+            return self.store.table.furthest(place) > offset
+        row = self.store.committed(group).get(place)
+        return row is not None and row.offset > offset
 
     async def commit(
         self, group: str, member: str | None, rows: Mapping[Partition, Commit], generation: int | None = None

@@ -1,6 +1,7 @@
 """The rows of all groups in memory: what each committed, and which messages it gave back.
 
 Invariant   Of two rows for one place the one with the higher seq stays, in whatever order they arrive.
+Cost        What any group has committed in a partition is known without a look at each group (`furthest`).
 Memory      At most MAX_GROUPS groups and MAX_BYTES of rows (ROW_BYTES each, and its texts), MAX_NACKS messages given
             back in a partition; then `offsets_full`. Rows that were stored already are always taken in.
 """
@@ -37,10 +38,12 @@ class OffsetTable:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
+        self._furthest: dict[Partition, tuple[int, str]] = {}  # partitions that were asked for → offset, whose it is
         self._bytes = 0
 
     def clear(self) -> None:
         self._groups.clear()
+        self._furthest.clear()
         self._bytes = 0
 
     @property
@@ -61,6 +64,24 @@ class OffsetTable:
     def nacks_of(self, group: str, at: Partition) -> Mapping[int, Nack]:
         found = self._groups.get(group)
         return found.nacks.get(at, {}) if found else {}
+
+    def furthest(self, at: Partition) -> int:
+        """Return the highest offset that any group has committed in a partition; 0: none has."""
+        found = self._furthest.get(at)
+        if found is None:  # a look at every group: again only when the group that was furthest has gone back
+            rows = ((group.commits[at].offset, name) for name, group in self._groups.items() if at in group.commits)
+            found = self._furthest[at] = max(rows, default=(0, ""))
+        return found[0]
+
+    def _moved(self, group: str, at: Partition, offset: int) -> None:
+        """Note that a group has committed this offset, or 0: none any more."""
+        found = self._furthest.get(at)
+        if found is None:
+            return
+        if offset >= found[0]:
+            self._furthest[at] = offset, group
+        elif found[1] == group:
+            del self._furthest[at]
 
     def rows_of(self, group: str) -> list[tuple[Place, Row]]:
         """Return all rows of a group."""
@@ -87,6 +108,7 @@ class OffsetTable:
         at = place.topic, place.partition
         if isinstance(row, Committed):
             group.commits[at] = row
+            self._moved(place.group, at, row.offset)
         elif place.offset is not None:
             group.nacks.setdefault(at, {})[place.offset] = row
         self._bytes += _weight(place, row) - (_weight(place, before) if before else 0)
@@ -99,6 +121,7 @@ class OffsetTable:
         self._bytes -= _weight(place, before)
         if place.offset is None:
             del group.commits[at]
+            self._moved(place.group, at, 0)
         else:
             del group.nacks[at][place.offset]
             if not group.nacks[at]:

@@ -119,25 +119,29 @@ class OffsetStore:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def committed(self, group: str) -> Mapping[Partition, Committed]:
-        """Return (topic, partition) → what the group has committed; {} for an unknown group. Do not change it.
+    @property
+    def table(self) -> OffsetTable:
+        """Return all rows. Do not change them. This and all other calls raise RequestRefused before `load` has ended."""
+        if not self.is_loaded:
+            raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
+        return self._table
 
-        This and all other calls raise RequestRefused (not_ready) before `load` has ended.
-        """
-        return self._loaded().commits_of(group)
+    def committed(self, group: str) -> Mapping[Partition, Committed]:
+        """Return (topic, partition) → what the group has committed; {} for an unknown group. Do not change it."""
+        return self.table.commits_of(group)
 
     def nacks(self, group: str, topic: str, partition: int) -> Mapping[int, Nack]:
         """Return offset → what is to be delivered again to the group in a partition. Do not change it."""
-        return self._loaded().nacks_of(group, (topic, partition))
+        return self.table.nacks_of(group, (topic, partition))
 
     def groups(self) -> list[str]:
         """Return the names of the groups that have committed something, in order."""
-        return self._loaded().groups
+        return self.table.groups
 
     @property
     def rows(self) -> int:
         """Return how many rows all groups have: about as many records as compaction would leave."""
-        return self._loaded().rows
+        return self.table.rows
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -169,14 +173,14 @@ class OffsetStore:
 
     async def delete(self, group: str) -> None:
         """Forget a group. Durable when this returns. That it has no members is for the caller to know."""
-        await self._bury(group, [place for place, _ in self._loaded().rows_of(group)])
+        await self._bury(group, [place for place, _ in self.table.rows_of(group)])
 
     async def forget_deleted_topics(self) -> int:
         """Forget offsets of topics that were deleted; return how many rows. Call it now and then.
 
         `committed` shows them no more at once; tombstones let compaction remove their records.
         """
-        table = self._loaded()
+        table = self.table
         self._deleted.look()
         count = left = 0
         for number, group in enumerate(table.groups if self._deleted.is_due else ()):
@@ -203,7 +207,7 @@ class OffsetStore:
 
         `now`: seconds since the epoch, of a clock that does not jump. `forgotten` is called for each of them.
         """
-        table = self._loaded()
+        table = self.table
         count = 0
         for number, group in enumerate(table.groups):
             if number % _AT_ONCE == 0:
@@ -221,7 +225,7 @@ class OffsetStore:
 
         A group with a commit on its way is left out: its old offset must not come behind the new one.
         """
-        table = self._loaded()
+        table = self.table
 
         async def again(group: str) -> int:
             old = [(place, row) for place, row in table.rows_of(group) if row.seq < before_seq]
@@ -238,7 +242,7 @@ class OffsetStore:
 
     async def _write(self, group: str, rows: Mapping[Place, Row]) -> None:
         if rows:
-            self._loaded().check_room(group, rows)
+            self.table.check_room(group, rows)
             await self._declare()
             await self._send(group, [(routing_key(place), encode_payload(row)) for place, row in rows.items()])
 
@@ -268,11 +272,6 @@ class OffsetStore:
                 self._table.put(place, decode_payload(payload, seq))
 
     # --- rules -------------------------------------------------------------------------------------------------------
-
-    def _loaded(self) -> OffsetTable:
-        if not self.is_loaded:
-            raise RequestRefused("not_ready", "the gateway has not read the committed offsets yet")
-        return self._table
 
     async def _declare(self) -> None:
         """Declare the topic before its first record, or that record would make it without compaction."""

@@ -1,0 +1,43 @@
+"""The rows of committed offsets in memory: what any group has committed, whatever was committed, moved and forgotten."""
+
+import random
+
+import pytest
+
+from kmq.gateway.groups.offset_records import Committed, Place
+from kmq.gateway.groups.offset_table import OffsetTable
+
+
+class Counted(dict):
+    """Counts how often all groups are looked at."""
+
+    looks = 0
+
+    def items(self):
+        self.looks += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_furthest_offset_of_a_partition_is_that_of_some_group(seed):
+    chance, table, rows = random.Random(seed), OffsetTable(), {}
+    for seq in range(1, 400):
+        place = Place(f"g{chance.randrange(4)}", "t", chance.randrange(2))
+        if chance.random() < 0.2:
+            rows.pop(place, None)
+            table.drop(place, seq)
+        else:
+            rows[place] = chance.randrange(9)
+            table.put(place, Committed(rows[place], 0.0, seq=seq))
+        for partition in range(2):
+            known = [offset for at, offset in rows.items() if at.partition == partition]
+            assert table.furthest(("t", partition)) == max(known, default=0)
+
+
+def test_a_question_after_a_commit_costs_no_look_at_every_group():
+    table = OffsetTable()
+    table._groups = groups = Counted()
+    for seq in range(100):
+        table.put(Place(f"g{seq}", "t", 0), Committed(seq, 0.0, seq=seq))
+        table.furthest(("t", 0))
+    assert groups.looks == 1
