@@ -152,7 +152,8 @@ class Ghost:
         """The code with which a commit is refused; "" if it is allowed."""
         seat = self.seats.get(Key(group, member or ""))
         if member is None or (member == "-" and seat is None):
-            refused = "unknown_member" if self.of(group) else ""
+            is_old = generation not in (None, newest)
+            refused = "unknown_member" if self.of(group) else "fenced" if is_old else ""
         else:
             refused = self.refusal(seat, generation, newest)
         if refused:

@@ -317,6 +317,20 @@ def an_idle_member_costs_one_alarm_in_each_session(stage: Stage) -> None:
     demand(stage.state() == "stable", "and all are there")
 
 
+def a_commit_without_a_member_in_an_old_generation_is_refused(stage: Stage) -> None:
+    former = stage.join(member="-")
+    stage.settle()
+    old = stage.generation()
+    stage.leave(former)
+    demand(stage.commit("-", T[0], generation=old) == "", "nobody was there since")
+    later = stage.join()
+    stage.settle()
+    stage.leave(later)
+    demand(stage.commit("-", T[0], generation=old) == "fenced", "somebody has read on meanwhile")
+    demand(stage.commit(None, T[0], generation=stage.generation()) == "", "the last generation")
+    demand(stage.commit("-", T[0]) == "", "and who names none")
+
+
 def a_group_without_members_and_commits_is_forgotten(stage: Stage) -> None:
     member = stage.join()
     stage.settle()

@@ -168,7 +168,8 @@ class Coordinator:
     ) -> None:
         """Return if all of `partitions` may be committed, else raise RequestRefused and allow none. Counts as a beat.
 
-        `member` None, or SHARED while nobody is that member: allowed as long as the group has no members.
+        `member` None, or SHARED while nobody is that member: allowed as long as the group has no members, and in no
+        other generation than its last one, if the caller names one: members may have come and gone meanwhile.
         Raises: unknown_member, fenced (an old generation, or not the member's partition), unknown_partition,
         bad_name, too_many_groups.
         """
@@ -180,6 +181,10 @@ class Coordinator:
             if found and found.members:
                 text = f"group {group} has members; only they may commit"
                 raise RequestRefused("unknown_member", text)
+            last = found.generation if found else 0
+            if generation not in (None, last):
+                text = f"generation {generation} is not in force; group {group} is in generation {last}"
+                raise RequestRefused("fenced", text)
             for partition in wanted:
                 check_exists(partition, self._registry.exists)
             self._registry.changed(self._registry.make(group, now))
