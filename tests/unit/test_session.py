@@ -7,6 +7,7 @@ from log_server import up
 from made_data import write_data
 
 from kmq.broker.incidents import Incidents, Strangers
+from kmq.broker.stats import STATES
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.waking import Waking
@@ -48,6 +49,10 @@ class Client:
         assert await self.line() == "!assign 0 t/0@100"
         assert (await self.line()).startswith("!offsets t/0 ")  # the fetch is behind it
 
+    async def close(self):
+        self._writer.close()
+        await self._writer.wait_closed()
+
     async def line(self):
         return (await self._reader.readline()).decode().rstrip("\n")
 
@@ -62,9 +67,10 @@ def run(tmp_path):
     """Runs a coroutine function that is given the service and a client of a session on topic t, of 100 records."""
     data = write_data(tmp_path / "d", [b"t|0||%d" % n for n in range(100)], {"t": 1})
 
-    def go(work):
+    def go(work, state="ready"):
         async def main():
             with up(data) as broker:
+                broker.page.rows["router"].state = STATES.index(state)
                 waking, strangers = (
                     Waking(Watermark(broker.page)),
                     Strangers(broker.page.rows["gateway"], Incidents(lambda *_, **__: None)),
@@ -79,8 +85,8 @@ def run(tmp_path):
                     async with asyncio.timeout(PATIENCE_S):
                         await work(service, client)
                 finally:
-                    client._writer.close()
                     lines.stop()
+                    await client.close()
                     await lines.drain()
                     server.close()
                     service.close()
@@ -119,5 +125,28 @@ def test_a_batch_that_was_read_before_a_seek_is_not_sent(run):
         assert await client.batch() == ("t/0", 7)
         await client.ask("!fetch 20")
         assert await client.batch() == ("t/0", 8)
+
+    run(work)
+
+
+@pytest.mark.parametrize(("state", "code"), [("ready", "out_of_range"), ("recovering", "not_ready")])
+def test_an_offset_behind_the_end_is_too_early_while_the_router_recovers(run, state, code):
+    """A consumer that goes on after a power cut tries again then, and does not end."""
+
+    async def work(service, client):
+        await client.ask("ASSIGN t/0@200")
+        assert (await client.line()).startswith(f"!err {code} ")
+        assert await client.line() == "", "the end"
+
+    run(work, state)
+
+
+def test_the_gateway_ends_while_a_refused_client_still_reads(run):
+    """The client keeps its half of the connection open, so the gateway waits a moment before it closes."""
+
+    async def work(service, client):
+        await client.ask("NONSENSE")
+        assert (await client.line()).startswith("!err bad_request ")
+        assert await client.line() == ""
 
     run(work)

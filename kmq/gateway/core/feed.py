@@ -128,6 +128,11 @@ class Watermark:
         return self._router.seq
 
     @property
+    def is_followed(self) -> bool:
+        """Return True while the router works. Until it has recovered, logs may end earlier than they did."""
+        return self._router.state_name == "ready"
+
+    @property
     def durable(self) -> int:
         self._durable = max(self._durable, self._durability.seq)
         return self._durable

@@ -56,7 +56,7 @@ class Waking:
     """The waiting readers of the gateway."""
 
     def __init__(self, watermark: Watermark, most: int = _MOST_WATCHES) -> None:
-        self._watermark, self._most = watermark, most
+        self.watermark, self._most = watermark, most
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = -1
         self._waiters: dict[int, set[_Waiter]] = {}  # by watch
@@ -100,7 +100,7 @@ class Waking:
         """Wait until the router has routed a record, at most `seconds`."""
         try:
             async with asyncio.timeout(seconds):
-                await self._watermark.passed(self._watermark.routed + 1)
+                await self.watermark.passed(self.watermark.routed + 1)
         except TimeoutError:
             pass
 

@@ -172,7 +172,7 @@ class Connection(asyncio.Protocol):
         """End the connection with this line, or without it if part of another line or batch is under way."""
         if self.task is None or self.task.done():
             return
-        if not self.is_sending and not self._is_lost:
+        if not self.is_sending and not self._is_lost and not self._is_refused:  # it has had its last line
             self.transport.write(last)
             self._is_ended = True
         self.task.cancel()
@@ -194,15 +194,15 @@ class Connection(asyncio.Protocol):
         self._is_refused = True
         self.transport.resume_reading()
         self.transport.write_eof()
-        until = time.monotonic() + _LINGER_S
-        while not self._is_over and time.monotonic() < until:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(_LINGER_S):
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while not self._is_over:
+                    self._arrived.clear()
                     await self._arrived.wait()
-            except TimeoutError:
-                break
-        self.transport.close()
+        except TimeoutError:
+            pass
+        finally:  # also if the gateway ends meanwhile
+            self.transport.close()
 
     # --- the limits --------------------------------------------------------------------------------------------------
 

@@ -50,8 +50,18 @@ class Service:
             raise RequestRefused("unauthorized", f"say {what} … token=<token>, with one that `kmq token new` has made")
 
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
-        """Return the result of work that reads files."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        """Return the result of work that reads files.
+
+        After a power cut logs end earlier than they did, until the router has recovered: a consumer that goes on behind
+        such an end comes too early (not_ready), and is not wrong (out_of_range).
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        except RequestRefused as err:
+            if err.code == "out_of_range" and not self.waking.watermark.is_followed:
+                text = f"the router is down or recovers, so the end is unknown: {err}"
+                raise RequestRefused("not_ready", text) from None
+            raise
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
