@@ -222,6 +222,20 @@ def test_a_member_joins_beats_and_leaves(api, topic, group):
     assert answer.refusal[:2] == (409, "unknown_member")
 
 
+def test_a_member_that_joins_again_reads_what_it_asked_for_last(api, topic, group):
+    other = f"{topic}-other"
+    api.post(TOPICS, {"name": other})
+    produce(api, topic, "a")
+    produce(api, other, "b")
+    subscribed = lambda: {row["topic"] for row in api.get(f"/api/groups/{group}").value["members"][0]["assignment"]}  # noqa: E731
+    for asked in ([topic, other], [other], [topic]):
+        assert api.post(f"/api/groups/{group}/members", {"member": "m", "topics": asked}).status == 200
+        until(
+            lambda asked=asked: consume(api, asked[0], group, member="m") and subscribed() == {*asked}, "these topics"
+        )
+    assert until(lambda: values(consume(api, other, group, member="m")), "a topic that is asked for again") == ["b"]
+
+
 def test_a_stale_generation_and_a_strangers_partition_are_409(api, topic, group):
     generation = consume(api, topic, group, member="one").value["generation"]
     consume(api, topic, group, member="two")

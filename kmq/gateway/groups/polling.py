@@ -150,14 +150,17 @@ class Pollers:
     async def member(
         self, group: str, name: str | None, client: Client, topics: Iterable[str], terms: Callable[[Terms], Terms]
     ) -> Poller:
-        """Return the member of this name, joined to these topics besides its others; None: a new member."""
+        """Return the member of this name, joined to these topics, besides its others if `terms` keep those.
+
+        `name` None: a new member. `terms` are given what a call of consume asks for.
+        """
         wanted = set(topics)
         async with self._joining:
             known = self._members.get((group, name or ""))
-            if known is not None and not known.ended and wanted <= known.topics:
+            asked = terms(Terms(tuple(sorted(wanted)), keeps_topics=True))
+            if known is not None and not known.ended and asked.keeps_topics and wanted <= known.topics:
                 return known
             poller = known if known is not None and not known.ended else Poller(self._groups, self._fetching, group)
-            asked = terms(Terms(tuple(sorted(wanted)), keeps_topics=True))
 
             def hear(event: Event) -> None:
                 poller.hear(event)
@@ -167,7 +170,7 @@ class Pollers:
             poller.id = name or ""
             poller.id = await self._groups.join(group, name, client, asked, hear)
             poller.ended = ""
-            poller.topics |= wanted
+            poller.topics = poller.topics | wanted if asked.keeps_topics else wanted
             self._members[group, poller.id] = poller
             return poller
 
