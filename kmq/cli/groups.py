@@ -90,7 +90,8 @@ def describe(group: _GROUP, as_json: _JSON = False) -> None:
     if as_json:
         print(json.dumps(found))
         return
-    print(f"group {group}: {found['state']}, generation {found['generation']}, {found['protocol']}")
+    protocol = f", {found['protocol']}" if found["protocol"] else ""
+    print(f"group {group}: {found['state']}, generation {found['generation']}{protocol}")
     owners = {(place["topic"], place["partition"]): row for row in found["members"] for place in row["assignment"]}
     table = Table("topic", box=None, pad_edge=False, header_style="bold")
     for title in ("partition", "committed", "end", "lag", "lag seconds"):

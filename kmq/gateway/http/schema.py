@@ -98,7 +98,7 @@ _SEND: dict[str, Schema] = {
 _GROUP = text("name of a group", minLength=1, maxLength=200)
 _MEMBER = text("name of a member", minLength=1, maxLength=200)
 _GENERATION = number("the group's, as the member was told it", most=(1 << 31) - 1)
-_METADATA = text("kept with the offset", maxLength=4096)
+_METADATA = text("kept with the offset; at most 1,024 bytes", maxLength=1024)
 _WHERE = text("earliest or latest", enum=["earliest", "latest"])
 _GROUP_HEAD: dict[str, Schema] = {
     "group": _GROUP,
