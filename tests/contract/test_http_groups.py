@@ -1,5 +1,6 @@
 """Consumer groups over HTTP, on a real broker: members by requests, alone and beside members of the consumer port."""
 
+import socket
 import time
 from contextlib import closing
 from itertools import count
@@ -174,6 +175,24 @@ def test_ndjson_gives_the_same_messages(api, topic, group):
     produce(api, topic, "a")
     answer = api.get(f"/api/topics/{topic}/consume?group={group}&format=text", Accept=NDJSON)
     assert [message["value"] for message in answer.value] == ["a"]
+
+
+def test_messages_of_an_answer_that_broke_off_come_again_at_once(broker, api, topic, group):
+    """More than the kernel keeps for a client that does not read; with autoCommit they would be committed unread."""
+    produce(api, topic, *("x" * 700_000 for _ in range(10)))
+    wanted = f"/api/topics/{topic}/consume?group={group}&member=m&autoCommit=true&format=text&maxBytes=8000000"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int((broker.pipes / "http.port").read_text())))
+        client.sendall(f"GET {wanted} HTTP/1.1\r\nHost: kmq\r\n\r\n".encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+
+    def again():
+        answer = consume(api, topic, group, member="m", autoCommit="true", maxMessages=1)
+        return [message["offset"] for message in answer.value["messages"]]
+
+    assert until(again, "messages") == [0]
+    assert api.get(f"/api/groups/{group}").value["partitions"][0]["committed"] is None
 
 
 def test_a_topic_that_was_deleted_and_came_back_is_read_on_by_its_groups(broker, api, topic, group):

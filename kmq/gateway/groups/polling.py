@@ -13,6 +13,7 @@ Memory      One object for each member that the coordinator knows and that joine
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from kmq.client.egress_lines import Position
 from kmq.gateway.core.fetching import Cursor, Fetching
@@ -24,6 +25,15 @@ from kmq.gateway.groups.terms import SHARED, Client, Terms
 
 _JOIN_S = 3.0  # how long a call waits for its first assignment, beyond its own wait
 _LOST = ("unknown_member", "fenced")
+
+
+class Move(NamedTuple):
+    """What one call has read of a partition: its cursor went from `start` to `end`."""
+
+    place: TopicPartition
+    cursor: Cursor
+    start: int
+    end: int
 
 
 class Poller:
@@ -101,6 +111,14 @@ class Poller:
             except RequestRefused as err:
                 if err.code not in (*_LOST, "unknown_partition"):
                     raise
+
+    def take_back(self, moves: Iterable[Move]) -> None:
+        """Note that the client has not got these messages, unless other calls have gone on behind them."""
+        for place, cursor, start, end in moves:
+            if cursor.offset == end:
+                cursor.offset, cursor.seen = start, None
+            if self.delivered.get(place) == end:
+                del self.delivered[place]
 
     def close(self, topic: str) -> None:
         """Forget the cursors of a topic that was deleted: the topic that has its name now is another one."""

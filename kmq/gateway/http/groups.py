@@ -1,11 +1,17 @@
 """Consumer groups over HTTP: members that consume, commit and beat by requests, and groups as people look after them.
 
 Without `member=` all callers of a group are one member. A member beats by consuming.
+
+Lost        An answer that breaks off, or that the client does not read within KMQ_LINE_DEADLINE, counts as not given: the
+            member's next call begins with the same messages. What the kernel has taken for a client that then dies
+            comes again when its session has ended.
 """
 
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -18,7 +24,7 @@ from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.events import GroupView, TopicPartition
 from kmq.gateway.groups.membership import Groups
-from kmq.gateway.groups.polling import Poller, Pollers
+from kmq.gateway.groups.polling import Move, Poller, Pollers
 from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.bodies import Bodies, parse_json
@@ -35,7 +41,7 @@ class GroupCalls:
 
     def __init__(self, core: Core, groups: Groups, bodies: Bodies, consume: Consume) -> None:
         self._groups, self._fetching, self._bodies, self._consume = groups, core.fetching, bodies, consume
-        self._topics = core.topics
+        self._topics, self._deadline_s = core.topics, core.settings.line_deadline
         self._pollers = Pollers(groups, core.fetching)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         consume.by_group = self.consume
@@ -82,8 +88,10 @@ class GroupCalls:
         try:
             while True:
                 watcher.clear()
-                cursors, count, answer = await self._read(call, poller, topic, limit)
-                if count or time.monotonic() >= deadline:
+                cursors, moves, answer = await self._read(call, poller, topic, limit)
+                if moves:
+                    await self._send(call, answer, partial(poller.take_back, moves))
+                if moves or time.monotonic() >= deadline:
                     return answer
                 until = min(deadline, time.monotonic() + _BEAT_S)
                 await self._fetching.wait(cursors, until, watcher, lambda: is_gone(call))
@@ -96,8 +104,8 @@ class GroupCalls:
 
     async def _read(
         self, call: Call, poller: Poller, topic: str, limit: Limit
-    ) -> tuple[list[Cursor], int, web.Response]:
-        """Return the cursors of the member's partitions, the number of messages, and the answer with them."""
+    ) -> tuple[list[Cursor], list[Move], web.Response]:
+        """Return the cursors of the member's partitions, how they were moved, and the answer."""
         async with poller.lock:
             cursors = await poller.turn(topic)
             before = [cursor.offset for cursor in cursors]
@@ -112,12 +120,26 @@ class GroupCalls:
                 if err.code == "unknown_topic":
                     poller.close(topic)  # the next call reads what has its name now
                 raise
+            moves = [
+                Move(TopicPartition(cursor.partition.topic, cursor.partition.number), cursor, offset, cursor.offset)
+                for cursor, offset in zip(cursors, before, strict=True)
+                if cursor.offset > offset
+            ]
             if call.query["autoCommit"]:
-                for cursor, offset in zip(cursors, before, strict=True):
-                    if cursor.offset > offset:
-                        place = TopicPartition(cursor.partition.topic, cursor.partition.number)
-                        poller.delivered[place] = cursor.offset
-        return cursors, count, answer
+                poller.delivered.update((move.place, move.end) for move in moves)
+        return cursors, moves if count else [], answer  # without a message nothing can be lost
+
+    async def _send(self, call: Call, answer: web.Response, take_back: Callable[[], None]) -> None:
+        """Send an answer with messages. If the client has gone, the member is given them again by its next call."""
+        deadline_s = self._deadline_s if self._deadline_s != float("inf") else None
+        try:
+            async with asyncio.timeout(deadline_s):
+                await answer.prepare(call.request)
+                await answer.write_eof()
+        except (ConnectionError, TimeoutError):
+            take_back()
+            if call.request.transport is not None:
+                call.request.transport.abort()
 
     # --- members -----------------------------------------------------------------------------------------------------
 
