@@ -3,7 +3,8 @@
 Limits      At most _MOST connections on each port, _MOST_CONSUMERS on a consumer's, and _HANDSHAKES more whose TLS
             handshake is unfinished (some 300 KiB each). At the limit a new connection evicts the one that has kept the
             gateway waiting longest: a handshake evicts a handshake, a connection evicts a connection without a request.
-            If all connections are being served, the new one is refused.
+            If all connections are being served, the new one is refused. A consumer that was admitted (its token was
+            valid, if one is required) makes room only where all others were too: it is idle while it works.
 Deadline    KMQ_LINE_DEADLINE limits a handshake, the time until the next request is whole, and the reading of a
             response.
 Memory      Responses that clients have not read hold at most _UNREAD_BYTES in all connections together; beyond that the
@@ -192,7 +193,7 @@ class Doors:
             return True
         slow = [handler for handler in at_door if self._waits_since(handler)]
         if slow:
-            longest = min(slow, key=self._waits_since)
+            longest = min(slow, key=lambda handler: (_is_admitted(handler), self._waits_since(handler)))
             self._end(longest)
             self._strangers.turn_away(self._open.pop(longest).peer, f"{most} are open, and this one is the slowest")
         return bool(slow)
@@ -245,3 +246,7 @@ class Doors:
             if late:
                 self._strangers.cut_off(connection.peer, late)
                 self._end(handler)
+
+
+def _is_admitted(handler: Any) -> bool:
+    return isinstance(handler, Connection) and handler.is_admitted

@@ -11,6 +11,7 @@ from kmq.broker.stats import STATES
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.waking import Waking
+from kmq.gateway.doors import Doors, listening
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.lines.door import Lines
@@ -18,6 +19,7 @@ from kmq.gateway.lines.service import Service
 from kmq.logfmt import Logger
 
 PATIENCE_S = 30.0
+MOST = 3  # connections
 
 
 class Held(Service):
@@ -40,6 +42,10 @@ class Client:
     def __init__(self, reader, writer):
         self._reader, self._writer = reader, writer
 
+    @classmethod
+    async def at(cls, address):
+        return cls(*await asyncio.open_connection(*address))
+
     async def ask(self, *lines):
         self._writer.write("".join(f"{line}\n" for line in lines).encode())
 
@@ -48,6 +54,10 @@ class Client:
         await self.ask("ASSIGN t/0@latest", "!fetch 20 wait=60000", "!offsets")
         assert await self.line() == "!assign 0 t/0@100"
         assert (await self.line()).startswith("!offsets t/0 ")  # the fetch is behind it
+
+    @property
+    def address(self):
+        return self._writer.get_extra_info("peername")
 
     async def close(self):
         self._writer.close()
@@ -79,8 +89,10 @@ def run(tmp_path):
                 log = Logger("test")
                 store = OffsetStore(broker.settings, Watermark(broker.page), log)
                 lines = Lines(service, Groups(broker.settings, store, service.partitions, log))
-                server = await asyncio.get_running_loop().create_server(lines, "127.0.0.1", 0)
-                client = Client(*await asyncio.open_connection(*server.sockets[0].getsockname()))
+                [door] = listening("127.0.0.1", 0)
+                doors = Doors(broker.settings, strangers)
+                doors.serve(door, lines, None, MOST)
+                client = await Client.at(door.getsockname())
                 try:
                     async with asyncio.timeout(PATIENCE_S):
                         await work(service, client)
@@ -88,7 +100,7 @@ def run(tmp_path):
                     lines.stop()
                     await client.close()
                     await lines.drain()
-                    server.close()
+                    doors.close()
                     service.close()
                     waking.close()
 
@@ -148,5 +160,21 @@ def test_the_gateway_ends_while_a_refused_client_still_reads(run):
         await client.ask("NONSENSE")
         assert (await client.line()).startswith("!err bad_request ")
         assert await client.line() == ""
+
+    run(work)
+
+
+def test_strangers_that_ask_for_nothing_make_room_before_an_idle_consumer(run):
+    """However many they are. The consumer works on its records meanwhile, so it is silent for longer than they are."""
+
+    async def work(service, client):
+        await client.ask("ASSIGN t/0")
+        assert await client.line() == "!assign 0 t/0@0"
+        strangers = [await Client.at(client.address) for _ in range(MOST + 1)]
+        assert await strangers[0].line() == "", "it was evicted"
+        await client.ask("!fetch 20")
+        assert await client.batch() == ("t/0", 0)
+        for stranger in strangers:
+            await stranger.close()
 
     run(work)

@@ -40,6 +40,7 @@ class Connection(asyncio.Protocol):
         self.transport: Any = None
         self.peer = ""
         self.is_tls = False
+        self.is_admitted = False  # it has asked for something, with a valid token if one is required
         self.pending = 0  # requests that are being served while the next line is awaited
         self.is_sending = False  # the client has to read before anything goes on
         self._idle_since = self._blocked_since = self._unfinished_since = time.monotonic()

@@ -59,7 +59,7 @@ class Lines:
             asked = opening(line)
             verb = type(asked).__name__.upper()
             self._service.authorize(asked.token, connection.peer, verb)
-            connection.pending = 1
+            connection.is_admitted, connection.pending = True, 1
             await self._handle(connection, asked)
         except (BadLine, TooLong) as err:
             code = "bad_request"

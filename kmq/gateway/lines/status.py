@@ -58,7 +58,9 @@ class StatusPort:
     async def _serve(self, connection: Connection) -> None:
         try:
             while (line := await connection.read_line()) is not None:
-                await connection.write(await self._answer(line, connection.peer))
+                answer = await self._answer(line, connection.peer)
+                connection.is_admitted |= not answer.startswith(b"ERR")
+                await connection.write(answer)
         except TooLong:
             await connection.write(_USAGE)
 
