@@ -32,6 +32,18 @@ checkpointer.CHECKPOINT_S = 1.0
 """
 
 
+_RESTLESS = """
+import sys
+
+if "kmq.gateway" in sys.orig_argv:
+    from kmq.gateway.groups import terms
+    from kmq.gateway.http import schema
+
+    terms.SESSION_S = (1.0, 300.0)
+    schema.SCHEMAS["JoinGroup"]["properties"]["sessionMs"]["minimum"] = 1000
+"""
+
+
 def hurried(directory: Path) -> str:
     """Whatever is seldom on disk for a moment is there so often that a fault meets it."""
     return _site(directory, _HURRIED)
@@ -45,6 +57,11 @@ def brisk(directory: Path) -> str:
 def saving(directory: Path) -> str:
     """The dedupe table is saved each second, not each half minute: only then does retention take what it covers of the WAL."""
     return _site(directory, _SAVING)
+
+
+def restless(directory: Path) -> str:
+    """Members of groups may have sessions of a second, so that one which is stopped has lost its partitions soon."""
+    return _site(directory, _RESTLESS)
 
 
 def _site(directory: Path, text: str) -> str:

@@ -1,0 +1,75 @@
+"""The history that a member of a group writes while it runs."""
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from chaos.history import OK, UNKNOWN, Assigned, Commit, Offsets, Operation, Place, Poll, encode
+
+
+class Diary:
+    """Knows what the member reads and where it is. Everything is in the file before the member acts upon it."""
+
+    def __init__(self, path: Path, process: str, group: str) -> None:
+        self.process, self.group = process, group
+        self.next: Offsets = {}  # behind what was given to the member, of the partitions that it has
+        self.committed: Offsets = {}  # what was acknowledged, of these
+        self.generation: int | None = None
+        self._places: tuple[Place, ...] = ()
+        self._file = path.open("a", buffering=1)
+
+    def _write(self, operation: Operation) -> None:
+        self._file.write(f"{encode(operation)}\n")
+
+    def assigned(
+        self,
+        generation: int | None,
+        places: Iterable[Place],
+        fresh: Iterable[Place],
+        began: float,
+        goes_on: bool = False,
+    ) -> None:
+        places, fresh = tuple(places), tuple(fresh)
+        self.generation, self._places = generation, places
+        now = time.monotonic()
+        self._write(Assigned(self.process, self.group, generation, places, fresh, began, now, goes_on))
+        for table in (self.next, self.committed):
+            for place in [place for place in table if place not in places or place in fresh]:
+                del table[place]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return self._places
+
+    def give_up(self, places: Iterable[Place]) -> None:
+        """These are no longer the member's."""
+        gone = set(places)
+        self.assigned(None, [place for place in self._places if place not in gone], (), 0.0)
+
+    def polled(self, rows: Iterable[tuple[Place, int, str]]) -> None:
+        """Place, offset and value of each record, in the order in which the member was given them."""
+        runs: list[tuple[Place, int, list[str]]] = []
+        for place, offset, value in rows:
+            if runs and runs[-1][0] == place and runs[-1][1] + len(runs[-1][2]) == offset:
+                runs[-1][2].append(value)
+            else:
+                runs.append((place, offset, [value]))
+        for place, first, values in runs:
+            poll = Poll(self.process, self.group, place, first, tuple(values), time.monotonic())
+            self._write(poll)
+            self.next[place] = poll.end
+
+    def due(self, places: Iterable[Place] | None = None) -> Offsets:
+        """What there is to commit."""
+        wanted = self.next if places is None else [place for place in places if place in self.next]
+        return {place: self.next[place] for place in wanted if self.committed.get(place) != self.next[place]}
+
+    def asks_to_commit(self, offsets: Mapping[Place, int]) -> float:
+        """To be called before; returns when that was."""
+        now = time.monotonic()
+        self._write(Commit(self.process, self.group, dict(offsets), UNKNOWN, now, now))
+        return now
+
+    def has_committed(self, offsets: Mapping[Place, int], began: float) -> None:
+        self._write(Commit(self.process, self.group, dict(offsets), OK, began, time.monotonic()))
+        self.committed.update({place: offset for place, offset in offsets.items() if place in self.next})

@@ -1,0 +1,320 @@
+"""A member of a group as a process of its own, which can be killed and stopped. It writes a history of what it sees.
+
+    python -m chaos.member DOOR NAME GROUP TOPIC PIPES HISTORY SESSION_S
+
+SIGTERM ends it in order. It reads, commits now and then, and gives up what it is asked to. A new door is a
+function in DOORS.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from line_client import LineClient
+
+import kmq
+from chaos.diary import Diary
+from chaos.history import Offsets, Place
+from kmq.client import egress_replies as replies
+
+PATIENCE_S = 60.0
+
+
+class Task(NamedTuple):
+    """What a member has been told to do."""
+
+    name: str
+    group: str
+    topic: str
+    pipes: Path
+    session_s: float
+    diary: Diary
+    rng: random.Random
+    enough: threading.Event
+
+    def port(self, name: str) -> int:
+        return int((self.pipes / f"{name}.port").read_text() or 0)
+
+    def wants_to_commit(self) -> bool:
+        return self.rng.random() < 0.3
+
+
+def value_of(payload: bytes | None) -> str:
+    return (payload or b"").decode().partition(" ")[0]
+
+
+# --- kmq.Consumer ----------------------------------------------------------------------------------------------------
+
+
+def _options(task: Task) -> dict[str, Any]:
+    return {
+        "port": lambda: task.port("egress"),
+        "group_id": task.group,
+        "member": task.name,
+        "session_s": task.session_s,
+        "fetch_max_bytes": task.rng.choice([500, 20_000]),
+        "max_poll_records": task.rng.choice([3, 500]),
+    }
+
+
+class _Callbacks:
+    """What a consumer tells its application, for the diary."""
+
+    def __init__(self, task: Task) -> None:
+        self.diary, self.asked_at = task.diary, 0.0
+
+    def on_assign(self, places: Iterable[Place]) -> None:
+        new = _plain(places)
+        kept = [place for place in self.diary.places if place not in new]
+        self.diary.assigned(None, [*kept, *new], new, self.asked_at)
+
+    def on_lost(self, places: Iterable[Place]) -> None:
+        self.diary.give_up(_plain(places))
+
+
+def _plain(places: Iterable[Place]) -> list[Place]:
+    return [(topic, number) for topic, number in places]
+
+
+def _rows(messages: Iterable[kmq.Message]) -> list[tuple[Place, int, str]]:
+    return [((each.topic, each.partition), each.offset, value_of(each.value)) for each in messages]
+
+
+def by_consumer(task: Task) -> None:
+    diary, told = task.diary, _Callbacks(task)
+
+    def commit(offsets: Offsets) -> None:
+        if offsets:
+            began = diary.asks_to_commit(offsets)
+            with contextlib.suppress(kmq.KmqError):
+                consumer.commit(offsets)
+                diary.has_committed(offsets, began)
+
+    def on_revoke(places: Iterable[Place]) -> None:
+        commit(diary.due(_plain(places)))
+        told.on_lost(places)
+
+    with kmq.Consumer(
+        task.topic, on_assign=told.on_assign, on_revoke=on_revoke, on_lost=told.on_lost, **_options(task)
+    ) as consumer:
+        while not task.enough.is_set():
+            began = time.monotonic()
+            messages = consumer.poll(timeout=0.1)
+            told.asked_at = began
+            diary.polled(_rows(messages))
+            if not messages or task.wants_to_commit():
+                commit(diary.due())
+
+
+def by_asyncio(task: Task) -> None:
+    diary, told = task.diary, _Callbacks(task)
+
+    async def run() -> None:
+        async def commit(offsets: Offsets) -> None:
+            if offsets:
+                began = diary.asks_to_commit(offsets)
+                with contextlib.suppress(kmq.KmqError):
+                    await consumer.commit(offsets)
+                    diary.has_committed(offsets, began)
+
+        async def on_revoke(places: Iterable[Place]) -> None:
+            await commit(diary.due(_plain(places)))
+            told.on_lost(places)
+
+        async with kmq.AsyncConsumer(
+            task.topic, on_assign=told.on_assign, on_revoke=on_revoke, on_lost=told.on_lost, **_options(task)
+        ) as consumer:
+            while not task.enough.is_set():
+                began = time.monotonic()
+                messages = await consumer.poll(timeout=0.1)
+                told.asked_at = began
+                diary.polled(_rows(messages))
+                if not messages or task.wants_to_commit():
+                    await commit(diary.due())
+
+    asyncio.run(run())
+
+
+# --- lines, by hand --------------------------------------------------------------------------------------------------
+
+
+class _Lines:
+    """One connection of a member that speaks the protocol itself."""
+
+    def __init__(self, task: Task, client: LineClient) -> None:
+        self._task, self._diary, self._client = task, task.diary, client
+        self._waiting: deque[tuple[Offsets, float]] = deque()  # commits
+        self._answered = time.monotonic()  # when the last request was sent that has been answered
+        client.send(f"GROUP {task.group} member={task.name} topics={task.topic} session={int(task.session_s * 1000)}ms")
+        self._hear(replies.Assigned)
+
+    def _hear(self, *wanted: type) -> Any:
+        """Take replies up to one of these types."""
+        while True:
+            reply = self._client.reply()
+            if isinstance(reply, replies.Assigned):
+                self._assigned(reply)
+            elif isinstance(reply, replies.Revoke):
+                self._revoke(_plain(reply.partitions))
+            elif isinstance(reply, replies.Committed):
+                self._diary.has_committed(*self._waiting.popleft())
+            elif isinstance(reply, replies.Failed):
+                assert reply.request == "commit", reply
+                self._waiting.popleft()
+            if isinstance(reply, wanted):
+                return reply
+
+    def _assigned(self, reply: replies.Assigned) -> None:
+        places = _plain(place for place, _ in reply.offsets)
+        fresh = [place for place in places if place not in self._diary.places]
+        self._diary.assigned(reply.generation, places, fresh, self._answered)
+
+    def _revoke(self, places: list[Place]) -> None:
+        self.commit(self._diary.due(places))
+        self._diary.give_up(places)
+        self._client.send("!revoked")
+
+    def commit(self, offsets: Offsets) -> None:
+        if offsets:
+            self._waiting.append((offsets, self._diary.asks_to_commit(offsets)))
+            self._client.send("!commit " + " ".join(f"{t}/{number} {n}" for (t, number), n in offsets.items()))
+
+    def read(self) -> bool:
+        """Return whether there was something."""
+        asked = time.monotonic()
+        self._client.send(f"!fetch {self._task.rng.choice([300, 10_000])} wait=100")
+        batch = self._hear(replies.Batch)
+        self._answered = asked
+        if batch.place is None:
+            return False
+        lines = self._client.read(batch.nbytes).splitlines()
+        place = batch.place.topic, batch.place.partition
+        self._diary.polled([(place, n, value_of(line.split(b"|", 5)[5])) for n, line in enumerate(lines, batch.offset)])
+        return True
+
+    def settle_commits(self) -> None:
+        while self._waiting:
+            self._hear(replies.Committed, replies.Failed)
+
+    def leave(self) -> None:
+        self.settle_commits()
+        self._client.send("!leave")
+        self._client.rest()
+
+
+def by_lines(task: Task) -> None:
+    while not task.enough.is_set():
+        try:
+            with LineClient(task.port("egress")) as client:
+                session = _Lines(task, client)
+                while not task.enough.is_set():
+                    if not session.read() or task.wants_to_commit():
+                        session.commit(task.diary.due())
+                        session.settle_commits()
+                session.leave()
+        except (OSError, ValueError, AssertionError):
+            task.enough.wait(0.05)  # the gateway is away, or has ended this member
+        task.diary.give_up(task.diary.places)
+
+
+# --- HTTP ------------------------------------------------------------------------------------------------------------
+
+
+class _Http:
+    def __init__(self, task: Task) -> None:
+        self._task, self._diary = task, task.diary
+        self._connection = HTTPConnection("127.0.0.1", task.port("http"), timeout=PATIENCE_S)
+        self._members = f"/api/groups/{task.group}/members"
+        self._seen = 0.0
+
+    def _join(self) -> None:
+        """Join with a session as short as that of the others: who joins by consuming has a longer one."""
+        task = self._task
+        terms = {"member": task.name, "topics": [task.topic], "sessionMs": int(task.session_s * 1000)}
+        status, answer = self._call("POST", self._members, terms)
+        if status != 200:
+            raise ConnectionError(answer)
+
+    def _call(self, method: str, target: str, body: Any = None) -> tuple[int, Any]:
+        self._connection.request(method, target, None if body is None else json.dumps(body).encode())
+        response = self._connection.getresponse()
+        text = response.read()
+        return response.status, json.loads(text) if text else None
+
+    def read(self) -> bool:
+        """Return whether there was something."""
+        task, began = self._task, time.monotonic()
+        if began > self._seen + task.session_s / 2:
+            self._join()
+        query = (
+            f"group={task.group}&member={task.name}&format=text&timeoutMs=100&maxMessages={task.rng.choice([5, 300])}"
+        )
+        status, answer = self._call("GET", f"/api/topics/{task.topic}/consume?{query}")
+        self._seen = time.monotonic()
+        if status != 200:
+            raise ConnectionError(answer)
+        places = [(row["topic"], row["partition"]) for row in answer["assignment"]]
+        if answer["generation"] != self._diary.generation or tuple(places) != self._diary.places:
+            self._diary.assigned(answer["generation"], places, places, began, goes_on=True)
+        self._diary.polled(
+            ((task.topic, row["partition"]), row["offset"], row["value"].partition(" ")[0])
+            for row in answer["messages"]
+        )
+        return bool(answer["messages"])
+
+    def commit(self, offsets: Offsets) -> None:
+        if not offsets:
+            return
+        task, began = self._task, self._diary.asks_to_commit(offsets)
+        rows = [{"partition": number, "offset": offset} for (_, number), offset in offsets.items()]
+        asked = {"group": task.group, "member": task.name, "generation": self._diary.generation, "offsets": rows}
+        status, answer = self._call("POST", f"/api/topics/{task.topic}/commit", asked)
+        if status == 200:
+            self._diary.has_committed(offsets, began)
+        elif status != 409:
+            raise ConnectionError(answer)
+
+    def leave(self) -> None:
+        self._call("DELETE", f"{self._members}/{self._task.name}")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def by_http(task: Task) -> None:
+    while not task.enough.is_set():
+        with contextlib.suppress(OSError, ValueError, HTTPException), contextlib.closing(_Http(task)) as session:
+            while not task.enough.is_set():
+                if not session.read() or task.wants_to_commit():
+                    session.commit(task.diary.due())
+            session.leave()
+        task.enough.wait(0.05)
+
+
+DOORS: dict[str, Callable[[Task], None]] = {
+    "consumer": by_consumer,
+    "asyncio": by_asyncio,
+    "lines": by_lines,
+    "http": by_http,
+}
+
+
+def main(door: str, name: str, group: str, topic: str, pipes: str, history: str, session_s: str) -> None:
+    enough = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: enough.set())
+    diary = Diary(Path(history), name, group)
+    DOORS[door](Task(name, group, topic, Path(pipes), float(session_s), diary, random.Random(name), enough))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,164 @@
+"""Producers and groups over all doors at once, while stages, gateway and members are killed and stopped: judged as a history.
+
+Nothing that chaos/anomalies.py names may be seen. The rebalances never end: some member always comes, goes or sleeps.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from api_client import Api
+from line_client import ask
+
+from chaos import hurry
+from chaos.anomalies import check
+from chaos.crowd import Crowd, Observer
+from chaos.history import Poll
+from chaos.kills import moment
+from chaos.member import DOORS
+from chaos.pod import PATIENCE_S, STAGES, Pod
+from chaos.senders import start_senders
+
+TOPIC, PARTITIONS, GROUPS = "mixed", 6, ("red", "blue")
+GATEWAY = {f"KMQ_{name}_PORT": 0 for name in ("HTTP", "GRPC", "EGRESS", "STATUS", "METRICS")}
+
+Make = Callable[..., Pod]
+
+
+class Mixed:
+    """A pod with a gateway, writers over every door, and two groups."""
+
+    def __init__(self, pod: Pod, rng: random.Random, cleanup: ExitStack, session_s: float) -> None:
+        self.pod, self.rng = pod, rng
+        pod.start(*STAGES, "gateway")
+        pod.wait_ready()
+        self._declare()
+        self.crowd = Crowd(pod, TOPIC, GROUPS, session_s, rng)
+        cleanup.callback(self.crowd.close)
+        self.crowd.join_all()
+        self.senders = start_senders(TOPIC, pod.pipes, rng)
+        self.observer = Observer(pod, GROUPS)
+        self.observer.start()
+        cleanup.callback(self._stop_threads)
+        pod.wait(lambda: self.crowd.doors_that_read() == set(DOORS), "messages over every door")
+        self.faults: Counter[str] = Counter()
+
+    def _stop_threads(self) -> None:
+        self.observer.enough.set()
+        for sender in self.senders:
+            sender.abandon()
+
+    def _declare(self) -> None:
+        def is_declared() -> bool:
+            try:
+                with closing(Api(int((self.pod.pipes / "http.port").read_text()))) as api:
+                    return api.post("/api/admin/topics", {"name": TOPIC, "partitions": PARTITIONS}).status in (200, 201)
+            except (OSError, ValueError):
+                return False
+
+        self.pod.wait(is_declared, "a gateway that declares a topic")
+
+    # --- faults --------------------------------------------------------------------------------------------------
+
+    def blow(self, *names: str) -> None:
+        """Kill processes of the pod, and start them again."""
+        self.pod.kill(*names)
+        moment(self.rng, 0.2)
+        self.pod.start(*self.rng.sample(names, len(names)))
+        self.faults["kill " + "+".join(names) if len(names) < 4 else "kill all"] += 1
+
+    def stop_for_a_moment(self) -> None:
+        name = self.rng.choice([*STAGES, "gateway"])
+        self.pod.pause(name)
+        moment(self.rng, 1.0)
+        self.pod.resume(name)
+        self.faults[f"stop {name}"] += 1
+
+    def something(self) -> None:
+        """Something happens."""
+        crowd, rng = self.crowd, self.rng
+        crowd.wake()
+        happenings: list[Callable[[], None]] = [
+            crowd.kill,
+            crowd.kill,
+            crowd.leave,
+            crowd.sleep,
+            self.stop_for_a_moment,
+            lambda: self.blow("gateway"),
+            lambda: self.blow(rng.choice(STAGES)),
+            lambda: self.blow(*rng.sample([*STAGES, "gateway"], 2)),
+            lambda: self.blow(*STAGES),
+        ]
+        rng.choice(happenings)()
+        moment(rng, 1.0)
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def judge(self) -> None:
+        """Let all of it arrive and be read by both groups; then there is no anomaly."""
+        self.crowd.wake(everybody=True)
+        self.pod.wait_ready()
+        for sender in self.senders:
+            sender.finish()
+        self.pod.settle()
+        self.pod.wait(self._is_drained, "both groups have read and committed everything", 2 * PATIENCE_S)
+        self.crowd.finish()
+        self.observer.finish()
+        history = [operation for sender in self.senders for operation in sender.history]
+        history += [*self.crowd.history(), *self.observer.history, *self._everything()]
+        verdict = check(history, drained=GROUPS, complete=True)
+        crowd = self.crowd
+        print(f"members={crowd.started} killed={crowd.killed} stopped={crowd.zombies} left={crowd.left}", end=" ")
+        print(" ".join(f"{name.replace(' ', '_')}={count}" for name, count in sorted(self.faults.items())))
+        print(" ".join(f"{sender.process}={len(sender.sent)}" for sender in self.senders), verdict, sep="\n")
+        assert not verdict.counts, f"{verdict}\n{crowd.log()[-2000:]}\n{self.pod.tail()}"
+
+    def _is_drained(self) -> bool:
+        ends = self._ends()
+        return all(self.observer.ends.get(group) == ends and self.observer.lags[group] == 0 for group in GROUPS)
+
+    def _ends(self) -> dict[tuple[str, int], int]:
+        return {(TOPIC, n): len(self._lines(n)) for n in range(PARTITIONS)}
+
+    def _lines(self, number: int) -> list[bytes]:
+        """As they are in the files."""
+        paths = sorted((self.pod.data / "topics" / TOPIC / str(number)).glob("*.log"))
+        return b"".join(path.read_bytes() for path in paths).splitlines()
+
+    def _everything(self) -> Iterator[Poll]:
+        """What a reader without a group is given."""
+        port = int((self.pod.pipes / "egress.port").read_text())
+        for number in range(PARTITIONS):
+            lines = ask(port, f"CONSUME {TOPIC}/{number} raw").splitlines()
+            values = tuple(line.split(b"|", 5)[5].decode().partition(" ")[0] for line in lines)
+            yield Poll("reader", "", (TOPIC, number), 0, values, time.monotonic())
+
+
+def test_no_anomaly_while_everything_is_killed_once(
+    make_pod: Make, rng: random.Random, cleanup: ExitStack, tmp_path: Path
+) -> None:
+    pod = make_pod(PYTHONPATH=hurry.restless(tmp_path), **GATEWAY)
+    mixed = Mixed(pod, rng, cleanup, session_s=1.0)
+    mixed.crowd.sleep()
+    for victim in rng.sample([*STAGES, "gateway"], 5):
+        mixed.blow(victim)
+        rng.choice([mixed.crowd.kill, mixed.crowd.leave])()
+        mixed.crowd.wake()
+    mixed.judge()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("minutes", [6])
+def test_soak_no_anomaly_while_everything_is_killed(
+    make_pod: Make, rng: random.Random, cleanup: ExitStack, minutes: int
+) -> None:
+    mixed = Mixed(make_pod(**GATEWAY), rng, cleanup, session_s=6.0)
+    until = time.monotonic() + 60 * minutes
+    while time.monotonic() < until:
+        mixed.something()
+    mixed.judge()
