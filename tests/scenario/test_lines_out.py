@@ -1,6 +1,7 @@
 """The consumer port of a real broker: what it sends is what the files hold, whoever reads, however slowly, whatever is killed."""
 
 import os
+import random
 import resource
 import socket
 import ssl
@@ -8,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import door_attacks
 import pytest
 from brokers import PATIENCE_S, Broker
 from line_client import LineClient, ask
@@ -279,6 +281,27 @@ def test_the_status_port_knows_records_that_are_there(broker):
     assert answer == b"PENDING\nPENDING\nUNKNOWN\nUNKNOWN\n"
     usage = b"ERR expected: GET_STATUS <seq> [<group>] [token=<token>]\n"
     assert ask(port(broker, "status"), "GET_STATUS", "get_status 1", "GET_STATUS x", "GET_STATUS -1") == usage * 4
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clients", [60, pytest.param(5000, marks=pytest.mark.soak)])
+def test_bad_input_at_any_door_is_answered_by_its_rules_and_costs_little_memory(broker, clients):
+    ports = {name: port(broker, name) for name in ("egress", "status", "http")}
+    pid, before = broker.pids()["gateway"], resident(broker)
+    answered = door_attacks.attack(random.Random(door_attacks.seed_of_this_run()), ports, clients)
+    assert len(answered) == 3, answered
+    with door_attacks.hoard(ports, 20):
+        assert ask(ports["egress"], "CONSUME orders/0 max=1").startswith(b"!ok")
+        assert ask(ports["status"], "GET_STATUS 999999") == b"UNKNOWN\n"
+        assert resident(broker) - before < 60 << 20
+    assert broker.pids()["gateway"] == pid and "Traceback" not in broker.log()
+
+
+def test_a_line_over_the_limit_is_refused_with_the_limit_at_both_ports(broker):
+    for name, answer in (("egress", b"!err bad_request the line"), ("status", b"ERR bad_request: the line")):
+        assert ask(port(broker, name), "x" * 70_000) == answer + b" is over 65536 bytes\n"
 
 
 # --- TLS and tokens --------------------------------------------------------------------------------------------------

@@ -61,8 +61,8 @@ class StatusPort:
                 answer = await self._answer(line, connection.peer)
                 connection.is_admitted |= not answer.startswith(b"ERR")
                 await connection.write(answer)
-        except TooLong:
-            await connection.write(_USAGE)
+        except TooLong as err:
+            await connection.write(f"ERR bad_request: {err}\n".encode())
 
     async def _answer(self, line: bytes, peer: str) -> bytes:
         try:
