@@ -260,6 +260,18 @@ GOOD = [
     ("GET", "/api/topics/f1/consume?partition=0&offset=0&maxMessages=10&timeoutMs=1&format=text", b""),
     ("GET", "/api/topics/f1/consume?partition=1&timestamp=1700000000000&maxBytes=1000", b""),
     ("GET", "/v1/logs/f1/0/records?start=0&end=3", b""),
+    ("GET", "/api/topics/f1/consume?group=g&member=m&maxMessages=3&timeoutMs=1&autoCommit=true", b""),
+    (
+        "POST",
+        "/api/topics/f1/commit",
+        b'{"group":"g","generation":1,"offsets":[{"partition":0,"offset":1,"metadata":"x"}]}',
+    ),
+    ("POST", "/api/topics/f1/seek", b'{"group":"h","to":{"offsets":[{"partition":0,"offset":0}]}}'),
+    ("POST", "/api/groups/g/members", b'{"member":"n","topics":["f1"],"assignor":"sticky","sessionMs":6000}'),
+    ("POST", "/api/groups/g/members/n/heartbeat", b'{"generation":1}'),
+    ("DELETE", "/api/groups/g/members/n", b""),
+    ("GET", "/api/groups/g", b""),
+    ("DELETE", "/api/groups/h", b""),
 ]
 SPICE = [
     b"\0",
