@@ -8,9 +8,11 @@ Not covered A record that compaction, retention or a deletion has removed has no
 """
 
 import asyncio
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from typing import NamedTuple
 
 from kmq import record, routing
@@ -22,8 +24,10 @@ from kmq.settings import KIB, MIB
 
 _THREADS = 2
 _TAILS = 256
-_READ_BYTES = 64 * KIB  # read at once
+_READ_BYTES = 64 * KIB  # read at once, and kept; more is read at once for many records
+_LINE_BYTES = 256  # guess for one record; a read costs as much as a search in the block that it begins in
 _FAR_BYTES = MIB  # of records that nobody asked for: from then on the index is quicker
+_SEQ_OF_ROW = itemgetter(0)
 
 
 class Place(NamedTuple):
@@ -59,12 +63,13 @@ class _Tail:
     def is_new(self) -> bool:
         return self._next < 0
 
-    def take(self) -> list[tuple[int, int, bytes]]:
-        """Return the next records; [] at the end."""
+    def take(self, count: int) -> list[tuple[int, int, bytes]]:
+        """Return the next records, some `count` of them; [] at the end."""
+        nbytes = min(max(_READ_BYTES, count * _LINE_BYTES), _FAR_BYTES)
         rows, self._rest = self._rest, []
         lines = b"\n"
         while lines and not rows:  # what compaction has removed is a bare newline
-            first, lines = self.log.read(self._next, _READ_BYTES)
+            first, lines = self.log.read(self._next, nbytes)
             numbered = enumerate(lines.split(b"\n")[:-1], first)
             rows = [(record.seq_of(line), offset, line) for offset, line in numbered if line]
             self._next = first + lines.count(b"\n")
@@ -144,23 +149,20 @@ class PlaceFinder:
         """Return the places of those records of `seqs`, in order, that are in this partition."""
         tail = self._tail(topic, number)
         found: Places = {}
-        at = passed = 0
         if (tail.is_new or seqs[0] <= tail.seq) and not tail.seek(seqs[0]):
             return found
+        wanted, at, passed = {*seqs}, 0, 0
         while at < len(seqs):
-            rows = tail.take()
+            rows = tail.take(len(seqs) - at)
             if not rows:
                 break
-            passed += sum(len(line) for _, _, line in rows)
-            for place, (seq, offset, line) in enumerate(rows):
-                while at < len(seqs) and seqs[at] <= seq:
-                    if seqs[at] == seq:
-                        found[seq] = Place(number, offset, line)
-                    at, passed = at + 1, 0
-                if at == len(seqs):
-                    tail.give_back(rows[place + (seqs[-1] == seq) :])
-                    break
-            if passed > _FAR_BYTES and not tail.seek(seqs[at]):
+            before = len(found)
+            found |= {seq: Place(number, offset, line) for seq, offset, line in rows if seq in wanted}
+            at = bisect_right(seqs, rows[-1][0])
+            passed = 0 if len(found) > before else passed + sum(len(line) for _, _, line in rows)
+            if at == len(seqs):
+                tail.give_back(rows[bisect_right(rows, seqs[-1], key=_SEQ_OF_ROW) :])
+            elif passed > _FAR_BYTES and not tail.seek(seqs[at]):
                 break
         return found
 
