@@ -1,6 +1,6 @@
-"""The benchmark of consumers: what comes out of the consumer port, and how fast Python takes it.
+"""The benchmark of consumers: what comes out of the consumer port and HTTP, how soon, and how fast Python takes it.
 
-    python scripts/bench_consumers [records bytes async lines latency] [--only PART] [--quick] [--json FILE] [--dir DIR]
+    python scripts/bench_consumers [PART …] [--only PART] [--quick] [--json FILE] [--dir DIR]
 
 The broker is what `kmq up` starts, with the gateway, free ports and a new directory on a real disk. Each reader is a
 process of its own, so its CPU time is that of the consumer alone. The page cache holds what is read.
@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # so that this folder is the package `bench_consumers`
 
 from bench.report import Figure, Measure, run  # noqa: E402
-from bench_consumers import parts, reading  # noqa: E402
+from bench_consumers import parts, reading, together  # noqa: E402
 
 PARTS: dict[str, Callable[[parts.Bench], Iterator[Figure]]] = {
     "records": parts.records,
@@ -23,6 +23,12 @@ PARTS: dict[str, Callable[[parts.Bench], Iterator[Figure]]] = {
     "async": parts.by_asyncio,
     "lines": parts.lines,
     "latency": parts.latency,
+    "together": together.together,
+    "paced": together.paced,
+    "http": together.http,
+    "wakeup": together.wakeup,
+    "members": together.members,
+    "groups": together.groups,
 }
 
 

@@ -16,7 +16,7 @@ from bench.sending import WAIT_S
 from kmq.client.lines import read_port
 from kmq.client.producer import Producer
 
-_COMMAND = [sys.executable, str(Path(__file__).resolve().parent)]
+COMMAND = [sys.executable, str(Path(__file__).resolve().parent)]
 SMALL, LARGE = ("small", 100), ("large", 1024)  # topics: name, bytes of a value
 
 
@@ -58,10 +58,13 @@ class Bench:
             self._counts[topic] = count
         return self._counts[topic]
 
+    def port(self, name: str) -> int:
+        """The port of a door of the gateway: egress, http."""
+        return read_port(self.running.settings, name, 0)
+
     def read(self, role: str, topic: str, count: int) -> dict[str, float]:
         """What a reader in another process measures: the best of several runs by its rate."""
-        port = read_port(self.running.settings, "egress", 0)
-        argv = [*_COMMAND, role, str(port), topic, str(count)]
+        argv = [*COMMAND, role, str(self.port("egress")), topic, str(count)]
         runs = []
         for _ in range(self.runs):
             done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=WAIT_S)
@@ -107,8 +110,7 @@ def latency(bench: Bench) -> Iterator[Figure]:
     with Producer(port=bench.running.port) as producer:
         producer.send("waited", b"x").result()
         bench.running.settle()
-        port = read_port(bench.running.settings, "egress", 0)
-        argv = [*_COMMAND, "_wait", str(port), "waited", str(count)]
+        argv = [*COMMAND, "_wait", str(bench.port("egress")), "waited", str(count)]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as reader:
             assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
             for _ in range(count):

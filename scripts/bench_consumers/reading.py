@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import Callable
 
 import kmq
 
@@ -77,12 +78,102 @@ def wait(port: str, topic: str, count: str) -> None:
     print(json.dumps({"p50": taken[len(taken) // 2], "p99": taken[len(taken) * 99 // 100], "max": taken[-1]}))
 
 
+def follow(port: str, topic: str, count: str) -> None:
+    """A member that reads while messages come, and commits every second."""
+    left, commit_at = int(count), time.monotonic()
+    with kmq.Consumer(topic, port=int(port), group_id="followers", max_poll_records=5000) as consumer:
+        consumer.connect()
+        print("ready", flush=True)
+        while left > 0:
+            left -= len(consumer.poll())
+            if time.monotonic() > commit_at + 1:
+                consumer.commit_async()
+                commit_at = time.monotonic()
+        end = time.monotonic()
+        consumer.commit()
+    print(json.dumps({"end": end}))
+
+
+def fill(port: str, topic: str, count: str, nbytes: str) -> None:
+    """Lists of messages, acknowledged, as fast as they go."""
+    payloads = [b"x" * int(nbytes)] * 200
+    with kmq.Producer(port=int(port), max_in_flight=20_000) as producer:
+        producer.connect()
+        print("ready", flush=True)
+        begin = time.monotonic()
+        for _ in range(0, int(count), len(payloads)):
+            producer.send_many(topic, payloads)
+        producer.flush()
+        end = time.monotonic()
+    print(json.dumps({"begin": begin, "seconds": end - begin}))
+
+
+def pace(port: str, topic: str, rate: str, seconds: str) -> None:
+    """Single messages at an even pace."""
+    with kmq.Producer(port=int(port)) as producer:
+        producer.connect()
+        print("ready", flush=True)
+        begin, sent, count = time.monotonic(), 0, int(rate) * int(seconds)
+        while sent < count:
+            due = min(count, int((time.monotonic() - begin) * int(rate)))
+            for _ in range(due - sent):
+                producer.send(topic, b"x" * 100)
+            sent = max(sent, due)
+            time.sleep(0.001)
+        taken = time.monotonic() - begin
+        producer.flush()
+    print(json.dumps({"rate": count / taken}))
+
+
+def idle(port: str, topic: str, count: str, seconds: str) -> None:
+    """Members of ten to a group that wait for records, and ask again when their wait is over."""
+
+    async def member(number: int) -> asyncio.StreamWriter:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+        writer.write(b"GROUP idle%d member=m%d topics=%b\n" % (number // 10, number, topic.encode()))
+        await reader.readline()
+        tasks.append(asyncio.create_task(wait(reader, writer)))
+        return writer
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"!fetch 100000 wait=10000\n")
+        while line := await reader.readline():
+            if line.startswith(b"!revoke"):
+                writer.write(b"!revoked\n")
+            elif line.startswith(b"!batch"):
+                writer.write(b"!fetch 100000 wait=10000\n")
+
+    tasks: list[asyncio.Task[None]] = []
+
+    async def run() -> None:
+        writers = [await member(number) for number in range(int(count))]
+        print("ready", flush=True)
+        await asyncio.sleep(float(seconds))
+        for writer in writers:
+            writer.close()
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+    print("{}")
+
+
 def _print(begin: float, cpu: float, count: int, nbytes: int) -> None:
     seconds, used = time.monotonic() - begin, time.process_time() - cpu
     print(json.dumps({"count": count, "nbytes": nbytes, "seconds": seconds, "cpu": used}))
 
 
-ROLES = {"_iterate": iterate, "_poll": poll, "_async": by_asyncio, "_lines": lines, "_wait": wait}
+ROLES: dict[str, Callable[..., None]] = {
+    "_iterate": iterate,
+    "_poll": poll,
+    "_async": by_asyncio,
+    "_lines": lines,
+    "_wait": wait,
+    "_follow": follow,
+    "_fill": fill,
+    "_pace": pace,
+    "_idle": idle,
+}
 
 
 def run(role: str, *arguments: str) -> None:
