@@ -9,11 +9,13 @@ Records     Nothing comes unasked: one `!fetch` is on its way at a time, and the
             on the batch before. A batch that was asked for before a seek is dropped; the broker then goes on elsewhere.
 Rebalance   `!assign` and `!revoke` become events, which the application's thread takes. A partition that is to be
             revoked gives no more records; it stays this member's until `revoked`.
-Outage      The next connection opens with the same member name. Partitions that come back within session_s go on at
-            their positions. After that, or if they were given to others, they are lost, and begin where the group is.
+Outage      The next connection opens with the same member name. Partitions that come back within session_s of the last
+            request go on at their positions. After that, or if they were given to others, they are lost, and begin
+            where the group is.
 
 Invariant   No record is skipped: a partition goes on where the application is, where it has sought, or where the group
-            has committed. Every commit gets exactly one outcome; without an answer it is sent again.
+            has committed. Every commit gets exactly one outcome; without an answer it is sent again, unless another
+            member may have read the partition meanwhile.
 Memory      kmq/client/consumer_state.py, consumer_wire.py.
 Threads     None: callers lock.
 """
@@ -59,7 +61,8 @@ class Core:
         self.topics: tuple[str, ...] = ()  # subscribed to, as a member of the group
         self.wanted: dict[TopicPartition, Position] = {}  # chosen by the application, and not read yet
         self.holdings = Holdings(options.fetch_max_bytes)
-        self.requests = Requests()
+        self.requests = Requests(options.session_s)
+        self.expires_at = 0.0  # when the broker ends this member, as far as it knows since it read last
         self.generation = self.connections = 0
         self.phase = Phase.AWAY
         self.away_since, self.away_reason = time.monotonic(), "not connected yet"
@@ -105,10 +108,13 @@ class Core:
         """Note that a connection was made and its opening written."""
         self.phase, self._decoder = Phase.JOINING, Decoder()
         self.connections += 1
-        self.requests.written_at = self._fetched_at = time.monotonic()
+        self._fetched_at = time.monotonic()
+        self.requests.connected(self._fetched_at)
 
     def lost(self, reason: str) -> None:
         """Note that the connection broke or could not be made."""
+        if self.phase is Phase.READING:
+            self.expires_at = self.requests.expires_at
         if self.phase is not Phase.AWAY:
             self.phase, self.away_since = Phase.AWAY, time.monotonic()
         self.away_reason = reason
@@ -270,8 +276,10 @@ class _Received:
         is_first = core.phase is Phase.JOINING
         if is_first:
             core.phase = Phase.READING
-            if core.is_managed and now - core.away_since >= core.options.session_s:
-                holdings.lose(tuple(holdings.owned))
+            if core.is_managed:
+                if now >= core.expires_at:
+                    holdings.lose(tuple(holdings.owned))
+                core.requests.fence(holdings.owned)
         holdings.lose(place for place, owned in holdings.owned.items() if place not in offsets and not owned.revoked)
         kept = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
         for place, owned in kept.items():

@@ -6,10 +6,11 @@ Memory      At most _MOST_COMMITS commits are on their way; what is committed me
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from kmq.client import egress_replies as replies
 from kmq.client.egress_lines import MAX_REPLY, BadLine, Commit, TopicPartition
+from kmq.client.failures import Fenced
 from kmq.errors import KmqError
 
 _MOST_COMMITS = 8  # on their way; what is committed meanwhile waits, as one commit
@@ -41,15 +42,27 @@ def _commit_of(offsets: dict[TopicPartition, int], now: float) -> Pending:
 class Requests:
     """What is written, and what is still to be answered: `seek`, `offsets` and `commit`, each in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, session_s: float) -> None:
         self.written_at = 0.0  # when the last request was made: each counts as a beat
+        self.was_silent = False  # on this connection, for so long that the broker has ended the member
+        self._session_s = session_s
         self._out: list[bytes] = []
         self._asked: dict[str, deque[Pending]] = {name: deque() for name in ("seek", "offsets", "commit")}
         self._next_commit: Pending | None = None  # waits until one of those on their way is answered
 
+    def connected(self, now: float) -> None:
+        """Note that a connection was opened."""
+        self.written_at, self.was_silent = now, False
+
     def write(self, line: bytes, now: float) -> None:
         self._out.append(line)
+        self.was_silent = self.was_silent or now - self.written_at >= self._session_s
         self.written_at = now
+
+    @property
+    def expires_at(self) -> float:
+        """When the broker ends the member for its silence, or 0 if it may have done so already."""
+        return 0.0 if self.was_silent else self.written_at + self._session_s
 
     def take(self) -> bytes:
         """Return the bytes to write now."""
@@ -93,6 +106,16 @@ class Requests:
     def forget_written(self) -> None:
         """The connection is gone, with what was to be written."""
         self._out.clear()
+
+    def fence(self, kept: Collection[TopicPartition]) -> None:
+        """Fail commits for other partitions than these: sent again, they could undo what a later owner has committed."""
+        asked = [*self._asked["commit"], *([self._next_commit] if self._next_commit else [])]
+        gone = [pending for pending in asked if any(place not in kept for place, _ in pending.offsets)]
+        self._asked["commit"] = deque(pending for pending in self._asked["commit"] if pending not in gone)
+        if self._next_commit in gone:
+            self._next_commit = None
+        for pending in gone:
+            pending.finish(error=Fenced("fenced another member may have read on meanwhile"))
 
     def write_again(self, now: float) -> None:
         """Write the requests without an answer: this is another connection."""

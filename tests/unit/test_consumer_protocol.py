@@ -288,10 +288,48 @@ def test_after_a_longer_outage_the_group_says_where_to_go_on(pair):
     pair.events()
     pair.peer.committed[EU] = 4
     pair.core.lost("gateway restarted")
-    pair.core.away_since -= pair.core.options.session_s
+    pair.core.expires_at -= pair.core.options.session_s
     pair.connect()
     assert pair.events() == [(Kind.LOST, (EU, US)), (Kind.ASSIGNED, (EU, US))]
     assert sorted(pair.read_all()) == [(0, 4), *in_order(3, 1)]
+
+
+def test_attempts_that_end_before_an_assignment_do_not_make_an_outage_shorter(pair):
+    pair.read_all()
+    pair.events()
+    pair.peer.committed[EU] = 4
+    pair.core.lost("gateway killed")
+    pair.core.expires_at -= pair.core.options.session_s
+    pair.core.connected()
+    pair.core.lost("not_ready the gateway has not read the committed offsets yet")
+    pair.connect()
+    assert pair.events() == [(Kind.LOST, (EU, US)), (Kind.ASSIGNED, (EU, US))]
+
+
+def test_a_program_that_was_stopped_for_a_session_does_not_go_on_where_it_was(pair):
+    """It finds its connection broken only when it runs again, and may write to it before it notices."""
+    pair.read_all()
+    pair.events()
+    pair.peer.committed[EU] = 4
+    pair.core.requests.written_at -= pair.core.options.session_s
+    pair.core.beat(time.monotonic())
+    pair.core.lost("the broker closed the connection")
+    pair.connect()
+    assert pair.events() == [(Kind.LOST, (EU, US)), (Kind.ASSIGNED, (EU, US))]
+    assert sorted(pair.read_all()) == [(0, 4), *in_order(3, 1)]
+
+
+def test_a_commit_without_an_answer_is_not_sent_again_for_what_another_member_may_have_read(pair):
+    pending = pair.core.commit([(EU, 3)], time.monotonic())
+    pair.core.requests.take()
+    pair.core.lost("gateway killed")
+    pair.core.expires_at -= pair.core.options.session_s
+    pair.peer.committed[EU] = 5
+    pair.connect().pass_on()
+    assert isinstance(pending.error, Fenced) and pair.peer.committed == {EU: 5}
+    pair.core.commit([(EU, 5)], time.monotonic())
+    pair.pass_on()
+    assert pair.peer.committed == {EU: 5}
 
 
 def test_start_latest_skips_nothing_after_an_outage():
@@ -299,7 +337,7 @@ def test_start_latest_skips_nothing_after_an_outage():
     pair.pass_on()
     assert pair.read_all() == []
     pair.core.lost("gateway restarted")
-    pair.core.away_since -= pair.core.options.session_s
+    pair.core.expires_at -= pair.core.options.session_s
     pair.peer.records[EU].append(b"meanwhile")
     pair.connect().pass_on()
     assert pair.read_all() == [(0, 5)]
@@ -391,7 +429,7 @@ def test_assigned_partitions_begin_where_asked_and_go_on_after_an_outage():
     pair.fetch()
     assert pair.collect(1) == [(0, 3)]
     pair.core.lost("gateway restarted")
-    pair.core.away_since -= 1e6
+    pair.core.expires_at -= 1e6
     assert pair.core.opening() == b"ASSIGN orders/0@4 orders/1@3\n"
     pair.connect()
     assert pair.read_all() == [(0, 4)]
