@@ -210,14 +210,23 @@ class Doors:
             self._open[handler].transport.abort()
 
     def sweep(self) -> None:
-        """Close connections past their deadline or with too many unread bytes. Call several times a second."""
+        """Close connections past their deadline or with too many unread bytes. Call several times a second.
+
+        Consumers are looked at once a second.
+        """
         now = time.monotonic()
-        self._open = {
-            handler: connection for handler, connection in self._open.items() if not connection.transport.is_closing()
+        is_consumers_turn = now >= self._consumers_at
+        swept = {
+            handler: connection
+            for handler, connection in self._open.items()
+            if is_consumers_turn or not isinstance(handler, Connection)
         }
-        self._sweep_consumers(now)
+        for handler in [handler for handler, connection in swept.items() if connection.transport.is_closing()]:
+            del self._open[handler], swept[handler]
+        if is_consumers_turn:
+            self._sweep_consumers(now)
         # Of gRPC's connections calls.py takes care.
-        over_http = [handler for handler in self._open if not isinstance(handler, (Relay, Connection))]
+        over_http = [handler for handler in swept if not isinstance(handler, (Relay, Connection))]
         self._waiting = {
             handler: self._waiting.get(handler, now) for handler in over_http if handler not in self._served
         }
@@ -226,7 +235,7 @@ class Doors:
                 if not self._open[handler].has_asked:
                     self._strangers.cut_off(self._open[handler].peer, "no whole request within KMQ_LINE_DEADLINE")
                 self._end(handler)
-        unread = {handler: connection.transport.get_write_buffer_size() for handler, connection in self._open.items()}
+        unread = {handler: connection.transport.get_write_buffer_size() for handler, connection in swept.items()}
         over = sum(unread.values()) - _UNREAD_BYTES
         for handler in sorted(unread, key=lambda handler: unread[handler], reverse=True) if over > 0 else ():
             if over <= 0:
@@ -237,9 +246,7 @@ class Doors:
                 self._end(handler)
 
     def _sweep_consumers(self, now: float) -> None:
-        """Close consumers past their deadline; looks once a second, because thousands may be connected."""
-        if now < self._consumers_at:
-            return
+        """Close consumers past their deadline; called once a second, because thousands may be connected."""
         self._consumers_at = now + _CONSUMERS_S
         for handler, connection in self._open.items():
             late = handler.late(now - self._deadline_s) if isinstance(handler, Connection) else ""

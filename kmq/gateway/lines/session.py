@@ -251,16 +251,16 @@ class Session:
             self._has_fetch.clear()
 
     async def _finish_fetch(self, fetch: requests.Fetch, until: float) -> None:
+        """Answer a fetch as soon as there may be news. It was tried already, or waited behind another one."""
         while True:
             self._changed.clear()
             cursors = self._chosen(fetch.partitions)
-            if await self._answer_from(cursors, fetch.max_bytes):
-                return
-            left = until - time.monotonic()
-            if left <= 0:
-                return await self.say(NO_RECORDS.encode())
             looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
-            await self.service.waking.news(looks, left, self._changed)
+            is_news = await self.service.waking.news(looks, until - time.monotonic(), self._changed)
+            if is_news and await self._answer_from(cursors, fetch.max_bytes):
+                return
+            if time.monotonic() >= until:
+                return await self.say(NO_RECORDS.encode())
 
     async def _answer_from(self, cursors: Sequence[Cursor], max_bytes: int) -> bool:
         """Answer a fetch with records of one of these partitions. Return False if none has any."""
