@@ -79,7 +79,9 @@ class Crowd:
             self.zombies += 1
 
     def wake(self, everybody: bool = False) -> None:
-        """Those whose time has come go on."""
+        """Those whose time has come go on. Nobody has ended by itself."""
+        for name, process in self._running.items():
+            assert process.poll() is None, f"{name} ended with {process.returncode}: {self.log()[-3000:]}"
         for name, at in list(self._asleep.items()):
             if everybody or at <= time.monotonic():
                 del self._asleep[name]
@@ -105,7 +107,8 @@ class Crowd:
             process.wait()
 
     def log(self) -> str:
-        return (self._pod.root / "members.log").read_text()
+        """What the members have to say, and who is there."""
+        return f"{(self._pod.root / 'members.log').read_text()}\nrunning: {sorted(self._running)}"
 
     def doors_that_read(self) -> set[str]:
         """The doors over which a member was given messages."""

@@ -62,8 +62,8 @@ def _options(task: Task) -> dict[str, Any]:
         "group_id": task.group,
         "member": task.name,
         "session_s": task.session_s,
-        "fetch_max_bytes": task.rng.choice([500, 20_000]),
-        "max_poll_records": task.rng.choice([3, 500]),
+        "fetch_max_bytes": task.rng.choice([3000, 50_000]),
+        "max_poll_records": task.rng.choice([20, 500]),
     }
 
 
@@ -192,7 +192,7 @@ class _Lines:
     def read(self) -> bool:
         """Return whether there was something."""
         asked = time.monotonic()
-        self._client.send(f"!fetch {self._task.rng.choice([300, 10_000])} wait=100")
+        self._client.send(f"!fetch {self._task.rng.choice([3000, 50_000])} wait=100")
         batch = self._hear(replies.Batch)
         self._answered = asked
         if batch.place is None:
@@ -257,7 +257,7 @@ class _Http:
         if began > self._seen + task.session_s / 2:
             self._join()
         query = (
-            f"group={task.group}&member={task.name}&format=text&timeoutMs=100&maxMessages={task.rng.choice([5, 300])}"
+            f"group={task.group}&member={task.name}&format=text&timeoutMs=100&maxMessages={task.rng.choice([50, 300])}"
         )
         status, answer = self._call("GET", f"/api/topics/{task.topic}/consume?{query}")
         self._seen = time.monotonic()

@@ -22,7 +22,7 @@ class Sender(Load):
     """Sends bursts of values that nobody else sends, to one topic, until told to stop."""
 
     def __init__(self, name: str, topic: str, pipes: Path, seed: int) -> None:
-        super().__init__(seed, rest_s=0.12)
+        super().__init__(seed, rest_s=0.2)
         self.process, self.topic, self.pipes = name, topic, pipes
         self._numbers = itertools.count(1)
         self._told: dict[str, Told] = {}
