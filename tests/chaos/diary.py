@@ -15,6 +15,8 @@ class Diary:
         self.next: Offsets = {}  # behind what was given to the member, of the partitions that it has
         self.committed: Offsets = {}  # what was acknowledged, of these
         self.generation: int | None = None
+        self.gap_s = 0.0  # between the last two polls
+        self._polled_at = time.monotonic()
         self._places: tuple[Place, ...] = ()
         self._file = path.open("a", buffering=1)
 
@@ -48,6 +50,8 @@ class Diary:
 
     def polled(self, rows: Iterable[tuple[Place, int, str]]) -> None:
         """Place, offset and value of each record, in the order in which the member was given them."""
+        before, self._polled_at = self._polled_at, time.monotonic()
+        self.gap_s = self._polled_at - before
         runs: list[tuple[Place, int, list[str]]] = []
         for place, offset, value in rows:
             if runs and runs[-1][0] == place and runs[-1][1] + len(runs[-1][2]) == offset:

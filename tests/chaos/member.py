@@ -46,7 +46,8 @@ class Task(NamedTuple):
         return int((self.pipes / f"{name}.port").read_text() or 0)
 
     def wants_to_commit(self) -> bool:
-        return self.rng.random() < 0.3
+        """Now and then, and always after a long sleep: a commit of somebody whose session has ended."""
+        return self.diary.gap_s > self.session_s / 2 or self.rng.random() < 0.3
 
 
 def value_of(payload: bytes | None) -> str:
