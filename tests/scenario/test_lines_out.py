@@ -299,6 +299,24 @@ def test_bad_input_at_any_door_is_answered_by_its_rules_and_costs_little_memory(
     assert broker.pids()["gateway"] == pid and "Traceback" not in broker.log()
 
 
+BAD_QUESTIONS = [
+    "",
+    "\0",
+    "GET_STATUS 1 2 3",
+    "GET_STATUS 1 a/b",
+    f"GET_STATUS 1 {'g' * 201}",
+    "GET_STATUS 1 %ff",
+    "GET_STATUS 1.0",
+]
+BAD_QUESTIONS += ["GET_STATUS 1 g token=a token=b", "GET_STATUS +1", "!batch -", "CONSUME orders", "GET / HTTP/1.1"]
+
+
+def test_bad_questions_to_the_status_port_get_the_usage_and_the_connection_goes_on(broker):
+    usage = b"ERR expected: GET_STATUS <seq> [<group>] [token=<token>]\n"
+    answers = ask(port(broker, "status"), *BAD_QUESTIONS, "GET_STATUS " + "9" * 60_000, "GET_STATUS 1 nobody")
+    assert answers == usage * len(BAD_QUESTIONS) + b"UNKNOWN\nPENDING\n"
+
+
 def test_a_line_over_the_limit_is_refused_with_the_limit_at_both_ports(broker):
     for name, answer in (("egress", b"!err bad_request the line"), ("status", b"ERR bad_request: the line")):
         assert ask(port(broker, name), "x" * 70_000) == answer + b" is over 65536 bytes\n"
