@@ -126,7 +126,7 @@ def pace(port: str, topic: str, rate: str, seconds: str) -> None:
 
 
 def idle(port: str, topic: str, count: str, seconds: str) -> None:
-    """Members of ten to a group that wait for records, and ask again when their wait is over."""
+    """Members, ten to a group, that wait for records as kmq.Consumer does in a loop over its messages."""
 
     async def member(number: int) -> asyncio.StreamWriter:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
@@ -136,12 +136,12 @@ def idle(port: str, topic: str, count: str, seconds: str) -> None:
         return writer
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"!fetch 100000 wait=10000\n")
+        writer.write(b"!fetch 100000 wait=5000\n")
         while line := await reader.readline():
             if line.startswith(b"!revoke"):
                 writer.write(b"!revoked\n")
             elif line.startswith(b"!batch"):
-                writer.write(b"!fetch 100000 wait=10000\n")
+                writer.write(b"!fetch 100000 wait=5000\n")
 
     tasks: list[asyncio.Task[None]] = []
 
