@@ -336,9 +336,7 @@ class Letters(NamedTuple):
     """Which records are redriven, and under which key."""
 
     topic: Annotated[str, typer.Argument(help="The queue to read, e.g. dead. It is not changed.")] = ""
-    to: Annotated[str | None, typer.Option("--to", help="New routing key; may use {routing_key}, {topic}, {key}.")] = (
-        None
-    )
+    to: Annotated[str | None, typer.Option("--to", help="New key, of {routing_key}, {topic}, {key}, {origin}.")] = None
     to_sql: Annotated[str, typer.Option("--to-sql", help="New routing key as a SQL expression over columns.")] = ""
     where: Annotated[str, typer.Option("--where", help="Only records for which this SQL condition holds.")] = ""
     dropped: Annotated[
@@ -348,6 +346,7 @@ class Letters(NamedTuple):
     name: Annotated[
         str, typer.Option("--name", help="Name of this redrive; another name redrives the same records again.")
     ] = ""
+    max_replays: Annotated[int, typer.Option("--max-replays", min=0, help="Letters that came back so often stay.")] = 3
 
     def expression(self) -> str:
         """Return the new routing key as a SQL expression."""
@@ -386,7 +385,7 @@ def redrive(*, letters: Letters, sending: Sending, target: Target, origin: From,
         from kmq.spark.pipelines import redrive
         from kmq.spark.sink.targets import Destination
 
-        which = letters.topic, expression, letters.where, letters.dropped, letters.name
+        which = letters.topic, expression, letters.where, letters.dropped, letters.name, letters.max_replays
         how = redrive.Sending(sending.rate, sending.dry_run)
         destination = Destination(sending.producers, target.options(origin))
         found = redrive.start(job.spark, redrive.Redrive(source, *which), how, destination, job.progress)

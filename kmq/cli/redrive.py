@@ -35,6 +35,10 @@ class Selection(NamedTuple):
         ),
     ] = False
 
+    max_replays: Annotated[
+        int, typer.Option("--max-replays", min=0, help="Dead letters that came back so often stay.")
+    ] = 3
+
 
 class Sending(NamedTuple):
     """How the selected records are sent."""
@@ -61,7 +65,8 @@ def redrive(
         str | None,
         typer.Option(
             "--to",
-            help="New routing key; may use {routing_key}, {topic}, {key}. With --dropped the default is the old key.",
+            help="New routing key; may use {routing_key}, {topic}, {key}, or {origin}, where a dead letter came from."
+            " With --dropped the default is the old key.",
         ),
     ] = None,
     selection: Selection,
@@ -79,8 +84,10 @@ def redrive(
         raise ConfigError("give the topic to read and --to, the new routing key; or --dropped")
     template = "{routing_key}" if to is None else to
     source = _open(existing_data(), topic, selection.dropped)
-    chosen = rules.Selected(source, template, selection.key, selection.from_seq)
+    chosen = rules.Selected(source, template, selection.key, selection.from_seq, selection.max_replays)
     total = _check(chosen, _print_change if dry_run else None)
+    if chosen.stayed:
+        print(f"kmq: {chosen.stayed} stay: their payload was cut, or they came back too often", file=sys.stderr)
     if dry_run:
         print(f"would redrive {total} {source.text}")
     elif sending.idempotent or selection.dropped:
@@ -123,21 +130,28 @@ def _print_change(found: "rules.Record", new_key: bytes) -> None:
 def _send_once(settings: Settings, chosen: "rules.Selected", sending: Sending) -> int:
     """Send the records under producer names, and return how many of them were stored before."""
     from kmq.client.producer import Producer
+    from kmq.deadletters import letters
     from kmq.deadletters import redrive as rules
+    from kmq.deadletters.pace import Pace
 
+    def connect(name: str) -> Producer:
+        return Producer.local(producer=name, first_id=0)
+
+    pace = Pace(sending.rate)
+    if chosen.template == rules.ORIGIN and not sending.name:
+        return letters.send(counted(rules.sent_back(chosen, settings.data), "redriving"), connect, pace)
     redrive_id = (sending.name, chosen.template, chosen.key_glob, str(chosen.from_seq))
-    lines = rules.numbered(chosen, settings.data, *redrive_id)
-    pace = rules.Pace(sending.rate)
-    return rules.send(counted(lines, "redriving"), lambda name: Producer.local(producer=name, first_id=0), pace)
+    return rules.send(counted(rules.numbered(chosen, settings.data, *redrive_id), "redriving"), connect, pace)
 
 
 def _send(settings: Settings, chosen: "Iterable[tuple[rules.Record, bytes]]", rate: float) -> None:
     """Send the records without acknowledgement."""
     from kmq.deadletters import redrive as rules
+    from kmq.deadletters.pace import Pace, blocks
 
     lines = (rules.as_sent(found.line, new_key) for found, new_key in chosen)
     with line_sender(settings, Patience(lambda: obstacle(settings))) as sender:
-        for block in rules.blocks(counted(lines, "redriving"), rules.Pace(rate)):
+        for block in blocks(counted(lines, "redriving"), Pace(rate)):
             sender.send(block)
             if rate:
                 sender.flush()

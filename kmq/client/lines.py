@@ -70,7 +70,8 @@ LETTER_HEADERS = (
     *("origin_topic", "origin_partition", "origin_offset", "origin_seq"),
     *("group", "error", "attempts", "first_failure", "last_failure"),
 )
-_OWN_HEADERS = ("enc", "reason", "len", *LETTER_HEADERS)  # reserved for KMQ, as are all names of one letter
+REPLAYS = "replays"  # how often a dead letter was sent back to its origin (kmq/deadletters)
+_OWN_HEADERS = ("enc", "reason", "len", *LETTER_HEADERS, REPLAYS)  # reserved for KMQ, as are all names of one letter
 _TOPIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_:@/=+-]*")
 _LOW = [b"%03d|" % n for n in range(1000)]  # last digits of an id: a list slot instead of a format call per message
@@ -340,6 +341,7 @@ def _once(attempt: Callable[[], _T]) -> _T:
 
 __all__ = [
     "LETTER_HEADERS",
+    "REPLAYS",
     "Headers",
     "KmqError",
     "LineSender",

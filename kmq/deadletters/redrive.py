@@ -5,22 +5,22 @@ Used by `kmq redrive` and, for many brokers and with SQL, by kmq.spark.pipelines
 Source      The records of a queue; or the records that dropped.log names for the ring `durable`, which are in the WAL
             and in no queue.
 New key     A template: `{routing_key}`, `{topic}` and `{key}` (without a mark) stand for the parts of the old routing
-            key. `{topic}.{key}` is exactly the same topic and key, even if other topics were declared since. `to_sql`
-            turns a template into a SQL expression; Spark also accepts any other expression. `not_a_key` checks the
-            result before anything is sent.
+            key. `{topic}.{key}` is exactly the same topic and key, even if other topics were declared since. `{origin}`
+            stands for topic and key that a dead letter came from. `to_sql` turns a template into a SQL expression; Spark
+            also accepts any other expression. `not_a_key` checks the result before anything is sent.
 Line        Producer's time, id, headers and payload as stored, byte by byte, without the headers that name the first
-            sender (p, w).
+            sender (p, w). Headers of a dead letter, and which letters stay: see letters.py.
 Once        With a producer name and a number the broker stores a line once, even if the same redrive runs again;
             records that arrived in between are redriven too. The producer is named after the redrive and the partition.
             The number is the old offset + 1. The old id and seq are kept as the headers orig_id and orig_seq. A
             partition is sent in the order of its offsets. Another selection or another key is another redrive, because
-            a producer that has sent number 8 can no longer send number 4.
+            a producer that has sent number 8 can no longer send number 4. To `{origin}`, letters go back as letters.py
+            says, so that every way back knows which letters any other one has sent.
 Not covered A producer that was idle for KMQ_PRODUCER_TTL is forgotten: the same redrive then stores its records again.
 """
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -31,20 +31,20 @@ from string import Formatter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kmq import record
+from kmq.deadletters import letters
+from kmq.deadletters.pace import Pace, blocks
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, reader, topics
 from kmq.routing import exact, key_behind, resolve
-from kmq.settings import KIB
 
 if TYPE_CHECKING:
     from kmq.client.producer import Producer
 
 _FIRST_SENDER = re.compile(rb";[pw]=[^;]*")  # removed, because a redriven line is a new message
-_FIELDS = ("routing_key", "topic", "key")
+_FIELDS = ("routing_key", "topic", "key", "origin")
 SAME = "{topic}.{key}"  # the template that changes nothing
+ORIGIN = "{origin}"  # the template that sends dead letters back to where they came from
 _ANY_BYTES = "surrogateescape"  # keeps every byte of a key, which is UTF-8 by convention only
-_BLOCK_BYTES = 64 * KIB
-_BLOCKS_PER_S = 10  # under a rate: blocks are small enough for an even flow and rare enough to sleep in between
 _NAME_BYTES = 64  # longest name of a producer
 
 # --- the new key ------------------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def parts(template: str) -> list[tuple[str, str]]:
 
 def to_sql(template: str) -> str:
     """Return the template as a SQL expression over columns that are named like its fields, and `exact`."""
-    if template == SAME:
-        return "exact"
+    if template in (SAME, ORIGIN):
+        return "exact" if template == SAME else "origin"
     terms = []
     for text, field in parts(template):
         terms += ["'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"] if text else []
@@ -87,10 +87,11 @@ def checked(to: str, new: bytes) -> bytes:
     return new
 
 
-def rewrite(template: str, topic: str, routing_key: bytes, has_marks: bool = True) -> bytes:
+def rewrite(template: str, topic: str, routing_key: bytes, has_marks: bool = True, origin: bytes = b"") -> bytes:
     """Return the new routing key. Raises ConfigError if the template is malformed or its result is no routing key.
 
     `has_marks`: marks count in the record. In an older record, text that looks like a mark belongs to the key.
+    `origin`: where a dead letter came from.
     """
     name = topic.encode()
     key = key_behind(name, routing_key, has_marks)
@@ -98,7 +99,7 @@ def rewrite(template: str, topic: str, routing_key: bytes, has_marks: bool = Tru
         routing_key = exact(name, key)
     if template == SAME:
         return checked(template, exact(name, key))
-    old = {"routing_key": routing_key, "topic": name, "key": key or b"", "": b""}
+    old = {"routing_key": routing_key, "topic": name, "key": key or b"", "origin": origin, "": b""}
     new = b"".join(text.encode(errors=_ANY_BYTES) + old[field] for text, field in parts(template))
     return checked(template, new)
 
@@ -109,6 +110,10 @@ def rewrite(template: str, topic: str, routing_key: bytes, has_marks: bool = Tru
 def as_sent(line: bytes, new_key: bytes, number: int = 0) -> bytes:
     """Return a stored line as it is sent again, with its newline. A `number` becomes its id, to store it once."""
     seq, _, _, ts, id, payload = line.split(b"|", 5)
+    letter = letters.parse(line)
+    if letter is not None:
+        id = b";".join([b"%d" % number if number else id.split(b";")[0], *letters.headers_back(id, letter)])
+        return b"%b|%b|%b|%b\n" % (new_key, ts, id, payload)
     id = _FIRST_SENDER.sub(b"", id)
     if number:
         old_id, *headers = id.split(b";")
@@ -200,18 +205,35 @@ class Dropped:
 
 
 class Selected:
-    """The records that a redrive selects, each with its new routing key. Each iteration reads the source again."""
+    """The records that a redrive selects, each with its new routing key. Each iteration reads the source again.
 
-    def __init__(self, source: Queue | Dropped, template: str, key_glob: str = "*", from_seq: int = 1) -> None:
+    `stayed`: how many of them the last iteration left out, because letters.py says that they stay.
+    """
+
+    def __init__(
+        self,
+        source: Queue | Dropped,
+        template: str,
+        key_glob: str = "*",
+        from_seq: int = 1,
+        max_replays: int = letters.MAX_REPLAYS,
+    ) -> None:
         self.source, self.template, self.key_glob, self.from_seq = source, template, key_glob, from_seq
+        self.max_replays, self.stayed = max_replays, 0
 
     def __iter__(self) -> Iterator[tuple[Record, bytes]]:
         """Yield (record, new routing key) in order. Raises ConfigError at the first record without a good new key."""
+        self.stayed = 0
         for found in self.source.records():
             routing_key = record.routing_key_of(found.line)
             key = (key_behind(found.topic.encode(), routing_key, found.has_marks) or b"").decode(errors=_ANY_BYTES)
-            if record.seq_of(found.line) >= self.from_seq and fnmatchcase(key, self.key_glob):
-                yield found, rewrite(self.template, found.topic, routing_key, found.has_marks)
+            if record.seq_of(found.line) < self.from_seq or not fnmatchcase(key, self.key_glob):
+                continue
+            if letters.stays(found.line, self.max_replays):
+                self.stayed += 1
+                continue
+            origin = letters.origin_key(found.line, found.topic, found.has_marks) or b""
+            yield found, rewrite(self.template, found.topic, routing_key, found.has_marks, origin)
 
 
 def numbered(chosen: Iterable[tuple[Record, bytes]], data: str, *redrive: str) -> Iterator[tuple[str, bytes]]:
@@ -223,37 +245,15 @@ def numbered(chosen: Iterable[tuple[Record, bytes]], data: str, *redrive: str) -
             yield name, as_sent(found.line, new_key, found.offset + 1)
 
 
+def sent_back(chosen: Iterable[tuple[Record, bytes]], data: str) -> Iterator[tuple[letters.Place, bytes]]:
+    """Yield (place, line as sent) of dead letters that go back to their origin, for letters.send."""
+    broker = identity.read(data, "id")
+    for found, new_key in chosen:
+        place = letters.Place(broker, found.log, found.partition)
+        yield place, as_sent(found.line, new_key, record.seq_of(found.line))
+
+
 # --- sending ----------------------------------------------------------------------------------------------------------
-
-
-class Pace:
-    """An even flow of at most `rate` messages per second; 0: no limit."""
-
-    def __init__(self, rate: float = 0) -> None:
-        self.rate, self._due = rate, 0.0
-        self.block_limit = max(1, int(rate / _BLOCKS_PER_S)) if rate else 1 << 30  # maximum messages in a block
-
-    def wait(self, count: int) -> None:
-        """Wait until the next `count` messages may be sent."""
-        if self.rate:
-            time.sleep(max(0.0, self._due - time.monotonic()))
-            self._due = time.monotonic() + count / self.rate
-
-
-def blocks(lines: Iterable[bytes], pace: Pace) -> Iterator[bytes]:
-    """Yield the lines in blocks, each block as soon as `pace` allows it."""
-    block: list[bytes] = []
-    size = 0
-    for line in lines:
-        block.append(line)
-        size += len(line)
-        if size >= _BLOCK_BYTES or len(block) >= pace.block_limit:
-            pace.wait(len(block))
-            yield b"".join(block)
-            block, size = [], 0
-    if block:
-        pace.wait(len(block))
-        yield b"".join(block)
 
 
 def send(lines: Iterable[tuple[str, bytes]], connect: "Callable[[str], Producer]", pace: Pace) -> int:

@@ -451,8 +451,10 @@ def test_every_help_has_examples_and_all_of_them_work_when_pasted(broker, new_br
         assert result.stdout.strip(), line
 
     paste("kmq up")
-    broker.send_lines([b"dead.letter_1|0|1|x", *[b"test.probe|0|1|hi"] * 3])
-    broker.wait_routed(4)
+    origin = b"origin_topic=test;origin_partition=0;origin_offset=0;origin_seq=2;group=g;error=timeout"
+    letter = b"test.dlq.@.probe|0|g.test.0.0;%b;attempts=4;first_failure=1.000;last_failure=2.000|hi" % origin
+    broker.send_lines([b"dead.letter_1|0|1|x", *[b"test.probe|0|1|hi"] * 3, letter])
+    broker.wait_routed(5)
     for line in lines:
         paste(line)
     paste("kmq down")

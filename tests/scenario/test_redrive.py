@@ -92,3 +92,45 @@ def test_a_redrive_that_says_neither_what_nor_where_to_is_refused(broker):
     for command in (["redrive"], ["redrive", "dead"], ["redrive", "--to", "x"]):
         result = broker.kmq(*command)
         assert result.returncode == 78 and "give the topic to read and --to" in result.stderr
+
+
+# --- kmq dlq ---------------------------------------------------------------------------------------------------------
+
+
+def letter(n, replays=0, error="timeout", topic="orders"):
+    """A line of orders.dlq, as a consumer writes it for message n."""
+    own = f"origin_topic={topic};origin_partition=0;origin_offset={n};origin_seq={n + 1};group=g;error={error}"
+    back = f";replays={replays}" if replays else ""
+    id = f"g.{topic}.0.{n};trace=t{n}{back};{own};attempts=4;first_failure=1.000;last_failure=2.000"
+    return f"orders.dlq.@.k{n}|{n}.5|{id}|lost {n}".encode()
+
+
+def test_letters_go_back_once_whatever_was_selected_before(broker):
+    broker.up()
+    broker.send_lines([letter(n, error="late" if n % 2 else "timeout") for n in range(10)])
+    broker.send_lines([letter(10, replays=3), b"orders.dlq.@|0|x|no letter"])
+    broker.wait_routed(12)
+    before = broker.lines("orders.dlq")
+
+    shown = broker.kmq("dlq", "replay", "orders", "--filter", "error=late", "--max", "2", "--dry-run").stdout
+    assert shown == "0@1 -> orders.@.k1\n0@3 -> orders.@.k3\nwould replay 2 of orders.dlq\n"
+    assert int(broker.status()["framer"]["seq"]) == 12
+
+    def replay(*options):
+        done = broker.kmq("dlq", "replay", "orders.dlq", *options)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.strip()
+
+    assert replay("--filter", "error=late", "--filter", "key=k[5-9]", "--rate", "1000") == "replayed 3 of orders.dlq"
+    assert replay("--max", "4") == "replayed 4 of orders.dlq"
+    rest = "; 1 stay: it came back 3 times; 1 are no letters: they say nothing about an origin"
+    assert replay() == f"replayed 10 of orders.dlq; 7 of them were replayed before{rest}"
+    again = broker.kmq("redrive", "orders.dlq", "--to", "{origin}", "--idempotent", "--key", "k*")
+    assert again.stdout == "redriven 10 of orders.dlq; 10 of them were stored before\n"
+    assert again.stderr == "kmq: 1 stay: their payload was cut, or they came back too often\n"
+    broker.wait_routed(12 + 10)
+    found = [fields(line) for line in broker.lines("orders")]
+    assert sorted(payload for _, _, payload in found) == sorted(b"lost %d" % n for n in range(10))
+    key, headers, _ = next(each for each in found if each[2] == b"lost 7")
+    assert key == b"orders.@.k7" and headers[b"trace"] == b"t7" and headers[b"replays"] == b"1"
+    assert broker.lines("orders.dlq") == before

@@ -174,3 +174,22 @@ def test_what_gives_no_routing_key_is_named_and_nothing_is_sent(letters, run, ar
     with pytest.raises(ConfigError, match=words):
         run(letters, *arguments)
     assert int(letters.status()["framer"]["seq"]) == 60
+
+
+def test_letters_go_back_by_the_rules_of_kmq_dlq_and_each_once_by_either_way(broker, run):
+    own = b"origin_topic=orders;origin_partition=0;origin_offset=%d;origin_seq=1;group=g;error=e;attempts=1"
+    own += b";first_failure=1.000;last_failure=2.000"
+    broker.up()
+    lines = [b"orders.dlq.@.k%d|%d.5|g%d;a=b;%b|lost" % (n, n, n, own % n) for n in range(4)]
+    lines += [b"orders.dlq.@|0|g4;replays=3;%b|often" % (own % 4), b"orders.dlq.@|0||no letter"]
+    broker.send_lines([*lines, b"orders.dlq.@.k6|6.5|7;c=d;replays=1;reason=not_json;from=orders-0-6;id=m6|by spark"])
+    broker.wait_routed(7)
+    assert broker.kmq("dlq", "replay", "orders", "--filter", "key=k[12]").stdout == "replayed 2 of orders.dlq\n"
+    found = run(broker, "orders.dlq", rules.to_sql("{origin}"))
+    assert (found.records, found.before, found.stayed) == (5, 2, 2)
+    assert "replayed 5 of orders.dlq; 5 of them were replayed before" in broker.kmq("dlq", "replay", "orders").stdout
+    broker.wait_routed(7 + 5)
+    sent = {(line.split(b"|")[2], line.split(b"|")[4].split(b";", 2)[2]) for line in broker.lines("orders")}
+    assert sent == {(b"orders.@.k%d" % n, b"a=b;orig_seq=1;replays=1") for n in range(4)} | {
+        (b"orders.@.k6", b"c=d;orig_id=m6;replays=2")
+    }

@@ -4,7 +4,7 @@ import pytest
 from made_up import FIRST_TS, no_room, stored, write_wal
 
 from kmq import record
-from kmq.deadletters import redrive
+from kmq.deadletters import pace, redrive
 from kmq.errors import ConfigError
 from kmq.log import dropped, identity, topics
 
@@ -142,9 +142,9 @@ def test_numbers_rise_within_a_producer(dropping):
 
 def test_blocks_are_those_lines_whatever_the_pace():
     lines = [b"%d\n" % n for n in range(1000)]
-    assert b"".join(redrive.blocks(lines, redrive.Pace())) == b"".join(lines)
-    assert len(list(redrive.blocks([b"x" * 40_000 + b"\n"] * 4, redrive.Pace()))) == 2
-    assert list(redrive.blocks([], redrive.Pace())) == []
+    assert b"".join(pace.blocks(lines, pace.Pace())) == b"".join(lines)
+    assert len(list(pace.blocks([b"x" * 40_000 + b"\n"] * 4, pace.Pace()))) == 2
+    assert list(pace.blocks([], pace.Pace())) == []
 
 
 def test_a_pace_lets_so_many_go_a_second_and_no_more_after_a_pause(monkeypatch):
@@ -156,14 +156,14 @@ def test_a_pace_lets_so_many_go_a_second_and_no_more_after_a_pause(monkeypatch):
         slept.append(seconds)
         now += seconds
 
-    monkeypatch.setattr(redrive.time, "monotonic", lambda: now)
-    monkeypatch.setattr(redrive.time, "sleep", sleep)
-    pace = redrive.Pace(50)
-    sizes = [block.count(b"\n") for block in redrive.blocks([b"x\n"] * 100, pace)]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now)
+    monkeypatch.setattr(pace.time, "sleep", sleep)
+    flow = pace.Pace(50)
+    sizes = [block.count(b"\n") for block in pace.blocks([b"x\n"] * 100, flow)]
     assert sizes == [5] * 20
     assert sum(slept) == pytest.approx(19 * 5 / 50)  # the first goes at once
     now += 60
-    pace.wait(5)
-    pace.wait(5)
+    flow.wait(5)
+    flow.wait(5)
     assert slept[-1] == pytest.approx(0.1)
-    assert redrive.Pace(0.5).block_limit == 1
+    assert pace.Pace(0.5).block_limit == 1

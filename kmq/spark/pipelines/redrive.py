@@ -3,10 +3,13 @@
     redrive.run(spark, {"path": "data"}, "dead", "concat('test.', key)", condition="value_text like '%timeout%'")
 
 The rules are those of `kmq redrive` (kmq.deadletters): what a new key may be, what a line becomes, under which producer
-and id it is sent. A template ({topic}, {key}, …) is short for an expression: kmq.deadletters.redrive.to_sql.
+and id it is sent, and which dead letters stay. A template ({topic}, {key}, …) is short for an expression:
+kmq.deadletters.redrive.to_sql. Under the expression `origin` letters go back as `kmq dlq replay` sends them: what one
+way has sent back, the other one knows.
 
 Columns     those of format("kmq") and `line`, the whole stored line. The routing table gives topic, partition and key
             of a dropped record. key and routing_key are the stored bytes, not percent-decoded, and text to SQL.
+            `origin` is the routing key of where a dead letter came from; null for other records.
 Invariant   A record is always stored once, however often the same redrive is run or a task is retried: see `Once`
             there. So one task sends a whole partition, in the order of its offsets; with a rate one task sends all
             partitions.
@@ -27,7 +30,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
+from kmq import record
+from kmq.client.producer import Producer
+from kmq.deadletters import letters
 from kmq.deadletters import redrive as rules
+from kmq.deadletters.pace import Pace
 from kmq.errors import ConfigError
 from kmq.spark.arrow import map_in_arrow
 from kmq.spark.pipelines.keywords import Keywords
@@ -64,13 +71,16 @@ class Summary(NamedTuple):
     never_stored: int  # dropped by ring framed, before the WAL
     retired: int  # no longer in the WAL
     before: int = 0  # how many of `records` had been stored before
+    stayed: int = 0  # dead letters that came back too often, or are cut
 
 
 def rewritten(rows: DataFrame, to: str, where: str = "") -> DataFrame:
     """Return the rows that `where` selects, with `new_key` (binary), the result of expression `to`."""
     place = F.col("topic"), F.col("key")
+    origin = F.udf(_origin_topic, "string", useArrow=False)("line")
     old = {
         "exact": exact(*place),
+        "origin": F.when(origin.isNotNull(), exact(origin, F.col("key"))),
         "key": F.coalesce("key", F.lit(b"")),
         "routing_key": unambiguous(*place, F.col("routing_key")),
     }
@@ -81,6 +91,25 @@ def rewritten(rows: DataFrame, to: str, where: str = "") -> DataFrame:
     if found.schema["new_key"].dataType.simpleString() not in ("string", "binary"):
         raise ConfigError(f"--to {to!r}: must be a text")
     return found.withColumns({name: F.col(name).cast("binary") for name in (*_EXACT, "new_key")})
+
+
+def _origin_topic(line: bytes) -> str | None:
+    letter = letters.parse(bytes(line))
+    return None if letter is None else letter.topic
+
+
+def _judged(rows: DataFrame, asked: "Redrive") -> DataFrame:
+    """Return the rows with `stays`: why a letter must not be sent back, or ""."""
+
+    def judge(batches: Iterable[pa.RecordBatch], most: int, only_letters: bool) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            reasons = [letters.stays(line, most, only_letters) for line in batch.column("line").to_pylist()]
+            columns = [*batch.columns, pa.array(reasons, pa.string())]
+            yield pa.RecordBatch.from_arrays(columns, [*batch.schema.names, "stays"])
+
+    schema = ", ".join(f"{field.name} {field.dataType.simpleString()}" for field in rows.schema)
+    work = partial(judge, most=asked.max_replays, only_letters=asked.is_back)
+    return map_in_arrow(rows, work, f"{schema}, stays string")
 
 
 def _sql(option: str, text: str, make: Callable[[], DataFrame]) -> DataFrame:
@@ -147,23 +176,38 @@ def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
 def _send(
     batches: Iterable[pa.RecordBatch],
     identities: Mapping[str, str],
-    which: tuple[str, ...],
+    which: tuple[str, ...] | None,
     target: Target,
     rate: float,
 ) -> Iterator[pa.RecordBatch]:
-    """Send rows, those of a partition together and in order; yield how many had been stored before."""
+    """Send rows, those of a partition together and in order; yield how many had been stored before.
+
+    `which`: what identifies the redrive; None: dead letters that go back.
+    """
 
     @lru_cache(maxsize=1)
     def name(broker: str, log: str, number: int) -> str:
-        return rules.producer_name(log, number, identities[broker], *which)
+        return rules.producer_name(log, number, identities[broker], *(which or ()))
 
-    def lines() -> Iterator[tuple[str, bytes]]:
+    def rows() -> Iterator[tuple[str, str, int, int, bytes, bytes]]:
         for batch in batches:
-            for broker, log, number, offset, new, line in zip(*(each.to_pylist() for each in batch), strict=True):
-                yield name(broker, log, number), rules.as_sent(line, new, offset + 1)
+            yield from zip(*(each.to_pylist() for each in batch), strict=True)
 
-    connect = partial(producer, target.address, target.access, first_id=0, timeout_s=target.timeout_s)
-    before = rules.send(lines(), lambda who: connect(producer=who), rules.Pace(rate))
+    def connect(who: str) -> Producer:
+        return producer(target.address, target.access, producer=who, first_id=0, timeout_s=target.timeout_s)
+
+    if which is None:
+        back = (
+            (letters.Place(identities[broker], log, number), rules.as_sent(line, new, record.seq_of(line)))
+            for broker, log, number, _, new, line in rows()
+        )
+        before = letters.send(back, connect, Pace(rate))
+    else:
+        lines = (
+            (name(broker, log, number), rules.as_sent(line, new, offset + 1))
+            for broker, log, number, offset, new, line in rows()
+        )
+        before = rules.send(lines, connect, Pace(rate))
     yield pa.RecordBatch.from_arrays([pa.array([before], pa.int64())], ["before"])
 
 
@@ -179,6 +223,12 @@ class Redrive(NamedTuple):
     condition: str = ""  # SQL: only records for which it holds
     dropped: bool = False  # redrive what dropped.log names, not what the topic holds
     name: str = ""  # of the redrive; under another name the same records are redriven again
+    max_replays: int = letters.MAX_REPLAYS  # dead letters that came back so often stay
+
+    @property
+    def is_back(self) -> bool:
+        """Return True if dead letters go back to where they came from."""
+        return self.to == rules.to_sql(rules.ORIGIN) and not self.name
 
 
 class Sending(NamedTuple):
@@ -193,6 +243,7 @@ class Options(TypedDict, total=False):
 
     dropped: bool
     name: str
+    max_replays: int
     rate: float
     dry_run: bool
     producers: str
@@ -212,7 +263,8 @@ def run(
     """Redrive the records of `topic` at the brokers of `where` (options of format("kmq")) that match `condition` (SQL).
 
     `to`: SQL expression of the new key. `dropped`: what dropped.log names, of one topic or of all. `name`: of the
-    redrive; under another name the same records are redriven again. `producers`: host:port of the target; default: the
+    redrive; under another name the same records are redriven again. `max_replays`: dead letters that came back so often
+    stay. `producers`: host:port of the target; default: the
     broker of our settings. `connection`: the sink's options for its token, TLS and timeout; None: the token of `where`.
     """
     given = Keywords("run", options)
@@ -231,10 +283,12 @@ def start(
     connection = destination.connection_like(pods.options.token)
     target = None if sending.dry_run else Target.of(destination.producers, connection)
     source = (_dropped if asked.dropped else _queue)(spark, asked.where, pods, asked.topic)
-    chosen = rewritten(source.rows, asked.to, asked.condition).select(*_KEPT).persist(StorageLevel.MEMORY_AND_DISK)
+    all_rows = rewritten(source.rows, asked.to, asked.condition).select(*_KEPT)
+    judged = _judged(all_rows, asked).persist(StorageLevel.MEMORY_AND_DISK)
     try:
         describe(f"looking at {'what was dropped' if asked.dropped else asked.topic}")
-        found = _summary(chosen, asked.to, source)
+        chosen = judged.where("stays = ''").drop("stays")
+        found = _summary(chosen, asked.to, source)._replace(stayed=judged.where("stays <> ''").count())
         if target is None or not found.records:
             return found
         target.check()
@@ -243,11 +297,12 @@ def start(
         rows = chosen.drop("routing_key")
         parted = rows.repartition(1) if sending.rate else rows.repartition(*place)
         which = (asked.name, asked.to, asked.condition, asked.topic if asked.dropped else "")
-        send = partial(_send, identities=pods.identities(), which=which, target=target, rate=sending.rate)
+        numbering = None if asked.is_back else which
+        send = partial(_send, identities=pods.identities(), which=numbering, target=target, rate=sending.rate)
         sent = map_in_arrow(parted.sortWithinPartitions(*place, "offset"), send, "before bigint").collect()
         return found._replace(before=sum(row.before for row in sent))
     finally:
-        chosen.unpersist()
+        judged.unpersist()
 
 
 def text(found: Summary, topic: str, dropped: bool, dry_run: bool) -> str:
@@ -258,6 +313,8 @@ def text(found: Summary, topic: str, dropped: bool, dry_run: bool) -> str:
         lines.append(f"{found.never_stored} were dropped by ring framed, before the WAL: gone for good")
     if found.retired:
         lines.append(f"{found.retired} are no longer in the WAL: retention deleted them")
+    if found.stayed:
+        lines.append(f"{found.stayed} stay: they came back too often, are cut, or are no letters")
     if not dry_run:
         again = f"; {found.before} of them were stored before" if found.before else ""
         return "\n".join([*lines, f"redriven {what}{again}"])

@@ -1,0 +1,277 @@
+"""`kmq dlq …`: dead letters: list them, look at one, send them back to where they came from. Needs no Java.
+
+`ls` and `show` read the files, so they also work while the broker is down.
+"""
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+from rich.table import Table
+
+from kmq import terminal
+from kmq.cli.data import existing_data
+from kmq.cli.helptext import examples
+from kmq.cli.options import grouped
+from kmq.cli.progress import counted
+from kmq.errors import KmqError
+
+if TYPE_CHECKING:
+    from kmq.deadletters.chosen import Filter, Found, Replay
+
+dlq_app = typer.Typer(
+    no_args_is_help=True,
+    help="Dead letters: list them, look at one, send them back to the topics they came from.",
+    epilog=examples("kmq dlq ls", "kmq dlq show test", "kmq dlq replay test --dry-run"),
+)
+
+_MOST_ERROR = 60  # characters in a table
+_TOPIC = Annotated[str, typer.Argument(help="The topic of dead letters, or the one they came from.")]
+_FILTERS = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--filter",
+        help="<field>=<glob>: only letters whose key, value, error, group, topic, attempts, replays or header matches;"
+        " may be given several times.",
+    ),
+]
+_JSON = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+
+
+def _filters(texts: list[str] | None) -> "list[Filter]":
+    from kmq.deadletters.chosen import Filter
+
+    return [Filter.parse(text) for text in texts or ()]
+
+
+def _find(data: str, name: str) -> str | None:
+    """Return the dead letter topic; None, and say so, if there are no letters."""
+    from kmq.deadletters.chosen import find_topic
+
+    topic = find_topic(data, name)
+    if topic is None:
+        print(f"{name}: no dead letters")
+    return topic
+
+
+# --- ls --------------------------------------------------------------------------------------------------------------
+
+
+@dlq_app.command(
+    "ls", epilog=examples("kmq dlq ls", "kmq dlq ls test", "kmq dlq ls test --filter 'error=*timeout*' --max 20 --json")
+)
+def ls(
+    topic: Annotated[str, typer.Argument(help="The topic of dead letters, or the one they came from.")] = "",
+    filters: _FILTERS = None,
+    most: Annotated[int, typer.Option("--max", min=0, help="At most so many; 0: all.")] = 100,
+    as_json: _JSON = False,
+) -> None:
+    """List the topics of dead letters, or the letters of one: place, origin, how often tried and sent back, error."""
+    data, chosen = existing_data(), _filters(filters)
+    if not topic:
+        _list_topics(data, as_json)
+        return
+    found = _find(data, topic)
+    if found is not None:
+        _list_letters(data, found, chosen, most, as_json)
+
+
+def _list_topics(data: str, as_json: bool) -> None:
+    from kmq.deadletters.letters import DLQ
+    from kmq.log import topics
+    from kmq.log.partition import end_offset
+    from kmq.log.reader import partition
+
+    rows = [
+        (name, sum(end_offset(data, name, n)[0] - partition(data, name, n).first_offset for n in range(partitions)))
+        for name, partitions, _ in topics.listing(data)
+        if name.endswith(DLQ)
+    ]
+    if as_json:
+        for name, count in rows:
+            print(json.dumps({"topic": name, "letters": count}))
+        return
+    if not rows:
+        print("no topics of dead letters (<topic>.dlq)")
+        return
+    table = Table("topic", box=None, pad_edge=False, header_style="bold")
+    table.add_column("letters", justify="right")
+    for name, count in rows:
+        table.add_row(name, f"{count:,}")
+    terminal.console().print(table)
+
+
+def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_json: bool) -> None:
+    from kmq.deadletters.chosen import all_of
+
+    letters = terminal.while_read(islice(all_of(data, topic, filters), most or None))
+    if as_json:
+        for found in letters:
+            print(json.dumps(_as_dict(found), ensure_ascii=False))
+        return
+    table = Table("letter", "origin", "key", box=None, pad_edge=False, header_style="bold")
+    for title in ("attempts", "replays"):
+        table.add_column(title, justify="right")
+    table.add_column("error")
+    for found in letters:
+        table.add_row(*_row(found))
+    print(f"{topic}: no letters that match") if not table.row_count else terminal.console().print(table)
+
+
+def _row(found: "Found") -> Iterator[str]:
+    message, letter = found.message, found.letter
+    yield f"{message.partition}@{message.offset}"
+    yield letter.origin if letter else "-"
+    yield "-" if message.key is None else message.key.decode(errors="replace")
+    yield (letter.attempts if letter else "") or "-"
+    yield str(letter.replays) if letter else "-"
+    why = " ".join(letter.why.split()) if letter else "(no letter: it says nothing about an origin)"
+    yield why if len(why) <= _MOST_ERROR else f"{why[: _MOST_ERROR - 1]}…"
+
+
+def _as_dict(found: "Found") -> dict[str, object]:
+    letter = found.letter
+    return {**found.message.as_dict(text=True), "letter": None if letter is None else letter._asdict()}
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+@dlq_app.command("show", epilog=examples("kmq dlq show test", "kmq dlq show test 0 --partition 0 --json"))
+def show(
+    topic: _TOPIC,
+    offset: Annotated[int | None, typer.Argument(help="The offset of the letter; default: the newest letter.")] = None,
+    partition: Annotated[int, typer.Option("--partition", "-p", min=0, help="The partition of the letter.")] = 0,
+    as_json: _JSON = False,
+) -> None:
+    """Show one dead letter: where it came from, why it is here, its headers and its value."""
+    from kmq.deadletters.chosen import all_of
+
+    data = existing_data()
+    name = _find(data, topic)
+    if name is None:
+        return
+    mine = (found for found in all_of(data, name) if found.record.partition == partition)
+    if offset is not None:
+        found = next((each for each in mine if each.record.offset == offset), None)
+    else:
+        found = max(mine, key=lambda each: each.record.offset, default=None)
+    if found is None:
+        raise KmqError(
+            f"{name}/{partition}: no letter{'' if offset is None else f' at offset {offset}'}; see kmq dlq ls"
+        )
+    if as_json:
+        print(json.dumps(_as_dict(found), ensure_ascii=False))
+        return
+    for title, text in _lines(found):
+        print(f"{title:14}{text}".rstrip())
+    print((found.message.value or b"").decode(errors="replace"))
+
+
+def _lines(found: "Found") -> Iterator[tuple[str, str]]:
+    message, letter = found.message, found.letter
+    yield "letter", f"{message.topic}/{message.partition}@{message.offset}"
+    if letter is not None:
+        yield "origin", letter.origin
+        yield "group", letter.group or "-"
+        yield "error", letter.why
+        yield "attempts", letter.attempts or "-"
+        yield "first failure", _time(letter.first_failure)
+        yield "last failure", _time(letter.last_failure)
+        yield "replays", str(letter.replays)
+        if letter.is_cut:
+            yield "cut", "only the beginning of the value is here"
+    yield "time", _time(str(message.timestamp))
+    yield "key", "-" if message.key is None else message.key.decode(errors="replace")
+    for name, value in message.headers:
+        yield "header", name if value is None else f"{name}={value.decode(errors='replace')}"
+
+
+def _time(seconds: str) -> str:
+    try:
+        return datetime.fromtimestamp(float(seconds)).astimezone().isoformat(" ", "milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return "-"
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+class Sending(NamedTuple):
+    """Which letters go back, and how fast."""
+
+    filters: _FILTERS = None
+    rate: Annotated[float, typer.Option("--rate", min=0, help="Maximum messages per second; 0: no limit.")] = 0
+    most: Annotated[int, typer.Option("--max", min=0, help="At most so many letters, the oldest first; 0: all.")] = 0
+    max_replays: Annotated[int, typer.Option("--max-replays", min=0, help="Letters that came back so often stay.")] = 3
+
+
+@dlq_app.command(
+    "replay",
+    epilog=examples(
+        "kmq dlq replay test --dry-run",
+        "kmq dlq replay test --filter 'error=*timeout*' --max 1000 --rate 100",
+        "kmq dlq replay test",
+    ),
+)
+@grouped
+def replay(
+    topic: _TOPIC,
+    sending: Sending,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
+) -> None:
+    """Send dead letters back to the topics they came from, as new messages.
+
+    The topic of the letters stays as it is. Each letter is sent back once,
+    however often the command runs and whatever it selects.
+    """
+    from kmq.deadletters.chosen import Replay
+
+    data = existing_data()
+    name = _find(data, topic)
+    if name is None:
+        return
+    chosen = Replay(data, name, _filters(sending.filters), sending.most, sending.max_replays)
+    if dry_run:
+        total = 0
+        for record, new_key in terminal.while_read(chosen):
+            print(f"{record.partition}@{record.offset} -> {new_key.decode(errors='replace')}")
+            total += 1
+        print(f"would replay {total} of {name}{_left(chosen)}")
+        return
+    total, repeated = _send(data, chosen, sending.rate)
+    before = f"; {repeated} of them were replayed before" if repeated else ""
+    print(f"replayed {total} of {name}{before}{_left(chosen)}")
+
+
+def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
+    """Return how many letters were sent, and how many of them were stored before."""
+    from kmq.client.producer import Producer
+    from kmq.deadletters import letters, redrive
+    from kmq.deadletters.pace import Pace
+
+    total = 0
+
+    def lines() -> "Iterator[tuple[letters.Place, bytes]]":
+        nonlocal total
+        for pair in counted(redrive.sent_back(chosen, data), "replaying"):
+            total += 1
+            yield pair
+
+    repeated = letters.send(lines(), lambda name: Producer.local(producer=name, first_id=0), Pace(rate))
+    return total, repeated
+
+
+def _left(chosen: "Replay") -> str:
+    parts = [f"{count} stay: {reason}" for reason, count in chosen.stayed.items()]
+    if chosen.strangers:
+        parts.append(f"{chosen.strangers} are no letters: they say nothing about an origin")
+    return "".join(f"; {part}" for part in parts)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.add_typer(dlq_app, name="dlq")

@@ -1,0 +1,115 @@
+"""Which dead letters a command means: those of a topic, narrowed by filters `<field>=<glob>`."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from kmq.client.message import Message
+from kmq.deadletters import letters, redrive
+from kmq.deadletters.letters import DLQ, Letter
+from kmq.errors import ConfigError
+from kmq.log import identity, topics
+
+FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays")
+
+
+class Found(NamedTuple):
+    """A record of a dead letter topic. `letter` is None if it says nothing about an origin."""
+
+    record: redrive.Record
+    message: Message
+    letter: Letter | None
+
+
+class Filter(NamedTuple):
+    """A field, or a header, and the glob that its text must match."""
+
+    field: str
+    glob: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Filter":
+        """Return the filter that a user typed. Raises ConfigError."""
+        field, equals, glob = text.partition("=")
+        if not (field and equals):
+            fields = ", ".join(FIELDS)
+            raise ConfigError(
+                f"--filter {text!r}: must be <field>=<glob>; fields are {fields}, or the name of a header"
+            )
+        return cls(field, glob)
+
+    def accepts(self, found: Found) -> bool:
+        return any(fnmatchcase(text, self.glob) for text in self._texts(found))
+
+    def _texts(self, found: Found) -> list[str]:
+        """Return what the record says in this field; a header may come several times."""
+        message, letter = found.message, found.letter
+        if self.field in ("key", "value"):
+            text = message.key if self.field == "key" else message.value
+            return [] if text is None else [text.decode(errors="replace")]
+        if letter is not None and self.field in FIELDS:
+            named = {"error": letter.why, "topic": letter.topic, "replays": str(letter.replays)}
+            return [named.get(self.field) or str(getattr(letter, self.field, ""))]
+        return [(value or b"").decode(errors="replace") for name, value in message.headers if name == self.field]
+
+
+def find_topic(data: str, name: str) -> str | None:
+    """Return the dead letter topic that a user means by its own or its origin's name; None: there are no letters yet.
+
+    Raises ConfigError if there is no topic of that name either.
+    """
+    known = topics.names(data)
+    if not name.endswith(DLQ) and f"{name}{DLQ}" in known:
+        return f"{name}{DLQ}"
+    if name in known:
+        return name if name.endswith(DLQ) or any(each.letter for each in all_of(data, name)) else None
+    raise ConfigError(f"topic {name!r} does not exist; kmq dlq ls shows all topics of dead letters")
+
+
+def all_of(data: str, topic: str, filters: Sequence[Filter] = ()) -> Iterator[Found]:
+    """Yield the records of a topic that all filters accept, partition by partition, in order."""
+    marks_from = identity.marks_from(data)
+    for each in redrive.Queue(data, topic).records():
+        message = Message(topic, each.partition, each.offset, each.line, marks_from)
+        found = Found(each, message, letters.parse(each.line))
+        if all(filter.accepts(found) for filter in filters):
+            yield found
+
+
+class Replay:
+    """The letters of a topic that go back, each with its new routing key. Each iteration reads the topic again.
+
+    After an iteration `stayed` has the reasons of letters that stay, and how often each; `strangers` counts records
+    that are no letters.
+    """
+
+    def __init__(
+        self,
+        data: str,
+        topic: str,
+        filters: Sequence[Filter] = (),
+        most: int = 0,
+        max_replays: int = letters.MAX_REPLAYS,
+    ) -> None:
+        """`most`: at most so many letters, the oldest of each partition first; 0: all."""
+        self._data, self._topic, self._filters = data, topic, filters
+        self._most, self._max_replays = most, max_replays
+        self.stayed: dict[str, int] = {}
+        self.strangers = 0
+
+    def __iter__(self) -> Iterator[tuple[redrive.Record, bytes]]:
+        self.stayed, self.strangers = {}, 0
+        count = 0
+        for found in all_of(self._data, self._topic, self._filters):
+            if found.letter is None:
+                self.strangers += 1
+                continue
+            if reason := found.letter.obstacle(self._max_replays):
+                self.stayed[reason] = self.stayed.get(reason, 0) + 1
+                continue
+            new_key = letters.origin_key(found.record.line, self._topic, found.record.has_marks)
+            assert new_key is not None
+            yield found.record, new_key
+            count += 1
+            if self._most and count >= self._most:
+                return

@@ -1,0 +1,230 @@
+"""Dead letters: what a record of a dead letter topic says of itself, and how it goes back to where it came from.
+
+Two kinds are read. Consumers (kmq.Consumer.run, nack over HTTP) write the headers lines.LETTER_HEADERS. Spark's
+pipelines (kmq/spark/pipelines/dead_letters.py) write `reason`, `from` (topic-partition-offset), the old `id`, and `other`
+with headers of odd names. Any other record is no letter.
+
+Back        Topic and key of the origin, time, payload and the user's headers as stored. `replays` counts how often the
+            message has gone back. A consumer or pipeline that fails again keeps this header in its new letter.
+Stays       A letter that has come back `max_replays` times, and a letter whose payload was cut to fit into a line.
+Once        The letters of a partition go back under one producer name, each numbered by its seq, so the broker knows
+            which of them it has stored, whatever was selected before. A producer's numbers must rise: the broker refuses
+            an older letter that another selection left out (`id_too_old`), and that one goes under the next name of the
+            same partition. So a letter is sent to the names in the same order each time, and is found under the one
+            that stored it.
+Not covered A name that was idle for KMQ_PRODUCER_TTL is forgotten, and so may be a name with very many gaps. The same
+            replay then stores its letters again.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from hashlib import sha256
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from kmq import record
+from kmq.client.lines import LETTER_HEADERS, REPLAYS, decode, decode_payload, percent_encode
+from kmq.deadletters.pace import Pace, blocks
+from kmq.errors import KmqError
+from kmq.routing import exact, key_behind
+
+if TYPE_CHECKING:
+    from kmq.client.producer import Producer
+
+DLQ = ".dlq"  # suffix of a dead letter topic's name
+MAX_REPLAYS = 3
+_SPARK = ("reason", "from", "id", "len", "other")  # headers of a pipeline's letter
+_SENDERS = ("p", "w")
+_FROM = re.compile(r"(?s)(.+)-(\d{1,9})-(\d{1,18})")
+_MOST_NAMES = 64  # of one partition: how many selections may each have left out older letters
+_NAME_BYTES = 64
+
+
+class Letter(NamedTuple):
+    """What a dead letter says: where its message is stored, and why it was put aside. "": it does not say."""
+
+    topic: str  # of the origin
+    partition: int
+    offset: int
+    seq: str
+    group: str
+    why: str
+    attempts: str
+    first_failure: str  # seconds
+    last_failure: str
+    replays: int  # how often the message was sent back before
+    is_cut: bool  # the letter has only the beginning of the payload
+
+    @property
+    def origin(self) -> str:
+        return f"{self.topic}/{self.partition}@{self.offset}"
+
+    def obstacle(self, max_replays: int) -> str:
+        """Return why the letter stays; "" if it may go back."""
+        if self.is_cut:
+            return "its payload was cut"
+        return f"it came back {self.replays} times" if self.replays >= max_replays else ""
+
+
+def parse(line: bytes) -> Letter | None:
+    """Return what a stored line says as a dead letter; None if it is none."""
+    if b";origin_topic=" not in line and b";from=" not in line:
+        return None
+    _, _, routing_key, _, field, payload = line.split(b"|", 5)
+    headers = _headers(field)
+    origin = _origin(headers, routing_key)
+    if origin is None:
+        return None
+    is_ours = "origin_topic" in headers
+    own = headers if is_ours else {}
+    size = len(payload) if is_ours else len(decode_payload(field, payload) or b"")
+    return Letter(
+        *origin,
+        seq=own.get("origin_seq", ""),
+        group=own.get("group", ""),
+        why=headers.get("error" if is_ours else "reason", ""),
+        attempts=own.get("attempts", ""),
+        first_failure=own.get("first_failure", ""),
+        last_failure=own.get("last_failure", ""),
+        replays=_number(headers.get(REPLAYS, "0")),
+        is_cut=_number(headers.get("len", "0")) > size,
+    )
+
+
+def _headers(field: bytes) -> dict[str, str]:
+    """Return the headers by their stored names, so that a user's `error`, which is stored as `%65rror`, is another."""
+    pairs = (header.decode(errors="replace").partition("=") for header in field.split(b";")[1:])
+    return {name: decode(value) for name, _, value in pairs}
+
+
+def _origin(headers: dict[str, str], routing_key: bytes) -> tuple[str, int, int] | None:
+    if "origin_topic" in headers:
+        topic, *numbers = (headers.get(name, "") for name in LETTER_HEADERS[:3])
+        if not (record.is_topic(topic) and all(re.fullmatch(r"\d{1,18}", number) for number in numbers)):
+            return None
+        return topic, int(numbers[0]), int(numbers[1])
+    match = _FROM.fullmatch(headers.get("from", ""))
+    if match is None or "reason" not in headers or not routing_key.startswith(f"{match[1]}{DLQ}".encode()):
+        return None
+    return (match[1], int(match[2]), int(match[3])) if record.is_topic(match[1]) else None
+
+
+def _number(text: str) -> int:
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
+
+
+def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
+    """Return why a stored line must not be sent back; "" if it may. `only_letters`: nothing else may."""
+    letter = parse(line)
+    if letter is None:
+        return "it is no letter" if only_letters else ""
+    return letter.obstacle(max_replays)
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+
+def origin_key(line: bytes, topic: str, has_marks: bool = True) -> bytes | None:
+    """Return the routing key under which a letter in `topic` goes back; None if it is no letter."""
+    letter = parse(line)
+    if letter is None:
+        return None
+    return exact(letter.topic.encode(), key_behind(topic.encode(), record.routing_key_of(line), has_marks))
+
+
+def headers_back(field: bytes, letter: Letter) -> list[bytes]:
+    """Return the headers with which a letter goes back, as stored, given its id field."""
+    old_id, *stored = field.split(b";")
+    headers = _headers(field)
+    is_ours = "origin_topic" in headers
+    dropped = {*_SENDERS, REPLAYS, *(LETTER_HEADERS if is_ours else _SPARK)}
+    kept = [header for header in stored if header.partition(b"=")[0].decode(errors="replace") not in dropped]
+    if not is_ours:
+        kept += [f"{name}={percent_encode(value)}".encode() for name, value in _odd(headers.get("other", ""))]
+        old_id = percent_encode(headers.get("id", "")).encode()
+        kept += [b"orig_id=" + old_id] if old_id and not _has(kept, b"orig_id") else []
+    if letter.seq and not _has(kept, b"orig_seq"):
+        kept.append(b"orig_seq=" + percent_encode(letter.seq).encode())
+    return [*kept, b"%b=%d" % (REPLAYS.encode(), letter.replays + 1)]
+
+
+def _has(headers: list[bytes], name: bytes) -> bool:
+    return any(header.startswith(name + b"=") for header in headers)
+
+
+def _odd(text: str) -> list[tuple[str, str]]:
+    """Return headers whose names only raw lines can have: names as stored, values decoded."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return []
+    if not isinstance(found, dict):
+        return []
+    return [(name, str(value)) for name, value in found.items() if not re.search(r"[|;=\s\0]", name)]
+
+
+def producer_name(broker: str, topic: str, partition: int, number: int = 0) -> str:
+    """Return a name under which the letters of a partition go back. `broker`: the id of its data directory."""
+    digest = sha256("\0".join((broker, topic, str(partition))).encode()).hexdigest()[:16]
+    return f"dlq-{digest}-{number}-{topic}"[:_NAME_BYTES]
+
+
+class Place(NamedTuple):
+    """A partition whose letters go back together."""
+
+    broker: str
+    topic: str
+    partition: int
+
+
+def send(lines: Iterable[tuple[Place, bytes]], connect: "Callable[[str], Producer]", pace: Pace) -> int:
+    """Send letters back and wait until all are stored. Returns how many of them were stored before.
+
+    The lines of a place follow one another, in order of their ids. Raises KmqError at the first refusal.
+    """
+    repeated = 0
+    for place, group in groupby(lines, itemgetter(0)):
+        with ExitStack() as stack:
+            names = _Names(place, connect, stack)
+            for block in blocks((line for _, line in group), pace):
+                repeated += names.send(block)
+    return repeated
+
+
+class _Names:
+    """The producers of one partition, in their order; opened when they are needed."""
+
+    def __init__(self, place: Place, connect: "Callable[[str], Producer]", stack: ExitStack) -> None:
+        self._place, self._connect, self._stack = place, connect, stack
+        self._open: list[Producer] = []
+
+    def send(self, block: bytes) -> int:
+        """Store lines under the first name that takes each. Returns how many were stored before."""
+        repeated = 0
+        for number in range(_MOST_NAMES):
+            producer = self._producer(number)
+            before = producer.duplicates
+            delivery = producer.send_lines(block, callback=_seen)
+            producer.flush()
+            repeated += producer.duplicates - before
+            refused = list(delivery.refused.values())
+            for error in refused:
+                if error.code != "id_too_old":
+                    raise error
+            if not refused:
+                return repeated
+            block = b"".join(error.line + b"\n" for error in refused)
+        where = f"{self._place.topic}/{self._place.partition}"
+        raise KmqError(f"{where}: {_MOST_NAMES} replays have left out older letters; no further one can be told apart")
+
+    def _producer(self, number: int) -> "Producer":
+        if number == len(self._open):
+            self._open.append(self._stack.enter_context(self._connect(producer_name(*self._place, number))))
+        return self._open[number]
+
+
+def _seen(delivery: object) -> None:
+    """Take note of a delivery; its errors are looked at where it was sent."""
