@@ -31,15 +31,15 @@ from kmq.client.consumer_protocol import Core
 from kmq.client.consumer_state import Chunk, Event, Kind
 from kmq.client.consumer_waits import Waits
 from kmq.client.egress_lines import TopicPartition
-from kmq.client.handling import OWN_TOPIC, Backoff, Rules, Runner
+from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
+from kmq.client.letterbox import local_producer, producer_at
 from kmq.client.message import Message
 from kmq.client.producer import Producer
+from kmq.client.runner import Runner
 from kmq.errors import KmqError
 
 _FOR_EVER_S = 3600.0  # one wait of an iteration
 
-PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers
-DEFAULT_BACKOFF = Backoff()
 OnPlaces = Callable[[list[TopicPartition]], object]
 
 
@@ -62,7 +62,7 @@ class Consumer(Waits):
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
         self._start(address_of(host, port), ConsumerOptions(**options))
-        self._make_producer: Callable[[str], Producer] = partial(_producer_at, host, self.options)
+        self._make_producer: Callable[[str], Producer] = partial(producer_at, host, self.options)
         self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
         if topics:
             self.subscribe(*topics)
@@ -80,7 +80,7 @@ class Consumer(Waits):
         local_consumer_address()
         consumer = cls(on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost, **options)
         consumer._driver.address = local_consumer_address
-        consumer._make_producer = _local_producer
+        consumer._make_producer = local_producer
         if topics:
             consumer.subscribe(*topics)
         return consumer
@@ -234,16 +234,6 @@ class Consumer(Waits):
         if kind is None:
             self._given = None  # the block has handled what it was given
         self._close()
-
-
-def _producer_at(host: str, options: ConsumerOptions, window: str) -> Producer:
-    tls = options.tls
-    port = TLS_PORT if tls else PLAIN_PORT
-    return Producer(host, port, window=window, token=options.token, tls=tls, server_hostname=options.server_hostname)
-
-
-def _local_producer(window: str) -> Producer:
-    return Producer.local(window=window)
 
 
 __all__ = ["Consumer"]

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from inspect import isawaitable
 from types import TracebackType
 from typing import Unpack
@@ -28,7 +29,11 @@ from kmq.client.consumer_waits import LAST_COMMIT_S
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.egress_replies import PartitionOffsets
 from kmq.client.failures import NotAnswered
+from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
+from kmq.client.letterbox import local_producer, producer_at
 from kmq.client.message import Message
+from kmq.client.producer import Producer
+from kmq.client.runner_aio import AsyncRunner
 from kmq.errors import KmqError
 
 _FOR_EVER_S = 3600.0
@@ -116,6 +121,7 @@ class AsyncConsumer(AsyncWaits):
         self.options = ConsumerOptions(**options)
         self._core = Core(self.options)
         self._driver = Link(self._core, address_of(host, port))
+        self._make_producer: Callable[[str], Producer] = partial(producer_at, host, self.options)
         self._lock = nullcontext()
         self._given = None
         self._committed = deque()
@@ -136,6 +142,7 @@ class AsyncConsumer(AsyncWaits):
         """Return a consumer of the broker of this directory's settings (environment, kmq.toml)."""
         consumer = cls(*topics, on_assign=on_assign, on_revoke=on_revoke, on_lost=on_lost, **options)
         consumer._driver.address = local_consumer_address
+        consumer._make_producer = local_producer
         return consumer
 
     # --- records -----------------------------------------------------------------------------------------------------
@@ -182,6 +189,23 @@ class AsyncConsumer(AsyncWaits):
     async def _wait_for_records(self, timeout_s: float) -> bool:
         self._must_read()
         return await self._driver.wait(self._has_news, max(timeout_s, 0.0), fetches=True)
+
+    async def run(
+        self,
+        handler: Callable[[Message], object],
+        *,
+        max_retries: int = 3,
+        backoff: Backoff = DEFAULT_BACKOFF,
+        dlq: str | None = OWN_TOPIC,
+        permanent: tuple[type[Exception], ...] = (),
+        producer: Callable[[str], Producer] | None = None,
+    ) -> None:
+        """Hand every message to `handler`, which may be a coroutine function. All else is as for kmq.Consumer.run.
+
+        Ends when the consumer is closed, or its task is cancelled: the message being handled then comes again.
+        """
+        rules = Rules(max_retries, backoff, dlq, permanent)
+        await AsyncRunner(self, rules, producer or self._make_producer).run(handler)
 
     async def _came_back(self) -> None:
         """The application has come back for more: run callbacks, commit if that is due."""

@@ -321,6 +321,45 @@ def test_a_letter_that_is_too_long_is_cut(broker):
     assert len(letter.value) > 1_000_000 and dict(letter.headers)["len"] == b"%d" % ((1 << 20) - 200)
 
 
+def test_an_async_consumer_runs_a_handler_by_the_same_rules(broker):
+    with kmq.Producer(port=port(broker, "ingress")) as producer:
+        for n in range(12):
+            producer.send("awaited", b"%d" % n)
+    tries: dict[bytes, int] = {}
+
+    async def handle(message):
+        await asyncio.sleep(0)
+        tries[message.value] = tries.get(message.value, 0) + 1
+        if message.value == b"3":
+            raise kmq.Permanent("never")
+        if message.value == b"5" and tries[b"5"] < 3:
+            raise OSError("later")
+
+    def made(window):
+        return kmq.Producer(port=port(broker, "ingress"), window=window)
+
+    async def scenario():
+        async with asyncio.timeout(PATIENCE_S), kmq.AsyncConsumer(port=port(broker), group_id="awaiting") as watching:
+            watching.assign(("awaited", 0))
+            [place] = await watching.connect()
+            consumer = kmq.AsyncConsumer("awaited", port=port(broker), group_id="awaiting")
+            async with consumer:
+                task = asyncio.create_task(consumer.run(handle, backoff=QUICK, producer=made))
+                while await watching.committed(place) != 12:
+                    assert not task.done()
+                    await asyncio.sleep(0.01)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    broker.wait(lambda: partitions(broker, "awaited"), "the topic")
+    asyncio.run(scenario())
+    assert {value: count for value, count in tries.items() if count != 1} == {b"5": 3} and len(tries) == 12
+    with opened(broker, "awaited.dlq") as consumer:
+        [letter] = read(consumer, 1)
+    assert (letter.value, dict(letter.headers)["error"]) == (b"3", b"Permanent: never")
+
+
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,81 @@
+"""Stores dead letters (letters.py) for a consumer that runs a handler. Blocks until each is on disk."""
+
+import re
+from collections.abc import Callable
+from hashlib import sha256
+
+from kmq.client.consumer_options import ConsumerOptions, logger
+from kmq.client.failures import Refused
+from kmq.client.letters import Failure, format_letter
+from kmq.client.message import Message
+from kmq.client.producer import Producer
+from kmq.errors import KmqError
+from kmq.ids import NAME_PATTERN
+
+_NAME = re.compile(NAME_PATTERN)
+PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers
+_HEADER_ROOM = 4096  # bytes that a line takes beside its payload, where a letter has to be cut
+
+
+class Letterbox:
+    """The way of one group's letters to the broker. It connects when the first letter is put in."""
+
+    def __init__(self, group: str, make: Callable[[str], Producer]) -> None:
+        """`make` returns a producer, given its window."""
+        self._group, self._make = group, make
+        self._producer: Producer | None = None
+
+    def put(self, message: Message, dlq: str, failure: Failure) -> None:
+        """Store a message as a dead letter of topic `dlq`. Raises KmqError if that is impossible."""
+        if self._producer is None:
+            self._producer = self._make(_window(self._group))
+        try:
+            _send(self._producer, format_letter(message, dlq, failure))
+        except Refused as refused:
+            if refused.code != "too_long":
+                raise
+            most = self._producer.connect() - _HEADER_ROOM
+            _send(self._producer, format_letter(message, dlq, failure, most))
+        logger().warning(
+            "%s/%d offset %d went to %s after %d attempts: %.200r",
+            *(message.topic, message.partition, message.offset, dlq, failure.attempts, failure.error),
+        )
+
+    def close(self) -> None:
+        if self._producer is not None:
+            self._producer.close()
+
+
+def _send(producer: Producer, line: bytes) -> None:
+    try:
+        producer.send_lines(line).result()
+    except Refused as refused:
+        if refused.code != "id_reused":  # else it was stored before, with an older error
+            raise
+
+
+def report(offsets: object, error: KmqError | None) -> None:
+    """Log a commit that failed."""
+    if error is not None:
+        logger().warning("handled, and not committed, so it comes again: %s", error)
+
+
+def producer_at(host: str, options: ConsumerOptions, window: str) -> Producer:
+    """Return a producer of the broker that a consumer with these options reads: at the usual port of its host."""
+    tls = options.tls
+    port = TLS_PORT if tls else PLAIN_PORT
+    return Producer(host, port, window=window, token=options.token, tls=tls, server_hostname=options.server_hostname)
+
+
+def local_producer(window: str) -> Producer:
+    """Return a producer of the broker of this directory's settings."""
+    return Producer.local(window=window)
+
+
+def _window(group: str) -> str:
+    """Return the scope in which the ids of a group's letters are remembered."""
+    name = f"dlq:{group}"
+    return name if _NAME.fullmatch(name) else f"dlq:{sha256(group.encode()).hexdigest()[:40]}"
+
+
+__all__ = ["Letterbox", "local_producer", "producer_at", "report"]

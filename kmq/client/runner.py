@@ -1,0 +1,118 @@
+"""`Consumer.run`: drives the rules of handling.py with a blocking consumer."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kmq.client.consumer_commits import Offsets, OnCommit
+from kmq.client.consumer_options import ConsumerOptions, Start, logger
+from kmq.client.egress_lines import TopicPartition
+from kmq.client.handling import Attempts, Held, Rules
+from kmq.client.letterbox import Letterbox, report
+from kmq.client.message import Message
+from kmq.client.producer import Producer
+from kmq.errors import KmqError
+
+
+class Source(Protocol):
+    """What a runner needs of a kmq.Consumer."""
+
+    options: ConsumerOptions
+
+    @property
+    def closed(self) -> bool: ...
+
+    def poll(self, max_records: int | None = None, timeout: float = 1.0) -> list[Message]: ...
+
+    def assignment(self) -> list[TopicPartition]: ...
+
+    def seek(self, place: tuple[str, int], position: Start) -> None: ...
+
+    def pause(self, *places: tuple[str, int]) -> None: ...
+
+    def resume(self, *places: tuple[str, int]) -> None: ...
+
+    def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None: ...
+
+    def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
+
+
+class Runner:
+    """Hands the messages of a consumer to a handler."""
+
+    def __init__(self, consumer: Source, rules: Rules, producer: Callable[[str], Producer]) -> None:
+        self._consumer, self._rules = consumer, rules
+        self._attempts = Attempts(consumer.options, rules)
+        self._letters = Letterbox(consumer.options.group_id, producer)
+
+    def run(self, handler: Callable[[Message], object]) -> None:
+        """Handle messages until the consumer is closed. Raises what is no Exception, such as KeyboardInterrupt."""
+        consumer = self._consumer
+        try:
+            while not consumer.closed:
+                self._handle_all(handler, self._poll())
+                if not consumer.closed:
+                    self._commit()
+                    self._resume()
+        finally:
+            try:
+                handled = self._attempts.take_handled()
+                if handled and not consumer.closed:
+                    consumer.commit(handled)
+            finally:
+                self._letters.close()
+
+    def _poll(self) -> list[Message]:
+        try:
+            return self._consumer.poll(timeout=self._attempts.wait_s(time.monotonic()))
+        except KmqError:
+            if self._consumer.closed:
+                return []
+            raise
+
+    def _handle_all(self, handler: Callable[[Message], object], messages: list[Message]) -> None:
+        self._attempts.begin()
+        for message in messages:
+            if not self._attempts.is_turn_of(message):
+                continue
+            try:
+                handler(message)
+            except Exception as error:
+                outcome = self._attempts.failed(message, error, time.monotonic(), time.time())
+                if isinstance(outcome, Held):
+                    hold(self._consumer, message, outcome, error)
+                    continue
+                if self._rules.dlq is None:
+                    raise
+                self._letters.put(message, self._rules.topic_of_letters(message.topic), outcome)
+            self._attempts.succeeded(message)
+
+    def _resume(self) -> None:
+        for place in self._attempts.due(self._consumer.assignment(), time.monotonic()):
+            with contextlib.suppress(KmqError):
+                self._consumer.resume(place)
+
+    def _commit(self) -> None:
+        if handled := self._attempts.take_handled():
+            self._consumer.commit_async(handled, report)
+
+
+class Places(Protocol):
+    """What holding a message needs of a consumer."""
+
+    def seek(self, place: tuple[str, int], position: Start) -> None: ...
+
+    def pause(self, *places: tuple[str, int]) -> None: ...
+
+
+def hold(consumer: Places, message: Message, held: Held, error: Exception) -> None:
+    """Let a partition wait at this message."""
+    place = TopicPartition(message.topic, message.partition)
+    logger().warning("%s offset %d: attempt %d failed: %.200r", place, message.offset, held.attempts, error)
+    with contextlib.suppress(KmqError):  # it is another member's meanwhile
+        consumer.seek(place, held.offset)
+        consumer.pause(place)
+
+
+__all__ = ["Runner", "hold"]
