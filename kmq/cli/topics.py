@@ -267,7 +267,7 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
 def _source(limit: str, own: dict[str, str], limits: Limits) -> str:
     if limit in own:
         return "topic.toml"
-    if limit == "cleanup":
+    if limit not in _ENV:
         return "default"
     is_table = limits.cleanup == "compact" and limit.startswith("retention")
     return "cleanup=compact: settings do not apply" if is_table else _ENV[limit]
@@ -276,9 +276,9 @@ def _source(limit: str, own: dict[str, str], limits: Limits) -> str:
 def _text(limit: str, value: str | float | None) -> str:
     """Return a limit as text, in the largest unit that fits without a rest."""
     if value is None:
-        return "none" if limit == "retention_bytes" else "never"
-    if isinstance(value, str):
-        return value
+        return "none" if limit in ("retention_bytes", "max_deliveries") else "never"
+    if isinstance(value, str) or limit == "max_deliveries":
+        return str(value)
     units = _BYTES if limit.endswith("bytes") else _AGES
     unit, size = next((unit, size) for unit, size in units if value % size == 0 or size < 1)
     return f"{value / size:,.0f}{unit}"

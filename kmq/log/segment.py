@@ -20,7 +20,7 @@ from kmq.settings import FOREVER, GIB, SETTINGS, Settings
 _STAMP_BYTES = 64  # a seq and a time are shorter
 COMPACT = "compact"
 _RETENTION = ("retention_age", "retention_bytes")
-LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup")
+LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "max_deliveries")
 
 
 def name(first: int) -> str:
@@ -97,7 +97,16 @@ def _cleanup(text: str) -> str:
     return text
 
 
-_PARSE = {row.attribute: row.parse for row in SETTINGS} | {"cleanup": _cleanup}
+def _max_deliveries(text: str) -> int:
+    if text == "none":
+        return 0
+    if not (text.isdecimal() and len(text) <= 9 and int(text)):
+        raise ValueError("must be 1 to 999999999, or none")
+    return int(text)
+
+
+_PARSE = {row.attribute: row.parse for row in SETTINGS}
+_PARSE |= {"cleanup": _cleanup, "max_deliveries": _max_deliveries}
 
 
 class Limits:
@@ -105,6 +114,8 @@ class Limits:
 
     `cleanup`: "compact" lets compaction remove records that a later record of the same key replaces (compaction.py).
     Such a topic is a table: retention deletes its oldest rows only if the topic has retention limits of its own.
+    `max_deliveries`: a message that a consumer gave back so often becomes a dead letter; 0: no limit. The gateway
+    obeys it, and the log does not know it.
     """
 
     __slots__ = LIMITS
@@ -116,9 +127,11 @@ class Limits:
         retention_age: float = FOREVER,
         retention_bytes: int = 0,
         cleanup: str = "delete",
+        max_deliveries: int = 0,
     ) -> None:
         self.segment_bytes, self.segment_age = segment_bytes, segment_age
         self.retention_age, self.retention_bytes, self.cleanup = retention_age, retention_bytes, cleanup
+        self.max_deliveries = max_deliveries
 
     @classmethod
     def of(cls, settings: Settings) -> "Limits":

@@ -2,11 +2,12 @@
 
     partitions = 4                   fixed for the topic's life
     from_seq = 17                    written by the router
-    segment_bytes = "256 MiB"        these five replace the settings of the broker, in the same notation. The router
+    segment_bytes = "256 MiB"        these replace the settings of the broker, in the same notation. The router
     segment_age = "1d"               reads them when it starts or adopts the topic, and writes them on request
     retention_age = "30d"            (requests.py)
     retention_bytes = "10 GiB"
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
+    max_deliveries = 5               then a message that consumers give back is a dead letter; none (default): no limit
 
 A declaration without `from_seq` is pending: `declare` makes it, and the router adopts it with the next seq that it will
 route. No other process can choose a correct `from_seq`, because only the router knows what has been routed.

@@ -6,7 +6,7 @@ from made_up import no_room
 
 from kmq.errors import ConfigError
 from kmq.log import topics
-from kmq.log.segment import LIMITS
+from kmq.log.segment import LIMITS, Limits
 from kmq.log.topics import Declaration
 from kmq.router.queues import Queues
 
@@ -59,7 +59,7 @@ def test_the_router_keeps_and_follows_a_topics_own_limits_when_it_writes_its_seq
     for _ in range(2):  # adopted, then read at a start
         made = adopt(data)
         limits = made.in_force.limits_of("t")
-        assert [getattr(limits, name) for name in LIMITS] == [1 << 20, 86400, 30 * 86400, 1 << 30, "delete"]
+        assert [getattr(limits, name) for name in LIMITS] == [1 << 20, 86400, 30 * 86400, 1 << 30, "delete", 0]
         assert topics.read(data, "t").limits == OWN and topics.load(data, "t") == (2, 1)
         made.close()
 
@@ -74,3 +74,11 @@ def test_an_invalid_limit_is_refused_at_the_declaration_and_skipped_by_the_route
     assert not made.in_force.has_own_limits("t") and logger.names == ["topic_limits_ignored", "topic_adopted"]
     assert "retention_age = 'soon'" in str(logger.events[0][1]["reason"])
     made.close()
+
+
+def test_a_number_of_deliveries_is_a_limit_of_a_topic():
+    assert Limits().max_deliveries == 0
+    assert [Limits().with_changes({"max_deliveries": text}).max_deliveries for text in ("5", "none")] == [5, 0]
+    for text in ("0", "-1", "five", "1" * 10):
+        with pytest.raises(ConfigError, match="must be 1 to 999999999, or none"):
+            Limits().with_changes({"max_deliveries": text})
