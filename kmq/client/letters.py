@@ -25,7 +25,7 @@ class Failure(NamedTuple):
     """What happened to a message: the last error, how often it was tried, and when it failed (seconds)."""
 
     group: str
-    error: BaseException
+    error: BaseException | str
     attempts: int
     first: float
     last: float
@@ -47,7 +47,7 @@ def format_letter(message: Message, dlq: str, failure: Failure, max_payload: int
         message.offset,
         message.seq,
         failure.group,
-        f"{type(failure.error).__name__}: {failure.error}"[:_MOST_ERROR],
+        _text(failure.error)[:_MOST_ERROR],
         failure.attempts,
         f"{failure.first:.3f}",
         f"{failure.last:.3f}",
@@ -60,6 +60,10 @@ def format_letter(message: Message, dlq: str, failure: Failure, max_payload: int
     own = "".join(f";{name}={percent_encode(str(value))}" for name, value in zip(LETTER_HEADERS, values, strict=True))
     id = letter_id(message, failure.group).encode() + kept + values_of_cut + own.encode()
     return b"%b|%b|%b|%b\n" % (make_routing_key(dlq, message.key), ts, id, payload)
+
+
+def _text(error: BaseException | str) -> str:
+    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
 
 
 __all__ = ["Failure", "format_letter", "letter_id"]

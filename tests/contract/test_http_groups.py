@@ -352,10 +352,13 @@ def test_a_wrong_body_is_refused_by_the_name_of_its_field(api, path, body, field
     assert api.post(path, body).refusal == (422, "bad_field", field)
 
 
-def test_committed_offsets_and_generations_survive_a_gateway_that_is_killed(broker, api, topic, group):
+def test_offsets_generations_and_what_was_given_back_survive_a_killed_gateway(broker, api, topic, group):
     produce(api, topic, "a", "b", "c")
     before = consume(api, topic, group, member="m").value["generation"]
     commit(api, topic, group, {0: 1}, member="m")
+    nack(api, topic, group, 0)
+    nack(api, topic, group, 2, delayMs=600_000)
+    assert values(consume(api, topic, group, member="m")) == ["a"]  # in hand when the gateway dies
     broker.kill("gateway")
 
     def again():
@@ -367,7 +370,8 @@ def test_committed_offsets_and_generations_survive_a_gateway_that_is_killed(brok
             return None
 
     answer = until(again, "a gateway that serves the group")
-    assert values(answer) == ["b", "c"] and answer.value["generation"] > before
+    assert values(answer) == ["a", "b"] and answer.value["generation"] > before
+    assert answer.value["messages"][0]["deliveries"] == 3
 
 
 def test_lag_and_requests_are_metrics(broker, api, topic, group):
@@ -378,3 +382,116 @@ def test_lag_and_requests_are_metrics(broker, api, topic, group):
     assert f'kmq_group_lag{{group="{group}",partition="0",topic="{topic}"}} 2.0' in text
     assert f'kmq_group_lag_seconds{{group="{group}",partition="1",topic="{topic}"}} 0.0' in text
     assert 'kmq_http_requests_total{code="OK",operation="commit"}' in text
+
+
+# --- giving messages back --------------------------------------------------------------------------------------------
+
+
+def nack(api, topic, group, offset, **more):
+    return api.post(f"/api/topics/{topic}/nack", {"group": group, "partition": 0, "offset": offset, **more})
+
+
+def nacked(api, group):
+    return api.get(f"/api/groups/{group}").value["partitions"][0]["nacked"]
+
+
+def test_a_message_given_back_comes_again_before_new_ones_and_commits_may_pass_it(api, topic, group):
+    produce(api, topic, "a", "b", "c", "d")
+    assert values(consume(api, topic, group, member="m", maxMessages=2)) == ["a", "b"]
+    answer = nack(api, topic, group, 1, reason="busy")
+    assert (answer.status, answer.value["deliveries"], answer.value["deadLetter"]) == (200, 1, None)
+    nack(api, topic, group, 0)
+    assert nack(api, topic, group, 1).value["deliveries"] == 1  # the same again
+    assert commit(api, topic, group, {0: 2}, member="m").status == 200 and nacked(api, group) == 2
+    again = consume(api, topic, group, member="m", maxMessages=3)
+    shown = [(row["value"], row.get("deliveries")) for row in again.value["messages"]]
+    assert shown == [("a", 2), ("b", 2), ("c", None)]
+    assert values(consume(api, topic, group, member="m", maxMessages=1)) == ["d"]  # a and b are in hand
+    for next_offset, left, committed in ((1, 1, 2), (3, 0, 3)):  # a alone: the group does not go back
+        assert commit(api, topic, group, {0: next_offset}, member="m").status == 200
+        assert nacked(api, group) == left
+        assert api.get(f"/api/groups/{group}").value["partitions"][0]["committed"] == committed
+
+
+def test_what_was_in_hand_when_its_member_left_comes_to_the_next_one(api, topic, group):
+    produce(api, topic, "a", "b")
+    assert values(consume(api, topic, group, member="m", autoCommit="true")) == ["a", "b"]
+    nack(api, topic, group, 0)
+    assert values(consume(api, topic, group, member="m")) == ["a"]
+    leave(api, group, "m")
+    again = consume(api, topic, group, member="n", autoCommit="true")
+    assert [(row["value"], row.get("deliveries")) for row in again.value["messages"]] == [("a", 3)]
+    leave(api, group, "n")  # which commits
+    assert nacked(api, group) == 0
+
+
+def test_a_message_given_back_does_not_come_in_its_turn_where_nothing_was_committed(api, topic, group):
+    produce(api, topic, "a", "b")
+    assert values(consume(api, topic, group, member="m")) == ["a", "b"]
+    nack(api, topic, group, 0, delayMs=600_000)
+    leave(api, group, "m")
+    assert values(consume(api, topic, group, member="n")) == ["b"]
+
+
+def test_a_message_given_back_too_often_is_a_dead_letter(api, topic, group):
+    assert api.call("PATCH", f"{TOPICS}/{topic}", {"maxDeliveries": 2}).value["maxDeliveries"] == 2
+    headers = [{"name": "trace", "value": "t;"}]
+    api.post(f"/api/topics/{topic}/produce?format=text", {"value": "a", "key": "k", "headers": headers, "partition": 0})
+    produce(api, topic, "b")
+    assert values(consume(api, topic, group)) == ["a", "b"]
+    assert nack(api, topic, group, 0, reason="busy").value["deadLetter"] is None
+    assert values(consume(api, topic, group)) == ["a"]
+    answer = nack(api, topic, group, 0, reason="no such account")
+    assert answer.value == {
+        "partition": 0,
+        "offset": 0,
+        "deliveries": 2,
+        "notBefore": None,
+        "deadLetter": f"{topic}.dlq",
+    }
+    assert values(consume(api, topic, group)) == [] and nacked(api, group) == 0
+    [letter] = api.get(f"/api/topics/{topic}.dlq/consume?offset=0&format=text").value["messages"]
+    said = {header["name"]: header["value"] for header in letter["headers"]}
+    assert (letter["key"], letter["value"], said["trace"]) == ("k", "a", "t;")
+    assert (said["origin_topic"], said["origin_offset"], said["group"]) == (topic, "0", group)
+    assert (said["error"], said["attempts"]) == ("no such account", "2") and said["first_failure"] < said[
+        "last_failure"
+    ]
+
+
+def test_a_waiting_member_is_given_what_is_due_when_it_is_due(api, topic, group):
+    produce(api, topic, "a")
+    assert values(consume(api, topic, group)) == ["a"]
+    begun = time.monotonic()
+    answer = nack(api, topic, group, 0, delayMs=400)
+    assert answer.value["notBefore"] / 1000 == pytest.approx(time.time() + 0.4, abs=0.4)
+    assert values(consume(api, topic, group)) == []
+    assert values(consume(api, topic, group, timeoutMs=20_000)) == ["a"]
+    assert 0.35 < time.monotonic() - begun < 15
+
+
+def test_a_wrong_request_to_give_back_is_refused(api, topic, group):
+    produce(api, topic, "a")
+    refused = nack(api, topic, group, 0)
+    assert (refused.status, refused.value["code"]) == (404, "unknown_group")
+    consume(api, topic, group, member="m")
+    for more, status, code in (
+        ({"offset": 7}, 416, "out_of_range"),
+        ({"partition": 5}, 404, "unknown_partition"),
+        ({"member": "n"}, 409, "unknown_member"),
+        ({"member": "m", "generation": 77}, 409, "fenced"),
+        ({"delayMs": -1}, 422, "bad_field"),
+        ({"reason": "x" * 251}, 422, "bad_field"),
+    ):
+        answer = nack(api, topic, group, **{"offset": 0, **more})
+        assert (answer.status, answer.value["code"]) == (status, code), answer.value
+    assert nack(api, "nosuch", group, 0).value["code"] == "unknown_topic" and nacked(api, group) == 0
+
+
+def test_seek_forgets_what_was_given_back_because_the_group_reads_anew(api, topic, group):
+    produce(api, topic, "a", "b")
+    consume(api, topic, group, member="m")
+    nack(api, topic, group, 0, delayMs=600_000)
+    leave(api, group, "m")
+    assert api.post(f"/api/topics/{topic}/seek", {"group": group, "to": "latest"}).status == 200
+    assert nacked(api, group) == 0

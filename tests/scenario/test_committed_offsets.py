@@ -245,7 +245,7 @@ def test_nothing_is_told_before_the_log_is_read(pod):
 def test_a_deleted_group_is_gone_and_may_begin_again(pod):
     async def work(store):
         await store.commit("gone", {("orders", n): Commit(n) for n in range(5)})
-        await store.nack("gone", "orders", 0, 17, Nack(1, DUE, "busy"))
+        await store.nack("gone", "orders", 0, {17: Nack(1, DUE, "busy")})
         assert store.nacks("gone", "orders", 0)[17].reason == "busy"
         await store.delete("gone")
         assert "gone" not in store.groups()
@@ -262,9 +262,9 @@ def test_a_deleted_group_is_gone_and_may_begin_again(pod):
 
 def test_what_was_given_back_is_remembered_until_it_is_done(pod):
     async def work(store):
-        await store.nack("nack", "orders", 0, 17, Nack(1, DUE, "busy"))
-        await store.nack("nack", "orders", 0, 17, Nack(2, DUE + 1, "busy"))
-        await store.nack("nack", "orders", 0, 18, Nack(1, DUE))
+        await store.nack("nack", "orders", 0, {17: Nack(1, DUE, "busy")})
+        await store.nack("nack", "orders", 0, {17: Nack(2, DUE + 1, "busy")})
+        await store.nack("nack", "orders", 0, {18: Nack(1, DUE)})
         await store.nack_done("nack", "orders", 0, 18)
 
     async def look(store):
@@ -450,7 +450,7 @@ def test_the_front_of_a_large_log_is_deleted_and_what_is_needed_of_it_was_writte
     async def work(store):
         row = StatsPage(*identity_of(broker)).rows["gateway"]
         await store.commit("old", {("orders", 0): Commit(7, "m"), ("orders", 1): Commit(8)}, "me", 3)
-        await store.nack("old", "orders", 0, 5, Nack(2, DUE, "busy"))
+        await store.nack("old", "orders", 0, {5: Nack(2, DUE, "busy")})
         first, rows = directory / f"{0:020d}.log", dict(store.committed("old"))
         await asyncio.to_thread(broker.wait, first.exists, "the log")
         running, n = asyncio.create_task(OffsetKeeper(load(broker.env, toml=""), row, store, FakeLogger()).run()), 0

@@ -67,7 +67,7 @@ BAD = [
     ("POST", TOPICS, {"name": "x", "segmentBytes": 1}, 422, "bad_field", "segmentBytes"),
     ("POST", TOPICS, {"name": "x", "cleanupPolicy": "keep"}, 422, "bad_field", "cleanupPolicy"),
     ("POST", TOPICS, {"name": "x", "partitioner": "murmur2"}, 422, "bad_field", "partitioner"),
-    ("POST", TOPICS, {"name": "x", "maxDeliveries": 5}, 422, "bad_field", "maxDeliveries"),
+    ("POST", TOPICS, {"name": "x", "maxDeliveries": 0}, 422, "bad_field", "maxDeliveries"),
     ("POST", TOPICS, {"name": "x", "color": 1}, 422, "bad_field", "color"),
     ("POST", TOPICS, {"name": "t", "partitions": 2}, 409, "topic_exists", "partitions"),
     ("POST", TOPICS, {"name": "t", "retentionMs": 5}, 409, "topic_exists", ""),

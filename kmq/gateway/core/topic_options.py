@@ -32,23 +32,24 @@ def _age(seconds: float | str) -> int:
     return UNLIMITED if seconds == FOREVER else round(float(seconds) * 1000)
 
 
-def _bytes_text(nbytes: Value) -> str:
-    return "none" if nbytes == UNLIMITED else str(nbytes)
+def _count_text(count: Value) -> str:
+    return "none" if count == UNLIMITED else str(count)
 
 
-def _bytes(nbytes: float | str) -> int:
-    return int(nbytes) or UNLIMITED
+def _count(count: float | str) -> int:
+    return int(count) or UNLIMITED
 
 
 OPTIONS = {
     "retentionMs": Option("retention_age", _age_text, _age),
-    "retentionBytes": Option("retention_bytes", _bytes_text, _bytes),
+    "retentionBytes": Option("retention_bytes", _count_text, _count),
     "segmentMs": Option("segment_age", _age_text, _age),
     "segmentBytes": Option("segment_bytes", str, int),
     "cleanupPolicy": Option("cleanup", str, str),
+    "maxDeliveries": Option("max_deliveries", _count_text, _count),
 }
 # Options of the design that no part of the broker obeys yet, and the only value that is true today.
-NOT_YET: dict[str, Value] = {"deleteRetentionMs": None, "maxDeliveries": None, "partitioner": "crc32"}
+NOT_YET: dict[str, Value] = {"deleteRetentionMs": None, "partitioner": "crc32"}
 
 
 def limits_of(options: Mapping[str, Value]) -> dict[str, str]:

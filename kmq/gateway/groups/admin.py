@@ -23,7 +23,10 @@ from kmq.log.damage import DamageError
 
 
 class PartitionLag(NamedTuple):
-    """One partition of a group. `committed`: None if the group has committed nothing there."""
+    """One partition of a group. `committed`: None if the group has committed nothing there.
+
+    `nacked`: messages that members gave back, and that wait to be delivered again or to be committed.
+    """
 
     topic: str
     partition: int
@@ -31,6 +34,7 @@ class PartitionLag(NamedTuple):
     end: int
     lag: int
     lag_s: float
+    nacked: int = 0
 
 
 class GroupAdmin:
@@ -51,7 +55,9 @@ class GroupAdmin:
         committed = {place: row.offset for place, row in self._groups.committed(group).items()}
         places = {TopicPartition(*place) for place in committed}
         places |= {place for member in view.members for place in member.partitions}
-        return view, await self._fetching.run(self._lags, sorted(places), committed)
+        rows = await self._fetching.run(self._lags, sorted(places), committed)
+        nacks = self._groups.store.nacks
+        return view, [row._replace(nacked=len(nacks(group, row.topic, row.partition))) for row in rows]
 
     async def lags(self) -> list[tuple[str, str, int, int, float]]:
         """Return (group, topic, partition, messages, seconds) of what groups have committed, of MOST_LAGS at most."""
@@ -114,6 +120,9 @@ class GroupAdmin:
                 raise RequestRefused("out_of_range", text, field="offset", first=start, end=end)
         rows = {(topic, number): Commit(offset) for number, offset in offsets.items()}
         await self._groups.commit(group, None, rows)
+        store = self._groups.store
+        for number in offsets:  # the group reads from there; what it gave back before is not delivered besides
+            await store.nack_done(group, topic, number, *store.nacks(group, topic, number))
         return offsets
 
     async def delete(self, group: str) -> None:

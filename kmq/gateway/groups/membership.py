@@ -28,6 +28,7 @@ from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import lives
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
+from kmq.gateway.groups.in_hand import InHand
 from kmq.gateway.groups.keeping import GRACE_S
 from kmq.gateway.groups.known_topics import KnownTopics
 from kmq.gateway.groups.offset_records import Committed
@@ -49,6 +50,7 @@ class Groups:
 
     def __init__(self, settings: Settings, store: OffsetStore, partitions: Partitions, log: Logger) -> None:
         self.store = store
+        self.in_hand = InHand()
         self.coordinator = Coordinator()  # without groups, until they are restored
         self._settings, self._log = settings, log
         self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
@@ -222,8 +224,20 @@ class Groups:
         coordinator.check_commit(group, member, generation, rows, time.monotonic())
         if generation is None:
             generation = coordinator.assignment(group, member).generation if member else 0
-        await self.store.commit(group, rows, member or "", generation)
+        known = self.store.committed(group)
+        ahead = {
+            place: row
+            for place, row in rows.items()
+            if place not in known or not self.in_hand.is_of_one(group, place, row.offset, known[place].offset)
+        }
+        if ahead:
+            await self.store.commit(group, ahead, member or "", generation)
         coordinator.committed(group, time.monotonic())
+        for place, row in rows.items():
+            done = self.in_hand.done_by(group, place, row.offset)
+            await self.store.nack_done(group, *place, *done)
+            for offset in done:
+                self.in_hand.give_back(group, place, offset)
 
     # --- views -------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@
              offset: the next to read. ts: seconds with three decimals. member, metadata: percent-encoded
 
     key      <group>.<topic>.<partition>.<offset>    a message that a member gave back (nack)
-    payload  deliveries=<n> due=<unix> reason=<…>    how often it was delivered, and when it may be delivered again
+    payload  deliveries=<n> due=<unix> reason=<…>    how often it was delivered, and when it may be delivered again;
+             first=<unix>                            when it was first given back
 
     The empty payload is a tombstone: nothing is known of that key any more. The last record of a key counts.
 
@@ -31,7 +32,7 @@ _COMMIT = rb"offset=\d{1,19} ts=\d{1,11}\.\d{3} member=%b generation=-?\d{1,10} 
 _NACK = rb"deliveries=\d{1,9} due=\d{1,11}\.\d{3} reason=%b(?: [^\n]*)?" % _FIELD
 _PAYLOAD = re.compile(
     r"offset=(\d+) ts=(\S+) member=(\S*) generation=(-?\d+) metadata=(\S*)"
-    r"|deliveries=(\d+) due=(\S+) reason=(\S*)"
+    r"|deliveries=(\d+) due=(\S+) reason=(\S*)(?: first=(\d{1,11}\.\d{3})(?= |\Z))?"
 )
 _PLAIN = re.compile(r"[A-Za-z0-9_~-]*")  # stands for itself; most names do
 _PLACE = rb"%b\.%b\.\d{1,5}" % (_TEXT, rb"[A-Za-z0-9_~%-]+")
@@ -63,12 +64,16 @@ class Committed(NamedTuple):
 
 
 class Nack(NamedTuple):
-    """A message that a member gave back. `due`: seconds since the epoch from which on it may be delivered again."""
+    """A message that a member gave back. Times in seconds since the epoch.
+
+    `due`: from when on it may be delivered again. `first`: when it was first given back; 0: not known.
+    """
 
     deliveries: int
     due: float
     reason: str = ""
     seq: int = 0
+    first: float = 0.0
 
 
 Row = Committed | Nack
@@ -100,6 +105,7 @@ def encode_payload(row: Row) -> bytes:
     """Return the payload of a record."""
     if isinstance(row, Nack):
         text = f"deliveries={row.deliveries} due={row.due:.3f} reason={_encode(row.reason)}"
+        text += f" first={row.first:.3f}" if row.first else ""
     else:
         text = (
             f"offset={row.offset} ts={row.ts:.3f} member={_encode(row.member)}"
@@ -113,9 +119,9 @@ def decode_payload(payload: bytes, seq: int = 0) -> Row:
     match = _PAYLOAD.match(payload.decode("ascii"))
     if match is None:
         raise ValueError(f"payload {payload[:100]!r} is neither a commit nor a nack")
-    offset, ts, member, generation, metadata, deliveries, due, reason = match.groups()
+    offset, ts, member, generation, metadata, deliveries, due, reason, first = match.groups()
     if deliveries is not None:
-        return Nack(int(deliveries), float(due), _decode(reason), seq)
+        return Nack(int(deliveries), float(due), _decode(reason), seq, float(first or 0))
     if int(offset) > MAX_OFFSET:
         raise ValueError(f"offset {offset} is over {MAX_OFFSET}")
     return Committed(int(offset), float(ts), _decode(member), int(generation), _decode(metadata), seq)

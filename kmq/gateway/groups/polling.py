@@ -13,6 +13,7 @@ Memory      One object for each member that the coordinator knows and that joine
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
 from kmq.client.egress_lines import Position
@@ -57,6 +58,7 @@ class Poller:
         """Take over what the coordinator says."""
         if isinstance(event, Ended):
             self.ended = event.code
+            self._groups.in_hand.release(self.group, self.id)
             self._has_assignment.set()
         elif isinstance(event, Revoke):
             self._revoking = True
@@ -96,6 +98,7 @@ class Poller:
         """Tell the coordinator that the member knows its assignment, and reads nothing that it was asked to give up."""
         for place in [place for place in self.cursors if place not in self.assigned]:
             del self.cursors[place]
+        self._groups.in_hand.release(self.group, self.id, self.assigned)
         if self._revoking:
             self._revoking = False
             self._groups.revoked(self.group, self.id)
@@ -192,12 +195,24 @@ class Pollers:
             self._members[group, poller.id] = poller
             return poller
 
+    def given_back(self, group: str, place: TopicPartition) -> None:
+        """Let a group look again, because a message was given back: a sign of life of the member that reads there."""
+        for (name, id), poller in list(self._members.items()):
+            if name != group or poller.ended:
+                continue
+            if place in poller.assigned:
+                with suppress(RequestRefused):  # its session ends at this moment
+                    self._groups.beat(group, id)
+            for watcher in poller.watchers:
+                watcher.set()
+
     async def leave(self, group: str, member: str) -> None:
         """End a member at once, with what its calls asked to commit. Raises RequestRefused (unknown_member)."""
         found = self._members.get((group, member))
         if found is not None and not found.ended:
             await found.commit_delivered()
         self._groups.leave(group, member)
+        self._groups.in_hand.release(group, member)
         self._members.pop((group, member), None)
 
     def committer(self, group: str, member: str | None) -> str | None:

@@ -160,16 +160,17 @@ class OffsetStore:
             new[Place(group, topic, partition)] = Committed(asked.offset, now, member, generation, asked.metadata)
         await self._write(group, new)
 
-    async def nack(self, group: str, topic: str, partition: int, offset: int, given: Nack) -> None:
-        """Remember a message that a member gave back, or change what is known of it. Durable when this returns."""
+    async def nack(self, group: str, topic: str, partition: int, given: Mapping[int, Nack]) -> None:
+        """Remember messages that a member gave back, offset → row, or change that. Durable when this returns."""
         _check_name("group", group)
-        _check_row(partition, offset, given.reason)
-        await self._write(group, {Place(group, topic, partition, offset): given})
+        for offset, row in given.items():
+            _check_row(partition, offset, row.reason)
+        await self._write(group, {Place(group, topic, partition, offset): row for offset, row in given.items()})
 
-    async def nack_done(self, group: str, topic: str, partition: int, offset: int) -> None:
-        """Forget a message that was given back: it was committed, or went to the dead letters."""
-        if offset in self.nacks(group, topic, partition):
-            await self._bury(group, [Place(group, topic, partition, offset)])
+    async def nack_done(self, group: str, topic: str, partition: int, *offsets: int) -> None:
+        """Forget messages that were given back: they were committed, or went to the dead letters, or are gone."""
+        known = self.nacks(group, topic, partition)
+        await self._bury(group, [Place(group, topic, partition, offset) for offset in offsets if offset in known])
 
     async def delete(self, group: str) -> None:
         """Forget a group. Durable when this returns. That it has no members is for the caller to know."""

@@ -34,6 +34,7 @@ class Api:
 
     async def _close(self, app: web.Application) -> None:
         await self.produce.close()
+        await self.groups.close()
 
 
 KEY = web.AppKey("api", Api)

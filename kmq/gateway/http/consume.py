@@ -13,6 +13,7 @@ from kmq.client.message import Message
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.gateway.groups.redelivery import Again
 from kmq.gateway.http.message_json import Writer
 from kmq.gateway.http.operations import JSON, NDJSON, Call
 
@@ -73,10 +74,13 @@ def is_gone(call: Call) -> bool:
     return transport is None or transport.is_closing()
 
 
-def response(call: Call, found: list[Message], cursors: Sequence[Cursor], more: str = _NO_GROUP) -> web.Response:
-    """Return the answer to a call. `more`: generation and assignment, as JSON without braces."""
+def response(
+    call: Call, found: list[Message], cursors: Sequence[Cursor], more: str = _NO_GROUP, again: Sequence[Again] = ()
+) -> web.Response:
+    """Return the answer to a call. `more`: generation and assignment, as JSON without braces. `again` comes first."""
     dump = Writer(call.query["format"] == "text").dump
-    shown = [dump(message) for message in found]
+    shown = [dump(message, deliveries) for message, deliveries in again]
+    shown += [dump(message) for message in found]
     if NDJSON in call.request.headers.get("Accept", ""):
         headers = {}
         if len(cursors) == 1:

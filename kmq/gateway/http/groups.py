@@ -23,8 +23,10 @@ from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.events import GroupView, TopicPartition
+from kmq.gateway.groups.in_hand import NEVER
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.polling import Move, Poller, Pollers
+from kmq.gateway.groups.redelivery import Again, Redelivery
 from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.bodies import Bodies, parse_json
@@ -32,6 +34,7 @@ from kmq.gateway.http.consume import Consume, is_gone, micros, response
 from kmq.gateway.http.operations import Call
 from kmq.gateway.http.schema import SCHEMAS, check
 
+_LOOK_AGAIN_S = 0.5  # until a message is tried again that is due and could not be delivered
 _BEAT_S = 2.0  # between two signs of life of a call that waits; a third of the shortest session
 _ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call without a group
 
@@ -43,10 +46,12 @@ class GroupCalls:
         self._groups, self._fetching, self._bodies, self._consume = groups, core.fetching, bodies, consume
         self._topics, self._deadline_s = core.topics, core.settings.line_deadline
         self._pollers = Pollers(groups, core.fetching)
+        self._redelivery = Redelivery(groups, core.fetching, core.topics)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         consume.by_group = self.consume
         self.handlers = {
             "commit": self.commit,
+            "nack": self.nack,
             "seek": self.seek,
             "listGroups": self.list_all,
             "describeGroup": self.describe,
@@ -55,6 +60,9 @@ class GroupCalls:
             "heartbeat": self.heartbeat,
             "leaveGroup": self.leave,
         }
+
+    async def close(self) -> None:
+        await self._redelivery.close()
 
     # --- consuming ---------------------------------------------------------------------------------------------------
 
@@ -88,12 +96,12 @@ class GroupCalls:
         try:
             while True:
                 watcher.clear()
-                cursors, moves, answer = await self._read(call, poller, topic, limit)
-                if moves:
-                    await self._send(call, answer, partial(poller.take_back, moves))
-                if moves or time.monotonic() >= deadline:
+                cursors, take_back, answer = await self._read(call, poller, topic, limit)
+                if take_back:
+                    await self._send(call, answer, take_back)
+                if take_back or time.monotonic() >= deadline:
                     return answer
-                until = min(deadline, time.monotonic() + _BEAT_S)
+                until = min(deadline, time.monotonic() + self._longest_wait_s(poller))
                 await self._fetching.wait(cursors, until, watcher, lambda: is_gone(call))
                 if is_gone(call) or self._fetching.is_stopping:
                     return answer
@@ -102,32 +110,64 @@ class GroupCalls:
         finally:
             poller.watchers.discard(watcher)
 
+    def _longest_wait_s(self, poller: Poller) -> float:
+        """Return when to look again: for a message that becomes due, or to give a sign of life."""
+        due = self._redelivery.next_due(poller.group, poller.cursors)
+        if due == NEVER:
+            return _BEAT_S
+        left = due - time.time()
+        return min(_BEAT_S, left if left > 0 else _LOOK_AGAIN_S)
+
     async def _read(
         self, call: Call, poller: Poller, topic: str, limit: Limit
-    ) -> tuple[list[Cursor], list[Move], web.Response]:
-        """Return the cursors of the member's partitions, how they were moved, and the answer."""
+    ) -> tuple[list[Cursor], Callable[[], None] | None, web.Response]:
+        """Return the cursors that may have new messages, and the answer.
+
+        Between them: what to call if an answer with messages does not arrive; None if it has none.
+        """
         async with poller.lock:
-            cursors = await poller.turn(topic)
-            before = [cursor.offset for cursor in cursors]
+            cursors = {_place(cursor): cursor for cursor in await poller.turn(topic)}
+            again = await self._redelivery.next(poller.group, cursors, limit)
+            room = limit.messages - len(again), limit.nbytes - sum(each.message.size for each in again)
+            paused = {place for place in cursors if self._redelivery.is_paused(poller.group, place)}
+            fresh = [cursor for place, cursor in cursors.items() if place not in paused]
+            before = {place: cursor.offset for place, cursor in cursors.items()}
             more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
 
-            def shape(found: list[Message]) -> web.Response:
-                return response(call, found, cursors, more)
+            wanted = fresh if min(room) > 0 else []
+            unread = [cursor for cursor in cursors.values() if cursor not in wanted] if again or paused else []
+            apart = {place: self._redelivery.waiting(poller.group, place) for place in cursors}
+
+            def shape(found: list[Message]) -> tuple[int, web.Response]:
+                for cursor in unread:
+                    cursor.end = max(cursor.end, cursor.partition.end())
+                new = [each for each in found if each.offset not in apart[each.topic, each.partition]]
+                return len(new), response(call, new, [*cursors.values()], more, again)
 
             try:
-                count, answer = await self._fetching.read(cursors, limit, shape)
+                _, (count, answer) = await self._fetching.read(wanted, Limit(*room), shape)
             except RequestRefused as err:
                 if err.code == "unknown_topic":
                     poller.close(topic)  # the next call reads what has its name now
                 raise
+            self._redelivery.delivered(
+                poller.group, poller.id, again, {place: cursor.offset for place, cursor in cursors.items()}
+            )
+            shown = {(each.message.topic, each.message.partition) for each in again}
             moves = [
-                Move(TopicPartition(cursor.partition.topic, cursor.partition.number), cursor, offset, cursor.offset)
-                for cursor, offset in zip(cursors, before, strict=True)
-                if cursor.offset > offset
+                Move(TopicPartition(*place), cursor, before[place], cursor.offset)
+                for place, cursor in cursors.items()
+                if cursor.offset > before[place] or place in shown
             ]
             if call.query["autoCommit"]:
                 poller.delivered.update((move.place, move.end) for move in moves)
-        return cursors, moves if count else [], answer  # without a message nothing can be lost
+        take_back = partial(self._take_back, poller, moves, again) if count or again else None
+        return fresh, take_back, answer
+
+    def _take_back(self, poller: Poller, moves: list[Move], again: list[Again]) -> None:
+        """Note that the client has not got an answer with messages."""
+        poller.take_back(moves)
+        self._redelivery.take_back(poller.group, again)
 
     async def _send(self, call: Call, answer: web.Response, take_back: Callable[[], None]) -> None:
         """Send an answer with messages. If the client has gone, the member is given them again by its next call."""
@@ -182,6 +222,23 @@ class GroupCalls:
         await self._groups.commit(body["group"], member, rows, body.get("generation"))
         return _offsets({number: row.offset for (_, number), row in rows.items()})
 
+    async def nack(self, call: Call) -> web.Response:
+        body, topic = await self._read_body(call, "Nack"), call.path["topic"]
+        group, partition = body["group"], body["partition"]
+        place = TopicPartition(topic, partition)
+        if "member" in body:
+            generation, now = body.get("generation"), time.monotonic()
+            self._groups.coordinator.check_commit(group, body["member"], generation, [place], now)
+        delay_s = body.get("delayMs", 0) / 1000
+        given = await self._redelivery.nack(
+            group, topic, partition, body["offset"], reason=body.get("reason", ""), delay_s=delay_s
+        )
+        self._pollers.given_back(group, place)
+        row = {"partition": partition, "offset": body["offset"], "deliveries": given.deliveries}
+        if given.dead_letter:
+            return web.json_response(row | {"notBefore": None, "deadLetter": given.dead_letter})
+        return web.json_response(row | {"notBefore": round(given.due * 1000), "deadLetter": None})
+
     async def seek(self, call: Call) -> web.Response:
         body = await self._read_body(call, "Seek")
         to = body["to"]
@@ -216,6 +273,7 @@ class GroupCalls:
                 "end": row.end,
                 "lag": row.lag,
                 "lagSeconds": round(row.lag_s, 3),
+                "nacked": row.nacked,
             }
             for row in lags
         ]
@@ -234,6 +292,10 @@ class GroupCalls:
 
 def _summary(view: GroupView) -> dict[str, Any]:
     return {"group": view.name, "state": view.state.value, "generation": view.generation, "protocol": view.protocol}
+
+
+def _place(cursor: Cursor) -> tuple[str, int]:
+    return cursor.partition.topic, cursor.partition.number
 
 
 def _places(places: Any) -> list[dict[str, Any]]:

@@ -43,14 +43,15 @@ class Writer:
         self._headers: dict[bytes, str] = {}  # by what follows the id in its field
         self._times: dict[bytes, int] = {}  # by the producer's time, where that is one
 
-    def dump(self, message: Message) -> str:
-        """Return one message."""
+    def dump(self, message: Message, deliveries: int = 0) -> str:
+        """Return one message. `deliveries`: how often it was delivered; 0: it was not given back."""
+        more = f',"deliveries":{deliveries}' if deliveries else ""
         if self._is_text:
             try:
-                return self._dump(message, _text, "")
+                return self._dump(message, _text, more)
             except UnicodeDecodeError:
-                return Writer(is_text=False)._dump(message, _base64, ',"encoding":"base64"')
-        return self._dump(message, _base64, "")
+                return Writer(is_text=False)._dump(message, _base64, f',"encoding":"base64"{more}')
+        return self._dump(message, _base64, more)
 
     def _dump(self, message: Message, show: Show, more: str) -> str:
         _, _, routing_key, time, id, _ = message.fields

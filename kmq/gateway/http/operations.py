@@ -186,6 +186,15 @@ GROUPS = (
     ),
     Operation(
         "POST",
+        "/api/topics/{topic}/nack",
+        "nack",
+        "Give a message back: it is delivered again, and after maxDeliveries it is a dead letter",
+        {200: Reply("on disk", ref("Nacked"))},
+        body=ref("Nack"),
+        errors=(*_JOINING, *_WRITING, "unknown_group", "out_of_range", "too_long"),
+    ),
+    Operation(
+        "POST",
         "/api/topics/{topic}/seek",
         "seek",
         "Move the offsets of a group without members",

@@ -58,14 +58,15 @@ _OPTIONS: dict[str, Schema] = {
     "segmentBytes": number("bytes at which a partition begins a new file", least=1),
     "cleanupPolicy": _CLEANUP,
     "deleteRetentionMs": number("how long a compacted topic keeps tombstones; not in this release"),
-    "maxDeliveries": number("deliveries of a message before it is a dead letter; not in this release", least=1),
+    "maxDeliveries": _limit("deliveries after which a message that is given back becomes a dead letter"),
     "partitioner": text("how a key decides on the partition; this release has crc32", enum=["crc32", "murmur2"]),
 }
 _CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items() if name != "partitioner"}
 for _schema in _CHANGES.values():
     if "enum" in _schema:
         _schema["enum"] = [*_schema["enum"], None]
-_IN_FORCE = {name: _OPTIONS[name] for name in ("retentionMs", "retentionBytes", "segmentMs", "segmentBytes")}
+_LIMITS = "retentionMs", "retentionBytes", "segmentMs", "segmentBytes", "maxDeliveries"
+_IN_FORCE = {name: _OPTIONS[name] for name in _LIMITS}
 _OFFSET = number("position in the partition, from 0, for ever the same")
 _BYTES = {"type": ["string", "null"], "description": "base64, or text with format=text; null: none"}
 _HEADER = record(["name"], name=text("any text but the empty one", minLength=1), value=_BYTES)
@@ -99,6 +100,7 @@ _GROUP = text("name of a group", minLength=1, maxLength=200)
 _MEMBER = text("name of a member", minLength=1, maxLength=200)
 _GENERATION = number("the group's, as the member was told it", most=(1 << 31) - 1)
 _METADATA = text("kept with the offset; at most 1,024 bytes", maxLength=1024)
+_DELIVERIES = number("of a message that was given back: how often the group was given it", least=1)
 _WHERE = text("earliest or latest", enum=["earliest", "latest"])
 _GROUP_HEAD: dict[str, Schema] = {
     "group": _GROUP,
@@ -153,6 +155,7 @@ SCHEMAS: dict[str, Schema] = {
         headers=array(ref("Header")),
         timestamp=number("when the message was made, in ms since the epoch"),
         encoding=_ENCODING,
+        deliveries=_DELIVERIES,
     ),
     "SingleProduce": record(["value"], **_MESSAGE, **_SEND),
     "BatchProduce": record(
@@ -194,6 +197,24 @@ SCHEMAS: dict[str, Schema] = {
         generation=_GENERATION,
         offsets=array(ref("Offset"), minItems=1, maxItems=MAX_PARTITIONS),
     ),
+    "Nack": record(
+        ["group", "partition", "offset"],
+        group=_GROUP,
+        member=_MEMBER,
+        generation=_GENERATION,
+        partition=number("its number"),
+        offset=_OFFSET,
+        reason=text("why; a dead letter has it as `error`", maxLength=250),
+        delayMs=number("deliver it again after so long, not at once", most=604_800_000),
+    ),
+    "Nacked": record(
+        ["partition", "offset", "deliveries", "notBefore", "deadLetter"],
+        partition=number("its number"),
+        offset=_OFFSET,
+        deliveries=_DELIVERIES,
+        notBefore=or_null(number("when it may be delivered again, in ms since the epoch; null: never")),
+        deadLetter=or_null(text("the topic that it was put aside in, after maxDeliveries; null: it comes again")),
+    ),
     "Seek": record(["group", "to"], group=_GROUP, to={"anyOf": [_WHERE, ref("SeekTime"), ref("Offsets")]}),
     "SeekTime": {
         **record(["timestamp"], timestamp={"anyOf": [number("ms since the epoch"), text("RFC 3339")]}),
@@ -233,13 +254,14 @@ SCHEMAS: dict[str, Schema] = {
         assignment=array(ref("TopicPartition")),
     ),
     "GroupPartition": record(
-        ["topic", "partition", "committed", "end", "lag", "lagSeconds"],
+        ["topic", "partition", "committed", "end", "lag", "lagSeconds", "nacked"],
         topic=text("a topic"),
         partition=number("its number"),
         committed=or_null(number("the next offset to read; null: nothing is committed")),
         end=number("of the partition's next message"),
         lag=number("messages that are not committed"),
         lagSeconds={"type": "number", "description": "since the first of them was received"},
+        nacked=number("messages that were given back, and wait to be delivered again or committed"),
     ),
 }
 
