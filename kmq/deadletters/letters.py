@@ -41,6 +41,7 @@ _SENDERS = ("p", "w")
 _FROM = re.compile(r"(?s)(.+)-(\d{1,9})-(\d{1,18})")
 _MOST_NAMES = 64  # of one partition: how many selections may each have left out older letters
 _NAME_BYTES = 64
+_BLOCK_BYTES = 1 << 20  # sent at once: each block waits for its replies
 
 
 class Letter(NamedTuple):
@@ -189,7 +190,7 @@ def send(lines: Iterable[tuple[Place, bytes]], connect: "Callable[[str], Produce
     for place, group in groupby(lines, itemgetter(0)):
         with ExitStack() as stack:
             names = _Names(place, connect, stack)
-            for block in blocks((line for _, line in group), pace):
+            for block in blocks((line for _, line in group), pace, _BLOCK_BYTES):
                 repeated += names.send(block)
     return repeated
 

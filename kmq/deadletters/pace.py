@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from kmq.settings import KIB
 
-_BLOCK_BYTES = 64 * KIB
+BLOCK_BYTES = 64 * KIB
 _BLOCKS_PER_S = 10  # under a rate: blocks are small enough for an even flow and rare enough to sleep in between
 
 
@@ -23,14 +23,14 @@ class Pace:
             self._due = time.monotonic() + count / self.rate
 
 
-def blocks(lines: Iterable[bytes], pace: Pace) -> Iterator[bytes]:
-    """Yield the lines in blocks, each block as soon as `pace` allows it."""
+def blocks(lines: Iterable[bytes], pace: Pace, nbytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """Yield the lines in blocks of about `nbytes`, each block as soon as `pace` allows it."""
     block: list[bytes] = []
     size = 0
     for line in lines:
         block.append(line)
         size += len(line)
-        if size >= _BLOCK_BYTES or len(block) >= pace.block_limit:
+        if size >= nbytes or len(block) >= pace.block_limit:
             pace.wait(len(block))
             yield b"".join(block)
             block, size = [], 0
