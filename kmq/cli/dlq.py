@@ -80,7 +80,7 @@ def ls(
 
 
 def _list_topics(data: str, as_json: bool) -> None:
-    from kmq.deadletters.letters import DLQ
+    from kmq.client.letters import DLQ
     from kmq.log import topics
     from kmq.log.partition import end_offset
     from kmq.log.reader import partition

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from kmq.client.consumer_options import ConsumerOptions
 from kmq.client.egress_lines import TopicPartition
-from kmq.client.letters import Failure
+from kmq.client.letters import DLQ, Failure
 from kmq.client.message import Message
 from kmq.errors import ConfigError
 
 POLL_S = 1.0  # longest wait for records
-OWN_TOPIC = "<topic>.dlq"
+OWN_TOPIC = f"<topic>{DLQ}"
 
 
 class Permanent(Exception):
@@ -57,7 +57,7 @@ class Rules(NamedTuple):
     def topic_of_letters(self, topic: str) -> str:
         """Return where the letters of a topic go."""
         assert self.dlq is not None
-        return f"{topic}.dlq" if self.dlq == OWN_TOPIC else self.dlq
+        return f"{topic}{DLQ}" if self.dlq == OWN_TOPIC else self.dlq
 
 
 DEFAULT_BACKOFF = Backoff()

@@ -8,15 +8,29 @@ the last error. A message that was a letter before loses the headers of the old 
 
 Once        The id names the place of the message. Sent in the window of its group, it is stored once, although a
             consumer that dies behind the letter and before its commit sends it again.
+Read        `parse_letter` also reads the letters of Spark's pipelines (kmq/spark/pipelines/dead_letters.py), which have
+            `reason`, `from` (topic-partition-offset), the old `id`, and `other` with headers of odd names. Any other
+            record is no letter.
 Cut         A letter that is too long for a line keeps the beginning of the payload, and its old length in `len`.
 """
 
 import re
 from typing import NamedTuple
 
-from kmq.client.lines import LETTER_HEADERS, key_text, make_routing_key, percent_encode
+from kmq import record
+from kmq.client.lines import (
+    LETTER_HEADERS,
+    REPLAYS,
+    decode,
+    decode_payload,
+    key_text,
+    make_routing_key,
+    percent_encode,
+)
 from kmq.client.message import Message
 
+DLQ = ".dlq"  # suffix of a dead letter topic's name
+_FROM = re.compile(r"(?s)(.+)-(\d{1,9})-(\d{1,18})")
 _MOST_ERROR = 500  # characters of an error
 _OLD = re.compile(rb";(?:p|w|%b)(?:=[^;]*)?(?=;|\Z)" % b"|".join(name.encode() for name in LETTER_HEADERS))
 
@@ -66,4 +80,80 @@ def _text(error: BaseException | str) -> str:
     return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
 
 
-__all__ = ["Failure", "format_letter", "letter_id"]
+# --- what a letter says ------------------------------------------------------------------------------------------------
+
+
+class Letter(NamedTuple):
+    """What a dead letter says: where its message is stored, and why it was put aside. "": it does not say."""
+
+    topic: str  # of the origin
+    partition: int
+    offset: int
+    seq: str
+    group: str
+    why: str
+    attempts: str
+    first_failure: str  # seconds
+    last_failure: str
+    replays: int  # how often the message was sent back before
+    is_cut: bool  # the letter has only the beginning of the payload
+
+    @property
+    def origin(self) -> str:
+        return f"{self.topic}/{self.partition}@{self.offset}"
+
+    def obstacle(self, max_replays: int) -> str:
+        """Return why the letter stays; "" if it may go back."""
+        if self.is_cut:
+            return "its payload was cut"
+        return f"it came back {self.replays} times" if self.replays >= max_replays else ""
+
+
+def parse_letter(line: bytes) -> Letter | None:
+    """Return what a stored line says as a dead letter; None if it is none."""
+    if b";origin_topic=" not in line and b";from=" not in line:
+        return None
+    _, _, routing_key, _, field, payload = line.split(b"|", 5)
+    headers = stored_headers(field)
+    origin = _origin(headers, routing_key)
+    if origin is None:
+        return None
+    is_ours = "origin_topic" in headers
+    own = headers if is_ours else {}
+    size = len(payload) if is_ours else len(decode_payload(field, payload) or b"")
+    return Letter(
+        *origin,
+        seq=own.get("origin_seq", ""),
+        group=own.get("group", ""),
+        why=headers.get("error" if is_ours else "reason", ""),
+        attempts=own.get("attempts", ""),
+        first_failure=own.get("first_failure", ""),
+        last_failure=own.get("last_failure", ""),
+        replays=_number(headers.get(REPLAYS, "0")),
+        is_cut=_number(headers.get("len", "0")) > size,
+    )
+
+
+def stored_headers(field: bytes) -> dict[str, str]:
+    """Return the headers by their stored names, so that a user's `error`, which is stored as `%65rror`, is another."""
+    pairs = (header.decode(errors="replace").partition("=") for header in field.split(b";")[1:])
+    return {name: decode(value) for name, _, value in pairs}
+
+
+def _origin(headers: dict[str, str], routing_key: bytes) -> tuple[str, int, int] | None:
+    if "origin_topic" in headers:
+        topic, *numbers = (headers.get(name, "") for name in LETTER_HEADERS[:3])
+        if not (record.is_topic(topic) and all(re.fullmatch(r"\d{1,18}", number) for number in numbers)):
+            return None
+        return topic, int(numbers[0]), int(numbers[1])
+    match = _FROM.fullmatch(headers.get("from", ""))
+    if match is None or "reason" not in headers or not routing_key.startswith(f"{match[1]}{DLQ}".encode()):
+        return None
+    return (match[1], int(match[2]), int(match[3])) if record.is_topic(match[1]) else None
+
+
+def _number(text: str) -> int:
+    return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
+
+
+__all__ = ["DLQ", "Failure", "Letter", "format_letter", "letter_id", "parse_letter", "stored_headers"]

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from kmq.client.letters import DLQ, Letter, parse_letter
 from kmq.client.message import Message
 from kmq.deadletters import letters, redrive
-from kmq.deadletters.letters import DLQ, Letter
 from kmq.errors import ConfigError
 from kmq.log import identity, topics
 
@@ -71,7 +71,7 @@ def all_of(data: str, topic: str, filters: Sequence[Filter] = ()) -> Iterator[Fo
     marks_from = identity.marks_from(data)
     for each in redrive.Queue(data, topic).records():
         message = Message(topic, each.partition, each.offset, each.line, marks_from)
-        found = Found(each, message, letters.parse(each.line))
+        found = Found(each, message, parse_letter(each.line))
         if all(filter.accepts(found) for filter in filters):
             yield found
 

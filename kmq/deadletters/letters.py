@@ -1,8 +1,4 @@
-"""Dead letters: what a record of a dead letter topic says of itself, and how it goes back to where it came from.
-
-Two kinds are read. Consumers (kmq.Consumer.run, nack over HTTP) write the headers lines.LETTER_HEADERS. Spark's
-pipelines (kmq/spark/pipelines/dead_letters.py) write `reason`, `from` (topic-partition-offset), the old `id`, and `other`
-with headers of odd names. Any other record is no letter.
+"""Dead letters on their way back to where they came from. What a letter says: kmq/client/letters.py.
 
 Back        Topic and key of the origin, time, payload and the user's headers as stored. `replays` counts how often the
             message has gone back. A consumer or pipeline that fails again keeps this header in its new letter.
@@ -26,7 +22,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kmq import record
-from kmq.client.lines import LETTER_HEADERS, REPLAYS, decode, decode_payload, percent_encode
+from kmq.client.letters import Letter, parse_letter, stored_headers
+from kmq.client.lines import LETTER_HEADERS, REPLAYS, percent_encode
 from kmq.deadletters.pace import Pace, blocks
 from kmq.errors import KmqError
 from kmq.routing import exact, key_behind
@@ -34,92 +31,17 @@ from kmq.routing import exact, key_behind
 if TYPE_CHECKING:
     from kmq.client.producer import Producer
 
-DLQ = ".dlq"  # suffix of a dead letter topic's name
 MAX_REPLAYS = 3
 _SPARK = ("reason", "from", "id", "len", "other")  # headers of a pipeline's letter
 _SENDERS = ("p", "w")
-_FROM = re.compile(r"(?s)(.+)-(\d{1,9})-(\d{1,18})")
 _MOST_NAMES = 64  # of one partition: how many selections may each have left out older letters
 _NAME_BYTES = 64
 _BLOCK_BYTES = 1 << 20  # sent at once: each block waits for its replies
 
 
-class Letter(NamedTuple):
-    """What a dead letter says: where its message is stored, and why it was put aside. "": it does not say."""
-
-    topic: str  # of the origin
-    partition: int
-    offset: int
-    seq: str
-    group: str
-    why: str
-    attempts: str
-    first_failure: str  # seconds
-    last_failure: str
-    replays: int  # how often the message was sent back before
-    is_cut: bool  # the letter has only the beginning of the payload
-
-    @property
-    def origin(self) -> str:
-        return f"{self.topic}/{self.partition}@{self.offset}"
-
-    def obstacle(self, max_replays: int) -> str:
-        """Return why the letter stays; "" if it may go back."""
-        if self.is_cut:
-            return "its payload was cut"
-        return f"it came back {self.replays} times" if self.replays >= max_replays else ""
-
-
-def parse(line: bytes) -> Letter | None:
-    """Return what a stored line says as a dead letter; None if it is none."""
-    if b";origin_topic=" not in line and b";from=" not in line:
-        return None
-    _, _, routing_key, _, field, payload = line.split(b"|", 5)
-    headers = _headers(field)
-    origin = _origin(headers, routing_key)
-    if origin is None:
-        return None
-    is_ours = "origin_topic" in headers
-    own = headers if is_ours else {}
-    size = len(payload) if is_ours else len(decode_payload(field, payload) or b"")
-    return Letter(
-        *origin,
-        seq=own.get("origin_seq", ""),
-        group=own.get("group", ""),
-        why=headers.get("error" if is_ours else "reason", ""),
-        attempts=own.get("attempts", ""),
-        first_failure=own.get("first_failure", ""),
-        last_failure=own.get("last_failure", ""),
-        replays=_number(headers.get(REPLAYS, "0")),
-        is_cut=_number(headers.get("len", "0")) > size,
-    )
-
-
-def _headers(field: bytes) -> dict[str, str]:
-    """Return the headers by their stored names, so that a user's `error`, which is stored as `%65rror`, is another."""
-    pairs = (header.decode(errors="replace").partition("=") for header in field.split(b";")[1:])
-    return {name: decode(value) for name, _, value in pairs}
-
-
-def _origin(headers: dict[str, str], routing_key: bytes) -> tuple[str, int, int] | None:
-    if "origin_topic" in headers:
-        topic, *numbers = (headers.get(name, "") for name in LETTER_HEADERS[:3])
-        if not (record.is_topic(topic) and all(re.fullmatch(r"\d{1,18}", number) for number in numbers)):
-            return None
-        return topic, int(numbers[0]), int(numbers[1])
-    match = _FROM.fullmatch(headers.get("from", ""))
-    if match is None or "reason" not in headers or not routing_key.startswith(f"{match[1]}{DLQ}".encode()):
-        return None
-    return (match[1], int(match[2]), int(match[3])) if record.is_topic(match[1]) else None
-
-
-def _number(text: str) -> int:
-    return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
-
-
 def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
     """Return why a stored line must not be sent back; "" if it may. `only_letters`: nothing else may."""
-    letter = parse(line)
+    letter = parse_letter(line)
     if letter is None:
         return "it is no letter" if only_letters else ""
     return letter.obstacle(max_replays)
@@ -130,7 +52,7 @@ def stays(line: bytes, max_replays: int, only_letters: bool = False) -> str:
 
 def origin_key(line: bytes, topic: str, has_marks: bool = True) -> bytes | None:
     """Return the routing key under which a letter in `topic` goes back; None if it is no letter."""
-    letter = parse(line)
+    letter = parse_letter(line)
     if letter is None:
         return None
     return exact(letter.topic.encode(), key_behind(topic.encode(), record.routing_key_of(line), has_marks))
@@ -139,7 +61,7 @@ def origin_key(line: bytes, topic: str, has_marks: bool = True) -> bytes | None:
 def headers_back(field: bytes, letter: Letter) -> list[bytes]:
     """Return the headers with which a letter goes back, as stored, given its id field."""
     old_id, *stored = field.split(b";")
-    headers = _headers(field)
+    headers = stored_headers(field)
     is_ours = "origin_topic" in headers
     dropped = {*_SENDERS, REPLAYS, *(LETTER_HEADERS if is_ours else _SPARK)}
     kept = [header for header in stored if header.partition(b"=")[0].decode(errors="replace") not in dropped]

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kmq import record
 from kmq.cli.app import app
-from kmq.client.letters import Failure, format_letter
+from kmq.client.letters import Failure, format_letter, parse_letter
 from kmq.client.message import Message
 from kmq.deadletters import letters, redrive
 from kmq.deadletters.chosen import Filter, Found
@@ -37,7 +37,7 @@ def back(line: bytes, topic: str) -> bytes:
 
 
 def test_a_consumers_letter_says_where_it_came_from_and_why():
-    letter = letters.parse(by_consumer(stored(b"9;trace=a;error")))
+    letter = parse_letter(by_consumer(stored(b"9;trace=a;error")))
     assert letter is not None and letter.origin == "orders/3@17"
     assert (letter.seq, letter.group, letter.why) == ("42", "bil.ling", "ValueError: no; such|price\n")
     assert (letter.attempts, letter.first_failure, letter.last_failure) == ("4", "1712345678.250", "1712345699.500")
@@ -45,7 +45,7 @@ def test_a_consumers_letter_says_where_it_came_from_and_why():
 
 
 def test_a_pipelines_letter_says_the_same_as_far_as_it_knows():
-    letter = letters.parse(BY_SPARK)
+    letter = parse_letter(BY_SPARK)
     assert letter is not None and letter.origin == "orders.v2/3@17"
     assert (letter.why, letter.group, letter.replays, letter.is_cut) == ("not_json", "", 1, False)
 
@@ -62,7 +62,7 @@ def test_a_pipelines_letter_says_the_same_as_far_as_it_knows():
     ],
 )
 def test_a_record_without_an_origin_is_no_letter(line):
-    assert letters.parse(line) is None and letters.origin_key(line, "orders.dlq") is None
+    assert parse_letter(line) is None and letters.origin_key(line, "orders.dlq") is None
     assert (letters.stays(line, 0), letters.stays(line, 3, only_letters=True)) == ("", "it is no letter")
 
 
@@ -96,7 +96,7 @@ def test_a_letter_whose_payload_was_cut_stays():
 def test_a_users_header_named_replays_is_not_counted():
     from kmq.client.lines import make_id
 
-    letter = letters.parse(by_consumer(stored(make_id("9", [("replays", b"7")]))))
+    letter = parse_letter(by_consumer(stored(make_id("9", [("replays", b"7")]))))
     assert letter is not None and letter.replays == 0
 
 
@@ -129,7 +129,7 @@ def test_names_differ_by_broker_partition_and_number_and_are_legal():
 def test_a_filter_looks_at_fields_and_headers(text, is_accepted):
     line = by_consumer(stored(b"9;trace=z;trace=a"))
     place = redrive.Record("orders.dlq", 0, 5, "orders.dlq", line)
-    found = Found(place, Message("orders.dlq", 0, 5, line), letters.parse(line))
+    found = Found(place, Message("orders.dlq", 0, 5, line), parse_letter(line))
     assert Filter.parse(text).accepts(found) is is_accepted
 
 

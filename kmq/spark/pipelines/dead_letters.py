@@ -14,6 +14,7 @@ from operator import add
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from kmq.client.letters import DLQ
 from kmq.errors import ConfigError, KmqError
 from kmq.log import topics as declarations
 from kmq.settings import load
@@ -21,7 +22,6 @@ from kmq.spark.sink.targets import Destination, Target, producer
 from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import Options
 
-DLQ = ".dlq"  # suffix of the topic
 MAX_LINE = 1 << 20  # bytes, if the broker does not tell
 _BESIDE = ("routing_key", "producer_ts", "id", "reason")  # parts of a dead letter's line besides headers and payload
 _ADOPT_S = 30.0  # how long a router may take to adopt a new topic

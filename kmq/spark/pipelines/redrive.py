@@ -31,6 +31,7 @@ from pyspark.sql import functions as F
 from pyspark.storagelevel import StorageLevel
 
 from kmq import record
+from kmq.client.letters import parse_letter
 from kmq.client.producer import Producer
 from kmq.deadletters import letters
 from kmq.deadletters import redrive as rules
@@ -94,7 +95,7 @@ def rewritten(rows: DataFrame, to: str, where: str = "") -> DataFrame:
 
 
 def _origin_topic(line: bytes) -> str | None:
-    letter = letters.parse(bytes(line))
+    letter = parse_letter(bytes(line))
     return None if letter is None else letter.topic
 
 
