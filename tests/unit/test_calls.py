@@ -84,6 +84,24 @@ def test_one_call_may_hold_more_than_there_is_where_it_is_alone():
     within(run())
 
 
+def test_a_call_whose_request_is_read_does_not_give_way_to_another_request(monkeypatch):
+    monkeypatch.setattr(calls, "_LONGEST_WAIT_S", 0.0)
+
+    async def run():
+        strangers = Strangers(SimpleNamespace(), Incidents(lambda *_, **__: None))
+        made, read = Calls(load({}, "/nonexistent.toml"), strangers), asyncio.get_running_loop().create_future()
+        read.set_result(b"a request")
+        call, other = Call(), Call()
+        await made.read(call, SimpleNamespace(read=lambda: read))
+        call.since = time.monotonic() - PATIENCE_S  # its client does not read the response
+        await made.receiving.take(other, made.receiving.most)
+        with pytest.raises(RequestRefused):
+            await made.receiving.take(Call(), 1)
+        assert not call.why_ended
+
+    within(run())
+
+
 def test_a_call_that_is_late_ends_with_its_connection_and_a_patient_one_does_not():
     async def run():
         row = SimpleNamespace(cut_off=0, turned_away=0)

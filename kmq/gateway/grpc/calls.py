@@ -183,7 +183,7 @@ class Calls:
         await self.receiving.take(call, self.longest)
         call.since = time.monotonic()
         request = await context.read()
-        self.receiving.settle(call, 0)
+        self.receiving.release(call)
         call.arrive()
         if request is grpc.aio.EOF:
             raise RequestRefused("bad_request", "a request is missing")
