@@ -1,4 +1,4 @@
-"""The gateway: lines out, PodBus over gRPC, and HTTP. One asyncio process beside the four stages; it owns nothing on disk.
+"""The gateway: lines out, gRPC, and HTTP. One asyncio process beside the four stages; it owns nothing on disk.
 
     __main__.py       the command: settings, ownership, exit code
     server.py         the process: what it opens, watches and ends
@@ -39,8 +39,11 @@
     lines/            door: lines out, and GET_STATUS
     grpc/             door: gRPC
       podbus.py       what the methods of podbus.v1.PodBus do
-      schema.py       their messages (podbus.proto; podbus.desc is that file compiled)
-      service.py      PodBus as a service: statuses, counting
+      kmq_v1.py       what the methods of kmq.v1.Kmq do; subscription.py: Subscribe; delivering.py: its fetches
+      values.py       messages of kmq.v1 as the gateway's values, in and out
+      reading.py      the memory of records on their way out
+      schema.py       the messages of both (podbus.proto, kmq.proto; podbus.desc and kmq.desc are these files compiled)
+      service.py      both as services: statuses, counting
       calls.py        each call: its memory, its deadlines, which call is evicted
       front.py        connections relayed to gRPC
       health.py       service grpc.health.v1.Health

@@ -5,7 +5,7 @@ must carry `authorization: Bearer <token>`, except health checks, because kubele
 """
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from secrets import token_hex
 from ssl import SSLContext
 from typing import Any
@@ -29,6 +29,7 @@ from kmq.tokens import Tokens
 _RPCS = 2048  # simultaneous calls, streams included
 _UNREAD_BYTES = 16 * KIB  # of each call that gRPC receives before the gateway reads them
 _RPCS_PER_CONNECTION = 1024
+_GROWTH = 3  # a record as a message, against its line: an empty header is one byte there and two here
 _KEEPALIVE_MS, _KEEPALIVE_ANSWER_MS = 30_000, 10_000  # otherwise a dead peer would keep its stream for ever
 _LONGEST_HANDSHAKE_S = 60.0
 _LONGEST_IDLE_S = 3600.0  # of a connection without a call; the client reconnects by itself
@@ -72,12 +73,14 @@ def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
     return guard
 
 
-def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers, calls: Calls, service: str) -> Any:
-    """Return a gRPC server without ports or services."""
+def grpc_server(
+    settings: Settings, tokens: Tokens | None, strangers: Strangers, calls: Calls, services: Iterable[str]
+) -> Any:
+    """Return a gRPC server without ports or services. `services`: full names of those that will be added."""
     longest = longest_message(settings)
     handshake_ms = int(min(settings.line_deadline, _LONGEST_HANDSHAKE_S) * 1000)
     return grpc.aio.server(
-        interceptors=(*([_Guard(tokens, strangers)] if tokens else []), Bystanders(calls, service)),
+        interceptors=(*([_Guard(tokens, strangers)] if tokens else []), Bystanders(calls, services)),
         maximum_concurrent_rpcs=_RPCS,
         options=(
             ("grpc.so_reuseport", 0),  # otherwise a second gateway would silently take half of the connections
@@ -86,7 +89,7 @@ def grpc_server(settings: Settings, tokens: Tokens | None, strangers: Strangers,
             ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
             ("grpc.http2.bdp_probe", 0),  # otherwise gRPC would buffer more and more per call
             ("grpc.max_receive_message_length", longest),
-            ("grpc.max_send_message_length", longest),
+            ("grpc.max_send_message_length", _GROWTH * longest),
             ("grpc.max_concurrent_streams", _RPCS_PER_CONNECTION),
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_ANSWER_MS),
@@ -100,20 +103,20 @@ def listen_grpc(
     server: Any, calls: Calls, doors: Doors, settings: Settings, certificates: Certificates | None
 ) -> dict[str, int]:
     """Open the ports of gRPC's `server`. Returns name → port number. Call inside the event loop."""
-    calls.front = _front(server.add_insecure_port)
+    calls.front = _front(calls, server.add_insecure_port)
     ports = {"grpc": _open(calls.front, doors, "KMQ_GRPC_PORT", settings.host, settings.grpc_port)}
     if certificates is not None:
         credentials = _credentials(settings, certificates)
-        calls.tls_front = _front(lambda address: server.add_secure_port(address, credentials))
+        calls.tls_front = _front(calls, lambda address: server.add_secure_port(address, credentials))
         ports["grpcs"] = _open(calls.tls_front, doors, "KMQ_GRPCS_PORT", settings.tls_host, settings.grpcs_port)
     return _write_ports(settings, ports)
 
 
-def _front(add_port: Callable[[str], int]) -> Front:
+def _front(calls: Calls, add_port: Callable[[str], int]) -> Front:
     """Make gRPC listen on a Unix socket with a secret name, and return the relay to that socket."""
     name = f"kmq-grpc-{token_hex(16)}"
     add_port(f"unix-abstract:{name}")
-    return Front(name)
+    return Front(name, calls.look)
 
 
 def _credentials(settings: Settings, certificates: Certificates) -> Any:

@@ -28,11 +28,12 @@ from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import OffsetStore
-from kmq.gateway.grpc.calls import Calls
+from kmq.gateway.grpc.calls import STREAMS, Calls, Streams
 from kmq.gateway.grpc.health import HEALTH, Health
+from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.podbus import PodBus
-from kmq.gateway.grpc.schema import SERVICE
-from kmq.gateway.grpc.service import Service
+from kmq.gateway.grpc.schema import KMQ, PODBUS
+from kmq.gateway.grpc.service import kmq_handler, podbus_handler
 from kmq.gateway.http.web import application, monitoring
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service as Consumers
@@ -44,6 +45,7 @@ from kmq.tokens import open_tokens
 
 _CHECK_S = 0.25  # between two checks of the broker; also the heartbeat
 _REPORT_S = 1.0  # between two log lines of one event
+_SERVICES = (PODBUS.service, KMQ.service)
 SETTLED_S = 1.0  # how long a state must last to be logged, so that flapping is not
 
 
@@ -105,11 +107,13 @@ class Gateway:
         self.strangers = Strangers(self.row, self.incidents)
         self.doors = Doors(settings, self.strangers)
         self.calls = Calls(settings, self.strangers)
-        self.bus = PodBus(settings, self.core.watermark, log, self.strangers)
+        streams = Streams(STREAMS)
+        self.bus = PodBus(settings, self.core.watermark, log, streams, self.strangers)
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
         self.consumers = Consumers(settings, self.core.waking, self.tokens, self.strangers, self.requests)
         self.groups = Groups(settings, self.offsets, self.consumers.partitions, log)
+        self.kmq = KmqV1(self.core, self.groups, self.calls, streams)
         self.keeper.is_alive, self.keeper.forgotten = self.groups.is_alive, self.groups.forgotten
         self.requests.lags = GroupAdmin(self.groups, self.core.partitions, self.core.fetching).lags
         self.lines = Lines(self.consumers, self.groups)
@@ -122,11 +126,11 @@ class Gateway:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        server = grpc_server(self.settings, self.tokens, self.strangers, self.calls, SERVICE)
-        service = Service(self.bus, self.calls, self.requests, self.incidents)
-        server.add_generic_rpc_handlers((service.handler(),))
+        server = grpc_server(self.settings, self.tokens, self.strangers, self.calls, _SERVICES)
+        counted = self.calls, self.requests, self.incidents
+        server.add_generic_rpc_handlers((podbus_handler(self.bus, *counted), kmq_handler(self.kmq, *counted)))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection((*_SERVICES, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.core, self.groups, self.requests))
         metrics = await self._runner(monitoring(self.broker, self.requests))
         keeping = asyncio.gather(self.keeper.run(), self.groups.run())
@@ -145,6 +149,7 @@ class Gateway:
             self.doors.close()
             self.core.stop()
             self.bus.stop()
+            self.kmq.stop()
             self.lines.stop()
             self.status.stop()
             self.health.stop()
@@ -155,6 +160,7 @@ class Gateway:
             await asyncio.gather(keeping, return_exceptions=True)
             await self.offsets.close()
             await self.bus.close()
+            await self.kmq.close()
             self.consumers.close()
             await self.core.close()
             self.incidents.say()
@@ -183,7 +189,7 @@ class Gateway:
                 if self.certificates is not None:
                     self.certificates.look()
             verdict = self.broker.verdict()
-            for service in ("", SERVICE):
+            for service in ("", *_SERVICES):
                 self.health.set(service, verdict.ready)
             self.changes.follow(verdict, time.monotonic())
             try:

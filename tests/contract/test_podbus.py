@@ -422,7 +422,7 @@ def test_a_damaged_record_is_data_loss_naming_file_and_seq_and_never_served(new_
 # --- health and reflection -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("service", ["", "podbus.v1.PodBus"])
+@pytest.mark.parametrize("service", ["", "podbus.v1.PodBus", "kmq.v1.Kmq"])
 def test_health_is_serving_exactly_while_a_write_can_be_made_durable(bus, service):
     def serving(wanted):
         return lambda: bus.call("Check", service=service)["status"] == wanted
@@ -442,6 +442,7 @@ def test_reflection_is_enough_to_produce(bus):
     assert answer["services"] == [
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
+        "kmq.v1.Kmq",
         "podbus.v1.PodBus",
     ]
     assert bus.call("Consume", offset=answer["offset"])["record"] == b"r"

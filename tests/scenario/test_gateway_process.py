@@ -18,10 +18,10 @@ import pytest
 
 from kmq import tokens
 from kmq.broker.readiness import is_process
-from kmq.gateway.grpc import schema
+from kmq.gateway.grpc.schema import PODBUS
 
 ROOT = Path(__file__).resolve().parents[2]
-MESSAGES = schema.MESSAGES
+MESSAGES = PODBUS.messages
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def bus(broker):
     with grpc.insecure_channel(address(broker)) as channel:
 
         def call(method, **fields):
-            declared = schema.METHODS[method]
+            declared = PODBUS.methods[method]
             request, response = MESSAGES[declared.input_type.name], MESSAGES[declared.output_type.name]
-            invoke = channel.unary_unary(f"/{schema.SERVICE}/{method}", request.SerializeToString, response.FromString)
+            invoke = channel.unary_unary(f"/{PODBUS.service}/{method}", request.SerializeToString, response.FromString)
             return invoke(request(**fields), wait_for_ready=True, timeout=30)
 
         yield call
@@ -126,7 +126,7 @@ def test_a_gateway_that_is_killed_comes_back_and_still_knows_what_was_stored(new
     broker.up(**ports)
     with grpc.insecure_channel(address(broker)) as channel:
         produce = channel.unary_unary(
-            f"/{schema.SERVICE}/Produce",
+            f"/{PODBUS.service}/Produce",
             MESSAGES["ProduceRequest"].SerializeToString,
             MESSAGES["ProduceResponse"].FromString,
         )
@@ -167,7 +167,7 @@ def test_sigterm_ends_a_stream_when_what_it_has_taken_is_answered(broker):
     gateway = broker.pids()["gateway"]
     with grpc.insecure_channel(address(broker)) as channel:
         stream = channel.stream_stream(
-            f"/{schema.SERVICE}/ProduceStream",
+            f"/{PODBUS.service}/ProduceStream",
             MESSAGES["ProduceRequest"].SerializeToString,
             MESSAGES["ProduceResponse"].FromString,
         )
@@ -233,7 +233,7 @@ def test_the_gateway_waits_for_a_broker_that_is_not_there(new_broker):
         status, body = broker.get("/readyz")
         assert (status, json.loads(body)["reason"].partition(":")[0]) == (503, "down")
         with grpc.insecure_channel(address(broker)) as channel:
-            produce = channel.unary_unary(f"/{schema.SERVICE}/Produce", MESSAGES["ProduceRequest"].SerializeToString)
+            produce = channel.unary_unary(f"/{PODBUS.service}/Produce", MESSAGES["ProduceRequest"].SerializeToString)
             with pytest.raises(grpc.RpcError) as failed:
                 produce(MESSAGES["ProduceRequest"](message_id="1", record=b"x"), wait_for_ready=True, timeout=30)
         assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -252,7 +252,7 @@ def test_producer_that_retries_stores_each_record_once_over_kills_of_anything(ne
     victims = iter(("gateway", "ingress", "gateway", "durability"))
     with grpc.insecure_channel(address(broker)) as channel:
         stream = channel.stream_stream(
-            f"/{schema.SERVICE}/ProduceStream",
+            f"/{PODBUS.service}/ProduceStream",
             MESSAGES["ProduceRequest"].SerializeToString,
             MESSAGES["ProduceResponse"].FromString,
         )
@@ -293,7 +293,7 @@ def test_the_example_consumer_gets_each_record_at_least_once_over_kills_of_all(n
     def produce(numbers):
         with grpc.insecure_channel(address(broker)) as channel:
             stream = channel.stream_stream(
-                f"/{schema.SERVICE}/ProduceStream",
+                f"/{PODBUS.service}/ProduceStream",
                 MESSAGES["ProduceRequest"].SerializeToString,
                 MESSAGES["ProduceResponse"].FromString,
             )

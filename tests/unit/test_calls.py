@@ -152,7 +152,7 @@ class Served:
             await asyncio.sleep(0)
 
     async def _serve(self, name):
-        async def abort(_code, text):
+        async def abort(_code, text, _trailers):
             self.refused.append(name)
             raise RuntimeError(text)
 

@@ -31,7 +31,7 @@ from kmq.gateway.core.feed import Feed, Watermark
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.doors import Doors
 from kmq.gateway.grpc import podbus
-from kmq.gateway.grpc.calls import Calls
+from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.statuses import status_of
 from kmq.gateway.http import web
 from kmq.gateway.server import Changes
@@ -48,12 +48,13 @@ PATIENCE_S = 30.0
 # --- the schema ------------------------------------------------------------------------------------------------------
 
 
-def test_the_compiled_schema_is_the_one_in_the_proto(tmp_path):
+@pytest.mark.parametrize("name", ["podbus", "kmq"])
+def test_the_compiled_schema_is_the_one_in_the_proto(tmp_path, name):
     directory = ROOT / "kmq" / "gateway"
     argv = [sys.executable, "-m", "grpc_tools.protoc", f"-I{directory}", f"--descriptor_set_out={tmp_path}/made"]
-    subprocess.run([*argv, "podbus.proto"], check=True, capture_output=True)
+    subprocess.run([*argv, f"{name}.proto"], check=True, capture_output=True)
     parse = descriptor_pb2.FileDescriptorSet.FromString
-    assert parse((directory / "podbus.desc").read_bytes()) == parse((tmp_path / "made").read_bytes())
+    assert parse((directory / f"{name}.desc").read_bytes()) == parse((tmp_path / "made").read_bytes())
 
 
 def test_whether_the_gateway_is_installed_is_known_without_loading_it():
@@ -292,16 +293,18 @@ def test_nobody_looks_while_nobody_waits():
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_streams_over_the_limit_are_refused_until_one_ends(data, monkeypatch):
-    monkeypatch.setattr(podbus, "_STREAMS", 2)
+def bus_of(data, streams):
+    settings = load({"KMQ_DATA": data}, "/nonexistent.toml")
+    return podbus.PodBus(settings, Watermark(rows(router=0, durability=0)), FakeLogger(), streams)
 
+
+def test_streams_over_the_limit_are_refused_until_one_ends(data):
     async def run():
-        bus = podbus.PodBus(
-            load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), FakeLogger()
-        )
+        open_ones = Streams(2)
+        bus = bus_of(data, open_ones)
         request = SimpleNamespace(offset=1, follow=True)
         streams = [asyncio.create_task(anext(bus.consume_stream(request, None))) for _ in range(2)]
-        while bus.streams < 2:
+        while len(open_ones) < 2:
             await asyncio.sleep(0)
         with pytest.raises(RequestRefused, match="2 streams are open already") as refused:
             await anext(bus.consume_stream(request, None))
@@ -309,7 +312,7 @@ def test_streams_over_the_limit_are_refused_until_one_ends(data, monkeypatch):
         bus.stop()
         ended = await asyncio.gather(*streams, return_exceptions=True)
         assert [answer.code for answer in ended] == ["stopping", "stopping"]
-        assert bus.streams == 0
+        assert len(open_ones) == 0
 
     within(PATIENCE_S, run())
 
@@ -318,9 +321,7 @@ def test_records_over_the_limit_are_refused_while_others_wait_for_room(data, mon
     monkeypatch.setattr(podbus, "_WAITING_BYTES", 100)
 
     async def run():
-        bus = podbus.PodBus(
-            load({"KMQ_DATA": data}, "/nonexistent.toml"), Watermark(rows(router=0, durability=0)), FakeLogger()
-        )
+        bus = bus_of(data, Streams(2))
         submitting, room = asyncio.Event(), asyncio.Event()
 
         async def submit(producer, topic, record, id):
@@ -370,7 +371,7 @@ def test_a_port_that_is_taken_is_named_with_its_setting(tmp_path, kind):
         doors, calls = Doors(settings, strangers), Calls(settings, strangers)
         try:
             if kind == "grpc":
-                server = listeners.grpc_server(settings, None, strangers, calls, "x")
+                server = listeners.grpc_server(settings, None, strangers, calls, ["x"])
                 return listeners.listen_grpc(server, calls, doors, settings, None)
             runner = http.AppRunner(http.Application())
             await runner.setup()

@@ -315,7 +315,7 @@ class Requests:
     def count(self, method: str, code: str, seconds: float) -> None:
         """Count one call that has ended."""
         self._requests.labels(method, code).inc()
-        if not method.endswith("Stream"):  # the client decides how long a stream lasts
+        if not method.endswith(("Stream", "Subscribe")):  # the client decides how long a stream lasts
             self._seconds.labels(method).observe(seconds)
 
     def count_egress(self, request: str, code: str) -> None:

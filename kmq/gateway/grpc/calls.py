@@ -11,6 +11,12 @@ End         A call that is evicted while it waits for its client takes its conne
             gRPC would keep the messages of the call.
 Deadline    KMQ_LINE_DEADLINE limits how long the only request of a call, and the reading of each response, may take.
             A stream of requests may be silent for any time.
+Listeners   A stream that is answered while it is read (kmq.v1 Subscribe) may be silent for as long as its member's
+            session. Of its next request gRPC may hold a part, of which nobody knows. It is at most what its connection
+            has received since the stream's last whole request, less what became whole requests of others. All listeners
+            together: at most _UNFINISHED_BYTES; beyond that the connection with most of it is closed.
+Streams     At most as many calls as a Streams allows may last for long. A new one evicts the one that has waited
+            longest for its client, and is refused if none has.
 Bystanders  Health/Watch and reflection: at most _BYSTANDERS calls at a time; a new one evicts the oldest. The evicted
             call gets a status, and the other calls of its connection go on. If it is just waiting for its client, the
             status comes after that, at most _LEAVE_S later and for at most _LEAVING such calls; beyond either limit the
@@ -20,7 +26,7 @@ Bystanders  Health/Watch and reflection: at most _BYSTANDERS calls at a time; a 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -32,10 +38,13 @@ from kmq.gateway.grpc.statuses import refuse
 from kmq.settings import KIB, MIB, Settings
 
 ENVELOPE = 64 * KIB  # bytes of a gRPC message besides the record: the id, and gRPC's own framing
+STREAMS = 256  # of all services; fewer than the connections of a port, so that some can always be evicted
 CHECK = "/grpc.health.v1.Health/Check"
 _BYSTANDERS, _LEAVING = 32, 512
 _LEAVE_S = 1.0  # how long an evicted bystander may still wait for its client
 _RECEIVING_BYTES = 48 * MIB  # of half-received requests; each counts as the longest message
+_UNFINISHED_BYTES = 48 * MIB  # of half-received requests of listeners
+_LITTLE_BYTES = 128 * KIB  # of one connection: looked at no further
 PATIENCE_S = 0.1  # how long a call may wait for its client before another call may evict it
 _IDLE_S = 1.0  # how long a stream of requests may be silent before another call may evict it
 _RETRY_S = 0.05  # between two attempts to reserve bytes
@@ -57,7 +66,19 @@ class Call:
         self.why_ended = ""
         self.is_told = False  # the client gets `why_ended` as a status
         self.why_leaving = ""  # the call ends with this as a status as soon as it no longer waits for its client
+        self.reserved = 0  # bytes of a budget for the request that is awaited
+        self.listens_from: int | None = None  # `relay.unclaimed` at its last whole request; None: it does not listen
         self._held: list[Budget] = []
+
+    @property
+    def relay(self) -> Relay | None:
+        """Return the connection of the call."""
+        return self._relay
+
+    @property
+    def peer(self) -> str:
+        """Return the address that the client came from."""
+        return self._relay.peer if self._relay is not None else ""
 
     def has_waited(self, seconds: float) -> bool:
         """Return True if the call has waited for its client for at least that time."""
@@ -135,6 +156,32 @@ class Budget:
         self.used -= self._held.pop(call, 0)
 
 
+class Streams:
+    """The calls that may last: at most `most` at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: set[Call] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextlib.contextmanager
+    def enter(self, call: Call) -> Iterator[None]:
+        """Count a call for as long as the block runs. Raises RequestRefused if there are too many."""
+        if len(self._open) >= self._most:
+            slow = longest_waiting(self._open, PATIENCE_S)
+            if slow is None:
+                raise RequestRefused("too_many", f"{self._most} streams are open already")
+            self._open.discard(slow)
+            slow.end("the stream was evicted for a new one, because its client was slow")
+        self._open.add(call)
+        try:
+            yield
+        finally:
+            self._open.discard(call)
+
+
 class Calls:
     """All open calls, and the budgets they share."""
 
@@ -142,7 +189,7 @@ class Calls:
         self.longest = longest_message(settings)
         self.receiving = Budget(max(_RECEIVING_BYTES, 4 * self.longest), PATIENCE_S, strangers)
         self.streaming = Budget(max(_RECEIVING_BYTES, 4 * self.longest), _IDLE_S, strangers)
-        self._deadline_s, self._strangers = settings.line_deadline, strangers
+        self._deadline_s, self.strangers = settings.line_deadline, strangers
         self.front: Front | None = None
         self.tls_front: Front | None = None
         self._open: set[Call] = set()
@@ -181,21 +228,49 @@ class Calls:
     async def read(self, call: Call, context: Any) -> Any:
         """Return the only request of a call."""
         await self.receiving.take(call, self.longest)
-        call.since = time.monotonic()
+        call.since, call.reserved = time.monotonic(), self.longest
         request = await context.read()
         self.receiving.release(call)
+        call.reserved = 0
         call.arrive()
         if request is grpc.aio.EOF:
             raise RequestRefused("bad_request", "a request is missing")
+        _claim(call, request)
         return request
 
     async def stream(self, call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Yield the requests of a stream."""
         await self.streaming.take(call, self.longest)
-        call.since, call.is_patient = time.monotonic(), True
+        call.since, call.is_patient, call.reserved = time.monotonic(), True, self.longest
         async for request in requests:
             call.since = time.monotonic()
+            _claim(call, request)
             yield request
+
+    async def listen(self, call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Yield the requests of a stream that is answered meanwhile. The deadline applies to the first one alone."""
+        call.since, is_first = time.monotonic(), True
+        self._mark(call)
+        async for request in requests:
+            _claim(call, request)
+            if is_first:
+                is_first, call.since = False, 0.0  # from now on only a write waits for the client
+            self._mark(call)
+            yield request
+
+    def _mark(self, call: Call) -> None:
+        call.listens_from = call.relay.unclaimed if call.relay is not None else 0
+
+    def look(self, relay: Relay) -> None:
+        """Close a connection if listeners may have too many bytes of unfinished requests. Relays call it as they grow."""
+        if _unfinished(relay) <= _LITTLE_BYTES:
+            return
+        relays = {call.relay for call in self._open if call.relay is not None and call.listens_from is not None}
+        sizes = {each: _unfinished(each) for each in relays}
+        if sum(sizes.values()) > _UNFINISHED_BYTES:
+            largest = max(sizes, key=lambda each: sizes[each])
+            self.strangers.cut_off(largest.peer, f"{sizes[largest]} bytes of unfinished requests")
+            largest.force_close()
 
     async def write(self, call: Call, context: Any, response: Any) -> None:
         """Write one response, waiting until the client has room for it."""
@@ -211,7 +286,7 @@ class Calls:
             oldest = next(iter(self._bystanders))
             del self._bystanders[oldest]
             self._leaving[oldest] = None
-            self._strangers.turn_away("", f"{_BYSTANDERS} calls of Health/Watch and reflection are open")
+            self.strangers.turn_away("", f"{_BYSTANDERS} calls of Health/Watch and reflection are open")
             oldest.leave("the call was evicted for a newer one of its kind")
         if len(self._leaving) > _LEAVING:
             self._close_leaving(next(iter(self._leaving)))
@@ -232,19 +307,35 @@ class Calls:
             self._close_leaving(call)
         for call in list(self._open):
             if not call.is_patient and call.has_waited(self._deadline_s) and not call.why_ended:
-                self._strangers.cut_off("", "a call whose client did not continue within KMQ_LINE_DEADLINE")
+                self.strangers.cut_off("", "a call whose client did not continue within KMQ_LINE_DEADLINE")
                 call.end("the client did not continue within KMQ_LINE_DEADLINE")
+
+
+def _claim(call: Call, request: Any) -> None:
+    """Note that a request is whole, if listeners on its connection must know."""
+    relay = call.relay
+    if relay is not None and any(each.listens_from is not None for each in relay.calls):
+        relay.claimed += len(request) if isinstance(request, bytes) else request.ByteSize()
+
+
+def _unfinished(relay: Relay) -> int:
+    """Return how many bytes of unfinished requests the listeners of a connection may have at most."""
+    marks = [call.listens_from for call in relay.calls if call.listens_from is not None]
+    if not marks:
+        return 0
+    return max(0, int(relay.unclaimed - min(marks) - sum(call.reserved for call in relay.calls)))
 
 
 class Bystanders(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Applies the same rules to health and reflection, whose methods come from gRPC's own packages."""
 
-    def __init__(self, calls: Calls, service: str) -> None:
-        self._calls, self._service = calls, f"/{service}/"
+    def __init__(self, calls: Calls, services: Iterable[str]) -> None:
+        """`services`: the others, whose methods do it themselves."""
+        self._calls, self._others = calls, tuple(f"/{service}/" for service in services)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
-        if handler is None or details.method.startswith(self._service):
+        if handler is None or details.method.startswith(self._others):
             return handler
         serve = self._check(handler) if handler.unary_unary else self._watch(handler)
         return grpc.stream_stream_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)

@@ -13,10 +13,12 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 _HIGH_BYTES = 1 << 16
 _LINGER_S = 1.0  # how long a client has to read its last bytes and to close the connection itself
+_LOOK_BYTES = 1 << 16  # received between two looks at a connection
 _TRIES, _PAUSE_S = 50, 0.02  # to connect while the accept queue of gRPC's socket is full
 
 
@@ -78,17 +80,30 @@ class Relay(_End):
     def __init__(self, front: "Front") -> None:
         super().__init__()
         self._front = front
-        self.name = ""
+        self.name = self.peer = ""
         self._early: list[bytes] | None = []  # received before the connection to gRPC was made; None: it is made
         self.calls: set[Any] = set()  # calls that are being served
         self.idle_since = time.monotonic()  # when its last call ended
+        self.claimed = 0  # bytes that became whole requests, as far as calls.py counts them
+        self._received = self._looked_at = 0
+
+    @property
+    def unclaimed(self) -> int:
+        """Return the bytes that the client has sent, less `claimed`."""
+        return self._received - self.claimed
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        address = transport.get_extra_info("peername")
+        self.peer = f"{address[0]}:{address[1]}" if address else ""
         self._front.join(self)
 
     def data_received(self, data: bytes) -> None:
         """Pass the bytes on, or keep them until gRPC is connected: Python 3.11.2 reads once even if paused before."""
+        self._received += len(data)
+        if self._received - self._looked_at >= _LOOK_BYTES:
+            self._looked_at = self._received
+            self._front.look(self)
         if self._early is None:
             super().data_received(data)
         else:
@@ -133,8 +148,10 @@ class Relay(_End):
 class Front:
     """The relays to one socket of the gRPC server. An instance is a factory of protocols, as aiohttp's server is."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, look: Callable[[Relay], None] = lambda relay: None) -> None:
+        """`look`: hears of a connection whenever it has received so much more."""
         self._address = address  # an abstract name
+        self.look = look
         self._number = 0
         self._relays: dict[str, Relay] = {}  # by the name that gRPC knows them by
         self._joining: set[asyncio.Task[None]] = set()

@@ -21,21 +21,21 @@ from kmq.client.aio import AsyncProducer
 from kmq.errors import KmqError
 from kmq.gateway.core.feed import Feed, Record, Watermark
 from kmq.gateway.core.refused import RequestRefused, refusal_of
-from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, longest_message, longest_waiting
-from kmq.gateway.grpc.schema import ConsumeResponse, ProduceResponse
+from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, Streams, longest_message
+from kmq.gateway.grpc.schema import PODBUS
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.settings import Settings
 
 SCOPE = "podbus"  # in which message ids are unique
 _ANSWER_S = 5.0  # longest wait for ingress' reply, and for the router; the client may have a shorter deadline
-_STREAMS = 256  # simultaneous streams
 _WAITING_BYTES = 32 << 20  # of records that wait for room in the producer's window, which holds as many bytes again
 _STREAM_IN_FLIGHT = 1024  # requests of one ProduceStream without a response
 _FEEDS = 64  # read-ahead chunks kept for the next call of a consumer
 _KEPT_BYTES = 16 << 20  # of all these chunks together
 _READING_BYTES = 64 << 20  # of records read from files that clients have not received yet
 _COPIES = 4  # of a record on its way out: line, payload, message, and its bytes in gRPC
+ConsumeResponse, ProduceResponse = PODBUS.messages["ConsumeResponse"], PODBUS.messages["ProduceResponse"]
 _REPLACE_S = 1.0  # shortest time before a producer that ingress refused for good is replaced
 
 
@@ -43,12 +43,17 @@ class PodBus:
     """The four methods. They raise RequestRefused, which Service turns into a gRPC status."""
 
     def __init__(
-        self, settings: Settings, watermark: Watermark, log: Logger, strangers: Strangers | None = None
+        self,
+        settings: Settings,
+        watermark: Watermark,
+        log: Logger,
+        streams: Streams,
+        strangers: Strangers | None = None,
     ) -> None:
         self.settings, self.watermark, self.log = settings, watermark, log
         self._longest = longest_message(settings)
         self._reading = Budget(max(_READING_BYTES, _COPIES * self._longest), PATIENCE_S, strangers)
-        self._streams: set[Call] = set()
+        self._streams = streams
         self._waiting_bytes = 0  # of records that wait for room in the producer's window
         self._submitting: set[asyncio.Task[None]] = set()  # one task for each ProduceStream
         self._feeds: OrderedDict[int, Feed] = OrderedDict()  # by the offset where each continues; the oldest first
@@ -63,11 +68,6 @@ class PodBus:
             timeout_s=_ANSWER_S,
             on_stall=lambda text: self.log.warn("produce_stalled", waiting=text),
         )
-
-    @property
-    def streams(self) -> int:
-        """Return how many streams are open."""
-        return len(self._streams)
 
     def stop(self) -> None:
         """End the streams; requests that were accepted still get their responses."""
@@ -212,21 +212,12 @@ class PodBus:
                 "not_routed", f"seq {seq} is on disk, but the router is at seq {at}: the router is down, or behind"
             ) from None
 
-    # --- streams -----------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _stream(self, call: Call) -> Iterator[None]:
-        if self.streams >= _STREAMS:
-            slow = longest_waiting(self._streams, PATIENCE_S)
-            if slow is None:
-                raise RequestRefused("too_many", f"{_STREAMS} streams are open already")
-            self._streams.discard(slow)
-            slow.end("the stream was evicted for a new one, because its client was slow")
-        self._streams.add(call)
         try:
-            yield
+            with self._streams.enter(call):
+                yield
         finally:
-            self._streams.discard(call)
             call.close()
 
 

@@ -1,4 +1,4 @@
-"""PodBus as a gRPC service: refusals become statuses, and every call is counted."""
+"""A service for a gRPC server: refusals become statuses, and every call is counted."""
 
 import asyncio
 import contextlib
@@ -11,37 +11,34 @@ import grpc
 from kmq.broker.incidents import Incidents
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.grpc.calls import Calls
+from kmq.gateway.grpc.calls import Call, Calls
+from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.podbus import PodBus
-from kmq.gateway.grpc.schema import SERVICE, request_of, response_of
+from kmq.gateway.grpc.schema import KMQ, PODBUS, Schema
 from kmq.gateway.grpc.statuses import refuse, status_of
 
 Unary = Callable[[Any, Any], Awaitable[Any]]
 Streaming = Callable[[Any, Any], AsyncGenerator[Any, None]]
+Talk = Callable[[AsyncIterator[bytes], Call, Callable[[Any], Awaitable[None]]], Awaitable[None]]
 Serve = Callable[[Any, Any], Awaitable[None]]
 
 
-class Service:
-    """The four methods for a server. Each is registered as a stream, so that `calls` decides when messages are read."""
+class _Service:
+    """Methods for a server. Each is registered as a stream, so that `calls` decides when messages are read."""
 
-    def __init__(self, bus: PodBus, calls: Calls, requests: Requests, incidents: Incidents) -> None:
-        self._calls, self._requests, self._incidents = calls, requests, incidents
-        self._methods: dict[str, Serve] = {
-            "Produce": self._unary("Produce", bus.produce),
-            "Consume": self._unary("Consume", bus.consume),
-            "ProduceStream": self._streaming("ProduceStream", bus.produce_stream, is_stream=True),
-            "ConsumeStream": self._streaming("ConsumeStream", bus.consume_stream, is_stream=False),
-        }
+    def __init__(self, schema: Schema, calls: Calls, requests: Requests, incidents: Incidents, label: str = "") -> None:
+        """`label`: stands in front of the methods' names in metrics."""
+        self._schema, self._calls, self._requests, self._incidents = schema, calls, requests, incidents
+        self._label = label
+        self._methods: dict[str, tuple[Serve, Callable[[bytes], Any] | None]] = {}
 
     def handler(self) -> Any:
         """Return the handler to register with a gRPC server."""
         handlers = {
-            name: grpc.stream_stream_rpc_method_handler(
-                serve, request_of(name).FromString, response_of(name).SerializeToString
-            )
-            for name, serve in self._methods.items()
+            name: grpc.stream_stream_rpc_method_handler(serve, decode, self._schema.response_of(name).SerializeToString)
+            for name, (serve, decode) in self._methods.items()
         }
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+        return grpc.method_handlers_generic_handler(self._schema.service, handlers)
 
     @contextlib.asynccontextmanager
     async def _counted(self, method: str, context: Any) -> AsyncIterator[None]:
@@ -60,18 +57,20 @@ class Service:
             self._incidents.note("request_failed", method, type(err).__name__)
             await refuse(context, RequestRefused("internal", str(err)))
         finally:
-            self._requests.count(method, code.name, time.perf_counter() - begin)
+            self._requests.count(f"{self._label}{method}", code.name, time.perf_counter() - begin)
 
-    def _unary(self, name: str, method: Unary) -> Serve:
+    def unary(self, name: str, method: Unary, is_raw: bool = False) -> None:
+        """Serve a method with one request and one response. `is_raw`: it takes the bytes of its request."""
+
         async def serve(_: Any, context: Any) -> None:
             async with self._calls.begin(context) as call, self._counted(name, context):
                 request = await self._calls.read(call, context)
                 await self._calls.write(call, context, await method(request, call))
 
-        return serve
+        self._methods[name] = serve, None if is_raw else self._schema.request_of(name).FromString
 
-    def _streaming(self, name: str, method: Streaming, is_stream: bool) -> Serve:
-        """`is_stream`: the requests of the method are a stream too."""
+    def streaming(self, name: str, method: Streaming, is_stream: bool) -> None:
+        """Serve a method with many responses. `is_stream`: its requests are many too."""
 
         async def serve(requests: Any, context: Any) -> None:
             async with self._calls.begin(context) as call, self._counted(name, context):
@@ -80,4 +79,36 @@ class Service:
                     async for response in responses:
                         await self._calls.write(call, context, response)
 
-        return serve
+        self._methods[name] = serve, self._schema.request_of(name).FromString
+
+    def talking(self, name: str, method: Talk) -> None:
+        """Serve a method that reads and writes at the same time. It takes the bytes of its requests."""
+
+        async def serve(requests: Any, context: Any) -> None:
+            async with self._calls.begin(context) as call, self._counted(name, context):
+
+                async def write(response: Any) -> None:
+                    await self._calls.write(call, context, response)
+
+                await method(self._calls.listen(call, requests), call, write)
+
+        self._methods[name] = serve, None
+
+
+def podbus_handler(bus: PodBus, calls: Calls, requests: Requests, incidents: Incidents) -> Any:
+    """Return the handler of podbus.v1.PodBus."""
+    service = _Service(PODBUS, calls, requests, incidents)
+    service.unary("Produce", bus.produce)
+    service.unary("Consume", bus.consume)
+    service.streaming("ProduceStream", bus.produce_stream, is_stream=True)
+    service.streaming("ConsumeStream", bus.consume_stream, is_stream=False)
+    return service.handler()
+
+
+def kmq_handler(kmq: KmqV1, calls: Calls, requests: Requests, incidents: Incidents) -> Any:
+    """Return the handler of kmq.v1.Kmq. It parses requests itself: gRPC says of a wrong one only that it is wrong."""
+    service = _Service(KMQ, calls, requests, incidents, "kmq.v1/")
+    service.unary("Produce", kmq.produce, is_raw=True)
+    service.unary("Fetch", kmq.fetch, is_raw=True)
+    service.talking("Subscribe", kmq.subscribe)
+    return service.handler()

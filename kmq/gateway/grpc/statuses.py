@@ -1,4 +1,7 @@
-"""Refusals as gRPC statuses, with `<code>: <text>` as the message."""
+"""Refusals as gRPC statuses, with `<code>: <text>` as the message.
+
+The trailing metadata has the code as `kmq-code`, and the numbers and the field of the refusal under their names.
+"""
 
 from typing import Any, NoReturn
 
@@ -7,13 +10,21 @@ import grpc
 from kmq import refusals
 from kmq.gateway.core.refused import RequestRefused
 
+_SHOWN = ("field", "seq", "first", "end")
+
 
 def status_of(code: str) -> grpc.StatusCode:
     """Return the gRPC status that belongs to the code of a refusal."""
     return grpc.StatusCode[refusals.find(code).grpc]
 
 
+def trailers_of(refused: RequestRefused) -> tuple[tuple[str, str], ...]:
+    """Return the trailing metadata of a refusal."""
+    shown = ((f"kmq-{name}", str(refused.fields[name])) for name in _SHOWN if name in refused.fields)
+    return ("kmq-code", refused.code), *shown
+
+
 async def refuse(context: Any, refused: RequestRefused) -> NoReturn:
     """End a call with the status of its refusal."""
-    await context.abort(status_of(refused.code), f"{refused.code}: {refused}")
+    await context.abort(status_of(refused.code), f"{refused.code}: {refused}", trailers_of(refused))
     raise AssertionError("abort raises")

@@ -82,5 +82,5 @@ def _index(broker: Broker) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>KMQ</title><h1>KMQ</h1>'
         f"<p>Instance {escape(broker.settings.instance)}: {state}.</p><dl>{rows}</dl>"
-        "<p>gRPC: service podbus.v1.PodBus on its own port, with health and reflection.</p></html>\n"
+        "<p>gRPC: services podbus.v1.PodBus and kmq.v1.Kmq on their own port, with health and reflection.</p></html>\n"
     )

@@ -1,0 +1,126 @@
+"""Service kmq.v1.Kmq: topics, messages and consumer groups (kmq.proto says what each call returns).
+
+Produce     As over HTTP: core/producing.py, and the same windows of ids.
+Fetch       As over HTTP: core/fetching.py.
+Subscribe   A member of a group: subscription.py.
+Memory      At most _HELD_BYTES of requests whose messages are being stored, what Reading allows of records that clients
+            have not taken yet, and the streams that may be open. A Fetch that waits counts as a stream.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from kmq.client.message import Message
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups.membership import Groups
+from kmq.gateway.grpc import values
+from kmq.gateway.grpc.calls import Call, Calls, Streams
+from kmq.gateway.grpc.reading import Reading
+from kmq.gateway.grpc.schema import KMQ
+from kmq.gateway.grpc.subscription import Subscription
+from kmq.settings import MIB
+
+_HELD_BYTES = 64 * MIB
+_MESSAGE, _HEADER = 600, 200  # bytes of memory that each takes beside its content
+_MOST_WAIT_MS = 60_000
+_Produced, _Fetched = KMQ.messages["ProduceResponse"], KMQ.messages["FetchResponse"]
+
+
+class KmqV1:
+    """The three methods. They raise RequestRefused, which service.py turns into a gRPC status."""
+
+    def __init__(self, core: Core, groups: Groups, calls: Calls, streams: Streams) -> None:
+        self._core, self._groups, self._streams = core, groups, streams
+        self._reading = Reading(core.fetching, calls)
+        self._held = 0
+        self._sending: set[asyncio.Task[None]] = set()  # acks NONE: what nobody waits for
+        self._members: set[Subscription] = set()
+
+    def stop(self) -> None:
+        """End the subscriptions; requests that were accepted still get their responses."""
+        for member in self._members:
+            member.end(RequestRefused("stopping", "the gateway is stopping; join again"))
+
+    async def close(self) -> None:
+        """Wait for what nobody waits for."""
+        await asyncio.gather(*self._sending)
+
+    # --- produce -----------------------------------------------------------------------------------------------------
+
+    async def produce(self, data: bytes, call: Call) -> Any:
+        request = values.parse(KMQ.request_of("Produce"), data)
+        headers = sum(len(message.headers) for message in request.messages)
+        weight = len(data) + _MESSAGE * len(request.messages) + _HEADER * headers
+        if request.acks == request.NONE:
+            self._send(request, weight)
+            return _Produced()
+        self._hold(weight)
+        try:
+            messages = values.new_messages(request)
+            outcomes = await self._core.producing.produce(request.topic, messages, request.producer)
+        finally:
+            self._held -= weight
+        refused = [outcome for outcome in outcomes if isinstance(outcome, RequestRefused)]
+        codes = {each.code for each in refused}
+        if len(refused) == len(outcomes) and len(codes) == 1 and refused[0].refusal.is_retryable:
+            raise refused[0]
+        return _Produced(results=[values.result(request.topic, outcome) for outcome in outcomes])
+
+    def _send(self, request: Any, weight: int) -> None:
+        """Send the messages of a request that does not wait; they count as held until the broker has replied."""
+        messages = values.new_messages(request)
+        self._hold(weight)
+
+        async def send() -> None:
+            try:
+                await self._core.producing.send(request.topic, messages, request.producer)
+            except RequestRefused:
+                pass  # nobody asked to hear of it
+            finally:
+                self._held -= weight
+
+        task = asyncio.get_running_loop().create_task(send())
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    def _hold(self, nbytes: int) -> None:
+        """Count a request as held. Raises RequestRefused (busy)."""
+        if self._held and self._held + nbytes > _HELD_BYTES:
+            raise RequestRefused("busy", "other requests hold the memory for messages; send this one again")
+        self._held += nbytes
+
+    # --- fetch -------------------------------------------------------------------------------------------------------
+
+    async def fetch(self, data: bytes, call: Call) -> Any:
+        request = values.parse(KMQ.request_of("Fetch"), data)
+        limit = values.limit(request, _MOST_WAIT_MS)
+        fetching, begin = self._core.fetching, values.position(getattr(request, "from"), "from")
+        cursor = await fetching.open(request.topic, request.partition, begin)
+
+        def shape(found: list[Message]) -> tuple[Any, int]:
+            response = _Fetched(next_offset=cursor.offset, end_offset=cursor.end)
+            return response, values.fill(response.records, found)
+
+        until = time.monotonic() + limit.wait_s
+        count, response = await self._reading.read(call, cursor, limit, shape)
+        if not count and limit.wait_s:
+            with self._streams.enter(call):
+                while not count and await fetching.wait([cursor], until, asyncio.Event(), lambda: False):
+                    count, response = await self._reading.read(call, cursor, limit, shape)
+        return response
+
+    # --- subscribe ---------------------------------------------------------------------------------------------------
+
+    async def subscribe(
+        self, requests: AsyncIterator[bytes], call: Call, write: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        with self._streams.enter(call):
+            member = Subscription(self._core, self._groups, self._reading, call, write)
+            self._members.add(member)
+            try:
+                await member.run(requests)
+            finally:
+                self._members.discard(member)
