@@ -102,9 +102,10 @@ class Client:
     async def __aexit__(self, *_):
         await self.channel.close()
 
-    def fetch(self, **fields):
+    def fetch(self, metadata=(), **fields):
         invoke = self.channel.unary_unary(f"/{KMQ.service}/Fetch", None, KMQ.response_of("Fetch").FromString)
-        return invoke(KMQ.request_of("Fetch")(**fields).SerializeToString(), timeout=PATIENCE_S)
+        request = KMQ.request_of("Fetch")(**fields).SerializeToString()
+        return invoke(request, timeout=PATIENCE_S, metadata=metadata)
 
     def produce(self, **fields):
         invoke = self.channel.unary_unary(f"/{KMQ.service}/Produce")
@@ -334,9 +335,30 @@ def test_unfinished_requests_are_cut_off_and_whole_ones_never(run, monkeypatch):
             for _ in range(40):
                 await honest.send("commit", **large)
                 assert (await honest.next("error")).code == "unknown_partition"
+            for _ in range(40):  # while the member says nothing
+                with pytest.raises(grpc.aio.AioRpcError, match="unknown_topic"):
+                    await one.fetch(topic="x" * 60_000)
+            for number in range(200):  # what is no request counts only until the member says something
+                await one.fetch([("x", f"{number}" * 2000)], topic="t", max_records=1)
+                await honest.send("seek", topic="t", to={})
+                await honest.next("sought")
             await asyncio.to_thread(attack, gateway.port)
             await honest.send("fetch", max_records=1)
             assert len((await honest.next("batch")).records) == 1
+
+    run(work)
+
+
+def test_a_refusal_that_names_something_long_is_cut_and_the_connection_goes_on(run):
+    async def work(gateway):
+        async with gateway.client() as one:
+            member = await one.member("m")
+            for topic in ("x" * 60_000, "€" * 20_000):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await one.fetch(topic=topic)
+                assert refused.value.details().startswith("unknown_topic: ") and len(refused.value.details()) > 500
+            await member.send("fetch", max_records=1)
+            assert len((await member.next("batch")).records) == 1
 
     run(work)
 

@@ -10,6 +10,7 @@ import grpc
 from kmq import refusals
 from kmq.gateway.core.refused import RequestRefused
 
+_MOST_TEXT = 2000  # bytes, which may be sent as three times as many: clients break a connection with more than 8 KiB
 _SHOWN = ("field", "seq", "first", "end")
 
 
@@ -26,5 +27,6 @@ def trailers_of(refused: RequestRefused) -> tuple[tuple[str, str], ...]:
 
 async def refuse(context: Any, refused: RequestRefused) -> NoReturn:
     """End a call with the status of its refusal."""
-    await context.abort(status_of(refused.code), f"{refused.code}: {refused}", trailers_of(refused))
+    text = f"{refused.code}: {refused}".encode(errors="replace")[:_MOST_TEXT].decode(errors="ignore")
+    await context.abort(status_of(refused.code), text, trailers_of(refused))
     raise AssertionError("abort raises")
