@@ -67,31 +67,42 @@ class Deliveries:
     # --- the partitions ----------------------------------------------------------------------------------------------
 
     async def assign(self, places: Iterable[tuple[str, int]], committed: Mapping[tuple[str, int], int]) -> None:
-        """Make these the partitions: those that stay go on, the others begin at their committed offsets."""
-        wanted = [TopicPartition(*place) for place in places]
-        fresh = [place for place in wanted if place not in self.cursors]
-        opened = await self._core.fetching.run(self._open, fresh, committed) if fresh else {}
-        stay = {place: cursor for place, cursor in self.cursors.items() if place in {*wanted}}
-        self.cursors = stay | opened
+        """Make these the partitions: those that stay go on, the others begin at their committed offsets.
+
+        A cursor of a topic that was deleted does not stay: the topic that has its name now is another one.
+        """
+        known = dict(self.cursors)
+        stay, opened = await self._core.fetching.run(self._open, [TopicPartition(*p) for p in places], known, committed)
+        self.cursors = {place: cursor for place, cursor in self.cursors.items() if place in stay} | opened
         self._changed.set()
 
     def _open(
-        self, places: Iterable[TopicPartition], committed: Mapping[tuple[str, int], int]
-    ) -> dict[TopicPartition, Cursor]:
-        """Return cursors, in a thread. What is gone already is left out: the coordinator will hear of it."""
-        found = {}
+        self,
+        places: Iterable[TopicPartition],
+        known: Mapping[TopicPartition, Cursor],
+        committed: Mapping[tuple[str, int], int],
+    ) -> tuple[set[TopicPartition], dict[TopicPartition, Cursor]]:
+        """Return the partitions that stay, and new cursors, in a thread.
+
+        What is gone already is in neither: the coordinator will hear of it.
+        """
+        stay: set[TopicPartition] = set()
+        opened: dict[TopicPartition, Cursor] = {}
         for place in places:
+            if place in known and known[place].partition.is_current():
+                stay.add(place)
+                continue
             try:
                 partition = self._core.partitions.open(*place)
-                offset = max(partition.start(), committed.get(place, 0))
+                offset = partition.nearest(committed.get(place, 0))
             except DamageError:
                 offset = committed.get(place, 0)  # the first fetch says what is damaged
             except RequestRefused as err:
                 if err.code not in ("unknown_topic", "unknown_partition"):
                     raise
                 continue
-            found[place] = Cursor(partition, offset)
-        return found
+            opened[place] = Cursor(partition, offset)
+        return stay, opened
 
     def revoke(self, places: Iterable[tuple[str, int]]) -> None:
         """Send nothing more of these partitions."""

@@ -128,7 +128,8 @@ class Subscription:
         await self._out.say(revoke=gone)
 
     async def _assign(self, event: Assigned) -> None:
-        await self._deliveries.assign(event.partitions, self._groups.committed(self._group))
+        committed = {place: row.offset for place, row in self._groups.committed(self._group).items()}
+        await self._deliveries.assign(event.partitions, committed)
         cursors = sorted(self._deliveries.cursors.items())
         rows = [
             {"topic": topic, "partition": number, "next_offset": cursor.offset} for (topic, number), cursor in cursors
