@@ -68,7 +68,7 @@ class Gateway:
         await server.start()
         beside = [asyncio.create_task(self.groups.run()), asyncio.create_task(self._sweep())]
         try:
-            await until(lambda: self.groups._is_ready, "groups")
+            await until(lambda: self.groups.is_ready, "groups")
             yield self
         finally:
             doors.close()
@@ -157,7 +157,7 @@ def run(stored, monkeypatch):
 
     def go(work, streams=10, **settings):
         async def main():
-            with up(stored, RECORDS, **settings) as broker:
+            with up(stored, RECORDS, **{"KMQ_GRPC_PORT": "0"} | settings) as broker:
                 broker.page.rows["router"].seq = RECORDS
                 async with (
                     asyncio.timeout(PATIENCE_S),
