@@ -307,6 +307,7 @@ class _Received:
             has_committed = {row.place: row.committed is not None for row in rows}
             for owned in waiting:
                 owned.moving = max(0, owned.moving - 1)
+                owned.stale |= not owned.moving  # a batch of it may have come meanwhile, and was dropped
                 if not has_committed.get(owned.place, True) and not owned.moving and not owned.revoked:
                     before = core.holdings.left.get(owned.place)
                     core.move(owned, core.start if before is None else Position("offset", before), now)

@@ -268,6 +268,19 @@ def test_start_counts_only_where_the_group_has_committed_nothing():
     assert pair.core.holdings.owned[EU].position == 5
 
 
+def test_a_batch_that_comes_before_a_new_partitions_start_is_known_comes_again():
+    """The broker answers a fetch that was on its way with records of the partition that has just come."""
+    pair = Pair(Peer({EU: 0, US: 3}), start="latest")
+    pair.peer.shares[pair.core.member] = [EU]
+    pair.connect().pass_on()
+    pair.core.fetch(time.monotonic(), 1.0)
+    on_its_way = pair.core.requests.take()
+    pair.peer.committed[US] = 1
+    pair.receive(pair.session.rebalance([EU, US]))
+    pair.receive(pair.session.feed(on_its_way))
+    assert pair.read_all() == [(1, 1), (1, 2)]
+
+
 # --- outages ---------------------------------------------------------------------------------------------------------
 
 
