@@ -26,6 +26,9 @@ def sql(
 
     Columns: broker, topic, partition, offset, seq, recv_ts, key, routing_key,
     producer_ts, id, headers, value, value_text.
+
+    `__consumer_offsets` has the consumer groups: group, topic, partition,
+    committed, end, lag, member, generation, metadata, time, broker.
     """
     where = origin.options()
     with running("sql", on) as job:

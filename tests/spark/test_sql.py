@@ -103,3 +103,15 @@ def test_a_table_wider_than_the_terminal_keeps_its_columns(ask, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     lines = ask("select value_text, value_text as again from orders order by seq").splitlines()
     assert lines[2].count('{"user": "u1", "amount": 1}') == 2
+
+
+def test_consumer_groups_are_a_table_with_their_lag(ask, data):
+    assert cells(ask("select count(*) from __consumer_offsets")) == [["0"]]
+    commit = b"__consumer_offsets.@.bill%%2Eeu.orders.%d|0||offset=%d ts=1700000000.125 member=m generation=3 metadata="
+    append(data[1], [commit % (0, 1), commit % (1, 2), commit % (0, 2)])
+    text = "select group, topic, partition, committed, end, lag, member, generation, metadata, time, broker"
+    row, other = ask(f"{text} from __consumer_offsets order by partition", results.as_csv).splitlines()[1:]
+    assert row == f"bill.eu,orders,0,2,2,0,m,3,,2023-11-14 22:13:20.125,{data[0]}"
+    assert other.startswith("bill.eu,orders,1,2,8,6,m,")
+    both = "select max(g.lag) - count(*) from orders o join __consumer_offsets g using (topic, partition)"
+    assert cells(ask(both)) == [["-4"]]

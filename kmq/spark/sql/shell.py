@@ -1,8 +1,9 @@
 """`kmq sql`: topics as views, for one query or at a prompt.
 
-Every topic is a view under its name (`jobs.eu` between backticks). So are `append`, the WAL, and `all_topics`. A query
-sees the records that are durable when it begins. Only topics that it names are read. Only columns that it names are
-read, if the text shows for certain which these are; otherwise all columns.
+Every topic is a view under its name (`jobs.eu` between backticks). So are `append`, the WAL, and `all_topics`.
+`__consumer_offsets` is a table of the consumer groups (groups.py). A query sees the records that are durable when it
+begins. Only topics that it names are read. Only columns that it names are read, if the text shows for certain which
+these are; otherwise all columns.
 """
 
 import contextlib
@@ -17,13 +18,14 @@ from typing import TYPE_CHECKING
 from kmq.errors import EXIT_OK, ConfigError
 from kmq.log.reader import WAL
 from kmq.spark import failures
+from kmq.spark.sql import groups
 from kmq.spark.sql.results import Show
 from kmq.spark.streaming.progress import Progress
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-WAL_VIEW, ALL_VIEW = "append", "all_topics"
+WAL_VIEW, ALL_VIEW, GROUPS_VIEW = OWN_VIEWS = "append", "all_topics", groups.VIEW
 _WORD = re.compile(r"`([^`]+)`|([A-Za-z0-9_]+)")
 # Syntax that uses columns without naming them: a star, a natural join, a pipe, a statement other than a plain SELECT.
 _UNNAMED = re.compile(
@@ -63,6 +65,7 @@ class Shell:
         else:
             named = {name.lower() for name in named}
         views = {topic: {"subscribe": topic} for topic in topics if {topic, topic.lower()} & named}
+        views.pop(GROUPS_VIEW, None)
         if WAL_VIEW in named:
             views[WAL_VIEW] = {"subscribe": WAL}
         if ALL_VIEW in named:
@@ -70,11 +73,13 @@ class Shell:
         for view, subscription in views.items():
             reader = self.spark.read.format("kmq").options(**self.source, **subscription)
             (reader.schema(columns) if columns else reader).load().createOrReplaceTempView(f"`{view}`")
+        if GROUPS_VIEW in named:
+            groups.table(self.spark, self.source).createOrReplaceTempView(f"`{GROUPS_VIEW}`")
         try:
             return self.spark.sql(text)
         except Exception as error:
             if missing := re.match(r"\[TABLE_OR_VIEW_NOT_FOUND\] The table or view (\S+)", str(error)):
-                known = ", ".join([*_shown(topics), WAL_VIEW, ALL_VIEW])
+                known = ", ".join([*_shown(topics), *OWN_VIEWS])
                 raise ConfigError(f"unknown topic {missing[1]}; expected one of {known}") from None
             raise
 
@@ -126,10 +131,10 @@ def prompt(shell: Shell) -> int:
 
     with contextlib.suppress(OSError):
         readline.read_history_file(_HISTORY)
-    readline.set_completer(_completer([*shell.topics(), WAL_VIEW, ALL_VIEW]))
+    readline.set_completer(_completer([*{*shell.topics(), *OWN_VIEWS}]))
     readline.parse_and_bind("tab: complete")
     print("Topics are tables. End a statement with a semicolon, and the prompt with Ctrl-D.")
-    print("tables: " + ", ".join([*map(_quoted, _shown(shell.topics())), WAL_VIEW, ALL_VIEW]))
+    print("tables: " + ", ".join([*map(_quoted, _shown(shell.topics())), *OWN_VIEWS]))
     while True:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
