@@ -10,6 +10,7 @@ from pyspark.errors import PySparkException, StreamingQueryException
 from stream_runs import as_format_1, forget_last_commit, ids, last_offset, orders, run, run_tasks
 
 from kmq.log import requests, topics
+from kmq.spark.streaming import listener
 
 
 def test_each_record_is_in_one_batch_over_restarts_and_rolls(spark, tmp_path):
@@ -156,8 +157,9 @@ def test_progress_tells_what_is_behind(spark, tmp_path):
     assert json.loads(source["endOffset"])[data]["orders"]["0"] == 40
 
 
-def test_a_live_broker_is_followed(spark, broker, tmp_path):
+def test_a_live_broker_is_followed_and_a_group_shows_how_far_a_query_is(spark, broker, tmp_path):
     """Records produced while the stream runs, over a roll of every segment: each once, none before it is durable."""
+    broker.gateway = True
     broker.up(KMQ_SEGMENT_BYTES="65536")
     reader = spark.readStream.format("kmq").schema("offset bigint, id string").option("path", str(broker.data))
     seen = []
@@ -174,6 +176,32 @@ def test_a_live_broker_is_followed(spark, broker, tmp_path):
     finally:
         query.stop()
     assert seen == list(range(5000))
+    check_group(spark, broker, tmp_path)
+
+
+def check_group(spark, broker, work):
+    """Commits after all batches with AvailableNow, and after the last one of a query that is stopped before the next."""
+    port = (broker.pipes / "http.port").read_text().strip()
+    where = {"kmq.bootstrap.servers": f"127.0.0.1:{port}", "groupId": "lag", "startingOffsets": "earliest"}
+    rows = spark.readStream.format("kmq").schema("id string").options(**where, subscribe="orders").load()
+    writer = rows.writeStream.format("noop").option("checkpointLocation", f"{work}/of-group")
+    writer.trigger(availableNow=True).start().awaitTermination(120)
+    assert committed(broker) == (5000, 0)
+    broker.send_lines([b"orders.k|0|%d|x" % n for n in range(5000, 5010)])
+    broker.wait(lambda: len(broker.lines("orders")) == 5010, "all records routed")
+    query = writer.trigger(processingTime="1 hour").start()
+    try:
+        broker.wait(lambda: query.lastProgress is not None, "a batch")
+    finally:
+        query.stop()
+    listener.settle(spark, str(query.runId))
+    assert committed(broker) == (5010, 0)
+
+
+def committed(broker):
+    """(offset, lag) of the group in the one partition."""
+    [row] = json.loads(broker.kmq("groups", "describe", "lag", "--json").stdout)["partitions"]
+    return row["committed"], row["lag"]
 
 
 def test_a_replayed_batch_has_the_same_tasks_whatever_options_say_now(spark, tmp_path):

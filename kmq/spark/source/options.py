@@ -26,6 +26,7 @@ maxTriggerDelay          how long minOffsetsPerTrigger may keep records waiting:
 minPartitions            minimum tasks, if there are as many records
 maxRecordsPerPartition   maximum records in a task
 failOnDataLoss           true: stop if records that were to be read are lost (default); false: skip them
+groupId                  stream: the consumer group whose offsets show how far the query is; kmq/spark/source/group.py
 includeHeaders           true: column headers is array<struct<key:string,value:binary>>, as in Kafka's connector, null
                          without headers; false: map<string,string> (default)
 includeOrigin            true: columns origin_broker, origin_topic, origin_partition, origin_offset, from which the sink
@@ -52,15 +53,16 @@ from kmq.spark.source.ends import EARLIEST as EARLIEST
 from kmq.spark.source.ends import LATEST as LATEST
 
 MAX_TRIGGER_DELAY_S = 900.0
+MAX_GROUP = 200  # bytes of a group's name
 Number = TypeVar("Number", int, float)
 _READ = (
     *("path", "paths", "kmq.bootstrap.servers", *connections.OPTIONS, "subscribe", "subscribePattern", "assign"),
     *("startingOffsets", "startingOffsetsByTimestamp", "startingTimestamp", ends.STRATEGY),
     *("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp", "maxOffsetsPerTrigger", "maxBytesPerTrigger"),
     *("minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxRecordsPerPartition", "failOnDataLoss"),
-    *("includeHeaders", "includeOrigin"),
+    *("groupId", "includeHeaders", "includeOrigin"),
 )
-_STREAM_ONLY = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay")
+_STREAM_ONLY = ("groupId", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay")
 _BATCH_ONLY = ("endingOffsets", "endingOffsetsByTimestamp", "endingTimestamp")
 # Names of the options elsewhere.
 _ELSEWHERE = {
@@ -68,6 +70,9 @@ _ELSEWHERE = {
     "topics": "subscribe",
     "brokers": "kmq.bootstrap.servers",
     "kmq.producers": "kmq.bootstrap.servers",
+    "kafka.group.id": "groupId",
+    "group.id": "groupId",
+    "groupidprefix": "groupId",
     "kafka.ssl.truststore.location": "kmq.ssl.ca.location",
     "kafka.ssl.keystore.location": "kmq.ssl.certificate.location and kmq.ssl.key.location",
 }
@@ -104,6 +109,7 @@ class Options:
             raise ConfigError(f"{ends.STRATEGY}={self.time_strategy!r}: must be error or latest")
         self._limits()
         self.fail_on_data_loss = self._flag("failOnDataLoss", True)
+        self.group_id = self._group()
         self.include_headers = self._flag("includeHeaders", False)
         self.include_origin = self._flag("includeOrigin", False)
 
@@ -121,6 +127,22 @@ class Options:
             )
         if "maxtriggerdelay" in self._given and not self.min_offsets:
             raise ConfigError("maxTriggerDelay: there is nothing to wait for without minOffsetsPerTrigger; give both")
+
+    def _group(self) -> str:
+        """Return the consumer group whose offsets show how far the query is; "" for none."""
+        name = self._given.get("groupid")
+        if name is None:
+            return ""
+        if not 1 <= len(name.encode()) <= MAX_GROUP or "/" in name or " " in name or not name.isprintable():
+            raise ConfigError(f"groupId={name[:80]!r}: must be 1 to {MAX_GROUP} printable bytes without space and /")
+        if self.paths:
+            raise ConfigError(
+                f"groupId={name!r}: offsets are committed by a gateway, and `path` is read without one; give"
+                " kmq.bootstrap.servers instead of path, or leave groupId out"
+            )
+        if WAL in self.topics:
+            raise ConfigError(f"groupId={name!r}: {WAL} is no topic, so groups have no offsets of it; subscribe topics")
+        return name
 
     @property
     def token(self) -> str:
@@ -174,7 +196,8 @@ class Options:
         """Warn of options that have no effect in a batch, as Kafka's connector does."""
         for name in _STREAM_ONLY:
             if name.lower() in self._given:
-                Logger("spark").warn("option_without_effect", option=name, effect="only a stream has triggers")
+                what = "commits offsets" if name == "groupId" else "has triggers"
+                Logger("spark").warn("option_without_effect", option=name, effect=f"only a stream {what}")
 
     def check_stream(self) -> None:
         """Raise ConfigError for options that only a batch has."""

@@ -149,6 +149,10 @@ class Remote(Broker):
             self._context = (self._access.tls or Tls()).context()
         return HTTPSConnection(self._host, self._port, timeout=timeout, context=self._context)
 
+    def authorization(self) -> dict[str, str]:
+        """Return the headers that show the token, if there is one."""
+        return {"Authorization": f"Bearer {self._access.token}"} if self._access.token else {}
+
     def describe(self, target: str = "") -> str:
         """Return the broker's name and the URL of a request, as errors name them."""
         return f"broker {self.name}: {self._scheme}://{self._host}:{self._port}{target}"
@@ -166,9 +170,8 @@ class Remote(Broker):
 
     def _ask(self, connection: HTTPConnection, target: str) -> HTTPResponse:
         """Return the response to a GET, its body not yet read. Raises the error that a refusal means."""
-        token = self._access.token
         try:
-            connection.request("GET", target, headers={"Authorization": f"Bearer {token}"} if token else {})
+            connection.request("GET", target, headers=self.authorization())
             response = connection.getresponse()
         except SSLError as err:
             if not _FINAL.search(str(err.reason)):

@@ -26,6 +26,7 @@ from pyspark.sql.types import StructType
 from kmq.errors import ConfigError
 from kmq.logfmt import Logger
 from kmq.spark.source import cutting, limits, plan
+from kmq.spark.source.group import GroupOffsets
 from kmq.spark.source.options import LATEST, Options
 from kmq.spark.source.plan import Bounds, Offsets, Position, Range
 from kmq.spark.source.planner import Logs
@@ -45,6 +46,9 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._latest: dict[str, Any] | None = None
         self._last_batch = -math.inf  # when the last batch was planned
         self._is_compared = False  # this process has compared the checkpoint with the brokers
+        group = options.group_id
+        self._group = GroupOffsets(group, options.servers, options.access) if group else None
+        self._initial: dict[str, Any] | None = None  # where this process let the first batch begin
         self._planned: tuple[dict[str, Any], Bounds] | None = None  # the last offset returned, and the bounds then
 
     def initialOffset(self) -> dict[str, Any]:
@@ -54,7 +58,8 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         # Spark asks again after an uncommitted first batch. Its end tells where it began, because `latest` has moved.
         position = Position(starts, self._logs.identities(), begins=dict(starts))
         self._remember(position, position.offsets, bounds)
-        return position.to_json()
+        self._initial = position.to_json()
+        return self._initial
 
     def prepareForTriggerAvailableNow(self) -> None:
         self._target = {key: end for key, (_, end) in self._logs.bounds().items()}
@@ -64,6 +69,10 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         read, bounds = self._read_up_to(start)
         before = dict(read.offsets)
+        if self._group is not None and start != self._initial:
+            # Spark plans a batch only when the one before has finished. So this covers the last batch too, if anything
+            # asks for another one: AvailableNow does, and a restart. kmq/spark/streaming/committing.py covers the rest.
+            self._group.commit(before)
         if not self._is_compared or self._there(bounds) != before:
             self._resumption.check_same_records(read, bounds)
             self._check_begins(read, bounds)

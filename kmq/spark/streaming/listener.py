@@ -6,7 +6,8 @@ Invariant   The listener never fails or delays a query: an error is ignored, and
             position that counts is always Spark's own, in the checkpoint. The status adds what the checkpoint lacks:
             rates, records that are there to read, rows that were dropped, and the process that runs the query.
 Crash       A kill leaves the last status, and releases the lock. Nothing is synced to disk.
-Cost        Two calls to the JVM for each batch, instead of the fifty that pyspark's own events take.
+Cost        Two calls to the JVM for each batch, instead of the fifty that pyspark's own events take. With a groupId, a
+            commit after a batch that no other follows soon (committing.py).
 Not covered Checkpoints in object stores, and sessions over Spark Connect.
 """
 
@@ -27,7 +28,8 @@ from kmq.links.ownership import FileLock
 from kmq.logfmt import Logger
 from kmq.spark.streaming import late
 from kmq.spark.streaming.checkpoint import OWNER, STATUS
-from kmq.spark.streaming.lag import batch_figures
+from kmq.spark.streaming.committing import Committer
+from kmq.spark.streaming.lag import batch_figures, positions
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -71,6 +73,7 @@ class _Query:
     def __init__(self, event: Any, root: str) -> None:
         self.directory = root if os.path.isdir(root) else ""
         self.written = 0.0
+        self.committer: Committer | None = None
         self.status: dict[str, Any] = {
             **{"name": event.name(), "id": str(event.id()), "run_id": str(event.runId()), "state": "running"},
             **{"pid": os.getpid(), "host": socket.gethostname(), "cwd": os.getcwd(), "started": _now(), "late": 0},
@@ -117,6 +120,7 @@ class Listener(StreamingQueryListener):
         root = str(running.streamingQuery().resolvedCheckpointRoot())
         path = unquote(root.removeprefix("file:")) if root.startswith("file:") else root
         query = _Query(event, path.replace("//", "/") if path.startswith("//") else path)
+        query.committer = Committer(running.streamingQuery())
         with self._turn:
             self._queries[query.status["run_id"]] = query
             if query.directory and query.directory not in self._locks:
@@ -141,6 +145,8 @@ class Listener(StreamingQueryListener):
             ],
         }
         query.write()
+        if query.committer is not None and any(positions(source.get("endOffset")) for source in progress["sources"]):
+            query.committer.finished(progress["sources"])
 
     @_harmless
     def onQueryIdle(self, event: Any) -> None:
@@ -158,6 +164,8 @@ class Listener(StreamingQueryListener):
         }
         try:
             query.write(at_once=True)
+            if query.committer is not None:
+                query.committer.ended()
         finally:
             with self._turn:
                 del self._queries[run_id]
