@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml scripts/setup
 
 setup: $(STAMP)  ## make the environment in .venv
 
-demo: $(STAMP)  ## set up, ship this machine's logs through the broker (or INPUT="file …"), audit and archive them
+demo: $(STAMP)  ## set up, ship this machine's logs through the broker (or INPUT="file …"), read them with a group, audit and archive them
 	@scripts/demo $(INPUT)
 
 cluster-demo: $(STAMP)  ## two pods and a Spark cluster on this machine: audit and archive over both, by HTTP

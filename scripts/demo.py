@@ -1,14 +1,15 @@
 """The main job: ship real input through the broker, then check that what came out is what went in.
 
-    scripts/demo [--no-spark] [file or directory …]      default: this machine's own logs under /var/log
+    scripts/demo [--no-group] [--no-spark] [file or directory …]      default: this machine's own logs under /var/log
 
 Each source becomes a topic, each of its lines a message `<topic>.<class>|time|<run>-<line number>|<line>` (demo_input.py).
 The check reads files only: every record that the WAL got meanwhile must lie in the queues, byte for byte and once, and the
 payloads of each source must hash to what was read. A broker that is up is used and left up; else one is started and stopped
-again. Then Spark audits the directory and archives what was shipped (demo_spark.py); without Java that half is skipped.
+again. Then three consumers of a group read what was shipped, and one of them is killed (demo_group.py). Then Spark audits the
+directory and archives what was shipped (demo_spark.py); without Java that part is skipped.
 
-Exit code 0: every line that was read is stored whole. 1: some are not, for one because they are longer than KMQ_MAX_LINE and
-only their beginning is kept, in the topic `dead`; the output names each source with such lines.
+Exit code 0: every line of the input is stored whole, and was read by the group. 1: some are not, for one because they are longer
+than KMQ_MAX_LINE and only their beginning is kept, in the topic `dead`; the output names each source with such lines.
 """
 
 import heapq
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
+import demo_group
 import demo_spark
 import typer
 from demo_input import ENOUGH, Source, machine_logs, name_topics, named_files, process_events
@@ -372,7 +374,15 @@ def look_further(data: str, found: Findings) -> None:
         out.print(f"  {command}", markup=False)
 
 
-def demo(inputs: list[str], with_spark: bool) -> int:
+def shipped(run: Run, found: Findings) -> demo_group.Shipped:
+    """What the group is to read: the topics that have grown by this run, also those declared below one of its own."""
+    sizes = queue_sizes(run.settings.data)
+    grown = {Path(path).parts[-3] for path, size in sizes.items() if size > run.starts.get(path, 0)}
+    topics = sorted(topic for topic in grown if topic.partition(".")[0] in found.queues)
+    return demo_group.Shipped(run.id.decode(), run.began, topics, sum(each.messages for each in found.queues.values()))
+
+
+def demo(inputs: list[str], with_group: bool, with_spark: bool) -> int:
     settings = load()
     without_spark = demo_spark.missing() if with_spark else ""
     if without_spark:
@@ -397,7 +407,9 @@ def demo(inputs: list[str], with_spark: bool) -> int:
         run.ship()
         out.print("checking   the WAL against the queues, and the payloads against what was sent")
         found = check(run)
-    good = report(run, found)
+        good = report(run, found)
+        if with_group and found.queues:
+            good = demo_group.consume(settings, shipped(run, found), out) and good
     if found.queues:
         look_further(settings.data, found)
         if without_spark:
@@ -410,8 +422,8 @@ def demo(inputs: list[str], with_spark: bool) -> int:
 
 def main() -> int:
     try:
-        inputs = [each for each in sys.argv[1:] if each != "--no-spark"]
-        return demo(inputs, with_spark="--no-spark" not in sys.argv)
+        inputs = [each for each in sys.argv[1:] if each not in ("--no-group", "--no-spark")]
+        return demo(inputs, with_group="--no-group" not in sys.argv, with_spark="--no-spark" not in sys.argv)
     except typer.Exit as ended:  # Spark was stopped by a signal
         return int(ended.exit_code)
     except KmqError as error:

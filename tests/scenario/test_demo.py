@@ -57,7 +57,7 @@ def remove_shared_memory(instance):
 
 
 def run(env, *inputs, cwd=ROOT):
-    command = [DEMO, "--no-spark", *map(str, inputs)]
+    command = [DEMO, "--no-group", "--no-spark", *map(str, inputs)]
     return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=280)
 
 
@@ -212,17 +212,7 @@ def test_packed_files_are_shipped_unpacked_and_what_cannot_be_read_is_named(env,
         assert reason in alone.stderr and "Traceback" not in alone.stderr
 
 
-def test_sources_of_the_same_name_get_topics_of_their_own(env, tmp_path):
-    for directory in ("one", "two"):
-        (tmp_path / directory).mkdir()
-        (tmp_path / directory / "app.log").write_bytes(directory.encode() + b"\n")
-    done = run(env, tmp_path / "one" / "app.log", tmp_path / "two" / "app.log")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert payloads(tmp_path / "data", "app") == [b"one"]
-    assert payloads(tmp_path / "data", "two-app") == [b"two"]
-
-
-def run_changed(env, change, *inputs, spark=False):
+def run_changed(env, change, *inputs, group=False, spark=False):
     """The demo with a line of Python run between its import and its start."""
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import demo; from pathlib import Path\n{change}\n"
@@ -231,6 +221,7 @@ def run_changed(env, change, *inputs, spark=False):
         sys.executable,
         "-c",
         code + "sys.exit(demo.main())",
+        *([] if group else ["--no-group"]),
         *([] if spark else ["--no-spark"]),
         *map(str, inputs),
     ]
@@ -263,16 +254,43 @@ demo.queued_lines = lambda path, start: (line.replace(b"needle", b"noodle") for 
     assert "NOT as sent: app" in done.stdout
 
 
-def test_without_java_the_brokers_half_runs_and_the_other_is_named(env, tmp_path):
-    (tmp_path / "app.log").write_bytes(b"hello\n")
-    lie = "from kmq.spark import sessions; sessions.JAVA = 1000"
-    done = run_changed(env, lie, tmp_path / "app.log", spark=True)
+def test_without_java_a_group_reads_all_though_a_member_is_killed_and_spark_is_left_out(env, tmp_path):
+    """A machine without Java: none on the path, no JAVA_HOME, none where Debian has them."""
+    (tmp_path / "app.log").write_bytes(b"hello\n" * 300)
+    (tmp_path / "other.log").write_bytes(b"hello\n" * 90)
+    (tmp_path / "bin").mkdir()
+    env = {name: value for name, value in env.items() if name != "JAVA_HOME"} | {"PATH": str(tmp_path / "bin")}
+    lie = "from kmq.spark import sessions; sessions._JVMS = Path('/nonexistent')"
+    done = run_changed(env, lie, tmp_path / "app.log", tmp_path / "other.log", group=True, spark=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "as sent, byte for byte: 1 of 1 source(s)" in done.stdout
+    assert "as sent, byte for byte: 2 of 2 source(s)" in done.stdout
+    found = {name: (int(read), int(again)) for name, read, again in re.findall(GROUP_ROW, done.stdout, re.M)}
+    again = {name: again for name, (_, again) in found.items()}
+    assert found == {"app": (300, again["app"]), "other": (90, again["other"])}
+    assert sum(again.values()) > 0, "the killed member had read a batch that it could not commit"
+    assert re.search(r"^killed     consumer-[123], before it could commit its last ", done.stdout, re.M)
+    assert f"group      read 390, everything that was shipped; redelivered {sum(again.values())}; lag 0;" in done.stdout
+    assert len(re.findall("Traceback", done.stderr)) == 0, done.stderr
     first, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
     for line in (first, last):
         assert line.startswith("spark ") and "skipped" in line
-        assert "apt-get install openjdk-17-jre-headless" in line
+        assert "none was found; apt-get install openjdk-17-jre-headless" in line
+
+
+GROUP_ROW = r"^(\S+) +(\d+) +(\d+) +0$"  # topic, read, redelivered; lag 0
+
+
+def test_what_a_group_reads_again_is_counted_apart_and_what_it_misses_is_missed():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import demo_group
+    finally:
+        sys.path.pop(0)
+    reading = demo_group.Reading()
+    assert [reading.add([("a", 0, 7, 9), ("b", 0, 0, 0)]), reading.add([("a", 0, 8, 11)])] == [4, 4]
+    assert reading.add([("a", 1, 8, 9)]) == 2
+    assert (dict(reading.read), dict(reading.again)) == ({"a": 7, "b": 1}, {"a": 2, "b": 0})
+    assert reading.count == 8
 
 
 def test_a_broker_that_is_up_is_used_and_left_up(env, tmp_path):
@@ -358,12 +376,17 @@ def test_a_mistake_is_named_in_one_line(env, arguments, settings, said):
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_name_with_spaces_gives_commands_that_still_work(env, tmp_path):
+def test_names_with_spaces_or_given_twice_make_topics_and_commands_that_still_work(env, tmp_path):
     home = tmp_path / "my data"
     home.mkdir()
-    (tmp_path / "the app.log").write_bytes(b"hello\n")
-    done = run({**env, "KMQ_DATA": str(home)}, tmp_path / "the app.log")
+    (tmp_path / "the app.log").write_bytes(b"hello\nhello\n")
+    same = [tmp_path / directory / "app.log" for directory in ("one", "two")]
+    for path in same:
+        path.parent.mkdir()
+        path.write_bytes(path.parent.name.encode() + b"\n")
+    done = run({**env, "KMQ_DATA": str(home)}, tmp_path / "the app.log", *same)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert [payloads(home, topic) for topic in ("app", "two-app")] == [[b"one"], [b"two"]]
     tail = printed_commands(done.stdout)[0]
     assert Path(shlex.split(tail)[-1]) == home / "the-app.log"
     assert subprocess.run(tail, shell=True, capture_output=True, check=True).stdout.endswith(b"|hello\n")
