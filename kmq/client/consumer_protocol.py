@@ -71,6 +71,7 @@ class Core:
         self.fetch_until: float | None = None  # when the answer to the fetch on its way is overdue
         self.is_dry = False  # the last answer was that there are no more records
         self._fetched_at = 0.0
+        self.fetched: tuple[Owned, ...] = ()  # named in the fetch on its way
         self.fetch_from = 0.0  # not before: the broker had too much to do
         self._decoder = Decoder()
         self._received = _Received(self)
@@ -153,6 +154,7 @@ class Core:
         is_late = self.is_managed and now - self._fetched_at > _POLL_S
         if not is_late and (not has_room or (self.is_dry and not wait_s)):
             return
+        self._received.begin_at_start(now)  # where the broker would not say it before
         for owned in holdings.owned.values():
             if owned.stale and not owned.paused and not owned.revoked:
                 self.move(owned, Position("offset", owned.position), now)
@@ -165,6 +167,7 @@ class Core:
         most = self.options.fetch_max_bytes if has_room else 1
         self.requests.write(lines.Fetch(most, round(wait_s * 1000), named).encode(), now)
         self.fetch_until, self._fetched_at = now + wait_s + ANSWER_S, now
+        self.fetched = tuple(holdings.owned[place] for place in named)
 
     def seek(self, place: TopicPartition, position: Position, now: float) -> None:
         """Go on there. Raises KeyError if the partition is not this consumer's."""
@@ -174,7 +177,7 @@ class Core:
         self.holdings.buffer.drop(lambda other: other is owned)
         owned.stale = True
         if position.kind == "offset":
-            owned.position = position.value
+            owned.position, owned.is_placed = position.value, True
         if self.phase is Phase.READING:
             self.move(owned, position, now)
 
@@ -292,13 +295,21 @@ class _Received:
         core.generation, core.wanted = assigned.generation, {}
         if is_first:
             core.requests.write_again(now)
-        if new and core.is_managed and core.start != EARLIEST:
-            self._begin_at_start(tuple(new), now)
+        if core.is_managed and core.start != EARLIEST:
+            for place in new:
+                holdings.owned[place].is_placed = False
+            self.begin_at_start(now)
 
-    def _begin_at_start(self, places: tuple[TopicPartition, ...], now: float) -> None:
+    def begin_at_start(self, now: float) -> None:
         """Where the group has committed nothing, begin at the option `start`, or where this consumer was before."""
         core = self._core
-        waiting = [core.holdings.owned[place] for place in places]
+        waiting = [
+            owned
+            for owned in core.holdings.owned.values()
+            if not owned.is_placed and not owned.revoked and not owned.moving
+        ]
+        if not waiting:
+            return
         for owned in waiting:
             owned.moving += 1
 
@@ -307,12 +318,19 @@ class _Received:
             has_committed = {row.place: row.committed is not None for row in rows}
             for owned in waiting:
                 owned.moving = max(0, owned.moving - 1)
+                if owned.revoked or owned.place not in has_committed:
+                    continue
+                owned.is_placed = True
                 owned.stale |= not owned.moving  # a batch of it may have come meanwhile, and was dropped
-                if not has_committed.get(owned.place, True) and not owned.moving and not owned.revoked:
+                if not has_committed[owned.place] and not owned.moving:
                     before = core.holdings.left.get(owned.place)
                     core.move(owned, core.start if before is None else Position("offset", before), now)
+            if any(owned.revoked for owned in waiting):
+                self.begin_at_start(now)  # the question was refused, because a partition of it had just been revoked
+            elif isinstance(pending.error, Refused):
+                core.errors.append(pending.error)
 
-        core.offsets(places, now).callback = answered
+        core.offsets(tuple(owned.place for owned in waiting), now).callback = answered
 
     def _sought(self, sought: replies.Sought) -> None:
         pending = self._core.requests.answered("seek")
@@ -340,7 +358,7 @@ class _Received:
             core.fetch_until = None
             if find(refused.code).is_retryable:
                 core.fetch_from = now + _PAUSE_S
-            else:
+            elif not any(owned.revoked for owned in core.fetched):  # else it crossed with the revocation
                 core.errors.append(refused)
         elif failed.request == "commit":
             self._committed(core.requests.answered("commit"), now, refused)
@@ -349,7 +367,8 @@ class _Received:
             if isinstance(pending.value, Owned):
                 pending.value.moving -= 1
                 pending.value.stale = True
-                core.errors.append(refused)
+                if not pending.value.revoked:  # else it crossed with the revocation
+                    core.errors.append(refused)
             pending.finish(error=refused)
 
     def _ended(self, refused: Refused) -> None:

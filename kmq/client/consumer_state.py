@@ -17,18 +17,19 @@ from kmq.client.message import Message, each_message
 class Owned:
     """A partition that this consumer reads. `position`: the next offset for the application."""
 
-    __slots__ = ("moving", "paused", "place", "position", "revoked", "stale")
+    __slots__ = ("is_placed", "moving", "paused", "place", "position", "revoked", "stale")
 
     def __init__(self, place: TopicPartition, position: int) -> None:
         self.place, self.position = place, position
         self.moving = 0  # answers to come that say where the broker goes on reading
         self.stale = False  # the broker goes on elsewhere than at `position`
+        self.is_placed = True  # `position` is known; without a commit the option `start` may have to find it
         self.paused = self.revoked = False
 
     @property
     def is_settled(self) -> bool:
         """Return True if the next batch of this partition begins at `position`, or behind what waits here."""
-        return not self.moving and not self.stale
+        return not self.moving and not self.stale and self.is_placed
 
     @property
     def is_wanted(self) -> bool:
@@ -148,7 +149,7 @@ class Holdings:
     def lose(self, places: Iterable[TopicPartition]) -> None:
         """Stop reading these partitions at once: they are no longer this consumer's."""
         gone = tuple(places)
-        self.left.update((place, self.owned[place].position) for place in gone)
+        self.left.update((place, self.owned[place].position) for place in gone if self.owned[place].is_placed)
         self._forget(gone)
         if gone:
             self.events.append(Event(Kind.LOST, gone))

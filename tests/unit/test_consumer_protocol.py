@@ -281,6 +281,55 @@ def test_a_batch_that_comes_before_a_new_partitions_start_is_known_comes_again()
     assert pair.read_all() == [(1, 1), (1, 2)]
 
 
+def revoke(pair, *places):
+    """The broker asks for partitions back: from now on it refuses requests that name them."""
+    for place in places:
+        del pair.session.next[place]
+    pair.receive(b"!revoke " + b" ".join(str(place).encode() for place in places) + b"\n")
+
+
+@pytest.mark.parametrize("start", ["latest", "4"])
+def test_a_start_that_crosses_with_a_revocation_is_asked_for_again(start):
+    """The broker refuses the question for all partitions, because one of them is not the member's any more."""
+    pair = Pair(Peer({EU: 5, US: 3}), start=start)
+    pair.connect()
+    asked = pair.core.requests.take()
+    assert asked == b"!offsets orders/0 orders/1\n"
+    revoke(pair, US)
+    pair.receive(b"!err offsets unknown_partition orders/1 is not assigned to this connection\n")
+    assert pair.read_all() == ([] if start == "latest" else [(0, 4)])
+    assert pair.core.holdings.owned[EU].position == 5 and not pair.core.errors
+
+
+def test_a_start_that_no_answer_came_for_is_asked_for_on_the_next_connection():
+    pair = Pair(Peer({EU: 5, US: 3}), start="latest").connect()
+    pair.core.requests.take()
+    pair.core.lost("gateway restarted")
+    pair.connect().pass_on()
+    assert pair.read_all() == []
+
+
+def test_a_start_that_is_refused_is_raised_and_nothing_is_read_from_elsewhere():
+    pair = Pair(Peer({EU: 5, US: 3}), start="latest")
+    pair.peer.refuses["offsets"] = "internal the disk does not answer"
+    pair.connect().pass_on()
+    assert pair.core.errors.pop().code == "internal"
+    assert pair.read_all() == [], "asked for again, and answered"
+    assert pair.core.holdings.owned[EU].position == 5
+
+
+def test_a_request_that_crosses_with_a_revocation_is_no_error(pair):
+    pair.core.holdings.pause([EU])
+    pair.core.fetch(time.monotonic(), 1.0)
+    pair.core.seek(US, lines.Position("offset", 1), time.monotonic())
+    assert pair.core.requests.take() == b"!fetch 1048576 wait=1000 orders/1\n!seek orders/1 1\n"
+    revoke(pair, US)
+    for request in (b"fetch", b"seek"):
+        pair.receive(b"!err %b unknown_partition orders/1 is not assigned to this connection\n" % request)
+    pair.core.holdings.resume([EU])
+    assert pair.read_all() == in_order(5, 0) and not pair.core.errors
+
+
 # --- outages ---------------------------------------------------------------------------------------------------------
 
 
