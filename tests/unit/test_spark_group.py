@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -169,7 +170,9 @@ def test_a_silent_gateway_costs_a_commit_no_more_than_its_budget(monkeypatch, lo
     monkeypatch.setattr(group, "BUDGET_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         name = f"127.0.0.1:{silent.getsockname()[1]}"
+        begin = time.monotonic()
         GroupOffsets("g", [name], Access()).commit({(name, "a", 0): 1})
+        assert time.monotonic() - begin < 20, "kmq.timeout is 30 s"
     assert "timed out" in log.of("offsets_not_committed")[0]["reason"]
 
 
@@ -190,6 +193,9 @@ def test_a_group_with_members_is_named_in_one_message_until_they_are_gone(gatewa
     gateway.refusals.clear()
     made.commit(at(gateway, a_0=6))
     assert gateway.commits == [{("a", 0): 6}]
+    gateway.refusals["a"] = OTHERS
+    made.commit(at(gateway, a_0=7))
+    assert log.names == ["group_has_members"] * 2, "said again when it begins again"
 
 
 def test_another_query_of_the_same_group_is_noticed_and_a_lost_reply_is_not(gateway, log, at_once):

@@ -55,6 +55,19 @@ def test_each_partition_has_its_last_commit_and_what_is_gone_has_none(made):
     assert found == [("a", 2, 4, 2), ("billing.eu", 8, 16, 8)]
 
 
+def test_what_retention_took_is_not_behind(tmp_path):
+    data = str(tmp_path / "data")
+    made = write_data(data, [], {"orders": 1}, segment_bytes=100, closed=False)
+    append(made, [b"orders|0|%d|x" % n for n in range(9)], group=3)
+    topics.declare(data, groups.VIEW, 1, own=True)
+    append(made, [line(Committed(1, 1.0), "a", "orders", 0)])
+    assert [row.lag for row in groups.rows({"path": data})] == [8]
+    first, second, *_ = sorted((tmp_path / "data/topics/orders/0").glob("*.log"))
+    first.unlink()
+    first.with_suffix(".idx").unlink()
+    assert [row.lag for row in groups.rows({"path": data})] == [9 - int(second.stem)]
+
+
 def test_the_same_table_comes_over_http(made):
     data, _ = made
     with up(data, synced=len(ORDERS) + len(COMMITS)) as broker:

@@ -75,6 +75,6 @@ def _committed(broker: Broker) -> dict[Place, Committed]:
             place, row = decode_key(key), decode_payload(payload, seq) if payload else None
         except ValueError:
             continue
-        if isinstance(row, Committed) and place.offset is None:
+        if isinstance(row, Committed):  # else a message that was given back, or a tombstone
             found[place] = row
     return found
