@@ -287,6 +287,18 @@ class Settings:
         _AGE,
         "time after which a consumer group without members and commits is forgotten; or never",
     )
+    compact: str = _setting(
+        "KMQ_COMPACT",
+        "on",
+        _one_of("on", "off"),
+        "on: topics with cleanup=compact are compacted in the background (gateway); off: by kmq pipeline run compact",
+    )
+    compact_rate: int = _setting(  # 0: no limit
+        "KMQ_COMPACT_RATE",
+        "32 MiB",
+        _LIMIT,
+        "maximum bytes that the compaction in the background reads and writes in a second; or none",
+    )
     cluster: str = _setting(
         "KMQ_CLUSTER", "", _instance, "name of the cluster that this broker belongs to; without it: none"
     )

@@ -243,7 +243,8 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
             source = f"the fleet (settings/{limit})"
         if pending.get(limit) != declared.limits.get(limit):
             source += ", when the router has adopted it"
-        rows[limit] = {"value": None if value in (0, FOREVER) else value, "from": source}
+        is_none = value == FOREVER or (value == 0 and limit != "delete_retention")
+        rows[limit] = {"value": None if is_none else value, "from": source}
     logs = [
         {
             "messages": size.messages,

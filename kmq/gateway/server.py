@@ -20,6 +20,7 @@ from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.readiness import Verdict
 from kmq.broker.stats import STATES, StatsPage
 from kmq.broker.tls import certificates
+from kmq.gateway.core.compacting import Compacting
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.locating import Locator
 from kmq.gateway.core.metrics import Requests
@@ -111,6 +112,7 @@ class Gateway:
         self.bus = PodBus(settings, self.core.watermark, log, streams, self.strangers)
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
+        self.compacting = Compacting(settings, log)
         self.consumers = Consumers(settings, self.core.waking, self.tokens, self.strangers, self.requests)
         self.groups = Groups(settings, self.offsets, self.consumers.partitions, log)
         self.kmq = KmqV1(self.core, self.groups, self.calls, streams)
@@ -133,7 +135,7 @@ class Gateway:
         reflection.enable_server_reflection((*_SERVICES, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.core, self.groups, self.requests))
         metrics = await self._runner(monitoring(self.broker, self.requests))
-        keeping = asyncio.gather(self.keeper.run(), self.groups.run())
+        keeping = asyncio.gather(self.keeper.run(), self.compacting.run(), self.groups.run())
         try:
             ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
             ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)

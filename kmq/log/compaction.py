@@ -14,7 +14,7 @@ Owner       topics/ has one owner, the router. A compactor, any process that see
             and compaction never overlaps with retention or a checkpoint, because one thread does all three. The router
             installs a segment if its topic is declared `cleanup = "compact"`, if the next segment still begins at
             `end`, and if everything sealed is synced; then it checkpoints at once. topics/.compacted/.owner admits one
-            compactor at a time.
+            compactor at a time. The broker's own gives way to one that holds topics/.compacted/.wanted.
 Invariant   Offsets never change. The first and the last record of a segment always stay. So each file still says by
             itself which seqs it spans and how old it is, and recovery, retention and repair treat it as any other.
             A record is removed only because of later records that router.ckpt says are on disk: no power cut takes
@@ -39,8 +39,7 @@ import os
 import re
 import shutil
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 from kmq.errors import BusyError, CorruptError, KmqError
@@ -54,6 +53,8 @@ from kmq.log.segment_reader import SegmentReader
 
 _MAKING = ".new-"
 _POLL_S = 0.05
+_SYNC_BYTES = 4 << 20  # written between two syncs: one sync of a large file would delay the WAL's
+GIVE_WAY_S = 30.0  # within this time the compactor in the background gives way to another one
 _PLACE = re.compile(r"([^.].*)-(\d+)-(\d+)-(\d+)")  # other names are ignored: they must not stop a router
 
 
@@ -109,17 +110,23 @@ def sealed(data: str, topic: str, partition: int, end: int) -> list[Sealed]:
 
 
 @contextlib.contextmanager
-def compactor(data: str) -> Iterator[str]:
+def compactor(data: str, in_background: bool = False) -> Iterator[str]:
     """Become the only compactor of a data directory, and yield the directory for `lay_out`.
 
+    `in_background`: it has to ask `is_wanted` now and then, and end if so. Any other compactor waits until it has.
     Raises BusyError if another compactor is at work. The directories of dead compactors are removed, so that tasks
     they left running can no longer lay out a segment.
     """
     os.makedirs(outbox(data), exist_ok=True)
-    lock = FileLock(f"{outbox(data)}/.owner")
-    lock.acquire(f"{data}: compaction", describe("compact", data))
+    what, who = f"{data}: compaction", describe("compact", data)
+    wanted, lock = FileLock(_wanted(data)), FileLock(f"{outbox(data)}/.owner")
+    if in_background and is_wanted(data):
+        raise BusyError(f"{what} is held by {wanted.holder()}")
+    if not in_background:
+        wanted.acquire(what, who)
     making = f"{outbox(data)}/{_MAKING}{os.urandom(8).hex()}"
     try:
+        _acquire(lock, what, who, 0.0 if in_background else GIVE_WAY_S)
         for name in os.listdir(outbox(data)):
             if name.startswith(_MAKING):
                 shutil.rmtree(f"{outbox(data)}/{name}", ignore_errors=True)
@@ -128,23 +135,44 @@ def compactor(data: str) -> Iterator[str]:
     finally:
         shutil.rmtree(making, ignore_errors=True)
         lock.release()
+        wanted.release()
 
 
-def lay_out(data: str, which: Sealed, removed: Sequence[int], where: str) -> int:
+def _acquire(lock: FileLock, what: str, who: str, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while not lock.try_acquire(who):
+        if time.monotonic() >= deadline:
+            raise BusyError(f"{what} is held by {lock.holder() or 'another process'}")
+        time.sleep(_POLL_S)
+
+
+def _wanted(data: str) -> str:
+    return f"{outbox(data)}/.wanted"
+
+
+def is_wanted(data: str) -> bool:
+    """Return True if a compactor waits for the one in the background to end, or is at work."""
+    return FileLock(_wanted(data)).is_held()
+
+
+def lay_out(
+    data: str, which: Sealed, removed: Iterable[int], where: str, pace: Callable[[int], None] = lambda nbytes: None
+) -> int:
     """Lay out a copy of a segment without the records `removed` (ascending offsets); return the bytes saved.
 
-    `where`: the directory from `compactor`. Raises DamageError if the segment is damaged: then nothing is laid out.
+    `where`: the directory from `compactor`. `pace` is called with the bytes that were written, and may raise. Raises
+    DamageError if the segment is damaged: then nothing is laid out.
     """
     making = f"{where}/{which}-{os.urandom(4).hex()}"
     os.mkdir(making)
     try:
         with SegmentReader(which.path(data), which.first, by_seq=False, sealed=True) as old:
-            _write(old, f"{making}/log", which, removed)
+            _write(old, f"{making}/log", which, removed, pace)
             saved = old.size - os.path.getsize(f"{making}/log")
         fd = os.open(f"{making}/log", os.O_RDONLY | os.O_CLOEXEC)
         try:
             index = IndexWriter(f"{making}/idx", _no_room, label_of=which.path(data))
-            index.resume(fd, os.fstat(fd).st_size, which.first)
+            index.resume(fd, os.fstat(fd).st_size, which.first, lambda: pace(0))
             index.seal()
         finally:
             os.close(fd)
@@ -163,20 +191,26 @@ def lay_out(data: str, which: Sealed, removed: Sequence[int], where: str) -> int
     return saved
 
 
-def _write(old: SegmentReader, path: str, which: Sealed, removed: Sequence[int]) -> None:
-    offset = which.first
+def _write(old: SegmentReader, path: str, which: Sealed, removed: Iterable[int], pace: Callable[[int], None]) -> None:
+    offset, unsynced = which.first, 0
+    inside = (number for number in removed if which.first < number < which.end - 1)  # the first and the last stay
+    following = next(inside, which.end)
     with open(path, "wb") as new:
         for checked in old.checked_lines(which.first):
-            low = bisect_left(removed, max(checked.offset, which.first + 1))  # the first and the last record stay
-            high = bisect_left(removed, min(checked.next_offset, which.end - 1))
             text = checked.lines
-            if low < high:
+            if following < checked.next_offset:
                 lines = text.split(b"\n")
-                for number in removed[low:high]:
-                    lines[number - checked.offset] = b""
+                while following < checked.next_offset:
+                    lines[following - checked.offset] = b""
+                    following = next(inside, which.end)
                 text = b"\n".join(lines)
             new.write(text)
-            offset = checked.next_offset
+            offset, unsynced = checked.next_offset, unsynced + len(text)
+            if unsynced >= _SYNC_BYTES:
+                new.flush()
+                os.fdatasync(new.fileno())
+                pace(unsynced)
+                unsynced = 0
     if offset != which.end:
         raise CorruptError(f"{old.path}: ends with record {offset - 1}, but the next segment begins with {which.end}")
 

@@ -1,33 +1,52 @@
-"""Which records of a partition compaction may remove: the plan, in plain Python, in little memory.
+"""Which records of a partition compaction may remove: the plan, in plain Python, in bounded memory.
 
-kmq/log/compaction.py says how a segment is laid out and swapped. kmq/spark/pipelines/compact.py plans the same for
-topics that outgrow one process.
+kmq/log/compaction.py says how a segment is laid out and swapped. kmq/spark/pipelines/compact.py plans the same with
+Spark.
 
 Invariant   These records are never in a plan: the latest record of each key up to `end`; records without a key; the
             first and the last record of each segment; the active segment. A tombstone is in it only if it is older than
             `Horizon.before_us`, no other record of its key is left, and the WAL begins after it.
-Memory      At most MAX_KEYS keys at once, some 200 bytes each (a longer key counts as its digest), and one bit for each
-            record. If there are more keys, the log is read several times, each time for a part of them.
-Damage      DamageError: nothing of that partition is planned.
+Mechanism   A first read counts in a filter, by hash, which keys may have more than one record. Later reads compare these
+            keys alone, at most MAX_KEYS at once: if there are more, the log is read again for each part of their hashes.
+            So a table of which few keys change is read twice, however many keys it has.
+Memory      At most MAX_KEYS keys, some 200 bytes each (a longer key counts as its digest); the filter, _FILTER_BITS / 4
+            bytes; one bit for each of _WINDOW records, or for each record of one larger segment; one read. Together about
+            60 MiB, whatever the size of the log. A log of more than _WINDOW records takes these reads once per window.
+Damage      DamageError: nothing more of that partition is planned.
 """
 
+import contextlib
+import os
 import re
-from array import array
 from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
-from zlib import crc32
 
 from kmq import record, routing
+from kmq.errors import CorruptError
 from kmq.log import compaction, reader
 from kmq.log.compaction import Sealed
+from kmq.settings import MIB
 
 MAX_KEYS = 100_000
+_FILTER_BITS = 1 << 26  # hashes that the filter tells apart, at most; each takes two bits
+_FILTER_LEAST = 1 << 12
+_WINDOW = 1 << 27  # records
+_CACHED_BYTES = 64 * MIB  # a larger log does not stay in the page cache, where it would displace what consumers read
 _DIGEST = 32  # bytes; a key that is shorter stands for itself, so no key is taken for another's digest
-_READ_BYTES = 1 << 20
-_LINE = re.compile(rb"[^\n]+")
+_READ_BYTES = MIB
 _DELETES, _AGAIN = 1, 2  # flags: a tombstone that may be removed; not the first record of its key
 _LENGTH_BITS = 30
+_ROW = re.compile(rb"(?:(\d+\|[^|\n]*+)\|([^|\n]*+)(\|[^\n]*+))?+\n")
+_BAR = ord("|")
+_PART_SHIFT = 32  # parts are told apart by other bits of a hash than the filter's
+
+Pace = Callable[[int], None]  # called with the bytes that were read or written; may wait, or raise to give up
+
+
+def at_once(nbytes: int) -> None:
+    """Go on without waiting."""
 
 
 class Horizon(NamedTuple):
@@ -37,111 +56,247 @@ class Horizon(NamedTuple):
     wal_first: int
 
 
-class Removable(NamedTuple):
-    """The records of a sealed segment that may be removed: their offsets, ascending, and their bytes."""
+class Tombstone(NamedTuple):
+    """When a tombstone was received (µs), and its seq."""
 
-    segment: Sealed
-    offsets: "array[int]"
-    nbytes: int
-
-
-def plan(data: str, topic: str, partition: int, end: int, horizon: Horizon, marks_from: int) -> list[Removable]:
-    """Return what may be removed from sealed segments because of records before the offset `end`.
-
-    `end`: up to where the queue is on disk (compaction.synced_ends).
-    """
-    sealed = compaction.sealed(data, topic, partition, end)
-    if not sealed:
-        return []
-    found = _Search(data, topic, partition, end, horizon, marks_from)
-    waiting = [(0, 0)]
-    while waiting:
-        found.search(*waiting.pop(), waiting)
-    return [removable for segment in sealed if (removable := found.in_segment(segment)).offsets]
+    recv_us: int
+    seq: int
 
 
-class _Search:
-    """The search in one partition: a bit for each record that a later one replaces."""
+class Place(NamedTuple):
+    """A partition, and up to which offset it is on disk (compaction.synced_ends)."""
 
-    def __init__(self, data: str, topic: str, partition: int, end: int, horizon: Horizon, marks_from: int) -> None:
-        self._log = reader.partition(data, topic, partition)
-        self._topic, self._end, self._horizon, self._marks_from = topic.encode(), end, horizon, marks_from
-        segments = compaction.sealed(data, topic, partition, end)
-        self._start = segments[0].first
-        self._firsts = [segment.first for segment in segments]
-        self._nbytes = [0] * len(segments)
-        self._lasts = [segment.end - 1 for segment in segments]
-        self._bits = bytearray((end - self._start) // 8 + 1)
+    data: str
+    topic: str
+    partition: int
+    end: int
 
-    def search(self, bits: int, part: int, waiting: list[tuple[int, int]]) -> None:
-        """Mark replaced records of the keys whose crc ends in the `bits` bits of `part`.
+
+class Removable:
+    """The records of a sealed segment that may be removed, and the bytes of their lines, without newlines."""
+
+    def __init__(self, segment: Sealed) -> None:
+        self.segment = segment
+        self.count = self.nbytes = 0
+        self._bits = bytearray((segment.end - segment.first >> 3) + 1)
+
+    def add(self, offset: int, nbytes: int) -> None:
+        """Add a record; a record that was added before is ignored."""
+        byte, bit = offset - self.segment.first >> 3, 1 << (offset - self.segment.first & 7)
+        if not self._bits[byte] & bit:
+            self._bits[byte] |= bit
+            self.count += 1
+            self.nbytes += nbytes
+
+    @property
+    def offsets(self) -> Iterator[int]:
+        """Yield the offsets, ascending."""
+        for byte, bits in enumerate(self._bits):
+            if bits:
+                yield from (self.segment.first + (byte << 3) + bit for bit in range(8) if bits >> bit & 1)
+
+
+class Comparison:
+    """The comparison of all records of one partition."""
+
+    def __init__(self, place: Place, horizon: Horizon, marks_from: int, pace: Pace = at_once) -> None:
+        self._place, self._horizon, self._marks_from, self._pace = place, horizon, marks_from, pace
+        self._topic, self._marked = place.topic.encode(), place.topic.encode() + b".@."
+        self._log = reader.partition(place.data, place.topic, place.partition)
+        self.sealed = compaction.sealed(*place)
+        self._start = self.sealed[0].first if self.sealed else place.end
+        self._window = _Window([])
+        self._filter = _Filter(place.end - self._start)
+        self.young: Tombstone | None = None  # the first one that the horizon has kept
+        self.records = self.nbytes = 0  # that were there, and the bytes of their lines
+
+    def removable(self) -> Iterator[Removable]:
+        """Yield the segments that have removable records, in order; each is valid until the next one is taken."""
+        if not self.sealed:
+            return
+        self._count()
+        for window in _windows(self.sealed):
+            self._window = window
+            waiting = [(0, 0)]
+            while waiting:
+                self._compare(*waiting.pop(), waiting)
+            yield from window.taken()
+
+    def _chunks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (offset of the first line, whole lines) of all records up to the end."""
+        offset, end, segments = self._start, self._place.end, iter(self.sealed)
+        is_large = sum(os.path.getsize(segment.path(self._place.data)) for segment in self.sealed) > _CACHED_BYTES
+        segment = next(segments, None)
+        while offset < end:
+            first, lines = self._log.read(offset, _READ_BYTES)
+            if not lines:
+                return
+            offset = first + lines.count(b"\n")
+            if offset > end:  # what follows is not known to be on disk
+                lines = b"".join(line + b"\n" for line in lines.split(b"\n")[: max(0, end - first)])
+            self._pace(len(lines))
+            yield first, lines
+            while is_large and segment is not None and segment.end <= offset:
+                _forget(segment.path(self._place.data))
+                segment = next(segments, None)
+
+    def _rows(self, lines: bytes) -> list[tuple[bytes, bytes, bytes]]:
+        """Return (seq and time, routing key, the rest) of each line; three times b"" for a bare newline."""
+        rows = _ROW.findall(lines)
+        if len(rows) != lines.count(b"\n"):
+            raise CorruptError(f"{self._log.directory}: has lines that are not records; run kmq verify")
+        return rows
+
+    def _key_of(self, head: bytes, routing_key: bytes) -> bytes | None:
+        """Return what stands for the key of a record; None if it has no key."""
+        key: bytes | None
+        if routing_key.startswith(self._marked) and self._marks_from <= 1:
+            key = routing_key[len(self._marked) :]
+        elif b".@" in routing_key:
+            has_marks = int(head[: head.index(b"|")]) >= self._marks_from
+            key = routing.key_behind(self._topic, routing_key, has_marks)
+        else:
+            key = routing_key[len(self._topic) + 1 :] or None
+        if key is not None and len(key) >= _DIGEST:
+            return blake2b(key, digest_size=_DIGEST).digest()
+        return key
+
+    def _count(self) -> None:
+        add, key_of = self._filter.add, self._key_of
+        for _, lines in self._chunks():
+            rows = self._rows(lines)
+            self.nbytes += len(lines) - len(rows)
+            looks = self.young is None and b"|\n" in lines
+            for head, routing_key, rest in rows:
+                if not head:
+                    continue
+                self.records += 1
+                key = key_of(head, routing_key)
+                if key is not None:
+                    add(hash(key))  # not a crc: who knows many keys of one crc could make this slow
+                if looks and self.young is None and rest[-1] == _BAR and (found := _tombstone(head, rest)):
+                    self.young = None if self._goes(found) else found
+
+    def _goes(self, tombstone: Tombstone) -> bool:
+        return tombstone.recv_us < self._horizon.before_us and tombstone.seq < self._horizon.wal_first
+
+    def _compare(self, bits: int, part: int, waiting: list[tuple[int, int]]) -> None:
+        """Mark what is removable of the keys whose hash ends in the `bits` bits of `part`.
 
         If these are too many keys, the rest goes to `waiting`. What was marked before stays right: a record that has
         been replaced is replaced.
         """
         latest: dict[bytes, int] = {}
-        offset = self._start
-        while offset < self._end:
-            first, lines = self._log.read(offset, _READ_BYTES)
-            if not lines:
-                break
-            number, at = first, 0
-            for match in _LINE.finditer(lines):  # skips the newlines of removed records without a step for each
-                number, at = number + lines.count(b"\n", at, match.start()), match.start()
-                if number >= self._end:
-                    break
-                line = match[0]
-                key = self._key_of(line)
-                if key is None or crc32(key) & ((1 << bits) - 1) != part:
+        mask = (1 << bits) - 1
+        key_of, may_be_again = self._key_of, self._filter.may_be_again
+        for first, lines in self._chunks():
+            for offset, (head, routing_key, rest) in enumerate(self._rows(lines), first):
+                if not head or (key := key_of(head, routing_key)) is None:
+                    continue
+                hashed = hash(key)
+                if hashed >> _PART_SHIFT & mask != part:
+                    continue
+                is_again = may_be_again(hashed)
+                deletes = rest[-1] == _BAR and (found := _tombstone(head, rest)) is not None and self._goes(found)
+                if not is_again and not deletes:
+                    continue
+                length = len(head) + 1 + len(routing_key) + len(rest)
+                value = offset << (_LENGTH_BITS + 2) | length << 2 | deletes * _DELETES
+                if not is_again:
+                    self._mark(value)
                     continue
                 before = latest.get(key)
-                flags = _DELETES if self._deletes(line) else 0
                 if before is not None:
                     self._mark(before)
-                    flags |= _AGAIN
-                latest[key] = number << (_LENGTH_BITS + 2) | len(line) << 2 | flags
+                    value |= _AGAIN
+                latest[key] = value
                 if len(latest) > MAX_KEYS:
                     waiting.append((bits + 1, part | 1 << bits))
-                    latest = {kept: value for kept, value in latest.items() if not crc32(kept) >> bits & 1}
-                    bits += 1
-            offset = first + lines.count(b"\n")
+                    latest = {key: value for key, value in latest.items() if not hash(key) >> _PART_SHIFT + bits & 1}
+                    bits, mask = bits + 1, mask << 1 | 1
         for value in latest.values():
             if value & (_DELETES | _AGAIN) == _DELETES:
                 self._mark(value)
 
-    def _key_of(self, line: bytes) -> bytes | None:
-        seq, _, routing_key, _ = line.split(b"|", 3)
-        key = routing.key_behind(self._topic, routing_key, int(seq) >= self._marks_from)
-        return key if key is None or len(key) < _DIGEST else blake2b(key, digest_size=_DIGEST).digest()
-
-    def _deletes(self, line: bytes) -> bool:
-        """Return True if this is a tombstone that may be removed when nothing else of its key is left."""
-        if not line.endswith(b"|"):
-            return False
-        seq, recv_ts, _, _, id, payload = line.split(b"|", 5)
-        is_tombstone = not payload and b"enc=b64" not in id.split(b";")[1:]
-        is_old = record.parse_ts(recv_ts) < self._horizon.before_us and int(seq) < self._horizon.wal_first
-        return is_tombstone and is_old
-
     def _mark(self, value: int) -> None:
-        offset, length = value >> (_LENGTH_BITS + 2), value >> 2 & ((1 << _LENGTH_BITS) - 1)
-        at = bisect_right(self._firsts, offset) - 1
-        if self._firsts[at] < offset < self._lasts[at]:
-            byte, bit = offset - self._start >> 3, 1 << (offset - self._start & 7)
-            if not self._bits[byte] & bit:  # else an earlier search, with keys that it could not keep, has marked it
-                self._bits[byte] |= bit
-                self._nbytes[at] += length
+        self._window.mark(value >> (_LENGTH_BITS + 2), value >> 2 & ((1 << _LENGTH_BITS) - 1))
 
-    def in_segment(self, segment: Sealed) -> Removable:
-        low, high = segment.first - self._start, segment.end - self._start
-        offsets = array(
-            "q",
-            (
-                self._start + place
-                for byte in range(low >> 3, (high - 1 >> 3) + 1)
-                if self._bits[byte]
-                for place in range(byte << 3, (byte << 3) + 8)
-                if self._bits[byte] >> (place & 7) & 1 and low <= place < high
-            ),
-        )
-        return Removable(segment, offsets, self._nbytes[self._firsts.index(segment.first)])
+
+def plan(place: Place, horizon: Horizon, marks_from: int) -> Iterator[Removable]:
+    """Yield what may be removed from sealed segments because of records before `place.end`."""
+    return Comparison(place, horizon, marks_from).removable()
+
+
+class _Window:
+    """Consecutive segments whose removable records are found together."""
+
+    def __init__(self, segments: list[Sealed]) -> None:
+        self._segments = segments
+        self._firsts = [segment.first for segment in segments]
+        self._found: dict[int, Removable] = {}  # by number of the segment
+
+    def mark(self, offset: int, nbytes: int) -> None:
+        """Note that a record is removable, unless it is in no segment of the window, or the first or last of one."""
+        number = bisect_right(self._firsts, offset) - 1
+        if number < 0:
+            return
+        segment = self._segments[number]
+        if segment.first < offset < segment.end - 1:
+            if number not in self._found:
+                self._found[number] = Removable(segment)
+            self._found[number].add(offset, nbytes)
+
+    def taken(self) -> Iterator[Removable]:
+        """Yield the segments with removable records, in order, and forget each."""
+        for number in sorted(self._found):
+            yield self._found.pop(number)
+
+
+def _windows(segments: list[Sealed]) -> Iterator[_Window]:
+    window: list[Sealed] = []
+    for segment in segments:
+        if window and segment.end - window[0].first > _WINDOW:
+            yield _Window(window)
+            window = []
+        window.append(segment)
+    yield _Window(window)
+
+
+class _Filter:
+    """Which hashes were added at least twice; it may also name others, never too few. Two bits for each."""
+
+    def __init__(self, records: int) -> None:
+        wanted = 1 << max(0, 16 * records - 1).bit_length()
+        size = min(_FILTER_BITS, max(_FILTER_LEAST, wanted))
+        self._mask = size - 1
+        self._counts = bytearray(size >> 2)
+
+    def add(self, hashed: int) -> None:
+        at = hashed & self._mask
+        shift = (at & 3) << 1
+        count = self._counts[at >> 2] >> shift & 3
+        if count < 2:
+            self._counts[at >> 2] += 1 << shift
+
+    def may_be_again(self, hashed: int) -> bool:
+        at = hashed & self._mask
+        return self._counts[at >> 2] >> ((at & 3) << 1) & 3 > 1
+
+
+def _tombstone(head: bytes, rest: bytes) -> Tombstone | None:
+    """Return the tombstone that a record is; None if it is another record, such as an empty value."""
+    _, _, id, payload = rest.split(b"|", 3)
+    if payload or b"enc=b64" in id.split(b";")[1:]:
+        return None
+    seq, recv_ts = head.split(b"|")
+    return Tombstone(record.parse_ts(recv_ts), int(seq))
+
+
+def _forget(path: str) -> None:
+    """Drop a segment from the page cache."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

@@ -15,12 +15,13 @@ from kmq import record
 from kmq.errors import ConfigError
 from kmq.log.disk import FULL, AppendFile, WaitForRoom, find_tail, sync_directory
 from kmq.log.index import IndexWriter
-from kmq.settings import FOREVER, GIB, SETTINGS, Settings
+from kmq.settings import FOREVER, GIB, SETTINGS, Settings, parse_duration
 
 _STAMP_BYTES = 64  # a seq and a time are shorter
 COMPACT = "compact"
+DELETE_RETENTION_S = 86400.0
 _RETENTION = ("retention_age", "retention_bytes")
-LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "max_deliveries")
+LIMITS = ("segment_bytes", "segment_age", *_RETENTION, "cleanup", "delete_retention", "max_deliveries")
 
 
 def name(first: int) -> str:
@@ -97,6 +98,10 @@ def _cleanup(text: str) -> str:
     return text
 
 
+def _delete_retention(text: str) -> float:
+    return FOREVER if text.strip().lower() == "never" else parse_duration(text)
+
+
 def _max_deliveries(text: str) -> int:
     if text == "none":
         return 0
@@ -106,7 +111,7 @@ def _max_deliveries(text: str) -> int:
 
 
 _PARSE = {row.attribute: row.parse for row in SETTINGS}
-_PARSE |= {"cleanup": _cleanup, "max_deliveries": _max_deliveries}
+_PARSE |= {"cleanup": _cleanup, "delete_retention": _delete_retention, "max_deliveries": _max_deliveries}
 
 
 class Limits:
@@ -114,6 +119,7 @@ class Limits:
 
     `cleanup`: "compact" lets compaction remove records that a later record of the same key replaces (compaction.py).
     Such a topic is a table: retention deletes its oldest rows only if the topic has retention limits of its own.
+    `delete_retention`: the age, in seconds, up to which compaction keeps a tombstone.
     `max_deliveries`: a message that a consumer gave back so often becomes a dead letter; 0: no limit. The gateway
     obeys it, and the log does not know it.
     """
@@ -127,11 +133,12 @@ class Limits:
         retention_age: float = FOREVER,
         retention_bytes: int = 0,
         cleanup: str = "delete",
+        delete_retention: float = DELETE_RETENTION_S,
         max_deliveries: int = 0,
     ) -> None:
         self.segment_bytes, self.segment_age = segment_bytes, segment_age
-        self.retention_age, self.retention_bytes, self.cleanup = retention_age, retention_bytes, cleanup
-        self.max_deliveries = max_deliveries
+        self.retention_age, self.retention_bytes = retention_age, retention_bytes
+        self.cleanup, self.delete_retention, self.max_deliveries = cleanup, delete_retention, max_deliveries
 
     @classmethod
     def of(cls, settings: Settings) -> "Limits":

@@ -7,6 +7,7 @@
     retention_age = "30d"            (requests.py)
     retention_bytes = "10 GiB"
     cleanup = "compact"              delete (default) or compact: only the latest record of each key has to stay
+    delete_retention = "2d"          how long compaction keeps a tombstone; 1d without it
     max_deliveries = 5               then a message that consumers give back is a dead letter; none (default): no limit
 
 A declaration without `from_seq` is pending: `declare` makes it, and the router adopts it with the next seq that it will

@@ -559,7 +559,7 @@ MUTANTS = [
     ),
     Mutant(
         "offsets: the front of the log is deleted before it is written again",
-        [("kmq/gateway/groups/keeping.py", "        await self._write_again(segments)\n", "")],
+        [("kmq/gateway/groups/keeping.py", "            await self._write_again(", "            _ = (")],
         [OFFSETS],
     ),
     Mutant(
@@ -598,8 +598,8 @@ MUTANTS = [
         [
             (
                 "kmq/log/replaced.py",
-                "self._firsts[at] < offset < self._lasts[at]",
-                "self._firsts[at] <= offset <= self._lasts[at]",
+                "segment.first < offset < segment.end - 1",
+                "segment.first <= offset <= segment.end - 1",
             )
         ],
         ["tests/unit/test_replaced.py"],

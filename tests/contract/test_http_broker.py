@@ -4,12 +4,13 @@ Every answer is one that the OpenAPI document has (api_client.py).
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
 import time
 from base64 import b64encode
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import count
 
 import pytest
@@ -21,10 +22,12 @@ from kmq.broker.stats import peek
 from kmq.client.failures import Fenced
 from kmq.client.message import Message
 from kmq.client.producer import Producer
+from kmq.errors import BusyError
 from kmq.gateway.core import producing
+from kmq.gateway.core.compactor import Compactor, Pace
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.producing import NewMessage
-from kmq.log import reader
+from kmq.log import compaction, passes, reader
 from kmq.settings import load
 
 TOPICS = "/api/admin/topics"
@@ -228,13 +231,24 @@ def test_a_full_disk_is_507_with_the_time_to_come_again(tmp_path):
 
 
 def test_a_topic_is_created_changed_deleted_and_its_name_used_again(api, topic):
-    asked = {"name": topic, "partitions": 3, "retentionMs": 86_400_000, "cleanupPolicy": "compact"}
+    asked = {
+        "name": topic,
+        "partitions": 3,
+        "retentionMs": 86_400_000,
+        "cleanupPolicy": "compact",
+        "deleteRetentionMs": 0,
+    }
     made = api.post(TOPICS, asked)
     assert made.status == 201 and made.value["fromSeq"] > 0 and len(made.value["partitions"]) == 3
     assert api.post(TOPICS, asked).status == 200
     assert api.post(TOPICS, {"name": topic, "partitions": 3}).refusal[:2] == (409, "topic_exists")
     changed = api.call("PATCH", f"{TOPICS}/{topic}", {"retentionMs": None, "retentionBytes": 1 << 30, "partitions": 3})
     assert (changed.value["retentionMs"], changed.value["retentionBytes"]) == (-1, 1 << 30)
+    assert changed.value["deleteRetentionMs"] == 0
+    for given, shown in ((None, 86_400_000), (-1, -1)):
+        changed = api.call("PATCH", f"{TOPICS}/{topic}", {"deleteRetentionMs": given})
+        assert changed.value["deleteRetentionMs"] == shown
+    assert api.call("PATCH", f"{TOPICS}/{topic}", {"deleteRetentionMs": "1d"}).refusal[:2] == (422, "bad_field")
     assert api.get(f"{TOPICS}/{topic}").value == changed.value
     api.post(produce(topic), {"key": "k", "value": "v"})
     assert api.call("DELETE", f"{TOPICS}/{topic}").status == 204
@@ -242,6 +256,45 @@ def test_a_topic_is_created_changed_deleted_and_its_name_used_again(api, topic):
     assert topic not in [row["name"] for row in api.get(TOPICS).value]
     assert api.post(TOPICS, {"name": topic}).status == 201
     assert api.post(produce(topic), {"value": "new"}).value["topic"] == topic
+
+
+def test_a_table_is_read_right_while_the_broker_compacts_it(broker, api, topic):
+    api.post(TOPICS, {"name": topic, "cleanupPolicy": "compact", "segmentBytes": 1 << 16})
+    keys = [b64encode(key).decode() for key in (b"\0|%", b"", b"\xff.@.", b"key" * 20, b"a", b"b")]
+    values = [None, "", *(b64encode(b"%d" % n * 50).decode() for n in range(5))]
+    batch = [{"key": keys[n % 6], "value": values[n % 7]} for n in range(1500)]
+    api.lines(produce(topic, ""), batch)
+    checkpointed(broker, api, topic)
+
+    def page(offset, most):
+        asked = f"/api/topics/{topic}/consume?partition=0&offset={offset}&maxMessages={most}"
+        return [(row["offset"], row["key"], row["value"]) for row in api.get(asked).value["messages"]]
+
+    before = [(n, message["key"], message["value"]) for n, message in enumerate(batch)]
+    assert page(0, 200) == before[:200]
+    deadline = time.monotonic() + 60
+    while (topic, 0) not in passes.read(str(broker.data)):
+        assert time.monotonic() < deadline
+        with suppress(BusyError):  # the broker's own is at work
+            Compactor(str(broker.data), FakeLogger(), Pace(0, cpu_share=1000)).run()
+    rest, whole = page(200, 1000), page(0, 1000)
+    assert whole[0] == before[0] and len(whole) < 700 and whole == sorted(set(whole) & set(before))
+    assert {row[1]: row for row in whole} == {row[1]: row for row in before}
+    assert [row for row in whole if row[0] >= 200] == rest
+    printed = broker.kmq("consume", topic, "--json", "--from", "earliest").stdout.splitlines()
+    assert [json.loads(line)["offset"] for line in printed] == [offset for offset, _, _ in whole]
+    text = api.get("/metrics", Accept="text/plain").value
+    assert f'kmq_uncompacted_bytes{{partition="0",topic="{topic}"}} 0.0' in text
+    assert f'kmq_compacted_seconds{{partition="0",topic="{topic}"}}' in text
+
+
+def checkpointed(broker, api, topic):
+    """Wait until a checkpoint says that all of the topic is on disk. The deletion of an empty topic makes one."""
+    api.post(TOPICS, {"name": f"{topic}-empty"})
+    api.call("DELETE", f"{TOPICS}/{topic}-empty")
+    data = str(broker.data)
+    end = reader.partition(data, topic, 0).end_offset()
+    broker.wait(lambda: compaction.synced_ends(data).get((topic, 0)) == end, "a checkpoint")
 
 
 def test_a_topic_of_kmq_itself_is_listed_only_when_asked_for(api, broker):

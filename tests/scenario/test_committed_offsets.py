@@ -13,6 +13,7 @@ from fake_logger import FakeLogger
 
 from kmq import local_token
 from kmq.broker.stats import StatsPage
+from kmq.gateway.core.compacting import Compacting
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import keeping
@@ -412,13 +413,13 @@ def test_the_log_is_compacted_beside_the_gateway_and_all_offsets_stay(pod):
         return pod.log().count(f"event=segment_compacted file={pod.data}/topics/{TOPIC}/0/")
 
     async def work(store):
-        keeper = OffsetKeeper(load(pod.env, toml=""), StatsPage(*identity_of(pod)).rows["gateway"], store, FakeLogger())
+        compacting = Compacting(load(pod.env, toml=""), FakeLogger(), look_s=0.1)
         for n in range(40):
             await asyncio.gather(*(store.commit(f"busy-{g}", {("orders", 0): Commit(n)}) for g in range(50)))
         before = {group: offsets_of(store, group) for group in store.groups()}
         await asyncio.to_thread(pod.down)  # what a checkpoint says to be on disk may be compacted
         await asyncio.to_thread(pod.up)
-        running, deadline = asyncio.create_task(keeper.run()), time.monotonic() + PATIENCE_S
+        running, deadline = asyncio.create_task(compacting.run()), time.monotonic() + PATIENCE_S
         while compacted() < 3:
             assert time.monotonic() < deadline and not running.done(), pod.log()[-2000:]
             await asyncio.sleep(0.02)
@@ -443,7 +444,7 @@ def test_the_front_of_a_large_log_is_deleted_and_what_is_needed_of_it_was_writte
     monkeypatch.setattr(store_module, "LIMITS", {"segment_bytes": "64 KiB", "retention_bytes": "1 MiB"})
     monkeypatch.setattr(keeping, "_LARGE_BYTES", 1 << 18)
     monkeypatch.setattr(keeping, "_RECENT_BYTES", 1 << 17)
-    monkeypatch.setattr(keeping, "_COMPACT_S", 0.0)
+    monkeypatch.setattr(keeping, "_SIZE_S", 0.0)
     monkeypatch.setattr(keeping, "_TURN_S", 0.05)
     directory = broker.data / "topics" / TOPIC / "0"
 

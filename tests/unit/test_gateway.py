@@ -35,6 +35,7 @@ from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.statuses import status_of
 from kmq.gateway.http import web
 from kmq.gateway.server import Changes
+from kmq.log import passes, topics
 from kmq.log.damage import DamageError
 from kmq.log.identity import open_data
 from kmq.refusals import RETRYABLE
@@ -496,7 +497,11 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     broker.page.rows["durability"].synced = time.time_ns()
     broker.page.rows["ingress"].certificate_until = 1
     broker.page.rows["agent"].pid = 1
-    os.makedirs(f"{broker.settings.data}/topics/t/0")
+    data = broker.settings.data
+    for directory in ("t/0", ".compacted"):
+        os.makedirs(f"{data}/topics/{directory}")
+    topics.make(data, "t", topics.Declaration(1, 1, {"cleanup": "compact"}))
+    passes.write(data, {("t", 0): passes.Pass(1, 0, 0, None, 1)})
     requests = metrics.Requests()
     requests.count("Produce", "OK", 0.003)
     requests.count_egress("CONSUME", "OK")

@@ -3,15 +3,17 @@
 import errno
 import os
 import random
+import threading
 
 import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room
 
 from kmq.errors import BusyError
-from kmq.gateway.groups import compactor
-from kmq.log import compaction, identity, reader, replaced, topics
-from kmq.log.replaced import Horizon, plan
+from kmq.gateway.core.compactor import Compactor, Pace
+from kmq.log import compaction, identity, passes, reader, replaced, segment, topics
+from kmq.log.passes import Clock, Tables
+from kmq.log.replaced import Horizon, Place, Tombstone, plan
 from kmq.log.segment import COMPACT, Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
@@ -29,11 +31,11 @@ def queues_of(data, high):
     return queues
 
 
-def made(data, lines):
+def made(data, lines, limits=None, wal_limits=None):
     """A directory whose topic holds these lines, all of it synced."""
     identity.open_data(data)
-    topics.declare(data, TOPIC, 1, {"cleanup": COMPACT}, own=True)
-    wal, queues = Wal(data, no_room, 1 << 20, Limits(segment_bytes=1 << 20)), queues_of(data, 0)
+    topics.declare(data, TOPIC, 1, {"cleanup": COMPACT} | (limits or {}), own=True)
+    wal, queues = Wal(data, no_room, 1 << 20, wal_limits or Limits(segment_bytes=1 << 20)), queues_of(data, 0)
     for at in range(0, len(lines), 50):
         part = block(lines[at : at + 50], at + 1)
         wal.append([(part.data, at + 1, part.count, FIRST_TS + at + 50)])
@@ -47,7 +49,9 @@ def made(data, lines):
 
 def random_lines(seed, count=900, keys=30):
     rng = random.Random(seed)
-    names = [b"k%d" % n for n in range(keys)] + [b"L" * 40 + b"%d" % n for n in range(3)] + [b""]
+    names = (
+        [b"k%d" % n for n in range(keys)] + [b"L" * 40 + b"%d" % n for n in range(3)] + [b"", b"%00%7C%2E", b"a.@.b"]
+    )
     lines = []
     for n in range(count):
         key = rng.choice(names)
@@ -81,7 +85,7 @@ def records(data):
 
 def key_of(line):
     rest = line.split(b"|", 3)[2].removeprefix(TOPIC.encode())
-    return rest.removeprefix(b".@") if rest.startswith(b".@") else rest
+    return rest.removeprefix(b".@") if rest.startswith(b".@.") else rest
 
 
 def expected(data, horizon=NEVER):
@@ -107,18 +111,22 @@ def sealed(data):
 
 
 def planned(data, horizon=NEVER):
-    return plan(data, TOPIC, 0, compaction.synced_ends(data)[TOPIC, 0], horizon, 0)
+    return list(plan(Place(data, TOPIC, 0, compaction.synced_ends(data)[TOPIC, 0]), horizon, 0))
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 16, 1000])
-def test_the_plan_is_that_of_a_dictionary_however_few_keys_are_held_at_once(data, monkeypatch, most):
+@pytest.mark.parametrize(("most", "hashes", "window"), [(4, 16, 400), (5, 1 << 12, 200), (1000, 1, 1 << 20)])
+def test_the_plan_is_that_of_a_dictionary_however_small_the_tables_are(data, monkeypatch, most, hashes, window):
     monkeypatch.setattr(replaced, "MAX_KEYS", most)
+    monkeypatch.setattr(replaced, "_WINDOW", window)
+    for name in ("_FILTER_BITS", "_FILTER_LEAST"):
+        monkeypatch.setattr(replaced, name, max(4, hashes))
     found = planned(data)
     assert [offset for part in found for offset in part.offsets] == expected(data) != []
     lines = records(data)
     for part in found:
-        assert part.nbytes == sum(len(lines[offset]) for offset in part.offsets)
-        assert part.segment.first < part.offsets[0] and part.offsets[-1] < part.segment.end - 1
+        offsets = list(part.offsets)
+        assert part.nbytes == sum(len(lines[offset]) for offset in offsets) and part.count == len(offsets)
+        assert part.segment.first < offsets[0] and offsets[-1] < part.segment.end - 1
 
 
 @pytest.mark.parametrize("seed", range(2, 6))
@@ -153,9 +161,16 @@ def test_a_topic_without_sealed_segments_has_nothing_to_go(tmp_path):
 # --- the compactor ------------------------------------------------------------------------------------------------------
 
 
+def compact(data, min_dirty=0.01, log=None):
+    """Lay out what is worth it, whether a pass is due or not."""
+    if os.path.exists(f"{compaction.outbox(data)}/.passes"):
+        os.unlink(f"{compaction.outbox(data)}/.passes")
+    return Compactor(data, log or FakeLogger(), Pace(0, cpu_share=1000), install_s=0).run(min_dirty=min_dirty)
+
+
 def compacted(data):
     """Lay out what is worth it, and let the router install it."""
-    count = compactor.compact(data, TOPIC, FakeLogger(), min_dirty=0.01)
+    count = compact(data)
     compaction.settle(data)
     return count
 
@@ -169,19 +184,18 @@ def test_a_compacted_topic_has_the_latest_of_each_key_at_its_offset_and_no_damag
 
 
 def test_a_segment_is_rewritten_only_if_it_is_worth_it(data):
-    assert compactor.compact(data, TOPIC, FakeLogger(), min_dirty=1.0) == 0
-    assert compactor.compact(data, TOPIC, FakeLogger()) > 3
+    assert compact(data, min_dirty=1.0) == 0
+    assert compact(data, min_dirty=0.5) > 3
 
 
 def test_nothing_is_planned_while_segments_wait_to_be_installed(data):
-    first = compactor.compact(data, TOPIC, FakeLogger(), min_dirty=0.01)
-    assert first > 3 and compactor.compact(data, TOPIC, FakeLogger(), min_dirty=0.01) == 0
+    assert compact(data) > 3 and compact(data) == 0
 
 
 def test_two_compactors_exclude_one_another(data, monkeypatch):
     monkeypatch.setattr("kmq.links.ownership.OWNER_WAIT_S", 0.01)
     with compaction.compactor(data), pytest.raises(BusyError):
-        compactor.compact(data, TOPIC, FakeLogger())
+        compact(data)
 
 
 class Killed(BaseException):
@@ -206,10 +220,128 @@ def test_a_kill_at_any_call_of_the_compactor_loses_nothing_and_the_next_run_does
     with monkeypatch.context() as patch, pytest.raises((Killed, OSError)):
         for name in ("mkdir", "rename", "fsync", "rmdir", "unlink"):
             patch.setattr(os, name, counted(getattr(os, name)))
-        compactor.compact(data, TOPIC, FakeLogger(), min_dirty=0.01)
+        compact(data)
     assert records(data) == before
     compaction.settle(data)
     assert records(data).items() <= before.items()
     compacted(data)
     assert records(data) == {offset: line for offset, line in before.items() if offset not in gone}
     assert list(verify.Verifier(data, is_live=False).findings()) == []
+
+
+# --- when a pass is due -------------------------------------------------------------------------------------------------
+
+DAY_S = 86400
+CLOCK = Clock(2e9, 2e9, 1)
+
+
+def table(data):
+    (found,) = Tables(data).found()
+    return found
+
+
+def is_due(data, clock=CLOCK, **changes):
+    """Whether a pass is due, if the last one has left what the file says with these changes."""
+    at = TOPIC, 0
+    done = passes.read(data)[at]._replace(**changes)
+    return passes.is_due(data, table(data), 0, done, compaction.synced_ends(data)[at], clock)
+
+
+def test_a_pass_is_due_again_when_as_much_was_sealed_as_the_last_one_kept(data):
+    synced = compaction.synced_ends(data)[TOPIC, 0]
+    assert [found[1:] for found in passes.due(data, [table(data)], CLOCK)] == [(0, synced)]
+    compacted(data)
+    done = passes.read(data)[TOPIC, 0]
+    assert done.end == sealed(data)[-1].end and 0 < done.kept <= sum(map(len, records(data).values()))
+    assert passes.due(data, [table(data)], CLOCK) == []
+    second = sealed(data)[1]
+    new = sum(os.path.getsize(segment.path(data)) for segment in sealed(data)[1:])
+    assert is_due(data, end=second.first, kept=new) and not is_due(data, end=second.first, kept=new + 1)
+    assert passes.due(data, [table(data)._replace(from_seq=7)], CLOCK) != []
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"no|pass\n", b"__t|0|1|2|3|4|5\n"])
+def test_a_damaged_list_of_passes_only_means_that_everything_is_compared_again(data, content):
+    compacted(data)
+    with open(f"{compaction.outbox(data)}/.passes", "wb") as file:
+        file.write(content)
+    assert passes.due(data, [table(data)], CLOCK) != []
+    assert compacted(data) == 0 and passes.read(data)[TOPIC, 0].end == sealed(data)[-1].end
+
+
+def test_a_pass_is_due_when_a_tombstone_may_go_but_once_in_its_time_only(data):
+    compacted(data)
+    left = {"young": Tombstone(10**15, 50), "at": 10**9}
+    on_time = Clock(10**9 + DAY_S, 10**9 + DAY_S + 1, 51)
+    assert is_due(data, on_time, **left)
+    assert not is_due(data, on_time, young=None)
+    assert not is_due(data, on_time._replace(now_s=on_time.now_s - 1), **left)
+    assert not is_due(data, on_time._replace(trusted_s=10**9 + DAY_S), **left)
+    assert not is_due(data, on_time._replace(wal_first=50), **left)
+
+
+@pytest.mark.parametrize(("kept_for", "goes"), [("0s", True), ("1h", True), ("2d", False), ("never", False)])
+def test_a_tombstone_goes_after_the_delete_retention_of_its_topic(tmp_path, kept_for, goes):
+    lines = [b"__t.@.k%d|0|%d|" % (n, n) for n in range(300)] + [b"__t|0|0|x"] * 300
+    data = made(str(tmp_path / "d"), lines, {"delete_retention": kept_for}, Limits(segment_bytes=12_000))
+    for _, path in segment.listing(f"{data}/append")[:-1]:
+        os.unlink(path)  # as retention does
+    assert reader.first_seq(data) > 300
+    assert (compacted(data) > 0) == goes
+    assert (sum(key_of(line) != b"" for line in records(data).values()) < 150) == goes
+    assert (passes.read(data)[TOPIC, 0].young is None) == goes
+
+
+# --- beside others ------------------------------------------------------------------------------------------------------
+
+
+def test_a_compactor_in_the_background_gives_way_to_another_one(data):
+    taken, done = threading.Event(), threading.Event()
+
+    def other():
+        with compaction.compactor(data):
+            taken.set()
+
+    def has_room(nbytes):  # in the middle of the work
+        threading.Thread(target=other, daemon=True).start()
+        while not compaction.is_wanted(data):
+            assert not done.wait(0.001)
+        return True
+
+    with pytest.raises(BusyError):
+        Compactor(data, FakeLogger(), Pace(0), has_room, install_s=30).run()
+    assert taken.wait(10) and passes.read(data) == {}
+    compaction.settle(data)
+    assert compacted(data) > 0
+
+
+def test_without_room_for_a_copy_nothing_is_laid_out_and_the_pass_is_not_over(data):
+    log = FakeLogger()
+    compactor = Compactor(data, log, Pace(0), lambda nbytes: False, install_s=0)
+    assert compactor.run(min_dirty=0.01) == 0 and compactor.has_failed
+    assert "no room" in str(log.of("not_compacted")[0]["reason"]) and passes.read(data) == {}
+
+
+def test_a_compactor_stops_when_the_router_does_not_install(data):
+    with pytest.raises(BusyError, match="has not installed"):
+        Compactor(data, FakeLogger(), Pace(0), install_s=0.01).run()
+    assert len(compaction.waiting(data)) == 1
+
+
+def test_a_compactor_reads_and_works_no_more_than_it_may():
+    now, cpu = [100.0], [5.0]
+    pace = Pace(1000, 0.25, lambda: now[0], lambda: cpu[0])
+    pace.add(2000)
+    assert pace.rest() == pytest.approx(2.0)
+    now[0] += 9.0
+    assert pace.rest() == 0
+    pace.add(3000)
+    assert pace.rest() == pytest.approx(2.0)  # three seconds; of the idle time only one counts
+    now[0] += 2.0
+    cpu[0] += 1.0
+    now[0] += 1.0
+    pace.add(10)
+    assert pace.rest() == pytest.approx(3.0)  # a second of work in four
+    free = Pace(0, 0.25, lambda: now[0], lambda: cpu[0])
+    free.add(1 << 40)
+    assert free.rest() == 0

@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -19,11 +20,13 @@ from kmq.broker.readiness import REASONS, WARNINGS, state_of
 from kmq.broker.stats import AGENT, PROCESSES, STATES, Row
 from kmq.gateway.core.broker import Broker
 from kmq.links import fifo, layout, received
-from kmq.log import reader, segment, topics
+from kmq.log import compaction, passes, reader, segment, topics
+from kmq.log.passes import Pass, Table, Tables
 from kmq.settings import STAGES
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_TOPICS = 100  # first topics by name that get end offsets; for 10,000 topics a scrape would take seconds
+_TABLES_S = 5.0  # the compacted topics are looked for once in this time, because each look reads all declarations
 MOST_LAGS = 1000  # partitions of groups; each takes some reads of a file
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds
 
@@ -109,6 +112,37 @@ def _end_offsets(broker: Broker) -> Samples:
     for topic in topics.names(data)[:_MAX_TOPICS]:
         for partition in range(topics.load(data, topic)[0]):
             yield (topic, str(partition)), reader.partition(data, topic, partition).end_offset()
+
+
+@lru_cache(maxsize=1)
+def _known(data: str) -> Tables:
+    return Tables(data)
+
+
+@lru_cache(maxsize=1)
+def _tables(data: str, period: int) -> list[Table]:
+    return _known(data).found()[:_MAX_TOPICS]
+
+
+def _compacted(broker: Broker, value: Callable[[Table, int, Pass | None, int], float | None]) -> Samples:
+    data = broker.settings.data
+    tables = _tables(data, int(time.monotonic() / _TABLES_S))
+    rows, ends = (passes.read(data), compaction.synced_ends(data)) if tables else ({}, {})
+    for table in tables:
+        for number in range(table.partitions):
+            end = ends.get((table.name, number), 0)
+            found = value(table, number, passes.of(rows, table, number), end)
+            if found is not None:
+                yield (table.name, str(number)), found
+
+
+def _uncompacted_bytes(broker: Broker) -> Samples:
+    data = broker.settings.data
+    return _compacted(broker, lambda table, number, done, end: passes.pending(data, (table.name, number), done, end)[1])
+
+
+def _compacted_at(broker: Broker) -> Samples:
+    return _compacted(broker, lambda table, number, done, end: done.at if done else None)
 
 
 _STAGE = ("stage",)
@@ -236,6 +270,18 @@ SCRAPED = (
         f"Offset that the next record of a partition gets; of the first {_MAX_TOPICS} topics by name.",
         ("topic", "partition"),
         _end_offsets,
+    ),
+    Metric(
+        "kmq_uncompacted_bytes",
+        "Bytes of a compacted topic that were sealed since the last pass of the compactor.",
+        ("topic", "partition"),
+        _uncompacted_bytes,
+    ),
+    Metric(
+        "kmq_compacted_seconds",
+        "Unix time of the last pass of the compactor over a partition; absent before the first.",
+        ("topic", "partition"),
+        _compacted_at,
     ),
 )
 GRPC_REQUESTS = "kmq_grpc_requests_total", "gRPC calls that have ended, by method and status.", ("method", "code")

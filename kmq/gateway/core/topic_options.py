@@ -46,10 +46,11 @@ OPTIONS = {
     "segmentMs": Option("segment_age", _age_text, _age),
     "segmentBytes": Option("segment_bytes", str, int),
     "cleanupPolicy": Option("cleanup", str, str),
+    "deleteRetentionMs": Option("delete_retention", _age_text, _age),
     "maxDeliveries": Option("max_deliveries", _count_text, _count),
 }
 # Options of the design that no part of the broker obeys yet, and the only value that is true today.
-NOT_YET: dict[str, Value] = {"deleteRetentionMs": None, "partitioner": "crc32"}
+NOT_YET: dict[str, Value] = {"partitioner": "crc32"}
 
 
 def limits_of(options: Mapping[str, Value]) -> dict[str, str]:

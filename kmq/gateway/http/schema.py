@@ -57,7 +57,7 @@ _OPTIONS: dict[str, Schema] = {
     "segmentMs": _limit("age in ms at which a partition begins a new file"),
     "segmentBytes": number("bytes at which a partition begins a new file", least=1),
     "cleanupPolicy": _CLEANUP,
-    "deleteRetentionMs": number("how long a compacted topic keeps tombstones; not in this release"),
+    "deleteRetentionMs": _limit("age in ms up to which compaction keeps a message without a value"),
     "maxDeliveries": _limit("deliveries after which a message that is given back becomes a dead letter"),
     "partitioner": text("how a key decides on the partition; this release has crc32", enum=["crc32", "murmur2"]),
 }
@@ -65,7 +65,7 @@ _CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items() if name !
 for _schema in _CHANGES.values():
     if "enum" in _schema:
         _schema["enum"] = [*_schema["enum"], None]
-_LIMITS = "retentionMs", "retentionBytes", "segmentMs", "segmentBytes", "maxDeliveries"
+_LIMITS = "retentionMs", "retentionBytes", "segmentMs", "segmentBytes", "deleteRetentionMs", "maxDeliveries"
 _IN_FORCE = {name: _OPTIONS[name] for name in _LIMITS}
 _OFFSET = number("position in the partition, from 0, for ever the same")
 _BYTES = {"type": ["string", "null"], "description": "base64, or text with format=text; null: none"}

@@ -1,0 +1,184 @@
+"""topics/.compacted/.passes: how far the broker's compactor has compared each partition, and when the next pass is due.
+
+    topic|partition|from_seq|end|kept|young_us|young_seq|at
+
+A pass compared the sealed segments in front of the record `end`, at the Unix time `at` in seconds, and kept `kept` bytes
+of records. `young_us|young_seq`: when the first tombstone was received (µs) that was too young to be removed, and its
+seq; 0|0 if there was none. `from_seq` is the topic's: a topic that came back under its name is another one.
+
+Due         When at least as many bytes were sealed since the last pass as that pass kept, as in Kafka: so at most about
+            half of a topic are records that a later one replaced, and a pass reads at most twice what came since the last
+            one. Also when that first tombstone may be removed, but not more often than once in `delete_retention`.
+Owner       the compactor that holds topics/.compacted/.owner. Everybody may read.
+Crash       The file is replaced atomically. If it is damaged or gone, every partition is compared once more.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from kmq.log import compaction, reader, topics, wal
+from kmq.log.compaction import Sealed
+from kmq.log.disk import replace_file
+from kmq.log.replaced import Horizon, Tombstone
+from kmq.log.segment import COMPACT, Limits
+from kmq.settings import FOREVER
+
+_LEAST_S = 60.0  # between two passes because of tombstones
+
+At = tuple[str, int]  # topic, partition
+
+
+class Pass(NamedTuple):
+    """What the last pass over a partition has left; see the module."""
+
+    from_seq: int
+    end: int
+    kept: int
+    young: Tombstone | None
+    at: int
+
+
+class Table(NamedTuple):
+    """A topic in force that is declared to be compacted. `delete_retention` in seconds."""
+
+    name: str
+    partitions: int
+    from_seq: int
+    delete_retention: float
+
+
+class Clock(NamedTuple):
+    """The time now, and up to which it is trusted, in seconds since the epoch; and the first seq of the WAL."""
+
+    now_s: float
+    trusted_s: float
+    wal_first: int
+
+    def horizon(self, delete_retention: float) -> Horizon:
+        """Return which tombstones of a topic may be removed. `delete_retention` in seconds."""
+        before_us = 0 if delete_retention == FOREVER else int((self.trusted_s - delete_retention) * 1e6)
+        return Horizon(before_us, self.wal_first)
+
+
+class Tables:
+    """The topics that are declared to be compacted; a declaration is read again only when it has changed."""
+
+    def __init__(self, data: str) -> None:
+        self._data = data
+        self._known: dict[str, tuple[tuple[int, int], Table | None]] = {}
+
+    def found(self) -> list[Table]:
+        """Return them, those of KMQ itself first."""
+        known: dict[str, tuple[tuple[int, int], Table | None]] = {}
+        for name in topics.names(self._data):
+            try:
+                status = os.stat(topics.toml_path(self._data, name))
+            except FileNotFoundError:
+                continue
+            signature = status.st_ino, status.st_mtime_ns
+            before = self._known.get(name)
+            is_same = before is not None and before[0] == signature
+            known[name] = before if before is not None and is_same else (signature, _table(self._data, name))
+        self._known = known
+        tables = [table for _, table in known.values() if table is not None]
+        return sorted(tables, key=lambda table: (not table.name.startswith("__"), table.name))
+
+
+def _table(data: str, name: str) -> Table | None:
+    declared = topics.read(data, name)
+    if declared.limits.get("cleanup") != COMPACT or declared.from_seq is None:
+        return None
+    return Table(name, declared.partitions, declared.from_seq, delete_retention(declared))
+
+
+def delete_retention(declared: topics.Declaration) -> float:
+    """Return how long, in seconds, compaction keeps a tombstone of a topic."""
+    text = declared.limits.get("delete_retention")
+    return (Limits().with_changes({"delete_retention": text}) if text else Limits()).delete_retention
+
+
+def clock(data: str, now_s: float, gap_s: float) -> Clock:
+    """Return the clock of a data directory: trusted up to `gap_s` after its last record, because it may be wrong."""
+    return Clock(now_s, min(now_s, wal.last_stored(data)[1] / 1e6 + gap_s), reader.first_seq(data))
+
+
+# --- what is due ------------------------------------------------------------------------------------------------------
+
+
+def pending(data: str, at: At, done: Pass | None, end: int) -> tuple[list[Sealed], int]:
+    """Return the sealed segments of a partition up to the offset `end`, and the bytes sealed since the pass `done`."""
+    sealed = compaction.sealed(data, *at, end)
+    new = [segment for segment in sealed if done is None or segment.first >= done.end]
+    return sealed, sum(_size(segment.path(data)) for segment in new)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def is_due(data: str, table: Table, partition: int, done: Pass | None, end: int, clock: Clock) -> bool:
+    """Return True if a pass over a partition is worth it. `end`: up to where it is on disk."""
+    sealed, nbytes = pending(data, (table.name, partition), done, end)
+    if not sealed:
+        return False
+    if done is None or nbytes >= max(1, done.kept):
+        return True
+    if done.young is None or clock.now_s < done.at + max(_LEAST_S, table.delete_retention):
+        return False
+    horizon = clock.horizon(table.delete_retention)
+    return done.young.recv_us < horizon.before_us and done.young.seq < horizon.wal_first
+
+
+def due(data: str, tables: Iterable[Table], clock: Clock) -> list[tuple[Table, int, int]]:
+    """Return (topic, partition, offset up to which it is on disk) of all partitions that need a pass."""
+    found = []
+    rows, ends = None, None
+    for table in tables:
+        if rows is None or ends is None:
+            rows, ends = read(data), compaction.synced_ends(data)
+        for number in range(table.partitions):
+            end = ends.get((table.name, number), 0)
+            if is_due(data, table, number, of(rows, table, number), end, clock):
+                found.append((table, number, end))
+    return found
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def of(rows: Mapping[At, Pass], table: Table, partition: int) -> Pass | None:
+    """Return the last pass over a partition in this life of its topic."""
+    done = rows.get((table.name, partition))
+    return done if done is not None and done.from_seq == table.from_seq else None
+
+
+def _path(data: str) -> str:
+    return f"{compaction.outbox(data)}/.passes"
+
+
+def read(data: str) -> dict[At, Pass]:
+    """Return the last pass of each partition."""
+    try:
+        with open(_path(data), encoding="ascii") as file:
+            return dict(map(_parse, file.read().splitlines()))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _parse(line: str) -> tuple[At, Pass]:
+    topic, *numbers = line.split("|")
+    partition, from_seq, end, kept, young_us, young_seq, at = map(int, numbers)
+    return (topic, partition), Pass(from_seq, end, kept, Tombstone(young_us, young_seq) if young_seq else None, at)
+
+
+def write(data: str, rows: Mapping[At, Pass]) -> None:
+    """Replace the file; call it only while holding the compactor's lock."""
+    lines = []
+    for (topic, partition), row in sorted(rows.items()):
+        young = row.young or Tombstone(0, 0)
+        lines.append(f"{topic}|{partition}|{row.from_seq}|{row.end}|{row.kept}|{young[0]}|{young[1]}|{row.at}\n")
+    replace_file(_path(data), "".join(lines).encode())
