@@ -139,7 +139,7 @@ class Durability:
     def roll_if_over(self) -> None:
         """Seal the active segment if it is over its limits, also if nothing comes: only a sealed one can be deleted."""
         with self._syncing():
-            postponed = self.wal.roll_if_over(self.clock.now_s())
+            postponed = self.wal.roll_if_over(self.clock.now_s(), bool(self.admission.refusal()))
         if postponed and not self._postponed:
             self.stage.log.warn(
                 "roll_postponed", file=self.wal.path, reason="no room", effect="retention waits; tried again"

@@ -112,6 +112,7 @@ def run(stage: Stage) -> None:
     queues.recover(ring.committed().next_seq - 1, stage.check)
     queues.context.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
     admission = Admission(settings, lambda: stage.page.rows["durability"].bytes)
+    queues.context.lacks_room = lambda: bool(admission.refusal())
     queues.declarations.before_topic = partial(wait_for_quota, stage, queues, admission)
     stage.row.seq = queues.routed_seq
     stage.ready(routed_seq=queues.routed_seq, topics=queues.count)

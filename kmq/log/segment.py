@@ -3,8 +3,9 @@
 The last segment is active: it grows. The others are sealed: they never change again (except by compaction), and each
 has a complete index. A log continues in a new segment when the active one has reached `segment_bytes`, or when its
 first record is `segment_age` older than the next record. An idle segment is sealed too, once it has its size or all its
-records are due by age (`is_over`): otherwise a log that no producer writes to would fill the disk for ever. Retention
-deletes whole sealed segments, oldest first, but never the last record of a log (remnant.py).
+records are due by age (`is_over`): otherwise a log that no producer writes to would fill the disk for ever. While the
+disk is full it is also sealed at `retention_bytes`. Retention deletes whole sealed segments, oldest first, but never the
+last record of a log (remnant.py).
 """
 
 import contextlib
@@ -166,9 +167,12 @@ class Limits:
         """
         return size >= self.segment_bytes or (size > 0 and next_ts - first_ts >= self.segment_age * 1e6)
 
-    def is_over(self, size: int, newest_ts: Callable[[], int], now_s: float) -> bool:
-        """Return True if an idle segment must be sealed. `newest_ts` returns the recv_ts (µs) of its last record."""
-        if size >= self.segment_bytes:
+    def is_over(self, size: int, newest_ts: Callable[[], int], now_s: float, lacks_room: bool = False) -> bool:
+        """Return True if an idle segment must be sealed. `newest_ts` returns the recv_ts (µs) of its last record.
+
+        `lacks_room`: the disk or the quota is full. Then a segment that is larger than all its log may be is sealed too.
+        """
+        if size >= self.segment_bytes or (lacks_room and self.retention_bytes and size > self.retention_bytes):
             return True
         return size > 0 and self.retention_age != FOREVER and newest_ts() <= (now_s - self.retention_age) * 1e6
 

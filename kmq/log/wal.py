@@ -250,19 +250,21 @@ class Wal:
         self._sealed += [old] if old.size else []
         self._open_segment(self.last_seq + 1, path)
 
-    def roll_if_over(self, now_s: float) -> bool:
+    def roll_if_over(self, now_s: float, lacks_room: bool = False) -> bool:
         """Roll if the active segment is over its limits, even if it is idle; call now and then, not inside `append`.
 
-        Return True if the disk had no room for the roll: then the active segment stays.
+        `lacks_room`: the disk or the quota is full. Return True if the disk had no room for the roll: then the active
+        segment stays.
         """
-        if self.last_seq <= self._first or not self.limits.is_over(self._file.size, lambda: self.last_ts, now_s):
+        is_over = self.limits.is_over(self._file.size, lambda: self.last_ts, now_s, lacks_room)
+        if self.last_seq <= self._first or not is_over:
             return False  # a roll would free nothing, because the last record of a log always stays
         try:
             self.roll(give_up)
         except OSError as err:
             if err.errno not in FULL:
                 raise
-            return not spare.release(self.data) or self.roll_if_over(now_s)
+            return not spare.release(self.data) or self.roll_if_over(now_s, lacks_room)
         return False
 
     def retain(self, needed_after: Callable[[], int], now_s: float) -> list[Segment]:

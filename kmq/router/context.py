@@ -15,7 +15,7 @@ from kmq.logfmt import Logger
 class Context:
     """The values and callables that all parts of the router share."""
 
-    __slots__ = ("check", "data", "logger", "make_room", "now_s", "wait_outside", "wal_is_synced")
+    __slots__ = ("check", "data", "lacks_room", "logger", "make_room", "now_s", "wait_outside", "wal_is_synced")
 
     def __init__(self, data: str, wait_for_room: WaitForRoom, logger: Logger, wal_is_synced: bool) -> None:
         self.data, self.logger, self.wal_is_synced = data, logger, wal_is_synced
@@ -23,6 +23,7 @@ class Context:
         # Called while the disk is full. Retention replaces it when all logs are known: until then it must not delete.
         self.make_room: Callable[[], object] = partial(spare.release, data)
         self.check: Callable[[], None] = lambda: None  # a sign of life, called repeatedly during long work
+        self.lacks_room: Callable[[], bool] = lambda: False  # is the disk or the quota full? The stage knows
         self.now_s: Callable[[], float] = time.time  # for ages; the stage gives its trusted clock (kmq/broker/clock.py)
 
     def wait_for_room(self, path: str) -> None:

@@ -39,19 +39,21 @@ class Retention:
         self.rolled_at = -ROLL_NS
 
     def roll_over_if_due(self) -> None:
-        if time.monotonic_ns() - self.rolled_at > ROLL_NS:
+        """Call it once a second. While there is no room it rolls over each time."""
+        if time.monotonic_ns() - self.rolled_at > ROLL_NS or self._context.lacks_room():
             self.roll_over()
 
     def roll_over(self) -> None:
         """Roll every log that is over its limits, even an idle one. Without room on the disk the log stays as it is."""
-        now_s, postponed = self._context.now_s(), 0
+        now_s, lacks_room, postponed = self._context.now_s(), self._context.lacks_room(), 0
         for (name, partition), state in self._logs.states.items():
             if (
                 state.end_offset - state.base < 2
             ):  # a roll would free nothing, because the last record of a log always stays
                 continue
             limits = self._in_force.limits_of(name)
-            if limits.is_over(state.active_bytes, partial(self._written_at, name, partition, state), now_s):
+            written_at = partial(self._written_at, name, partition, state)
+            if limits.is_over(state.active_bytes, written_at, now_s, lacks_room):
                 self._context.check()
                 topic = self._in_force.table[name.encode()]
                 postponed += not self._has_rolled(self._logs.log_of(topic, partition))

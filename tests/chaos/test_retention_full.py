@@ -20,6 +20,7 @@ pytestmark = pytest.mark.root
 MIB = 1 << 20
 SMALL = {"RB_SLOTS": 1024, "RB_BYTES": 256 << 10, "KMQ_MAX_LINE": 64 << 10}
 LIMITS = {"KMQ_RETENTION_BYTES": 4 * MIB, "KMQ_SEGMENT_BYTES": 2 * MIB}
+WIDE = {"KMQ_RETENTION_BYTES": 4 * MIB}  # segments may be larger than all that is to be kept
 FIRST = {"append": f"{1:020d}.log", "topics/wide/0": f"{0:020d}.log"}
 RESUME_S = 30.0  # two or three seconds where the machine has nothing else to do
 CHECK_GAP = Path(__file__).resolve().parents[2] / "scripts/check-gap"
@@ -84,14 +85,22 @@ def judge(pod: Pod, load: AckedLoad) -> None:
     assert not pod.events("unrecoverable") and not pod.events("failed")
 
 
-@pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    ("is_killed", "limits"),
+    [
+        pytest.param(False, LIMITS, id="stopped, small segments"),
+        pytest.param(True, LIMITS, id="killed, small segments", marks=pytest.mark.soak),
+        pytest.param(False, WIDE, id="stopped, one segment", marks=pytest.mark.soak),
+        pytest.param(True, WIDE, id="killed, one segment"),
+    ],
+)
 def test_a_full_disk_frees_itself_when_it_is_started_with_smaller_limits(
-    make_pod: Make, loads: Start, disk: LoopFs, is_killed: bool
+    make_pod: Make, loads: Start, disk: LoopFs, is_killed: bool, limits: dict[str, int]
 ) -> None:
     pod = pod_on(disk, make_pod)
     load = filled(pod, loads)
     pod.kill() if is_killed else pod.stop()
-    restarted_with_limits(pod, load, **LIMITS)
+    restarted_with_limits(pod, load, **limits)
     judge(pod, load)
 
 

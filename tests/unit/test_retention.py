@@ -123,6 +123,21 @@ def test_the_active_segment_stays_while_it_is_within_its_limits(data):
     assert content(data) == b"".join(stored(LINES[:5]))
 
 
+def test_an_active_segment_larger_than_its_log_may_be_goes_while_the_disk_is_full(data):
+    write_wal(data, LINES[:40]).close()
+    made = open_queues(data, 0, Limits(retention_bytes=150))
+    route(made, LINES[:40], 1)
+    settle(made)
+    assert content(data) == b"".join(stored(LINES[:40]))
+    made.context.lacks_room = lambda: True
+    settle(made)
+    assert content(data) == stored(LINES)[39] and not damage_of_queues(data)
+    route(made, LINES[40:42], 41)
+    settle(made)
+    assert content(data).endswith(b"".join(stored(LINES)[40:42])), "what is small stays, full or not"
+    made.close()
+
+
 def damage_of_queues(data):
     found = verify.Verifier(data, is_live=False).findings()
     return [each for each in found if each.is_damage and each.path.startswith("topics/")]

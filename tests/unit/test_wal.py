@@ -343,6 +343,18 @@ def test_an_active_segment_is_sealed_when_all_of_it_is_due_though_nothing_comes(
     log.close()
 
 
+def test_an_active_segment_larger_than_its_log_may_be_is_sealed_only_without_room(data):
+    log = reopen(data, Limits(retention_bytes=1000))
+    append(log, 1, 100)
+    assert not log.roll_if_over(time.time()) and firsts(data) == [1]
+    assert not log.roll_if_over(time.time(), lacks_room=True) and firsts(data) == [1, 101]
+    assert [each.first for each in log.retain(lambda: 100, time.time())] == [1]
+    append(log, 101, 103)
+    assert not log.roll_if_over(time.time(), lacks_room=True) and firsts(data) == [100, 101]
+    log.close()
+    assert everything(data) == b"".join(stored(LINES)[99:103])
+
+
 def test_a_segment_that_has_no_room_to_be_sealed_goes_on_as_it_is(data, monkeypatch):
     append(reopen(data), 1, 100)
     log = reopen(data, Limits(100))
