@@ -186,8 +186,13 @@ def compact(
         ),
     ] = 0.5,
     tombstones: Annotated[
-        str, typer.Option("--tombstones", help="Delete tombstones older than this, once the WAL no longer has them.")
-    ] = "24h",
+        str,
+        typer.Option(
+            "--tombstones",
+            help="Delete tombstones older than this, once the WAL no longer has them; default: the topic's"
+            " delete_retention.",
+        ),
+    ] = "",
     on: On,
 ) -> None:
     """Keep only the latest record of each key, in topics declared with cleanup=compact. Offsets do not change."""
@@ -195,7 +200,8 @@ def compact(
     with running("compact", on) as job:
         from kmq.spark.pipelines import compact
 
-        done = compact.run(job.spark, where, dry_run, min_dirty, seconds("--tombstones", tombstones), job.progress)
+        age = seconds("--tombstones", tombstones) if tombstones else None
+        done = compact.run(job.spark, where, dry_run, min_dirty, age, job.progress)
         job.progress.stop()
         if not done:
             print(

@@ -11,8 +11,9 @@ why nothing is lost, whatever is killed.
 Invariant   These records are never removed: the latest record of each key of a partition; records without a key; the
             first and the last record of each segment; the active segment. The key is compared as stored, with or
             without a mark before it. A tombstone (an empty payload; with enc=b64 it is an empty value instead) is
-            removed only if it is older than `tombstones_s`, no other record of its key is left, and the WAL begins
-            after it.
+            removed only if it is older than `tombstones_s` (None: the topic's `delete_retention`), no other record of
+            its key is left, and the WAL begins after it.
+Beside      The broker compacts in the background too. It gives way: the run waits until it has, some seconds at most.
 Again       A killed run has changed nothing, or whole segments. The next run does what is left; after a complete run
             nothing.
 """
@@ -26,19 +27,19 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyspark.sql import DataFrame, Row, SparkSession, Window
+from pyspark.sql import Column, DataFrame, Row, SparkSession, Window
 from pyspark.sql import functions as F
 
 from kmq.broker.clock import GAP_S
 from kmq.errors import ConfigError
-from kmq.log import compaction, reader, topics, wal
+from kmq.log import compaction, passes, reader, topics, wal
 from kmq.log.compaction import Sealed
+from kmq.settings import FOREVER
 from kmq.spark.source.options import Options
 
 if TYPE_CHECKING:
     from kmq.spark.streaming.progress import Progress
 
-DAY_S = 86400.0
 MIN_DIRTY = 0.5  # minimum share of sealed bytes: below it rewriting costs more than it gains (also Kafka's default)
 READ = "topic string, partition int, offset bigint, seq bigint, recv_ts timestamp, key binary, line binary"
 _TOMBSTONE = r"\A[^|]*(\|[^|]*){3}\|(?![^|]*;enc=b64[;|])[^|]*\|\z"
@@ -73,11 +74,15 @@ def latest(rows: DataFrame) -> DataFrame:
     return found.select("row.*").where(F.col("value").isNotNull())
 
 
-def replaced(rows: DataFrame, deleted_before: datetime, wal_first: int) -> DataFrame:
-    """Return (topic, partition, offset, bytes) of the rows that may be removed: see the module."""
+def replaced(rows: DataFrame, deleted_before: datetime | Column, wal_first: int) -> DataFrame:
+    """Return (topic, partition, offset, bytes) of the rows that may be removed: see the module.
+
+    `deleted_before`: a time, or a column of times (null: never), before which a tombstone must have been received.
+    """
     line = F.col("line")
     is_tombstone = F.endswith(line, F.lit(b"|")) & line.cast("string").rlike(_TOMBSTONE)
-    is_old = (F.col("recv_ts") < F.lit(deleted_before)) & (F.col("seq") < wal_first)
+    before = deleted_before if isinstance(deleted_before, Column) else F.lit(deleted_before)
+    is_old = F.coalesce(F.col("recv_ts") < before, F.lit(False)) & (F.col("seq") < wal_first)
     slim = rows.where(F.col("key").isNotNull()).select(
         *("topic", "partition", "key", "offset"),
         F.octet_length(line).cast("bigint").alias("bytes"),
@@ -97,7 +102,7 @@ def run(
     where: Mapping[str, str],
     dry_run: bool = False,
     min_dirty: float = MIN_DIRTY,
-    tombstones_s: float = DAY_S,
+    tombstones_s: float | None = None,
     progress: "Progress | None" = None,
 ) -> list[Compacted]:
     """Compact the topics that `where` (options of format("kmq")) names, directory by directory."""
@@ -136,7 +141,12 @@ def _topics(data: str, options: Options) -> list[str]:
 
 
 def _compact(
-    spark: SparkSession, data: str, wanted: Sequence[str], place: str | None, min_dirty: float, tombstones_s: float
+    spark: SparkSession,
+    data: str,
+    wanted: Sequence[str],
+    place: str | None,
+    min_dirty: float,
+    tombstones_s: float | None,
 ) -> list[Compacted]:
     """Compact one directory. `place`: where new segments are prepared; None: a dry run."""
     ends = {at: end for at, end in compaction.synced_ends(data).items() if at[0] in wanted}
@@ -144,7 +154,7 @@ def _compact(
     if not segments:
         return []
     rows = _rows(spark, data, ends, {(each.topic, each.partition) for each in segments})
-    before = _now(data) - timedelta(seconds=tombstones_s)
+    before = _deleted_before(data, wanted, tombstones_s)
     gone = _in_segments(replaced(rows, before, reader.first_seq(data)), segments).persist()
     try:
         counts = gone.groupBy("segment").agg(F.count("*").alias("records"), F.sum("bytes").alias("bytes")).collect()
@@ -159,6 +169,16 @@ def _compact(
         return found
     finally:
         gone.unpersist()
+
+
+def _deleted_before(data: str, wanted: Sequence[str], tombstones_s: float | None) -> Column:
+    """Return, by topic, before when a tombstone must have been received; null: none is removed."""
+    now, before = _now(data), F.lit(None).cast("timestamp")
+    for name in wanted:
+        age = passes.delete_retention(topics.read(data, name)) if tombstones_s is None else tombstones_s
+        if age != FOREVER:
+            before = F.when(F.col("topic") == name, F.lit(now - timedelta(seconds=age))).otherwise(before)
+    return before
 
 
 def _now(data: str) -> datetime:
