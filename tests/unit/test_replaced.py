@@ -1,5 +1,6 @@
 """What the broker's own compactor plans: compared with a dictionary, with more keys than it holds, killed at any call."""
 
+import asyncio
 import errno
 import os
 import random
@@ -9,8 +10,13 @@ import pytest
 from fake_logger import FakeLogger
 from made_up import FIRST_TS, block, no_room
 
+from kmq.client.egress_lines import Consume
 from kmq.errors import BusyError
 from kmq.gateway.core.compactor import Compactor, Pace
+from kmq.gateway.core.metrics import Requests
+from kmq.gateway.core.spans import Range
+from kmq.gateway.lines.consume import Consumption
+from kmq.gateway.lines.service import Service
 from kmq.log import compaction, identity, passes, reader, replaced, segment, topics
 from kmq.log.passes import Clock, Tables
 from kmq.log.replaced import Horizon, Place, Tombstone, plan
@@ -18,6 +24,7 @@ from kmq.log.segment import COMPACT, Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
 from kmq.router.queues import Queues
+from kmq.settings import load
 
 TOPIC = "__t"
 LIMITS = Limits(segment_bytes=4000)
@@ -345,3 +352,40 @@ def test_a_compactor_reads_and_works_no_more_than_it_may():
     free = Pace(0, 0.25, lambda: now[0], lambda: cpu[0])
     free.add(1 << 40)
     assert free.rest() == 0
+
+
+# --- readers ------------------------------------------------------------------------------------------------------------
+
+
+class Sink:
+    """The connection of a consumer that keeps what it is sent."""
+
+    def __init__(self):
+        self.text = b""
+
+    async def send(self, span):
+        self.text += os.pread(span.fd, span.nbytes, span.begin)
+
+
+def test_a_consumer_gets_every_record_though_its_segment_is_swapped_just_then(data, monkeypatch):
+    gone = set(expected(data))
+    kept = {offset: line for offset, line in records(data).items() if offset not in gone}
+    assert compact(data) > 3  # laid out: the first read meets the swap
+    take = Range.take
+
+    def swapped(asked):
+        compaction.settle(data)
+        return take(asked)
+
+    monkeypatch.setattr(Range, "take", swapped)
+    settings = load({"KMQ_DATA": data, "KMQ_PIPES": data}, toml="")
+    sink = Sink()
+
+    async def consume():
+        requests = Requests()
+        service = Service(settings, None, None, None, requests)
+        await Consumption(service, sink, Consume(TOPIC, raw=True)).run()
+        service.close()
+
+    asyncio.run(consume())
+    assert {at: line for at, line in enumerate(sink.text.split(b"\n")[:-1]) if line} == kept

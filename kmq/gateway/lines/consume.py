@@ -8,7 +8,6 @@ End         Damage, a deleted topic, and the end of the gateway are told by `!er
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from kmq.client.egress_lines import EARLIEST, Consume, Position, TopicPartition
 from kmq.client.egress_replies import Batch, Started
@@ -68,8 +67,10 @@ class Consumption:
         while self._left and reader.offset < end:
             before = reader.offset
             async with self._service.reading():
-                with suppress(FileNotFoundError):  # a segment is gone: what follows begins elsewhere
+                try:
                     await self._send_range(reader, min(end, before + self._left))
+                except FileNotFoundError:  # a segment is gone, or another one by compaction: look again
+                    continue
             if reader.offset == before:
                 start = await self._service.run(reader.partition.start)
                 if start <= before:
