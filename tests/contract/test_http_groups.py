@@ -283,6 +283,7 @@ def test_a_commit_that_was_answered_is_a_record_of_the_reserved_topic(broker, ap
     commit(api, topic, group, {0: 5})
     log = reader.partition(str(broker.data), "__consumer_offsets", 0)
     until(lambda: f"{group}.{topic}.0".encode() in log.read(0)[1], "the record in its topic")
+    assert commit(api, topic, group, {1: 2}, member="-").status == 200, "the member of all without a name, while none"
 
 
 def test_offsets_are_moved_only_while_the_group_has_no_members(api, topic, group):

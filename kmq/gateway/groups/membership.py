@@ -222,8 +222,9 @@ class Groups:
         if unknown:
             await self._topics.know(unknown)
         coordinator.check_commit(group, member, generation, rows, time.monotonic())
+        name = member if member is not None and _is_member(coordinator, group, member) else ""  # SHARED may be none
         if generation is None:
-            generation = coordinator.assignment(group, member).generation if member else 0
+            generation = coordinator.assignment(group, name).generation if name else 0
         known = self.store.committed(group)
         ahead = {
             place: row
@@ -231,7 +232,7 @@ class Groups:
             if place not in known or not self.in_hand.is_of_one(group, place, row.offset, known[place].offset)
         }
         if ahead:
-            await self.store.commit(group, ahead, member or "", generation)
+            await self.store.commit(group, ahead, name, generation)
         coordinator.committed(group, time.monotonic())
         for place, row in rows.items():
             done = self.in_hand.done_by(group, place, row.offset)

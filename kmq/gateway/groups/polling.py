@@ -22,7 +22,7 @@ from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.events import Assigned, Ended, Event, Revoke, TopicPartition
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import Commit
-from kmq.gateway.groups.terms import SHARED, Client, Terms
+from kmq.gateway.groups.terms import Client, Terms
 
 _JOIN_S = 3.0  # how long a call waits for its first assignment, beyond its own wait
 _LOST = ("unknown_member", "fenced")
@@ -214,11 +214,3 @@ class Pollers:
         self._groups.leave(group, member)
         self._groups.in_hand.release(group, member)
         self._members.pop((group, member), None)
-
-    def committer(self, group: str, member: str | None) -> str | None:
-        """Return as whom a caller commits: callers without a name are one member while there is such a member."""
-        if member is not None:
-            return member
-        view = self._groups.describe(group)
-        shared = view is not None and any(row.id == SHARED for row in view.members)
-        return SHARED if shared else None

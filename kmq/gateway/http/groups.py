@@ -218,8 +218,7 @@ class GroupCalls:
         rows = {
             (topic, each["partition"]): Commit(each["offset"], each.get("metadata", "")) for each in body["offsets"]
         }
-        member = self._pollers.committer(body["group"], body.get("member"))
-        await self._groups.commit(body["group"], member, rows, body.get("generation"))
+        await self._groups.commit(body["group"], body.get("member", SHARED), rows, body.get("generation"))
         return _offsets({number: row.offset for (_, number), row in rows.items()})
 
     async def nack(self, call: Call) -> web.Response:
