@@ -21,6 +21,8 @@ from kmq.cli.options import grouped
 from kmq.client.failures import Refused
 from kmq.client.waiting import STALL_S, say
 from kmq.errors import ConfigError, KmqError, RetryError
+from kmq.refusals import RETRYABLE
+from kmq.settings import load
 
 if TYPE_CHECKING:
     from kmq.client.consumer import Consumer
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.5  # longest wait between two looks at what the terminal should hear
 _BLOCK = 5000  # messages written at once
 _COMMIT_S = 1.0  # longest time between printing and committing
+_COME_UP_S = 60.0  # with --follow: longest wait at the start for a broker that is down
 _GIVE_UP_S = 10.0  # without --follow: longest wait for a broker that was there a moment ago
 
 _TOPIC = Annotated[str, typer.Argument(help="The topic to read.", show_default=False)]
@@ -112,20 +115,46 @@ def _open(topic: str, printer: "_Printer", group_id: str = "", start: "Start" = 
 
 def _require(topic: str, follows: bool) -> int:
     """Return how many partitions there are. Raises RetryError without a broker, KmqError without a topic."""
+    places = _awaited_partitions(topic) if follows else _partitions(topic)
+    if not places and not follows:
+        raise KmqError(f"{topic}: no such topic; see kmq topics list")
+    if not places:
+        say(f"{topic}: no such topic yet; waiting for its first message")
+    return len(places)
+
+
+def _partitions(topic: str) -> "list[TopicPartition]":
+    """Return the partitions of a topic; none if it does not exist. Raises RetryError or ConfigError without a broker."""
     from kmq.client.connection import local_consumer_address
     from kmq.client.consumer_discovery import discover
     from kmq.client.lines import no_connection
 
     host, port, token = local_consumer_address()
     try:
-        places = discover([topic], host, port, token, None, None)
+        return discover([topic], host, port, token, None, None)
     except OSError as err:
         raise RetryError(no_connection(f"{host}:{port}", err)) from err
-    if not places and not follows:
-        raise KmqError(f"{topic}: no such topic; see kmq topics list")
-    if not places:
-        say(f"{topic}: no such topic yet; waiting for its first message")
-    return len(places)
+
+
+def _awaited_partitions(topic: str) -> "list[TopicPartition]":
+    """Do the same, but wait for a broker that is not up yet, and say so. Raises what is wrong after _COME_UP_S."""
+    load()  # settings that are wrong are not waited for
+    deadline, has_said = time.monotonic() + _COME_UP_S, False
+    while True:
+        try:
+            places = _partitions(topic)
+        except (RetryError, ConfigError, Refused) as err:
+            is_lasting = isinstance(err, Refused) and err.code not in RETRYABLE
+            if is_lasting or time.monotonic() > deadline:
+                raise
+            if not has_said:
+                say(f"waiting, at most {_COME_UP_S:g} s: {err}")
+            has_said = True
+            time.sleep(_POLL_S)
+        else:
+            if has_said:
+                say("goes on")
+            return places
 
 
 def _rewind(consumer: "Consumer", count: int) -> None:

@@ -430,10 +430,13 @@ def test_a_follower_says_what_it_waits_for_and_goes_on(broker):
         assert follower.stdout.readline() == "one\n"
         broker.kmq("down")
         assert "kmq: waiting: not connected" in follower.stderr.readline()
-        broker.up()
-        assert follower.stderr.readline() == "kmq: goes on\n"
-        broker.send_lines([b"followed|0||two"])
-        assert follower.stdout.readline() == "two\n"
+        with running(broker, "consume", "followed", "--follow", "--from", "earliest") as late:
+            assert late.stderr.readline().startswith("kmq: waiting, at most 60 s: ")
+            broker.up()
+            assert follower.stderr.readline() == late.stderr.readline() == "kmq: goes on\n"
+            broker.send_lines([b"followed|0||two"])
+            assert follower.stdout.readline() == "two\n"
+            assert [late.stdout.readline() for _ in range(2)] == ["one\n", "two\n"]
 
 
 def test_what_cannot_be_consumed_is_named(broker, new_broker):
