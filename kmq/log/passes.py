@@ -133,8 +133,8 @@ def is_due(data: str, table: Table, partition: int, done: Pass | None, end: int,
     return done.young.recv_us < horizon.before_us and done.young.seq < horizon.wal_first
 
 
-def due(data: str, tables: Iterable[Table], clock: Clock) -> list[tuple[Table, int, int]]:
-    """Return (topic, partition, offset up to which it is on disk) of all partitions that need a pass."""
+def due(data: str, tables: Iterable[Table], clock: Clock) -> list[tuple[Table, int]]:
+    """Return (topic, partition) of all partitions that need a pass."""
     found = []
     rows, ends = None, None
     for table in tables:
@@ -143,7 +143,7 @@ def due(data: str, tables: Iterable[Table], clock: Clock) -> list[tuple[Table, i
         for number in range(table.partitions):
             end = ends.get((table.name, number), 0)
             if is_due(data, table, number, of(rows, table, number), end, clock):
-                found.append((table, number, end))
+                found.append((table, number))
     return found
 
 

@@ -14,7 +14,7 @@ import time
 
 from kmq.broker.clock import GAP_S
 from kmq.errors import KmqError
-from kmq.log import passes
+from kmq.log import compaction, passes
 from kmq.log.passes import Tables
 from kmq.logfmt import Logger
 from kmq.settings import Settings
@@ -51,9 +51,9 @@ class Compacting:
         tables = self._tables.found()
         if self._settings.compact == "off":
             tables = [table for table in tables if table.name.startswith("__")]
-        if not tables:
-            return False
         data = self._settings.data
+        if not tables or compaction.waiting(data) or compaction.is_wanted(data):
+            return False
         return bool(passes.due(data, tables, passes.clock(data, time.time(), GAP_S)))
 
     async def _compact(self) -> int:

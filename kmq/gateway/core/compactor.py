@@ -24,9 +24,8 @@ from functools import partial
 from kmq.broker.admission import Admission
 from kmq.broker.clock import GAP_S
 from kmq.broker.supervision import end_with
-from kmq.errors import BusyError, KmqError
-from kmq.log import compaction, identity, passes
-from kmq.log.damage import DamageError
+from kmq.errors import BusyError, CorruptError, KmqError
+from kmq.log import compaction, identity, passes, topics
 from kmq.log.passes import Pass, Table, Tables
 from kmq.log.replaced import Comparison, Horizon, Place, Removable
 from kmq.logfmt import Logger
@@ -105,13 +104,14 @@ class Compactor:
         tables = [table for table in self._tables.found() if users_too or table.name.startswith("__")]
         clock = passes.clock(self._data, time.time(), GAP_S)
         count = 0
-        for table, number, end in passes.due(self._data, tables, clock):
+        for table, number in passes.due(self._data, tables, clock):
+            end = compaction.synced_ends(self._data).get((table.name, number), 0)
             place = Place(self._data, table.name, number, end)
             try:
                 count += self._pass(table, place, clock.horizon(table.delete_retention), where, min_dirty)
             except FileNotFoundError:  # the topic was deleted, or the segment by retention: the next time
                 continue
-            except (DamageError, NoRoom) as err:
+            except (CorruptError, NoRoom) as err:
                 self.has_failed = True
                 effect = "tried again later"
                 self._log.warn("not_compacted", topic=table.name, partition=number, reason=err, effect=effect)
@@ -123,8 +123,10 @@ class Compactor:
         step = partial(self._step, None if table.name.startswith("__") else where)
         comparison = Comparison(place, horizon, identity.marks_from(self._data), step)
         count = removed = nbytes = saved = 0
+        self._check_life(table)
         for found in comparison.removable():
             if found.nbytes >= min_dirty * os.path.getsize(found.segment.path(self._data)):
+                self._check_life(table)
                 saved += self._lay_out(found, where, step)
                 count, removed, nbytes = count + 1, removed + found.count, nbytes + found.nbytes
         self._note(table, place, comparison, nbytes)
@@ -141,9 +143,16 @@ class Compactor:
         )
         return count
 
+    def _check_life(self, table: Table) -> None:
+        """Raise FileNotFoundError if the topic was deleted: offsets may be those of its next life by now."""
+        if topics.load(self._data, table.name)[1] != table.from_seq:
+            raise FileNotFoundError(f"topic {table.name} was deleted")
+
     def _note(self, table: Table, place: Place, comparison: Comparison, removed: int) -> None:
         """Note a complete pass. What is known of other lives of a topic, or of topics not compacted any more, goes."""
         kept = comparison.nbytes - removed
+        if not comparison.sealed:
+            return
         done = Pass(table.from_seq, comparison.sealed[-1].end, kept, comparison.young, int(time.time()))
         lives = {known.name: known.from_seq for known in self._tables.found()}
         rows = {at: row for at, row in passes.read(self._data).items() if lives.get(at[0]) == row.from_seq}
