@@ -17,6 +17,7 @@
       waking.py       readers that wait for new records
       locating.py     where the record with a seq is
       feed.py         the records of a topic in order of seq, and how far the router has come
+      compacting.py   starts compactor.py, a process that compacts topics
       metrics.py      every metric
       refused.py      a refused request; kmq/refusals.py has the codes
     groups/           consumer groups; knows the core, and no door

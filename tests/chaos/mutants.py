@@ -594,6 +594,27 @@ MUTANTS = [
         ["tests/unit/test_replaced.py"],
     ),
     Mutant(
+        "compaction: a tombstone goes at once",
+        [("kmq/log/replaced.py", "tombstone.recv_us < self._horizon.before_us and ", "")],
+        ["tests/unit/test_replaced.py"],
+    ),
+    Mutant(
+        "compaction: the one in the background does not give way",
+        [
+            (
+                "kmq/gateway/core/compactor.py",
+                "            if compaction.is_wanted(self._data):\n",
+                "            if False:\n",
+            )
+        ],
+        ["tests/unit/test_replaced.py"],
+    ),
+    Mutant(
+        "compaction: keys that come twice are not counted",
+        [("kmq/log/replaced.py", "        if count < 2:\n", "        if count < 1:\n")],
+        ["tests/unit/test_replaced.py"],
+    ),
+    Mutant(
         "compaction: the first and the last record of a segment go",
         [
             (
