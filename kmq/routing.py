@@ -9,8 +9,9 @@ WAL gives the same file again:
     partition   the number in the mark; else crc32(key) mod partitions; without a key: seq mod partitions
 
 A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. If it was
-deleted (kmq/log/deletions.py), its records up to then belong to no topic. A mark is read as a mark only in records from
-the table's `marks_from` on, so older records stay in their queues (kmq/log/identity.py).
+deleted (kmq/log/deletions.py), its records up to then belong to no topic. If it has grown (kmq/log/growth.py), older
+records stay in the partitions that it had at their seq. A mark is read as a mark only in records from the table's
+`marks_from` on, so older records stay in their queues (kmq/log/identity.py).
 
 The framer refuses a partition that the topic does not have. If such a line is stored nevertheless, its partition is the
 number mod partitions, because every line in the WAL must have a place.
@@ -38,14 +39,24 @@ class Route(namedtuple("Route", ("topic", "key", "asked"), defaults=(None,))):
         return self.key is None and self.asked is None
 
 
+Growth = Sequence[tuple[int, int]]  # each time that a topic grew: from which seq on, and its partitions before it
+
+
 class Topic:
     """One row of the table."""
 
-    __slots__ = ("from_seq", "lives", "name", "partitions")
+    __slots__ = ("from_seq", "grown", "lives", "name", "partitions")
 
-    def __init__(self, name: str, partitions: int, from_seq: int, lives: Sequence[tuple[int, int]] = ()) -> None:
-        """`lives`: from_seq and last_seq of each deleted topic of this name, in order."""
-        self.name, self.partitions, self.from_seq, self.lives = name, partitions, from_seq, lives
+    def __init__(
+        self,
+        name: str,
+        partitions: int,
+        from_seq: int,
+        lives: Sequence[tuple[int, int]] = (),
+        grown: Growth = (),
+    ) -> None:
+        """`partitions`: as it has now. `lives`: from_seq and last_seq of each deleted topic of this name, in order."""
+        self.name, self.partitions, self.from_seq, self.lives, self.grown = name, partitions, from_seq, lives, grown
 
     @classmethod
     def gone(cls, name: str, lives: Sequence[tuple[int, int]]) -> "Topic":
@@ -64,12 +75,20 @@ class Topic:
         mine = [] if self.is_gone else [self.from_seq]
         return [*(seq for first, last in self.lives for seq in (first, last + 1)), *mine]
 
+    def changes(self) -> list[int]:
+        """Return every seq from which on a routing key may lead elsewhere because of this topic, in order."""
+        return [*self.bounds(), *(seq for seq, _ in self.grown)]
+
+    def partitions_at(self, seq: int) -> int:
+        """Return how many partitions the topic had for a record with this seq."""
+        return next((before for grown_from, before in self.grown if seq < grown_from), self.partitions)
+
     def partition_of(self, route: Route, seq: int) -> int:
         """Return the partition of a message with this route and seq."""
         number: int | None = route.asked
         if number is None:
             number = seq if route.key is None else zlib.crc32(route.key)
-        return number % self.partitions
+        return number % (self.partitions_at(seq) if self.grown else self.partitions)
 
     def log_names(self) -> list[str]:
         """Return the names of the symlinks to the partitions, in order."""
@@ -97,9 +116,12 @@ def lives(deleted: Iterable[tuple[str, int, int]]) -> Lives:
     return found
 
 
-def table(in_force: Iterable[tuple[str, int, int]], lives: Lives, marks_from: int = 0) -> Table:
-    """Return the table of these topics, (name, partitions, from_seq), and of deleted topics."""
-    rows = [Topic(name, partitions, from_seq, lives.get(name, ())) for name, partitions, from_seq in in_force]
+def table(in_force: Iterable[Topic], lives: Lives, marks_from: int = 0) -> Table:
+    """Return the table of these topics, and of deleted topics."""
+    rows = [
+        Topic(topic.name, topic.partitions, topic.from_seq, lives.get(topic.name, ()), topic.grown)
+        for topic in in_force
+    ]
     gone = [Topic.gone(name, mine) for name, mine in lives.items()]
     return Table(((topic.name.encode(), topic) for topic in (*gone, *rows)), marks_from)
 

@@ -15,7 +15,7 @@ from kmq.broker import status as statuses
 from kmq.cli.data import existing_data
 from kmq.cli.helptext import examples
 from kmq.errors import ConfigError, KmqError
-from kmq.log import requests, topics
+from kmq.log import growth, requests, topics
 from kmq.log.identity import open_data
 from kmq.log.partition import end_offset
 from kmq.log.requests import Request
@@ -27,7 +27,7 @@ from kmq.states import InForce
 
 topics_app = typer.Typer(
     no_args_is_help=True,
-    help="Declare topics, list them, change their limits.",
+    help="Declare topics, list them, change their limits and partitions.",
     epilog=examples("kmq topics create orders --partitions 4", "kmq topics list"),
 )
 
@@ -72,7 +72,9 @@ def _is_carried_out(settings: Settings, request: Request) -> bool:
 )
 def create(
     name: Annotated[str, typer.Argument(help="[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")],
-    partitions: Annotated[int, typer.Option("--partitions", "-p", help="1 to 1024; cannot be changed later.")] = 1,
+    partitions: Annotated[
+        int, typer.Option("--partitions", "-p", help="1 to 1024; there can be more later, never fewer.")
+    ] = 1,
     own: Annotated[
         list[str] | None,
         typer.Option(
@@ -143,6 +145,7 @@ def list_topics(
         "kmq topics set orders retention_bytes=10GiB retention_age=30d",
         "kmq topics set orders --unset retention_age",
         "kmq topics set orders cleanup=compact",
+        "kmq topics set orders --partitions 8",
     ),
 )
 def set_limits(
@@ -154,14 +157,46 @@ def set_limits(
     unset: Annotated[
         list[str] | None, typer.Option("--unset", help="A limit whose setting applies again; the same as <limit>=.")
     ] = None,
+    partitions: Annotated[
+        int | None, typer.Option("--partitions", "-p", help="More partitions, for new records.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Add partitions though records have keys.")] = False,
 ) -> None:
-    """Change a topic's own limits, which replace the settings. A running broker adopts them at once.
+    """Change a topic's own limits, which replace the settings, or add partitions. A running broker adopts it at once.
 
-    A lower retention limit deletes whole sealed segments, oldest first, within seconds.
+    A lower retention limit deletes whole sealed segments, oldest first, within seconds. Stored records stay in their
+    partitions; new records of a key may go to another one.
     """
     settings = load()
     _require(settings, name)
-    asked = _parse_changes(name, [*(changes or []), *(f"{limit}=" for limit in unset or [])])
+    if partitions is not None:
+        _check_growth(settings, name, partitions, force)
+    if changes or unset or partitions is None:
+        _set(settings, name, changes or [], unset or [])
+    if partitions is not None:
+        _grow(settings, name, partitions)
+
+
+def _check_growth(settings: Settings, name: str, partitions: int, force: bool) -> None:
+    now = topics.load(settings.data, name)[0]
+    topics.check_growth(settings.data, name, now, partitions)
+    if partitions > now and not force and growth.has_keys(settings.data, name, now):
+        raise ConfigError(f"topic {name}: {growth.KEYED}; give --force to do it nevertheless")
+
+
+def _grow(settings: Settings, name: str, partitions: int) -> None:
+    request = requests.submit(settings.data, requests.GROW, name, {"partitions": str(partitions)})
+    if not _is_carried_out(settings, request):
+        print(f"topic {name}: {partitions} partition(s) when the router has adopted it")
+        return
+    if name not in topics.names(settings.data) or topics.load(settings.data, name)[0] < partitions:
+        raise KmqError(f"topic {name}: has not grown; the log of the broker says why (event request_refused)")
+    print(f"topic {name}: {partitions} partition(s), in force")
+
+
+def _set(settings: Settings, name: str, changes: list[str], unset: list[str]) -> None:
+    """Change limits as asked, and say what is in force."""
+    asked = _parse_changes(name, [*changes, *(f"{limit}=" for limit in unset)])
     own = requests.limits_to_be(settings.data, name, topics.read(settings.data, name).limits)
     requests.apply(own, asked)
     Limits().with_changes(own)
@@ -184,11 +219,7 @@ def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         limit, equals, value = (part.strip() for part in pair.partition("="))
         if limit == "partitions":
-            raise ConfigError(
-                f"topic {name}: partitions cannot be changed: new records of a key would go to another partition"
-                f" than its stored records; create a new topic, and send the records there:"
-                f" kmq topics create <new> --partitions {value or 'n'}, kmq redrive {name} --to '<new>.{{key}}'"
-            )
+            raise ConfigError(f"topic {name}: partitions is no limit; write --partitions {value or 'n'}")
         if not equals:
             raise ConfigError(f"{pair!r}: expected <limit>=<value>, with one of {', '.join(LIMITS)}")
         if limit not in LIMITS:

@@ -3,6 +3,7 @@
     <WAL seq>
     topic|partition|end_offset|last_seq|bytes      one row per partition
     topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
+    topic|from_seq|first_offset,…|grown            if it has grown: from which seqs on (kmq/log/growth.py)
     crc32|<crc32 of the lines above>
 
 The rows of a topic that was deleted later are ignored (kmq/log/deletions.py).
@@ -26,9 +27,10 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from kmq.errors import RetryError
-from kmq.log import dedupe_file, remnant, segment, spare
+from kmq.log import dedupe_file, growth, remnant, segment, spare
 from kmq.log.deletions import Deleted
 from kmq.log.disk import WaitForRoom, replace_file, sync_directory, with_room
+from kmq.log.growth import Since
 from kmq.log.partition import EMPTY, State
 from kmq.log.segment import Segment
 from kmq.logfmt import Logger
@@ -37,17 +39,20 @@ from kmq.routing import Topic
 Rows = dict[tuple[str, int], State]
 
 
-def load(data: str) -> tuple[int, Rows, dict[str, int]]:
-    """Return (WAL seq, rows, from_seq of each topic); empty if there is no file. Raises ValueError if damaged."""
+def load(data: str) -> tuple[int, Rows, dict[str, Since]]:
+    """Return (WAL seq, rows, since when each topic is in force); empty if there is no file.
+
+    Raises ValueError or LookupError if the file is damaged.
+    """
     lines = _read(data)
     if not lines:
         return 0, {}, {}
     rows: Rows = {}
-    since: dict[str, int] = {}
+    since: dict[str, Since] = {}
     for line in lines[1:]:
         topic, *fields = line.split("|")
-        if len(fields) == 2:
-            since[topic] = int(fields[0])
+        if len(fields) in (2, 3):
+            since[topic] = Since(int(fields[0]), growth.decode(fields[2]) if fields[2:] else ())
             for partition, first in enumerate(fields[1].split(",")):
                 state = rows[topic, partition]
                 rows[topic, partition] = State(state.end_offset, state.last_seq, state.size, int(first))
@@ -55,7 +60,7 @@ def load(data: str) -> tuple[int, Rows, dict[str, int]]:
             partition, end_offset, last_seq, size = map(int, fields)
             rows[topic, partition] = State(end_offset, last_seq, size)
     deleted = Deleted.of(data)
-    since = {topic: from_seq for topic, from_seq in since.items() if from_seq > deleted.last_seq(topic)}
+    since = {topic: known for topic, known in since.items() if known.from_seq > deleted.last_seq(topic)}
     gone = deleted.lives.keys() - since.keys()
     return int(lines[0]), {at: state for at, state in rows.items() if at[0] not in gone}, since
 
@@ -66,7 +71,8 @@ def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
     rows += [f"{at[0]}|{at[1]}|{s.end_offset}|{s.last_seq}|{s.size}\n" for at, s in states.items()]
     for topic in (topic for topic in topics if not topic.is_gone):
         starts = [str(states.get((topic.name, number), EMPTY).start) for number in range(topic.partitions)]
-        rows.append(f"{topic.name}|{topic.from_seq}|{','.join(starts)}\n")
+        grown = f"|{growth.encode(topic.grown)}" if topic.grown else ""
+        rows.append(f"{topic.name}|{topic.from_seq}|{','.join(starts)}{grown}\n")
     body = "".join(rows).encode()
     return b"%bcrc32|%d\n" % (body, zlib.crc32(body))
 

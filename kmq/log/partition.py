@@ -162,6 +162,10 @@ class PartitionLog:
         elif kept := point_symlink(link, target):
             self._warn("set_aside", file=link, now=kept, effect="the symlink is made again")
 
+    def use_link(self, name: str) -> None:
+        """Use another name for the symlink, from the next `open` on."""
+        self._place = self._place._replace(link=name)
+
     def append(self, data: Buffer, count: int, first_seq: int, last_seq: int) -> int:
         """Append `data`, the `count` lines first_seq…last_seq, and return the bytes written.
 

@@ -3,6 +3,8 @@
     set orders                       limits of the topic; one without a value is removed
     retention_bytes=1 GiB
     segment_age=
+    grow orders
+    partitions=4
     delete orders
     retain                           seal what is over its limits now; the next tick deletes what is due
 
@@ -22,11 +24,11 @@ from kmq.log.disk import replace_file, sync_directory
 
 _PREFIX = ".request-"
 _MAKING = ".new"  # the suffix of a file that replace_file has not completed
-SET, DELETE, RETAIN = "set", "delete", "retain"
+SET, GROW, DELETE, RETAIN = "set", "grow", "delete", "retain"
 
 
 class Request:
-    """A request: SET, DELETE or RETAIN (`verb`), the topic (RETAIN: ""), and the limits to set as texts."""
+    """A request: its verb, the topic (RETAIN: ""), and as texts the limits to set, or the partitions to grow to."""
 
     __slots__ = ("limits", "path", "topic", "verb")
 

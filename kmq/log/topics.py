@@ -1,7 +1,9 @@
 """topics/<topic>/topic.toml: the declaration of a topic, and the seq from which on it is in force.
 
-    partitions = 4                   fixed for the topic's life
+    partitions = 4
     from_seq = 17                    written by the router
+    grown = "90:1"                   by the router, if the topic has grown: before seq 90 it had one partition (growth.py)
+    grown_crc32 = 123                of the three lines above
     segment_bytes = "256 MiB"        these replace the settings of the broker, in the same notation. The router
     segment_age = "1d"               reads them when it starts or adopts the topic, and writes them on request
     retention_age = "30d"            (requests.py)
@@ -20,11 +22,12 @@ from collections.abc import Iterator
 
 from kmq import record, routing
 from kmq.errors import ConfigError, CorruptError
-from kmq.log import identity
+from kmq.log import growth, identity
 from kmq.log.deletions import Deleted
 from kmq.log.disk import replace_file, sync_directory
+from kmq.log.growth import Since
 from kmq.log.segment import LIMITS, Limits
-from kmq.routing import Table, Topic
+from kmq.routing import Growth, Table, Topic
 
 MAX_PARTITIONS = 1024
 
@@ -36,18 +39,41 @@ def toml_path(data: str, name: str) -> str:
 class Declaration:
     """What topic.toml says. `from_seq` is None while pending. `limits` replace settings, and are texts."""
 
-    __slots__ = ("from_seq", "is_guessed", "limits", "partitions")
+    __slots__ = ("from_seq", "grown", "is_guessed", "limits", "partitions")
 
-    def __init__(self, partitions: int, from_seq: int | None = None, limits: dict[str, str] | None = None) -> None:
-        self.partitions, self.from_seq, self.limits = partitions, from_seq, limits or {}
+    def __init__(
+        self, partitions: int, from_seq: int | None = None, limits: dict[str, str] | None = None, grown: Growth = ()
+    ) -> None:
+        self.partitions, self.from_seq, self.limits, self.grown = partitions, from_seq, limits or {}, grown
         self.is_guessed = False  # True: derived from the directories, because the file cannot be read
 
+    def topic(self, name: str) -> Topic:
+        """Return the topic of this name that is declared so; it must not be pending."""
+        assert self.from_seq is not None
+        return Topic(name, self.partitions, self.from_seq, (), self.grown)
+
     def text(self) -> bytes:
+        return "".join(f"{line}\n" for line in self.lines()).encode()
+
+    def lines(self) -> list[str]:
         lines = [f"partitions = {self.partitions}"]
         if self.from_seq is not None:
             lines.append(f"from_seq = {self.from_seq}")
-        lines += [_limit_line(name, value) for name, value in self.limits.items()]
-        return ("\n".join(lines) + "\n").encode()
+        lines += _growth_lines(self.partitions, self.from_seq, self.grown)
+        return lines + [_limit_line(name, value) for name, value in self.limits.items()]
+
+
+def _growth_lines(partitions: int, from_seq: int | None, grown: Growth) -> list[str]:
+    if not grown:
+        return []
+    return [f'grown = "{growth.encode(grown)}"', f"grown_crc32 = {growth.crc(partitions, from_seq, grown)}"]
+
+
+def with_growth(text: str, topic: Topic) -> str:
+    """Return the text of a topic.toml with other partitions and growth. All other lines stay as they are."""
+    kept = [line for line in text.splitlines() if not re.match(r"\s*(partitions|from_seq|grown|grown_crc32)\s*=", line)]
+    first = Declaration(topic.partitions, topic.from_seq, None, topic.grown).lines()
+    return "\n".join([*first, *kept]) + "\n"
 
 
 def _limit_line(name: str, value: str) -> str:
@@ -98,27 +124,36 @@ def parse(text: str) -> Declaration:
 
     table = tomllib.loads(text)
     partitions, from_seq = _in_range(int(table["partitions"])), table.get("from_seq")
+    from_seq = None if from_seq is None else int(from_seq)
+    grown = growth.decode(table.get("grown", ""))
+    if grown and table.get("grown_crc32") != growth.crc(partitions, from_seq, grown):
+        raise ValueError("grown_crc32 does not match")
     limits = {each: str(table[each]) for each in LIMITS if each in table}
-    return Declaration(partitions, None if from_seq is None else int(from_seq), limits)
+    return Declaration(partitions, from_seq, limits, grown)
 
 
-def fault(data: str, name: str, since: int | None = None, at_start: bool = False) -> str:
-    """Return what is wrong with a declaration, or "". `since`: the from_seq in router.ckpt, if it has one.
+def has_grown(old: Topic, new: Topic) -> bool:
+    """Return True if `new` is the same topic, with more partitions from a later seq on."""
+    count = len(old.grown)
+    is_same = (old.name, old.from_seq, list(old.grown)) == (new.name, new.from_seq, list(new.grown[:count]))
+    return is_same and len(new.grown) > count and new.grown[count][1] == old.partitions
+
+
+def fault(data: str, name: str, since: Since | None = None, at_start: bool = False) -> str:
+    """Return what is wrong with a declaration, or "". `since`: what router.ckpt says, if it has the topic.
 
     `at_start`: report only faults with which the router must not start. Missing partitions are none: it makes them.
     """
-    import tomllib
-
     found = sum(entry.isdigit() for entry in os.listdir(f"{data}/topics/{name}"))
     try:
         with open(toml_path(data, name), "rb") as file:
             text = file.read()
-        table = tomllib.loads(text.decode())
-        partitions, from_seq = _in_range(int(table["partitions"])), table.get("from_seq")
+        declared = parse(text.decode())
         if not at_start:
-            Limits().with_changes(read(data, name).limits)
+            Limits().with_changes(declared.limits)
     except (FileNotFoundError, KeyError, TypeError, ValueError, ConfigError) as err:
         return f"cannot be read: {err}"
+    partitions, from_seq = declared.partitions, declared.from_seq
     if from_seq is None:
         has = any(size for number in range(found) for size in _sizes(f"{data}/topics/{name}/{number}"))
         return "has no from_seq, but the topic has records" if has else ""
@@ -126,8 +161,10 @@ def fault(data: str, name: str, since: int | None = None, at_start: bool = False
         return f"says {partitions} partitions, but there are {found}"
     if not text.endswith(b"\n"):  # the router writes a final newline; a number that was cut still parses
         return "is cut"
-    if since not in (None, from_seq):
-        return f"says from_seq {from_seq}, but router.ckpt says {since}"
+    if since is not None and since.from_seq != from_seq:
+        return f"says from_seq {from_seq}, but router.ckpt says {since.from_seq}"
+    if since is not None and list(since.grown) != list(declared.grown[: len(since.grown)]):
+        return f"says grown {growth.encode(declared.grown)!r}, but router.ckpt says {growth.encode(since.grown)!r}"
     return ""
 
 
@@ -187,7 +224,8 @@ def listing(data: str) -> list[tuple[str, int, int | None]]:
 
 def table(data: str) -> Table:
     """Return the routing table for `kmq.routing.resolve`: topics in force, and deleted topics."""
-    in_force = [(name, partitions, since) for name, partitions, since in listing(data) if since is not None]
+    declared = ((name, read(data, name)) for name in names(data))
+    in_force = [each.topic(name) for name, each in declared if each.from_seq is not None]
     return routing.table(in_force, Deleted.of(data).lives, identity.marks_from(data))
 
 
@@ -212,6 +250,33 @@ def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None
         make(data, name, Declaration(partitions, None, limits))
     except OSError as err:
         raise ConfigError(f"topic {name!r}: could not be declared: {err.strerror}") from err
+
+
+def check_growth(data: str, name: str, now: int, wanted: int) -> None:
+    """Raise ConfigError if a topic with `now` partitions cannot get `wanted`."""
+    if name.startswith("__"):
+        raise ConfigError(f"topic {name!r}: belongs to KMQ itself and has one partition")
+    if wanted < now:
+        raise ConfigError(f"topic {name!r}: has {now} partitions, and can never have fewer")
+    if wanted > MAX_PARTITIONS:
+        raise ConfigError(f"partitions={wanted}: must be between 1 and {MAX_PARTITIONS}")
+    for link in Topic(name, wanted, 1).log_names():
+        path = f"{data}/{link}"
+        if os.path.lexists(path) and not (os.path.islink(path) and _leads_to(path, name)):
+            raise ConfigError(f"topic {name!r}: cannot grow, because {link} exists and leads to another queue")
+
+
+def _leads_to(link: str, name: str) -> bool:
+    return os.readlink(link).startswith(f"topics/{name}/")
+
+
+def drop_single_link(data: str, topic: Topic) -> bool:
+    """Remove <topic>.log of a topic that has more partitions; return True if it was there."""
+    path = f"{data}/{topic.name}.log"
+    if topic.partitions == 1 or not os.path.islink(path) or not _leads_to(path, topic.name):
+        return False
+    os.unlink(path)
+    return True
 
 
 def make(data: str, name: str, declaration: Declaration) -> None:

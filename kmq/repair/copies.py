@@ -86,8 +86,8 @@ class Copies:
         """Compare up to seq `upto`. `gaps`, in order: seqs that a queue may lack."""
         self.data, self._upto, self._is_live, self._progress = data, upto, is_live, progress
         self._table = topics.table(data)
-        bounds = (seq for topic in self._table.values() for seq in topic.bounds())
-        self._cuts = sorted([self._table.marks_from, *bounds])
+        changes = (seq for topic in self._table.values() for seq in topic.changes())
+        self._cuts = sorted([self._table.marks_from, *changes])
         self._cursors = {at: _Cursor(data, at) for at in queues(data)}
         self._numbers = {at: number for number, at in enumerate(self._cursors)}
         self._targets: dict[bytes, int | Topic] = {}
@@ -141,7 +141,7 @@ class Copies:
             if len(self._targets) > 1 << 16:
                 self._targets.clear()
         if isinstance(target, Topic):
-            return self._numbers.get((target.name, seq % target.partitions), _NOWHERE)
+            return self._numbers.get((target.name, seq % target.partitions_at(seq)), _NOWHERE)
         return target
 
     def _target(self, key: bytes, seq: int) -> int | Topic:

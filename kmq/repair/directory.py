@@ -3,6 +3,7 @@
 import os
 
 from kmq.log import checkpoint, dropped, reader, topics
+from kmq.log.growth import Since
 
 At = tuple[str, int]  # topic, partition
 
@@ -35,7 +36,7 @@ class Directory:
         """Return the bytes of one file; a missing file reads as empty."""
         return read_file(f"{self.data}/{name}")
 
-    def load_checkpoint(self) -> tuple[int, checkpoint.Rows, dict[str, int]]:
+    def load_checkpoint(self) -> tuple[int, checkpoint.Rows, dict[str, Since]]:
         """Return what router.ckpt holds; a damaged checkpoint reads as empty."""
         try:
             return checkpoint.load(self.data)

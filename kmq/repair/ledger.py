@@ -17,7 +17,8 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
 
     routed_seq  up to this seq every record is in its queue, except those in `dropped`
     marks_from  the first seq whose routing key may have a mark
-    topics      with partitions, from_seq (null: not in force yet) and cleanup
+    topics      with partitions, from_seq (null: not in force yet), cleanup, and grown: from which seqs on there are more
+                partitions, each with their number before
     deleted     deleted topics: the first and the last seq at which each was in force, and the end offsets of its
                 partitions
     dropped     ranges of seqs, first and last, by ring; `framed` also has those that a repair has named as lost
@@ -27,7 +28,8 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
     for name in topics.names(data):
         topic = topics.read(data, name)
         cleanup = topic.limits.get("cleanup", "delete")
-        table.append({"name": name, "partitions": topic.partitions, "from_seq": topic.from_seq, "cleanup": cleanup})
+        row = {"name": name, "partitions": topic.partitions, "from_seq": topic.from_seq, "cleanup": cleanup}
+        table.append(row | {"grown": [[*each] for each in topic.grown]})
     return {
         "routed_seq": routed_seq,
         "marks_from": identity.marks_from(data),

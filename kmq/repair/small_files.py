@@ -8,15 +8,17 @@ from itertools import product
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, dedupe_file, deletions, identity, reader, topics
+from kmq.log import checkpoint, dedupe_file, deletions, growth, identity, reader, topics
 from kmq.log.damage import DamageError
 from kmq.log.disk import QUARANTINE, replace_file
+from kmq.log.growth import Since
 from kmq.log.lines import SEQ
 from kmq.log.segment import LIMITS
 from kmq.repair import faults
 from kmq.repair.directory import Directory, read_text
 from kmq.repair.quarantine import Quarantine
 from kmq.repair.rewriting import Report
+from kmq.routing import Growth
 
 
 class SmallFiles:
@@ -76,10 +78,11 @@ class SmallFiles:
             self._set_aside("producers.ckpt", f"the next start reads the whole WAL instead{forgotten}")
         for name in topics.misnamed(data):
             self._move_away(name)
-        since = self.directory.load_checkpoint()[2]
+        _, rows, since = self.directory.load_checkpoint()
+        had = Counter(name for name, _ in rows)
         for name in topics.names(data):
             if topics.fault(data, name, since.get(name)):
-                self._topic(name, since.get(name))
+                self._topic(name, since.get(name), had[name])
 
     def _set_aside(self, name: str, what: str) -> None:
         self.quarantine.replace(name)
@@ -93,16 +96,24 @@ class SmallFiles:
         self.quarantine.set_aside(f"{self.data}/topics/{name}", f"{name}.misnamed")
         self.report.add(f"{self.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
 
-    def _topic(self, name: str, since: int | None) -> None:
-        """Rewrite a declaration from the partitions, the checkpoint, and its own readable lines."""
+    def _topic(self, name: str, known: Since | None, had: int) -> None:
+        """Rewrite a declaration from the partitions, the checkpoint, and its own readable lines.
+
+        `had`: the partitions in the checkpoint. Partitions that are missing are made, to be filled from the WAL.
+        """
         path = topics.toml_path(self.data, name)
         text = read_text(path)
-        partitions = max(1, sum(entry.isdigit() for entry in os.listdir(f"{self.data}/topics/{name}")))
-        if since is None:
-            line = re.search(r"(?m)^from_seq = (\d+)\n", text)
-            since = int(line[1]) if line else self._first_seq(name, partitions)
+        partitions = max(1, had, sum(entry.isdigit() for entry in os.listdir(f"{self.data}/topics/{name}")))
+        declared = topics.read(self.data, name)
+        if declared.grown:  # its crc was right
+            partitions = max(partitions, declared.partitions)
+        for number in range(partitions):
+            os.makedirs(f"{self.data}/topics/{name}/{number}", exist_ok=True)
+        line = re.search(r"(?m)^from_seq = (\d+)\n", text)
+        since = known.from_seq if known else int(line[1]) if line else self._first_seq(name, partitions)
         limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
-        replace_file(path, topics.Declaration(partitions, since, limits).text())
+        grown = _growth(text, partitions, known.grown if known else ())
+        replace_file(path, topics.Declaration(partitions, since, limits, grown).text())
         self.report.add(path, f"partitions = {partitions}, from_seq = {since}")
 
     def _first_seq(self, name: str, partitions: int) -> int:
@@ -152,6 +163,17 @@ class SmallFiles:
         except DamageError:
             return False
         return min(after, default=last + 1) == last + 1 and (first == 1 or min(before, default=0) == first - 1)
+
+
+def _growth(text: str, partitions: int, known: Growth) -> Growth:
+    """Return how a topic has grown: as its file says, unless that contradicts `known`, of the checkpoint."""
+    line = re.search(r'(?m)^grown = "(.+)"$', text)
+    try:
+        found = growth.decode(line[1]) if line else ()
+    except ValueError:
+        return known
+    is_longer = list(found[: len(known)]) == list(known) and found[-1:] and found[-1][1] < partitions
+    return found if is_longer else known
 
 
 def _lineage(stated: str, own_id: str, labels: Counter[str]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kmq.errors import CorruptError
 from kmq.log import checkpoint, topics
 from kmq.log.disk import with_room
+from kmq.log.growth import Since
 from kmq.router.context import Context
 from kmq.router.in_force import TopicsInForce
 from kmq.router.logs import Logs
@@ -61,7 +62,7 @@ class Declarations:
             logger.warn("topic_guessed", file=path, partitions=declared.partitions)
         if declared.from_seq is None or declared.is_guessed:
             declared.from_seq = next_seq
-        topic = Topic(name, declared.partitions, declared.from_seq)
+        topic = declared.topic(name)
         self._write(topic, declared)
         self._in_force.set_limits(name, declared)
         self._in_force.put(topic)
@@ -76,7 +77,7 @@ class Declarations:
 
     # --- at a start ----------------------------------------------------------------------------------------------
 
-    def load(self, rows: checkpoint.Rows, since: dict[str, int]) -> list[Topic]:
+    def load(self, rows: checkpoint.Rows, since: dict[str, Since]) -> list[Topic]:
         """Put all topics in force, also those that only the checkpoint still knows because their directory is gone."""
         topics.check_names(self._context.data)
         found: dict[str, Topic] = {}
@@ -86,14 +87,16 @@ class Declarations:
             if declared.is_guessed and not self._is_blank(name):
                 guessed.add(name)
             if declared.from_seq is not None or name in since:
-                found[name] = Topic(name, declared.partitions, declared.from_seq or 0)
+                found[name] = Topic(name, declared.partitions, declared.from_seq or 0, (), declared.grown)
                 self._in_force.set_limits(name, declared)
         self._correct(found, guessed, rows, since)
         self._restore_missing(found, rows, since)
         for topic in found.values():
             if self._is_blank(topic.name):  # a kill or a power cut came before its text was written
                 os.makedirs(f"{self._context.data}/topics/{topic.name}", exist_ok=True)
-                self._write(topic, topics.Declaration(topic.partitions, topic.from_seq))
+                self._write(topic, topics.Declaration(topic.partitions, topic.from_seq, None, topic.grown))
+            if topic.grown:  # a kill may have come before this
+                topics.drop_single_link(self._context.data, topic)
         self._in_force.load(found.values())
         return list(found.values())
 
@@ -115,23 +118,31 @@ class Declarations:
             return True
 
     def _correct(
-        self, found: dict[str, Topic], guessed: set[str], rows: checkpoint.Rows, since: dict[str, int]
+        self, found: dict[str, Topic], guessed: set[str], rows: checkpoint.Rows, since: dict[str, Since]
     ) -> None:
-        """Correct each file that differs from the checkpoint: the checkpoint is right, because it has a crc."""
+        """Correct each file that differs from the checkpoint: the checkpoint is right, because it has a crc.
+
+        A file may say more than the checkpoint if the topic has grown since: that part of the file has a crc, too.
+        """
         counts = Counter(name for name, _ in rows)
         for name in [name for name in found if name in since]:
-            topic, known = found[name], Topic(name, counts[name], since[name])
-            if name in guessed or (topic.partitions, topic.from_seq) != (known.partitions, known.from_seq):
+            topic, known = found[name], Topic(name, counts[name], since[name].from_seq, (), since[name].grown)
+            if name in guessed or not (_is_same(topic, known) or topics.has_grown(known, topic)):
                 self._context.logger.warn(
                     "topic_mended", topic=name, partitions=known.partitions, from_seq=known.from_seq
                 )
                 found[name] = known  # a wrong number of partitions would route keys to other queues
                 limits = topics.read(self._context.data, name).limits
-                self._write(known, topics.Declaration(known.partitions, known.from_seq, limits))
+                self._write(known, topics.Declaration(known.partitions, known.from_seq, limits, known.grown))
 
-    def _restore_missing(self, found: dict[str, Topic], rows: checkpoint.Rows, since: dict[str, int]) -> None:
+    def _restore_missing(self, found: dict[str, Topic], rows: checkpoint.Rows, since: dict[str, Since]) -> None:
         for name, partition in rows:
             if name not in found:
                 self._context.logger.warn("topic_missing", topic=name, effect="it is rebuilt from the WAL")
-                found[name] = Topic(name, 1, since.get(name, 1))
+                known = since.get(name, Since(1))
+                found[name] = Topic(name, 1, known.from_seq, (), known.grown)
             found[name].partitions = max(found[name].partitions, partition + 1)
+
+
+def _is_same(one: Topic, other: Topic) -> bool:
+    return (one.partitions, one.from_seq, list(one.grown)) == (other.partitions, other.from_seq, list(other.grown))

@@ -79,6 +79,15 @@ class Logs:
         self.use(log)
         self._unnoted.add(log)
 
+    def relink(self, topic: Topic) -> None:
+        """Open the logs of a topic that has grown, each behind the symlink that it has now."""
+        for log, link in zip(self.of_topic(topic), topic.log_names(), strict=True):
+            self._context.check()
+            if self._open.pop(log, self) is not self:
+                log.close()
+            log.use_link(link)
+            self.use(log)
+
     def note_open_blocks(self) -> None:
         """Write a provisional index line for the open block of every log written since the last call."""
         for log in self._unnoted:

@@ -11,6 +11,7 @@ import os
 
 from kmq.errors import CorruptError
 from kmq.log import checkpoint, remnant, segment, wal
+from kmq.log.growth import Since
 from kmq.log.partition import State, directory_of
 from kmq.log.partition_recovery import WalRange, fits
 from kmq.log.segment import Segment
@@ -63,7 +64,7 @@ class Recovery:
             logger.info("replay", from_seq=replay_from, to_seq=high)
         return replay_from
 
-    def _load_checkpoint(self) -> tuple[int, checkpoint.Rows, dict[str, int]]:
+    def _load_checkpoint(self) -> tuple[int, checkpoint.Rows, dict[str, Since]]:
         try:
             return checkpoint.load(self._context.data)
         except (ValueError, LookupError) as err:

@@ -183,9 +183,10 @@ def _spread(
     touched: set[PartitionLog] = set()
     for topic, lines in groups.items():
         if isinstance(topic, Topic):
+            partitions = topic.partitions_at(record.seq_of(lines[0]))  # of all: a topic never grows among these lines
             for line in lines:
                 seq = record.seq_of(line)
-                log = log_of(topic, seq % topic.partitions)
+                log = log_of(topic, seq % partitions)
                 logs.setdefault(log, []).append(line)
                 touched.add(log)
     for log in touched:

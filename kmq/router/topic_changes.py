@@ -1,10 +1,12 @@
-"""Changes under topics/ while the router runs: new declarations, and requests to set limits or to delete a topic.
+"""Changes under topics/ while the router runs: new declarations, and requests to set limits, to grow or to delete.
 
 Owner       the router process: commands only submit declarations and requests (kmq/log/requests.py).
 Invariant   A deleted topic's last seq is on disk in `deletions` before any of its files is removed, and no record after
-            that seq is in the deleted queue. A request is removed after it was carried out.
+            that seq is in the deleted queue. A grown topic's first seq with more partitions is on disk in topic.toml
+            before a record is routed by it. A request is removed after it was carried out.
 Crash       A request that was carried out may be carried out again: that changes nothing. Between `deletions` and the
-            removal of the directory, the next start removes it (`finish_deletions`).
+            removal of the directory, the next start removes it (`finish_deletions`). Between topic.toml and the new
+            partitions, the next start makes them (declarations.py).
 """
 
 import os
@@ -62,6 +64,8 @@ class TopicChanges:
         try:
             if request.verb == requests.SET:
                 self._set_limits(request.topic, request.limits)
+            elif request.verb == requests.GROW:
+                self._grow(request.topic, int(request.limits["partitions"]))
             elif request.verb == requests.DELETE:
                 self._delete(request.topic)
             elif request.verb == requests.RETAIN:
@@ -99,6 +103,35 @@ class TopicChanges:
         texts = {limit: value or "unset" for limit, value in changes.items()}
         self._context.logger.info("topic_limits_set", topic=name, **texts)
 
+    def _grow(self, name: str, partitions: int) -> None:
+        """Give a topic more partitions from the next seq on. Raises ConfigError if that cannot be."""
+        self._sorter.make_topics()  # waiting lines may be of this topic, and older than the seq written below
+        topic, data = self._topic_of(name), self._context.data
+        topics.check_growth(data, name, topic.partitions, partitions)
+        if partitions == topic.partitions:  # carried out before a kill
+            return
+        self._sync_wal()
+        next_seq = self._sorter.sorted_seq + 1
+        grown = Topic(name, partitions, topic.from_seq, (), [*topic.grown, (next_seq, topic.partitions)])
+        path = topics.toml_path(data, name)
+        with open(path, encoding="utf-8") as file:
+            text = topics.with_growth(file.read(), grown)
+        self._context.replace(path, text.encode())
+        self._in_force.put(grown)
+        self._logs.relink(grown)
+        removed = [f"{name}.log"] if topics.drop_single_link(data, grown) else []
+        self._logs.unsynced.update(self._logs.of_topic(grown))
+        if not self._checkpoints.is_busy:  # else the next one, because there is something to sync
+            self._checkpoints.start()  # it has a second copy of the growth
+        self._context.logger.info(
+            "topic_grown", topic=name, partitions=partitions, from_seq=next_seq, removed=",".join(removed) or "none"
+        )
+
+    def _sync_wal(self) -> None:
+        """Sync the WAL, or after a power cut other records could get the seqs up to which all is sorted."""
+        if not self._context.wal_is_synced:
+            sync_file(os.path.realpath(f"{self._context.data}/append.log"))
+
     def _delete(self, name: str) -> None:
         """Delete a topic with all its records, for good. Raises ConfigError if there is no such topic."""
         topic, data = self._topic_of(name), self._context.data
@@ -109,8 +142,7 @@ class TopicChanges:
         all_deletions = deletions.read(data)
         has_had_records = topic.from_seq <= last_seq
         if has_had_records:
-            if not self._context.wal_is_synced:  # else these seqs may go to other records after a power cut
-                sync_file(os.path.realpath(f"{data}/append.log"))
+            self._sync_wal()
             deletion = deletions.Deletion(name, topic.from_seq, last_seq, deletions.now(), ends)
             self._in_force.write_deletions([*all_deletions, deletion])
         self._forget(topic)

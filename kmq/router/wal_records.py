@@ -1,8 +1,8 @@
 """Reads the WAL for the queues: records to be routed, and the records of one partition.
 
 Owner       the router process; it reads the WAL only.
-Invariant   A record that dropped.log names is never returned. The ranges end where a topic came into force or was
-            deleted, so within a range every routing key leads to the same place.
+Invariant   A record that dropped.log names is never returned. The ranges end where a topic came into force, grew or
+            was deleted, so within a range every routing key leads to the same place.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ class WalRecords:
         self._context, self._table = context, table
 
     def ranges(self, seqs: SeqRange) -> list[SeqRange]:
-        """Return `seqs` without dropped ones, split where a topic came into force or was deleted."""
+        """Return `seqs` without dropped ones, split where a topic came into force, grew or was deleted."""
         changing = [topic for topic in self._table.values() if topic.partitions > 1 or "." in topic.name or topic.lives]
-        cuts = sorted({seq for topic in changing for seq in topic.bounds()})
+        cuts = sorted({seq for topic in changing for seq in topic.changes()})
         wanted = []
         for first, last in dropped.without(*seqs, dropped.read(self._context.data, "durable")):
             starts = [first, *(seq for seq in cuts if first < seq <= last), last + 1]

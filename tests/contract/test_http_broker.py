@@ -297,6 +297,23 @@ def checkpointed(broker, api, topic):
     broker.wait(lambda: compaction.synced_ends(data).get((topic, 0)) == end, "a checkpoint")
 
 
+def test_a_topic_grows_and_one_with_keys_only_by_force(broker, api, topic):
+    api.post(TOPICS, {"name": topic})
+    for number in range(3):
+        api.post(produce(topic), {"value": str(number)})
+    grown = api.call("PATCH", f"{TOPICS}/{topic}", {"partitions": 2, "retentionBytes": 1 << 30})
+    assert grown.status == 200 and grown.value["retentionBytes"] == 1 << 30
+    assert [row["endOffset"] for row in grown.value["partitions"]] == [3, 0]
+    assert api.post(produce(topic), {"key": "k", "value": "v", "partition": 1}).value["offset"] == 0
+    change = {"partitions": 4}
+    refused = api.call("PATCH", f"{TOPICS}/{topic}", change)
+    assert refused.refusal[:2] == (422, "bad_field") and "force=true" in refused.value["message"]
+    fewer = api.call("PATCH", f"{TOPICS}/{topic}", {"partitions": 1})
+    assert fewer.refusal[:2] == (422, "bad_field") and "never have fewer" in fewer.value["message"]
+    assert len(api.call("PATCH", f"{TOPICS}/{topic}", change | {"force": True}).value["partitions"]) == 4
+    assert api.call("PATCH", f"{TOPICS}/__consumer_offsets", change).status in (404, 422)
+
+
 def test_a_topic_of_kmq_itself_is_listed_only_when_asked_for(api, broker):
     names = {row["name"] for row in api.get(f"{TOPICS}?internal=true").value}
     assert {row["name"] for row in api.get(TOPICS).value} == {name for name in names if not name.startswith("__")}

@@ -117,7 +117,9 @@ def test_what_cannot_be_set_is_refused_with_what_can(broker):
     send(broker, 1)
     before = toml(broker).read_text()
     for arguments, expected in (
-        (["partitions=8"], "partitions cannot be changed"),
+        (["partitions=8"], "partitions is no limit; write --partitions 8"),
+        (["--partitions", "0"], "can never have fewer"),
+        (["--partitions", "2000"], "must be between 1 and 1024"),
         (["retention=1d"], "unknown limit; expected one of segment_bytes, segment_age, retention_age"),
         (["retention_bytes=lots"], "retention_bytes = 'lots': expected a number of bytes"),
         (["cleanup=never"], "must be delete or compact"),
@@ -130,3 +132,20 @@ def test_what_cannot_be_set_is_refused_with_what_can(broker):
     refused = broker.kmq("topics", "set", "order", "retention_age=1d")
     assert refused.returncode == 78 and "did you mean orders?" in refused.stderr
     assert toml(broker).read_text() == before
+
+
+def test_a_topic_gets_more_partitions_live_and_at_the_next_start(broker):
+    broker.up()
+    send(broker, 1)
+    refused = broker.kmq("topics", "set", "orders", "--partitions", "2")
+    assert refused.returncode == 78 and "records have keys" in refused.stderr and "--force" in refused.stderr
+    done = broker.kmq("topics", "set", "orders", "retention_age=30d", "--partitions", "2", "--force")
+    assert done.returncode == 0 and "2 partition(s), in force" in done.stdout, done.stderr
+    assert 'grown = "2:1"' in toml(broker).read_text() and 'retention_age = "30d"' in toml(broker).read_text()
+    broker.kill()
+    done = broker.kmq("topics", "set", "orders", "--partitions", "3", "--force")
+    assert done.returncode == 0 and "when the router has adopted it" in done.stdout
+    broker.up()
+    assert "3 partition(s)" in broker.kmq("topics", "show", "orders").stdout
+    assert sorted(path.name for path in broker.data.glob("orders*.log")) == [f"orders-{n}.log" for n in range(3)]
+    assert broker.kmq("verify").returncode == 0

@@ -130,6 +130,26 @@ def test_a_topic_deleted_while_it_is_judged_is_not_lost(tmp_path):
     assert noted(rows)["deleted"] == sum(line(n).startswith(b"orders") for n in range(1, 301))
 
 
+@pytest.mark.parametrize("nbytes", [MANY, ONE])
+def test_records_are_looked_for_in_the_partitions_that_their_topic_had(tmp_path, nbytes):
+    made = write_data(tmp_path, [line(n) for n in range(1, 301)], {"orders": 4}, closed=False, group=50)
+    data = str(tmp_path)
+    for name, partitions in (("orders", 6), ("test", 3)):
+        requests.submit(data, requests.GROW, name, {"partitions": str(partitions)})
+    made[1].tick()
+    append(made, [line(n) for n in range(301, 601)], 50)
+    made[0].close()
+    made[1].close()
+    assert all(seqs_in(data, f"orders/{number}") for number in (4, 5)) and seqs_in(data, "test/2")
+    assert found(judged(data, nbytes)) == {} and noted(judged(data, nbytes)) == {}
+    path = f"{data}/topics/orders/topic.toml"
+    with open(path) as file:
+        text = re.sub("(?m)^grown.*\n", "", file.read())
+    with open(path, "w") as file:
+        file.write(text)
+    assert found(judged(data))["wrong_queue"] > 0  # so the audit does look at it
+
+
 # --- how histories break: each of these writes what a faulty broker would have, with an index that is right -------------
 
 

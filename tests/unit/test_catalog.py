@@ -172,6 +172,8 @@ def test_a_partition_must_be_there(world):
     assert not any(takes(catalog, b"wide.@3", key) for key in odd)
     assert {catalog.refusal(key + b"|0|1|x", 5) for key in [*odd, b"new.@1.k"]} == {"unknown_partition"}
     assert catalog.refusal(b"new.@0.k|0|1|x", 6) == ""
+    topics.make(world.data, "wide", topics.Declaration(6, 1, None, [(5, 4)]))
+    assert takes(catalog, b"wide.@5") and not takes(catalog, b"wide.@6")
 
 
 @pytest.mark.parametrize("key", [b"t.\xc3\xbc.@.k", b"t./../x.@1", b"t" * 201 + b".@", b"t.@x.@.k", b"t.k .@"])

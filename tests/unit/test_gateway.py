@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,6 +38,7 @@ from kmq.gateway.http import web
 from kmq.gateway.server import Changes
 from kmq.log import passes, topics
 from kmq.log.damage import DamageError
+from kmq.log.disk import replace_file
 from kmq.log.identity import open_data
 from kmq.refusals import RETRYABLE
 from kmq.routing import Topic
@@ -77,11 +79,18 @@ class Queue:
     """A topic on disk, as the router leaves it."""
 
     def __init__(self, data, partitions=1):
-        self.data, self.topic = data, Topic("t", partitions, 1)
+        self.data = data
+        self.grow(partitions)
+
+    def grow(self, partitions):
+        self.topic = Topic("t", partitions, 1)
         for number, link in enumerate(self.topic.log_names()):
-            os.makedirs(f"{data}/topics/t/{number}")
-            os.symlink(f"topics/t/{number}/{0:020d}.log", f"{data}/{link}")
-        Path(f"{data}/topics/t/topic.toml").write_text(f"partitions = {partitions}\nfrom_seq = 1\n")
+            os.makedirs(f"{self.data}/topics/t/{number}", exist_ok=True)
+            with suppress(FileExistsError):
+                os.symlink(f"topics/t/{number}/{0:020d}.log", f"{self.data}/{link}")
+        if partitions > 1:
+            Path(f"{self.data}/t.log").unlink(missing_ok=True)
+        replace_file(f"{self.data}/topics/t/topic.toml", b"partitions = %d\nfrom_seq = 1\n" % partitions)
 
     def append(self, *seqs):
         for seq in seqs:
@@ -156,6 +165,18 @@ def test_a_feed_that_begins_beyond_the_end_passes_over_what_comes_before_its_seq
     assert taken(source, 7) == []
     queue.append(9, 10, 11)
     assert taken(source, 11) == [10, 11]
+
+
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_a_feed_reads_the_partitions_that_its_topic_gets(data, partitions):
+    queue = Queue(data, partitions)
+    queue.append(1, 2, 3)
+    source = Feed(data, "t", 0)
+    assert taken(source, 9) == [1, 2, 3] and not source.has_more()
+    queue.grow(4)
+    assert source.has_more() and taken(source, 9) == []
+    queue.append(7, 10)
+    assert taken(source, 9) == [7] and taken(source, 10) == [10]
 
 
 def test_a_feed_goes_on_in_the_next_segment(data):

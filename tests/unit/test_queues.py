@@ -12,7 +12,7 @@ from made_up import FIRST_TS, block, no_room, stored, write_wal
 
 from kmq import record
 from kmq.errors import ConfigError, CorruptError, RetryError
-from kmq.log import checkpoint, dropped, identity, index, partition, segment, topics
+from kmq.log import checkpoint, dropped, identity, index, partition, requests, segment, topics
 from kmq.log.partition import State
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
@@ -132,8 +132,13 @@ def build(data, lines, seed, limits=None):
     write_wal(data, lines).close()
     made = open_queues(data, 0, limits)
     declared = {120: ("a.b", 2), 300: ("spread", 3), 410: ("jobs.eu", 1)}
+    grown = {200: ("test", 3), 350: ("spread", 4), 480: ("test", 5)}
     at = 0
     while at < len(lines):
+        if grown and at >= min(grown):
+            name, partitions = grown.pop(min(grown))
+            requests.submit(data, requests.GROW, name, {"partitions": str(partitions)})
+            made.adopt_declarations()
         if declared and at >= min(declared):
             name, partitions = declared.pop(min(declared))
             if not os.path.isdir(f"{data}/topics/{name}"):

@@ -2,18 +2,14 @@
 
 import os
 import shutil
-import signal
-import sys
 from pathlib import Path
 
 import pytest
-from fake_logger import FakeLogger
-from made_up import FIRST_TS, block, no_room
+from made_up import no_room
+from traced_broker import Broker, kill_at
 
-from kmq.log import deletions, identity, requests, topics
-from kmq.log.wal import Wal
-from kmq.repair import rebuild, verify
-from kmq.router.queues import Queues
+from kmq.log import deletions, requests, topics
+from kmq.repair import rebuild
 
 TRACED = {
     "_carry_out",
@@ -28,39 +24,6 @@ TRACED = {
 }
 
 
-class Broker:
-    """A WAL and the queues of it, without processes."""
-
-    def __init__(self, data, seq=1):
-        self.data, self.seq = str(data), seq
-        identity.open_data(self.data)
-        self.wal = Wal(self.data, no_room, 1 << 20)
-        self.start()
-
-    def start(self):
-        self.queues = Queues(self.data, no_room, FakeLogger())
-        self.queues.recover(self.seq - 1, lambda: None)
-
-    def send(self, *lines):
-        made = block(list(lines), self.seq)
-        self.wal.append([(made.data, self.seq, made.count, FIRST_TS + made.last_seq)])
-        self.wal.sync()
-        self.wal.note_open_block()
-        self.queues.route([made])
-        self.seq += made.count
-
-    def delete(self, topic="orders"):
-        requests.submit(self.data, requests.DELETE, topic, {})
-        self.queues.tick()
-
-    def findings(self):
-        return [str(each) for each in verify.Verifier(self.data, is_live=False).findings() if each.is_damage]
-
-    def segments(self, topic):
-        found = sorted(Path(self.data, "topics", topic).glob("*/*.log"))
-        return {f"{path.parent.name}/{int(path.stem)}": path.read_bytes().count(b"\n") for path in found}
-
-
 @pytest.fixture
 def broker(tmp_path):
     made = Broker(tmp_path / "data")
@@ -68,27 +31,6 @@ def broker(tmp_path):
     made.queues.tick()
     made.send(*(b"orders|0|%d|x" % n for n in range(10)), b"others|0|1|y")
     return made
-
-
-def kill_at(data, seq, topic, nth):
-    """Delete, in a child that is killed when it reaches its nth line; whether it got so far."""
-    pid = os.fork()
-    if not pid:
-        reached = set()
-
-        def trace(frame, event, _):
-            if event == "line":
-                reached.add((frame.f_code, frame.f_lineno))
-                if len(reached) == nth:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return trace if frame.f_code.co_name in TRACED else None
-
-        broker = Broker(data, seq)
-        requests.submit(data, requests.DELETE, topic, {})
-        sys.settrace(trace)
-        broker.queues.tick()
-        os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
 LOSSES = ["router.ckpt", "topics/others", "topics/.deletions"]
@@ -111,7 +53,7 @@ def test_a_kill_at_any_line_leaves_it_deleted_and_all_others_whole(broker, topic
     data, before = broker.data, f"{broker.data}-before"
     shutil.copytree(data, before, symlinks=True)
     nth = 1
-    while kill_at(data, broker.seq, topic, nth):
+    while kill_at(data, broker.seq, nth, TRACED, requests.DELETE, topic):
         for name in losses:
             path = Path(data, name)
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

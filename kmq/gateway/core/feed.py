@@ -57,6 +57,7 @@ class Feed:
         self.weight = 0  # bytes of memory held after the last `fill`
         self._cursors: list[_Cursor] = []
         self._links: list[str] = []
+        self._declared = 0  # mtime of topic.toml when the partitions were opened
         # Sizes of the active segments when everything in them was read; None: there may be more to read.
         self._ended_at: list[tuple[int, int]] | None = None
 
@@ -65,17 +66,19 @@ class Feed:
         return self._ended_at is None or self._ended_at != self._active_sizes()
 
     def _active_sizes(self) -> list[tuple[int, int]]:
-        """Return (inode, size) of each active segment."""
+        """Return (inode, size) of each active segment, and last the state of the declaration: the topic may grow."""
         sizes = []
         for link in self._links:
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(link)
                 sizes.append((status.st_ino, status.st_size))
-        return sizes
+        return [*sizes, (0, self._declared_ns())]
 
     def fill(self, upto: int) -> None:
         """Add records to `ready`, from what the router had written when it was at seq `upto`. Raises DamageError."""
-        if not self._cursors and not self._open():
+        # `upto` was read before: the router writes a declaration before it routes anything by it.
+        is_open = bool(self._cursors) and self._declared == self._declared_ns()
+        if not is_open and not self._open() and not self._cursors:
             return
         before = self._active_sizes()  # so that a write during the read counts as a change
         for cursor in self._cursors:
@@ -96,14 +99,21 @@ class Feed:
         self.weight = waiting + sum(len(record.payload) + _OBJECT for record in self.ready)
 
     def _open(self) -> bool:
-        """Open the partitions; return False if the topic does not exist yet."""
+        """Open the partitions that are not open yet; return False if the topic does not exist yet."""
         if not os.path.isdir(f"{self.data}/topics/{self.topic}"):
             return False
+        self._declared = self._declared_ns()
         topic = Topic(self.topic, topics.load(self.data, self.topic)[0], 1)
         self._links = [f"{self.data}/{name}" for name in topic.log_names()]
-        logs = (reader.partition(self.data, self.topic, number) for number in range(topic.partitions))
-        self._cursors = [_Cursor(log, self.next_seq) for log in logs]
+        numbers = range(len(self._cursors), topic.partitions)
+        self._cursors += [_Cursor(reader.partition(self.data, self.topic, number), self.next_seq) for number in numbers]
         return True
+
+    def _declared_ns(self) -> int:
+        try:
+            return os.stat(topics.toml_path(self.data, self.topic)).st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
 
 class Watermark:

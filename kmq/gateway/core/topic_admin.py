@@ -3,7 +3,8 @@
 Owner       the router carries everything out (kmq/log/topics.py, requests.py); this module declares, asks and waits.
 Invariant   A creation, change or deletion that returns is on disk. It is in force too, unless `from_seq` is None.
 Crash       A request that nobody has carried out stays in topics/ and is carried out by the router's next start.
-Not covered More partitions for a topic that exists: the routing of stored records would change (refused).
+Growth      Stored records stay where they are. New records of a key may go to another partition than its stored ones,
+            so a topic whose records have keys grows only with `force` (kmq/log/growth.py).
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from kmq.errors import ConfigError
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.core.topic_options import Value, limits_of, values_of
-from kmq.log import requests, topic_sizes, topics
+from kmq.log import growth, requests, topic_sizes, topics
 from kmq.log.requests import Request
 from kmq.log.segment import Limits
 from kmq.log.topic_sizes import PartitionSize
@@ -124,6 +125,9 @@ class TopicAdmin:
         settings = self._broker.settings
         if len(topics.names(self._data)) >= settings.max_topics:
             raise RequestRefused("too_many_topics", f"KMQ_MAX_TOPICS={settings.max_topics} topics exist already")
+        self._check_inodes(partitions)
+
+    def _check_inodes(self, partitions: int) -> None:
         if spare_inodes(self._data) < TOPIC_INODES * partitions:
             raise RequestRefused("disk_full", "the disk has no inodes left for so many partitions")
 
@@ -134,8 +138,9 @@ class TopicAdmin:
         _refuse_reserved(name, "changed")
         limits = limits_of(options)
         before = await self.describe(name)
-        if partitions is not None and partitions != before.partitions:
-            self._refuse_growth(before, partitions)
+        wanted = partitions or before.partitions
+        if wanted != before.partitions:
+            await asyncio.to_thread(self._check_growth, before, wanted, force)
         if limits:
             request = await asyncio.to_thread(self._ask_to_set, name, limits)
             await self._carried_out(request)
@@ -144,16 +149,27 @@ class TopicAdmin:
                 raise RequestRefused(
                     "internal", f"topic {name!r}: was not changed; see event request_refused in the log"
                 )
+        if wanted != before.partitions:
+            await self._grow(name, wanted)
         return await self.describe(name)
 
-    def _refuse_growth(self, topic: TopicState, partitions: int) -> None:
-        if partitions < topic.partitions:
-            raise bad_field("partitions", f"topic {topic.name!r} has {topic.partitions}; it can never have fewer")
-        what = (
-            f"topic {topic.name!r} has {topic.partitions}; this release cannot add partitions:"
-            " create another topic, and send the records there"
-        )
-        raise bad_field("partitions", what)
+    def _check_growth(self, topic: TopicState, partitions: int, force: bool) -> None:
+        try:
+            topics.check_growth(self._data, topic.name, topic.partitions, partitions)
+        except ConfigError as err:
+            raise bad_field("partitions", str(err)) from None
+        self._check_inodes(partitions - topic.partitions)
+        if not force and growth.has_keys(self._data, topic.name, topic.partitions):
+            raise bad_field(
+                "partitions", f"topic {topic.name!r}: {growth.KEYED}; give force=true to do it nevertheless"
+            )
+
+    async def _grow(self, name: str, partitions: int) -> None:
+        asked = {"partitions": str(partitions)}
+        request = await asyncio.to_thread(requests.submit, self._data, requests.GROW, name, asked)
+        await self._carried_out(request)
+        if (await asyncio.to_thread(topics.load, self._data, name))[0] < partitions:
+            raise RequestRefused("internal", f"topic {name!r}: has not grown; see event request_refused in the log")
 
     def _ask_to_set(self, name: str, limits: dict[str, str]) -> Request:
         own = requests.limits_to_be(self._data, name, dict(topics.read(self._data, name).limits))

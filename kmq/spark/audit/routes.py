@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from kmq.routing import DELETED, Topic, lives, resolve, table
+from kmq.routing import DELETED, Topic, resolve
 from kmq.spark.audit.findings import Place
 from kmq.spark.audit.snapshot import Snapshot
 from kmq.spark.source.columns import Block, Numbers
@@ -18,9 +18,9 @@ class Routes:
     def __init__(self, snapshot: Snapshot) -> None:
         self.places: list[Place] = []
         self._numbers: dict[Place, int] = {}
-        self._table = table(snapshot.topics, lives(snapshot.deleted), snapshot.marks_from)
-        changing = [topic for topic in self._table.values() if "." in topic.name or topic.lives]
-        changes = {seq for topic in changing for seq in topic.bounds()}
+        self._table = snapshot.table()
+        changing = [topic for topic in self._table.values() if "." in topic.name or topic.lives or topic.grown]
+        changes = {seq for topic in changing for seq in topic.changes()}
         self._epochs = np.array(sorted(changes | {snapshot.marks_from}), np.int64)
         self._memo: defaultdict[int, dict[bytes, tuple[int, int]]] = defaultdict(dict)
         for name, partitions, _ in snapshot.topics:
@@ -64,7 +64,7 @@ class Routes:
         route = resolve(self._table, key, seq)
         topic = self._table.get(route.topic) or Topic(route.topic.decode(errors="replace"), 1, 0)
         base = self.deleted if route.topic == DELETED else self._number(topic.name, topic.partitions)
-        found = (base, topic.partitions) if route.is_spread else (base + topic.partition_of(route, 0), 1)
+        found = (base, topic.partitions_at(seq)) if route.is_spread else (base + topic.partition_of(route, seq), 1)
         if len(memo) >= _MAX_KEYS:
             memo.clear()
         memo[key] = found

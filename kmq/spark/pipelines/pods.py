@@ -44,7 +44,9 @@ class Pods:
 def in_force(ledger: Mapping[str, Any]) -> Table:
     """Return the routing table in a ledger."""
     rows = [
-        (row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"] is not None
+        Topic(row["name"], row["partitions"], row["from_seq"], (), row.get("grown", ()))
+        for row in ledger["topics"]
+        if row["from_seq"] is not None
     ]
     return table(rows, lives(each[:3] for each in ledger.get("deleted", ())), _marks_from(ledger))
 

@@ -111,11 +111,14 @@ class QueueFiles:
     def _write_tomls(self, names: Iterable[str]) -> None:
         for name in names:
             path = topics.toml_path(self.to, name)
-            if not os.path.exists(path):
-                declared = topics.read(self._pod, name) if os.path.isdir(f"{self._pod}/topics/{name}") else None
-                if declared is None or declared.from_seq is None:
-                    declared = topics.Declaration(1, self._first_seq(name))
+            is_new, declared = not os.path.exists(path), None
+            if os.path.isdir(f"{self._pod}/topics/{name}"):
+                declared = topics.read(self._pod, name)
+            if is_new and (declared is None or declared.from_seq is None):
+                declared = topics.Declaration(1, self._first_seq(name))
+            if declared is not None and (is_new or declared.partitions > topics.read(self.to, name).partitions):
                 replace_file(path, declared.text())
+                topics.drop_single_link(self.to, declared.topic(name))
 
 
 # --- in a task: lines to logs ---------------------------------------------------------------------------------------

@@ -41,6 +41,17 @@ class Routing:
         ends = {name: seqs[1::2] for name, seqs in bounds.items()}
         self.knows_deleted = bool(bounds)
         self._bounds, self._ends = (_constant(table) for table in (bounds, ends))
+        grown = {
+            self._name(broker, name.decode()): topic
+            for broker, table in tables.items()
+            for name, topic in table.items()
+            if topic.grown and not topic.is_gone
+        }
+        self._has_grown = bool(grown)
+        self._grown_from = _constant({name: [seq for seq, _ in topic.grown] for name, topic in grown.items()})
+        self._counts = _constant(
+            {name: [*(before for _, before in topic.grown), topic.partitions] for name, topic in grown.items()}
+        )
         rows = {
             self._name(broker, name.decode()): (topic.partitions, topic.from_seq)
             for broker, table in tables.items()
@@ -87,13 +98,21 @@ class Routing:
 
     def partition(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
         """Return the partition, int: from the mark, else by the key, else by the seq."""
-        row = self._row(self.topic(routing_key, seq, broker), broker)
+        partitions = self._partitions(self.topic(routing_key, seq, broker), seq, broker)
         digits, key = self._marked(routing_key, seq, broker, 2), self.key(routing_key, seq, broker)
         asked = F.when(F.length(digits) > 18, F.lit(NO_PARTITION)).otherwise(
             F.least(digits.cast("bigint"), F.lit(NO_PARTITION))
         )
         number = F.when(digits != "", asked).when(key.isNotNull(), F.crc32(key)).otherwise(_column(seq))
-        return (number % F.coalesce(row[_PARTITIONS], F.lit(1))).cast("int")
+        return (number % partitions).cast("int")
+
+    def _partitions(self, name: Column, seq: Column | str, broker: Column | str) -> Column:
+        """Return how many partitions a topic had for a record with this seq."""
+        now = F.coalesce(self._row(name, broker)[_PARTITIONS], F.lit(1))
+        if not self._has_grown:
+            return now
+        passed = F.filter(self._at(self._grown_from, name, broker), lambda at: at <= _column(seq))
+        return F.coalesce(F.element_at(self._at(self._counts, name, broker), F.size(passed) + 1), now)
 
     def _marked(self, routing_key: Column | str, seq: Column | str, broker: Column | str, group: int) -> Column:
         """Return the topic (group 1) or the digits (2) of a valid mark, text; empty without a mark."""

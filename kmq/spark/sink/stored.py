@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kmq import record, routing
+from kmq.routing import Topic
 from kmq.spark.source.broker import Broker
 from kmq.spark.source.options import WAL
 
@@ -79,7 +80,7 @@ class Stored:
     def _search_topics(self, broker: Broker, search: "_Search") -> None:
         by_topic: dict[str, list[Sent]] = {}
         partitions, marks_from = broker.topics(), broker.marks_from()
-        table = routing.table([(name, count, 0) for name, count in partitions.items()], {}, marks_from)
+        table = routing.table([Topic(name, count, 0) for name, count in partitions.items()], {}, marks_from)
         for sent in search.missing.values():
             route = routing.resolve(table, sent.line[: sent.line.index(b"|")], sent.seq or _NO_SEQ)
             by_topic.setdefault(route.topic.decode(errors="replace"), []).append(sent)
