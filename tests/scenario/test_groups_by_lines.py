@@ -71,6 +71,21 @@ class Member(LineClient):
             assert not isinstance(reply, replies.Failed), reply
 
 
+def test_a_member_gets_the_partitions_that_its_topic_gets(broker):
+    broker.send_lines([b"wider|0||0"])
+    broker.wait(lambda: broker.lines("wider"), "the first record")
+    with Member(broker, "widers", "a", "wider") as a:
+        assert len(a.owned) == 1
+        a.eat()
+        assert broker.kmq("topics", "set", "wider", "--partitions", "3").returncode == 0
+        broker.send_lines([b"wider.@%d|0||%d" % (n, n) for n in range(3)])
+        a.until(lambda: len(a.owned) == 3)
+        while a.seen.total() < 4:
+            a.eat()
+        a.commit()
+        assert a.owned == {TopicPartition("wider", n): 1 + (n == 0) for n in range(3)}
+
+
 def test_members_share_the_partitions_and_read_every_record_once(broker):
     with Member(broker, "eaters", "a", "eaten") as a:
         assert len(a.owned) == 4

@@ -107,6 +107,24 @@ def test_a_follower_gets_each_new_record_behind_a_batch_line(broker):
         assert client.rest() == b""
 
 
+def test_a_follower_gets_the_partitions_that_its_topic_gets(broker):
+    broker.send_lines([b"wider|0||first"])
+    broker.wait(lambda: broker.lines("wider"), "the first record")
+    with LineClient(port(broker)) as client:
+        client.send("CONSUME wider from=earliest follow max=4", last=True)
+        assert client.line() == b"!ok wider/0 offset=0" and client.line().endswith(b"|first")
+        assert broker.kmq("topics", "set", "wider", "--partitions", "3").returncode == 0
+        broker.send_lines([b"wider.@%d|0||%d" % (n, n) for n in range(3)])
+        heads = []
+        for _ in range(3):
+            while not (head := client.line().split())[0].startswith(b"!batch"):
+                pass
+            heads.append(head[1:4])
+            client.read(int(head[4]))
+        assert sorted(heads) == [[b"wider/0", b"1", b"1"], [b"wider/1", b"0", b"1"], [b"wider/2", b"0", b"1"]]
+        assert client.rest() == b""
+
+
 # --- ASSIGN ----------------------------------------------------------------------------------------------------------
 
 

@@ -108,14 +108,31 @@ def test_a_deleted_topic_stops_its_stream_and_its_successor_is_read_from_the_sta
         run(spark, data, work, failOnDataLoss="false", **options)
     append(made, orders(20, 23))
     append(made, [b"more|0|%d|x" % n for n in range(23, 25)])
-    with pytest.raises(
-        StreamingQueryException, match="offsets 10 to 14 are gone: retention, or their topic was deleted"
-    ):
+    with pytest.raises(StreamingQueryException, match="read up to offset 10 of 15; another topic has its name now"):
         run(spark, data, of_name, **by_name)
     run(spark, data, of_name, failOnDataLoss="false", **by_name)
     run(spark, data, of_pattern, failOnDataLoss="false", **by_pattern)
-    assert ids(spark, of_name) == [*range(10), *range(20, 23)]
-    assert ids(spark, of_pattern) == [*range(10), *range(20, 25)]
+    delete(made, data, "orders")
+    append(made, orders(25, 27))
+    with pytest.raises(StreamingQueryException, match="read up to offset 18 of 18; another topic has its name now"):
+        run(spark, data, of_name, **by_name)
+    run(spark, data, of_name, failOnDataLoss="false", **by_name)
+    run(spark, data, of_pattern, **by_pattern)  # all of the deleted one was read
+    assert ids(spark, of_name) == [*range(10), *range(20, 23), 25, 26]
+    assert ids(spark, of_pattern) == [*range(10), *range(20, 27)]
+
+
+def test_a_stream_reads_the_partitions_that_its_topic_gets_from_their_first_record_on(spark, tmp_path):
+    made = write_data(tmp_path / "data", orders(0, 10), closed=False)
+    data = str(tmp_path / "data")
+    options = {"subscribe": "orders", "startingOffsets": "latest"}
+    run(spark, data, tmp_path, **options)
+    requests.submit(data, requests.GROW, "orders", {"partitions": "3"})
+    made[1].tick()
+    append(made, orders(10, 22))
+    assert topics.load(data, "orders")[0] == 3
+    run(spark, data, tmp_path, **options)
+    assert ids(spark, tmp_path) == [*range(10, 22)]
 
 
 def test_a_checkpoint_of_another_directory_is_refused(spark, tmp_path):

@@ -7,7 +7,9 @@ Gap         Records that retention deletes in front of the reader are left out; 
 End         Damage, a deleted topic, and the end of the gateway are told by `!err`, with `raw` too.
 """
 
+import os
 from collections.abc import Sequence
+from functools import partial
 
 from kmq.client.egress_lines import EARLIEST, Consume, Position, TopicPartition
 from kmq.client.egress_replies import Batch, Started
@@ -100,6 +102,8 @@ class Consumption:
                 has_sent |= await self._send_new(reader)
             if not has_sent and self._left:
                 looks = {reader.partition.directory: reader.has_news for reader in readers}
+                if self._asked.partition is None:
+                    looks[os.path.dirname(readers[0].partition.directory)] = partial(self._has_grown, len(readers))
                 await self._service.waking.news(looks, _WAIT_S)
                 await self._add_partitions(readers)
 
@@ -123,6 +127,9 @@ class Consumption:
         self._left -= batch.lines
         reader.offset = batch.next_offset
         return True
+
+    def _has_grown(self, known: int) -> bool:
+        return self._service.partitions.count(self._asked.topic) > known
 
     async def _add_partitions(self, readers: list[_Reader]) -> None:
         """Follow the partitions that the topic has been given meanwhile, from their first record on."""

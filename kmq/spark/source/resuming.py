@@ -12,26 +12,39 @@ class Resumption:
     def __init__(self, logs: Logs) -> None:
         self._logs, self._options = logs, logs.options
 
-    def begun(self, known: Offsets, bounds: Bounds) -> Offsets:
+    def begun(self, read: Position, bounds: Bounds) -> Offsets:
         """Return how far a stream has read, and where partitions begin that replace deleted ones of the same name.
 
-        Raises DataLossError if a topic was deleted before all of it was read, or was requested by name.
+        A topic that came back under the name of a deleted one is another topic. Raises DataLossError if a topic was
+        deleted before all of it was read, or was requested by name.
         """
+        known = read.offsets
         new, lost = bounds.keys() - known.keys(), known.keys() - bounds.keys()
-        if not new and not lost:
+        # Retention keeps the last record of a partition, so this is rare unless the topic came back.
+        passed = {key for key in known.keys() & bounds.keys() if 0 < known[key] <= bounds[key][0]}
+        if not new and not lost and not passed:
             return known
         ends: Offsets = {}
+        last_seqs: dict[Key, int] = {}
         for name, broker in self._logs.brokers.items():
-            for topic, _, _, offsets in broker.ledger().get("deleted", ()):
-                ends |= {(name, topic, number): end for number, end in enumerate(offsets)}
-        for key in sorted(lost & ends.keys()):
+            for topic, _, last_seq, offsets in broker.ledger().get("deleted", ()):
+                for number, end in enumerate(offsets):
+                    ends[name, topic, number] = end
+                    last_seqs[name, topic, number] = last_seq
+        back = {
+            key
+            for key in passed & ends.keys()
+            if known[key] < ends[key] or (key in read.last and read.last[key][0] <= last_seqs[key])
+        }
+        for key in sorted((lost & ends.keys()) | back):
             unread = ends[key] > known[key]
             if (
                 self._options.fail_on_data_loss
                 and self._options.wants(*key[1:])
                 and (unread or not self._options.pattern)
             ):
-                raise DataLossError(key, f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}")
+                what = f"the topic was deleted; it was read up to offset {known[key]} of {ends[key]}"
+                raise DataLossError(key, f"{what}; another topic has its name now" if key in back else what)
         return {key: ends[key] for key in new & ends.keys()} | known
 
     def check_same_records(self, read: Position, bounds: Bounds) -> None:

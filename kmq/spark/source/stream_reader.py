@@ -78,7 +78,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             self._check_begins(read, bounds)
             self._is_compared = True
         self._latest = plan.to_json({key: end for key, (_, end) in bounds.items()}, read.identities)
-        begun = self._resumption.begun(read.offsets, bounds)
+        begun = self._resumption.begun(read, bounds)
         spans = plan.wanted(begun, self._there(bounds))  # a partition that ends before its read offset is held back
         if not spans and read.offsets == before:
             return start
@@ -189,7 +189,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             if self._options.fail_on_data_loss:
                 self._resumption.check_same_records(ends, bounds)
         if ends.cuts is None:
-            read.offsets = self._resumption.begun(read.offsets, bounds)
+            read.offsets = self._resumption.begun(read, bounds)
         return read, ends, bounds
 
     def _check_forward(self, read: Position, ends: Position) -> None:
