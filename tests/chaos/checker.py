@@ -237,6 +237,10 @@ def _is_crc_of_part(log: bytes, position: int, crc: int) -> bool:
 class Topic(NamedTuple):
     partitions: int
     from_seq: int
+    grown: tuple[tuple[int, int], ...] = ()  # from which seq on, partitions before it
+
+    def count_at(self, seq: int) -> int:
+        return next((before for grown_from, before in self.grown if seq < grown_from), self.partitions)
 
 
 def _topics(data: Path) -> dict[bytes, Topic]:
@@ -244,7 +248,9 @@ def _topics(data: Path) -> dict[bytes, Topic]:
     for path in (data / "topics").iterdir():
         if path.is_dir() and not path.name.startswith("."):
             table = tomllib.loads((path / "topic.toml").read_text())
-            topics[path.name.encode()] = Topic(int(table["partitions"]), int(table.get("from_seq", 1 << 62)))
+            pairs = [pair.split(":") for pair in table.get("grown", "").split(",") if pair]
+            grown = tuple((int(seq), int(before)) for seq, before in pairs)
+            topics[path.name.encode()] = Topic(int(table["partitions"]), int(table.get("from_seq", 1 << 62)), grown)
     return topics
 
 
@@ -255,7 +261,7 @@ def _home(topics: dict[bytes, Topic], record: Record) -> tuple[bytes, int]:
     """(topic, partition) of a record, worked out from its routing key alone."""
     if marked := _MARK.fullmatch(record.key):
         name, number, key = marked.groups()
-        partitions = topics[name].partitions if name in topics else 1
+        partitions = topics[name].count_at(record.seq) if name in topics else 1
         return name, int(number or (zlib.crc32(key[1:]) if key else record.seq)) % partitions
     labels = record.key.split(b".")
     for n in range(len(labels), 0, -1):
@@ -263,7 +269,7 @@ def _home(topics: dict[bytes, Topic], record: Record) -> tuple[bytes, int]:
         if name in topics and (topics[name].from_seq <= record.seq or n == 1):
             break
     key = b".".join(labels[n:])
-    partitions = topics[name].partitions if name in topics else 1
+    partitions = topics[name].count_at(record.seq) if name in topics else 1
     return name, (zlib.crc32(key) if key else record.seq) % partitions
 
 

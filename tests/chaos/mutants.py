@@ -32,6 +32,7 @@ COPIED = (
 PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
+ROUTING, UNIT_GROWTH = "kmq/routing.py", "tests/unit/test_topic_growth.py"
 PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
 
 Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
@@ -334,6 +335,38 @@ MUTANTS = [
             )
         ],
         [crash("durability", "drop_oldest"), DROPS],
+    ),
+    Mutant(
+        "a record is looked for in the partitions that its topic has now",
+        [
+            (
+                ROUTING,
+                "        return next((before for grown_from",
+                "        return self.partitions or next((before for grown_from",
+            )
+        ],
+        [UNIT_GROWTH],
+    ),
+    Mutant(
+        "the checkpoint takes a growth back that it does not know yet",
+        [("kmq/router/declarations.py", " or topics.has_grown(known, topic))", ")")],
+        [UNIT_GROWTH],
+    ),
+    Mutant(
+        "a grown topic is routed by before its declaration says so",
+        [
+            (
+                "kmq/router/topic_changes.py",
+                "        self._context.replace(path, text.encode())\n        self._in_force.put(grown)",
+                "        self._in_force.put(grown)",
+            ),
+            (
+                "kmq/router/topic_changes.py",
+                "        removed = [f",
+                "        self._context.replace(path, text.encode())\n        removed = [f",
+            ),
+        ],
+        [UNIT_GROWTH],
     ),
     Mutant(
         "router does not name what was dropped",

@@ -12,11 +12,13 @@ import pytest
 
 from chaos.acked import AckedLoad
 from chaos.attacks_topics import a_topic_for_each_descriptor, ask, flood_of_topics
-from chaos.load import Load
+from chaos.load import FifoLoad, Load
 from chaos.loopfs import few_inodes
 from chaos.pod import PATIENCE_S, STAGES, Pod
 from kmq.errors import EXIT_CONFIG
-from kmq.log import topics
+from kmq.log import requests, topics
+
+GROWING = ("wide", "jobs", "random")  # keys and none, with a longer name in between and without
 
 Make = Callable[..., Pod]
 Start = Callable[[Load], Load]
@@ -115,6 +117,27 @@ def test_inodes_are_told_of_like_bytes_and_no_message_takes_the_last_ones(
     acked.finish()
     assert len(set(acked.seqs)) == len(acked.seqs) == acked.sent
     pod.judge()
+
+
+def test_topics_that_grow_under_load_and_kills_keep_each_record_where_it_belongs(make_pod: Make, loads: Start) -> None:
+    pod = make_pod()
+    pod.start()
+    pod.wait_ready()
+    load = FifoLoad(pod.pipes, "w", seed=1)
+    loads(load)
+    for partitions in (2, 5):
+        had = load.count
+        pod.wait(lambda had=had: load.count > had + 500 and set(GROWING) <= set(names(pod)), "messages come")
+        for topic in GROWING:
+            requests.submit(str(pod.data), requests.GROW, topic, {"partitions": str(partitions)})
+        pod.kill("router")
+        pod.start("router")
+        pod.wait(
+            lambda count=partitions: all(topics.load(str(pod.data), name)[0] == count for name in GROWING), "they grow"
+        )
+    load.finish()
+    pod.judge(load.sent)
+    assert pod.events("topic_grown") and not pod.events("request_refused")
 
 
 def start_with(pod: Pod, nofile: int, *stages: str) -> None:

@@ -108,6 +108,20 @@ def test_a_kill_at_any_line_leaves_it_grown_and_each_record_once(broker, losses,
     assert nth > 50
 
 
+def test_a_start_believes_a_growth_that_the_checkpoint_does_not_know_yet(broker):
+    broker.queues.close()
+    path = Path(broker.data, "router.ckpt")
+    old = path.read_bytes()
+    grow(broker, 4)
+    broker.send(*(b"orders|0|%d|z" % n for n in range(8)))
+    broker.queues.settle()
+    path.write_bytes(old)
+    after = Broker(broker.data, broker.seq)
+    assert not after.log.of("topic_mended")
+    after.queues.close()
+    assert after.segments("orders") == {"0/0": 15, "1/0": 2, "2/0": 2, "3/0": 2} and after.findings() == []
+
+
 def test_a_second_life_of_a_grown_topic_knows_nothing_of_its_growth(broker):
     grow(broker, 4)
     broker.send(*(b"orders|0|%d|z" % n for n in range(8)))
