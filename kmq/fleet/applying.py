@@ -201,4 +201,7 @@ def _differ(limit: str, here: str, told: str) -> bool:
 
 
 def _other_partitions(here: int, told: int) -> str:
-    return f"has {here} partition(s) here, and the fleet says {told}; that cannot be changed" if here != told else ""
+    if here == told:
+        return ""
+    advice = "kmq topics set --partitions adds some" if here < told else "there can never be fewer"
+    return f"has {here} partition(s) here, and the fleet says {told}; {advice}"

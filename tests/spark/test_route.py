@@ -9,7 +9,7 @@ from made_data import append, write_data
 from made_up import no_room, stored
 
 from kmq.errors import ConfigError
-from kmq.log import dropped, identity, topics
+from kmq.log import dropped, identity, requests, topics
 from kmq.log.segment import Limits
 from kmq.log.wal import Wal
 from kmq.repair import verify
@@ -110,6 +110,20 @@ def test_it_goes_on_where_it_was_and_mends_what_a_killed_run_left(spark, tmp_pat
             file.write(whole[: at + extra])
     assert route.run(spark, {"path": pod}, to) == 2000  # those that the killed run had written are of this batch
     same(pod, to)
+
+
+def test_it_goes_on_after_a_topic_has_grown_and_with_a_partition_that_has_no_record(spark, tmp_path):
+    lines = messages(400, 3)
+    made = write_data(tmp_path / "pod", [*lines[:200], b"rare.k|0|1|x"], DECLARED | {"rare": 4}, closed=False)
+    pod, to = str(tmp_path / "pod"), str(tmp_path / "to")
+    assert route.run(spark, {"path": pod}, to) == 201
+    for name, partitions in (("jobs", 3), ("orders", 6)):
+        requests.submit(pod, requests.GROW, name, {"partitions": str(partitions)})
+    made[1].tick()
+    append(made, [*lines[200:], *(b"rare.k%d|0|1|x" % n for n in range(40))])
+    assert route.run(spark, {"path": pod}, to) == 240
+    same(pod, to)
+    assert topics.load(to, "jobs") == topics.load(pod, "jobs") and "jobs-2.log" in files(to)
 
 
 def test_records_stored_before_there_were_marks_go_where_their_router_put_them(spark, tmp_path):

@@ -81,7 +81,7 @@ BAD = [
     ("PATCH", f"{TOPICS}/nobody", {}, 404, "unknown_topic", ""),
     ("PATCH", f"{TOPICS}/t", {"name": "u"}, 422, "bad_field", "name"),
     ("PATCH", f"{TOPICS}/t", {"partitions": 2}, 422, "bad_field", "partitions"),
-    ("PATCH", f"{TOPICS}/t", {"partitions": 2, "force": True}, 422, "bad_field", "partitions"),
+    ("PATCH", f"{TOPICS}/t", {"partitions": 1025, "force": True}, 422, "bad_field", "partitions"),
     ("PATCH", f"{TOPICS}/empty", {"partitions": 1}, 422, "bad_field", "partitions"),
     ("PATCH", f"{TOPICS}/t", {"force": "yes"}, 422, "bad_field", "force"),
     ("PATCH", f"{TOPICS}/t", {"retentionMs": True}, 422, "bad_field", "retentionMs"),

@@ -88,6 +88,8 @@ class QueueFiles:
             self._seq = max(self._seq, values[1])
         self._write_tomls(sorted({topic for topic, _ in self._known}))
         known = [self._topic(name) for name in sorted({name for name, _ in self._known})]
+        for topic in known:  # a checkpoint has a row for each partition, also for one without records
+            self._known = {(topic.name, number): State() for number in range(topic.partitions)} | self._known
         replace_file(f"{self.to}/router.ckpt", checkpoint.text(self._seq, self._known, known))
         return sum(row.records for row in states)
 
@@ -109,16 +111,19 @@ class QueueFiles:
         return {"": self._limits} | {name: self._limits.with_changes(texts) for name, texts in own.items() if texts}
 
     def _write_tomls(self, names: Iterable[str]) -> None:
+        """Write the declarations that are new, or have more partitions."""
         for name in names:
-            path = topics.toml_path(self.to, name)
-            is_new, declared = not os.path.exists(path), None
-            if os.path.isdir(f"{self._pod}/topics/{name}"):
-                declared = topics.read(self._pod, name)
-            if is_new and (declared is None or declared.from_seq is None):
-                declared = topics.Declaration(1, self._first_seq(name))
-            if declared is not None and (is_new or declared.partitions > topics.read(self.to, name).partitions):
+            path, declared = topics.toml_path(self.to, name), self._declared(name)
+            if not os.path.exists(path) or declared.partitions > topics.read(self.to, name).partitions:
                 replace_file(path, declared.text())
                 topics.drop_single_link(self.to, declared.topic(name))
+
+    def _declared(self, name: str) -> topics.Declaration:
+        if os.path.isdir(f"{self._pod}/topics/{name}"):
+            declared = topics.read(self._pod, name)
+            if declared.from_seq is not None:
+                return declared
+        return topics.Declaration(1, self._first_seq(name))
 
 
 # --- in a task: lines to logs ---------------------------------------------------------------------------------------
