@@ -245,6 +245,7 @@ class _Http:
         status, answer = self._call("POST", self._members, terms)
         if status != 200:
             raise ConnectionError(answer)
+        self._diary.generation = None  # what comes next begins at the committed offsets
 
     def _call(self, method: str, target: str, body: Any = None) -> tuple[int, Any]:
         self._connection.request(method, target, None if body is None else json.dumps(body).encode())

@@ -85,6 +85,17 @@ def leave(api, group, member):
 # --- consuming -------------------------------------------------------------------------------------------------------
 
 
+def test_a_member_that_joins_again_is_given_what_it_did_not_commit(api, topic, group):
+    """Its program was killed with messages in its hands, and the next one has its name."""
+    produce(api, topic, "a", "b", "c")
+    members = f"/api/groups/{group}/members"
+    assert api.post(members, {"member": "m", "topics": [topic]}).status == 200
+    assert values(consume(api, topic, group, member="m", maxMessages=1, autoCommit="true")) == ["a"]
+    assert values(consume(api, topic, group, member="m", maxMessages=1, autoCommit="true")) == ["b"]
+    assert api.post(members, {"member": "m", "topics": [topic]}).status == 200
+    assert values(consume(api, topic, group, member="m")) == ["b", "c"]
+
+
 def test_a_loop_of_calls_without_a_member_goes_on_where_the_last_one_ended(api, topic, group):
     produce(api, topic, "a", "b", "c")
     seen = [values(consume(api, topic, group, maxMessages=1)) for _ in range(4)]

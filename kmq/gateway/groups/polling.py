@@ -4,7 +4,8 @@
     async with member.lock: …                                    its cursors, in the order of their turns
 
 Positions   A call goes on where the one before ended. A partition that is new to the member begins at the committed
-            offset. What a member was given and did not commit comes again when its session has ended.
+            offset. What a member was given and did not commit comes again when its session has ended, or when it
+            joins again: then its program was killed, and another one has its name.
 Revoke      A member that comes back has done with what it was given before, so it gives up then what it was asked to.
             Until then it may commit. A call that waits without a message gives up at once.
 Invariant   A member's cursors are of partitions that it was assigned and has not been asked to give up.
@@ -70,6 +71,11 @@ class Poller:
             self._has_assignment.set()
         for watcher in self.watchers:
             watcher.set()
+
+    def begin_anew(self) -> None:
+        """Begin at the committed offsets again: the member's program has started, and what its predecessor had is lost."""
+        self.cursors.clear()
+        self.delivered.clear()
 
     async def first_assignment(self, wait_s: float) -> None:
         """Wait for the first assignment, as long as that takes or `wait_s`."""

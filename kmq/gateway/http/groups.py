@@ -197,6 +197,7 @@ class GroupCalls:
         poller = await self._pollers.member(call.path["group"], name, client, body["topics"], terms)
         await poller.first_assignment(0.0)
         async with poller.lock:
+            poller.begin_anew()
             poller.answer()
         return _member(poller)
 
