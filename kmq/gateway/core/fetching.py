@@ -116,8 +116,8 @@ class Fetching:
                     break
                 try:
                     some = self._read(cursor, room, is_first=not found)
-                except DamageError:
-                    if not found:  # else the next call hears of it
+                except (DamageError, RequestRefused):
+                    if not found:  # else the next call hears of it: the cursors of what was found have moved
                         raise
                     break
                 found += some
