@@ -36,6 +36,8 @@ def pod_with_gateway(directory: Path) -> Iterator[Pod]:
     finally:
         running.down()
         shutil.rmtree(home)
+        for left in Path("/dev/shm").glob(f"*{running.settings.instance}.*"):
+            left.unlink()
 
 
 class Bench:
