@@ -8,10 +8,10 @@ Invariant   These records are never in a plan: the latest record of each key up 
             `Horizon.before_us`, no other record of its key is left, and the WAL begins after it.
 Mechanism   A first read counts in a filter, by hash, which keys may have more than one record. Later reads compare these
             keys alone, at most MAX_KEYS at once: if there are more, the log is read again for each part of their hashes.
-            So a table of which few keys change is read twice, however many keys it has.
-Memory      At most MAX_KEYS keys, some 200 bytes each (a longer key counts as its digest); the filter, _FILTER_BITS / 4
-            bytes; one bit for each of _WINDOW records, or for each record of one larger segment; one read. Together about
-            60 MiB, whatever the size of the log. A log of more than _WINDOW records takes these reads once per window.
+            So a table of up to some ten million keys of which few change is read twice.
+Memory      At most MAX_KEYS keys, some 200 bytes each (a longer key counts as its digest); the filter, 20 MiB; one bit
+            for each of _WINDOW records, or for each record of one larger segment; one read. Together about 60 MiB,
+            whatever the size of the log. A log of more than _WINDOW records takes these reads once per window.
 Damage      DamageError: nothing more of that partition is planned.
 """
 
@@ -30,7 +30,7 @@ from kmq.log.compaction import Sealed
 from kmq.settings import MIB
 
 MAX_KEYS = 100_000
-_FILTER_BITS = 1 << 26  # hashes that the filter tells apart, at most; each takes two bits
+_FILTER_BITS = 1 << 27  # of the filter, at most, and a quarter more
 _FILTER_LEAST = 1 << 12
 _WINDOW = 1 << 27  # records
 _CACHED_BYTES = 64 * MIB  # a larger log does not stay in the page cache, where it would displace what consumers read
@@ -263,24 +263,32 @@ def _windows(segments: list[Sealed]) -> Iterator[_Window]:
 
 
 class _Filter:
-    """Which hashes were added at least twice; it may also name others, never too few. Two bits for each."""
+    """Which hashes were added at least twice; it may also name others, never too few.
+
+    A hash has three bits in `_seen`. If all of them were set before, it gets one in `_again`.
+    """
 
     def __init__(self, records: int) -> None:
         wanted = 1 << max(0, 16 * records - 1).bit_length()
         size = min(_FILTER_BITS, max(_FILTER_LEAST, wanted))
-        self._mask = size - 1
-        self._counts = bytearray(size >> 2)
+        self._mask, self._again_mask = size - 1, (size >> 2) - 1
+        self._seen, self._again = bytearray((size >> 3) + 1), bytearray((size >> 5) + 1)
 
     def add(self, hashed: int) -> None:
-        at = hashed & self._mask
-        shift = (at & 3) << 1
-        count = self._counts[at >> 2] >> shift & 3
-        if count < 2:
-            self._counts[at >> 2] += 1 << shift
+        seen, mask, step = self._seen, self._mask, hashed >> 32 | 1
+        is_new = False
+        for at in (hashed & mask, hashed + step & mask, hashed + 2 * step & mask):
+            byte, bit = at >> 3, 1 << (at & 7)
+            if not seen[byte] & bit:
+                seen[byte] |= bit
+                is_new = True
+        if not is_new:
+            at = hashed & self._again_mask
+            self._again[at >> 3] |= 1 << (at & 7)
 
     def may_be_again(self, hashed: int) -> bool:
-        at = hashed & self._mask
-        return self._counts[at >> 2] >> ((at & 3) << 1) & 3 > 1
+        at = hashed & self._again_mask
+        return bool(self._again[at >> 3] >> (at & 7) & 1)
 
 
 def _tombstone(head: bytes, rest: bytes) -> Tombstone | None:

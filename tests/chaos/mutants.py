@@ -644,7 +644,7 @@ MUTANTS = [
     ),
     Mutant(
         "compaction: keys that come twice are not counted",
-        [("kmq/log/replaced.py", "        if count < 2:\n", "        if count < 1:\n")],
+        [("kmq/log/replaced.py", "        if not is_new:\n", "        if False:\n")],
         ["tests/unit/test_replaced.py"],
     ),
     Mutant(
