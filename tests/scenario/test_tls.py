@@ -488,6 +488,7 @@ def test_tokens_that_would_travel_in_clear_are_warned_of(broker, tmp_path, host,
 # --- the gateway -----------------------------------------------------------------------------------------------------
 
 PRODUCE, STREAM = "/podbus.v1.PodBus/Produce", "/podbus.v1.PodBus/ProduceStream"
+FETCH = "/kmq.v1.Kmq/Fetch"
 HEALTH = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
 A_RECORD = b"\n\x03id1\x12\x05hello"  # of Produce, as protobuf has it
@@ -581,8 +582,10 @@ def test_the_gateway_asks_for_tokens_but_not_for_questions_about_health(secured,
         for bad in ("", good + "x"):
             assert call(broker, authority, PRODUCE, A_RECORD, name, bad) == grpc.StatusCode.UNAUTHENTICATED
             assert call(broker, authority, STREAM, [], name, bad) == grpc.StatusCode.UNAUTHENTICATED
+            assert call(broker, authority, FETCH, b"", name, bad) == grpc.StatusCode.UNAUTHENTICATED
         assert call(broker, authority, PRODUCE, A_RECORD, name, good) == OFFSET_1
         assert call(broker, authority, STREAM, [A_RECORD] * 2, name, good) == [OFFSET_1] * 2
+        assert call(broker, authority, FETCH, b"\n\x06podbus", name, good).startswith(b"\n")
         assert call(broker, authority, HEALTH, b"", name) == SERVING
     for name in ("http", "https"):
         for path in ("/healthz", "/readyz"):

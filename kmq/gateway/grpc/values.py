@@ -110,12 +110,8 @@ def fill(records: Any, found: Sequence[Message]) -> int:
     """Append messages to a field of Records; return the bytes of their lines."""
     nbytes = 0
     for message in found:
-        key, value = message.key, message.value
-        row = records.add(offset=message.offset, timestamp=message.timestamp_ms)
-        if key is not None:
-            row.key = key
-        if value is not None:
-            row.value = value
+        # What is None stays unset.
+        row = records.add(offset=message.offset, key=message.key, value=message.value, timestamp=message.timestamp_ms)
         for name, content in message.headers:
             row.headers.add(name=name, value=content)
         nbytes += message.size

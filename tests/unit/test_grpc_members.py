@@ -1,4 +1,4 @@
-"""kmq.v1 without a broker: clients that are slow, silent, greedy or wrong, and what they cost the others."""
+"""kmq.v1 without a broker: members and clients that are slow, silent, greedy or wrong, and what they cost the others."""
 
 import asyncio
 import time
@@ -120,13 +120,13 @@ class Client:
         stream = self.subscribe()
         await stream.send("join", group="g", topics=["t"], member=id, **more)
         await stream.next("joined")
-        await stream.next("assigned")
+        stream.first = await stream.next("assigned")
         return stream
 
 
 class Stream:
     def __init__(self, call):
-        self.call = call
+        self.call, self.first = call, None
 
     async def send(self, kind, **fields):
         await self.call.write(Request(**{kind: fields}).SerializeToString())
@@ -221,6 +221,23 @@ def test_a_member_that_does_not_read_is_cut_off_and_its_memory_is_free(run):
             again = await two.member("slow")  # its session goes on
             await again.send("fetch", max_records=1)
             assert len((await again.next("batch")).records) == 1
+
+    run(work, KMQ_LINE_DEADLINE="300ms")
+
+
+def test_a_stopped_member_ends_although_it_has_not_read_its_batches(run, clock):
+    async def work(gateway):
+        async with gateway.client() as one, gateway.client() as two:
+            stopped = await one.member("stopped", session_ms=6000)
+            for _ in range(8):
+                await stopped.send("fetch", max_records=1000)
+            (call,) = gateway.streams._open
+            await until(lambda: call.since, "a response that is not read")
+            clock.ahead = 7.0
+            await until(lambda: gateway.groups.describe("g").state.value == "empty", "the end of its session")
+            assert len((await two.member("other")).first.partitions) == 2
+            assert (await stopped.status())[0] in ("UNAVAILABLE", "FAILED_PRECONDITION")
+            await until(lambda: len(gateway.streams) == 1, "the end of its stream")
 
     run(work, KMQ_LINE_DEADLINE="300ms")
 
