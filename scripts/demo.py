@@ -55,8 +55,8 @@ out = Console(highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def broker(settings: Settings) -> Iterator[None]:
-    """A ready broker: the one that is up, or one of our own, stopped at the end."""
+def broker(settings: Settings, with_gateway: bool) -> Iterator[None]:
+    """A ready broker: the one that is up, or one of our own, stopped at the end. Only the group needs its gateway."""
     supervised = FileLock(f"{settings.pipes}/supervisor.owner")
     held = supervised.is_held()
     if held and not supervised.holder().endswith(f"data={os.path.abspath(settings.data)}"):
@@ -69,16 +69,16 @@ def broker(settings: Settings) -> Iterator[None]:
         out.print("broker     was up; it is used and left up")
         yield
         return
-    kmq("up")
+    kmq("up", *([] if with_gateway else ["--no-gateway"]))
     try:
         yield
     finally:
         kmq("down")
 
 
-def kmq(command: str) -> None:
+def kmq(*command: str) -> None:
     """Run `kmq <command>`; it says itself what is wrong."""
-    done = subprocess.run([sys.executable, "-m", "kmq", command], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-m", "kmq", *command], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(done.returncode)
     out.print("broker     " + done.stdout.strip().removeprefix("kmq: "))
@@ -402,7 +402,7 @@ def demo(inputs: list[str], with_group: bool, with_spark: bool) -> int:
     say_input(sources, skipped)
     if not any(source.count for source in sources):
         raise ConfigError("INPUT holds no line: nothing to ship")
-    with broker(settings):
+    with broker(settings, with_group):
         run = Run(settings, sources)
         run.ship()
         out.print("checking   the WAL against the queues, and the payloads against what was sent")
