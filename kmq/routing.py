@@ -6,7 +6,8 @@ WAL gives the same file again:
     topic       the text before the mark (record.py); without a mark the longest declared topic that is a dot-prefix of
                 the routing key, else the text before the first dot
     key         the rest of the routing key; without a mark, an empty rest means no key
-    partition   the number in the mark; else crc32(key) mod partitions; without a key: seq mod partitions
+    partition   the number in the mark; else what the topic's partitioner says: of the key, without a key of the seq
+                (partitioners.py)
 
 A topic is in force from its `from_seq` on: the router gives it that number when it adopts a declaration. If it was
 deleted (kmq/log/deletions.py), its records up to then belong to no topic. If it has grown (kmq/log/growth.py), older
@@ -17,11 +18,11 @@ The framer refuses a partition that the topic does not have. If such a line is s
 number mod partitions, because every line in the WAL must have a place.
 """
 
-import zlib
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 
-from kmq import record
+from kmq import partitioners, record
+from kmq.partitioners import Partitioner
 from kmq.record import MAX_TOPIC
 
 DELETED = b""  # the topic of a record whose topic was deleted later: no queue has it
@@ -45,7 +46,7 @@ Growth = Sequence[tuple[int, int]]  # each time that a topic grew: from which se
 class Topic:
     """One row of the table."""
 
-    __slots__ = ("from_seq", "grown", "lives", "name", "partitions")
+    __slots__ = ("from_seq", "grown", "lives", "name", "partitioner", "partitions")
 
     def __init__(
         self,
@@ -54,9 +55,11 @@ class Topic:
         from_seq: int,
         lives: Sequence[tuple[int, int]] = (),
         grown: Growth = (),
+        partitioner: Partitioner = partitioners.CRC32,
     ) -> None:
         """`partitions`: as it has now. `lives`: from_seq and last_seq of each deleted topic of this name, in order."""
         self.name, self.partitions, self.from_seq, self.lives, self.grown = name, partitions, from_seq, lives, grown
+        self.partitioner = partitioner
 
     @classmethod
     def gone(cls, name: str, lives: Sequence[tuple[int, int]]) -> "Topic":
@@ -87,7 +90,14 @@ class Topic:
         """Return the partition of a message with this route and seq."""
         number: int | None = route.asked
         if number is None:
-            number = seq if route.key is None else zlib.crc32(route.key)
+            if route.key is None:
+                return self.turn_of(seq)
+            number = self.partitioner.number(route.key)
+        return number % (self.partitions_at(seq) if self.grown else self.partitions)
+
+    def turn_of(self, seq: int) -> int:
+        """Return the partition of a message without a key."""
+        number: int = seq // self.partitioner.run
         return number % (self.partitions_at(seq) if self.grown else self.partitions)
 
     def log_names(self) -> list[str]:
@@ -117,13 +127,13 @@ def lives(deleted: Iterable[tuple[str, int, int]]) -> Lives:
 
 
 def table(in_force: Iterable[Topic], lives: Lives, marks_from: int = 0) -> Table:
-    """Return the table of these topics, and of deleted topics."""
-    rows = [
-        Topic(topic.name, topic.partitions, topic.from_seq, lives.get(topic.name, ()), topic.grown)
-        for topic in in_force
-    ]
+    """Return the table of these topics, which get their lives here, and of deleted topics."""
     gone = [Topic.gone(name, mine) for name, mine in lives.items()]
-    return Table(((topic.name.encode(), topic) for topic in (*gone, *rows)), marks_from)
+    found = Table(((topic.name.encode(), topic) for topic in gone), marks_from)
+    for topic in in_force:
+        topic.lives = lives.get(topic.name, ())
+        found[topic.name.encode()] = topic
+    return found
 
 
 def resolve(topics: Table, routing_key: bytes, seq: int) -> Route:

@@ -28,7 +28,7 @@ def write_data(
     data = str(path)
     identity.open_data(data)
     for name, partitions in (declared or {}).items():
-        topics.declare(data, name, partitions)
+        topics.declare(data, name, partitions, partitioner="crc32")  # takes turns by single seqs, so all get records
     limits = Limits(segment_bytes=segment_bytes)
     wal, queues = Wal(data, no_room, 1 << 20, limits), Queues(data, no_room, FakeLogger(), limits)
     queues.recover(0, lambda: None)

@@ -68,6 +68,7 @@ def _is_carried_out(settings: Settings, request: Request) -> bool:
         "kmq topics create orders --partitions 4",
         "kmq topics create jobs.eu",
         "kmq topics create audit --set retention_age=30d",
+        "kmq topics create legacy --partitions 4 --partitioner crc32",
     ),
 )
 def create(
@@ -75,6 +76,9 @@ def create(
     partitions: Annotated[
         int, typer.Option("--partitions", "-p", help="1 to 1024; there can be more later, never fewer.")
     ] = 1,
+    partitioner: Annotated[
+        str, typer.Option(help="murmur2, as Kafka's clients, or crc32; cannot be changed later.")
+    ] = topics.DEFAULT_PARTITIONER,
     own: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,7 +90,7 @@ def create(
     settings = load()
     open_data(settings.data)
     limits = {limit: text for limit, _, text in (pair.partition("=") for pair in own or ())}
-    topics.declare(settings.data, name, partitions, limits)
+    topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S
     while statuses.collect(settings).ready and time.monotonic() < deadline:
         from_seq = topics.load(settings.data, name)[1]
@@ -288,6 +292,7 @@ def describe(settings: Settings, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "partitions": declared.partitions,
+        "partitioner": declared.partitioner,
         "from_seq": declared.from_seq,
         "limits": rows,
         "messages": sum(log["messages"] or 0 for log in logs),

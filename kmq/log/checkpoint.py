@@ -4,13 +4,14 @@
     topic|partition|end_offset|last_seq|bytes      one row per partition
     topic|from_seq|first_offset,…                  one row per topic, with the first offset of each partition
     topic|from_seq|first_offset,…|grown            if it has grown: from which seqs on (kmq/log/growth.py)
+    topic|partitioner                              one row per topic whose partitioner is not crc32
     crc32|<crc32 of the lines above>
 
 The rows of a topic that was deleted later are ignored (kmq/log/deletions.py).
 A damaged checkpoint is ignored, because one wrong digit would number records wrongly.
 `bytes` counts all segments from `first_offset` on, so a start sees by their sizes alone if an earlier one was cut or is
 missing. Retention first moves `first_offset` here, and deletes afterwards: a segment that is missing behind it was
-lost, not deleted. `from_seq` is in topic.toml too; here it outlives the directory.
+lost, not deleted. `from_seq` and the partitioner are in topic.toml too; here they outlive the directory.
 
 Invariant   Every record up to the WAL seq lies in its partition log, and those logs were fsynced before the file got
             its name. So a start replays the WAL from there, and a log smaller than its row was cut later.
@@ -34,6 +35,7 @@ from kmq.log.growth import Since
 from kmq.log.partition import EMPTY, State
 from kmq.log.segment import Segment
 from kmq.logfmt import Logger
+from kmq.partitioners import CRC32, PARTITIONERS
 from kmq.routing import Topic
 
 Rows = dict[tuple[str, int], State]
@@ -51,7 +53,9 @@ def load(data: str) -> tuple[int, Rows, dict[str, Since]]:
     since: dict[str, Since] = {}
     for line in lines[1:]:
         topic, *fields = line.split("|")
-        if len(fields) in (2, 3):
+        if len(fields) == 1:
+            since[topic] = since[topic]._replace(partitioner=PARTITIONERS[fields[0]])
+        elif len(fields) in (2, 3):
             since[topic] = Since(int(fields[0]), growth.decode(fields[2]) if fields[2:] else ())
             for partition, first in enumerate(fields[1].split(",")):
                 state = rows[topic, partition]
@@ -73,6 +77,8 @@ def text(seq: int, states: Rows, topics: Iterable[Topic]) -> bytes:
         starts = [str(states.get((topic.name, number), EMPTY).start) for number in range(topic.partitions)]
         grown = f"|{growth.encode(topic.grown)}" if topic.grown else ""
         rows.append(f"{topic.name}|{topic.from_seq}|{','.join(starts)}{grown}\n")
+        if topic.partitioner is not CRC32:
+            rows.append(f"{topic.name}|{topic.partitioner.name}\n")
     body = "".join(rows).encode()
     return b"%bcrc32|%d\n" % (body, zlib.crc32(body))
 

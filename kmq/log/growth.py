@@ -13,6 +13,7 @@ from itertools import pairwise
 from kmq import record
 from kmq.log import reader
 from kmq.log.damage import DamageError
+from kmq.partitioners import CRC32
 from kmq.routing import Growth, key_behind
 
 KEYED = "its records have keys, and new records of a key would go to another partition than its stored ones"
@@ -20,8 +21,8 @@ _SAMPLE = 1000  # records that are looked at, from each end of a partition
 _TEXT = re.compile(r"\d{1,18}:\d{1,4}(?:,\d{1,18}:\d{1,4})*")
 
 
-class Since(namedtuple("Since", ("from_seq", "grown"), defaults=((),))):
-    """From which seq on a topic is in force, and how it has grown."""
+class Since(namedtuple("Since", ("from_seq", "grown", "partitioner"), defaults=((), CRC32))):
+    """From which seq on a topic is in force, how it has grown, and its partitioner."""
 
     __slots__ = ()
 

@@ -72,6 +72,28 @@ def within(lines: bytes, low: int, high: int) -> bytes:
     return b"\n".join(kept) + b"\n" if kept else b""
 
 
+def start_of(lines: bytes, seq: int, low: tuple[int, int], high: tuple[int, int]) -> int:
+    """Return the byte at which record `seq` begins, in whole lines with consecutive seqs.
+
+    `low`, `high`: (byte, seq) of known beginnings, low at or before it and high at or behind it. Lines of equal length are
+    found at once, others by interpolation; to split all lines would take many times as long.
+    """
+    (begin, first), (end, after) = low, high
+    if seq == after:
+        return end
+    while first < seq:
+        guess = begin + (end - begin) * (seq - first) // (after - first)
+        at = max(begin, lines.rfind(b"\n", begin, guess) + 1)
+        there = record.seq_of(lines[at : at + 20])
+        if there > seq:
+            end, after = at, there
+        elif there > first:
+            begin, first = at, there
+        else:
+            begin, first = lines.index(b"\n", begin) + 1, first + 1
+    return begin
+
+
 def first_at(lines: list[bytes], target: int, field: int) -> int | None:
     """Return the first of checked lines whose SEQ or RECV_TS is at least `target`; None if there is none."""
 

@@ -1,6 +1,7 @@
 """topics/<topic>/topic.toml: the declaration of a topic, and the seq from which on it is in force.
 
     partitions = 4
+    partitioner = "murmur2"          for life (kmq/partitioners.py); a file without this line says crc32
     from_seq = 17                    written by the router
     grown = "90:1"                   by the router, if the topic has grown: before seq 90 it had one partition (growth.py)
     grown_crc32 = 123                of the three lines above
@@ -18,9 +19,9 @@ route. No other process can choose a correct `from_seq`, because only the router
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from kmq import record, routing
+from kmq import partitioners, record, routing
 from kmq.errors import ConfigError, CorruptError
 from kmq.log import growth, identity
 from kmq.log.deletions import Deleted
@@ -30,6 +31,9 @@ from kmq.log.segment import LIMITS, Limits
 from kmq.routing import Growth, Table, Topic
 
 MAX_PARTITIONS = 1024
+CRC32 = partitioners.CRC32.name
+DEFAULT_PARTITIONER = partitioners.DEFAULT.name  # of topics declared from now on
+PARTITIONERS = tuple(partitioners.PARTITIONERS)
 
 
 def toml_path(data: str, name: str) -> str:
@@ -39,24 +43,39 @@ def toml_path(data: str, name: str) -> str:
 class Declaration:
     """What topic.toml says. `from_seq` is None while pending. `limits` replace settings, and are texts."""
 
-    __slots__ = ("from_seq", "grown", "is_guessed", "limits", "partitions")
+    __slots__ = ("from_seq", "grown", "is_guessed", "limits", "partitioner", "partitions")
 
     def __init__(
-        self, partitions: int, from_seq: int | None = None, limits: dict[str, str] | None = None, grown: Growth = ()
+        self,
+        partitions: int,
+        from_seq: int | None = None,
+        limits: dict[str, str] | None = None,
+        grown: Growth = (),
+        partitioner: str = CRC32,
     ) -> None:
         self.partitions, self.from_seq, self.limits, self.grown = partitions, from_seq, limits or {}, grown
+        self.partitioner = partitioner
         self.is_guessed = False  # True: derived from the directories, because the file cannot be read
 
-    def topic(self, name: str) -> Topic:
-        """Return the topic of this name that is declared so; it must not be pending."""
-        assert self.from_seq is not None
-        return Topic(name, self.partitions, self.from_seq, (), self.grown)
+    @classmethod
+    def of(cls, topic: Topic, limits: dict[str, str] | None = None) -> "Declaration":
+        """Return the declaration of a topic in force."""
+        return cls(topic.partitions, topic.from_seq, limits, topic.grown, topic.partitioner.name)
+
+    def topic(self, name: str, default_from: int | None = None) -> Topic:
+        """Return the topic of this name that is declared so. `default_from`: its from_seq if it is pending."""
+        from_seq = default_from if self.from_seq is None else self.from_seq
+        assert from_seq is not None
+        partitioner = partitioners.PARTITIONERS[self.partitioner]
+        return Topic(name, self.partitions, from_seq, (), self.grown, partitioner)
 
     def text(self) -> bytes:
         return "".join(f"{line}\n" for line in self.lines()).encode()
 
     def lines(self) -> list[str]:
         lines = [f"partitions = {self.partitions}"]
+        if self.partitioner != CRC32:
+            lines.append(f'partitioner = "{self.partitioner}"')
         if self.from_seq is not None:
             lines.append(f"from_seq = {self.from_seq}")
         lines += _growth_lines(self.partitions, self.from_seq, self.grown)
@@ -98,6 +117,22 @@ def _in_range(partitions: int) -> int:
     return partitions
 
 
+def _partitioner(table: Mapping[str, object]) -> str:
+    """Return the name of the partitioner in a topic.toml. Raises ValueError if there is none of that name."""
+    damaged = next((key for key in table if _differs_in_one(key, "partitioner")), None)
+    if damaged is not None:  # without the line, keys would be routed to other queues
+        raise ValueError(f"{damaged}: must be partitioner")
+    named = table.get("partitioner", CRC32)
+    if named not in PARTITIONERS:
+        raise ValueError(f"partitioner = {named}: must be {' or '.join(PARTITIONERS)}")
+    return str(named)
+
+
+def _differs_in_one(text: str, other: str) -> bool:
+    """Return True if one byte was flipped between two texts."""
+    return len(text) == len(other) and sum(a != b for a, b in zip(text, other, strict=True)) == 1
+
+
 def read(data: str, name: str) -> Declaration:
     """Return the declaration of a topic.
 
@@ -129,14 +164,18 @@ def parse(text: str) -> Declaration:
     if grown and table.get("grown_crc32") != growth.crc(partitions, from_seq, grown):
         raise ValueError("grown_crc32 does not match")
     limits = {each: str(table[each]) for each in LIMITS if each in table}
-    return Declaration(partitions, from_seq, limits, grown)
+    return Declaration(partitions, from_seq, limits, grown, _partitioner(table))
 
 
 def has_grown(old: Topic, new: Topic) -> bool:
     """Return True if `new` is the same topic, with more partitions from a later seq on."""
     count = len(old.grown)
-    is_same = (old.name, old.from_seq, list(old.grown)) == (new.name, new.from_seq, list(new.grown[:count]))
+    is_same = _life(old) == (new.name, new.from_seq, list(new.grown[:count]), new.partitioner)
     return is_same and len(new.grown) > count and new.grown[count][1] == old.partitions
+
+
+def _life(topic: Topic) -> tuple[object, ...]:
+    return topic.name, topic.from_seq, list(topic.grown), topic.partitioner
 
 
 def fault(data: str, name: str, since: Since | None = None, at_start: bool = False) -> str:
@@ -165,6 +204,8 @@ def fault(data: str, name: str, since: Since | None = None, at_start: bool = Fal
         return f"says from_seq {from_seq}, but router.ckpt says {since.from_seq}"
     if since is not None and list(since.grown) != list(declared.grown[: len(since.grown)]):
         return f"says grown {growth.encode(declared.grown)!r}, but router.ckpt says {growth.encode(since.grown)!r}"
+    if since is not None and since.partitioner.name != declared.partitioner:
+        return f"says partitioner {declared.partitioner}, but router.ckpt says {since.partitioner.name}"
     return ""
 
 
@@ -229,11 +270,20 @@ def table(data: str) -> Table:
     return routing.table(in_force, Deleted.of(data).lives, identity.marks_from(data))
 
 
-def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None = None, own: bool = False) -> None:
+def declare(
+    data: str,
+    name: str,
+    partitions: int,
+    limits: dict[str, str] | None = None,
+    own: bool = False,
+    partitioner: str = DEFAULT_PARTITIONER,
+) -> None:
     """Declare a topic; it is pending until the router adopts it. Raises ConfigError if an argument is invalid.
 
     `own`: a topic that KMQ writes for itself.
     """
+    if partitioner not in PARTITIONERS:
+        raise ConfigError(f"partitioner {partitioner!r}: must be {' or '.join(PARTITIONERS)}")
     Limits().with_changes(limits or {})
     if not (record.is_own_topic(name) if own else record.is_topic(name)):
         raise ConfigError(
@@ -247,7 +297,7 @@ def declare(data: str, name: str, partitions: int, limits: dict[str, str] | None
         if os.path.lexists(f"{data}/{link}"):
             raise ConfigError(f"topic {name!r}: its symlink {link} already exists and leads to another queue")
     try:
-        make(data, name, Declaration(partitions, None, limits))
+        make(data, name, Declaration(partitions, None, limits, (), partitioner))
     except OSError as err:
         raise ConfigError(f"topic {name!r}: could not be declared: {err.strerror}") from err
 

@@ -141,7 +141,7 @@ class Copies:
             if len(self._targets) > 1 << 16:
                 self._targets.clear()
         if isinstance(target, Topic):
-            return self._numbers.get((target.name, seq % target.partitions_at(seq)), _NOWHERE)
+            return self._numbers.get((target.name, target.turn_of(seq)), _NOWHERE)
         return target
 
     def _target(self, key: bytes, seq: int) -> int | Topic:

@@ -5,9 +5,12 @@ An audit reads a ledger, then the ends of the logs, then a second ledger. All va
 """
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from kmq.log import checkpoint, deletions, dropped, identity, topics
+from kmq.partitioners import CRC32, PARTITIONERS, Partitioner
+from kmq.routing import Topic
 
 SeqRange = tuple[int, int]
 
@@ -17,8 +20,8 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
 
     routed_seq  up to this seq every record is in its queue, except those in `dropped`
     marks_from  the first seq whose routing key may have a mark
-    topics      with partitions, from_seq (null: not in force yet), cleanup, and grown: from which seqs on there are more
-                partitions, each with their number before
+    topics      with partitions, from_seq (null: not in force yet), cleanup, partitioner, and grown: from which seqs on
+                there are more partitions, each with their number before
     deleted     deleted topics: the first and the last seq at which each was in force, and the end offsets of its
                 partitions
     dropped     ranges of seqs, first and last, by ring; `framed` also has those that a repair has named as lost
@@ -29,7 +32,7 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
         topic = topics.read(data, name)
         cleanup = topic.limits.get("cleanup", "delete")
         row = {"name": name, "partitions": topic.partitions, "from_seq": topic.from_seq, "cleanup": cleanup}
-        table.append(row | {"grown": [[*each] for each in topic.grown]})
+        table.append(row | {"partitioner": topic.partitioner, "grown": [[*each] for each in topic.grown]})
     return {
         "routed_seq": routed_seq,
         "marks_from": identity.marks_from(data),
@@ -37,6 +40,19 @@ def read(data: str, routed_seq: int = 0) -> dict[str, Any]:
         "deleted": [[gone.topic, gone.from_seq, gone.last_seq, gone.ends] for gone in deletions.read(data)],
         "dropped": _dropped(data),
     }
+
+
+def in_force(ledger: Mapping[str, Any]) -> list[Topic]:
+    """Return the topics in force in a ledger."""
+    return [
+        Topic(row["name"], row["partitions"], row["from_seq"], (), row.get("grown", ()), _partitioner(row))
+        for row in ledger["topics"]
+        if row["from_seq"] is not None
+    ]
+
+
+def _partitioner(row: Mapping[str, Any]) -> Partitioner:
+    return PARTITIONERS[row.get("partitioner", CRC32.name)]  # an older gateway does not send it
 
 
 def _dropped(data: str) -> dict[str, list[SeqRange]]:

@@ -14,11 +14,14 @@ from kmq.log.disk import QUARANTINE, replace_file
 from kmq.log.growth import Since
 from kmq.log.lines import SEQ
 from kmq.log.segment import LIMITS
+from kmq.partitioners import PARTITIONERS, Partitioner
 from kmq.repair import faults
 from kmq.repair.directory import Directory, read_text
 from kmq.repair.quarantine import Quarantine
 from kmq.repair.rewriting import Report
-from kmq.routing import Growth
+from kmq.routing import Growth, Table, Topic, resolve
+
+_EVIDENCE = 64 << 10  # bytes of each partition that tell which partitioner its topic has
 
 
 class SmallFiles:
@@ -113,8 +116,33 @@ class SmallFiles:
         since = known.from_seq if known else int(line[1]) if line else self._first_seq(name, partitions)
         limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
         grown = _growth(text, partitions, known.grown if known else ())
-        replace_file(path, topics.Declaration(partitions, since, limits, grown).text())
+        partitioner = known.partitioner if known else self._partitioner_of(name, text, partitions, grown)
+        replace_file(path, topics.Declaration(partitions, since, limits, grown, partitioner.name).text())
         self.report.add(path, f"partitions = {partitions}, from_seq = {since}")
+
+    def _partitioner_of(self, name: str, text: str, partitions: int, grown: Growth) -> Partitioner:
+        """Return what the file says, else the partitioner that explains where most of the first records are."""
+        stated = re.search(r'(?m)^partitioner = "(\w+)"\n', text)
+        if stated and stated[1] in PARTITIONERS:
+            return PARTITIONERS[stated[1]]
+        votes: Counter[Partitioner] = Counter()
+        marks_from = identity.marks_from(self.data)
+        for partitioner in PARTITIONERS.values():
+            topic = Topic(name, partitions, 0, (), grown, partitioner)
+            table = Table([(name.encode(), topic)], marks_from)
+            for number in range(partitions):
+                for line in self._first_lines(name, number):
+                    seq = record.seq_of(line)
+                    route = resolve(table, record.routing_key_of(line), seq)
+                    votes[partitioner] += route.asked is None and topic.partition_of(route, seq) == number
+        return max(PARTITIONERS.values(), key=lambda partitioner: votes[partitioner])
+
+    def _first_lines(self, name: str, number: int) -> list[bytes]:
+        log = reader.partition(self.data, name, number)
+        try:
+            return [line for line in log.read(log.first_offset, _EVIDENCE)[1].split(b"\n") if line]
+        except DamageError:
+            return []
 
     def _first_seq(self, name: str, partitions: int) -> int:
         try:

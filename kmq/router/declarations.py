@@ -87,14 +87,14 @@ class Declarations:
             if declared.is_guessed and not self._is_blank(name):
                 guessed.add(name)
             if declared.from_seq is not None or name in since:
-                found[name] = Topic(name, declared.partitions, declared.from_seq or 0, (), declared.grown)
+                found[name] = declared.topic(name, 0)
                 self._in_force.set_limits(name, declared)
         self._correct(found, guessed, rows, since)
         self._restore_missing(found, rows, since)
         for topic in found.values():
             if self._is_blank(topic.name):  # a kill or a power cut came before its text was written
                 os.makedirs(f"{self._context.data}/topics/{topic.name}", exist_ok=True)
-                self._write(topic, topics.Declaration(topic.partitions, topic.from_seq, None, topic.grown))
+                self._write(topic, topics.Declaration.of(topic))
             if topic.grown:  # a kill may have come before this
                 topics.drop_single_link(self._context.data, topic)
         self._in_force.load(found.values())
@@ -126,23 +126,28 @@ class Declarations:
         """
         counts = Counter(name for name, _ in rows)
         for name in [name for name in found if name in since]:
-            topic, known = found[name], Topic(name, counts[name], since[name].from_seq, (), since[name].grown)
+            topic, known = found[name], Topic(name, counts[name], since[name].from_seq, (), *since[name][1:])
             if name in guessed or not (_is_same(topic, known) or topics.has_grown(known, topic)):
                 self._context.logger.warn(
                     "topic_mended", topic=name, partitions=known.partitions, from_seq=known.from_seq
                 )
                 found[name] = known  # a wrong number of partitions would route keys to other queues
                 limits = topics.read(self._context.data, name).limits
-                self._write(known, topics.Declaration(known.partitions, known.from_seq, limits, known.grown))
+                self._write(known, topics.Declaration.of(known, limits))
 
     def _restore_missing(self, found: dict[str, Topic], rows: checkpoint.Rows, since: dict[str, Since]) -> None:
         for name, partition in rows:
             if name not in found:
                 self._context.logger.warn("topic_missing", topic=name, effect="it is rebuilt from the WAL")
                 known = since.get(name, Since(1))
-                found[name] = Topic(name, 1, known.from_seq, (), known.grown)
+                found[name] = Topic(name, 1, known.from_seq, (), known.grown, known.partitioner)
             found[name].partitions = max(found[name].partitions, partition + 1)
 
 
 def _is_same(one: Topic, other: Topic) -> bool:
-    return (one.partitions, one.from_seq, list(one.grown)) == (other.partitions, other.from_seq, list(other.grown))
+    grown = list(one.grown) == list(other.grown)
+    return grown and (one.partitions, one.from_seq, one.partitioner) == (
+        other.partitions,
+        other.from_seq,
+        other.partitioner,
+    )

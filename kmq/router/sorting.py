@@ -17,6 +17,7 @@ from kmq import record
 from kmq.links.layout import Block
 from kmq.log import wal
 from kmq.log.dropped import SeqRange
+from kmq.log.lines import start_of
 from kmq.log.partition import PartitionLog
 from kmq.router.context import Context
 from kmq.router.declarations import Declarations
@@ -74,10 +75,12 @@ class Sorter:
                 written += self._route_lines(mixed)
                 mixed = []
             target = self._common_target(block)
-            if target is None:
+            if isinstance(target, PartitionLog):
+                written += self._deliver(target, block.data, block.count, block.first_seq, block.last_seq)
+            elif isinstance(target, Topic) and target.partitioner.run > 1:
+                written += self._take_turns(target, block)
+            else:
                 mixed.append(bytes(block.data))
-                continue
-            written += self._deliver(target, block.data, block.count, block.first_seq, block.last_seq)
         written += self._route_lines(mixed)
         self.routed_bytes += written
         self.sorted_seq = blocks[-1].last_seq
@@ -108,14 +111,32 @@ class Sorter:
         self.sorted_seq = max(self.sorted_seq, seqs.last)
         self._routes.clear()
 
-    def _common_target(self, block: Block) -> PartitionLog | None:
-        """Return the log for all lines of a block, if the framer saw that they share a routing key; else None."""
+    def _common_target(self, block: Block) -> Target:
+        """Return where all lines of a block lead, if the framer saw that they share a routing key; else None."""
         if not block.key_length or block.first_seq < self._table.marks_from <= block.last_seq:
             return None
         head = bytes(block.data[: _STAMP_BYTES + block.key_length])
         at = head.index(b"|", head.index(b"|") + 1) + 1
-        target = self._target(head[at : at + block.key_length], block.first_seq)
-        return target if isinstance(target, PartitionLog) else None
+        return self._target(head[at : at + block.key_length], block.first_seq)
+
+    def _take_turns(self, topic: Topic, block: Block) -> int:
+        """Append a block of lines without a key, cut where the next partition's turn begins."""
+        data, run, last_seq = bytes(block.data), topic.partitioner.run, block.last_seq
+        turns: dict[int, list[bytes]] = {}
+        seqs: dict[int, list[int]] = {}  # count, first and last seq by partition
+        seq, at, whole_end = block.first_seq, 0, (len(data), last_seq + 1)
+        while seq <= last_seq:
+            following = min(seq - seq % run + run, last_seq + 1)
+            end = start_of(data, following, (at, seq), whole_end)
+            number = topic.turn_of(seq)
+            turns.setdefault(number, []).append(data[at:end])
+            mine = seqs.setdefault(number, [0, seq, 0])
+            mine[0] += following - seq
+            mine[2] = following - 1
+            seq, at = following, end
+        return sum(
+            self._deliver(self._log_of(topic, number), b"".join(turns[number]), *mine) for number, mine in seqs.items()
+        )
 
     def _route_lines(self, chunks: list[bytes]) -> int:
         """Sort consecutive stored lines by partition. This is the only loop over single messages."""
@@ -180,15 +201,12 @@ def _spread(
 ) -> dict[PartitionLog, list[bytes]]:
     """Return all lines by log: lines without a key go to the partition of their seq, in order with the others."""
     logs = {target: lines for target, lines in groups.items() if isinstance(target, PartitionLog)}
-    touched: set[PartitionLog] = set()
     for topic, lines in groups.items():
         if isinstance(topic, Topic):
-            partitions = topic.partitions_at(record.seq_of(lines[0]))  # of all: a topic never grows among these lines
+            turns: defaultdict[int, list[bytes]] = defaultdict(list)
             for line in lines:
-                seq = record.seq_of(line)
-                log = log_of(topic, seq % partitions)
-                logs.setdefault(log, []).append(line)
-                touched.add(log)
-    for log in touched:
-        logs[log].sort(key=record.seq_of)
+                turns[topic.turn_of(int(line[: line.index(b"|")]))].append(line)  # record.seq_of, without the call
+            for number, mine in turns.items():
+                log = log_of(topic, number)
+                logs[log] = sorted(logs[log] + mine, key=record.seq_of) if log in logs else mine
     return logs

@@ -112,7 +112,9 @@ class TopicChanges:
             return
         self._sync_wal()
         next_seq = self._sorter.sorted_seq + 1
-        grown = Topic(name, partitions, topic.from_seq, (), [*topic.grown, (next_seq, topic.partitions)])
+        grown = Topic(
+            name, partitions, topic.from_seq, (), [*topic.grown, (next_seq, topic.partitions)], topic.partitioner
+        )
         path = topics.toml_path(data, name)
         with open(path, encoding="utf-8") as file:
             text = topics.with_growth(file.read(), grown)

@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
 
 RECORD = re.compile(rb"([1-9]\d*)\|(\d+\.\d{6})\|([^|\0]+)\|[^|\0]*\|([^|\0]*)\|[^\0]*")
 STREAM_ID = re.compile(rb"([^;-]+)-(\d+)(?:;w=.*)?|(\d+);p=(.*)")
@@ -238,9 +239,33 @@ class Topic(NamedTuple):
     partitions: int
     from_seq: int
     grown: tuple[tuple[int, int], ...] = ()  # from which seq on, partitions before it
+    partitioner: str = "crc32"
 
     def count_at(self, seq: int) -> int:
         return next((before for grown_from, before in self.grown if seq < grown_from), self.partitions)
+
+    def place(self, key: bytes | None, seq: int) -> int:
+        if self.partitioner == "crc32":
+            return (seq if key is None else zlib.crc32(key)) % self.count_at(seq)
+        number = seq // 64 if key is None else _murmur2(unquote_to_bytes(key)) & 0x7FFFFFFF
+        return number % self.count_at(seq)
+
+
+def _murmur2(key: bytes) -> int:
+    """Kafka's, written down once more, byte by byte."""
+    m, mask = 0x5BD1E995, 0xFFFFFFFF
+    found = 0x9747B28C ^ len(key)
+    while len(key) >= 4:
+        word = sum(byte << 8 * n for n, byte in enumerate(key[:4])) * m & mask
+        word = (word ^ word >> 24) * m & mask
+        found, key = (found * m & mask) ^ word, key[4:]
+    if key:
+        found = (found ^ sum(byte << 8 * n for n, byte in enumerate(key))) * m & mask
+    found = (found ^ found >> 13) * m & mask
+    return found ^ found >> 15
+
+
+_ALONE = Topic(1, 0)  # a topic that nobody has declared
 
 
 def _topics(data: Path) -> dict[bytes, Topic]:
@@ -250,7 +275,8 @@ def _topics(data: Path) -> dict[bytes, Topic]:
             table = tomllib.loads((path / "topic.toml").read_text())
             pairs = [pair.split(":") for pair in table.get("grown", "").split(",") if pair]
             grown = tuple((int(seq), int(before)) for seq, before in pairs)
-            topics[path.name.encode()] = Topic(int(table["partitions"]), int(table.get("from_seq", 1 << 62)), grown)
+            count, since = int(table["partitions"]), int(table.get("from_seq", 1 << 62))
+            topics[path.name.encode()] = Topic(count, since, grown, table.get("partitioner", "crc32"))
     return topics
 
 
@@ -261,16 +287,16 @@ def _home(topics: dict[bytes, Topic], record: Record) -> tuple[bytes, int]:
     """(topic, partition) of a record, worked out from its routing key alone."""
     if marked := _MARK.fullmatch(record.key):
         name, number, key = marked.groups()
-        partitions = topics[name].count_at(record.seq) if name in topics else 1
-        return name, int(number or (zlib.crc32(key[1:]) if key else record.seq)) % partitions
+        topic = topics.get(name, _ALONE)
+        key = key[1:] if key else None
+        return name, int(number) % topic.count_at(record.seq) if number else topic.place(key, record.seq)
     labels = record.key.split(b".")
     for n in range(len(labels), 0, -1):
         name = b".".join(labels[:n])
         if name in topics and (topics[name].from_seq <= record.seq or n == 1):
             break
     key = b".".join(labels[n:])
-    partitions = topics[name].count_at(record.seq) if name in topics else 1
-    return name, (zlib.crc32(key) if key else record.seq) % partitions
+    return name, topics.get(name, _ALONE).place(key or None, record.seq)
 
 
 def _check_queues(data: Path, records: list[Record], dropped: set[int], report: Report) -> None:

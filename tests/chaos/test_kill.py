@@ -46,7 +46,7 @@ def declare(pod: Pod, partitions: int = 3) -> None:
     directory = pod.data / "topics" / ".new-wide"
     if not (pod.data / "topics" / "wide").exists():
         directory.mkdir()
-        (directory / "topic.toml").write_text(f"partitions = {partitions}\n")
+        (directory / "topic.toml").write_text(f'partitions = {partitions}\npartitioner = "murmur2"\n')
         try:
             directory.rename(pod.data / "topics" / "wide")
         except OSError:  # a message was faster: then it has one partition

@@ -38,6 +38,7 @@ SMALL = {
     "KMQ_DATA_QUOTA": "12 MiB",
     "KMQ_FSYNC": "never",
 }
+BY_KAFKA = {b"k0": 1, b"k1": 1, b"k2": 1, b"k3": 0, b"k4": 0, b"k5": 0, b"k6": 1}  # of four partitions, by murmur2
 _names = count()
 
 
@@ -112,6 +113,7 @@ def test_a_batch_is_answered_in_order_with_a_place_for_each(broker, api, topic):
         for message in stored[:50]:
             of_key.setdefault(message.key, []).append((message.partition, message.offset))
         assert len(of_key) == 7
+        assert {key: places[0][0] for key, places in of_key.items()} == BY_KAFKA
         for places in of_key.values():
             assert len({partition for partition, _ in places}) == 1 and places == sorted(places)
 
@@ -240,7 +242,9 @@ def test_a_topic_is_created_changed_deleted_and_its_name_used_again(api, topic):
     }
     made = api.post(TOPICS, asked)
     assert made.status == 201 and made.value["fromSeq"] > 0 and len(made.value["partitions"]) == 3
-    assert api.post(TOPICS, asked).status == 200
+    assert made.value["partitioner"] == "murmur2"
+    assert api.post(TOPICS, asked).status == api.post(TOPICS, asked | {"partitioner": "murmur2"}).status == 200
+    assert api.post(TOPICS, asked | {"partitioner": "crc32"}).refusal[:2] == (409, "topic_exists")
     assert api.post(TOPICS, {"name": topic, "partitions": 3}).refusal[:2] == (409, "topic_exists")
     changed = api.call("PATCH", f"{TOPICS}/{topic}", {"retentionMs": None, "retentionBytes": 1 << 30, "partitions": 3})
     assert (changed.value["retentionMs"], changed.value["retentionBytes"]) == (-1, 1 << 30)
@@ -254,7 +258,7 @@ def test_a_topic_is_created_changed_deleted_and_its_name_used_again(api, topic):
     assert api.call("DELETE", f"{TOPICS}/{topic}").status == 204
     assert api.get(f"{TOPICS}/{topic}").refusal[:2] == (404, "unknown_topic")
     assert topic not in [row["name"] for row in api.get(TOPICS).value]
-    assert api.post(TOPICS, {"name": topic}).status == 201
+    assert api.post(TOPICS, {"name": topic, "partitioner": "crc32"}).value["partitioner"] == "crc32"
     assert api.post(produce(topic), {"value": "new"}).value["topic"] == topic
 
 

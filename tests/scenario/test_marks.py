@@ -67,10 +67,10 @@ def test_a_partition_is_the_one_that_was_asked_for_or_the_message_is_refused(up)
                 producer.send(topic, b"nowhere", partition=4).result()
             assert refused.value.code == "unknown_partition"
         assert producer.send("wide", b"goes on", partition=0).result() == 4
-    up.send_lines([b"wide.@1.k|0||plain", b"wide.@4.k|0|7|nowhere", "w.ü.@|0|8|odd".encode(), b"wide.@x|0||a key"])
+    up.send_lines([b"wide.@1.k|0||plain", b"wide.@4.k|0|7|nowhere", "w.ü.@|0|8|odd".encode(), b"wide.@a|0||a key"])
     up.wait_routed(8)
     assert [held(up, "wide", number) for number in (0, 2)] == [
-        [(b"wide.@0", b"goes on"), (b"wide.@x", b"a key")],
+        [(b"wide.@0", b"goes on"), (b"wide.@a", b"a key")],
         [(b"wide.@2", b"in 2"), (b"wide.@2", b"too")],
     ]
     assert (b"wide.@3.eu", b"in 3") in held(up, "wide", 3) and (b"wide.@1.k", b"plain") in held(up, "wide", 1)

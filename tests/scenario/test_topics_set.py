@@ -102,7 +102,7 @@ def test_a_topic_declared_a_moment_ago_keeps_its_partitions_and_takes_limits(bro
     done = broker.kmq("topics", "set", "jobs.eu", "retention_age=2d", "retention_bytes=2GiB")
     assert done.returncode == 0, done.stderr
     assert toml(broker, "jobs.eu").read_text() == (
-        'partitions = 3\nfrom_seq = 1\nretention_age = "2d"\nretention_bytes = "2GiB"\n'
+        'partitions = 3\npartitioner = "murmur2"\nfrom_seq = 1\nretention_age = "2d"\nretention_bytes = "2GiB"\n'
     )
     text = broker.kmq("topics", "show", "jobs.eu").stdout
     assert "3 partition(s), in force from seq 1" in text

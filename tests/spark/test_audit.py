@@ -569,7 +569,7 @@ def test_a_broker_that_is_written_to_has_no_finding_by_files_or_over_http(broker
     rows = judged_at({"kmq.bootstrap.servers": address})
     assert (found(rows), noted(rows)) == ({}, {})
     [source] = sources({"kmq.bootstrap.servers": address})
-    assert {name for name, _, _ in source.snapshot.topics} == {"test", "orders", "jobs", "new"}
+    assert {topic.name for topic in source.snapshot.topics} == {"test", "orders", "jobs", "new"}
     assert source.snapshot.routed == sum(sent)
 
 

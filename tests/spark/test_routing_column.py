@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kmq import record
+from kmq.partitioners import MURMUR2
 from kmq.routing import Route, Table, Topic, resolve
 from kmq.spark.sink.routing import Routing
 
@@ -31,6 +32,7 @@ MARKS = [
 ]
 MARKS += ["@" + "9" * 30, "@1000000007.k", "@00000000000000000003", "@" + "." * 5000]
 TAILS += [b"." + mark.encode() for mark in MARKS] + [b".@.\xff", b"@.k"]
+TAILS += [b"." + key for key in b"a ab abc abcd abcde %41 %4a%C3%bc %4 %% %%41 %zz k%2E%25%32 \xff%ff%00x".split()]
 
 
 def agree(spark, tables, rows):
@@ -81,6 +83,8 @@ def test_router_and_columns_agree_on_random_tables_and_keys(spark, seed):
         for number, topic in enumerate(tables[broker].values()):
             if topic.partitions > 3:
                 topic.grown = [(60, 1), (400, 7)][: number % 3]
+        for topic in list(tables[broker].values())[1::2]:
+            topic.partitioner = MURMUR2
         if seed % 2:  # some were deleted, once or twice, before they were in force again or for good
             for name, topic in list(tables[broker].items())[::3]:
                 topic.lives = [(1, 20), (30, 40)][: rng.randint(1, 2)]
@@ -116,8 +120,11 @@ def test_router_and_columns_agree_on_topics_of_kmq_itself(spark):
 
 
 def test_keyless_messages_spread_by_seq_and_an_undeclared_topic_has_one_partition(spark):
-    rows = [("one", key, seq) for key in (b"t", b"t.", b"new", b"new.k", b"t.k") for seq in range(1, 20)]
-    agree(spark, {"one": table(("t", 4, 1), ("one-partition", 1, 1))}, rows)
+    seqs = [*range(1, 20), 63, 64, 127, 128, 6399, 6400]
+    rows = [("one", key, seq) for key in (b"t", b"t.", b"u", b"new", b"new.k", b"t.k") for seq in seqs]
+    topics = table(("t", 4, 1), ("u", 4, 1), ("one-partition", 1, 1))
+    topics[b"u"].partitioner = MURMUR2
+    agree(spark, {"one": topics}, rows)
     agree(spark, {"one": Table()}, rows)
 
 

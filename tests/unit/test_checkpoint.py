@@ -11,6 +11,7 @@ from kmq.errors import RetryError
 from kmq.log import checkpoint, dropped
 from kmq.log.checkpoint import Checkpointer
 from kmq.log.dropped import SeqRange, without
+from kmq.log.growth import Since
 from kmq.log.partition import State
 from kmq.routing import Topic
 
@@ -32,7 +33,7 @@ def test_a_checkpoint_is_read_as_it_was_written(data):
         body, crc = file.read().split("crc32|")
     assert body == "17\njobs.eu|0|5|16|400\njobs.eu|1|9|12|70\nt|0|1|17|80\njobs.eu|11|0,3\nt|17|0\n"
     assert int(crc) == zlib.crc32(body.encode())
-    assert checkpoint.load(data) == (17, states, {"jobs.eu": (11, ()), "t": (17, ())})
+    assert checkpoint.load(data) == (17, states, {"jobs.eu": Since(11), "t": Since(17)})
     assert checkpoint.routed_seq(data) == 17
 
 

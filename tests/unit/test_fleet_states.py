@@ -184,7 +184,7 @@ def test_a_state_twice_or_all_in_a_snapshot_leads_to_the_same(settings, tmp_path
     found = {"topics/a": b"partitions=3 retention_age=1d", "tokens/x": b"revoked", "shards/1": b"?"}
     applier.apply(Snapshot(2, found, items[1].id))
     assert files(settings) == once and applier.findings() == []
-    assert once[0] == {"a": b'partitions = 3\nretention_age = "1d"\n'} and once[1] == []
+    assert once[0] == {"a": b'partitions = 3\npartitioner = "murmur2"\nretention_age = "1d"\n'} and once[1] == []
     assert Applier(settings, FakeLogger()).states.values == applier.states.values
 
 

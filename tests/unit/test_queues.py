@@ -368,19 +368,20 @@ def test_a_message_before_the_adoption_of_its_topic_is_partitioned_as_declared(d
     assert files(data) == before
 
 
-def test_messages_without_a_key_are_spread_by_seq_and_stay_in_order_among_the_keyed(data):
+@pytest.mark.parametrize(("partitioner", "run"), [("crc32", 1), ("murmur2", 64)])
+def test_messages_without_a_key_are_spread_by_seq_and_stay_in_order_among_the_keyed(data, partitioner, run):
     rng = random.Random(2)
     lines = [rng.choice([b"t|||x", b"t.k%d|||x" % rng.randrange(5)]) for _ in range(300)]
     write_wal(data, lines).close()
     made = open_queues(data, 0)
-    topics.declare(data, "t", 3)
+    topics.declare(data, "t", 3, partitioner=partitioner)
     made.adopt_declarations()
     route(made, lines, 1, size=40)
     made.close()
     for number in range(3):
         seqs = [record.seq_of(line) for line in log_of(data, "t", number).splitlines()]
         assert seqs == sorted(seqs)
-        assert {seq for seq in range(1, 301) if lines[seq - 1] == b"t|||x" and seq % 3 == number} <= set(seqs)
+        assert {seq for seq in range(1, 301) if lines[seq - 1] == b"t|||x" and seq // run % 3 == number} <= set(seqs)
 
 
 def test_more_topics_than_descriptors(data, monkeypatch):
@@ -590,7 +591,7 @@ def test_the_same_routing_key_leads_elsewhere_from_the_seq_on_where_marks_count(
     identity.open_data(data)
     with open(f"{data}/format", "w") as file:
         file.write(identity.format_text(1, 14))
-    topics.declare(data, "wide", 4)
+    topics.declare(data, "wide", 4, partitioner="crc32")
     made = open_queues(data, 0)
     lines = [b"wide.@1.k|||x"] * 40 if size == 40 else [b"wide.@%d.k|||x" % (n % 2) for n in range(40)]
     write_wal(data, lines).close()

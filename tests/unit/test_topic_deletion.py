@@ -27,7 +27,7 @@ TRACED = {
 @pytest.fixture
 def broker(tmp_path):
     made = Broker(tmp_path / "data")
-    topics.declare(made.data, "orders", 2)
+    topics.declare(made.data, "orders", 2, partitioner="crc32")
     made.queues.tick()
     made.send(*(b"orders|0|%d|x" % n for n in range(10)), b"others|0|1|y")
     return made

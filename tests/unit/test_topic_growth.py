@@ -199,7 +199,7 @@ def test_a_checkpoint_and_a_declaration_are_read_as_they_were_written(broker):
     grow(broker, 7)
     broker.queues.close()
     assert topics.read(broker.data, "orders").topic("orders").grown == [(15, 1), (15, 2)]
-    assert checkpoint.load(broker.data)[2]["orders"] == (1, [(15, 1), (15, 2)])
+    assert checkpoint.load(broker.data)[2]["orders"][:2] == (1, [(15, 1), (15, 2)])
     assert growth.decode(growth.encode([(15, 1), (15, 2)])) == [(15, 1), (15, 2)] and growth.decode("") == ()
 
 

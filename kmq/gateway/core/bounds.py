@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from kmq.log import reader, segment, topics
+from kmq.log.topics import Declaration
 
 Signature = tuple[int, ...]
 
@@ -21,18 +22,23 @@ class Bounds:
 
     def __init__(self, data: str) -> None:
         self._data = data
-        self._declared: dict[str, tuple[Signature, tuple[int, int | None]]] = {}
+        self._declared: dict[str, tuple[Signature, Declaration]] = {}
         self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # directory → segment, signature, offsets
 
     def declared(self, topic: str) -> tuple[int, int | None]:
         """Return (partitions, from_seq) of a topic."""
+        found = self.declaration(topic)
+        return found.partitions, found.from_seq
+
+    def declaration(self, topic: str) -> Declaration:
+        """Return what a topic's file says."""
         try:
             now = _signature(topics.toml_path(self._data, topic))
         except FileNotFoundError:
-            return topics.load(self._data, topic)
+            return topics.read(self._data, topic)
         cached = self._declared.get(topic)
         if cached is None or cached[0] != now:
-            cached = self._declared[topic] = now, topics.load(self._data, topic)
+            cached = self._declared[topic] = now, topics.read(self._data, topic)
         return cached[1]
 
     def of(self, topic: str, partition: int) -> tuple[int, int]:

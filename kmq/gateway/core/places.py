@@ -19,7 +19,7 @@ from kmq import record, routing
 from kmq.gateway.core.bounds import Bounds
 from kmq.log import identity, reader
 from kmq.log.lines import SEQ
-from kmq.routing import Table, Topic
+from kmq.routing import Table
 from kmq.settings import KIB, MIB
 
 _THREADS = 2
@@ -130,8 +130,8 @@ class PlaceFinder:
         del self._waiting[topic]
 
     def _look(self, name: str, wanted: Iterable[Wanted]) -> Places:
-        partitions, from_seq = self._bounds.declared(name)
-        topic = Topic(name, partitions, from_seq or 0)
+        declared = self._bounds.declaration(name)
+        partitions, topic = declared.partitions, declared.topic(name, 0)
         table = Table({name.encode(): topic}, self._marks_from)
         by_partition: dict[int, list[int]] = {}
         for routing_key, seq in wanted:

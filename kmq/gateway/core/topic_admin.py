@@ -37,6 +37,7 @@ class TopicState(NamedTuple):
     partitions: int
     from_seq: int | None
     options: dict[str, int | str]
+    partitioner: str
 
 
 class TopicAdmin:
@@ -81,12 +82,17 @@ class TopicAdmin:
         own = requests.limits_to_be(self._data, name, dict(declared.limits))
         self._in_force.changed()
         limits = Limits.of(self._in_force.settings).with_changes(own)
-        return TopicState(name, declared.partitions, declared.from_seq, values_of(limits))
+        return TopicState(name, declared.partitions, declared.from_seq, values_of(limits), declared.partitioner)
 
     # --- changing ----------------------------------------------------------------------------------------------------
 
-    async def create(self, name: str, partitions: int, options: Mapping[str, Value]) -> tuple[TopicState, bool]:
-        """Declare a topic and wait until it is in force. Returns it, and True unless an equal one existed."""
+    async def create(
+        self, name: str, partitions: int, options: Mapping[str, Value], partitioner: str | None = None
+    ) -> tuple[TopicState, bool]:
+        """Declare a topic and wait until it is in force. Returns it, and True unless an equal one existed.
+
+        `partitioner`: None takes the default, and whatever an existing topic has.
+        """
         limits = {limit: text for limit, text in limits_of(options).items() if text}
         if not record.is_topic(name):
             raise bad_field(
@@ -94,18 +100,22 @@ class TopicAdmin:
             )
         if not 1 <= partitions <= topics.MAX_PARTITIONS:
             raise bad_field("partitions", f"must be between 1 and {topics.MAX_PARTITIONS}")
+        if partitioner not in (None, *topics.PARTITIONERS):
+            raise bad_field("partitioner", f"must be {' or '.join(topics.PARTITIONERS)}")
         async with self._creating:
-            is_made = await asyncio.to_thread(self._declare, name, partitions, limits)
+            is_made = await asyncio.to_thread(self._declare, name, partitions, limits, partitioner)
         if is_made:
             await self._wait(lambda: topics.load(self._data, name)[1] is not None)
         return await self.describe(name), is_made
 
-    def _declare(self, name: str, partitions: int, limits: dict[str, str]) -> bool:
+    def _declare(self, name: str, partitions: int, limits: dict[str, str], partitioner: str | None) -> bool:
         """Declare a topic; return False if an equal one exists. Raises RequestRefused if it differs."""
         if not self.exists(name):
             self._check_room(partitions)
             try:
-                topics.declare(self._data, name, partitions, limits)
+                topics.declare(
+                    self._data, name, partitions, limits, partitioner=partitioner or topics.DEFAULT_PARTITIONER
+                )
                 return True
             except ConfigError as err:
                 if not self.exists(name):  # a message may have made it just now
@@ -114,6 +124,9 @@ class TopicAdmin:
         if declared.partitions != partitions:
             text = f"topic {name!r}: exists with {declared.partitions} partition(s)"
             raise RequestRefused("topic_exists", text, field="partitions")
+        if partitioner not in (None, declared.partitioner):
+            text = f"topic {name!r}: exists with partitioner {declared.partitioner}"
+            raise RequestRefused("topic_exists", text, field="partitioner")
         own = requests.limits_to_be(self._data, name, dict(declared.limits))
         for limit in sorted({*own, *limits}):
             if _parsed(limit, own.get(limit, "")) != _parsed(limit, limits.get(limit, "")):

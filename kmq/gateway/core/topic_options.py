@@ -49,18 +49,12 @@ OPTIONS = {
     "deleteRetentionMs": Option("delete_retention", _age_text, _age),
     "maxDeliveries": Option("max_deliveries", _count_text, _count),
 }
-# Options of the design that no part of the broker obeys yet, and the only value that is true today.
-NOT_YET: dict[str, Value] = {"partitioner": "crc32"}
 
 
 def limits_of(options: Mapping[str, Value]) -> dict[str, str]:
     """Return the texts of these options as limits of topic.toml; "" is none of its own. Raises RequestRefused."""
     limits = {}
     for name, value in options.items():
-        if name in NOT_YET:
-            if value != NOT_YET[name]:
-                raise bad_field(name, f"must be {NOT_YET[name]}, because this release of KMQ has no other yet")
-            continue
         option = OPTIONS[name]
         limits[option.limit] = "" if value is None else option.text(value)
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.assignors import ASSIGNORS
 from kmq.ids import MAX_WINDOW_ID, NAME_PATTERN
-from kmq.log.topics import MAX_PARTITIONS
+from kmq.log.topics import MAX_PARTITIONS, PARTITIONERS
 
 Schema = Mapping[str, Any]
 MOST_MESSAGES = 10_000  # in one request
@@ -59,9 +59,9 @@ _OPTIONS: dict[str, Schema] = {
     "cleanupPolicy": _CLEANUP,
     "deleteRetentionMs": _limit("age in ms up to which compaction keeps a message without a value"),
     "maxDeliveries": _limit("deliveries after which a message that is given back becomes a dead letter"),
-    "partitioner": text("how a key decides on the partition; this release has crc32", enum=["crc32", "murmur2"]),
 }
-_CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items() if name != "partitioner"}
+_PARTITIONER = text("how a key decides on the partition; new topics: murmur2", enum=[*PARTITIONERS])
+_CHANGES = {name: or_null(schema) for name, schema in _OPTIONS.items()}
 for _schema in _CHANGES.values():
     if "enum" in _schema:
         _schema["enum"] = [*_schema["enum"], None]
@@ -74,7 +74,7 @@ _SUMMARY = {
     "name": text("the topic"),
     "fromSeq": or_null(number("the WAL's number from which on the topic is in force; null: not yet")),
     "replicationFactor": number("copies of each message", least=1, most=1),
-    "partitioner": _OPTIONS["partitioner"],
+    "partitioner": _PARTITIONER,
     "cleanupPolicy": _CLEANUP,
     **_IN_FORCE,
 }
@@ -126,6 +126,7 @@ SCHEMAS: dict[str, Schema] = {
         ["name"],
         name=text("letters, digits, _ . - and no . or - in front", minLength=1, maxLength=200),
         partitions=_PARTITIONS,
+        partitioner=_PARTITIONER,
         replicationFactor=number("1, because a broker keeps one copy", least=1, most=32767),
         **_OPTIONS,
     ),

@@ -7,7 +7,7 @@ from aiohttp import web
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.refused import bad_field
 from kmq.gateway.core.topic_admin import TopicState
-from kmq.gateway.core.topic_options import NOT_YET, OPTIONS
+from kmq.gateway.core.topic_options import OPTIONS
 from kmq.gateway.http.bodies import Bodies, parse_json
 from kmq.gateway.http.operations import Call
 from kmq.gateway.http.schema import SCHEMAS, check
@@ -30,7 +30,9 @@ class Topics:
         body = await self._read(call, "NewTopic")
         if body.get("replicationFactor", 1) != 1:
             raise bad_field("replicationFactor", "must be 1, because one broker keeps one copy of each message")
-        topic, is_made = await self._topics.create(body["name"], body.get("partitions", 1), _options(body))
+        topic, is_made = await self._topics.create(
+            body["name"], body.get("partitions", 1), _options(body), body.get("partitioner")
+        )
         return await self._described(topic, 201 if is_made else 200)
 
     async def list_all(self, call: Call) -> web.Response:
@@ -72,9 +74,9 @@ class Topics:
 
 
 def _options(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if name in OPTIONS or name in NOT_YET}
+    return {name: value for name, value in body.items() if name in OPTIONS}
 
 
 def _summary(topic: TopicState) -> dict[str, Any]:
     fixed = {"name": topic.name, "fromSeq": topic.from_seq, "replicationFactor": 1}
-    return fixed | {"partitioner": NOT_YET["partitioner"]} | topic.options
+    return fixed | {"partitioner": topic.partitioner} | topic.options

@@ -22,9 +22,9 @@ class Routes:
         changing = [topic for topic in self._table.values() if "." in topic.name or topic.lives or topic.grown]
         changes = {seq for topic in changing for seq in topic.changes()}
         self._epochs = np.array(sorted(changes | {snapshot.marks_from}), np.int64)
-        self._memo: defaultdict[int, dict[bytes, tuple[int, int]]] = defaultdict(dict)
-        for name, partitions, _ in snapshot.topics:
-            self._number(name, partitions)
+        self._memo: defaultdict[int, dict[bytes, tuple[int, int, int]]] = defaultdict(dict)
+        for topic in snapshot.topics:
+            self._number(topic.name, topic.partitions)
         for name, partition in snapshot.queues:
             self._number(name, partition + 1)
         self.deleted = self._number("(deleted)", 1) if snapshot.deleted else -1
@@ -47,13 +47,14 @@ class Routes:
         epochs = np.searchsorted(self._epochs, seqs, "right")
         targets = np.empty(len(seqs), np.int64)
         for epoch in np.unique(epochs).tolist() if len(self._epochs) else [0]:
-            pairs = np.array([self._target(key, epoch) for key in keys], np.int64).reshape(-1, 2)
+            found = np.array([self._target(key, epoch) for key in keys], np.int64).reshape(-1, 3)
             chosen = epochs == epoch
-            targets[chosen] = pairs[codes[chosen], 0] + seqs[chosen] % pairs[codes[chosen], 1]
+            first, partitions, run = found[codes[chosen]].T
+            targets[chosen] = first + seqs[chosen] // run % partitions
         return targets
 
-    def _target(self, key: bytes, epoch: int) -> tuple[int, int]:
-        """Return (target, 1), or (first target, partitions) if the seq decides on the partition.
+    def _target(self, key: bytes, epoch: int) -> tuple[int, int, int]:
+        """Return (target, 1, 1), or (first target, partitions, run) if the seq decides on the partition.
 
         `epoch`: how many changes of the table precede the seq.
         """
@@ -64,7 +65,8 @@ class Routes:
         route = resolve(self._table, key, seq)
         topic = self._table.get(route.topic) or Topic(route.topic.decode(errors="replace"), 1, 0)
         base = self.deleted if route.topic == DELETED else self._number(topic.name, topic.partitions)
-        found = (base, topic.partitions_at(seq)) if route.is_spread else (base + topic.partition_of(route, seq), 1)
+        partitions, run = topic.partitions_at(seq), topic.partitioner.run
+        found = (base, partitions, run) if route.is_spread else (base + topic.partition_of(route, seq), 1, 1)
         if len(memo) >= _MAX_KEYS:
             memo.clear()
         memo[key] = found

@@ -6,12 +6,13 @@ Order       The router's routed seq, the ends of the queues, the end of the WAL,
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kmq.log import identity, segment
 from kmq.log.damage import DamageError
-from kmq.routing import Growth, Table, Topic, lives, table
+from kmq.repair import ledger as ledgers
+from kmq.routing import Table, Topic, lives, table
 from kmq.spark.audit.findings import THE_WAL, Damage, OffsetRange, Place, SeqRange
 from kmq.spark.connections import Access
 from kmq.spark.source.broker import Broker
@@ -28,18 +29,16 @@ class Snapshot(NamedTuple):
     routed: int
     queues: dict[Place, OffsetRange]
     wal: OffsetRange
-    topics: list[tuple[str, int, int]]  # name, partitions, from_seq
+    topics: list[Topic]
     compacted: list[str]
     dropped: dict[str, list[SeqRange]]  # by ring
     hidden: dict[str, Damage]  # topics whose queues' ends are hidden by damage
     marks_from: int = 0  # the first seq whose routing key may have a mark
     deleted: Sequence[tuple[str, int, int]] = ()  # deleted topics: name, from_seq, last_seq
-    grown: Mapping[str, Growth] = {}  # by topic
 
     def table(self) -> Table:
         """Return the routing table."""
-        in_force = [Topic(name, count, since, (), self.grown.get(name, ())) for name, count, since in self.topics]
-        return table(in_force, lives(self.deleted), self.marks_from)
+        return table(self.topics, lives(self.deleted), self.marks_from)
 
 
 def take(broker: Broker) -> Snapshot:
@@ -53,13 +52,12 @@ def take(broker: Broker) -> Snapshot:
         routed=routed,
         queues={place: ends for place, ends in queues.items() if place[0] in names},  # others were deleted since
         wal=wal,
-        topics=[(row["name"], row["partitions"], row["from_seq"]) for row in ledger["topics"] if row["from_seq"]],
+        topics=ledgers.in_force(ledger),
         compacted=[row["name"] for row in ledger["topics"] if row["cleanup"] == "compact"],
         dropped=ledger["dropped"],
         hidden=hidden,
         marks_from=ledger.get("marks_from", identity.NEVER),  # an older gateway does not send it
         deleted=[(name, from_seq, last_seq) for name, from_seq, last_seq, _ in ledger.get("deleted", ())],
-        grown={row["name"]: row["grown"] for row in ledger["topics"] if row.get("grown")},
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from kmq.errors import ConfigError
 from kmq.log import identity, topics
+from kmq.repair import ledger as ledgers
 from kmq.routing import Table, Topic, lives, table
 from kmq.spark.sink.routing import Routing
 from kmq.spark.source.brokers import open_broker
@@ -28,13 +29,13 @@ class Pods:
 
     def look(self) -> tuple[Routing, Ranges]:
         """Return the current routing table, and what drop_oldest removed from the queues."""
-        ledgers = {name: broker.ledger() for name, broker in self.brokers.items()}
-        dropped = {name: ledger["dropped"]["durable"] for name, ledger in ledgers.items()}
+        stated = {name: broker.ledger() for name, broker in self.brokers.items()}
+        dropped = {name: ledger["dropped"]["durable"] for name, ledger in stated.items()}
         if self._table:  # seqs of another broker mean nothing here: all of it is in force from the start
-            rows = topics.listing(self._table)
-            given = [(name.encode(), Topic(name, partitions, 0)) for name, partitions, _ in rows]
-            return Routing({name: Table(given, _marks_from(ledger)) for name, ledger in ledgers.items()}), dropped
-        return Routing({name: in_force(ledger) for name, ledger in ledgers.items()}), dropped
+            rows = [topics.read(self._table, name).topic(name, 0) for name in topics.names(self._table)]
+            given = [(row.name.encode(), Topic(row.name, row.partitions, 0, (), (), row.partitioner)) for row in rows]
+            return Routing({name: Table(given, _marks_from(ledger)) for name, ledger in stated.items()}), dropped
+        return Routing({name: in_force(ledger) for name, ledger in stated.items()}), dropped
 
     def identities(self) -> dict[str, str]:
         """Return broker → id of its data directory."""
@@ -43,12 +44,7 @@ class Pods:
 
 def in_force(ledger: Mapping[str, Any]) -> Table:
     """Return the routing table in a ledger."""
-    rows = [
-        Topic(row["name"], row["partitions"], row["from_seq"], (), row.get("grown", ()))
-        for row in ledger["topics"]
-        if row["from_seq"] is not None
-    ]
-    return table(rows, lives(each[:3] for each in ledger.get("deleted", ())), _marks_from(ledger))
+    return table(ledgers.in_force(ledger), lives(each[:3] for each in ledger.get("deleted", ())), _marks_from(ledger))
 
 
 def _marks_from(ledger: Mapping[str, Any]) -> int:

@@ -17,13 +17,16 @@ from collections.abc import Mapping, Sequence
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
+from kmq.partitioners import MURMUR2
 from kmq.record import NO_PARTITION
 from kmq.routing import Table
+from kmq.spark.sink.murmur2 import murmur2
+from kmq.spark.sink.murmur2 import turn as turn_of
 
 _TO_THE_END = (1 << 31) - 1
 _MARK = r"\.@([0-9]*)(?:\.|\z)"
 _MARKED = rf"\A([A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}){_MARK}"  # kmq.record.marked
-_PARTITIONS, _FROM_SEQ = 0, 1
+_PARTITIONS, _FROM_SEQ, _IS_MURMUR2 = 0, 1, 2
 
 
 class Routing:
@@ -53,7 +56,7 @@ class Routing:
             {name: [*(before for _, before in topic.grown), topic.partitions] for name, topic in grown.items()}
         )
         rows = {
-            self._name(broker, name.decode()): (topic.partitions, topic.from_seq)
+            self._name(broker, name.decode()): (topic.partitions, topic.from_seq, int(topic.partitioner is MURMUR2))
             for broker, table in tables.items()
             for name, topic in table.items()
             if topic.partitions > 1 or b"." in name  # other topics behave as if they were not declared
@@ -63,6 +66,7 @@ class Routing:
         labels = {name.count(b".") + 1 for table in tables.values() for name in table}
         self._labels = sorted(labels - {1}, reverse=True)  # of a topic, the longest first
         self._rows = _constant(rows)
+        self._knows_murmur2 = any(row[_IS_MURMUR2] for row in rows.values())
 
     def topic(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
         """Return the topic, text: from a mark, else the longest in force, else the first label; empty if deleted."""
@@ -98,12 +102,18 @@ class Routing:
 
     def partition(self, routing_key: Column | str, seq: Column | str, broker: Column | str = "broker") -> Column:
         """Return the partition, int: from the mark, else by the key, else by the seq."""
-        partitions = self._partitions(self.topic(routing_key, seq, broker), seq, broker)
+        name = self.topic(routing_key, seq, broker)
+        partitions = self._partitions(name, seq, broker)
         digits, key = self._marked(routing_key, seq, broker, 2), self.key(routing_key, seq, broker)
         asked = F.when(F.length(digits) > 18, F.lit(NO_PARTITION)).otherwise(
             F.least(digits.cast("bigint"), F.lit(NO_PARTITION))
         )
-        number = F.when(digits != "", asked).when(key.isNotNull(), F.crc32(key)).otherwise(_column(seq))
+        hashed, turn = F.crc32(key), _column(seq)
+        if self._knows_murmur2:
+            is_murmur2 = self._row(name, broker)[_IS_MURMUR2] == 1
+            hashed = F.when(is_murmur2, murmur2(key)).otherwise(hashed)
+            turn = F.when(is_murmur2, turn_of(turn)).otherwise(turn)
+        number = F.when(digits != "", asked).when(key.isNotNull(), hashed).otherwise(turn)
         return (number % partitions).cast("int")
 
     def _partitions(self, name: Column, seq: Column | str, broker: Column | str) -> Column:
