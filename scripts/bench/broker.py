@@ -1,7 +1,7 @@
 """The parts of the benchmark of the broker.
 
     scripts/bench [burst sustained acked acked-latency connections redis syscalls latency idle memory
-                   startup startup-topics] [--quick] [--json FILE] [--dir DIR] [--cache DIR]
+                   partitions startup startup-topics] [--quick] [--json FILE] [--dir DIR] [--cache DIR]
 
 The broker is what `kmq up` starts, with a private instance, free ports and a new directory on a real disk; fdatasync is on. Other
 settings (RB_SLOTS=32768 scripts/bench sustained) come from the environment and are named in the result. The end of a run is seen
@@ -21,6 +21,7 @@ from pathlib import Path
 from bench.gauges import cpu_exact, memory_figures, rest_of_machine
 from bench.latency import latency
 from bench.lines import KEY, line
+from bench.partitions import partitions
 from bench.pod import Pod, pod, wait_until
 from bench.redis import redis
 from bench.replies import acked_latency, connections
@@ -106,6 +107,7 @@ PARTS: dict[str, Callable[[Path, Scale], Iterator[Figure]]] = {
     "latency": latency,
     "idle": idle,
     "memory": memory,
+    "partitions": partitions,
     "startup": startup,
     "startup-topics": startup_topics,
 }

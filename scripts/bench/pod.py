@@ -90,6 +90,10 @@ class Pod:
     def pids(self) -> dict[str, int]:
         return {stage.name: stage.pid for stage in status.collect(self.settings).stages}
 
+    def declare(self, topic: str, partitions: int) -> None:
+        """Declare a topic and wait until it is in force."""
+        self._kmq("topics", "create", topic, "--partitions", str(partitions))
+
     def send(self, kind: str, *arguments: object) -> "Sending":
         return Sending(kind, f"127.0.0.1:{self.port}", *arguments)
 
