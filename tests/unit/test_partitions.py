@@ -51,6 +51,21 @@ def all_batches(log, offset, max_bytes):
 # --- partitions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_topic_that_is_just_being_made_does_not_become_another_one(data, is_empty):
+    """The router makes the directory, then the file that says since when the topic is in force."""
+    os.makedirs(f"{data}/topics/young/0")
+    path = Path(topics.toml_path(data, "young"))
+    if is_empty:
+        path.touch()
+    partitions = Partitions(data)
+    log = partitions.open("young", 0)
+    assert partitions.declared("young") == (1, None)
+    path.write_bytes(topics.Declaration(1, 2001).text())
+    log.check()
+    assert partitions.declared("young") == (1, 2001)
+
+
 def test_topics_and_partitions_that_are_not_there_are_refused(data):
     partitions = Partitions(data)
     assert (partitions.count("t"), partitions.count("spread"), partitions.bounds("t", 0)) == (1, 3, (0, 2000))

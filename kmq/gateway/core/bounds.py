@@ -26,9 +26,9 @@ class Bounds:
         self._bounds: dict[str, tuple[str, Signature, tuple[int, int]]] = {}  # directory → segment, signature, offsets
 
     def declared(self, topic: str) -> tuple[int, int | None]:
-        """Return (partitions, from_seq) of a topic."""
+        """Return (partitions, from_seq) of a topic; from_seq is None while the router has not written it."""
         found = self.declaration(topic)
-        return found.partitions, found.from_seq
+        return found.partitions, None if found.is_guessed else found.from_seq
 
     def declaration(self, topic: str) -> Declaration:
         """Return what a topic's file says."""
