@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from typing import Any
 
 from aiohttp import web
 from grpc_health.v1 import health_pb2_grpc
@@ -145,7 +146,7 @@ class Gateway:
             self.row.port = ports["http"]
             opened = {f"{name}_port": port for name, port in sorted(ports.items())}
             self.log.info("ready", pid=os.getpid(), host=self.settings.host, **opened)
-            await self._watch()
+            await self._watch(keeping)
         finally:
             self._state("draining")
             self.doors.close()
@@ -176,10 +177,15 @@ class Gateway:
         await runner.setup()
         return runner
 
-    async def _watch(self) -> None:
-        """Keep up the heartbeat and the health status until a signal comes."""
+    async def _watch(self, keeping: asyncio.Future[Any]) -> None:
+        """Keep up the heartbeat and the health status until a signal comes.
+
+        Raises what has ended `keeping`: groups that nobody moves would keep their members waiting for ever.
+        """
         report_at = 0.0
         while not self.stopping.is_set():
+            if keeping.done():
+                await keeping
             self._state("ready")
             self.page.keep_in_place("gateway")
             self.doors.sweep()

@@ -16,7 +16,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from fake_logger import FakeLogger
 from google.protobuf import descriptor_pb2
-from log_server import groups_of
+from log_server import groups_of, up
+from made_data import write_data
 from made_up import stored
 
 from kmq import gateway, refusals
@@ -35,7 +36,7 @@ from kmq.gateway.grpc import podbus
 from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.statuses import status_of
 from kmq.gateway.http import web
-from kmq.gateway.server import Changes
+from kmq.gateway.server import Changes, Gateway
 from kmq.log import passes, topics
 from kmq.log.damage import DamageError
 from kmq.log.disk import replace_file
@@ -566,3 +567,22 @@ def test_of_very_many_topics_only_some_are_shown_one_by_one(broker, monkeypatch)
     text = metrics.page(broker, metrics.Requests()).decode()
     assert re.findall(r'kmq_end_offset{partition="0",topic="(t\d)"} 0.0', text) == ["t0", "t1", "t2"]
     assert "\nkmq_topics 9.0\n" in text
+
+
+def test_a_gateway_whose_groups_are_kept_by_nobody_ends(tmp_path, monkeypatch):
+    """The supervisor starts it again; as it was, members would wait for ever."""
+
+    async def fail(self):
+        raise LookupError("a fault in the groups")
+
+    async def serve(broker):
+        async with asyncio.timeout(30):
+            await Gateway(broker.settings, broker.page, FakeLogger()).run()
+
+    monkeypatch.setattr("kmq.gateway.groups.membership.Groups.run", fail)
+    ports = dict.fromkeys(
+        ("KMQ_GRPC_PORT", "KMQ_HTTP_PORT", "KMQ_METRICS_PORT", "KMQ_EGRESS_PORT", "KMQ_STATUS_PORT"), "0"
+    )
+    data = write_data(tmp_path / "d", [b"t|||1"])
+    with up(data, 1, KMQ_PIPES=str(tmp_path), **ports) as broker, pytest.raises(LookupError, match="in the groups"):
+        asyncio.run(serve(broker))
