@@ -13,6 +13,7 @@ import pytest
 from made_data import append, write_data
 
 from kmq.errors import ConfigError
+from kmq.log import identity, topics
 from kmq.spark.pipelines import mirror
 from kmq.spark.source.brokers import Directory
 
@@ -167,6 +168,11 @@ def test_what_would_change_places_is_refused_before_anything_is_sent(spark, sour
     other = write_data(tmp_path / "other", [b"orders.k|0|1|x"])
     with pytest.raises(ConfigError, match=r"topic orders: 3 partitions here, 1 at .*: keys would change places"):
         mirror.run(spark, where, "127.0.0.1:1", Directory(other))
+    murmur = str(tmp_path / "murmur")
+    identity.open_data(murmur)
+    topics.declare(murmur, "orders", 3, partitioner="murmur2")
+    with pytest.raises(ConfigError, match=r"partitioner crc32 here, murmur2 at .*: keys would change places"):
+        mirror.run(spark, where, "127.0.0.1:1", Directory(murmur))
     with pytest.raises(ConfigError, match=r"3 partitions at .*, 1 elsewhere|1 partitions at .*, 3 elsewhere"):
         mirror.run(spark, {"path": f"{source},{other}", "subscribe": "orders"}, "127.0.0.1:1")
 

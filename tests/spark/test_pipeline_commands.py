@@ -182,7 +182,10 @@ def test_kmq_sql_reads_a_script_and_ends_at_its_first_error_with_one_line(tmp_pa
     )
     assert done.stdout.split() == ["n", "2", "value_text", "a", "b"]
     assert done.returncode == 78
-    assert done.stderr.splitlines()[-1] == "kmq: unknown topic `nope`; expected one of orders, append, all_topics"
+    assert (
+        done.stderr.splitlines()[-1]
+        == "kmq: unknown topic `nope`; expected one of orders, append, all_topics, __consumer_offsets"
+    )
     assert not [line for line in done.stderr.splitlines()[:-1] if not line.startswith("ts=")], "Spark is quiet"
     assert os.listdir(tmp_path) == ["data"], "nothing is left where it was run"
 

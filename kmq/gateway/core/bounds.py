@@ -68,6 +68,7 @@ class Bounds:
         """Yield the rows of these topics, ready for JSON."""
         for name in names:
             partitions, from_seq = self.declared(name)
+            partitioner = self.declaration(name).partitioner
             firsts, ends = zip(*(self.of(name, number) for number in range(partitions)), strict=True)
-            row = {"name": name, "partitions": partitions, "from_seq": from_seq}
+            row = {"name": name, "partitions": partitions, "partitioner": partitioner, "from_seq": from_seq}
             yield row | {"first_offsets": firsts, "end_offsets": ends}

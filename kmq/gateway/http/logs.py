@@ -1,7 +1,8 @@
 """The logs over HTTP, read-only: for kmq.spark.source.remote, and for any other remote reader, such as curl.
 
     GET /v1/broker                       {"data_id", "format", "instance", "marks_from"}
-    GET /v1/topics[?after=&limit=]       [{"name", "partitions", "from_seq", "first_offsets": […], "end_offsets": […]}]
+    GET /v1/topics[?after=&limit=]       [{"name", "partitions", "partitioner", "from_seq", "first_offsets": […],
+                                           "end_offsets": […]}]
                   &internal=true         also topics of KMQ itself (`__…`)
     GET /v1/ledger                       {"routed_seq", "topics": [{…}], "dropped": {ring: [[first, last]]}}
     GET /v1/logs[?topic=a&topic=b]       [{"topic", "partition", "first_offset", "end_offset"}] of the topics that exist

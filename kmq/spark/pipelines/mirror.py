@@ -20,9 +20,9 @@ Invariant   The target knows a message by producer `mirror-<source id>-<topic>-<
             message that is sent again is stored once, in order: after a kill of the driver, a task or the target, or
             without the checkpoint. A message with a header `mirror` is a copy and never copied again: two brokers may
             mirror each other without a loop. (Of three brokers each must mirror from both others.)
-Partitions  A key keeps its partition number only if both topics have as many partitions. So a topic that the target
-            lacks is declared there with as many (`--to-path`), or the error shows the command that does
-            (`--to-brokers`); a different number is refused. Without either option nothing is known of the target:
+Partitions  A key keeps its partition number only if both topics have as many partitions, and the same partitioner. So a
+            topic that the target lacks is declared there alike (`--to-path`), or the error shows the command that does
+            (`--to-brokers`); a different number or partitioner is refused. Without either option nothing is known of the target:
             topics with several partitions or a dot in their name, which a message alone does not create, are refused.
             Messages without a key are spread anew.
 Again       A record that the target has already is compared with its copy, if the target's logs can be read
@@ -51,7 +51,7 @@ from kmq.spark.pipelines.keywords import Keywords
 from kmq.spark.sink.routing import unambiguous
 from kmq.spark.sink.targets import Target
 from kmq.spark.sink.write_options import STOP, TRUST
-from kmq.spark.source.broker import Broker
+from kmq.spark.source.broker import Broker, Layout
 from kmq.spark.source.brokers import Directory, open_broker
 from kmq.spark.source.options import Options as ReadOptions
 from kmq.spark.streaming import streams
@@ -229,14 +229,14 @@ class _Mirror:
 
 
 def _agree(sources: Mapping[str, Broker], options: ReadOptions, target: Broker | None) -> None:
-    """Ensure that the target has the requested topics with as many partitions; else ConfigError tells what to do."""
-    wanted: dict[str, int] = {}
+    """Ensure that keys lead to the same partitions of the target; else ConfigError tells what to do."""
+    wanted: dict[str, Layout] = {}
     for name, broker in sources.items():
-        for topic, partitions in broker.topics().items():
-            if options.wants(topic) and wanted.setdefault(topic, partitions) != partitions:
-                raise ConfigError(f"topic {topic}: {partitions} partitions at {name}, {wanted[topic]} elsewhere")
+        for topic, layout in broker.topics().items():
+            if options.wants(topic) and (differ := _difference(layout, wanted.setdefault(topic, layout))):
+                raise ConfigError(f"topic {topic}: {differ[0]} at {name}, {differ[1]} elsewhere")
     if target is None:
-        unsure = [topic for topic, partitions in wanted.items() if partitions > 1 or "." in topic]
+        unsure = [topic for topic, layout in wanted.items() if layout.partitions > 1 or "." in topic]
         if unsure:
             raise ConfigError(
                 f"topic {', '.join(unsure)}: whether the target has it with as many partitions is not known;"
@@ -244,22 +244,31 @@ def _agree(sources: Mapping[str, Broker], options: ReadOptions, target: Broker |
             )
         return
     there = target.topics()
-    for topic, partitions in wanted.items():
+    for topic, layout in wanted.items():
         if topic not in there:
-            _declare(target, topic, partitions)
-        elif there[topic] != partitions:
+            _declare(target, topic, layout)
+        elif differ := _difference(layout, there[topic]):
             raise ConfigError(
-                f"topic {topic}: {partitions} partitions here, {there[topic]} at {target.name}:"
-                " keys would change places"
+                f"topic {topic}: {differ[0]} here, {differ[1]} at {target.name}: keys would change places"
             )
 
 
-def _declare(target: Broker, topic: str, partitions: int) -> None:
+def _difference(one: Layout, other: Layout) -> tuple[str, str] | None:
+    """Return, for an error, why a key may lead to different partitions of two topics; None if it cannot."""
+    if one.partitions != other.partitions:
+        return f"{one.partitions} partitions", str(other.partitions)
+    if one.partitions > 1 and one.partitioner != other.partitioner:
+        return f"partitioner {one.partitioner}", other.partitioner
+    return None
+
+
+def _declare(target: Broker, topic: str, layout: Layout) -> None:
     if not isinstance(target, Directory):
         raise ConfigError(
-            f"topic {topic} is not known at {target.name}; there: kmq topics create {topic} -p {partitions}"
+            f"topic {topic} is not known at {target.name};"
+            f" there: kmq topics create {topic} -p {layout.partitions} --partitioner {layout.partitioner}"
         )
-    declarations.declare(target.path, topic, partitions)
+    declarations.declare(target.path, topic, layout.partitions, partitioner=layout.partitioner)
     deadline = time.monotonic() + _ADOPT_S
     while declarations.load(target.path, topic)[1] is None:
         if time.monotonic() > deadline:

@@ -79,12 +79,12 @@ class Stored:
 
     def _search_topics(self, broker: Broker, search: "_Search") -> None:
         by_topic: dict[str, list[Sent]] = {}
-        partitions, marks_from = broker.topics(), broker.marks_from()
-        table = routing.table([Topic(name, count, 0) for name, count in partitions.items()], {}, marks_from)
+        there, marks_from = broker.topics(), broker.marks_from()
+        table = routing.table([Topic(name, found.partitions, 0) for name, found in there.items()], {}, marks_from)
         for sent in search.missing.values():
             route = routing.resolve(table, sent.line[: sent.line.index(b"|")], sent.seq or _NO_SEQ)
             by_topic.setdefault(route.topic.decode(errors="replace"), []).append(sent)
-        bounds = broker.bounds([topic for topic in by_topic if topic in partitions])
+        bounds = broker.bounds([topic for topic in by_topic if topic in there])
         for (topic, partition), ends in bounds.items():
             wanted = [sent for sent in by_topic[topic] if sent.id in search.missing]
             seqs = sorted(sent.seq for sent in wanted if sent.seq)

@@ -4,7 +4,7 @@ An implementation keeps no state that matters: each call reads again, on the dri
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kmq.log import segment_reader
 
@@ -12,6 +12,13 @@ if TYPE_CHECKING:  # blocks.py needs numpy, which `kmq pipeline status` must wor
     from kmq.spark.source.blocks import Lines
 
 BLOCK_BYTES = segment_reader.READ_BYTES  # size of the blocks handed out
+
+
+class Layout(NamedTuple):
+    """How keys lead to the partitions of a topic."""
+
+    partitions: int
+    partitioner: str
 
 
 class Broker(Protocol):
@@ -27,8 +34,8 @@ class Broker(Protocol):
         """Return the first seq whose routing key may have a mark (kmq/log/identity.py)."""
         ...
 
-    def topics(self) -> dict[str, int]:
-        """Return the topics, without the WAL, and how many partitions each has."""
+    def topics(self) -> dict[str, Layout]:
+        """Return how keys lead to partitions in each topic, without the WAL."""
         ...
 
     def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:

@@ -12,7 +12,7 @@ from kmq.log import identity, reader, topics
 from kmq.repair import ledger
 from kmq.settings import SHM
 from kmq.spark.connections import PLAIN, Access
-from kmq.spark.source.broker import BLOCK_BYTES, Broker
+from kmq.spark.source.broker import BLOCK_BYTES, Broker, Layout
 from kmq.spark.source.options import WAL
 
 if TYPE_CHECKING:  # blocks.py needs numpy, which `kmq pipeline status` must work without
@@ -43,9 +43,10 @@ class Directory(Broker):
     def marks_from(self) -> int:
         return identity.marks_from(self.path)
 
-    def topics(self) -> dict[str, int]:
+    def topics(self) -> dict[str, Layout]:
         self.identity()  # raises if this is no data directory
-        return {name: topics.load(self.path, name)[0] for name in topics.names(self.path)}
+        found = {name: topics.read(self.path, name) for name in topics.names(self.path)}
+        return {name: Layout(each.partitions, each.partitioner) for name, each in found.items()}
 
     def bounds(self, topics_asked: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
         self.identity()  # raises if this is no data directory

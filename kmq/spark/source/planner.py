@@ -114,7 +114,7 @@ class Logs:
         where = ", ".join(self.options.brokers)
         known = {WAL: 1}
         for broker in self.brokers.values():
-            known |= {name: max(count, known.get(name, 0)) for name, count in broker.topics().items()}
+            known |= {name: max(found.partitions, known.get(name, 0)) for name, found in broker.topics().items()}
         if topic in known:
             has = ", ".join(map(str, range(known[topic])))
             raise ConfigError(f"assign: there is no partition {partition} of topic {topic!r} at {where}; it has {has}")

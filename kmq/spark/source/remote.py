@@ -25,7 +25,7 @@ from kmq.errors import ConfigError, CorruptError, RetryError
 from kmq.log import identity
 from kmq.log.damage import DamageError
 from kmq.spark.connections import PLAIN, Access, Tls
-from kmq.spark.source.broker import BLOCK_BYTES, Broker
+from kmq.spark.source.broker import BLOCK_BYTES, Broker, Layout
 from kmq.spark.source.options import WAL
 
 if TYPE_CHECKING:  # it needs numpy, which kmq pipeline status must work without
@@ -72,8 +72,10 @@ class Remote(Broker):
     def marks_from(self) -> int:
         return int(self._get("/v1/broker").get("marks_from", identity.NEVER))  # an older gateway does not send it
 
-    def topics(self) -> dict[str, int]:
-        return {row["name"]: row["partitions"] for row in self._get("/v1/topics?internal=true")}
+    def topics(self) -> dict[str, Layout]:
+        # A gateway of a release before names no partitioner, because there was one.
+        rows = self._get("/v1/topics?internal=true")
+        return {row["name"]: Layout(row["partitions"], row.get("partitioner", "crc32")) for row in rows}
 
     def bounds(self, topics: Sequence[str]) -> dict[tuple[str, int], tuple[int, int]]:
         asked = urlencode([("topic", name) for name in topics])
