@@ -15,6 +15,7 @@ from kmq.errors import ConfigError, CorruptError, KmqError, RetryError
 from kmq.log.damage import DamageError
 from kmq.spark.connections import Access
 from kmq.spark.source import remote
+from kmq.spark.source.broker import Layout
 from kmq.spark.source.brokers import open_broker
 from kmq.spark.source.options import WAL
 from kmq.spark.source.remote import Remote as PatientRemote
@@ -226,7 +227,7 @@ def test_it_goes_to_another_process_without_its_connection(data, tmp_path):
         broker.serve()
         name = f"127.0.0.1:{broker.port}"
         first = open_broker(name, False, Access(token))
-        assert first.topics() == {"t": 1}
+        assert first.topics() == {"t": Layout(1, "crc32")}
         second = pickle.loads(pickle.dumps(first))
         assert second.bounds(["t", WAL]) == {("t", 0): (0, 100), (WAL, 0): (1, 101)}
         assert second.name == name
@@ -238,9 +239,9 @@ def test_a_gateway_that_is_restarted_between_two_questions_is_not_noticed(data):
     with up(data, synced=100) as broker:
         broker.serve()
         access = PatientRemote(f"127.0.0.1:{broker.port}")
-        assert access.topics() == {"t": 1}
+        assert access.topics() == {"t": Layout(1, "crc32")}
         broker.stop()
         starting = threading.Timer(0.2, broker.serve)
         starting.start()
-        assert access.topics() == {"t": 1}
+        assert access.topics() == {"t": Layout(1, "crc32")}
         starting.join()
