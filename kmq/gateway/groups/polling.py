@@ -123,11 +123,9 @@ class Poller:
 
     def take_back(self, moves: Iterable[Move]) -> None:
         """Note that the client has not got these messages, unless other calls have gone on behind them."""
-        for place, cursor, start, end in moves:
+        for _, cursor, start, end in moves:
             if cursor.offset == end:
                 cursor.offset, cursor.seen = start, None
-            if self.delivered.get(place) == end:
-                del self.delivered[place]
 
     def close(self, topic: str) -> None:
         """Forget the cursors of a topic that was deleted: the topic that has its name now is another one."""

@@ -10,9 +10,7 @@ Lost        An answer that breaks off, or that the client does not read within K
 import asyncio
 import json
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -37,6 +35,13 @@ from kmq.gateway.http.schema import SCHEMAS, check
 _LOOK_AGAIN_S = 0.5  # until a message is tried again that is due and could not be delivered
 _BEAT_S = 2.0  # between two signs of life of a call that waits; a third of the shortest session
 _ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call without a group
+
+
+class _Given(NamedTuple):
+    """What an answer gives a member: new messages, by which its cursors moved, and those that were given back."""
+
+    moves: list[Move]
+    again: list[Again]
 
 
 class GroupCalls:
@@ -96,10 +101,10 @@ class GroupCalls:
         try:
             while True:
                 watcher.clear()
-                cursors, take_back, answer = await self._read(call, poller, topic, limit)
-                if take_back:
-                    await self._send(call, answer, take_back)
-                if take_back or time.monotonic() >= deadline:
+                cursors, given, answer = await self._read(call, poller, topic, limit)
+                if given:
+                    await self._send(call, answer, poller, given)
+                if given or time.monotonic() >= deadline:
                     return answer
                 until = min(deadline, time.monotonic() + self._longest_wait_s(poller))
                 await self._fetching.wait(cursors, until, watcher, lambda: is_gone(call))
@@ -120,11 +125,8 @@ class GroupCalls:
 
     async def _read(
         self, call: Call, poller: Poller, topic: str, limit: Limit
-    ) -> tuple[list[Cursor], Callable[[], None] | None, web.Response]:
-        """Return the cursors that may have new messages, and the answer.
-
-        Between them: what to call if an answer with messages does not arrive; None if it has none.
-        """
+    ) -> tuple[list[Cursor], _Given | None, web.Response]:
+        """Return the cursors that may have new messages, what is given if there are messages, and the answer."""
         async with poller.lock:
             cursors = {_place(cursor): cursor for cursor in await poller.turn(topic)}
             again = await self._redelivery.next(poller.group, cursors, limit)
@@ -159,27 +161,26 @@ class GroupCalls:
                 for place, cursor in cursors.items()
                 if cursor.offset > before[place] or place in shown
             ]
-            if call.query["autoCommit"]:
-                poller.delivered.update((move.place, move.end) for move in moves)
-        take_back = partial(self._take_back, poller, moves, again) if count or again else None
-        return fresh, take_back, answer
+        return fresh, _Given(moves, again) if count or again else None, answer
 
-    def _take_back(self, poller: Poller, moves: list[Move], again: list[Again]) -> None:
-        """Note that the client has not got an answer with messages."""
-        poller.take_back(moves)
-        self._redelivery.take_back(poller.group, again)
+    async def _send(self, call: Call, answer: web.Response, poller: Poller, given: _Given) -> None:
+        """Send an answer with messages. If the client has gone, the member is given them again by its next call.
 
-    async def _send(self, call: Call, answer: web.Response, take_back: Callable[[], None]) -> None:
-        """Send an answer with messages. If the client has gone, the member is given them again by its next call."""
+        They count as delivered only when they were sent: a call beside this one would commit them unread.
+        """
         deadline_s = self._deadline_s if self._deadline_s != float("inf") else None
         try:
             async with asyncio.timeout(deadline_s):
                 await answer.prepare(call.request)
                 await answer.write_eof()
         except (ConnectionError, TimeoutError):
-            take_back()
+            poller.take_back(given.moves)
+            self._redelivery.take_back(poller.group, given.again)
             if call.request.transport is not None:
                 call.request.transport.abort()
+        else:
+            if call.query["autoCommit"]:
+                poller.delivered.update((move.place, move.end) for move in given.moves)
 
     # --- members -----------------------------------------------------------------------------------------------------
 
