@@ -53,8 +53,7 @@ class Runner:
             while not consumer.closed:
                 self._handle_all(handler, self._poll())
                 if not consumer.closed:
-                    self._commit()
-                    self._resume()
+                    go_on(consumer, self._attempts)
         finally:
             try:
                 handled = self._attempts.take_handled()
@@ -88,22 +87,19 @@ class Runner:
                 self._letters.put(message, self._rules.topic_of_letters(message.topic), outcome)
             self._attempts.succeeded(message)
 
-    def _resume(self) -> None:
-        for place in self._attempts.due(self._consumer.assignment(), time.monotonic()):
-            with contextlib.suppress(KmqError):
-                self._consumer.resume(place)
-
-    def _commit(self) -> None:
-        if handled := self._attempts.take_handled():
-            self._consumer.commit_async(handled, report)
-
 
 class Places(Protocol):
-    """What holding a message needs of a consumer."""
+    """What holding messages and going on need of a consumer."""
+
+    def assignment(self) -> list[TopicPartition]: ...
 
     def seek(self, place: tuple[str, int], position: Start) -> None: ...
 
     def pause(self, *places: tuple[str, int]) -> None: ...
+
+    def resume(self, *places: tuple[str, int]) -> None: ...
+
+    def commit_async(self, offsets: Message | Offsets | None = None, callback: OnCommit | None = None) -> None: ...
 
 
 def hold(consumer: Places, message: Message, held: Held, error: Exception) -> None:
@@ -115,4 +111,13 @@ def hold(consumer: Places, message: Message, held: Held, error: Exception) -> No
         consumer.pause(place)
 
 
-__all__ = ["Runner", "hold"]
+def go_on(consumer: Places, attempts: Attempts) -> None:
+    """Commit what was handled, and let partitions go on that have waited long enough."""
+    if handled := attempts.take_handled():
+        consumer.commit_async(handled, report)
+    for place in attempts.due(consumer.assignment(), time.monotonic()):
+        with contextlib.suppress(KmqError):
+            consumer.resume(place)
+
+
+__all__ = ["Runner", "go_on", "hold"]

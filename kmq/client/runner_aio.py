@@ -6,7 +6,6 @@ Cancelled   The message that is being handled is neither committed nor a failure
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from inspect import isawaitable
@@ -16,10 +15,10 @@ from kmq.client.consumer_commits import Offsets, OnCommit
 from kmq.client.consumer_options import ConsumerOptions, Start
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.handling import Attempts, Held, Rules
-from kmq.client.letterbox import Letterbox, report
+from kmq.client.letterbox import Letterbox
 from kmq.client.message import Message
 from kmq.client.producer import Producer
-from kmq.client.runner import hold
+from kmq.client.runner import go_on, hold
 from kmq.errors import KmqError
 
 
@@ -61,8 +60,7 @@ class AsyncRunner:
             while not consumer.closed:
                 await self._handle_all(handler, await self._poll())
                 if not consumer.closed:
-                    self._commit()
-                    self._resume()
+                    go_on(consumer, self._attempts)
         finally:
             try:
                 handled = self._attempts.take_handled()
@@ -98,15 +96,6 @@ class AsyncRunner:
                 dlq = self._rules.topic_of_letters(message.topic)
                 await asyncio.to_thread(self._letters.put, message, dlq, outcome)
             self._attempts.succeeded(message)
-
-    def _resume(self) -> None:
-        for place in self._attempts.due(self._consumer.assignment(), time.monotonic()):
-            with contextlib.suppress(KmqError):
-                self._consumer.resume(place)
-
-    def _commit(self) -> None:
-        if handled := self._attempts.take_handled():
-            self._consumer.commit_async(handled, report)
 
 
 __all__ = ["AsyncRunner"]
