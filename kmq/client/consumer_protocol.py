@@ -29,14 +29,14 @@ from kmq.client import egress_lines as lines
 from kmq.client import egress_replies as replies
 from kmq.client.consumer_options import ConsumerOptions, made_up_member, to_position
 from kmq.client.consumer_state import Event, Holdings, Owned
-from kmq.client.consumer_wire import Decoder, Pending, Requests
+from kmq.client.consumer_wire import Decoder, Pending, Requests, commit_parts, nameable, split
 from kmq.client.egress_lines import EARLIEST, BadLine, Position, TopicPartition
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import KmqError
 from kmq.refusals import find
 
 ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
-_FETCH_WAIT_S = 5.0  # longest wait of one `!fetch`
+_FETCH_WAIT = 0.3  # longest wait of one `!fetch`, as a share of the session, which each request renews
 _PAUSE_S = 0.2  # after a fetch that may come again later
 _POLL_S = 60.0  # a member that works on its records asks at least this often, or the broker would end it
 # A member that the broker has ended for one of these joins again.
@@ -162,8 +162,14 @@ class Core:
         if not wanted and holdings.owned and not is_late:
             return
         is_moving = any(owned.moving for owned in holdings.owned.values())
-        wait_s = 0.0 if is_moving else min(wait_s, _FETCH_WAIT_S)  # what moves is to be asked for soon
-        named = () if len(wanted) == len(holdings.owned) else wanted
+        wait_s = 0.0 if is_moving else min(wait_s, self.options.session_s * _FETCH_WAIT)  # what moves is asked for soon
+        named = (
+            ()
+            if len(wanted) == len(holdings.owned)
+            else nameable(wanted, self.fetched[-1].place if self.fetched else None)
+        )
+        if 0 < len(named) < len(wanted):
+            wait_s = 0.0  # the others are asked for with the next one
         most = self.options.fetch_max_bytes if has_room else 1
         self.requests.write(lines.Fetch(most, round(wait_s * 1000), named).encode(), now)
         self.fetch_until, self._fetched_at = now + wait_s + ANSWER_S, now
@@ -188,16 +194,22 @@ class Core:
         owned.moving, owned.stale = owned.moving + 1, False
         self.ask("seek", pending)
 
-    def ask(self, name: str, pending: Pending) -> Pending:
-        """Send a request that will be answered, now or with the next connection."""
-        self.requests.expect(name, pending)
-        if self.phase is Phase.READING:
-            self.requests.write(pending.line, pending.since)
-        return pending
+    def ask(self, name: str, *pendings: Pending) -> None:
+        """Send requests that will be answered, now or with the next connection."""
+        for pending in pendings:
+            self.requests.expect(name, pending)
+            if self.phase is Phase.READING:
+                self.requests.write(pending.line, pending.since)
 
     def offsets(self, places: tuple[TopicPartition, ...], now: float) -> Pending:
         """Ask for the offsets of these partitions."""
-        return self.ask("offsets", Pending(lines.Offsets(places).encode(), now))
+
+        def ask(some: tuple[TopicPartition, ...]) -> Pending:
+            return Pending(lines.Offsets(some).encode(), now)
+
+        whole = ask(places)
+        self.ask("offsets", *split(whole, places, ask))
+        return whole
 
     def commit(self, offsets: Iterable[tuple[TopicPartition, int]], now: float) -> Pending:
         """Ask to commit the next offsets of these partitions; an empty commit is done at once.
@@ -211,7 +223,8 @@ class Core:
             return pending
         asked = self.requests.commit(pairs, now)
         if asked is not None:
-            return self.ask("commit", asked)
+            self.ask("commit", *commit_parts(asked))
+            return asked
         assert self.requests.waiting_commit is not None
         return self.requests.waiting_commit
 
@@ -346,7 +359,7 @@ class _Received:
     def _committed(self, pending: Pending, now: float, error: Refused | None = None) -> None:
         pending.finish(error=error)
         if waiting := self._core.requests.next_commit(now):
-            self._core.ask("commit", waiting)
+            self._core.ask("commit", *commit_parts(waiting))
 
     def _refused(self, failed: replies.Failed, now: float) -> None:
         core = self._core

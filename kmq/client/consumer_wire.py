@@ -7,11 +7,14 @@ Memory      At most _MOST_COMMITS commits are on their way; what is committed me
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from typing import TypeVar
 
 from kmq.client import egress_replies as replies
-from kmq.client.egress_lines import MAX_REPLY, BadLine, Commit, TopicPartition
+from kmq.client.egress_lines import MAX_REPLY, MAX_REQUEST, BadLine, Commit, Fetch, TopicPartition
 from kmq.client.failures import Fenced
 from kmq.errors import KmqError
+
+Item = TypeVar("Item")
 
 _MOST_COMMITS = 8  # on their way; what is committed meanwhile waits, as one commit
 
@@ -34,8 +37,50 @@ class Pending:
             self.callback(self)
 
 
-def _commit_of(offsets: dict[TopicPartition, int], now: float) -> Pending:
-    pairs = tuple(offsets.items())
+def split(whole: Pending, items: tuple[Item, ...], ask: Callable[[tuple[Item, ...]], Pending]) -> list[Pending]:
+    """Return the requests that ask for `items` together: several where one line would be over MAX_REQUEST bytes.
+
+    `whole` is done as soon as all of them are: with the first error, or with the rows of all answers.
+    """
+    if len(whole.line) <= MAX_REQUEST:
+        return [whole]
+    parts = [ask(part) for part in fitting(items, lambda some: ask(some).line)]
+    missing, rows, error = len(parts), list[object](), None
+
+    def answered(part: Pending) -> None:
+        nonlocal missing, error
+        missing, error = missing - 1, error or part.error
+        rows.extend(part.value if isinstance(part.value, tuple) else ())
+        if not missing:
+            whole.finish(tuple(rows), error)
+
+    for part in parts:
+        part.callback = answered
+    return parts
+
+
+def fitting(items: tuple[Item, ...], encode: Callable[[tuple[Item, ...]], bytes]) -> Iterator[tuple[Item, ...]]:
+    """Yield the items in order, in parts whose lines the broker takes."""
+    if len(items) < 2 or len(encode(items)) <= MAX_REQUEST:
+        yield items
+        return
+    half = len(items) // 2
+    yield from fitting(items[:half], encode)
+    yield from fitting(items[half:], encode)
+
+
+def nameable(wanted: tuple[TopicPartition, ...], last: TopicPartition | None) -> tuple[TopicPartition, ...]:
+    """Return the partitions that one `!fetch` can name; those behind `last`, which was named last, come first."""
+    at = wanted.index(last) + 1 if last in wanted else 0
+    return next(fitting((*wanted[at:], *wanted[:at]), lambda some: Fetch(1 << 62, 99_999, some).encode()))
+
+
+def commit_parts(whole: Pending) -> list[Pending]:
+    """Return the requests that ask for a commit."""
+    return split(whole, whole.offsets, lambda some: _commit_of(some, whole.since))
+
+
+def _commit_of(pairs: tuple[tuple[TopicPartition, int], ...], now: float) -> Pending:
     return Pending(Commit(pairs).encode(), now, pairs)
 
 
@@ -79,10 +124,10 @@ class Requests:
     def commit(self, offsets: dict[TopicPartition, int], now: float) -> Pending | None:
         """Return a commit to ask for; None if it waits, joined to others: then `waiting_commit` is it."""
         if len(self._asked["commit"]) < _MOST_COMMITS:
-            return _commit_of(offsets, now)
+            return _commit_of(tuple(offsets.items()), now)
         joined = dict(self._next_commit.offsets) | offsets if self._next_commit else offsets
         if self._next_commit is None:
-            self._next_commit = _commit_of(joined, now)
+            self._next_commit = _commit_of(tuple(joined.items()), now)
         self._next_commit.offsets = tuple(joined.items())
         return None
 
@@ -178,4 +223,4 @@ class Decoder:
                 yield reply, b""
 
 
-__all__ = ["Decoder", "Pending", "Requests"]
+__all__ = ["Decoder", "Pending", "Requests", "commit_parts", "nameable", "split"]

@@ -10,6 +10,7 @@ from kmq.client import egress_lines as lines
 from kmq.client.consumer_options import ConsumerOptions
 from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Kind
+from kmq.client.egress_lines import MAX_REQUEST, TopicPartition
 from kmq.client.failures import Fenced, NotAnswered, Refused
 from kmq.errors import ConfigError
 
@@ -422,6 +423,58 @@ def test_a_thousand_commits_without_an_answer_are_a_few_requests_and_the_last_on
     pair.pass_on()
     assert all(pending.done and pending.error is None for pending in pendings)
     assert pair.peer.committed == {EU: 999, US: 2}
+
+
+def many(count: int) -> list[TopicPartition]:
+    return [TopicPartition("t" * 190 + str(n // 1000), n % 1000) for n in range(count)]
+
+
+def longest_line(data: bytes) -> int:
+    return max(len(line) + 1 for line in data.split(b"\n"))
+
+
+@pytest.mark.parametrize(("session_s", "wait_ms"), [(30, 9000), (6, 1800)])
+def test_an_idle_member_asks_about_three_times_a_session(session_s, wait_ms):
+    pair = Pair(Peer({EU: 0, US: 0}), session_s=session_s).connect()
+    pair.core.fetch(time.monotonic(), 3600.0)
+    assert pair.core.requests.take() == lines.Fetch(pair.core.options.fetch_max_bytes, wait_ms).encode()
+
+
+def test_a_member_of_2000_partitions_writes_no_line_that_the_broker_refuses():
+    places = many(2000)
+    pair = Pair(Peer(dict.fromkeys(places, 1)), start="latest").connect()
+    core = pair.core
+    pending = core.commit([(place, 1) for place in places], time.monotonic())
+    offsets = core.offsets(tuple(places), time.monotonic())
+    written = core.requests.take()
+    assert len(written) > 6 * MAX_REQUEST and longest_line(written) <= MAX_REQUEST
+    pair.receive(pair.session.feed(written))
+    assert pending.done and pending.error is None and pair.peer.committed == dict.fromkeys(places, 1)
+    assert [row.place for row in offsets.value] == places
+
+
+def test_a_commit_in_several_lines_fails_if_one_of_them_is_refused():
+    places = many(1000)
+    pair = Pair(Peer(dict.fromkeys(places, 1))).connect()
+    pair.peer.refuses["commit"] = "disk_full no room"
+    pending = pair.core.commit([(place, 1) for place in places], time.monotonic())
+    pair.pass_on()
+    assert pending.done and isinstance(pending.error, Refused) and pending.error.code == "disk_full"
+    assert len(pair.peer.committed) >= 500  # what the other lines have asked for is committed
+
+
+def test_all_partitions_are_read_when_too_many_for_one_fetch_are_not_paused():
+    places = many(1000)
+    pair = Pair(Peer(dict.fromkeys(places, 1))).connect()
+    pair.core.holdings.owned[places[0]].paused = True
+    seen: set[tuple[str, int]] = set()
+    for _ in range(2000):
+        pair.core.fetch(time.monotonic(), 1.0)
+        written = pair.core.requests.take()
+        assert longest_line(written) <= MAX_REQUEST
+        pair.receive(pair.session.feed(written))
+        seen |= {(message.topic, message.partition) for message in pair.core.holdings.buffer.collect(10)}
+    assert seen == {(place.topic, place.partition) for place in places[1:]}
 
 
 def test_offsets_without_an_answer_are_an_error(pair):
