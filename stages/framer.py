@@ -5,7 +5,8 @@ Owns        the reading ends of both, the sequence, the dedupe table.
 
 Invariant   Every line that reached the FIFO, or of which the FIFO says that it lies in `received`, gets exactly one seq;
             seqs are dense. A line that is not a message gets a seq too, as dead.malformed. However much is staged, a
-            turn looks at no more than about parser.TURN lines one by one before the next sign of life.
+            turn looks at no more than about parser.TURN lines one by one before the next sign of life. A change of a
+            topic is a record, too (kmq/framing/declarations.py).
 Crash       All state is in the ring's shared memory. One store commits a block, the next seq, and what the block came
             from: bytes of the FIFO, and a position in `received` (ring.py, staging.py, received.py). Killed before that
             store: the same lines are framed again, in the same place with the same seqs. Killed after it: they are
@@ -23,8 +24,10 @@ import sys
 import time
 from functools import partial
 
+from kmq import record
 from kmq.broker.clock import AgeClock, HeldTimes
 from kmq.broker.stage import Stage, main
+from kmq.broker.waits import RoomWaits
 from kmq.framing import batch as batches
 from kmq.framing.batch import Batch
 from kmq.framing.blocks import frame
@@ -38,8 +41,9 @@ from kmq.links.layout import Received, shm_path
 from kmq.links.ownership import FileLock, is_of_another_pod
 from kmq.links.ring import RingWriter
 from kmq.links.staging import READ_BYTES, Staging, area_bytes
+from kmq.log import topic_records
 
-_IDLE_MS = 500  # longest wait on the FIFO: only the heartbeat needs it
+_IDLE_MS = 100  # longest wait on the FIFO: how often to look for changes of topics
 _DRAIN_POLL_S = 0.01  # while draining: how often to look whether ingress is gone
 _TICK_S = 0.25  # how often to ask the clock by which ids are forgotten
 _LAST_CHECKPOINT_S = 1.0  # how long a stop may wait for durability, so that the next start has nothing to read again
@@ -82,11 +86,12 @@ class Framer:
         self.stage, self.ring, self.staging, self.clock = stage, ring, staging, clock
         self.now, self._tick = int(clock.now_s()), time.monotonic()  # by the trusted clock, and when it was last asked
         self._messages, self._bytes = stage.row.messages, stage.row.bytes  # to read the row costs more than to write it
-        self.held_times = HeldTimes(stage.log)
+        self.waits = RoomWaits(stage.row, stage.check)
+        self.held_times = HeldTimes(stage.row, stage.log)
         self.table, is_behind = remember(stage, ring, self.now)
         done = Received(ring.last.birth, ring.last.position)
         self.source = Source(stage.attach_received, done, partial(await_received, stage))
-        topics = known_topics(stage, ring)
+        topics, self.declarations = known_topics(stage, ring)
         self.parser = Parser(stage.settings.max_line, self.table, self.source, ring.limits, topics)
         self.checkpointer = Checkpointer(stage.settings.data, self.table, stage.beat, is_behind)
 
@@ -98,15 +103,26 @@ class Framer:
             self.held_times.look(ring.last.last_ts)
             self._count()
         text = staging.lines()
+        numbered = self._number_changes()  # after the read: what was declared before a line was sent comes before it
         if text:
             batch = self.parser.batch(text, ring.last.next_seq, self.now)
         elif not staging.make_room() and staging.is_full:
             position, max_line = self.source.done.position, self.stage.settings.max_line
             batch = batches.endless(ring.last.next_seq, position, staging.unfinished(), max_line)
         else:
-            return False
+            return numbered
         self._append(batch)
         return True
+
+    def _number_changes(self) -> bool:
+        """Put a record for each change of a topic that is due into a block of its own; return False if there were none."""
+        changes = self.declarations.due()
+        for change in changes:
+            seq, position = self.ring.last.next_seq, self.source.done.position
+            line = topic_records.encode(change, record.format_ts(time.time_ns() // 1000))
+            self._append(batches.single(seq, position, line))
+            self.declarations.numbered(change, seq)
+        return bool(changes)
 
     def _append(self, batch: Batch) -> None:
         """Append `batch` block by block; the last commit swaps the staging areas, unless more can be framed at once."""
@@ -114,7 +130,9 @@ class Framer:
         before = self._bytes
         for framed, is_last in frame(batch, ring.limits, ring.last.last_ts, source.done.birth):
             count = framed.stamp.count
-            ring.wait_for_room(len(framed.lines) + len(framed.replies), count, stage.check)
+            nbytes = len(framed.lines) + len(framed.replies)
+            if not ring.has_room(nbytes, count):
+                self.waits.wait(ring, nbytes, count)
             staging.append(framed, swaps=is_last and not batch.more)
             source.committed(framed.received)
             self._messages += count

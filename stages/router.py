@@ -20,6 +20,7 @@ from functools import partial
 from kmq import descriptors
 from kmq.broker.admission import NEW_TOPIC, Admission
 from kmq.broker.clock import AgeClock
+from kmq.broker.damage import Damaged
 from kmq.broker.stage import Stage, main
 from kmq.links.layout import Block
 from kmq.links.ring import RingReader
@@ -71,6 +72,14 @@ def wait_for_quota(stage: Stage, queues: Queues, admission: Admission) -> None:
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
 
 
+def note_times(stage: Stage, blocks: list[Block]) -> None:
+    """Count how long ago each block was received, now that it is in its queues, or waits for its topic to be made."""
+    times, now = stage.row.times, time.time()
+    if times is not None:
+        for block in blocks:
+            times.observe(now - block.recv_ts / 1e6)
+
+
 def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
     """Route all blocks that wait, and make some of the topics they name; returns True if there was anything to do."""
     row = stage.row
@@ -80,6 +89,7 @@ def turn(stage: Stage, ring: RingReader, queues: Queues) -> bool:
             name_or_read_gap(stage, queues, run[0], ring.jumped and run[0] is blocks[0])
             row.bytes += queues.route(run)
             row.messages += sum(block.count for block in run)
+            note_times(stage, run)
         ring.release(blocks[-1])
     elif queues.has_newcomers:
         row.bytes += queues.make_topics(AT_ONCE)
@@ -109,6 +119,7 @@ def run(stage: Stage) -> None:
         wal_is_synced=settings.fsync == 0,
         most_open=stage.most_files - descriptors.OWN,
     )
+    queues.context.damaged, queues.context.are_recorded = Damaged(stage.row).note, True
     queues.recover(ring.committed().next_seq - 1, stage.check)
     queues.context.now_s = AgeClock(stage.row, wal.last_stored(settings.data)[1], stage.log).now_s
     admission = Admission(settings, lambda: stage.page.rows["durability"].bytes)

@@ -16,7 +16,9 @@ def path_of(method: str) -> str:
 
 
 class Client:
-    """A channel. Calls raise grpc.RpcError."""
+    """A channel. Calls raise grpc.RpcError. `waits`: for a server that is not there yet, instead of raising."""
+
+    waits = True
 
     def __init__(self, port: int, token: str = "", **options: Any) -> None:
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", [*options.items()])
@@ -32,7 +34,7 @@ class Client:
         """`request`: bytes as they are; else the request is made of `fields`."""
         data = KMQ.request_of(method)(**fields).SerializeToString() if request is None else request
         invoke = self.channel.unary_unary(path_of(method), None, KMQ.response_of(method).FromString)
-        return invoke(data, timeout=PATIENCE_S, metadata=self._metadata, wait_for_ready=True)
+        return invoke(data, timeout=PATIENCE_S, metadata=self._metadata, wait_for_ready=self.waits)
 
     def produce(self, topic: str, *messages: Any, **more: Any) -> list[Any]:
         """The results. A message is a dict of fields, or its value."""
@@ -43,7 +45,7 @@ class Client:
         return self.call("Fetch", topic=topic, partition=partition, **{"from": at or {}}, **more)
 
     def subscribe(self) -> "Stream":
-        return Stream(self.channel, self._metadata)
+        return Stream(self.channel, self._metadata, self.waits)
 
     def member(self, group: str, *topics: str, **more: Any) -> "Stream":
         """A stream that has joined, and was told its id."""
@@ -56,10 +58,10 @@ class Client:
 class Stream:
     """One Subscribe. It never goes on by itself: what it is asked for it answers when the test says so."""
 
-    def __init__(self, channel: grpc.Channel, metadata: Any = ()) -> None:
+    def __init__(self, channel: grpc.Channel, metadata: Any = (), waits: bool = True) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
         invoke = channel.stream_stream(path_of("Subscribe"), None, KMQ.response_of("Subscribe").FromString)
-        self._call = invoke(iter(self._requests.get, None), timeout=PATIENCE_S, metadata=metadata, wait_for_ready=True)
+        self._call = invoke(iter(self._requests.get, None), timeout=PATIENCE_S, metadata=metadata, wait_for_ready=waits)
         self.id = ""
         self.generation = 0
         self.assigned: dict[tuple[str, int], int] = {}  # → next offset

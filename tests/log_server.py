@@ -13,7 +13,8 @@ from aiohttp.test_utils import unused_port
 
 from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stats import STATES, StatsPage
-from kmq.gateway import listeners
+from kmq.gateway.access import HttpAccess
+from kmq.gateway.console.events import Events
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
@@ -106,7 +107,8 @@ class _Thread:
             logs.Logs = original  # type: ignore[misc]
         self.logs, self.api = made[0], app[API]
         tokens = open_tokens(up.settings, lambda *_, **__: None)
-        app.middlewares.extend([listeners.http_guard(tokens, _strangers(up))] if tokens else [])
+        access = HttpAccess(up.settings, tokens, _strangers(up), Logger("gateway"), Events())
+        app.middlewares.append(access.middleware)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", up.port).start()

@@ -59,6 +59,15 @@ def well_formed(text: bytes, next_seq: int, topics: AnyTopic = ANY_TOPIC) -> lis
     return lines
 
 
+def single(next_seq: int, position: int, line: bytes) -> Batch:
+    """Return the batch of one line of the framer's own, which takes nothing from the text."""
+    batch = Batch(next_seq, position)
+    batch.lines, batch.cuts = [line], [(1, 0, position)]
+    batch.key = record.common_key(batch.lines)
+    batch.more = True  # the text is as it was
+    return batch
+
+
 def endless(next_seq: int, position: int, text: bytes, max_line: int) -> Batch:
     """Return the batch of a text that fills a staging area without a newline: one refused line.
 

@@ -27,11 +27,12 @@ from math import inf
 
 from kmq import record
 from kmq.broker.admission import TOPIC_INODES
-from kmq.log import deletions, topics
+from kmq.log import deletions, topic_records, topics
 from kmq.record import Marked
 from kmq.routing import AnyTopic, Table, Topic, resolve
 
 _DEAD = record.MALFORMED.partition(b".")[0]
+_CHANGES = topic_records.TOPIC.encode()  # the framer's own topic does not count
 _LABELS = re.compile(rb"\n([A-Za-z0-9_-]+)")
 _KEYS = re.compile(rb"\n([^|\n]+)")
 _STORED_LABELS = re.compile(rb"(?m)^\d+\|[^|\n]*\|([A-Za-z0-9_-]+)")
@@ -168,7 +169,8 @@ class Catalog(AnyTopic):
         labels = set(_STORED_LABELS.findall(lines))
         if b".@" in lines:
             labels |= {mark.topic for key in _STORED_KEYS.findall(lines) if (mark := record.marked(key)) is not None}
-        self._count_in([label for label in labels - self.known if not self._is_on_disk(label)], last_seq)
+        new = labels - self.known - {_CHANGES}
+        self._count_in([label for label in new if not self._is_on_disk(label)], last_seq)
 
     def _is_known(self, name: bytes, routing_key: bytes, seq: int) -> bool:
         """`name`: what the mark names, or the first label."""
@@ -225,7 +227,7 @@ class Catalog(AnyTopic):
             coming = self._dotted
             self._dotted = Table((topic.name.encode(), topic) for topic in dotted)
             self._partitions.clear()
-            there = {name.encode() for name in names}
+            there = {name.encode() for name in names} - {_CHANGES}
             self._coming = {name: seq for name, seq in self._coming.items() if name not in there and seq > routed}
             self._dotted |= {name: coming[name] for name in self._coming if b"." in name}
             pending = {name for name in there if b"." in name and name not in self._dotted}

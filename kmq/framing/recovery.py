@@ -15,11 +15,13 @@ from kmq.broker.admission import spare_inodes
 from kmq.broker.stage import Stage
 from kmq.errors import CorruptError, RetryError
 from kmq.framing.catalog import Catalog
+from kmq.framing.declarations import Declarations
 from kmq.framing.dedupe import DedupeTable
 from kmq.links.layout import Block
 from kmq.links.ownership import FileLock
 from kmq.links.ring import RingWriter
-from kmq.log import checkpoint, dedupe_file, dropped, numbered, wal
+from kmq.log import checkpoint, dedupe_file, dropped, topic_records, wal
+from kmq.log import numbered as numbers
 from kmq.log.damage import DamageError
 from kmq.log.lines import last_line
 
@@ -31,12 +33,12 @@ def open_ring(stage: Stage) -> RingWriter:
     data, is_synced = stage.settings.data, not stage.settings.fsync
 
     def next_after_wal() -> tuple[int, int]:
-        seq, recv_ts = numbered.agreed_end(data, ask_queues=is_synced)
+        seq, recv_ts = numbers.agreed_end(data, ask_queues=is_synced)
         return seq + 1, recv_ts
 
     ring = stage.open_ring("framed", next_after_wal)
     waiting = ring.first_waiting_seq()  # before the WAL is read: a living durability moves both on
-    in_wal = numbered.end(data)[0]
+    in_wal = numbers.end(data)[0]
     if in_wal >= ring.last.next_seq or (not ring.drops and in_wal + 1 < waiting):
         raise CorruptError(
             f"the WAL ends at seq {in_wal}, but the ring {ring.path} holds seq {waiting} to {ring.last.next_seq - 1}:"
@@ -80,12 +82,16 @@ def remember(stage: Stage, ring: RingWriter, now: int) -> tuple[DedupeTable, boo
     return table, seq < ring.last.next_seq - 1
 
 
-def known_topics(stage: Stage, ring: RingWriter) -> Catalog:
-    """Return the topics that exist, and those that numbered messages will make: in the WAL, and in waiting blocks."""
+def known_topics(stage: Stage, ring: RingWriter) -> tuple[Catalog, Declarations]:
+    """Return the topics that exist, and those that numbered records will make or change: in the WAL, and in the ring."""
     settings = stage.settings
 
     def routed_seq() -> int:
         return max(stage.page.rows["router"].seq, checkpoint.routed_seq(settings.data))
+
+    def past_seq() -> int:
+        row_seq = stage.page.rows["router"].seq  # of another WAL, if it is ahead of this one
+        return max(row_seq if row_seq < ring.last.next_seq else 0, checkpoint.routed_seq(settings.data))
 
     catalog = Catalog(
         settings.data,
@@ -94,15 +100,21 @@ def known_topics(stage: Stage, ring: RingWriter) -> Catalog:
         routed_seq=routed_seq,
         spare_inodes=partial(spare_inodes, settings.data),
     )
+    numbered: dict[str, int] = {}
+
+    def absorb(lines: bytes) -> None:
+        catalog.absorb(lines)
+        numbered.update((change.request, change.seq) for change in topic_records.changes(lines))
+
     waiting = Waiting(ring)
     in_wal = waiting.last_seq_before
-    first = max(routed_seq() + 1, wal.first_seq(settings.data), in_wal - _UNROUTED)
+    first = max(min(routed_seq(), past_seq()) + 1, wal.first_seq(settings.data), in_wal - _UNROUTED)
     for lines in read_wal(stage, first, in_wal):
-        catalog.absorb(lines)
+        absorb(lines)
         stage.beat()
     for block in waiting.blocks:
-        catalog.absorb(bytes(block.data))
-    return catalog
+        absorb(bytes(block.data))
+    return catalog, Declarations(settings.data, past_seq, numbered)
 
 
 def read_wal(stage: Stage, low: int, high: int) -> Iterator[bytes]:

@@ -1,5 +1,7 @@
-"""topics/.request-…: what a command asks of the router. Only the router changes topics that are in force.
+"""topics/.request-…: what a command asks of the broker. Only the router changes topics that are in force.
 
+    create orders                    a declaration: its partitions, partitioner and limits
+    partitions=4
     set orders                       limits of the topic; one without a value is removed
     retention_bytes=1 GiB
     segment_age=
@@ -8,8 +10,9 @@
     delete orders
     retain                           seal what is over its limits now; the next tick deletes what is due
 
-Owner       a command submits a request; the router carries it out within a second, and removes it. If the router is
-            down, its next start carries the request out.
+Owner       a command submits a request; the framer puts a record for it into the WAL (kmq/framing/declarations.py), and
+            the router, which carries the record out, removes it. `retain` has no record: the router carries it out.
+            If the broker is down, its next start does that.
 Invariant   A request is complete and on disk before it has its name. Requests are carried out in the order of their
             names, which begin with the time.
 Crash       A request is removed after it was carried out, so it may be carried out twice: that changes nothing.
@@ -20,11 +23,12 @@ import os
 import time
 from collections.abc import Sequence
 
+from kmq.log import topic_records
 from kmq.log.disk import replace_file, sync_directory
 
 _PREFIX = ".request-"
 _MAKING = ".new"  # the suffix of a file that replace_file has not completed
-SET, GROW, DELETE, RETAIN = "set", "grow", "delete", "retain"
+SET, GROW, DELETE, RETAIN, CREATE = topic_records.SET, topic_records.GROW, topic_records.DELETE, "retain", "create"
 
 
 class Request:
@@ -34,6 +38,11 @@ class Request:
 
     def __init__(self, path: str, verb: str, topic: str, limits: dict[str, str]) -> None:
         self.path, self.verb, self.topic, self.limits = path, verb, topic, limits
+
+    @property
+    def name(self) -> str:
+        """Return the name by which its record knows it."""
+        return os.path.basename(self.path).removeprefix(_PREFIX)
 
     @property
     def is_waiting(self) -> bool:
@@ -53,6 +62,16 @@ def submit(data: str, verb: str, topic: str, limits: dict[str, str]) -> Request:
     lines = [f"{verb} {topic}", *(f"{name}={text}" for name, text in limits.items())]
     replace_file(path, "".join(f"{line}\n" for line in lines).encode())
     return Request(path, verb, topic, limits)
+
+
+def named(data: str, name: str) -> Request:
+    """Return the request of this name, without its content: to be removed."""
+    return Request(f"{data}/topics/{_PREFIX}{name}", "", "", {})
+
+
+def asks_to_create(data: str, topic: str) -> bool:
+    """Return True if a request to create this topic is not carried out yet."""
+    return any(request.verb == CREATE and request.topic == topic for request in waiting(data))
 
 
 def waiting(data: str) -> list[Request]:

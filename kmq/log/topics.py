@@ -17,13 +17,14 @@ A declaration without `from_seq` is pending: `declare` makes it, and the router 
 route. No other process can choose a correct `from_seq`, because only the router knows what has been routed.
 """
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Mapping
 
 from kmq import partitioners, record, routing
 from kmq.errors import ConfigError, CorruptError
-from kmq.log import growth, identity
+from kmq.log import growth, identity, requests
 from kmq.log.deletions import Deleted
 from kmq.log.disk import replace_file, sync_directory
 from kmq.log.growth import Since
@@ -31,6 +32,7 @@ from kmq.log.segment import LIMITS, Limits
 from kmq.routing import Growth, Table, Topic
 
 MAX_PARTITIONS = 1024
+_IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)
 CRC32 = partitioners.CRC32.name
 DEFAULT_PARTITIONER = partitioners.DEFAULT.name  # of topics declared from now on
 PARTITIONERS = tuple(partitioners.PARTITIONERS)
@@ -282,24 +284,44 @@ def declare(
 
     `own`: a topic that KMQ writes for itself.
     """
+    check(name, Declaration(partitions, None, limits, (), partitioner), own)
+    if os.path.isdir(f"{data}/topics/{name}"):
+        raise ConfigError(f"topic {name!r} already exists with {load(data, name)[0]} partition(s)")
+    check_links(data, Topic(name, partitions, 1), is_new=True)
+    request: requests.Request | None = None
+    try:
+        texts = {"partitions": str(partitions), "partitioner": partitioner, **(limits or {})}
+        # The request first: a declaration without one gets no record.
+        request = requests.submit(data, requests.CREATE, name, texts)
+        make(data, name, Declaration(partitions, None, limits, (), partitioner), is_new=True)
+    except OSError as err:
+        if request is not None and err.errno in _IS_THERE and (load(data, name)[1] or not request.is_waiting):
+            return  # the router was faster
+        if request is not None:
+            request.remove()
+        raise ConfigError(f"topic {name!r}: could not be declared: {err.strerror}") from err
+
+
+def check(name: str, declared: Declaration, is_own: bool = False) -> None:
+    """Raise ConfigError if a topic cannot be declared so. `is_own`: a topic that KMQ writes for itself."""
+    partitions, partitioner = declared.partitions, declared.partitioner
     if partitioner not in PARTITIONERS:
         raise ConfigError(f"partitioner {partitioner!r}: must be {' or '.join(PARTITIONERS)}")
-    Limits().with_changes(limits or {})
-    if not (record.is_own_topic(name) if own else record.is_topic(name)):
+    Limits().with_changes(declared.limits)
+    if not (record.is_own_topic(name) if is_own else record.is_topic(name)):
         raise ConfigError(
             f"topic {name!r}: must match [A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}} and not begin with append, dropped or __"
         )
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise ConfigError(f"partitions={partitions}: must be between 1 and {MAX_PARTITIONS}")
-    if os.path.isdir(f"{data}/topics/{name}"):
-        raise ConfigError(f"topic {name!r} already exists with {load(data, name)[0]} partition(s)")
-    for link in Topic(name, partitions, 1).log_names():
-        if os.path.lexists(f"{data}/{link}"):
-            raise ConfigError(f"topic {name!r}: its symlink {link} already exists and leads to another queue")
-    try:
-        make(data, name, Declaration(partitions, None, limits, (), partitioner))
-    except OSError as err:
-        raise ConfigError(f"topic {name!r}: could not be declared: {err.strerror}") from err
+
+
+def check_links(data: str, topic: Topic, is_new: bool = False) -> None:
+    """Raise ConfigError if a symlink that a topic needs is there. `is_new`: even if it leads to this topic."""
+    for link in topic.log_names():
+        path = f"{data}/{link}"
+        if os.path.lexists(path) and (is_new or not (os.path.islink(path) and _leads_to(path, topic.name))):
+            raise ConfigError(f"topic {topic.name!r}: its symlink {link} already exists and leads to another queue")
 
 
 def check_growth(data: str, name: str, now: int, wanted: int) -> None:
@@ -329,19 +351,21 @@ def drop_single_link(data: str, topic: Topic) -> bool:
     return True
 
 
-def make(data: str, name: str, declaration: Declaration) -> None:
-    """Make a topic: on disk with its declaration, or not at all."""
+def make(data: str, name: str, declaration: Declaration, is_new: bool = False) -> None:
+    """Make a topic: on disk with its declaration, or not at all. `is_new`: raises OSError if its directory is there."""
     directory, making = f"{data}/topics/{name}", f"{data}/topics/.new-{name}-{os.urandom(4).hex()}"
-    if os.path.isdir(directory):
+    if not is_new and os.path.isdir(directory):
         replace_file(f"{directory}/topic.toml", declaration.text())
         return
     os.mkdir(making)
     try:
         replace_file(f"{making}/topic.toml", declaration.text())
         os.rename(making, directory)
-    except OSError:
+    except OSError as err:
         import shutil  # here, because the import costs each stage half a MiB of memory
 
         shutil.rmtree(making)
-        raise
+        if is_new or err.errno not in _IS_THERE:
+            raise
+        replace_file(f"{directory}/topic.toml", declaration.text())  # declared a moment ago
     sync_directory(f"{data}/topics")

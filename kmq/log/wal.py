@@ -118,6 +118,7 @@ class Wal:
         self._wait_outside = wait_for_room
         # Called while the disk is full, also inside an append. The owner replaces it once the start is complete.
         self.while_full: Callable[[], object] = partial(spare.release, data)
+        self.on_sync: Callable[[float], object] = lambda seconds: None  # called with the time that an fdatasync took
         self.limits = limits or Limits()  # may be replaced; in force from the next `roll_if_over` and `retain` on
         self._fsync = fsync
         self._synced_at = time.monotonic()
@@ -214,7 +215,9 @@ class Wal:
 
     def sync(self) -> None:
         """Sync everything appended. On RetryError the process must end."""
+        begun = time.monotonic()
         self._file.sync()
+        self.on_sync(time.monotonic() - begun)
         self._index.flush()
         self.synced_seq, self._synced_at = self.last_seq, time.monotonic()
 

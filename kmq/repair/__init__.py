@@ -9,4 +9,5 @@ wal.py          the WAL from the queues           queues.py     queues from the 
 conflicts.py    two records under one seq         small_files.py  the small files: healing
 evidence.py     what can still be trusted         rewriting.py  rewriting segments, and the report
 quarantine.py   files and bytes that are set aside
+recorded.py     what records of changes say of a topic
 """

@@ -10,8 +10,17 @@ from kmq.log.disk import QUARANTINE
 from kmq.repair import rebuild, verify
 
 
-def run(data: str, only: list[str], heal: bool, as_json: bool, progress: Callable[[int], None]) -> int:
-    """Check everything, or only some topics; return 0 if all is good, 1 if not, 65 if something cannot be healed."""
+class Checked:
+    """What a check has left: how many places are damaged, and whether it has looked at everything."""
+
+    __slots__ = ("code", "damage", "is_complete")
+
+    def __init__(self, code: int, damage: int, is_complete: bool) -> None:
+        self.code, self.damage, self.is_complete = code, damage, is_complete
+
+
+def run(data: str, only: list[str], heal: bool, as_json: bool, progress: Callable[[int], None]) -> Checked:
+    """Check everything, or only some topics. The code is 0 if all is good, 1 if not, 65 if something cannot be healed."""
     unknown = set(only) - {"append", *topics.names(data)}
     if unknown:
         raise ConfigError(f"unknown topic {', '.join(sorted(unknown))}; kmq topics list shows all topics")
@@ -19,7 +28,8 @@ def run(data: str, only: list[str], heal: bool, as_json: bool, progress: Callabl
         if only:
             raise ConfigError("--repair: takes no topics, because it heals each copy from the other; leave them out")
         return _heal(data, as_json, progress)
-    return EXIT_FAILED if _look(data, only, as_json, progress) else EXIT_OK
+    damage = _look(data, only, as_json, progress)
+    return Checked(EXIT_FAILED if damage else EXIT_OK, damage, not only)
 
 
 def _look(data: str, only: list[str], as_json: bool, progress: Callable[[int], None]) -> int:
@@ -35,7 +45,7 @@ def _look(data: str, only: list[str], as_json: bool, progress: Callable[[int], N
     return count
 
 
-def _heal(data: str, as_json: bool, progress: Callable[[int], None]) -> int:
+def _heal(data: str, as_json: bool, progress: Callable[[int], None]) -> Checked:
     locks = [(name, FileLock(f"{data}/{name}/.owner")) for name in ("append", "topics")]
     for name, lock in locks:
         lock.acquire(f"{data}/{name}: the broker must be down for a repair; it", describe("repair", data))
@@ -57,4 +67,5 @@ def _heal(data: str, as_json: bool, progress: Callable[[int], None]) -> int:
         print(json.dumps(finding._asdict()) if as_json else f"still damaged: {finding}")
     if not as_json:
         print(f"{len(done)} files healed" if done else "nothing to heal")
-    return EXIT_CORRUPT if left or any(healed.lost for healed in done) else EXIT_OK
+    is_lost = left or any(healed.lost for healed in done)
+    return Checked(EXIT_CORRUPT if is_lost else EXIT_OK, len(left), is_complete=True)

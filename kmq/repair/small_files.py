@@ -18,6 +18,7 @@ from kmq.partitioners import PARTITIONERS, Partitioner
 from kmq.repair import faults
 from kmq.repair.directory import Directory, read_text
 from kmq.repair.quarantine import Quarantine
+from kmq.repair.recorded import limits as recorded_limits
 from kmq.repair.rewriting import Report
 from kmq.routing import Growth, Table, Topic, resolve
 
@@ -100,7 +101,7 @@ class SmallFiles:
         self.report.add(f"{self.data}/topics/{topics.printable(name)}", f"set aside in {QUARANTINE}/")
 
     def _topic(self, name: str, known: Since | None, had: int) -> None:
-        """Rewrite a declaration from the partitions, the checkpoint, and its own readable lines.
+        """Rewrite a declaration from the partitions, the checkpoint, its records, and its own readable lines.
 
         `had`: the partitions in the checkpoint. Partitions that are missing are made, to be filled from the WAL.
         """
@@ -114,7 +115,10 @@ class SmallFiles:
             os.makedirs(f"{self.data}/topics/{name}/{number}", exist_ok=True)
         line = re.search(r"(?m)^from_seq = (\d+)\n", text)
         since = known.from_seq if known else int(line[1]) if line else self._first_seq(name, partitions)
-        limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
+        recorded = recorded_limits(self.data, name, since)
+        limits = (
+            recorded if recorded is not None else dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
+        )
         grown = _growth(text, partitions, known.grown if known else ())
         partitioner = known.partitioner if known else self._partitioner_of(name, text, partitions, grown)
         replace_file(path, topics.Declaration(partitions, since, limits, grown, partitioner.name).text())

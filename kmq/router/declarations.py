@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, topics
+from kmq.log import checkpoint, requests, topics
 from kmq.log.disk import with_room
 from kmq.log.growth import Since
 from kmq.router.context import Context
@@ -31,18 +31,21 @@ class Declarations:
     def create(self, name: bytes, seq: int) -> Topic:
         """Make a topic that a message named: one partition, in force from that message on.
 
-        If the topic was declared since the router last looked, the declaration is adopted with that message. Routing to
-        one partition under a file that says several would make a rebuilt queue differ.
+        A declaration that has no record is adopted with that message: routing to one partition under a file that says
+        several would make a rebuilt queue differ. One whose record is still to come is too late, and is replaced.
         """
         topic = Topic(name.decode(), 1, seq)
         data = self._context.data
         path = topics.toml_path(data, topic.name)
-        if os.path.exists(path):
+        is_late = self._context.are_recorded and requests.asks_to_create(data, topic.name)
+        if os.path.exists(path) and not is_late:
             return self.adopt(topic.name, seq)
         self.before_topic()
 
         def write() -> None:
-            if b"." in name:  # other topics depend on its from_seq, which cannot be guessed after a power cut
+            # Synced, because other topics depend on its from_seq, which cannot be guessed after a power cut; and because
+            # a file that a message replaces must not come back.
+            if b"." in name or is_late:
                 topics.make(data, topic.name, topics.Declaration(1, seq))
                 return
             os.makedirs(f"{data}/topics/{topic.name}/0", exist_ok=True)
@@ -62,8 +65,17 @@ class Declarations:
             logger.warn("topic_guessed", file=path, partitions=declared.partitions)
         if declared.from_seq is None or declared.is_guessed:
             declared.from_seq = next_seq
+        return self.put_in_force(name, declared)
+
+    def put_in_force(self, name: str, declared: topics.Declaration) -> Topic:
+        """Put a topic in force as declared, with its from_seq; its directory may be there."""
+        logger, data = self._context.logger, self._context.data
         topic = declared.topic(name)
-        self._write(topic, declared)
+        with_room(
+            topics.toml_path(data, name),
+            self._context.wait_for_room,
+            lambda: topics.make(data, name, declared),
+        )
         self._in_force.set_limits(name, declared)
         self._in_force.put(topic)
         for log in self._logs.of_topic(topic):

@@ -9,7 +9,7 @@ Crash       In memory only. A start loads it from topic.toml, router.ckpt and de
 from collections.abc import Callable, Iterable, Sequence
 
 from kmq.errors import ConfigError
-from kmq.log import deletions, identity, topics
+from kmq.log import deletions, identity, topic_records, topics
 from kmq.log.disk import with_room
 from kmq.log.partition import State
 from kmq.log.segment import Limits
@@ -67,6 +67,8 @@ class TopicsInForce:
         return State(first, 0, 0, first)
 
     def limits_of(self, name: str) -> Limits:
+        if name == topic_records.TOPIC:  # it has what retention took from the WAL
+            return Limits(self.default_limits.segment_bytes, self.default_limits.segment_age)
         return self._own_limits.get(name, self.default_limits)
 
     def has_own_limits(self, name: str) -> bool:

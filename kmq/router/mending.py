@@ -84,6 +84,7 @@ class Mender:
                 reader.indexed_end(part.path, part.first, by_seq=False)
             except DamageError as err:
                 self._context.logger.error("damaged", file=part.path, reason=err)
+                self._context.damaged(err)
                 continue
             IndexWriter.complete(part.path, part.first, self._context.wait_for_room, self._context.check)
             dirty += [part.path, segment.index_path(part.path)]

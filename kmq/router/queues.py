@@ -4,7 +4,7 @@
     logs            states, and the open logs                    recovery       a start: which log needs a replay
     in_force        topics, their limits, deleted topics         mending        a log that differs from the checkpoint
     declarations    how a topic comes into force                 healing        an end that differs from its index
-    topic_changes   requests and new declarations                checkpoints    when, and what they sync
+    topic_changes   changes of topics: records                    checkpoints    when, and what they sync
     newcomers       topics that are not made yet                 retention, compacted
 
 Owner       the router process (lock topics/.owner).
@@ -17,7 +17,9 @@ Memory      A cold partition is one small object, its State. At most `most_open`
 
 from collections.abc import Callable
 
+from kmq import record
 from kmq.links.layout import Block
+from kmq.log import topic_records
 from kmq.log.disk import WaitForRoom
 from kmq.log.dropped import SeqRange
 from kmq.log.segment import Limits
@@ -66,6 +68,7 @@ class Queues:
         self._compacted = Compacted(context, in_force, logs)
         self._changes = TopicChanges(context, in_force, logs, self.declarations, self.sorter, self.checkpoints)
         self._changes.retain = self.retention.roll_over
+        self.sorter.change = self._changes.apply
         mender = Mender(context, in_force, records)
         self._recovery = Recovery(context, in_force, logs, self.declarations, self.checkpoints, mender)
 
@@ -99,6 +102,7 @@ class Queues:
         self.context.check = check
         self._changes.finish_deletions()
         replay_from = self._recovery.run(high)
+        self._changes.recovered(self._recovery.checkpoint_seq)
         self.sorter.sorted_seq = replay_from - 1
         self.sorter.replay(SeqRange(replay_from, high))
         self.adopt_declarations()
@@ -109,11 +113,24 @@ class Queues:
 
         Lines whose topic has to be made may wait for later calls of this method or of `make_topics`.
         """
-        written = self.sorter.route(blocks)
-        written += self.sorter.make_topics(None if self.sorter.newcomers.is_too_much else AT_ONCE)
+        written, begin = 0, 0
+        for at, block in enumerate(blocks):
+            if _is_change(block):  # between the lines before it and those behind it
+                written += self._route(blocks[begin:at]) + self.sorter.make_topics()
+                self._changes.apply(bytes(block.data))
+                written += self._route([block])
+                begin = at + 1
+        written += self._route(blocks[begin:])
         if self.checkpoints.is_due_by_bytes and not self.checkpoints.is_busy:
             self.checkpoints.start()  # at once: to wait for the tick would add 160 MB to what a restart has to replay
         return written
+
+    def _route(self, blocks: list[Block]) -> int:
+        if not blocks:
+            return 0
+        return self.sorter.route(blocks) + self.sorter.make_topics(
+            None if self.sorter.newcomers.is_too_much else AT_ONCE
+        )
 
     def make_topics(self, most: int | None = None) -> int:
         """Make the topics that messages have named, all or the `most` oldest; return the bytes of their lines."""
@@ -160,3 +177,9 @@ class Queues:
             self.checkpoints.start()
             self.settle()
         self.logs.close()
+
+
+def _is_change(block: Block) -> bool:
+    """Return True if a block is the record of a change of a topic, which has a block of its own."""
+    is_key = block.count == 1 and block.key_length == len(topic_records.KEY)
+    return is_key and record.routing_key_of(bytes(block.data)) == topic_records.KEY

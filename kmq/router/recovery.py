@@ -37,11 +37,13 @@ class Recovery:
     ) -> None:
         self._context, self._in_force, self._logs = context, in_force, logs
         self._declarations, self._checkpoints, self._mender = declarations, checkpoints, mender
+        self.checkpoint_seq = 0  # what the checkpoint covers; 0: there is none
 
     def run(self, high: int) -> int:
         """Examine every log; return the seq from which to replay the WAL. `high`: the last durable seq."""
         data, logger = self._context.data, self._context.logger
         seq, rows, since = self._load_checkpoint()
+        self.checkpoint_seq = seq
         if seq > high:
             raise CorruptError(
                 f"{data}/router.ckpt has routed up to seq {seq}, but the ring durable has shown up to {high} only:"

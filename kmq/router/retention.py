@@ -78,6 +78,7 @@ class Retention:
             log.roll(give_up)
         except DamageError as err:  # the segment stays until it is repaired
             self._context.logger.error("damaged", file=log.path, reason=err)
+            self._context.damaged(err)
         except OSError as err:
             if err.errno not in FULL:
                 raise

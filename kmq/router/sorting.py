@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from kmq import record
 from kmq.links.layout import Block
-from kmq.log import wal
+from kmq.log import topic_records, wal
 from kmq.log.dropped import SeqRange
 from kmq.log.lines import start_of
 from kmq.log.partition import PartitionLog
@@ -46,6 +46,7 @@ class Sorter:
         self._create = declarations.create
         self._table, self._log_of, self._deliver = in_force.table, logs.log_of, logs.deliver
         self.newcomers = Newcomers()
+        self.change: Callable[[bytes], object] = lambda line: None  # carries out a record of topic_records.py
         self._making: Newcomer | None = None  # its lines are being written to their log
         self._routes: dict[bytes, Target] = {}
         in_force.forget_routes = self._routes.clear
@@ -105,8 +106,11 @@ class Sorter:
         for first, last in self._records.ranges(seqs):
             self._routes.clear()
             for lines in wal.read(self._context.data, first, last):
-                self.routed_bytes += self._route_lines([lines])
-                self.make_topics()
+                for part, is_change in topic_records.parts(lines):
+                    if is_change:
+                        self.change(part)
+                    self.routed_bytes += self._route_lines([part])
+                    self.make_topics()
                 self._context.check()
         self.sorted_seq = max(self.sorted_seq, seqs.last)
         self._routes.clear()

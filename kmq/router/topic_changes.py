@@ -1,21 +1,27 @@
-"""Changes under topics/ while the router runs: new declarations, and requests to set limits, to grow or to delete.
+"""Changes of topics: declarations, limits, growth, deletion. Each is a record of the WAL (kmq/log/topic_records.py).
 
-Owner       the router process: commands only submit declarations and requests (kmq/log/requests.py).
-Invariant   A deleted topic's last seq is on disk in `deletions` before any of its files is removed, and no record after
-            that seq is in the deleted queue. A grown topic's first seq with more partitions is on disk in topic.toml
-            before a record is routed by it. A request is removed after it was carried out.
-Crash       A request that was carried out may be carried out again: that changes nothing. Between `deletions` and the
+Owner       the router process: commands only submit requests (kmq/log/requests.py), the framer numbers them.
+Invariant   A change is carried out between the lines before its record and those behind it, with the seq of the record,
+            whenever that is: at once, or in a replay. A deleted topic's last seq is on disk in `deletions` before any of
+            its files is removed, and no record after that seq is in the deleted queue. A grown topic's first seq with
+            more partitions is on disk in topic.toml before a record is routed by it. A request is removed after its
+            record was carried out.
+Crash       A record that was carried out may be carried out again: that changes nothing. Between `deletions` and the
             removal of the directory, the next start removes it (`finish_deletions`). Between topic.toml and the new
             partitions, the next start makes them (declarations.py).
+No record   Topics that messages make, and declarations of a release before these records.
 """
 
 import os
 import time
+from collections import namedtuple
 from collections.abc import Callable
 
+from kmq import record
 from kmq.errors import ConfigError
-from kmq.log import deletions, requests, topics
+from kmq.log import deletions, requests, topic_records, topics
 from kmq.log.disk import sync_file
+from kmq.log.topic_records import Change
 from kmq.router.checkpoints import Checkpoints
 from kmq.router.context import Context
 from kmq.router.declarations import Declarations
@@ -27,8 +33,14 @@ from kmq.routing import Topic
 _COARSE_NS = 50_000_000  # two changes of a directory within this time may have the same mtime
 
 
+class _When(namedtuple("_When", ("first", "last", "ts"))):
+    """`first`: from which seq on a change holds; `last`: the last seq that what it ends has; `ts`: as stored."""
+
+    __slots__ = ()
+
+
 class TopicChanges:
-    """Carries out requests, and adopts new declarations."""
+    """Carries out the records of changes, and what needs none."""
 
     def __init__(
         self,
@@ -43,52 +55,138 @@ class TopicChanges:
         self._declarations, self._sorter, self._checkpoints = declarations, sorter, checkpoints
         self.retain: Callable[[], None] = lambda: None  # seals and deletes what is over its limits, at once
         self._read_mtime = 0  # mtime of topics/ when it was last read
+        self._final = self._last_seq = 0  # see `recovered`
+        self._early: set[str] = set()  # requests whose limits are set before their record
+
+    def recovered(self, checkpoint_seq: int) -> None:
+        """Note what a start has found; `checkpoint_seq`: what the checkpoint covers.
+
+        What it covers is final, and what the queue of these records has was carried out. Without a checkpoint files may
+        be missing, so the replay looks at every change again; but at limits only once: they may be edited by hand.
+        """
+        changes = self._logs.states.get((topic_records.TOPIC, 0))
+        self._last_seq = max(checkpoint_seq, changes.last_seq if changes else 0)
+        self._final = self._last_seq if checkpoint_seq else 0
+
+    # --- records ---------------------------------------------------------------------------------------------------
+
+    def apply(self, line: bytes) -> None:
+        """Carry out the record of a change, unless that was done before a kill."""
+        try:
+            change = topic_records.decode(line)
+        except ValueError as err:
+            self._context.logger.warn("request_refused", file="append", topic=topic_records.TOPIC, reason=err)
+            return
+        is_done = change.seq <= (self._last_seq if change.verb == topic_records.SET else self._final)
+        if not is_done:
+            self._sync_wal()
+            self._carry_out(change, _When(change.seq, change.seq, change.ts))
+        self._early.discard(change.request)
+        request = requests.named(self._context.data, change.request)
+        if request.is_waiting:
+            request.remove()
 
     def carry_out(self) -> None:
-        """Carry out new requests, and put new declarations in force from the next seq on."""
+        """Carry out requests that need no record, and put declarations that have none in force from the next seq on."""
         data = self._context.data
+        if self._context.are_recorded and self._context.lacks_room():
+            self._set_early()
         mtime = os.stat(f"{data}/topics").st_mtime_ns
         if mtime == self._read_mtime:
             return
         self._read_mtime = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
-        for request in requests.waiting(data):
-            self._carry_out(request)
-        for name in topics.names(data):
-            if not self._in_force.has(name) and name.encode() not in self._sorter.newcomers:
-                self._adopt(name)
+        pending = [name for name in topics.names(data) if not self._is_known(name)]
+        waiting = requests.waiting(data)  # after the names: a declaration submits its request first
+        numbered = [each for each in waiting if self._context.are_recorded and each.verb in topic_records.VERBS]
+        for request in waiting:
+            if request not in numbered:
+                next_seq = self._sorter.sorted_seq + 1
+                when = _When(next_seq, next_seq - 1, deletions.now())
+                self._carry_out(Change(request.verb, request.topic, None, request.limits, request.name), when)
+                request.remove()
+        coming = {request.topic for request in numbered if request.verb == requests.CREATE}
+        for name in pending:
+            if name not in coming and not self._is_known(name) and os.path.isdir(f"{data}/topics/{name}"):
+                self._declarations.adopt(name, self._sorter.sorted_seq + 1)
 
-    def _adopt(self, name: str) -> Topic:
-        return self._declarations.adopt(name, self._sorter.sorted_seq + 1)
+    def _set_early(self) -> None:
+        """Set limits before their record comes: it may wait for the room that a lower limit makes. It sets them again."""
+        for request in requests.waiting(self._context.data):
+            if request.verb == requests.SET and request.name not in self._early:
+                self._early.add(request.name)
+                when = _When(0, 0, "")  # limits need none
+                self._carry_out(Change(request.verb, request.topic, None, request.limits, request.name), when)
 
-    def _carry_out(self, request: requests.Request) -> None:
+    def _is_known(self, name: str) -> bool:
+        return self._in_force.has(name) or name.encode() in self._sorter.newcomers
+
+    def _carry_out(self, change: Change, when: _When) -> None:
+        """Carry out a change. Its incarnation is None if it has no record: then it is for the topic in force."""
         try:
-            if request.verb == requests.SET:
-                self._set_limits(request.topic, request.limits)
-            elif request.verb == requests.GROW:
-                self._grow(request.topic, int(request.limits["partitions"]))
-            elif request.verb == requests.DELETE:
-                self._delete(request.topic)
-            elif request.verb == requests.RETAIN:
+            if change.verb == requests.CREATE:
+                self._create(change, when.first)
+            elif change.verb == requests.SET:
+                self._set_limits(change)
+            elif change.verb == requests.GROW:
+                self._grow(change, when.first)
+            elif change.verb == requests.DELETE:
+                self._delete(change, when)
+            elif change.verb == requests.RETAIN:
                 self.retain()
             else:
-                raise ConfigError(f"unknown request {request.verb!r}")
+                raise ConfigError(f"unknown request {change.verb!r}")
         except (ConfigError, LookupError, ValueError) as err:
-            self._context.logger.warn("request_refused", file=request.path, topic=request.topic, reason=err)
-        request.remove()
+            path = requests.named(self._context.data, change.request).path
+            self._context.logger.warn("request_refused", file=path, topic=change.topic, reason=err)
 
-    def _topic_of(self, name: str) -> Topic:
-        """Return the topic in force that a request names. Raises ConfigError if there is none."""
-        if name in topics.names(self._context.data) and not self._in_force.has(name):
+    def _topic_of(self, change: Change) -> Topic:
+        """Return the topic in force that is to be changed. Raises ConfigError if there is none."""
+        name = change.topic
+        if change.incarnation is None and name in topics.names(self._context.data) and not self._in_force.has(name):
             self._sorter.make_topics()
             if not self._in_force.has(name):  # declared since the last look
-                return self._adopt(name)
+                return self._declarations.adopt(name, self._sorter.sorted_seq + 1)
         if not self._in_force.has(name):
             raise ConfigError(f"topic {name!r} does not exist")
-        return self._in_force.table[name.encode()]
+        topic: Topic = self._in_force.table[name.encode()]
+        if change.incarnation not in (None, topic.from_seq):
+            raise ConfigError(f"topic {name!r}: is another one, in force from seq {topic.from_seq}")
+        return topic
 
-    def _set_limits(self, name: str, changes: dict[str, str]) -> None:
+    def _create(self, change: Change, seq: int) -> None:
+        """Put a declared topic in force from `seq` on. Raises ConfigError if there is one, or it cannot be."""
+        name, data = change.topic, self._context.data
+        if change.incarnation is None:
+            self._sorter.make_topics()
+            if self._in_force.has(name):  # a message has adopted it
+                return
+        topic = self._in_force.table.get(name.encode())
+        if topic is not None and seq in topic.bounds()[::2]:
+            return  # carried out before a kill
+        if topic is not None and (not topic.is_gone or topic.lives[-1][1] >= seq):
+            raise ConfigError(f"topic {name!r} exists, in force from seq {topic.bounds()[0]}")
+        try:
+            declared = topics.Declaration(
+                change.partitions, seq, change.limits, (), change.values.get("partitioner", topics.CRC32)
+            )
+            topics.check(name, declared, is_own=record.is_own_topic(name))
+            topics.check_links(data, Topic(name, declared.partitions, seq))
+            self._declarations.put_in_force(name, declared)
+        except (ConfigError, ValueError):
+            self._remove_pending(name)
+            raise
+
+    def _remove_pending(self, name: str) -> None:
+        """Remove a declaration that was refused, or a message would find it."""
+        data = self._context.data
+        if os.path.isdir(f"{data}/topics/{name}") and topics.load(data, name)[1] is None:
+            deletions.remove_files(data, Topic(name, 1, 0), self._context.check)
+
+    def _set_limits(self, change: Change) -> None:
         """Change the limits in a topic's file and of its logs. Raises ConfigError if a limit is invalid."""
-        topic = self._topic_of(name)
+        topic, name, changes = self._topic_of(change), change.topic, change.limits
+        if name == topic_records.TOPIC:
+            raise ConfigError(f"topic {name!r}: keeps everything")
         path = topics.toml_path(self._context.data, name)
         with open(path, encoding="utf-8") as file:
             text = topics.with_limits(file.read(), changes)
@@ -103,15 +201,17 @@ class TopicChanges:
         texts = {limit: value or "unset" for limit, value in changes.items()}
         self._context.logger.info("topic_limits_set", topic=name, **texts)
 
-    def _grow(self, name: str, partitions: int) -> None:
-        """Give a topic more partitions from the next seq on. Raises ConfigError if that cannot be."""
+    def _grow(self, change: Change, next_seq: int) -> None:
+        """Give a topic more partitions from `next_seq` on. Raises ConfigError if that cannot be."""
         self._sorter.make_topics()  # waiting lines may be of this topic, and older than the seq written below
-        topic, data = self._topic_of(name), self._context.data
+        topic, data = self._topic_of(change), self._context.data
+        name, partitions = change.topic, change.partitions
+        if change.incarnation is not None and topic.grown and topic.grown[-1][0] >= next_seq:
+            return  # carried out before a kill
         topics.check_growth(data, name, topic.partitions, partitions)
         if partitions == topic.partitions:  # carried out before a kill
             return
         self._sync_wal()
-        next_seq = self._sorter.sorted_seq + 1
         grown = Topic(
             name, partitions, topic.from_seq, (), [*topic.grown, (next_seq, topic.partitions)], topic.partitioner
         )
@@ -134,18 +234,21 @@ class TopicChanges:
         if not self._context.wal_is_synced:
             sync_file(os.path.realpath(f"{self._context.data}/append.log"))
 
-    def _delete(self, name: str) -> None:
+    def _delete(self, change: Change, when: _When) -> None:
         """Delete a topic with all its records, for good. Raises ConfigError if there is no such topic."""
-        topic, data = self._topic_of(name), self._context.data
+        name, data, last_seq = change.topic, self._context.data, when.last
+        lives = self._in_force.deleted.lives.get(name, ())
+        if change.incarnation is not None and last_seq in (last for _, last in lives):
+            return  # carried out before a kill
+        topic = self._topic_of(change)
         self._sorter.make_topics()  # waiting lines may be older than the last seq written below
         self._checkpoints.finish()  # a running checkpoint syncs files by name, which are about to go
-        last_seq = self._sorter.sorted_seq
         ends = [log.state.end_offset for log in self._logs.of_topic(topic)]
         all_deletions = deletions.read(data)
         has_had_records = topic.from_seq <= last_seq
         if has_had_records:
             self._sync_wal()
-            deletion = deletions.Deletion(name, topic.from_seq, last_seq, deletions.now(), ends)
+            deletion = deletions.Deletion(name, topic.from_seq, last_seq, when.ts, ends)
             self._in_force.write_deletions([*all_deletions, deletion])
         self._forget(topic)
         if not has_had_records:  # no seq distinguishes it from a later topic of its name

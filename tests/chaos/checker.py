@@ -26,6 +26,7 @@ from urllib.parse import unquote_to_bytes
 
 RECORD = re.compile(rb"([1-9]\d*)\|(\d+\.\d{6})\|([^|\0]+)\|[^|\0]*\|([^|\0]*)\|[^\0]*")
 STREAM_ID = re.compile(rb"([^;-]+)-(\d+)(?:;w=.*)?|(\d+);p=(.*)")
+CHANGE = b"__kmq.topic"  # the routing key of a change of a topic, which only the broker writes
 SHOWN = 10  # findings of one kind that are listed; the rest is counted
 
 
@@ -374,6 +375,8 @@ def _check_sent(records: list[Record], sent: list[Stream], dropped: int, report:
     streams = {stream.name.encode(): stream for stream in sent}
     seen: dict[bytes, list[int]] = {name: [] for name in streams}
     for record in records:
+        if record.key == CHANGE and record.id.startswith(b";request="):  # the broker's own
+            continue
         match = STREAM_ID.fullmatch(record.id)
         name = (match[1] or match[4]) if match else b""
         stream = streams.get(name)

@@ -20,6 +20,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
+from grpc_client import Client, Stream
 from line_client import LineClient
 
 import kmq
@@ -28,6 +30,7 @@ from chaos.history import Offsets, Place
 from kmq.client import egress_replies as replies
 
 PATIENCE_S = 60.0
+_FETCH, _COMMIT = 1, 2  # ids of requests over gRPC
 
 
 class Task(NamedTuple):
@@ -303,11 +306,89 @@ def by_http(task: Task) -> None:
         task.enough.wait(0.05)
 
 
+# --- kmq.v1 ----------------------------------------------------------------------------------------------------------
+
+
+class _Grpc:
+    """One stream of a member."""
+
+    def __init__(self, task: Task, stream: Stream) -> None:
+        self._task, self._diary, self._stream = task, task.diary, stream
+        self._waiting: deque[tuple[Offsets, float]] = deque()  # commits
+        self._answered = time.monotonic()  # when the last request was sent that has been answered
+        stream.send(
+            "join", group=task.group, topics=[task.topic], member=task.name, session_ms=int(task.session_s * 1000)
+        )
+        self._hear("assigned")
+
+    def _hear(self, wanted: str) -> Any:
+        """Take responses up to one of this kind."""
+        while True:
+            response = self._stream.read()
+            kind = response.WhichOneof("response")
+            if kind == "assigned":
+                places = list(self._stream.assigned)
+                fresh = [place for place in places if place not in self._diary.places]
+                self._diary.assigned(self._stream.generation, places, fresh, self._answered)
+            elif kind == "revoke":
+                self._revoke([(row.topic, number) for row in response.revoke.partitions for number in row.partitions])
+            elif kind == "committed":
+                self._diary.has_committed(*self._waiting.popleft())
+            elif kind == "error":
+                if response.request_id != _COMMIT:
+                    raise ConnectionError(response.error)
+                self._waiting.popleft()
+            if kind == wanted:
+                return getattr(response, kind)
+
+    def _revoke(self, places: list[Place]) -> None:
+        self.commit(self._diary.due(places))
+        self._diary.give_up(places)
+        self._stream.send("revoked")
+
+    def commit(self, offsets: Offsets) -> None:
+        if offsets:
+            self._waiting.append((offsets, self._diary.asks_to_commit(offsets)))
+            rows = [{"topic": t, "partition": number, "next_offset": n} for (t, number), n in offsets.items()]
+            self._stream.send("commit", _COMMIT, offsets=rows)
+
+    def read(self) -> bool:
+        """Return whether there was something."""
+        asked = time.monotonic()
+        self._stream.send("fetch", _FETCH, max_records=self._task.rng.choice([50, 300]), wait_ms=100)
+        batch = self._hear("batch")
+        self._answered = asked
+        place = batch.topic, batch.partition
+        self._diary.polled([(place, record.offset, value_of(record.value)) for record in batch.records])
+        return bool(batch.records)
+
+    def leave(self) -> None:
+        self._stream.send("leave")
+        self._stream.status()
+
+
+def by_grpc(task: Task) -> None:
+    while not task.enough.is_set():
+        try:
+            with Client(task.port("grpc")) as client:
+                client.waits = False  # the port is another one after each start of the gateway
+                with client.subscribe() as stream:
+                    session = _Grpc(task, stream)
+                    while not task.enough.is_set():
+                        if not session.read() or task.wants_to_commit():
+                            session.commit(task.diary.due())
+                    session.leave()
+        except (grpc.RpcError, StopIteration, OSError, ValueError):
+            task.enough.wait(0.05)  # the gateway is away, or has ended this member
+        task.diary.give_up(task.diary.places)
+
+
 DOORS: dict[str, Callable[[Task], None]] = {
     "consumer": by_consumer,
     "asyncio": by_asyncio,
     "lines": by_lines,
     "http": by_http,
+    "grpc": by_grpc,
 }
 
 

@@ -33,6 +33,8 @@ PATIENCE_S = 900
 DURABILITY, FRAMER, ROUTER = "stages/durability.py", "stages/framer.py", "stages/router.py"
 RING, STAGING, WAL, PARTITION = "kmq/links/ring.py", "kmq/links/staging.py", "kmq/log/wal.py", "kmq/log/partition.py"
 ROUTING, UNIT_GROWTH = "kmq/routing.py", "tests/unit/test_topic_growth.py"
+CHANGES, RECORDS = "kmq/router/topic_changes.py", "tests/unit/test_topic_records.py"
+FROM_THE_WAL = "tests/chaos/test_from_the_wal.py"
 PARTITION_RECOVERY = "kmq/log/partition_recovery.py"
 
 Edit = tuple[str, str, str]  # file, what stands there (once), what is put in its place
@@ -553,6 +555,76 @@ MUTANTS = [
         "received: a new ring is read from where the one before ended",
         [(SOURCE, "self.done.position if ring.birth == self.done.birth else 0", "self.done.position")],
         [HANDOVER + "::test_a_ring_made_anew_is_read_from_its_start"],
+    ),
+    Mutant(
+        "a change is not carried out in a replay",
+        [("kmq/router/sorting.py", "                        self.change(part)\n", "                        pass\n")],
+        [RECORDS],
+    ),
+    Mutant(
+        "a change is carried out without a look at the incarnation",
+        [(CHANGES, "change.incarnation not in (None, topic.from_seq)", "False")],
+        [RECORDS],
+    ),
+    Mutant(
+        "limits are set again by each replay",
+        [(CHANGES, "change.seq <= (self._last_seq if change.verb == topic_records.SET else self._final)", "False")],
+        [RECORDS],
+    ),
+    Mutant(
+        "a request is removed before its record was carried out",
+        [
+            (
+                CHANGES,
+                "        is_done = change.seq",
+                "        requests.named(self._context.data, change.request).remove()\n        is_done = change.seq",
+            )
+        ],
+        [FROM_THE_WAL],
+        "a replay of the WAL carries the record out all the same",
+    ),
+    Mutant(
+        "a record is carried out behind the lines of its blocks",
+        [
+            (
+                "kmq/router/queues.py",
+                "written += self._route(blocks[begin:at]) + self.sorter.make_topics()",
+                "written += self._route(blocks[begin:]) + self.sorter.make_topics()",
+            )
+        ],
+        [FROM_THE_WAL],
+    ),
+    Mutant(
+        "the next change of a topic does not wait for the one before",
+        [("kmq/framing/declarations.py", "            busy.add(request.topic)\n", "")],
+        [RECORDS],
+    ),
+    Mutant(
+        "a framer that starts does not know what is numbered",
+        [
+            (
+                "kmq/framing/recovery.py",
+                "        numbered.update((change.request, change.seq) for change in topic_records.changes(lines))\n",
+                "",
+            )
+        ],
+        [FROM_THE_WAL],
+        "a record that is there twice is refused: it names another incarnation",
+    ),
+    Mutant(
+        "a change that drop_oldest took is not numbered again",
+        [("kmq/framing/declarations.py", "self._numbered.get(each.name, 0) > routed", "each.name in self._numbered")],
+        [RECORDS],
+    ),
+    Mutant(
+        "retention deletes the records of changes",
+        [("kmq/router/in_force.py", "if name == topic_records.TOPIC:", "if False:")],
+        [RECORDS],
+    ),
+    Mutant(
+        "a connection of the pod may write changes of topics",
+        [("kmq/record.py", "|kmq[.|]", "")],
+        ["tests/unit/test_reserved_topics.py"],
     ),
     Mutant(
         "a declaration that the first message overtakes is ignored",

@@ -8,6 +8,10 @@ import socket
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_client import Client
 
 import kmq
 from chaos.history import FAIL, OK, UNKNOWN, Place, Produce
@@ -174,7 +178,35 @@ class ByHttp(Sender):
                 yield value
 
 
-SENDERS = {"producer": ByProducer, "acked": ByAckedLines, "plain": ByPlainLines, "http": ByHttp}
+class ByGrpc(Sender):
+    """`kmq.v1`, with a producer and ids: what was not answered is sent again."""
+
+    def work(self) -> None:
+        while not self.enough.is_set():
+            left = {value: self._message(n, key, payload) for n, value, key, payload in self.burst()}
+            while left:
+                with contextlib.suppress(grpc.RpcError, ValueError, OSError):
+                    self._send(left)
+                self.rest()
+
+    def _message(self, number: int, key: bytes, payload: bytes) -> dict[str, Any]:
+        return {"id": str(number), "key": key or None, "value": payload}
+
+    def _send(self, left: dict[str, dict[str, Any]]) -> None:
+        """Send what is left; forget what is stored."""
+        with Client(self.port("grpc")) as client:
+            client.waits = False  # the port is another one after each start of the gateway
+            results = client.produce(self.topic, *left.values(), producer=self.process)
+        for value, result in list(zip(left, results, strict=True)):
+            if result.WhichOneof("outcome") == "stored":
+                stored = result.stored
+                is_placed = stored.HasField("offset")
+                place = (stored.topic, stored.partition) if is_placed else None
+                self.tell(value, OK, place, stored.offset if is_placed else None)
+                del left[value]
+
+
+SENDERS = {"producer": ByProducer, "acked": ByAckedLines, "plain": ByPlainLines, "http": ByHttp, "grpc": ByGrpc}
 
 
 def start_senders(topic: str, pipes: Path, rng: random.Random) -> list[Sender]:

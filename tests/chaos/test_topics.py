@@ -16,7 +16,7 @@ from chaos.load import FifoLoad, Load
 from chaos.loopfs import few_inodes
 from chaos.pod import PATIENCE_S, STAGES, Pod
 from kmq.errors import EXIT_CONFIG
-from kmq.log import requests, topics
+from kmq.log import requests, topic_records, topics
 
 GROWING = ("wide", "jobs", "random")  # keys and none, with a longer name in between and without
 
@@ -25,7 +25,8 @@ Start = Callable[[Load], Load]
 
 
 def names(pod: Pod) -> list[str]:
-    return topics.names(str(pod.data))
+    """But the topic of the records of changes."""
+    return [name for name in topics.names(str(pod.data)) if name != topic_records.TOPIC]
 
 
 def malformed(pod: Pod, reason: str) -> int:

@@ -24,7 +24,7 @@ case $* in *"$PACKAGE"*) touch "$JAVA" ;; *update*) ;; *) echo "E: Unable to loc
 def setup(tmp_path):
     """A function that runs the script; `package`: the only one that apt-get can install."""
 
-    def run(package="", uid=0, java=False):
+    def run(package="", uid=0, java=False, chromium=True):
         (tmp_path / "venv" / "bin").mkdir(parents=True)
         (tmp_path / "bin").mkdir()
         programs = {"venv/bin/python": PYTHON, "bin/apt-get": APT, "bin/id": f"#!/bin/sh\necho {uid}\n"}
@@ -36,6 +36,7 @@ def setup(tmp_path):
         env = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
             "JAVA": str(tmp_path / "java"),
+            "CHROMIUM": "/bin/true" if chromium else str(tmp_path / "chromium"),
             "CALLS": str(tmp_path / "calls"),
             "PACKAGE": package or "no such package",
         }
@@ -75,6 +76,13 @@ def test_who_is_not_root_gets_the_command_and_nothing_is_tried(setup):
     done, calls = setup("openjdk-17-jre-headless", uid=1000)
     assert (done.returncode, calls) == (0, [])
     assert "sudo apt-get install openjdk-17-jre-headless" in done.stderr
+
+
+def test_setup_without_chromium_tries_apt_and_says_how_to_get_it(setup):
+    done, calls = setup(java=True, chromium=False)
+    assert done.returncode == 0, done.stderr
+    assert any(call.endswith("install -y chromium fonts-dejavu-core") for call in calls), calls
+    assert "sudo apt-get install chromium fonts-dejavu-core" in done.stderr
 
 
 @pytest.mark.parametrize(("ci", "code", "outcome"), [("", 0, "skipped"), ("true", 1, "errors")])

@@ -30,7 +30,7 @@ def test_a_gap_behind_any_block_of_a_turn_is_read_from_the_wal(data, rings, show
     writer, ring = rings()
     for first_seq, last_seq in shown:
         push(writer, first_seq, last_seq)
-    row = SimpleNamespace(bytes=0, messages=0, seq=0)
+    row = SimpleNamespace(times=None, bytes=0, messages=0, seq=0)
     stage = SimpleNamespace(row=row, settings=SimpleNamespace(data=data), end_disk_full=lambda: None)
     assert turn(stage, ring, queues)
     with open(f"{data}/topics/t/0/{segment.name(0)}", "rb") as file:

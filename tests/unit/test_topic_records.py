@@ -1,0 +1,194 @@
+"""Changes of topics as records: when the framer numbers a request, and what the router and a repair make of a record."""
+
+import os
+from pathlib import Path
+
+import pytest
+from fake_logger import FakeLogger
+from made_up import FIRST_TS, no_room
+
+from kmq.framing.declarations import Declarations
+from kmq.log import identity, requests, topic_records, topics
+from kmq.log.segment import Limits
+from kmq.log.topic_records import Change
+from kmq.log.wal import Wal
+from kmq.repair import rebuild
+from kmq.router.queues import Queues
+
+
+class Framer:
+    """Who asks what is due, as often as it likes."""
+
+    def __init__(self, data, numbered=None):
+        self.routed, self.seq = 0, 10
+        self.declarations = Declarations(data, lambda: self.routed, numbered or {})
+
+    def due(self):
+        self.declarations._due = self.declarations._seen_ns = 0
+        found = []
+        for change in self.declarations.due():
+            self.seq += 1
+            self.declarations.numbered(change, self.seq)
+            found.append((self.seq, change.verb, change.topic, change.incarnation))
+        return found
+
+
+@pytest.fixture
+def data(tmp_path):
+    identity.open_data(str(tmp_path / "data"))
+    return str(tmp_path / "data")
+
+
+def adopted(data, name, from_seq):
+    topics.make(data, name, topics.Declaration(1, from_seq))
+
+
+def carried_out(data, topic):
+    for request in requests.waiting(data):
+        if request.topic == topic:
+            request.remove()
+            return
+
+
+def test_a_request_is_numbered_once_and_the_next_of_its_topic_behind_it(data):
+    framer = Framer(data)
+    topics.declare(data, "a", 1)
+    requests.submit(data, requests.GROW, "a", {"partitions": "3"})
+    topics.declare(data, "b", 1)
+    assert framer.due() == [(11, "create", "a", 0), (12, "create", "b", 0)]
+    assert framer.due() == []
+    adopted(data, "a", 11)
+    carried_out(data, "a")
+    assert framer.due() == [(13, "grow", "a", 11)], "whether or not the router has said that it is past the record"
+    framer.routed = 12
+    assert framer.due() == [(14, "create", "b", 0)], "it was dropped: the router is past it, and its request is there"
+
+
+def test_a_start_knows_what_is_numbered_already(data):
+    topics.declare(data, "a", 1)
+    [request] = requests.waiting(data)
+    assert Framer(data, {request.name: 7}).due() == []
+    framer = Framer(data, {request.name: 7})
+    framer.routed = 7
+    assert framer.due() == [(11, "create", "a", 0)]
+
+
+def test_a_change_of_what_is_not_in_force_yet_waits_for_the_router(data):
+    (Path(data) / "topics/by-hand").mkdir(parents=True)
+    (Path(data) / "topics/by-hand/topic.toml").write_text("partitions = 2\n")
+    requests.submit(data, requests.SET, "by-hand", {"segment_age": "1d"})
+    requests.submit(data, requests.DELETE, "nobody", {})
+    framer = Framer(data)
+    assert framer.due() == [(11, "delete", "nobody", 0)]
+    adopted(data, "by-hand", 9)
+    assert framer.due() == [(12, "set", "by-hand", 9)]
+
+
+def test_a_topic_that_is_made_again_is_numbered_again_whatever_inode_it_gets(data):
+    framer = Framer(data)
+    inodes = set()
+    for life in range(1, 40):
+        topics.declare(data, "again", life)
+        inodes.add(os.stat(f"{data}/topics/again/topic.toml").st_ino)
+        [(seq, verb, _, incarnation)] = framer.due()
+        assert (verb, incarnation) == ("create", 0)
+        framer.routed = seq
+        carried_out(data, "again")
+        os.unlink(f"{data}/topics/again/topic.toml")
+        os.rmdir(f"{data}/topics/again")
+
+
+def changed(data, *changes):
+    """A broker that was sent these, each as a record; its queues."""
+    wal = Wal(data, no_room, 1 << 20)
+    for seq, change in enumerate(changes, 1):
+        sent = topic_records.encode(change, b"1.000000") if isinstance(change, Change) else change
+        line = b"%d|1732190000.%06d|%b\n" % (seq, seq, sent)
+        wal.append([(line, seq, 1, FIRST_TS + seq)])
+    wal.sync()
+    wal.close()
+    return replayed(data, len(changes))
+
+
+def replayed(data, high):
+    queues = Queues(data, no_room, FakeLogger())
+    queues.context.are_recorded = True
+    queues.recover(high, lambda: None)
+    queues.close()
+    return queues
+
+
+LINE = b"orders.k|0|1|x"
+CREATE = Change("create", "orders", 0, {"partitions": "2", "retention_age": "30d", "segment_bytes": "1 GiB"}, "r1")
+CHANGES = (
+    LINE,
+    CREATE,  # too late: the line has made it
+    Change("delete", "orders", 1, {}, "r2"),
+    CREATE._replace(request="r3"),
+    Change("set", "orders", 4, {"retention_age": "", "max_deliveries": "5"}, "r4"),
+    Change("delete", "orders", 1, {}, "r2"),  # numbered twice: it is for another life
+    Change("grow", "orders", 4, {"partitions": "4"}, "r5"),
+    LINE,
+    Change("shrink", "orders", 4, {}, "r6"),
+)
+LIMITS = {"segment_bytes": "1 GiB", "max_deliveries": "5"}
+
+
+def test_a_replay_carries_out_each_record_once_and_in_its_place(data):
+    changed(data, *CHANGES)
+    found = topics.read(data, "orders")
+    assert (found.partitions, found.from_seq, found.grown, found.limits) == (4, 4, [(7, 2)], LIMITS)
+    assert Path(data, "deletions").read_text().splitlines()[0] == "orders|1|3|1732190000.000003|1"
+    assert Path(data, "__kmq.log").read_bytes().count(b"\n") == len(CHANGES) - 2
+    before = Path(data, "topics/orders/topic.toml").read_bytes(), Path(data, "deletions").read_bytes()
+    os.unlink(f"{data}/router.ckpt")  # so that all of them are looked at again
+    replayed(data, len(CHANGES))
+    assert (Path(data, "topics/orders/topic.toml").read_bytes(), Path(data, "deletions").read_bytes()) == before
+
+
+def test_limits_that_were_edited_by_hand_outlive_a_replay(data):
+    changed(data, *CHANGES)
+    path = Path(data, "topics/orders/topic.toml")
+    path.write_text(path.read_text().replace("max_deliveries = 5", "max_deliveries = 6"))
+    os.unlink(f"{data}/router.ckpt")
+    replayed(data, len(CHANGES))
+    assert topics.read(data, "orders").limits["max_deliveries"] == "6"
+
+
+def test_a_repair_takes_the_limits_of_a_damaged_declaration_from_the_records(data):
+    changed(data, *CHANGES)
+    path = Path(data, "topics/orders/topic.toml")
+    whole = path.read_bytes()
+    path.write_bytes(b"partit\0\0" + whole[8:40])
+    rebuild.Repair(data).run()
+    found = topics.read(data, "orders")
+    assert (found.partitions, found.from_seq, found.grown, found.limits) == (4, 4, [(7, 2)], LIMITS)
+
+
+def test_retention_keeps_the_records_of_changes(data):
+    changed(data, *CHANGES)
+    queues = Queues(data, no_room, FakeLogger(), Limits(segment_bytes=300, retention_bytes=400))
+    queues.recover(len(CHANGES), lambda: None)
+    for _ in range(3):
+        queues.tick()
+        queues.settle()
+    queues.close()
+    kept = sorted(Path(data, "topics/__kmq/0").glob("*.log"))
+    assert len(kept) > 1, "it was sealed by its size, or this shows nothing"
+    assert b"".join(path.read_bytes() for path in kept).count(b"\n") == len(CHANGES) - 2
+
+
+def test_a_lower_limit_is_in_force_before_its_record_while_there_is_no_room_for_that(data):
+    changed(data, *CHANGES)
+    queues = Queues(data, no_room, FakeLogger())
+    queues.context.are_recorded = True
+    queues.recover(len(CHANGES), lambda: None)
+    requests.submit(data, requests.SET, "orders", {"retention_bytes": "1MiB"})
+    queues.tick()
+    assert topics.read(data, "orders").limits == LIMITS
+    queues.context.lacks_room = lambda: True
+    queues.tick()
+    queues.tick()
+    assert topics.read(data, "orders").limits == LIMITS | {"retention_bytes": "1MiB"}
+    assert len(queues.context.logger.of("topic_limits_set")) == 1 and requests.waiting(data)
+    queues.close()
