@@ -24,7 +24,9 @@ from functools import partial
 
 from kmq.broker.admission import Admission
 from kmq.broker.clock import AgeClock
+from kmq.broker.oom import OomKills
 from kmq.broker.stage import Stage, main
+from kmq.broker.waits import RoomWaits, SlowSyncs
 from kmq.durability.recovery import SLACK, recover_wal, without_stored
 from kmq.errors import CorruptError, RetryError
 from kmq.links.acks import AckWriter
@@ -44,6 +46,7 @@ class Durability:
     def __init__(self, stage: Stage, framed: RingReader, wal: Wal, durable: RingWriter) -> None:
         self.stage, self.framed, self.wal, self.durable = stage, framed, wal, durable
         self.acks = AckWriter(stage.acks)
+        self.waits, self.syncs = RoomWaits(stage.row, stage.check), SlowSyncs(stage.row)
         self.admission = Admission(stage.settings, lambda: stage.row.bytes)
         self.in_force = InForce(stage.settings)
         wal.limits = Limits.of(self.in_force.settings)
@@ -52,6 +55,9 @@ class Durability:
         self._noted = time.monotonic_ns()
         self._postponed = False
         wal.while_full = self._retain
+        wal.on_sync = stage.page.histogram("sync").observe
+        stage.row.last_record = wal.last_ts * 1000
+        self.oom_kills = OomKills(stage.row)
         self.roll_if_over()
         spare.claim(stage.settings.data)
 
@@ -76,6 +82,7 @@ class Durability:
                 self.wal.limits = Limits.of(self.in_force.settings)
             self.roll_if_over()
             self._retain()
+            self.oom_kills.look()
             self.stage.end_disk_full()
             spare.claim(self.stage.settings.data)
             self._noted = time.monotonic_ns()
@@ -126,7 +133,7 @@ class Durability:
     @contextmanager
     def _syncing(self) -> Iterator[None]:
         """Wrap what may sync: the ring remembers how far everything is synced, and whether a sync has failed."""
-        before = self.wal.synced_seq
+        before, began = self.wal.synced_seq, time.monotonic()
         try:
             yield
         except (RetryError, OSError):
@@ -135,6 +142,7 @@ class Durability:
         self.framed.set_synced(self.wal.synced_seq)
         if self.wal.synced_seq > before:
             self.stage.row.synced = time.time_ns()
+            self.syncs.observe(time.monotonic() - began)
 
     def roll_if_over(self) -> None:
         """Seal the active segment if it is over its limits, also if nothing comes: only a sealed one can be deleted."""
@@ -169,7 +177,8 @@ class Durability:
         for block in blocks:
             if not block.count or block.first_seq < durable.last.next_seq:
                 continue
-            durable.wait_for_room(len(block.data), block.count, self.stage.check)
+            if not durable.has_room(len(block.data), block.count):
+                self.waits.wait(durable, len(block.data), block.count)
             durable.append(Framed(block.data, block.stamp))
         self.stage.beat()
 

@@ -19,6 +19,7 @@ from kmq.links.fifo import open_fifo
 from kmq.links.layout import Identity, make_identity, shm_path
 from kmq.links.ownership import LOOK_S, NOTICE_S, FileLock, describe
 from kmq.links.staging import area_bytes
+from kmq.log.damage import DamageError
 from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings, load
@@ -258,6 +259,8 @@ def main(name: str, run: Callable[[Stage], None]) -> int:
         error = of_os_error(err) if isinstance(err, OSError) else err
         code, reason = error.exit_code, str(error)
         log.error("failed", exit_code=code, reason=reason)
+        if isinstance(err, DamageError) and stage is not None and stage.owns_row and not stage.row.damage:
+            stage.row.found_damage()  # once, although each start finds it again
     if stage is not None and stage.owns_row:
         stage.state("stopped")
     log.info("stopped", exit_code=code, reason=reason)

@@ -1,12 +1,16 @@
 """The stats page: /dev/shm/<instance>.stats, where every process publishes its state and counters.
 
-Layout      a line of text that names the data directory, then one row of 8-byte words per process.
-Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`) and `starts`, which
-            `kmq up` resets. Readers: `kmq status`, the gateway, the probes, and ingress for GET_ACK.
+Layout      2: a line of text that names the data directory, then one row of 64 words of 8 bytes per process, then one
+            histogram of 24 words for each of TIMED. Layout 1 had rows of 32 words and no histograms. A page of it that
+            is found at a start, when its processes have ended, is carried over; to look at it, it is converted.
+Owners      Each word of a row is written by its process only, except `clock_trust` (`kmq clock`), `starts`, which
+            `kmq up` resets, and the words of damage, which `kmq verify` writes too. Readers: `kmq
+            status`, the gateway, the probes, and ingress for GET_ACK.
 Invariant   Durability's `seq` never names a record that is not on disk. A page of another data directory is always
             wiped before it is used. All other values are hints for people.
 Versions    Fields and states are only ever appended, and 0 always means no value, so a page of an older release reads
-            as one without values there.
+            as one without values there. Layout 2 calls the directory by another name than layout 1, so a program
+            of an older release finds another broker's page, not numbers in wrong places.
 """
 
 import fcntl
@@ -16,18 +20,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kmq.broker.histogram import WORDS, Histogram
 from kmq.errors import BusyError, ConfigError
 from kmq.settings import OWNER_WAIT_S, SHM, STAGES
 from kmq.watch import file_id
 
 TYPE_CHECKING = False
 
+_NAME, _DIRECTORY = "kmq-stats2", " directory="  # of the identity line
+_NAME_1, _DIRECTORY_1 = "kmq-stats", " data="  # of that of layout 1
 _TEXT = 1024  # bytes of the identity line
-_ROW = 32  # words of a row
-_FILE_BYTES = 4096
+_ROW = 64  # words of a row
+_FILE_BYTES = 8192
+_ROW_1, _FILE_BYTES_1 = 32, 4096  # of layout 1
 AGENT = "agent"
 PROCESSES = (*STAGES, "gateway", AGENT)
+TIMED = {"ingress": "ack", "durability": "sync", "router": "routed"}  # process → what its histogram measures
 _POLL_S = 0.1
+RESTARTED_S = 600  # a process that has lived for so long is not in a loop of restarts; the kubelet counts so, too
 FRESH_S = 2.0  # a process without a heartbeat for longer is stopped, hung or dead
 
 STATES = ("", "starting", "waiting", "recovering", "ready", "disk_full", "draining", "stopped")
@@ -65,24 +75,60 @@ _FIELDS = (
     "epoch",  # agent: the last message of the Broadcast Queue that was processed
     "newest",  # agent: the last message that it knows of
     "failing",  # agent: 1 while a message cannot be processed
+    "unclean",  # 1: the predecessor of this process did not report its end, so it was killed or has crashed
+    "oom_kills",  # durability: processes of its cgroup that the kernel killed for lack of memory, as the kernel counts
+    "damage",  # damaged blocks or files that this process found since the page was made
+    "damage_at",  # unix seconds: when it found the last one
+    "disk_free",  # bytes; this and the next five: ingress, when it last looked
+    "disk_size",
+    "inodes_free",
+    "inodes_total",  # 0: the file system does not count them
+    "quota_used",  # an upper bound of the bytes under KMQ_DATA
+    "quota_limit",  # KMQ_DATA_QUOTA
+    "errs_auth",  # ingress: `!err` for a missing or wrong token
+    "errs_format",  # ingress: `!err` for messages and hellos that are none, and what no other class has
+    "errs_limit",  # ingress: `!err` because a limit is reached: disk, quota, connections, producers, topics
+    "groups",  # gateway: consumer groups
+    "groups_stalled",  # gateway: those of them that have not moved for minutes though there are messages for them
+    "group_stalled_lag",  # gateway: the messages that these have before them
+    "tokens_missing",  # 1: the file KMQ_TOKENS is missing or cannot be read
+    "last_record",  # durability: unix ns at which the newest record was received that was there when it started
+    "unclean_ends",  # how often the process, since the page was made, did not report its end
+    "restart_streak",  # restarts in a row, each within RESTARTED_S of the start before; `kmq up` begins at 0 again
+    "waits_since",  # framer, durability: CLOCK_MONOTONIC, ns, since when a block waits for room in the ring behind
+    "waited_at",  # CLOCK_MONOTONIC, ns: when the last of these waits ended
+    "full_since",  # CLOCK_MONOTONIC, ns: the first of the waits that followed each other closely
+    "slow_syncs",  # durability: how many of its last 16 syncs were slow (waits.py)
+    "slow_sync_at",  # CLOCK_MONOTONIC, ns: when the last of them returned
+    "clock_behind",  # framer: seconds that the time of day is behind the last record
+    "oom_at",  # durability: unix seconds when `oom_kills` last grew
+    "errs_order",  # ingress: `!err` because of who sent before: fenced, id reused or too old, drop_oldest
+    "auth_missing",  # ingress, gateway: of `unauthorized`, those that showed no token
+    "auth_local",  # ingress: of `unauthorized`, those that wanted reserved topics without the local token
+    "oom_seen",  # durability: the kernel's count at the last look, plus 1
 )
-_LASTING = ("starts", "clock_offset", "clock_suspect", "clock_trust")
+_LASTING = (
+    *("starts", "clock_offset", "clock_suspect", "clock_trust"),
+    *("unclean", "unclean_ends", "damage", "damage_at"),
+    *("restart_streak", "oom_kills", "oom_at", "oom_seen"),
+)
 
 
 class Row:
     """The words of one process: each of _FIELDS is an attribute that reads and writes shared memory."""
 
-    __slots__ = ("_words",)
+    __slots__ = ("_words", "times")
     _words: memoryview
+    times: Histogram | None  # of a process in TIMED
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> int: ...
         def __setattr__(self, name: str, value: int) -> None: ...
 
-    def lie_in(self, words: memoryview) -> None:
-        """Use these words from now on."""
-        self._words = words
+    def lie_in(self, words: memoryview, times: Histogram | None = None) -> None:
+        """Use these words, and this histogram, from now on."""
+        self._words, self.times = words, times
 
     @property
     def age_s(self) -> float:
@@ -119,18 +165,34 @@ class Row:
             self._words[at] = word
 
     def begin(self, supervisor: int) -> None:
-        """Take the row for this process: forget its predecessor, and count the start."""
+        """Take the row for this process: forget its predecessor except how it ended, and count the start."""
+        self.unclean = int(self.state_name not in ("", "stopped"))
+        self.unclean_ends += self.unclean
+        before = self._streak()
         self.wipe()
+        self.restart_streak = before
         self.starts += 1
         self.pid, self.supervisor = os.getpid(), supervisor
         self.started = self.heartbeat = time.monotonic_ns()
         self.state = STATES.index("starting")
+
+    def _streak(self) -> int:
+        """Return how often the process, with this start, was restarted soon after a start."""
+        is_soon = self.starts and self.started and time.monotonic_ns() - self.started < RESTARTED_S * 1_000_000_000
+        return self.restart_streak + 1 if is_soon else 0
 
     def wipe(self) -> None:
         """Forget everything of a predecessor except the fields that outlive a process."""
         for at, name in enumerate(_FIELDS):
             if name not in _LASTING:
                 self._words[at] = 0
+        if self.times is not None:
+            self.times.wipe()
+
+    def found_damage(self, count: int = 1) -> None:
+        """Count damage that was found now."""
+        self.damage += count
+        self.damage_at = int(time.time())
 
 
 def _word(at: int) -> property:
@@ -155,12 +217,14 @@ class StatsPage:
     def __init__(self, instance: str, data_id: str, data: str) -> None:
         """Open the page; make or wipe it if needed. Raises BusyError while another data directory uses the instance."""
         self.path = f"{SHM}/{instance}.stats"
-        self._identity = f"kmq-stats data_id={data_id} data={os.path.abspath(data)}\n".encode()[:_TEXT]
+        self._identity = _identity(data_id, data)
         self.rows = {name: Row() for name in PROCESSES}
         with self._locked():
             if not self._is_ours():
                 self._take_over(instance)
-                self._mm[0:_FILE_BYTES] = self._identity.ljust(_TEXT, b"\0").ljust(_FILE_BYTES, b"\0")
+                found = self._as_found()._mm
+                same = found[:_TEXT] == self._identity  # the same directory in layout 1
+                self._mm[0:_FILE_BYTES] = bytes(found if same else self._identity.ljust(_FILE_BYTES, b"\0"))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -187,17 +251,21 @@ class StatsPage:
         """
         if file_id(self.path) == self._file:
             return
-        old_page, own_row = bytes(self._mm), self.rows[process].words()
+        row = self.rows[process]
+        old_page, own_row = bytes(self._mm), row.words()
+        own_times = row.times.words() if row.times is not None else []
         with self._locked():
             if not self.identity():
                 self._mm[0:_FILE_BYTES] = old_page
             elif not self._is_ours():
                 raise BusyError(f"{self.path} is in use by another data directory now ({self.identity()})")
             else:
-                self.rows[process].take(own_row)
+                row.take(own_row)
+                if row.times is not None:
+                    row.times.take(own_times)
 
     def _is_ours(self) -> bool:
-        return self._mm[:_TEXT] == self._identity.ljust(_TEXT, b"\0")
+        return self._mm[:_TEXT] == self._identity
 
     def copy(self) -> "StatsPage":
         """Return a read-only copy of the page as it is now, so that several questions get answers that agree."""
@@ -211,29 +279,74 @@ class StatsPage:
     def _lie_in(self, memory: mmap.mmap | bytearray) -> None:
         self._mm = memory
         words = memoryview(memory).cast("Q")
-        for at, row in enumerate(self.rows.values()):
+        times = {}
+        for at, name in enumerate(TIMED):
+            start = _TEXT // 8 + len(PROCESSES) * _ROW + at * WORDS
+            times[name] = Histogram(words[start : start + WORDS])
+        for at, (name, row) in enumerate(self.rows.items()):
             start = _TEXT // 8 + at * _ROW
-            row.lie_in(words[start : start + _ROW])
+            row.lie_in(words[start : start + _ROW], times.get(name))
+
+    def histogram(self, what: str) -> Histogram:
+        """Return the histogram of one of the values of TIMED."""
+        times = next(self.rows[name].times for name in TIMED if TIMED[name] == what)
+        assert times is not None
+        return times
 
     def identity(self) -> str:
         return self._mm[:_TEXT].rstrip(b"\0").decode(errors="replace").strip()
 
+    @property
+    def directory(self) -> str:
+        """The data directory that the page belongs to."""
+        return self.identity().partition(_DIRECTORY)[2]
+
     def serves(self, data: str) -> bool:
         """Return True if it is the page of this data directory, not of another broker."""
-        return self.identity().endswith(f" data={os.path.abspath(data)}")
+        return self.identity().endswith(f"{_DIRECTORY}{os.path.abspath(data)}")
 
     def _take_over(self, instance: str) -> None:
-        """Wait until all processes of the other directory have ended. Raises BusyError if they live on."""
+        """Wait until all processes of the other directory or layout have ended. Raises BusyError if they live on."""
         deadline = time.monotonic() + 2 * OWNER_WAIT_S
-        while any(
-            row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in self.rows.values()
-        ):
+        while (found := self._as_found()).is_in_use:
             if time.monotonic() > deadline:
-                raise BusyError(
-                    f"KMQ_INSTANCE={instance} is in use by another data directory ({self.identity()});"
-                    " give this broker an instance name of its own"
-                )
+                where = f"another data directory ({found.identity()}); give this broker an instance name of its own"
+                if found._mm[:_TEXT] == self._identity:
+                    where = "processes of an older release; end them first"
+                raise BusyError(f"KMQ_INSTANCE={instance} is in use by {where}")
             time.sleep(_POLL_S)
+
+    def _as_found(self) -> "StatsPage":
+        """Return the page as this release understands it."""
+        old = _converted(self._mm[:_FILE_BYTES_1])
+        if old is None:
+            return self
+        page = _unmapped(self.path)
+        page._lie_in(old)
+        return page
+
+    @property
+    def is_in_use(self) -> bool:
+        """Return True if a process of it was alive a moment ago."""
+        rows = self.rows.values()
+        return any(row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in rows)
+
+
+def _identity(data_id: str, data: str) -> bytes:
+    return f"{_NAME} data_id={data_id}{_DIRECTORY}{os.path.abspath(data)}\n".encode()[:_TEXT].ljust(_TEXT, b"\0")
+
+
+def _converted(page: bytes | bytearray) -> bytearray | None:
+    """Return a page of layout 1 as one of layout 2; None if it is none."""
+    text = page[:_TEXT]
+    if not text.startswith(f"{_NAME_1} ".encode()):
+        return None
+    text = text.replace(_NAME_1.encode(), _NAME.encode(), 1).replace(_DIRECTORY_1.encode(), _DIRECTORY.encode(), 1)
+    made = bytearray(text[:_TEXT].ljust(_FILE_BYTES, b"\0"))
+    for at in range(len(PROCESSES)):
+        old, new = _TEXT + at * 8 * _ROW_1, _TEXT + at * 8 * _ROW
+        made[new : new + 8 * _ROW_1] = page[old : old + 8 * _ROW_1]
+    return made
 
 
 def _unmapped(path: str) -> StatsPage:
@@ -250,9 +363,16 @@ def peek(instance: str, shm: str = SHM) -> StatsPage | None:
     except FileNotFoundError:
         return None
     try:
-        if os.fstat(fd).st_size < _FILE_BYTES:
+        size = os.fstat(fd).st_size
+        if size < _FILE_BYTES_1:
             return None
-        page._map(fd)
+        old = _converted(os.pread(fd, _FILE_BYTES_1, 0))
+        if old is not None:
+            page._lie_in(old)
+        elif size < _FILE_BYTES:
+            return None
+        else:
+            page._map(fd)
     finally:
         os.close(fd)
     return page

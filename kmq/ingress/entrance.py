@@ -57,6 +57,7 @@ class Entrance:
     def _turn_away(self, sock: socket.socket, peer: str, is_tls: bool) -> None:
         reason = f"{self.max_connections} are open already (KMQ_CONNECTIONS, ulimit -n)"
         self._row.turned_away += 1
+        self._row.errs_limit += not is_tls
         self._strangers.note("connection_refused", peer, reason)
         if is_tls:  # a reply would cost the handshake that the limit is there to avoid
             sock.close()

@@ -15,6 +15,15 @@ class Gate:
         durability = self._durability = stage.page.rows["durability"]
         self._admission = Admission(stage.settings, lambda: durability.bytes)
 
+    def publish(self) -> None:
+        """Write the sizes that the last looks found into the stats page."""
+        admission, row = self._admission, self._row
+        disk = admission.disk
+        if disk is not None:
+            row.disk_free, row.disk_size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+            row.inodes_free, row.inodes_total = disk.f_favail, disk.f_files
+        row.quota_used, row.quota_limit = admission.used, admission.quota
+
     def look(self) -> bool:
         """Look again, and return True if the refusal has changed."""
         code = self._admission.refusal() or self._durability.admission_name

@@ -1,7 +1,8 @@
 """The hello of a connection: who may send, and under which name its replies come back.
 
-Invariant   With KMQ_TOKENS nothing is taken from a connection that has not shown a valid token. A producer name belongs
-            to the connection that said hello last: every older one is refused from then on (`fenced`).
+Invariant   With KMQ_TOKENS nothing is taken from a connection that has not shown a valid token with the role for it. A
+            producer name belongs to the connection that said hello last: every older one is refused from then on
+            (`fenced`).
             Only a connection that has shown the pod's local token is announced to the framer as one that may write to
             reserved topics.
 """
@@ -17,6 +18,7 @@ from kmq.ingress.hello import Refused, parse
 from kmq.ingress.table import ConnectionTable
 from kmq.links.raw import Sender
 from kmq.local_token import LocalToken
+from kmq.roles import LINES_IN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,11 +45,10 @@ class Greeter:
     def greet(self, connection: Connection, line: bytes) -> None:
         """Give the connection what its hello asks for. Raises Refused."""
         hello = parse(line)
-        if self.tokens is not None and not self.tokens.check(hello.token):
-            self._strangers.refuse(connection.peer, "no valid token")
-            raise Refused(UNAUTHORIZED)
+        if self.tokens is not None:
+            self._authorize(connection, hello.token, self.tokens)
         if hello.reserved and not self._local.matches(hello.token):
-            self._strangers.refuse(connection.peer, "reserved topics without the local token")
+            self._strangers.refuse(connection.peer, "reserved topics without the local token", "local")
             raise Refused(NOT_LOCAL)
         if (self._settings.policy_framed or self._settings.policy) == "drop_oldest":
             raise Refused(refusals.reason("drop_oldest"))
@@ -62,6 +63,15 @@ class Greeter:
             connection.phase = ACKED
         sender = Sender(b"%d.%d" % (self._start, self._greeted), hello.tag, hello.reserved)
         self._table.give_name(connection, sender, hello.producer)
+
+    def _authorize(self, connection: Connection, token: bytes, tokens: "Tokens") -> None:
+        holder = tokens.find(token)
+        if holder is None:
+            self._strangers.refuse(connection.peer, "no valid token", "" if token else "token")
+            raise Refused(UNAUTHORIZED)
+        if not holder.may(LINES_IN):
+            self._strangers.refuse(connection.peer, f"the token of {holder.name} may not produce")
+            raise Refused(refusals.reason("forbidden", holder.refusal(LINES_IN)))
 
     def _fence(self, producer: bytes, newcomer: str) -> None:
         older = self._table.take_producer(producer)

@@ -15,12 +15,14 @@ Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them
             dead.malformed.
 """
 
+import time
 from collections.abc import Callable
 
 from kmq import record
 from kmq.ingress import hello
 from kmq.ingress.budgets import PartialBudget
 from kmq.ingress.connection import GREETING, PLAIN, Connection
+from kmq.ingress.errs import Errs
 from kmq.links.handover import Handover, Part
 from kmq.settings import KIB
 
@@ -38,6 +40,7 @@ class Intake:
         self.handover, self.max_line, self.greet = handover, max_line, greet
         self.hello_required = b""  # code and reason for lines without a hello; b"": they are taken
         self.bytes = self.refused = 0
+        self.errs = Errs()
         self.partial = PartialBudget()
         self._buffer = bytearray(max(_LEAST_BYTES, min(RECEIVE_BYTES, max_line)))
         self._view = self._target = memoryview(self._buffer)
@@ -64,6 +67,7 @@ class Intake:
             if self.hello_required:
                 connection.replies.refusal = self.hello_required
                 connection.replies.pending += b"!err 0 %b\n" % self.hello_required
+                self.errs.count(self.hello_required)
                 return False
         self._take(connection, count)
         return True
@@ -83,6 +87,7 @@ class Intake:
             self.greet(connection, line)
         except hello.Refused as refused:
             connection.replies.pending += f"!err 0 {refused}\n".encode()
+            self.errs.count(str(refused).encode())
             connection.send_replies()
             return False
         connection.replies.pending += b"!ok max_line=%d\n" % self.max_line
@@ -166,9 +171,12 @@ class Intake:
             replies = connection.replies
             if replies.refusal:
                 replies.refuse(count)
+                self.errs.count(replies.refusal, count)
                 return
             replies.taken += count
             replies.passed += count
+            if not replies.train_at and replies.acks:
+                replies.train_end, replies.train_at = replies.taken, time.monotonic()
         self.bytes += sum(map(len, parts))
         self.handover.put(parts, sender, count)
 

@@ -32,7 +32,7 @@ class Loop:
         self.incidents = Incidents(stage.log.warn)
         strangers = Strangers(stage.row, self.incidents)
         self.ports = Ports(stage, strangers)
-        tokens = _tokens(stage) if stage.settings.tokens else None
+        tokens = self._tokens = _tokens(stage) if stage.settings.tokens else None
         self.gate = Gate(stage)
         self._poll = select.epoll()
         self._askers = Askers(stage, self._poll, tokens, strangers)
@@ -115,6 +115,10 @@ class Loop:
         """Do what is due once a second, also while the way to the framer is full: the ack port does not depend on it."""
         self._housekeeping_at = now + SWEEP_S
         self._askers.sweep()
+        self.gate.publish()
+        if self._tokens is not None:
+            self._tokens.look()
+            self.stage.row.tokens_missing = int(self._tokens.is_missing)
         self.incidents.say()
         if self.ports.certificates is not None:
             self.ports.certificates.look()

@@ -8,6 +8,7 @@ Invariant   Every connection with something to read gets one receive before any 
 import contextlib
 import select
 import socket
+import time
 from collections import deque
 
 from kmq.broker.incidents import Strangers
@@ -16,6 +17,7 @@ from kmq.ingress.budgets import UnreadBudget
 from kmq.ingress.connection import CLOSING, GREETING, PLAIN, Connection
 from kmq.ingress.deadlines import UNREAD, Deadlines
 from kmq.ingress.entrance import Entrance
+from kmq.ingress.errs import Errs
 from kmq.ingress.farewell import close_in_order
 from kmq.ingress.gate import Gate
 from kmq.ingress.greeter import UNAUTHORIZED, Greeter
@@ -41,6 +43,8 @@ class Producers:
         self.entrance = Entrance(stage, self.poll, self.table, strangers)
         self.greeter = Greeter(stage, gate, tokens, self.table, strangers)
         self.intake = Intake(handover, settings.max_line, self.greeter.greet)
+        self._errs = self.intake.errs = Errs(stage.row)
+        self._ack_time = stage.page.histogram("ack")
         if tokens is not None:
             self.intake.hello_required = UNAUTHORIZED.encode()
         self.deadlines = Deadlines(settings.idle, settings.line_deadline)
@@ -94,7 +98,7 @@ class Producers:
         if tls is not None and tls.failure:
             self._strangers.note("tls_failed", connection.peer, tls.failure)
         if self.intake.hello_required and connection.replies.refusal == self.intake.hello_required:
-            self._strangers.refuse(connection.peer, "lines without a hello")
+            self._strangers.refuse(connection.peer, "lines without a hello", "token")
         return False
 
     def follow_gate(self, before: bytes) -> None:
@@ -126,14 +130,21 @@ class Producers:
             if connection is None:
                 continue
             first, _, text = rest.partition(b" ")
+            if text.startswith(b"!err"):
+                self._errs.count_reply(text)
             if connection.replies.reply(int(first), text):
                 replied[name] = connection
             else:
                 self._strangers.note("replies_lost", connection.peer, "the producer sends again")
                 self._break(connection)
                 replied.pop(name, None)
+        now = time.monotonic()
         for connection in replied.values():
-            connection.replies.write_refusals()
+            replies = connection.replies
+            if replies.train_at and replies.answered >= replies.train_end:
+                self._ack_time.observe(now - replies.train_at)
+                replies.train_at = 0.0
+            replies.write_refusals()
             self._tell(connection)
 
     def _tell(self, connection: Connection) -> None:
@@ -163,6 +174,7 @@ class Producers:
                 continue
             if connection.phase == GREETING and connection.length:
                 connection.replies.pending += b"!err 0 bad_hello not finished within KMQ_LINE_DEADLINE\n"
+                self._errs.count(b"bad_hello")
             self._end(connection)
         self.entrance.sweep()
 

@@ -25,7 +25,10 @@ LAST = b"!last "  # begins the reply to a hello with last=?, which comes before 
 class Replies:
     """What a producer was told about its messages, and what it still has to be told."""
 
-    __slots__ = ("acks", "answered", "asks_last", "counted", "passed", "pending", "refusal", "taken")
+    __slots__ = (
+        *("acks", "answered", "asks_last", "counted", "passed", "pending", "refusal", "taken"),
+        *("train_at", "train_end"),
+    )
 
     def __init__(self) -> None:
         self.acks = False  # the producer wants replies
@@ -33,6 +36,8 @@ class Replies:
         self.taken = self.passed = self.answered = 0
         self.refusal = b""  # code and reason why nothing more is taken; b"": messages are taken
         self.pending = bytearray()  # replies that the socket has not taken yet
+        # One train of messages at a time is timed: its last message, and when it was read; 0.0: none is.
+        self.train_end, self.train_at = 0, 0.0
         self.counted = 0  # how many bytes of `pending` the budget of all connections knows of
 
     def expect(self, hello: "Hello") -> None:

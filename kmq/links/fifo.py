@@ -58,3 +58,8 @@ def waiting_bytes(fd: int) -> int:
     count = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, count)
     return count[0]
+
+
+def capacity(fd: int) -> int:
+    """Return how many bytes the FIFO holds at most."""
+    return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)

@@ -43,6 +43,7 @@ Assumed     x86-64 or a machine whose aligned 8-byte stores are atomic; on weake
 import contextlib
 import mmap
 import os
+import sys
 from collections import namedtuple
 from collections.abc import Iterator
 
@@ -395,6 +396,29 @@ def backlog(instance: str, name: str) -> int:
         cells = _cells(fd)
         put = cells[RECORD[cells[COUNTER] & 1] + 1]
         return max(0, put - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
+
+
+class Filling(namedtuple("Filling", ("nbytes", "capacity", "messages", "slots"))):
+    """How full a ring is: bytes from tail to head, and messages, each with its limit; `slots` 0: only bytes count."""
+
+    __slots__ = ()
+
+
+def filling(instance: str, name: str) -> Filling:
+    """Return how full a ring is now; of a ring that does not exist everything is 0."""
+    with _existing(instance, name) as fd:
+        if fd is None:
+            return Filling(0, 0, 0, 0)
+        cells, identity = _cells(fd), read_text(fd, IDENTITY)
+        at = RECORD[cells[COUNTER] & 1]
+        head, tail = cells[at], max(cells[TAIL], cells[FLOOR])
+        size, slots = int(field(identity, "bytes") or 0), int(field(identity, "slots") or 0)
+        if slots and size and tail < head:
+            word = os.pread(fd, 8, BLOCKS + tail % size)
+            if int.from_bytes(word, sys.byteorder) == SKIP:  # nothing lies from there to the end of the ring
+                tail += size - tail % size
+        messages = max(0, cells[at + 1] - max(cells[TAIL_MESSAGES], cells[FLOOR_MESSAGES]))
+        return Filling(max(0, head - tail), size, messages, slots)
 
 
 def last_seq(instance: str, name: str, identity: Identity) -> int:

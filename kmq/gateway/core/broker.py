@@ -29,6 +29,7 @@ class Broker:
             "advice": reason.advice if reason else "",
             "reasons": [reason.fields() for reason in verdict.reasons],
             "warnings": [warning.fields() for warning in verdict.warnings],
+            "findings": [finding.fields() for finding in verdict.findings],
             "last_durable_seq": durability.seq,
             "last_durable_write": _utc(synced) if synced else None,
             "last_durable_write_age_s": round(time.time() - synced / 1e9, 3) if synced else None,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
+from kmq.broker.damage import Damaged
 from kmq.broker.stats import StatsPage
 from kmq.client.egress_lines import Position
 from kmq.client.message import Message, messages
@@ -54,6 +55,7 @@ class Fetching:
 
     def __init__(self, data: str, page: StatsPage, partitions: Partitions, waking: Waking) -> None:
         self._partitions, self._waking, self._router = partitions, waking, page.rows["router"]
+        self.damaged = Damaged(page.rows["gateway"])
         self._marks_from = identity.marks_from(data)
         self._threads = ThreadPoolExecutor(_THREADS, "fetching")
         self._waiting: set[asyncio.Event] = set()
@@ -73,6 +75,7 @@ class Fetching:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         except DamageError as err:
+            self.damaged.note(err)
             fields = {name: getattr(err, name) for name in ("path", "byte", "end", "first_offset", "next_offset")}
             raise RequestRefused("damaged", str(err), **fields) from err
 

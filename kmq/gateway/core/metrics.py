@@ -1,289 +1,58 @@
 """Every metric the gateway serves, each declared once with its description.
 
-A scrape reads the stats page of the stages, the files on disk, and the counters of the gateway itself. The counters
-of a stage restart at 0 when the stage is restarted, as Prometheus expects of a process.
+A scrape reads the stats page of the stages (metric_rows.py), the links and files (metric_files.py), and the counters of
+the gateway itself.
 """
 
 import contextlib
-import os
-import time
+import platform
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from kmq.broker.readiness import REASONS, WARNINGS, state_of
-from kmq.broker.stats import AGENT, PROCESSES, STATES, Row
+import kmq
+from kmq.broker.histogram import BOUNDS_S, Snapshot
 from kmq.gateway.core.broker import Broker
-from kmq.links import fifo, layout, received
-from kmq.log import compaction, passes, reader, segment, topics
-from kmq.log.passes import Pass, Table, Tables
-from kmq.settings import STAGES
+from kmq.gateway.core.metric_files import FILES
+from kmq.gateway.core.metric_rows import ROWS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_MAX_TOPICS = 100  # first topics by name that get end offsets; for 10,000 topics a scrape would take seconds
-_TABLES_S = 5.0  # the compacted topics are looked for once in this time, because each look reads all declarations
 MOST_LAGS = 1000  # partitions of groups; each takes some reads of a file
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # seconds
 
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each one, which says what `rate` knows without it
+
 Lag = tuple[str, str, int, int, float]  # group, topic, partition, messages, seconds
-Samples = Iterable[tuple[tuple[str, ...], float]]  # label values, sample value
+SCRAPED = (*ROWS, *FILES)
 
 
-class Metric(NamedTuple):
-    """One row of SCRAPED. A metric is a counter if its name ends in `_total`, otherwise a gauge."""
+class Timed(NamedTuple):
+    """A histogram of the stats page. `what`: one of the values of stats.TIMED."""
 
     name: str
     help: str
-    labels: tuple[str, ...]
-    read: Callable[[Broker], Samples]
+    what: str
 
 
-def _rows(value: Callable[[Row], float], names: tuple[str, ...] = PROCESSES) -> Callable[[Broker], Samples]:
-    """Return a reader of one value per process, for the processes that have ever been started."""
-    return lambda broker: [((name,), value(row)) for name in names if (row := broker.page.rows[name]).pid]
-
-
-def _single(name: str, value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
-    """Return a reader of a value that only the process `name` has."""
-    return lambda broker: [((), value(broker.page.rows[name]))]
-
-
-def _agent(value: Callable[[Row], float]) -> Callable[[Broker], Samples]:
-    """Return a reader of a value of the agent, if this broker has one."""
-    return lambda broker: [((), value(row)) for row in [broker.page.rows[AGENT]] if row.pid]
-
-
-def _backlogs(broker: Broker) -> Samples:
-    return [((ring,), layout.backlog(broker.settings.instance, ring)) for ring in ("framed", "durable")]
-
-
-def _raw_bytes(broker: Broker) -> Samples:
-    fd = os.open(f"{broker.settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return [((), fifo.waiting_bytes(fd) + received.waiting_bytes(broker.settings.instance))]
-    finally:
-        os.close(fd)
-
-
-def _wal_bytes(broker: Broker) -> Samples:
-    return [((), sum(os.stat(path).st_size for _, path in segment.listing(f"{broker.settings.data}/append")))]
-
-
-def _disk_free(broker: Broker) -> Samples:
-    disk = os.statvfs(broker.settings.data)
-    return [((), disk.f_bavail * disk.f_frsize)]
-
-
-def _synced_age(broker: Broker) -> Samples:
-    synced = broker.page.rows["durability"].synced
-    return [((), time.time() - synced / 1e9)] if synced else []
-
-
-def _ready(broker: Broker) -> Samples:
-    return [((), broker.verdict().ready)]
-
-
-def _not_ready(broker: Broker) -> Samples:
-    present = {reason.code for reason in broker.verdict().reasons}
-    return [((code,), code in present) for code in REASONS]
-
-
-def _warnings(broker: Broker) -> Samples:
-    present = {warning.code for warning in broker.verdict().warnings}
-    return [((code,), code in present) for code in WARNINGS]
-
-
-def _certificates(broker: Broker) -> Samples:
-    certificates = broker.verdict().certificates
-    return [((used.process, used.path), used.validity.not_after) for used in certificates]
-
-
-def _topics(broker: Broker) -> Samples:
-    return [((), len(topics.names(broker.settings.data)))]
-
-
-def _end_offsets(broker: Broker) -> Samples:
-    data = broker.settings.data
-    for topic in topics.names(data)[:_MAX_TOPICS]:
-        for partition in range(topics.load(data, topic)[0]):
-            yield (topic, str(partition)), reader.partition(data, topic, partition).end_offset()
-
-
-@lru_cache(maxsize=1)
-def _known(data: str) -> Tables:
-    return Tables(data)
-
-
-@lru_cache(maxsize=1)
-def _tables(data: str, period: int) -> list[Table]:
-    return _known(data).found()[:_MAX_TOPICS]
-
-
-def _compacted(broker: Broker, value: Callable[[Table, int, Pass | None, int], float | None]) -> Samples:
-    data = broker.settings.data
-    tables = _tables(data, int(time.monotonic() / _TABLES_S))
-    rows, ends = (passes.read(data), compaction.synced_ends(data)) if tables else ({}, {})
-    for table in tables:
-        for number in range(table.partitions):
-            end = ends.get((table.name, number), 0)
-            found = value(table, number, passes.of(rows, table, number), end)
-            if found is not None:
-                yield (table.name, str(number)), found
-
-
-def _uncompacted_bytes(broker: Broker) -> Samples:
-    data = broker.settings.data
-    return _compacted(broker, lambda table, number, done, end: passes.pending(data, (table.name, number), done, end)[1])
-
-
-def _compacted_at(broker: Broker) -> Samples:
-    return _compacted(broker, lambda table, number, done, end: done.at if done else None)
-
-
-_STAGE = ("stage",)
-_DOORS = ("ingress", "gateway")  # the processes that listen on ports
-
-SCRAPED = (
-    Metric("kmq_ready", "1: a message sent now would be made durable, as /readyz says; 0: it would not.", (), _ready),
-    Metric(
-        "kmq_not_ready", "1: this reason keeps the broker from being ready; 0: it does not.", ("reason",), _not_ready
-    ),
-    Metric("kmq_warning", "1: an operator must act on this warning, ready or not; 0: no.", ("reason",), _warnings),
-    Metric(
-        "kmq_certificate_expires_seconds",
-        "Unix time at which a certificate file that a process uses is not valid any more.",
-        ("stage", "file"),
-        _certificates,
-    ),
-    Metric("kmq_messages_total", "Messages a stage has moved.", _STAGE, _rows(lambda r: r.messages, STAGES[1:])),
-    Metric("kmq_bytes_total", "Bytes of messages a stage has moved.", _STAGE, _rows(lambda r: r.bytes, STAGES)),
-    Metric(
-        "kmq_seq",
-        "Last seq that a stage has finished: numbered by framer, on disk by durability, in its queue by router.",
-        _STAGE,
-        _rows(lambda r: r.seq, STAGES[1:]),
-    ),
-    Metric("kmq_restarts_total", "How often a process has been started again.", _STAGE, _rows(lambda r: r.restarts)),
-    Metric(
-        "kmq_state",
-        f"State of a process: the index into {', '.join(s or 'down' for s in STATES)}.",
-        _STAGE,
-        _rows(lambda r: r.state),
-    ),
-    Metric(
-        "kmq_heartbeat_age_seconds", "Time since the last heartbeat of a process.", _STAGE, _rows(lambda r: r.age_s)
-    ),
-    Metric(
-        "kmq_clock_trusted",
-        "1: a stage trusts the time of day; 0: it deletes and forgets nothing by age (kmq clock).",
-        _STAGE,
-        _rows(lambda r: not r.clock_suspect, STAGES[1:]),
-    ),
-    Metric(
-        "kmq_refused_total",
-        "Lines that were no messages and became dead.malformed, by the stage that refused them.",
-        _STAGE,
-        _rows(lambda r: r.refused, STAGES[:2]),
-    ),
-    Metric(
-        "kmq_dropped_total",
-        "Messages that drop_oldest has dropped; dropped.log names them.",
-        _STAGE,
-        _rows(lambda r: r.dropped, STAGES[2:]),
-    ),
-    Metric(
-        "kmq_duplicates_total",
-        "Messages answered with the seq they had been stored under before.",
-        (),
-        _single("framer", lambda r: r.duplicates),
-    ),
-    Metric("kmq_producers", "Producer names that are remembered.", (), _single("framer", lambda r: r.producers)),
-    Metric("kmq_remembered_ids", "Arbitrary message ids remembered.", (), _single("framer", lambda r: r.remembered)),
-    Metric("kmq_connections", "Connections of producers.", (), _single("ingress", lambda r: r.connections)),
-    Metric("kmq_gateway_connections", "Connections to the gateway.", (), _single("gateway", lambda r: r.connections)),
-    Metric("kmq_askers", "Connections on the ack port.", (), _single("ingress", lambda r: r.askers)),
-    Metric(
-        "kmq_turned_away_total",
-        "Connections and calls that were refused or evicted because too many were open.",
-        _STAGE,
-        _rows(lambda r: r.turned_away, _DOORS),
-    ),
-    Metric(
-        "kmq_cut_off_total",
-        "Connections and calls that a deadline, or the limit on unread bytes, has ended.",
-        _STAGE,
-        _rows(lambda r: r.cut_off, _DOORS),
-    ),
-    Metric(
-        "kmq_unauthorized_total",
-        "Connections and requests without a valid token.",
-        _STAGE,
-        _rows(lambda r: r.unauthorized, _DOORS),
-    ),
-    Metric(
-        "kmq_unanswered",
-        "Messages of acknowledged producers that have no reply yet.",
-        (),
-        _single("ingress", lambda r: r.unanswered),
-    ),
-    Metric("kmq_ring_messages", "Messages that wait in a ring.", ("ring",), _backlogs),
-    Metric(
-        "kmq_raw_bytes",
-        "Bytes that wait between ingress and framer, in the FIFO and in the ring `received`.",
-        (),
-        _raw_bytes,
-    ),
-    Metric("kmq_wal_bytes", "Bytes of the WAL's segments.", (), _wal_bytes),
-    Metric("kmq_disk_free_bytes", "Bytes free on the disk of KMQ_DATA.", (), _disk_free),
-    Metric(
-        "kmq_last_durable_write_age_seconds",
-        "Time since a write was last synced to disk; absent until durability has synced one.",
-        (),
-        _synced_age,
-    ),
-    Metric(
-        "kmq_cluster_epoch",
-        "Last message of the cluster's Broadcast Queue that this broker has processed.",
-        (),
-        _agent(lambda r: r.epoch),
-    ),
-    Metric(
-        "kmq_cluster_lag",
-        "Messages of the Broadcast Queue that this broker knows of and has not processed.",
-        (),
-        _agent(lambda r: max(0, r.newest - r.epoch)),
-    ),
-    Metric(
-        "kmq_cluster_connected",
-        "1: this broker's agent follows the Broadcast Queue; 0: Consul does not answer it.",
-        (),
-        _agent(lambda r: state_of(AGENT, r) == "ready"),
-    ),
-    Metric("kmq_topics", "Topics that exist.", (), _topics),
-    Metric(
-        "kmq_end_offset",
-        f"Offset that the next record of a partition gets; of the first {_MAX_TOPICS} topics by name.",
-        ("topic", "partition"),
-        _end_offsets,
-    ),
-    Metric(
-        "kmq_uncompacted_bytes",
-        "Bytes of a compacted topic that were sealed since the last pass of the compactor.",
-        ("topic", "partition"),
-        _uncompacted_bytes,
-    ),
-    Metric(
-        "kmq_compacted_seconds",
-        "Unix time of the last pass of the compactor over a partition; absent before the first.",
-        ("topic", "partition"),
-        _compacted_at,
-    ),
+TIMED = (
+    Timed("kmq_ack_seconds", "Time from reading a train of messages to its last reply; one train a connection.", "ack"),
+    Timed("kmq_sync_seconds", "Time of an fdatasync of the WAL.", "sync"),
+    Timed("kmq_routed_seconds", "Time from the receipt of a block of messages until it is in its queues.", "routed"),
 )
+BUILD_INFO = "kmq_build_info", "Always 1; the labels say which KMQ and which Python this is.", ("version", "python")
 GRPC_REQUESTS = "kmq_grpc_requests_total", "gRPC calls that have ended, by method and status.", ("method", "code")
 GRPC_SECONDS = "kmq_grpc_seconds", "Time that unary gRPC calls took.", ("method",)
 EGRESS_REQUESTS = (
@@ -297,6 +66,11 @@ HTTP_REQUESTS = (
     "Requests to /api that have ended, by operation and the code of the refusal, if any.",
     ("operation", "code"),
 )
+HTTP_SECONDS = (
+    "kmq_http_request_seconds",
+    "Time that requests to /api took; a consume that waits takes as long as its client asks.",
+    ("operation",),
+)
 GROUP_LAG = (
     "kmq_group_lag",
     f"Messages of a partition that a group has not committed; of at most {MOST_LAGS} partitions, by group.",
@@ -307,8 +81,11 @@ GROUP_LAG_SECONDS = (
     "Time since the first of these messages was received; 0 without one.",
     ("group", "topic", "partition"),
 )
-DECLARED = [row[:3] for row in SCRAPED] + [
-    *(GRPC_REQUESTS, GRPC_SECONDS, EGRESS_REQUESTS, EGRESS_BYTES, HTTP_REQUESTS, GROUP_LAG, GROUP_LAG_SECONDS)
+DECLARED: list[tuple[str, str, tuple[str, ...]]] = [
+    *(row[:3] for row in SCRAPED),
+    *((timed.name, timed.help, ()) for timed in TIMED),
+    *(BUILD_INFO, GRPC_REQUESTS, GRPC_SECONDS, EGRESS_REQUESTS, EGRESS_BYTES, HTTP_REQUESTS, HTTP_SECONDS),
+    *(GROUP_LAG, GROUP_LAG_SECONDS),
 ]
 
 
@@ -326,9 +103,23 @@ class _Scrape(Collector):
                 for labels, value in metric.read(self.broker):
                     family.add_metric(labels, value)
             yield family
+        for timed in TIMED:
+            yield _family(timed, self.broker.page.histogram(timed.what).snapshot())
+        build = GaugeMetricFamily(BUILD_INFO[0], BUILD_INFO[1], labels=BUILD_INFO[2])
+        build.add_metric((kmq.__version__, platform.python_version()), 1)
+        yield build
 
     def describe(self) -> list[Family]:
         return []  # otherwise registering would read every metric
+
+
+def _family(timed: Timed, seen: Snapshot) -> Family:
+    """Return a histogram of the stats page as Prometheus has it: each bucket with all times below its bound."""
+    bounds = [*(f"{bound:.6f}".rstrip("0") for bound in BOUNDS_S), "+Inf"]
+    counts = list(accumulate(seen.counts))
+    family = HistogramMetricFamily(timed.name, timed.help)
+    family.add_metric((), list(zip(bounds, counts, strict=True)), seen.sum_s)
+    return family
 
 
 class Requests:
@@ -341,6 +132,8 @@ class Requests:
         self._egress = Counter(*EGRESS_REQUESTS, registry=self.registry)
         self._sent = Counter(*EGRESS_BYTES, registry=self.registry)
         self._http = Counter(*HTTP_REQUESTS, registry=self.registry)
+        self._http_seconds = Histogram(*HTTP_SECONDS, registry=self.registry, buckets=_BUCKETS)
+        ProcessCollector(registry=self.registry)
         self._lag = Gauge(*GROUP_LAG, registry=self.registry)
         self._lag_seconds = Gauge(*GROUP_LAG_SECONDS, registry=self.registry)
         self.lags: Callable[[], Awaitable[Iterable[Lag]]] | None = None  # the gateway sets it
@@ -354,9 +147,10 @@ class Requests:
             self._lag.labels(group, topic, str(partition)).set(messages)
             self._lag_seconds.labels(group, topic, str(partition)).set(seconds)
 
-    def count_http(self, operation: str, code: str) -> None:
+    def count_http(self, operation: str, code: str, seconds: float) -> None:
         """Count one request to /api that has ended. `code`: why it was refused; OK if it was not."""
         self._http.labels(operation, code).inc()
+        self._http_seconds.labels(operation).observe(seconds)
 
     def count(self, method: str, code: str, seconds: float) -> None:
         """Count one call that has ended."""
