@@ -147,6 +147,7 @@ class Admission:
         self.accepted_bytes = _COPIES * (_LONGER * unframed + settings.ring_bytes)
         self._unrouted = settings.ring_bytes + _OTHERS
         self._use_quota()
+        self.disk: os.statvfs_result | None = None  # what the last look has found
         self._looked_at = self._counted_at = 0.0
         self._lacks_disk = self._lacks_quota = self._waiting = False
 
@@ -171,8 +172,13 @@ class Admission:
         self._waiting = self._quota_lacks(_COPIES * nbytes, self._waiting)
         return self._waiting
 
+    @property
+    def used(self) -> int:
+        """Return an upper bound of the bytes under the data directory; 0 without a quota, because nothing counts them."""
+        return self._usage.bound() if self._usage is not None else 0
+
     def _disk_lacks(self, refusing: bool) -> bool:
-        disk = os.statvfs(self.data)
+        disk = self.disk = os.statvfs(self.data)
         reserve = min(self.accepted_bytes + self._unrouted, disk.f_blocks * disk.f_frsize // _DISK_SHARE)
         lacks_inodes = disk.f_files > 0 and disk.f_favail < _threshold(_inode_reserve(disk), refusing)
         return lacks_inodes or disk.f_bavail * disk.f_frsize < _threshold(reserve, refusing)

@@ -64,12 +64,13 @@ class AgeClock:
 class HeldTimes:
     """Logs once that recv_ts stays where it is because the time of day is behind it, and once that this is over."""
 
-    def __init__(self, log: Logger) -> None:
-        self._log, self._is_held = log, False
+    def __init__(self, row: Row, log: Logger) -> None:
+        self._row, self._log, self._is_held = row, log, False
 
     def look(self, last_us: int) -> None:
         """`last_us`: recv_ts of the last record, in µs. Call about once a second, not for each record."""
         behind_s = (last_us * 1000 - time.time_ns()) / _NS
+        self._row.clock_behind = max(0, round(behind_s))
         if not self._is_held and behind_s > _BEHIND_S:
             effect = f"recv_ts stays at {format_ts(last_us).decode()} until the clock has caught up"
             self._log.warn("clock_behind", behind_s=round(behind_s), effect=effect)
@@ -77,6 +78,15 @@ class HeldTimes:
         elif self._is_held and behind_s <= 0:
             self._log.info("clock_caught_up", effect="recv_ts is the time of day again")
             self._is_held = False
+
+
+def suspicion(row: Row) -> str:
+    """Return why the time of day is not trusted, and how long that will last."""
+    off = off_by_s(row)
+    return (
+        f"the time of day is {abs(off):,} s {'ahead' if off > 0 else 'behind'} of what it was: nothing is deleted or"
+        f" forgotten by age until it has been steady for another {steady_in_s(row)} s"
+    )
 
 
 def off_by_s(row: Row) -> int:

@@ -47,7 +47,11 @@ class Strangers:
         self._row.cut_off += 1
         self.note("cut_off", peer, reason)
 
-    def refuse(self, peer: str, reason: str) -> None:
-        """Note that a peer has no valid token."""
+    def refuse(self, peer: str, reason: str, without: str = "") -> None:
+        """Note that a peer has no valid token. `without`: "token" if it showed none, "local" if it lacks the local one."""
         self._row.unauthorized += 1
+        if without == "token":
+            self._row.auth_missing += 1
+        elif without == "local":
+            self._row.auth_local += 1
         self.note("unauthorized", peer, reason)

@@ -12,6 +12,8 @@ Not covered If containers do not share process ids, a process that is only `sile
 import time
 
 from kmq import certificate
+from kmq.broker.concerns import CONCERNS, judge_concerns
+from kmq.broker.findings import WARNING, Finding
 from kmq.broker.stats import ADMISSIONS, AGENT, FRESH_S, PROCESSES, Row, StatsPage
 from kmq.certificate import Validity
 from kmq.settings import STAGES, Settings
@@ -45,22 +47,8 @@ _MODULES = {"gateway": "kmq.gateway", AGENT: "kmq.cluster.agent"}
 _RENEW = "replace the file{key}; the broker takes it up within seconds, without a restart"
 REASONS = tuple(_ADVICE)
 WARNINGS = ("certificate_expired", "certificate_not_yet_valid", "certificate_expires")
-
-
-class Reason:
-    """One reason why a broker is not ready. `about`: the process or file; `processes`: those that are not ready."""
-
-    __slots__ = ("about", "advice", "code", "processes", "why")
-
-    def __init__(self, code: str, about: str, why: str, advice: str, processes: tuple[str, ...]) -> None:
-        self.code, self.about, self.why, self.advice, self.processes = code, about, why, advice, processes
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.why}"
-
-    def fields(self) -> dict[str, str]:
-        """Return what JSON and logfmt show."""
-        return {"code": self.code, "about": self.about, "why": self.why, "advice": self.advice}
+ALL_WARNINGS = (*CONCERNS[:2], *WARNINGS, *CONCERNS[2:])  # in the order of importance
+Reason = Finding  # one that keeps a broker from being ready
 
 
 class Presented:
@@ -77,25 +65,30 @@ class Verdict:
 
     __slots__ = ("certificates", "reasons", "warnings")
 
-    def __init__(self, reasons: list[Reason], warnings: list[Reason], certificates: list[Presented]) -> None:
+    def __init__(self, reasons: list[Finding], warnings: list[Finding], certificates: list[Presented]) -> None:
         self.reasons, self.warnings, self.certificates = reasons, warnings, certificates
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Return everything that is wrong, the most important first: what keeps it from being ready, then warnings."""
+        return [*self.reasons, *self.warnings]
 
     @property
     def ready(self) -> bool:
         return not self.reasons
 
     @property
-    def first(self) -> "Reason | None":
+    def first(self) -> Finding | None:
         """Return the most important reason, or None."""
         return next(iter(self.reasons), None)
 
     @property
-    def lifeless(self) -> "Reason | None":
+    def lifeless(self) -> Finding | None:
         """Return the reason for /healthz: a stage that does nothing at all; None if every stage is alive."""
         lifeless = (reason for reason in self.reasons if reason.code in LIFELESS)
         return next((reason for reason in lifeless if not {*STAGES}.isdisjoint(reason.processes)), None)
 
-    def against(self, process: str) -> "Reason | None":
+    def against(self, process: str) -> Finding | None:
         """Return the most important reason that concerns this process, or None."""
         return next((reason for reason in self.reasons if process in reason.processes), None)
 
@@ -121,9 +114,9 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
         if states.get(name) not in (None, *LIFELESS)
         for used in presented(name, page.rows[name], settings)
     ]
-    return Verdict(
-        sorted(reasons, key=lambda reason: REASONS.index(reason.code)), _warnings(certificates), certificates
-    )
+    reasons.sort(key=lambda reason: REASONS.index(reason.code))
+    warnings = _warnings(certificates) + judge_concerns(page, settings)
+    return Verdict(reasons, sorted(warnings, key=lambda warning: ALL_WARNINGS.index(warning.code)), certificates)
 
 
 def state_of(name: str, row: Row) -> str:
@@ -149,26 +142,26 @@ def is_process(pid: int, name: str) -> bool:
         return False
 
 
-def _down(settings: Settings) -> Reason:
+def _down(settings: Settings) -> Finding:
     why = f"the broker of KMQ_DATA={settings.data} does not run (KMQ_INSTANCE={settings.instance})"
-    return Reason("down", "broker", why, "start it with: kmq up", (*STAGES, "gateway"))
+    return Finding("down", "broker", why, "start it with: kmq up", (*STAGES, "gateway"))
 
 
-def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Reason:
+def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Finding:
     why = f"{_LACKS[code]}: acknowledged producers are refused, others wait (said by {', '.join(names)})"
-    return Reason(code, settings.data, why, _ADVICE[code], names)
+    return Finding(code, settings.data, why, _ADVICE[code], names)
 
 
-def _of_process(name: str, state: str, row: Row) -> Reason:
+def _of_process(name: str, state: str, row: Row) -> Finding:
     ended = {"down": "has not been started", "stopped": "has ended"}
     why = ended.get(state) or row.silence() or f"is {state}"
-    return Reason(state, name, f"{name} {why}", _ADVICE[state].format(pid=row.pid), (name,))
+    return Finding(state, name, f"{name} {why}", _ADVICE[state].format(pid=row.pid), (name,))
 
 
-def _not_processed(agent: Row) -> Reason:
+def _not_processed(agent: Row) -> Finding:
     code = "message_not_processed"
     why = f"what the fleet has told after message {agent.epoch} of the Broadcast Queue cannot be done"
-    return Reason(code, AGENT, why, _ADVICE[code], (AGENT,))
+    return Finding(code, AGENT, why, _ADVICE[code], (AGENT,))
 
 
 def presented(name: str, row: Row, settings: Settings) -> list[Presented]:
@@ -179,15 +172,15 @@ def presented(name: str, row: Row, settings: Settings) -> list[Presented]:
     return [Presented(name, setting, path, validity) for setting, path, validity in files if validity.not_after]
 
 
-def _warnings(certificates: list[Presented]) -> list[Reason]:
-    """Return one warning for each file, however many processes use it."""
+def _warnings(certificates: list[Presented]) -> list[Finding]:
+    """Return one warning for each certificate file, however many processes use it."""
     now = time.time()
     coded = [(used.validity.warning(now), used) for used in certificates]
     first = {used.setting: certificate_reason(code, used, now) for code, used in reversed(coded) if code}
-    return sorted(first.values(), key=lambda warning: WARNINGS.index(warning.code))
+    return list(first.values())
 
 
-def certificate_reason(code: str, presented: Presented, now: float) -> Reason:
+def certificate_reason(code: str, presented: Presented, now: float) -> Finding:
     """Return the warning `code` about a certificate."""
     setting, path, validity = presented.setting, presented.path, presented.validity
     until = certificate.utc(validity.not_after)
@@ -199,4 +192,5 @@ def certificate_reason(code: str, presented: Presented, now: float) -> Reason:
     is_server = setting == "KMQ_TLS_CERT"
     who = "TLS clients cannot connect" if is_server else "clients with certificates of it cannot connect"
     why = f"{setting}={path} {when}: {who}{' from then on' if code == 'certificate_expires' else ''}"
-    return Reason(code, path, why, _RENEW.format(key=" and KMQ_TLS_KEY" if is_server else ""), (presented.process,))
+    advice = _RENEW.format(key=" and KMQ_TLS_KEY" if is_server else "")
+    return Finding(code, path, why, advice, (presented.process,), WARNING)

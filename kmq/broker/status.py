@@ -3,9 +3,11 @@
 import os
 import time
 
-from kmq.broker import clock
+import kmq
+from kmq.broker import clock, histogram, links
+from kmq.broker.links import Link
 from kmq.broker.readiness import Verdict, judge, state_of
-from kmq.broker.stats import AGENT, Row, StatsPage, peek
+from kmq.broker.stats import AGENT, TIMED, Row, StatsPage, peek
 from kmq.broker.supervision import Supervision
 from kmq.certificate import utc
 from kmq.links import fifo, layout, received
@@ -13,6 +15,7 @@ from kmq.logfmt import pairs
 from kmq.settings import STAGES, Settings
 
 __all__ = ["StageStatus", "Status", "as_json", "collect", "collect_with_rates", "logfmt", "trust_clock"]
+Latency = dict[str, float]  # p50, p99 in seconds; count
 _SAMPLE_S = 0.5  # how long rates are measured
 
 
@@ -30,6 +33,29 @@ class StageStatus:
         self.rate = 0.0
 
 
+class Measured:
+    """What was read beside the processes' states: when (unix seconds), the links, and how long things take."""
+
+    __slots__ = ("as_of", "instance", "latency", "links")
+
+    def __init__(
+        self, instance: str, links: list[Link] | None = None, latency: dict[str, Latency | None] | None = None
+    ) -> None:
+        self.as_of, self.instance, self.links = time.time(), instance, links or []
+        self.latency = latency or dict.fromkeys(TIMED.values())
+
+
+def _latency(page: StatsPage) -> dict[str, Latency | None]:
+    """Return p50 and p99 in seconds of what each histogram has measured since its process started."""
+    found: dict[str, Latency | None] = {}
+    for what in TIMED.values():
+        snapshot = page.histogram(what).snapshot()
+        p50, p99 = histogram.quantile(snapshot, 0.5), histogram.quantile(snapshot, 0.99)
+        has_some = p50 is not None and p99 is not None
+        found[what] = {"p50": p50 or 0.0, "p99": p99 or 0.0, "count": snapshot.count} if has_some else None
+    return found
+
+
 class Status:
     """The whole broker at one moment."""
 
@@ -42,11 +68,14 @@ class Status:
         gateway: StageStatus | None = None,
         clock: str = "",
         agent: StageStatus | None = None,
+        *,
+        measured: Measured,
     ) -> None:
         self.verdict = verdict
         self.supervisor = supervisor  # up, killed, other or down
         self.stages, self.backlog = stages, backlog
         self.gateway, self.agent = gateway, agent  # None: this broker has none
+        self.measured = measured
         self.clock = clock  # why the time of day is not trusted, and what to do; "": it is trusted
 
     @property
@@ -63,7 +92,7 @@ def collect(settings: Settings) -> Status:
     page = peek(settings.instance)
     supervisor = Supervision(settings).word
     if page is None or not page.serves(settings.data):
-        return Status(judge(None, settings), supervisor, [], {})
+        return Status(judge(None, settings), supervisor, [], {}, measured=Measured(settings.instance))
     page = page.copy()  # a process that becomes ready meanwhile must not appear as ready here and as starting there
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     gateway, agent = (StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT))
@@ -75,7 +104,8 @@ def collect(settings: Settings) -> Status:
         os.close(fd)
     for name in ("framed", "durable"):
         waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
-    return Status(judge(page, settings), supervisor, stages, waiting, gateway, _clock(page), agent)
+    measured = Measured(settings.instance, links.look(settings), _latency(page))
+    return Status(judge(page, settings), supervisor, stages, waiting, gateway, _clock(page), agent, measured=measured)
 
 
 def _clock(page: StatsPage) -> str:
@@ -83,11 +113,7 @@ def _clock(page: StatsPage) -> str:
     if not suspects:
         return ""
     row = max(suspects, key=clock.steady_in_s)
-    off = clock.off_by_s(row)
-    return (
-        f"the time of day is {abs(off):,} s {'ahead' if off > 0 else 'behind'} of what it was: nothing is deleted or"
-        f" forgotten by age until it has been steady for another {clock.steady_in_s(row)} s; {clock.ADVICE}"
-    )
+    return f"{clock.suspicion(row)}; {clock.ADVICE}"
 
 
 def trust_clock(settings: Settings) -> None:
@@ -137,17 +163,23 @@ def logfmt(status: Status) -> str:
 
 def as_json(status: Status) -> dict[str, object]:
     """Return the status as a value for JSON."""
-    verdict = status.verdict
+    verdict, measured = status.verdict, status.measured
     return {
+        "as_of": measured.as_of,
+        "instance": measured.instance,
+        "version": kmq.__version__,
         "ready": verdict.ready,
         "reasons": [reason.fields() for reason in verdict.reasons],
         "warnings": [warning.fields() for warning in verdict.warnings],
+        "findings": [finding.fields() for finding in verdict.findings],
         "certificates": [
             {"process": c.process, "file": c.path, "setting": c.setting, "not_after": utc(c.validity.not_after)}
             for c in verdict.certificates
         ],
         "stages": [vars(stage) for stage in status.processes],
         "backlog": status.backlog,
+        "links": [link.fields() for link in measured.links],
+        "latency": measured.latency,
         "clock": status.clock or "trusted",
         "supervisor": status.supervisor,
     }

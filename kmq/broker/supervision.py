@@ -114,7 +114,7 @@ def elsewhere(settings: Settings) -> str:
     page = peek(settings.instance)
     if page is None or page.serves(settings.data) or not _living(page):
         return ""
-    return page.identity().partition(" data=")[2]
+    return page.directory
 
 
 def is_data(path: str) -> bool:

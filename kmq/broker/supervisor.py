@@ -78,7 +78,7 @@ class Supervisor:
         owner.acquire("this broker", describe("supervisor", settings.data))
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
-            row.starts = 0
+            row.starts = 0  # and with it the streak of restarts
         for name in ("gateway", AGENT):
             if not is_process(page.rows[name].pid, name):
                 page.rows[name].wipe()  # of one that was killed: this broker may have none

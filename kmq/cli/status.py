@@ -74,8 +74,6 @@ def _cells(stage: StageStatus) -> list[str]:
 
 
 def _print_remarks(found: Status) -> None:
-    if found.clock:
-        _print(found.clock, "yellow")
     refused, dropped = sum(stage.refused for stage in found.stages), sum(stage.dropped for stage in found.stages)
     if refused or dropped:
         _print(f"refused: {refused:,}   dropped (see dropped.log): {dropped:,}")

@@ -75,6 +75,16 @@ def test_what_waits_is_the_same_at_both_ends_wherever_the_ring_wraps(rings):
     assert skipped > 100
 
 
+def test_a_skip_to_the_start_of_the_ring_does_not_count_as_full(rings):
+    writer, reader = rings(nbytes=1 << 16)
+    instance = writer.path.rpartition("/")[2].removesuffix(".framed")
+    for _ in range(5):  # each begins at the start again, because the ring is empty
+        assert put(writer, b"x" * 100)
+        found = layout.filling(instance, "framed")
+        assert (found.messages, found.nbytes) == (1, layout.block_bytes(100))
+        taken(reader)
+
+
 def test_what_is_not_released_is_seen_again_by_the_next_reader(rings):
     writer, reader = rings()
     for data in (b"a\n", b"b\n", b"c\n"):

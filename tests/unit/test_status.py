@@ -5,8 +5,11 @@ import time
 
 import pytest
 
+import kmq
 from kmq.broker import status
 from kmq.broker.stats import STATES, StatsPage
+from kmq.links import layout
+from kmq.links.fifo import open_fifo
 from kmq.log.identity import open_data
 from kmq.settings import STAGES, load
 
@@ -41,3 +44,49 @@ def test_a_gateway_that_gets_ready_during_a_look_is_not_ready_and_starting_at_on
     assert found.ready == (found.gateway.state == "ready")
     later = status.collect(load())
     assert later.ready and later.gateway is not None and later.gateway.state == "ready"
+
+
+def test_the_document_says_when_who_what_waits_and_what_is_wrong(page):
+    for name in STAGES:
+        begin(page.rows[name], "ready")
+    page.rows["router"].heartbeat = 1
+    page.histogram("sync").observe(0.001, n=99)
+    page.histogram("sync").observe(1.5)
+    settings = load()
+    ring = layout.make_file(layout.shm_path(settings.instance, "framed"), 8192)
+    try:
+        os.pwrite(ring, b"kmq-ring layout=3 data_id=0 slots=100 bytes=1000 extra=0 policy=block", 0)
+        for cell, value in ((layout.RECORD[0], 900), (layout.RECORD[0] + 1, 95), (layout.TAIL, 400)):
+            os.pwrite(ring, value.to_bytes(8, "little"), layout.CELLS + cell * 8)
+        open_fifo(settings.pipes, "raw")
+        before = time.time()
+        found = status.as_json(status.collect(settings))
+    finally:
+        os.close(ring)
+        os.unlink(layout.shm_path(settings.instance, "framed"))
+    assert before <= found["as_of"] <= time.time()
+    assert (found["instance"], found["version"]) == (settings.instance, kmq.__version__)
+    raw, received, framed, durable = found["links"]
+    assert [link["name"] for link in (raw, received, durable)] == ["raw", "received", "durable"]
+    assert raw["bytes"] == raw["fill"] == 0 and raw["capacity"] > 0 and raw["messages"] is None
+    assert framed == {"name": "framed", "bytes": 500, "capacity": 1000, "messages": 95, "fill": 0.95}
+    assert durable == {"name": "durable", "bytes": 0, "capacity": 0, "messages": 0, "fill": 0.0}
+    assert found["latency"]["ack"] is None and found["latency"]["routed"] is None
+    sync = found["latency"]["sync"]
+    assert sync["count"] == 100 and 0.0005 < sync["p50"] <= 0.001024 and sync["p99"] < 2.2
+    (finding,) = found["findings"]
+    assert {name: finding[name] for name in ("code", "severity", "about", "section")} == {
+        "code": "dead",
+        "severity": "error",
+        "about": "router",
+        "section": "docs/operations.md#dead",
+    }
+    assert finding in found["reasons"] and found["warnings"] == []
+
+
+def test_a_broker_that_is_down_has_the_same_document(page):
+    os.unlink(page.path)
+    found = status.as_json(status.collect(load()))
+    open(page.path, "w").close()
+    assert (found["links"], [finding["code"] for finding in found["findings"]]) == ([], ["down"])
+    assert found["latency"] == {"ack": None, "sync": None, "routed": None}

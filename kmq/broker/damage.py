@@ -1,0 +1,40 @@
+"""Tell the stats page of damage, so that status, /readyz and metrics warn of it: what a reader met, what `kmq verify` found."""
+
+import contextlib
+
+from kmq.broker.stats import Row, peek
+from kmq.log.damage import DamageError
+from kmq.settings import Settings
+
+_MOST = 1000  # places that are remembered; beyond it the number is too small, and the warning stays
+
+
+class Damaged:
+    """Counts each damaged place that a process meets once, however often it is read."""
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self._places: set[tuple[str, int]] = set()
+
+    def note(self, err: DamageError) -> None:
+        """Count the place, unless it was counted since a check has found nothing."""
+        if not self._row.damage:
+            self._places.clear()
+        place = err.path, err.byte
+        if place not in self._places and len(self._places) < _MOST:
+            self._places.add(place)
+            self._row.found_damage()
+
+
+def tell(settings: Settings, count: int, is_complete: bool) -> None:
+    """Count damage in the gateway's row; forget all damage after a complete check that found none."""
+    page = None
+    with contextlib.suppress(PermissionError):  # whoever may read the files need not be the broker's user
+        page = peek(settings.instance)
+    if page is None or not page.serves(settings.data):
+        return  # no broker has run here since the machine was started
+    if count:
+        page.rows["gateway"].found_damage(count)
+    elif is_complete:
+        for row in page.rows.values():
+            row.damage = row.damage_at = 0

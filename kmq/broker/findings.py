@@ -1,0 +1,32 @@
+"""One thing that is wrong with a broker: its code, what is seen, what to do, and the section that explains it.
+
+Invariant   Every code has a section of its name in the runbook, docs/operations.md, so `section` never leads nowhere.
+"""
+
+RUNBOOK = "docs/operations.md"
+ERROR, WARNING = "error", "warning"  # not ready; ready, but an operator must act
+
+
+class Finding:
+    """One finding. `about`: the process or file; `why`: a sentence; `advice`: what to do; `processes`: whose it is."""
+
+    __slots__ = ("about", "advice", "code", "processes", "severity", "why")
+
+    def __init__(
+        self, code: str, about: str, why: str, advice: str, processes: tuple[str, ...], severity: str = ERROR
+    ) -> None:
+        self.code, self.about, self.why, self.advice, self.processes = code, about, why, advice, processes
+        self.severity = severity
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.why}"
+
+    @property
+    def section(self) -> str:
+        """Return where the documents explain this code."""
+        return f"{RUNBOOK}#{self.code}"
+
+    def fields(self) -> dict[str, str]:
+        """Return what JSON shows."""
+        texts = {"about": self.about, "why": self.why, "advice": self.advice}
+        return {"code": self.code, "severity": self.severity, **texts, "section": self.section}

@@ -1,0 +1,40 @@
+"""What waits in the links between the stages, and how full they are. Only reads."""
+
+import fcntl
+import os
+
+from kmq.links import fifo, layout, received
+from kmq.settings import Settings
+
+RINGS = ("framed", "durable")  # their blocks are counted in messages, too
+
+
+class Link:
+    """One link at one moment. `messages`: None where a link does not count them; `fill`: 0 to 1."""
+
+    __slots__ = ("bytes", "capacity", "fill", "messages", "name")
+
+    def __init__(self, name: str, nbytes: int, capacity: int, messages: int | None = None, slots: int = 0) -> None:
+        self.name, self.bytes, self.capacity, self.messages = name, nbytes, capacity, messages
+        by_bytes = nbytes / capacity if capacity else 0.0
+        by_count = messages / slots if messages and slots else 0.0
+        self.fill = round(min(1.0, max(by_bytes, by_count)), 4)  # a ring is full when either limit is reached
+
+    def fields(self) -> dict[str, object]:
+        """Return what JSON shows."""
+        return {name: getattr(self, name) for name in ("name", "bytes", "capacity", "messages", "fill")}
+
+
+def look(settings: Settings) -> list[Link]:
+    """Return all links, in the order in which a message passes them; none if there is no FIFO."""
+    try:
+        raw = os.open(f"{settings.pipes}/raw", os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return []
+    try:
+        links = [Link("raw", fifo.waiting_bytes(raw), fcntl.fcntl(raw, fcntl.F_GETPIPE_SZ))]
+    finally:
+        os.close(raw)
+    bytes_only = layout.filling(settings.instance, received.NAME)
+    links.append(Link(received.NAME, bytes_only.nbytes, bytes_only.capacity))
+    return links + [Link(name, *layout.filling(settings.instance, name)) for name in RINGS]

@@ -1,0 +1,280 @@
+"""What a ready broker is warned of: each concern from the words of the stats page, and none of an ordinary broker."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from test_docs import anchors
+
+from kmq.broker import concerns, damage, readiness, stats, waits
+from kmq.broker.clock import STEADY_S
+from kmq.broker.stats import STATES, StatsPage
+from kmq.cli import app
+from kmq.log.damage import DamageError
+from kmq.log.identity import open_data
+from kmq.settings import GIB, MIB, STAGES, load, table
+
+ROOT = Path(__file__).parents[2]
+S = 1_000_000_000
+LIFE_S = 60
+NOW = int(time.time())
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The page of a broker whose processes are all ready."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KMQ_INSTANCE", f"concerns-{os.getpid()}")
+    for module in (concerns, stats):  # a machine may have been up for some minutes only
+        monkeypatch.setattr(module, "RESTARTED_S", LIFE_S)
+    settings = load()
+    made = StatsPage(settings.instance, open_data(settings.data), settings.data)
+    for name in (*STAGES, "gateway"):
+        begin(made.rows[name])
+    yield made
+    os.unlink(made.path)
+
+
+def begin(row):
+    row.begin(0)
+    row.state, row.heartbeat = STATES.index("ready"), time.monotonic_ns()
+
+
+def found(page):
+    return {finding.code: finding for finding in readiness.judge(page, load()).findings}
+
+
+def ago(seconds):
+    return time.monotonic_ns() - int(seconds * S)
+
+
+def set_words(row, **words):
+    for name, value in words.items():
+        setattr(row, name, value)
+
+
+LOOPING = {"restart_streak": 3}
+FULL = {"disk_size": 100 * GIB, "inodes_total": 1 << 20, "disk_free": 50 * GIB, "inodes_free": 1 << 19}
+CASES = {  # code: (process, words that raise it, words that just do not)
+    "damage_found": ("gateway", {"damage": 1, "damage_at": 100}, {"damage": 0}),
+    "oom_killed": ("durability", {"oom_kills": 1, "oom_at": NOW - 3000}, {"oom_kills": 1, "oom_at": NOW - 4000}),
+    "tokens_missing": ("ingress", {"tokens_missing": 1}, {"tokens_missing": 0}),
+    "restarting": ("router", LOOPING, {"restart_streak": 2}),
+    "unclean_end": ("framer", {"unclean": 1}, {"unclean": 0}),
+    "disk_low": ("ingress", FULL | {"disk_free": 2 * GIB - 1}, FULL | {"disk_free": 2 * GIB}),
+    "inodes_low": ("ingress", FULL | {"inodes_free": 19_999}, FULL | {"inodes_free": 20_000}),
+    "quota_low": (
+        "ingress",
+        {"quota_limit": 100 * MIB, "quota_used": 95 * MIB},
+        {"quota_limit": 100 * MIB, "quota_used": 95 * MIB - 1},
+    ),
+    "clock_behind": ("framer", {"clock_behind": 60}, {"clock_behind": 59}),
+    "group_stalled": (
+        "gateway",
+        {"groups": 3, "groups_stalled": 1, "group_stalled_lag": 7},
+        {"groups": 3, "groups_stalled": 0},
+    ),
+}
+TIMED = {  # the same with words that hold a moment: (process, seconds ago that raise it, and that do not, other words)
+    "slow_sync": ("durability", {"slow_sync_at": 30}, {"slow_sync_at": 90}, {"slow_syncs": 4}),
+    "link_stuck": ("framer", {"waits_since": 11}, {"waits_since": 5}, {}),
+    "link_full": ("durability", {"full_since": 70, "waited_at": 1}, {"full_since": 70, "waited_at": 30}, {}),
+    "clock_suspect": ("router", {"clock_suspect": 1}, {}, {"clock_offset": 1 << 62}),
+}
+
+
+def test_an_ordinary_broker_has_no_finding(page):
+    assert found(page) == {}
+
+
+def test_every_concern_has_its_case():
+    assert {*CASES, *TIMED} == {*concerns.CONCERNS}
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_a_concern_is_raised_by_its_words_and_by_nothing_less(page, code):
+    process, raising, harmless = CASES[code]
+    set_words(page.rows[process], **raising)
+    assert [*found(page)] == [code]
+    set_words(page.rows[process], **harmless)
+    assert found(page) == {}
+
+
+@pytest.mark.parametrize("code", TIMED)
+def test_a_concern_about_a_time_is_raised_within_it_and_not_beyond(page, code):
+    process, raising, harmless, others = TIMED[code]
+    set_words(page.rows[process], **others, **{name: ago(seconds) for name, seconds in raising.items()})
+    assert [*found(page)] == [code]
+    begin(page.rows[process])
+    page.rows[process].clock_suspect = page.rows[process].restart_streak = page.rows[process].unclean = 0
+    set_words(page.rows[process], **others, **{name: ago(seconds) for name, seconds in harmless.items()})
+    assert found(page) == {}
+
+
+@pytest.mark.parametrize("code", ["restarting", "unclean_end"])
+def test_a_process_that_lives_for_long_is_no_concern_any_more(page, code):
+    process, raising, _ = CASES[code]
+    set_words(page.rows[process], **raising, started=ago(LIFE_S + 1))
+    assert found(page) == {}
+
+
+def test_restarts_count_in_a_row_and_begin_anew_with_kmq_up_or_after_a_long_life(page):
+    row = page.rows["router"]
+    for streak in (1, 2, 3):
+        begin(row)
+        assert row.restart_streak == streak
+    row.started = ago(LIFE_S + 1)
+    begin(row)
+    assert row.restart_streak == 0
+    begin(row)
+    row.starts = 0  # as `kmq up` does
+    begin(row)
+    assert row.restart_streak == 0
+
+
+def test_a_small_disk_is_low_at_a_fifth_and_what_is_not_counted_is_never_low(page):
+    row = page.rows["ingress"]
+    set_words(row, disk_size=100 * MIB, disk_free=20 * MIB - 1, inodes_total=0, inodes_free=0)
+    assert [*found(page)] == ["disk_low"]
+    row.disk_free = 20 * MIB
+    assert found(page) == {}
+
+
+def test_a_waiting_writer_that_is_silent_itself_says_nothing_of_its_ring(page):
+    row = page.rows["framer"]
+    set_words(row, waits_since=ago(30), heartbeat=ago(20))
+    assert [*found(page)] in (["dead"], ["silent"])
+
+
+def test_reasons_come_first_then_warnings_with_causes_before_consequences(page):
+    for process, raising, _ in CASES.values():
+        set_words(page.rows[process], **raising)
+    page.rows["ingress"].disk_free = 1
+    page.rows["durability"].heartbeat = ago(60)
+    codes = [*found(page)]
+    assert codes[0] == "dead" and codes[1:] == [code for code in concerns.CONCERNS if code in CASES]
+    severities = [finding.severity for finding in found(page).values()]
+    assert severities == ["error"] + ["warning"] * len(CASES)
+
+
+def test_the_time_that_a_clock_must_be_steady_is_in_the_sentence(page):
+    set_words(page.rows["router"], clock_suspect=ago(0), clock_offset=1 << 62)
+    finding = found(page)["clock_suspect"]
+    assert re.search(rf"for another {STEADY_S}? ?\d* ?s", finding.why) and "kmq clock --trust" in finding.advice
+
+
+# --- what is said is real ------------------------------------------------------------------------------------------
+
+
+def raised(page):
+    """Every finding of this file."""
+    for code, (process, raising, _) in CASES.items():
+        set_words(page.rows[process], **raising)
+        yield found(page)[code]
+    for code, (process, raising, _, others) in TIMED.items():
+        set_words(page.rows[process], **others, **{name: ago(seconds) for name, seconds in raising.items()})
+        yield found(page)[code]
+
+
+def commands(group, names=("kmq",)):
+    for name, command in getattr(group, "commands", {}).items():
+        yield (*names, name)
+        yield from commands(command, (*names, name))
+
+
+def test_every_advice_names_commands_settings_and_a_section_that_are_there(page):
+    known = {*commands(typer.main.get_command(app.app))}
+    for finding in raised(page):
+        path, _, anchor = finding.section.partition("#")
+        assert anchor == finding.code and anchor in anchors((ROOT / path).read_text()), finding.section
+        assert set(re.findall(r"\b(?:KMQ|RB)_\w+", f"{finding.why} {finding.advice}")) <= settings_there(), finding.code
+        for words in re.findall(r"\bkmq ((?:[a-z-]+ ?)+)", finding.advice):
+            names = ("kmq", *words.split())
+            assert any(names[:n] in known for n in (2, 3)), finding.advice
+        assert len(finding.advice) > 10 and "\n" not in finding.advice + finding.why
+
+
+def settings_there():
+    return set(re.findall(r"`((?:KMQ|RB)_\w+)`", table()))
+
+
+def test_every_code_has_its_section():
+    sections = anchors((ROOT / "docs/operations.md").read_text())
+    assert {*readiness.REASONS, *readiness.ALL_WARNINGS} <= sections
+    assert {*concerns.CONCERNS, *readiness.WARNINGS} == {*readiness.ALL_WARNINGS}
+
+
+# --- damage that `kmq verify` has found ------------------------------------------------------------------------------
+
+
+def test_damage_found_by_a_check_is_a_finding_until_a_complete_check_finds_none(page):
+    damage.tell(load(), 2, is_complete=False)
+    assert "2 damaged blocks or files" in found(page)["damage_found"].why
+    page.rows["router"].found_damage()
+    damage.tell(load(), 0, is_complete=False)
+    assert "3 damaged blocks or files" in found(page)["damage_found"].why
+    damage.tell(load(), 0, is_complete=True)
+    assert found(page) == {}
+
+
+def test_a_check_of_another_directory_or_without_a_page_tells_nobody(page, monkeypatch):
+    monkeypatch.setenv("KMQ_DATA", "another")
+    damage.tell(load(), 1, is_complete=True)
+    monkeypatch.delenv("KMQ_DATA")
+    assert found(page) == {}
+    monkeypatch.setenv("KMQ_INSTANCE", f"nobody-{os.getpid()}")
+    damage.tell(load(), 1, is_complete=True)
+
+
+def test_a_damaged_place_is_counted_once_until_a_check_finds_nothing(page):
+    reader = damage.Damaged(page.rows["gateway"])
+    for byte in (10, 10, 20, 10):
+        reader.note(DamageError("/data/t/0/0.log", byte, byte + 5, 0, 1, "wrong checksum"))
+    assert "2 damaged blocks" in found(page)["damage_found"].why
+    damage.tell(load(), 0, is_complete=True)
+    reader.note(DamageError("/data/t/0/0.log", 10, 15, 0, 1, "wrong checksum"))
+    assert "1 damaged blocks" in found(page)["damage_found"].why
+
+
+# --- what stages tell of their delays ----------------------------------------------------------------------------
+
+
+def test_slow_syncs_are_those_of_the_last_sixteen(page):
+    row = page.rows["durability"]
+    syncs = waits.SlowSyncs(row)
+    for seconds in (1.1, 0.01, 2.0, 1.0):
+        syncs.observe(seconds)
+    assert row.slow_syncs == 2 and ago(60) < row.slow_sync_at <= ago(0)
+    for _ in range(14):
+        syncs.observe(0.001)
+    assert row.slow_syncs == 1
+    syncs.observe(0.001)
+    assert row.slow_syncs == 0
+
+
+class NarrowRing:
+    """Has room after a look."""
+
+    def __init__(self, look):
+        self.look = look
+
+    def wait_for_room(self, nbytes, count, check):
+        check()
+        self.look()
+
+
+def test_a_wait_for_room_is_in_the_page_while_it_lasts_and_close_waits_are_one(page):
+    row, seen = page.rows["framer"], []
+    room = waits.RoomWaits(row, lambda: seen.append("beat"))
+    ring = NarrowRing(lambda: seen.append((row.waits_since, row.full_since)))
+    room.wait(ring, 100, 1)
+    room.wait(ring, 100, 1)
+    (first, since), (second, still) = [entry for entry in seen if entry != "beat"]
+    assert first == since == still < second, "the second began within two seconds of the first"
+    assert row.waits_since == 0 and row.waited_at > second
+    row.waited_at -= 3 * S
+    room.wait(ring, 100, 1)
+    assert row.full_since > second, "three seconds with room in between"
