@@ -1,8 +1,9 @@
-"""Bearer tokens: who may produce and consume. The token file holds only their hashes.
+"""Bearer tokens: who may produce, consume and administer (roles.py). The token file holds only their hashes.
 
-File        KMQ_TOKENS, one token a line: `<name>:sha256$<salt>$<digest>`; `#` begins a comment. A name may have two
-            lines, so that a token can be replaced without a gap. Changes are in force within a second or two. If the
-            file cannot be read or parsed, the old tokens stay in force and the log names the file.
+File        KMQ_TOKENS, one token a line: `<name>[@<role>,…]:sha256$<salt>$<digest>`; `#` begins a comment. Without a
+            role the token has all of them, as before there were roles; an older release refuses a file with roles. A
+            name may have two lines, so that a token can be replaced without a gap. Changes are in force within a second
+            or two. If the file cannot be read or parsed, the old tokens stay in force and the log names the file.
 Token       `<name>.<43 random characters>`. The name finds the line, so a check is one hash however many tokens there
             are.
 Hash        One salted SHA-256. A slow hash (scrypt) makes guessable secrets expensive to guess; these have 256 random
@@ -19,9 +20,10 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Callable
+from collections import namedtuple
+from collections.abc import Callable, Iterable
 
-from kmq import local_token
+from kmq import local_token, roles
 from kmq.errors import ConfigError
 from kmq.local_token import LOCAL
 from kmq.settings import Settings
@@ -29,10 +31,20 @@ from kmq.states import InForce
 from kmq.watch import Watch
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_LINE = re.compile(r"([A-Za-z0-9_-]{1,64}):sha256\$([0-9a-f]{32})\$([0-9a-f]{64})")
+_LINE = re.compile(r"([A-Za-z0-9_-]{1,64})(?:@([a-z,]+))?:sha256\$([0-9a-f]{32})\$([0-9a-f]{64})")
 _SCHEME = "bearer "
-Hash = tuple[bytes, bytes]  # salt, digest
-_NOBODY: Hash = (bytes(16), bytes(32))
+
+
+class Hash(namedtuple("Hash", ("salt", "digest", "roles"))):
+    """One line of the file."""
+
+    __slots__ = ()
+    salt: bytes
+    digest: bytes
+    roles: frozenset[str]
+
+
+_NOBODY = Hash(bytes(16), bytes(32), frozenset())
 
 
 def _digest(salt: bytes, token: bytes) -> bytes:
@@ -51,9 +63,11 @@ def read(path: str) -> dict[str, list[Hash]]:
         if not line or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line)
-        if not match:
-            raise ConfigError(f"KMQ_TOKENS={path!r}: line {number} is not <name>:sha256$<salt>$<digest>")
-        table.setdefault(match[1], []).append((bytes.fromhex(match[2]), bytes.fromhex(match[3])))
+        held = roles.parse(match[2]) if match and match[2] else roles.ALL
+        if not match or held is None:
+            form = "<name>:sha256$<salt>$<digest> or <name>@<role>,…:sha256$<salt>$<digest>"
+            raise ConfigError(f"KMQ_TOKENS={path!r}: line {number} is not {form}; roles are {', '.join(roles.ROLES)}")
+        table.setdefault(match[1], []).append(Hash(bytes.fromhex(match[3]), bytes.fromhex(match[4]), held))
     return table
 
 
@@ -68,12 +82,19 @@ def _random(name: str) -> str:
     return f"{name}.{token_urlsafe(32)}"
 
 
-def new(path: str, name: str) -> str:
-    """Return a new token for `name`, whose hash is appended to the file. A new file gets mode 0600."""
+def new(path: str, name: str, held: Iterable[str] = ()) -> str:
+    """Return a new token for `name`, whose hash is appended to the file. A new file gets mode 0600.
+
+    `held`: its roles; none: all of them.
+    """
+    wrong = [role for role in held if role not in roles.ROLES]
+    if wrong:
+        raise ConfigError(f"role {wrong[0]!r}: must be one of {', '.join(roles.ROLES)}")
     if not _NAME.fullmatch(name) or name == LOCAL:
         raise ConfigError(f"name {name!r}: must be 1 to 64 of A-Z a-z 0-9 _ - and not {LOCAL}")
     token, salt = _random(name), os.urandom(16)
-    row = f"{name}:sha256${salt.hex()}${_digest(salt, token.encode()).hex()}\n"
+    mark = f"@{roles.text(frozenset(held))}" if held else ""
+    row = f"{name}{mark}:sha256${salt.hex()}${_digest(salt, token.encode()).hex()}\n"
     try:
         with open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
             if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
@@ -100,22 +121,32 @@ class Tokens:
         self._path, self._warn = settings.tokens, warn
         self._watch = Watch(self._path)
         self._table = read(self._path)
+        self.is_missing = False  # the file could not be read or parsed when it was read last
         self._local = local_token.LocalToken(settings)
         self._in_force = InForce(settings, warn)
 
     def check(self, token: bytes) -> str:
         """Return the name that this token belongs to; "" if it is unknown."""
-        if self._watch.changed():
-            self._reload()
+        holder = self.find(token)
+        return holder.name if holder is not None else ""
+
+    def find(self, token: bytes) -> roles.Holder | None:
+        """Return whose token this is, and what it may do; None if it is unknown."""
+        self.look()
         self._in_force.changed()
         name = token.partition(b".")[0].decode("ascii", "replace")
         if name == LOCAL:
-            return name if self._local.matches(token) else ""
-        found = ""
-        for salt, digest in self._table.get(name, (_NOBODY,)):
-            if hmac.compare_digest(_digest(salt, token), digest) and not self._is_revoked(name, digest):
-                found = name
+            return roles.Holder(name, roles.ALL) if self._local.matches(token) else None
+        found = None
+        for row in self._table.get(name, (_NOBODY,)):
+            if hmac.compare_digest(_digest(row.salt, token), row.digest) and not self._is_revoked(name, row.digest):
+                found = roles.Holder(name, row.roles)
         return found
+
+    def look(self) -> None:
+        """Read the file again if it has changed."""
+        if self._watch.changed():
+            self._reload()
 
     def _is_revoked(self, name: str, digest: bytes) -> bool:
         known = self._in_force
@@ -123,15 +154,21 @@ class Tokens:
 
     def check_header(self, authorization: str) -> str:
         """Return the name for an `authorization: Bearer <token>` header, given its value; "" if it is unknown."""
+        holder = self.find_header(authorization)
+        return holder.name if holder is not None else ""
+
+    def find_header(self, authorization: str) -> roles.Holder | None:
+        """Return whose `authorization: Bearer <token>` header this is, given its value; None if it is unknown."""
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
-            return ""
+            return None
         # Bytes that are not UTF-8 arrive as lone surrogates: they make an unknown token, not an error.
-        return self.check(authorization[len(_SCHEME) :].strip().encode(errors="surrogatepass"))
+        return self.find(authorization[len(_SCHEME) :].strip().encode(errors="surrogatepass"))
 
     def _reload(self) -> None:
         try:
-            self._table = read(self._path)
+            self._table, self.is_missing = read(self._path), False
         except ConfigError as err:
+            self.is_missing = True
             self._warn("tokens_kept", reason=err, effect="the old ones stay in force")
 
 

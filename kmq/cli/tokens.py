@@ -24,35 +24,53 @@ def _token_file() -> str:
     return settings.tokens
 
 
-@token_app.command("new", epilog=examples("KMQ_TOKENS=tokens kmq token new orders"))
+@token_app.command(
+    "new",
+    epilog=examples("KMQ_TOKENS=tokens kmq token new orders", "KMQ_TOKENS=tokens kmq token new grafana --role consume"),
+)
 def new_token(
     name: Annotated[
         str, typer.Argument(help="Name of the token's owner: A-Z a-z 0-9 _ -. A name may have several tokens.")
     ],
+    role: Annotated[
+        list[str] | None,
+        typer.Option("--role", help="produce, consume or admin (everything); several times for several; default: all."),
+    ] = None,
 ) -> None:
     """Make a token and print it. It is shown only once: the file keeps a hash. It is valid within a second or two."""
     from kmq import tokens
 
-    print(tokens.new(_token_file(), name))
+    print(tokens.new(_token_file(), name, role or ()))
 
 
 @token_app.command("list", epilog=examples("KMQ_TOKENS=tokens kmq token list"))
 def list_tokens(
-    as_json: Annotated[bool, typer.Option("--json", help='{"tokens": [{"name", "tokens", "ids"}, …]}')] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help='{"tokens": [{"name", "tokens", "ids", "roles"}, …]}')
+    ] = False,
 ) -> None:
-    """List the names that have tokens, how many, and the id of each.
+    """List the names that have tokens, how many, the id of each, and its roles.
 
     To revoke a token, delete its line in the file; in a whole fleet: kmq fleet token revoke.
     """
-    from kmq import tokens
+    from kmq import roles, tokens
 
     found = tokens.read(_token_file())
-    ids = {name: [tokens.id_of(name, digest) for _, digest in hashes] for name, hashes in found.items()}
+    rows = [
+        {
+            "name": name,
+            "tokens": len(hashes),
+            "ids": [tokens.id_of(name, row.digest) for row in hashes],
+            "roles": [roles.text(row.roles) for row in hashes],
+        }
+        for name, hashes in found.items()
+    ]
     if as_json:
-        print(json.dumps({"tokens": [{"name": name, "tokens": len(own), "ids": own} for name, own in ids.items()]}))
-    else:
-        for name, own in ids.items():
-            print(pairs(name=name, tokens=len(own), ids=",".join(own)))
+        print(json.dumps({"tokens": rows}))
+        return
+    for name, hashes in found.items():
+        ids = ",".join(tokens.id_of(name, row.digest) for row in hashes)
+        print(pairs(name=name, tokens=len(hashes), ids=ids, roles=" ".join(roles.text(row.roles) for row in hashes)))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,0 +1,143 @@
+"""Who may do what over HTTP: browsers (browsers.py), tokens and roles (kmq/roles.py), the console, and who changed what.
+
+Open        /healthz and /readyz, because kubelets send no token; the files of the console, because a browser sends none
+            with the address that a user typed. They show nothing of what is stored.
+Console     Without KMQ_TOKENS its paths are served to this machine only and change nothing, unless KMQ_CONSOLE says
+            otherwise. What programs do without tokens over the other paths is as it was.
+Log         What an admin does over HTTP is a log line and an event of the console: what, who, from where.
+"""
+
+from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
+from typing import Any
+
+from aiohttp import web
+
+from kmq import roles
+from kmq.broker.incidents import Strangers
+from kmq.gateway.browsers import Browsers
+from kmq.gateway.console.events import Events
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.http.caller import CALLER, Caller
+from kmq.gateway.http.console_operations import CONSOLE, CONSOLE_PAGES
+from kmq.gateway.http.errors import response_of
+from kmq.gateway.http.operation import Operation
+from kmq.gateway.http.operations import OPERATIONS
+from kmq.logfmt import Logger
+from kmq.roles import ADMIN, Holder
+from kmq.settings import Settings
+from kmq.tokens import Tokens
+
+UNAUTHORIZED = "authorization: Bearer <token> is required, with a token that `kmq token new` has made"
+_BY_ROUTE = {(operation.method, operation.path): operation for operation in OPERATIONS}
+_OPEN = {"health", "readiness", *(operation.name for operation in CONSOLE_PAGES)}
+_OPEN_PATHS = ("/healthz", "/readyz", "/")
+_CONSOLE = {operation.name for operation in (*CONSOLE, *CONSOLE_PAGES)}
+_OF_CONSOLE = {"replay", "resetGroup"}  # changes that only the console has
+_READS = {"GET", "HEAD"}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpAccess:
+    """The middleware of one gateway."""
+
+    def __init__(
+        self, settings: Settings, tokens: Tokens | None, strangers: Strangers, log: Logger, events: Events
+    ) -> None:
+        self._settings, self._tokens, self._strangers = settings, tokens, strangers
+        self._log, self._events = log, events
+        self._browsers = Browsers(settings)
+
+    @property
+    def middleware(self) -> Any:
+        """Return the middleware that refuses, and that tells handlers who is calling."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            operation = _operation_of(request)
+            try:
+                self._check_browser(request, operation)
+                caller = self._caller(request, operation)
+            except RequestRefused as refused:
+                more = {"WWW-Authenticate": "Bearer"} if refused.code == "unauthorized" else {}
+                return response_of(request, refused, **more)
+            CALLER.set(caller)  # a connection has a task, which serves one request after the other
+            response = await handler(request)
+            if operation is not None and response.status < 300 and _changes(operation) and not caller.is_dry_run:
+                self._tell(request, operation, caller)
+            return response
+
+        return guard
+
+    def _check_browser(self, request: web.Request, operation: Operation | None) -> None:
+        is_strict = self._tokens is None and _is_loopback(_address(request, "sockname"))
+        changes = request.method not in _READS or "group" in request.query
+        why = self._browsers.refused_for(request.method, request.path, request.headers, is_strict, changes)
+        if why:
+            self._strangers.note("cross_site", request.remote or "", why)
+            raise RequestRefused("cross_site", why)
+
+    def _caller(self, request: web.Request, operation: Operation | None) -> Caller:
+        """Return who is calling. Raises RequestRefused if it may not do this."""
+        act = operation.name if operation is not None else ""
+        if act in _CONSOLE and self._settings.console == "off":
+            raise RequestRefused("not_found", f"{request.path}: KMQ_CONSOLE=off")
+        if self._tokens is None:
+            return self._of_anybody(request, act)
+        if act in _OPEN or request.path in _OPEN_PATHS:
+            return Caller("", frozenset(), may_change=False)
+        shown = request.headers.get("Authorization", "")
+        holder = self._tokens.find_header(shown)
+        if holder is None:
+            self._strangers.refuse(request.remote or "", "HTTP without a valid token", "" if shown else "token")
+            raise RequestRefused("unauthorized", UNAUTHORIZED)
+        if act and not holder.may(act):
+            self._refuse_role(request, holder, act)
+        return Caller(holder.name, holder.roles, ADMIN in holder.roles)
+
+    def _of_anybody(self, request: web.Request, act: str) -> Caller:
+        console = self._settings.console
+        is_here = _is_loopback(_address(request, "peername"))
+        if act in _CONSOLE and act not in _OPEN and not is_here and console != "on":
+            text = "without KMQ_TOKENS the console is shown to this machine only; set KMQ_TOKENS, or KMQ_CONSOLE=on"
+            raise RequestRefused("forbidden", text)
+        may_change = is_here and console == "write"
+        if act in _OF_CONSOLE and not may_change:
+            text = "this needs a token with the role admin, or KMQ_CONSOLE=write and a client on this machine"
+            raise RequestRefused("forbidden", text)
+        return Caller("", frozenset(), may_change)
+
+    def _refuse_role(self, request: web.Request, holder: Holder, act: str) -> None:
+        self._strangers.refuse(request.remote or "", f"{act}: the token of {holder.name} may not")
+        raise RequestRefused("forbidden", holder.refusal(act))
+
+    def _tell(self, request: web.Request, operation: Operation, caller: Caller) -> None:
+        who, peer = caller.name or "-", request.remote or ""
+        what = f"{request.method} {request.path}"
+        self._log.info("changed", what=operation.name, path=what, who=who, peer=peer)
+        self._events.add("changed", operation.name, f"{what} by {who} from {peer}")
+
+
+def _operation_of(request: web.Request) -> Operation | None:
+    resource = request.match_info.route.resource
+    method = "GET" if request.method == "HEAD" else request.method
+    return _BY_ROUTE.get((method, resource.canonical)) if resource is not None else None
+
+
+def _changes(operation: Operation) -> bool:
+    return roles.NEEDED.get(operation.name, ADMIN) == ADMIN or operation.name == "seek"
+
+
+def _address(request: web.Request, which: str) -> str:
+    address = request.transport.get_extra_info(which) if request.transport is not None else None
+    return str(address[0]) if isinstance(address, tuple) else ""
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        found = ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
