@@ -29,10 +29,17 @@
       known_topics.py which topics groups know
       lives.py        how many gateways there were
       membership.py   all of it, as doors use it
+    console/          the console: its page, and what its API shows; knows the core and the groups, and no door
+      page.py         the files of the page, in static/
+      overview.py     the broker as one document; history.py, events.py: what it was
+      messages.py     messages by place, seq, key and time; following.py, dead.py
     http/             door: HTTP
       web.py          the application: /metrics /healthz /readyz, and everything below
       api.py          /api/…: topics.py, produce.py, consume.py; bodies.py bounds what they read
-      operations.py   every path of the API, declared once; schema.py: the JSON that goes in and out
+      operations.py   every path of the API, declared once; operation.py: what such a declaration is
+      schema.py       the JSON that goes in and out, written in the words of shapes.py
+      console_operations.py, console_schema.py   the same for the console
+      console.py      what the console asks for; console_messages.py: messages, dead letters, and what it may change
       openapi.py      the document and its page, made from these declarations
       message_json.py a message as JSON
       errors.py       refusals as responses

@@ -1,7 +1,7 @@
 """Every port the gateway listens on is opened here: one place for addresses, limits, TLS and tokens.
 
-With certificates (tls.py) HTTP and gRPC each listen on two ports, plaintext and TLS. With KMQ_TOKENS each request
-must carry `authorization: Bearer <token>`, except health checks, because kubelets send no token.
+With certificates (tls.py) HTTP and gRPC each listen on two ports, plaintext and TLS. With KMQ_TOKENS each call must carry
+`authorization: Bearer <token>` with a role for it, except health checks; access.py asks for it over HTTP.
 """
 
 import os
@@ -11,17 +11,16 @@ from ssl import SSLContext
 from typing import Any
 
 import grpc
-from aiohttp import web
 
 from kmq.broker.incidents import Strangers
 from kmq.broker.tls import Certificates
 from kmq.errors import ConfigError
+from kmq.gateway.access import UNAUTHORIZED
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.doors import Doors, listening, most_consumers
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
 from kmq.gateway.grpc.statuses import refuse
-from kmq.gateway.http.errors import response_of
 from kmq.log.disk import replace_file
 from kmq.settings import KIB, Settings
 from kmq.tokens import Tokens
@@ -36,41 +35,31 @@ _LONGEST_IDLE_S = 3600.0  # of a connection without a call; the client reconnect
 _MIN_PING_MS = 10_000  # shortest time between two pings of a client, also on an idle connection
 
 
-_OPEN_PAGES = ("/healthz", "/readyz")
-_UNAUTHORIZED = "authorization: Bearer <token> is required, with a token that `kmq token new` has made"
-
-
 class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without a valid token."""
+    """Refuses calls without a valid token, and those that the token's roles do not allow."""
 
     def __init__(self, tokens: Tokens, strangers: Strangers) -> None:
         self._tokens, self._strangers = tokens, strangers
-        # For every method the handler is a stream, because the refusal is sent before any request.
-        self._refusal = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         shown = dict(details.invocation_metadata).get("authorization", "")
-        if details.method == CHECK or self._tokens.check_header(shown):
+        holder = self._tokens.find_header(shown)
+        if details.method == CHECK or (holder is not None and holder.may(details.method)):
             return await continuation(details)
-        self._strangers.refuse("", "gRPC without a valid token")
-        return self._refusal
+        if holder is None:
+            self._strangers.refuse("", "gRPC without a valid token", "" if shown else "token")
+            return _refusing(RequestRefused("unauthorized", UNAUTHORIZED))
+        self._strangers.refuse("", f"{details.method}: the token of {holder.name} may not")
+        return _refusing(RequestRefused("forbidden", holder.refusal(details.method)))
 
-    @staticmethod
-    async def _refuse(requests: Any, context: Any) -> None:
-        await refuse(context, RequestRefused("unauthorized", _UNAUTHORIZED))
 
+def _refusing(refused: RequestRefused) -> Any:
+    """Return a handler that refuses. It is a stream for every method, because it answers before any request."""
 
-def http_guard(tokens: Tokens, strangers: Strangers) -> Any:
-    """Return a middleware that refuses HTTP requests without a valid token."""
+    async def answer(requests: Any, context: Any) -> None:
+        await refuse(context, refused)
 
-    @web.middleware
-    async def guard(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-        if request.path in _OPEN_PAGES or tokens.check_header(request.headers.get("Authorization", "")):
-            return await handler(request)
-        strangers.refuse(request.remote or "", "HTTP without a valid token")
-        return response_of(request, RequestRefused("unauthorized", _UNAUTHORIZED), **{"WWW-Authenticate": "Bearer"})
-
-    return guard
+    return grpc.stream_stream_rpc_method_handler(answer)
 
 
 def grpc_server(

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -21,6 +22,8 @@ from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.readiness import Verdict
 from kmq.broker.stats import STATES, StatsPage
 from kmq.broker.tls import certificates
+from kmq.gateway.access import HttpAccess
+from kmq.gateway.console.overview import Overview
 from kmq.gateway.core.compacting import Compacting
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.locating import Locator
@@ -29,6 +32,7 @@ from kmq.gateway.doors import Doors
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.keeping import OffsetKeeper
 from kmq.gateway.groups.membership import Groups
+from kmq.gateway.groups.stalled import StalledGroups
 from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.grpc.calls import STREAMS, Calls, Streams
 from kmq.gateway.grpc.health import HEALTH, Health
@@ -40,7 +44,7 @@ from kmq.gateway.http.web import application, monitoring
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service as Consumers
 from kmq.gateway.lines.status import StatusPort
-from kmq.gateway.listeners import grpc_server, http_guard, listen_grpc, listen_http, listen_lines, listen_metrics
+from kmq.gateway.listeners import grpc_server, listen_grpc, listen_http, listen_lines, listen_metrics
 from kmq.logfmt import Logger
 from kmq.settings import DRAIN_S, Settings
 from kmq.tokens import open_tokens
@@ -72,8 +76,9 @@ class Changes:
     `ready_again` follows only a logged `not_ready`, so the first readiness after a start has no line.
     """
 
-    def __init__(self, log: Logger) -> None:
-        self.log = log
+    def __init__(self, log: Logger, tell: Callable[[str, str, str], None] = lambda *event: None) -> None:
+        """`tell`: is told each change as an event of the console: kind, about, text."""
+        self.log, self._tell = log, tell
         self._said: str | None = None  # code of the reason last logged, "" for ready; None: nothing logged yet
         self._seen, self._since = "", 0.0
 
@@ -89,19 +94,37 @@ class Changes:
         before, self._said = self._said, code
         if reason:
             effect = "/readyz and gRPC health say no: a Service sends nothing here"
+            self._tell("not_ready", reason.about, str(reason))
             self.log.warn("not_ready", reason=code, why=reason.why, effect=effect, advice=reason.advice)
         elif before:
+            self._tell("ready", "broker", "messages are accepted and become durable again")
             self.log.info("ready_again")
+
+
+class Warnings:
+    """One event for each warning that comes or goes."""
+
+    def __init__(self, tell: Callable[[str, str, str], None]) -> None:
+        self._tell = tell
+        self._present: dict[tuple[str, str], str] = {}
+
+    def follow(self, verdict: Verdict) -> None:
+        """Note what has changed. Call at each check."""
+        present = {(warning.code, warning.about): str(warning) for warning in verdict.warnings}
+        for key in present.keys() - self._present.keys():
+            self._tell("warning", key[1], present[key])
+        for key in self._present.keys() - present.keys():
+            self._tell("cleared", key[1], f"{key[0]}: is over")
+        self._present = present
 
 
 class Gateway:
     def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
         self.settings, self.log = settings, log
-        self.incidents = Incidents(log.warn)
+        self.incidents = Incidents(self._warn)
         self.page, self.row = page, page.rows["gateway"]
         self.core = Core(settings, page, log)
         self.broker = self.core.broker
-        self.changes = Changes(log)
         self.certificates = certificates(settings, log, self.row)
         self.requests = Requests()
         self.tokens = open_tokens(settings, log.warn)
@@ -118,7 +141,14 @@ class Gateway:
         self.groups = Groups(settings, self.offsets, self.consumers.partitions, log)
         self.kmq = KmqV1(self.core, self.groups, self.calls, streams)
         self.keeper.is_alive, self.keeper.forgotten = self.groups.is_alive, self.groups.forgotten
-        self.requests.lags = GroupAdmin(self.groups, self.core.partitions, self.core.fetching).lags
+        admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)
+        self.requests.lags = admin.lags
+        self.stalled = StalledGroups(self.row, self.groups, admin, settings.group_stalled)
+        self.consumers.damaged = self.core.fetching.damaged.note
+        self.overview = Overview(self.core, self.groups)
+        self.access = HttpAccess(settings, self.tokens, self.strangers, log, self.overview.events)
+        self.changes = Changes(log, self.overview.events.add)
+        self.warnings = Warnings(self.overview.events.add)
         self.lines = Lines(self.consumers, self.groups)
         self.status = StatusPort(self.consumers, Locator(settings.data, page), self.groups.has_committed)
         self.stopping = asyncio.Event()
@@ -134,9 +164,10 @@ class Gateway:
         server.add_generic_rpc_handlers((podbus_handler(self.bus, *counted), kmq_handler(self.kmq, *counted)))
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((*_SERVICES, HEALTH, reflection.SERVICE_NAME), server)
-        runner = await self._runner(application(self.core, self.groups, self.requests))
+        runner = await self._runner(application(self.core, self.groups, self.requests, self.overview))
         metrics = await self._runner(monitoring(self.broker, self.requests))
-        keeping = asyncio.gather(self.keeper.run(), self.compacting.run(), self.groups.run())
+        loops = self.keeper, self.compacting, self.groups, self.overview, self.stalled
+        keeping = asyncio.gather(*(loop.run() for loop in loops))
         try:
             ports = listen_grpc(server, self.calls, self.doors, self.settings, self.certificates)
             ports |= listen_http(runner.server, self.doors, self.settings, self.certificates)
@@ -165,14 +196,21 @@ class Gateway:
             await self.bus.close()
             await self.kmq.close()
             self.consumers.close()
+            self.overview.close()
             await self.core.close()
             self.incidents.say()
 
+    def _warn(self, event: str, **fields: object) -> None:
+        """Log what strangers have caused, and tell the console."""
+        self.log.warn(event, **fields)
+        self.overview.events.refused(
+            event, int(str(fields.get("count", 1))), str(fields.get("peer", "")), str(fields.get("reason", ""))
+        )
+
     async def _runner(self, app: web.Application) -> web.AppRunner:
-        """Return the runner of `app`, which counts connections and asks for tokens if KMQ_TOKENS is set."""
+        """Return the runner of `app`, which counts connections and knows who may do what."""
         app.middlewares.append(self.doors.middleware)
-        if self.tokens:
-            app.middlewares.append(http_guard(self.tokens, self.strangers))
+        app.middlewares.append(self.access.middleware)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
         await runner.setup()
         return runner
@@ -200,6 +238,7 @@ class Gateway:
             for service in ("", *_SERVICES):
                 self.health.set(service, verdict.ready)
             self.changes.follow(verdict, time.monotonic())
+            self.warnings.follow(verdict)
             try:
                 async with asyncio.timeout(_CHECK_S):
                     await self.stopping.wait()

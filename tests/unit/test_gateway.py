@@ -26,7 +26,7 @@ from kmq.broker.incidents import Incidents, Strangers
 from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.errors import ConfigError
 from kmq.gateway import listeners
-from kmq.gateway.core import feed, metrics
+from kmq.gateway.core import feed, metric_files, metrics, topic_rates
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Feed, Watermark
@@ -497,8 +497,8 @@ def test_health_reports_the_last_durable_write_and_the_reason(broker, path):
     assert (status, '"ok": false, "reason": "dead: durability has given no sign of life' in text) == (503, True)
 
 
-def test_the_index_leads_to_every_page(broker):
-    status, text, kind = get(broker, "/")
+def test_the_list_of_pages_leads_to_every_page(broker):
+    status, text, kind = get(broker, "/pages")
     assert (status, kind) == (200, "text/html; charset=utf-8")
     links = re.findall(r'href="([^"]+)"', text)
     assert links == list(web.PAGES)
@@ -517,7 +517,8 @@ def test_every_metric_has_a_name_and_a_description_of_its_own():
 
 def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     broker.page.rows["durability"].synced = time.time_ns()
-    broker.page.rows["ingress"].certificate_until = 1
+    ingress = broker.page.rows["ingress"]
+    ingress.certificate_until = ingress.disk_size = ingress.inodes_total = ingress.quota_limit = 1
     broker.page.rows["agent"].pid = 1
     data = broker.settings.data
     for directory in ("t/0", ".compacted"):
@@ -527,7 +528,7 @@ def test_a_scrape_shows_every_declared_metric_with_its_description(broker):
     requests = metrics.Requests()
     requests.count("Produce", "OK", 0.003)
     requests.count_egress("CONSUME", "OK")
-    requests.count_http("consume", "OK")
+    requests.count_http("consume", "OK", 0.2)
 
     async def lags():
         return [("g", "t", 0, 3, 1.5)]
@@ -549,23 +550,32 @@ def test_a_scrape_tells_what_the_stats_page_says(broker):
                 setattr(broker.page.rows[name], field, 1000 + number)
     agent = broker.page.rows["agent"]
     agent.pid, agent.epoch, agent.newest = 1, 2029, 2029 + 3000
+    gateway = broker.page.rows["gateway"]
+    gateway.groups, gateway.groups_stalled = 2001, 2002
     text = metrics.page(broker, metrics.Requests()).decode()
     assert "kmq_cluster_epoch 2029.0" in text and "kmq_cluster_lag 3000.0" in text
     shown = {field for number, field in enumerate(stats._FIELDS) if f" {1000.0 + number}" in text}
     others = {"clock_offset", "clock_suspect", "clock_trust", "admission", "certificate_from"}
     processes = {"pid", "supervisor", "state", "heartbeat", "started", "starts", "port", "synced"}
-    assert set(stats._FIELDS) - shown == processes | others | {"epoch", "newest", "failing"}
+    shown |= {"disk_free"}  # the gateway looks by itself
+    judged = {"damage_at", "oom_at", "oom_seen", "unclean", "last_record", "tokens_missing", "group_stalled_lag"}
+    judged |= {"restart_streak", "waits_since", "waited_at", "full_since", "slow_syncs", "slow_sync_at", "clock_behind"}
+    not_here = {"epoch", "newest", "failing", "groups", "groups_stalled"}
+    assert set(stats._FIELDS) - shown == processes | others | judged | not_here
+    assert "kmq_groups 2001.0" in text and "kmq_groups_stalled 2002.0" in text
     starts = broker.page.rows["router"].starts
     assert f'kmq_restarts_total{{stage="router"}} {starts - 1:.1f}' in text
     assert 'kmq_clock_trusted{stage="router"} 0.0' in text
 
 
 def test_of_very_many_topics_only_some_are_shown_one_by_one(broker, monkeypatch):
-    monkeypatch.setattr(metrics, "_MAX_TOPICS", 3)
+    monkeypatch.setattr(metric_files, "_rates", lambda data, most: rates)
+    rates = topic_rates.TopicRates(broker.settings.data, 3)
     for number in range(9):
         os.makedirs(f"{broker.settings.data}/topics/t{number}/0")
     text = metrics.page(broker, metrics.Requests()).decode()
     assert re.findall(r'kmq_end_offset{partition="0",topic="(t\d)"} 0.0', text) == ["t0", "t1", "t2"]
+    assert re.findall(r'kmq_topic_messages_total{topic="(\w+)"} 0.0', text) == ["t0", "t1", "t2", "other"]
     assert "\nkmq_topics 9.0\n" in text
 
 

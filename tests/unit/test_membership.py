@@ -13,6 +13,7 @@ from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_records import Committed, Place, encode_payload, routing_key
+from kmq.gateway.groups.stalled import StalledGroups
 from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.groups.terms import Client, Terms
 from kmq.logfmt import Logger
@@ -79,6 +80,38 @@ def test_a_damaged_record_hides_the_lag_of_no_other_partition(tmp_path):
             try:
                 rows = await GroupAdmin(groups, core.partitions, core.fetching).lags()
                 assert [row[:4] for row in rows] == [("g", "bad", 0, 1), ("g", "good", 0, 1)]
+            finally:
+                core.stop()
+                await core.close()
+
+    asyncio.run(main())
+
+
+def test_a_group_stands_still_when_messages_wait_and_its_commit_stays(tmp_path):
+    """Not one that is behind for a moment, nor one that has read all, nor one that goes on."""
+    places = [("stuck", 0), ("done", 2), ("slow", 0)]
+    data = write_data(
+        tmp_path / "d", [b"t|0||a", b"t|0||b", *(commit(name, at, time.time()) for name, at in places)], {"t": 1}
+    )
+
+    async def main():
+        async with started(data, 5) as (broker, groups):
+            core, row = Core(broker.settings, broker.page, Logger("test")), broker.page.rows["gateway"]
+            try:
+                stalled = StalledGroups(row, groups, GroupAdmin(groups, core.partitions, core.fetching), 300)
+                await stalled.look(1000)
+                await stalled.look(1200)
+                assert (row.groups, row.groups_stalled, row.group_stalled_lag) == (3, 0, 0)
+                groups.store.committed("slow")["t", 0] = Committed(1, time.time())
+                await stalled.look(1299)
+                assert row.groups_stalled == 0
+                await stalled.look(1300)
+                assert (row.groups_stalled, row.group_stalled_lag) == (1, 2), "stuck alone"
+                await stalled.look(1600)
+                assert (row.groups_stalled, row.group_stalled_lag) == (2, 3), "slow has not moved since 1299"
+                groups.store.committed("stuck")["t", 0] = Committed(2, time.time())
+                await stalled.look(1601)
+                assert (row.groups_stalled, row.group_stalled_lag) == (1, 1)
             finally:
                 core.stop()
                 await core.close()

@@ -19,7 +19,7 @@ from kmq.errors import ConfigError
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.core.topic_options import Value, limits_of, values_of
-from kmq.log import growth, requests, topic_sizes, topics
+from kmq.log import growth, requests, topic_records, topic_sizes, topics
 from kmq.log.requests import Request
 from kmq.log.segment import Limits
 from kmq.log.topic_sizes import PartitionSize
@@ -136,7 +136,7 @@ class TopicAdmin:
 
     def _check_room(self, partitions: int) -> None:
         settings = self._broker.settings
-        if len(topics.names(self._data)) >= settings.max_topics:
+        if len({*topics.names(self._data)} - {topic_records.TOPIC}) >= settings.max_topics:
             raise RequestRefused("too_many_topics", f"KMQ_MAX_TOPICS={settings.max_topics} topics exist already")
         self._check_inodes(partitions)
 

@@ -42,6 +42,7 @@ class GroupAdmin:
 
     def __init__(self, groups: Groups, partitions: Partitions, fetching: Fetching) -> None:
         self._groups, self._partitions, self._fetching = groups, partitions, fetching
+        self._received: dict[tuple[str, int, int | None], tuple[int, float]] = {}  # of the records last asked for
 
     def all(self) -> list[tuple[GroupView, int]]:
         """Return all groups by name, each with the number of partitions in which it has committed."""
@@ -97,12 +98,37 @@ class GroupAdmin:
                 continue
             offset = committed.get(place)
             first = max(start, start if offset is None else offset)
-            lag_s = _age_of(partition, first) if first < end else 0.0
+            lag_s = self._age_of(partition, first) if first < end else 0.0
             rows.append(PartitionLag(place.topic, place.partition, offset, end, max(0, end - first), lag_s))
         return rows
 
+    def _age_of(self, partition: Partition, offset: int) -> float:
+        """Return how long ago a record was received. A group that stands still costs no further read."""
+        try:
+            place = partition.topic, partition.number, self._partitions.from_seq(partition.topic)
+        except RequestRefused:  # deleted a moment ago
+            return 0.0
+        at, received = self._received.get(place, (-1, 0.0))
+        if at != offset:
+            received = _received(partition, offset)
+            if len(self._received) > 2 * MOST_LAGS:
+                self._received.clear()
+            if received:
+                self._received[place] = offset, received
+        return max(0.0, time.time() - received) if received else 0.0
+
     async def seek(self, group: str, topic: str, to: Position | Mapping[int, int]) -> dict[int, int]:
         """Move the offsets of a group without members, in all partitions of a topic or in those given. Returns them."""
+        offsets = await self.plan(group, topic, to)
+        rows = {(topic, number): Commit(offset) for number, offset in offsets.items()}
+        await self._groups.commit(group, None, rows)
+        store = self._groups.store
+        for number in offsets:  # the group reads from there; what it gave back before is not delivered besides
+            await store.nack_done(group, topic, number, *store.nacks(group, topic, number))
+        return offsets
+
+    async def plan(self, group: str, topic: str, to: Position | Mapping[int, int]) -> dict[int, int]:
+        """Return the offsets that `seek` would move the group to. Refuses what `seek` refuses."""
         self._groups.coordinator.check_empty(group)
         count = self._partitions.count(topic)
         if isinstance(to, Position):
@@ -118,12 +144,19 @@ class GroupAdmin:
             if not start <= offset <= end:
                 text = f"offset {offset}: {topic}/{number} has {start} to {end}"
                 raise RequestRefused("out_of_range", text, field="offset", first=start, end=end)
-        rows = {(topic, number): Commit(offset) for number, offset in offsets.items()}
-        await self._groups.commit(group, None, rows)
-        store = self._groups.store
-        for number in offsets:  # the group reads from there; what it gave back before is not delivered besides
-            await store.nack_done(group, topic, number, *store.nacks(group, topic, number))
         return offsets
+
+    async def reset(
+        self, group: str, topic: str, to: Position | Mapping[int, int], dry_run: bool
+    ) -> list[tuple[int, int | None, int]]:
+        """Move the offsets of a known group as `seek` does, or only say where to.
+
+        Returns (partition, offset that was committed or None, new offset).
+        """
+        self._known(group)
+        before = {place: row.offset for place, row in self._groups.committed(group).items()}
+        offsets = await (self.plan if dry_run else self.seek)(group, topic, to)
+        return [(number, before.get((topic, number)), offset) for number, offset in sorted(offsets.items())]
 
     async def delete(self, group: str) -> None:
         """Forget a group without members and its offsets; it is forgotten on disk when this returns."""
@@ -133,13 +166,11 @@ class GroupAdmin:
         self._groups.forgotten(group)
 
 
-def _age_of(partition: Partition, offset: int) -> float:
-    """Return how many seconds ago the record at `offset`, or the next one that is left, was received."""
+def _received(partition: Partition, offset: int) -> float:
+    """Return when the record at `offset`, or the next one that is left, was received, in unix seconds; 0.0: unknown."""
     try:
         begin, lines = partition.read(offset, 1)
     except (RequestRefused, DamageError):
         return 0.0
     line = next((line for line in lines.split(b"\n") if line), b"")
-    if not line:
-        return 0.0
-    return max(0.0, time.time() - Message(partition.topic, partition.number, begin, line).recv_timestamp)
+    return Message(partition.topic, partition.number, begin, line).recv_timestamp if line else 0.0

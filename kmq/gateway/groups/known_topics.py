@@ -46,7 +46,8 @@ class KnownTopics:
 
     async def know(self, names: Iterable[str]) -> None:
         """Look at topics that are named now, because they may be younger than the last look."""
-        self._take(self._declared | await asyncio.to_thread(self._look_at, names))
+        found = await asyncio.to_thread(self._look_at, names)
+        self._take(self._declared | found)  # not before the look: meanwhile another one may have found more
 
     def _look_at_all(self) -> _Declared:
         return {name: self._partitions.declared(name) for name in topics.names(self._data)}
@@ -56,12 +57,13 @@ class KnownTopics:
         return {name: self._partitions.declared(name) for name in there}
 
     def _take(self, declared: _Declared) -> None:
+        # A topic that is pending keeps its former from_seq: else the router's next word would be its first life.
+        since_of = {name: since for name, (_, since) in self._declared.items()}
+        declared = {
+            name: (count, since_of.get(name) if since is None else since) for name, (count, since) in declared.items()
+        }
         if declared == self._declared:
             return
-        again = [
-            name
-            for name, (_, since) in declared.items()
-            if since is not None and self._declared.get(name, (0, None))[1] not in (None, since)
-        ]
+        again = [name for name, (_, since) in declared.items() if since_of.get(name) not in (None, since)]
         self._declared = declared
         self._changed({name: count for name, (count, _) in declared.items()}, again)

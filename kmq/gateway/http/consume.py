@@ -15,7 +15,7 @@ from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.redelivery import Again
 from kmq.gateway.http.message_json import Writer
-from kmq.gateway.http.operations import JSON, NDJSON, Call
+from kmq.gateway.http.operation import JSON, NDJSON, Call
 
 _WAITING = 256  # calls that wait for a message at the same time
 _NO_GROUP = '"generation":null,"assignment":[]'

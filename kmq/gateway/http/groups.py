@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from kmq.client.egress_lines import Position
 from kmq.client.message import Message
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
@@ -28,8 +27,9 @@ from kmq.gateway.groups.redelivery import Again, Redelivery
 from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.bodies import Bodies, parse_json
-from kmq.gateway.http.consume import Consume, is_gone, micros, response
-from kmq.gateway.http.operations import Call
+from kmq.gateway.http.console_messages import where_to
+from kmq.gateway.http.consume import Consume, is_gone, response
+from kmq.gateway.http.operation import Call
 from kmq.gateway.http.schema import SCHEMAS, check
 
 _LOOK_AGAIN_S = 0.5  # until a message is tried again that is due and could not be delivered
@@ -242,15 +242,7 @@ class GroupCalls:
 
     async def seek(self, call: Call) -> web.Response:
         body = await self._read_body(call, "Seek")
-        to = body["to"]
-        where: Position | dict[int, int]
-        if isinstance(to, str):
-            where = Position(to)
-        elif "timestamp" in to:
-            where = Position("time", micros(str(to["timestamp"]), "to.timestamp"))
-        else:
-            where = {each["partition"]: each["offset"] for each in to["offsets"]}
-        return _offsets(await self._admin.seek(body["group"], call.path["topic"], where))
+        return _offsets(await self._admin.seek(body["group"], call.path["topic"], where_to(body["to"])))
 
     # --- groups ------------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,11 @@ from aiohttp import web
 
 import kmq
 from kmq import refusals
-from kmq.gateway.http.operations import COMMON, GROUPS, NDJSON, OPERATIONS, PATH_SCHEMAS, Operation, Parameter, Reply
-from kmq.gateway.http.schema import SCHEMAS, Schema
+from kmq.gateway.http.console_operations import CONSOLE
+from kmq.gateway.http.operation import COMMON, NDJSON, PATH_SCHEMAS, Operation, Parameter, Reply
+from kmq.gateway.http.operations import GROUPS, OPERATIONS
+from kmq.gateway.http.schema import SCHEMAS
+from kmq.gateway.http.shapes import Schema
 
 _NDJSON_SCHEMA = {"type": "string", "description": "one JSON object a line"}
 
@@ -58,6 +61,8 @@ def tag_of(operation: Operation) -> str:
         return "topics"
     if operation in GROUPS:
         return "groups"
+    if operation in CONSOLE:
+        return "console"
     if operation.path.startswith("/api"):
         return "messages"
     return "files" if operation.path.startswith("/v1") else "pages"

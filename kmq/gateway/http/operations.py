@@ -4,71 +4,19 @@ OpenAPI document is made from it (openapi.py).
 A handler gets a Call: its path and query are checked already. Its body is read by bodies.py.
 """
 
-import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
 
 from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.gateway.http.console_operations import CONSOLE, CONSOLE_PAGES
 from kmq.gateway.http.errors import answering
-from kmq.gateway.http.schema import Schema, array, check, number, ref, text
+from kmq.gateway.http.operation import JSON, NDJSON, PATH_SCHEMAS, Call, Handler, Operation, Parameter, Reply
+from kmq.gateway.http.schema import check
+from kmq.gateway.http.shapes import Schema, array, number, ref, text
 
-JSON, NDJSON = "application/json", "application/x-ndjson"
-COMMON = ("bad_field", "unauthorized", "not_ready", "internal", "damaged")  # what any operation may answer
-
-
-class Parameter(NamedTuple):
-    """A query parameter. `default`: None if there is none."""
-
-    name: str
-    schema: Schema
-    default: Any = None
-
-
-class Reply(NamedTuple):
-    """What a status other than an error means; `schema`: None without a body."""
-
-    help: str
-    schema: Schema | None = None
-    types: tuple[str, ...] = (JSON,)
-
-
-class Call(NamedTuple):
-    """A request whose parameters are checked."""
-
-    request: web.Request
-    path: Mapping[str, Any]
-    query: Mapping[str, Any]
-
-
-class Operation(NamedTuple):
-    """One method of one path. `name` is its operationId; `errors` are codes besides COMMON."""
-
-    method: str
-    path: str
-    name: str
-    summary: str
-    replies: Mapping[int, Reply]
-    query: tuple[Parameter, ...] = ()
-    body: Schema | None = None
-    body_types: tuple[str, ...] = (JSON,)
-    errors: tuple[str, ...] = ()
-    is_api: bool = True  # False: served by a module of its own, and only described here
-
-    @property
-    def path_names(self) -> list[str]:
-        return re.findall(r"{(\w+)}", self.path)
-
-
-Handler = Callable[[Call], Awaitable[web.StreamResponse]]
-
-PATH_SCHEMAS: dict[str, Schema] = {
-    "topic": text("name of a topic", minLength=1, maxLength=200),
-    "partition": number("number of a partition"),
-    "group": text("name of a group", minLength=1, maxLength=200),
-    "member": text("name of a member", minLength=1, maxLength=200),
-}
 _FORMAT = Parameter(
     "format", text("of keys, values and header values: base64, or UTF-8 text", enum=["base64", "text"]), "base64"
 )
@@ -295,7 +243,7 @@ FILES = (  # logs.py
 )
 _STATE = Reply("the state of the broker", _ANY)
 PAGES = (  # web.py
-    Operation("GET", "/", "index", "The list of pages", {200: Reply("a page", None)}, is_api=False),
+    Operation("GET", "/pages", "pages", "The list of pages", {200: Reply("a page", None)}, is_api=False),
     Operation("GET", "/docs", "docs", "This API as a page", {200: Reply("a page", None)}, is_api=False),
     Operation("GET", "/openapi.json", "openapi", "This document", {200: Reply("OpenAPI 3.1", _ANY)}, is_api=False),
     Operation("GET", "/healthz", "health", "Is every stage alive?", {200: _STATE, 503: _STATE}, is_api=False),
@@ -309,14 +257,14 @@ PAGES = (  # web.py
         is_api=False,
     ),
 )
-OPERATIONS = (*ADMIN, *MESSAGES, *GROUPS, *FILES, *PAGES)
+OPERATIONS = (*ADMIN, *MESSAGES, *GROUPS, *CONSOLE, *FILES, *CONSOLE_PAGES, *PAGES)
 
 
 def register(
     app: web.Application,
     operations: tuple[Operation, ...],
     handlers: Mapping[str, Handler],
-    count: Callable[[str, str], None],
+    count: Callable[[str, str, float], None],
 ) -> None:
     """Register the handlers of these operations, each by the operation's name. `count` is told each outcome."""
     for operation in operations:
@@ -324,16 +272,17 @@ def register(
 
 
 def _serving(
-    operation: Operation, handler: Handler, count: Callable[[str, str], None]
+    operation: Operation, handler: Handler, count: Callable[[str, str, float], None]
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def serve(request: web.Request) -> web.StreamResponse:
+        begun = time.perf_counter()
         try:
             path = {name: _value(name, PATH_SCHEMAS[name], request.match_info[name]) for name in operation.path_names}
             response = await handler(Call(request, path, read_query(operation, request)))
         except RequestRefused as refused:
-            count(operation.name, refused.code)
+            count(operation.name, refused.code, time.perf_counter() - begun)
             raise
-        count(operation.name, "OK")
+        count(operation.name, "OK", time.perf_counter() - begun)
         return response
 
     return answering(serve)

@@ -17,7 +17,7 @@ from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.http.bodies import Bodies, parse_json
 from kmq.gateway.http.errors import body_of
 from kmq.gateway.http.message_json import load
-from kmq.gateway.http.operations import JSON, NDJSON, Call
+from kmq.gateway.http.operation import JSON, NDJSON, Call
 from kmq.gateway.http.schema import MOST_MESSAGES, SCHEMAS, check
 from kmq.ids import MAX_ID_DIGITS
 

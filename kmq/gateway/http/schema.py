@@ -5,44 +5,16 @@ properties, required, additionalProperties, items, minItems, maxItems, anyOf, $r
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.assignors import ASSIGNORS
+from kmq.gateway.http.console_schema import CONSOLE_SCHEMAS
+from kmq.gateway.http.shapes import REF, Schema, array, number, or_null, record, ref, text
 from kmq.ids import MAX_WINDOW_ID, NAME_PATTERN
 from kmq.log.topics import MAX_PARTITIONS, PARTITIONERS
 
-Schema = Mapping[str, Any]
 MOST_MESSAGES = 10_000  # in one request
-_MOST_OFFSET = (1 << 63) - 1
-_REF = "#/components/schemas/"
-
-
-def ref(name: str) -> Schema:
-    return {"$ref": _REF + name}
-
-
-def array(items: Schema, **more: Any) -> Schema:
-    return {"type": "array", "items": items, **more}
-
-
-def record(required: Sequence[str] = (), /, **properties: Any) -> dict[str, Any]:
-    """Return the schema of an object that has these properties and no others."""
-    shape: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
-    return shape | ({"required": [*required]} if required else {})
-
-
-def text(help: str, **more: Any) -> Schema:
-    return {"type": "string", "description": help, **more}
-
-
-def number(help: str, least: int = 0, most: int = _MOST_OFFSET, **more: Any) -> Schema:
-    return {"type": "integer", "minimum": least, "maximum": most, "description": help, **more}
-
-
-def or_null(schema: Schema) -> dict[str, Any]:
-    return {**schema, "type": [schema["type"], "null"]}
 
 
 def _limit(help: str) -> dict[str, Any]:
@@ -264,12 +236,13 @@ SCHEMAS: dict[str, Schema] = {
         lagSeconds={"type": "number", "description": "since the first of them was received"},
         nacked=number("messages that were given back, and wait to be delivered again or committed"),
     ),
+    **CONSOLE_SCHEMAS,
 }
 
 
 def resolve(schema: Schema) -> Schema:
     """Return the schema that a reference names."""
-    return SCHEMAS[schema["$ref"].removeprefix(_REF)] if "$ref" in schema else schema
+    return SCHEMAS[schema["$ref"].removeprefix(REF)] if "$ref" in schema else schema
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -9,7 +9,7 @@ from kmq.gateway.core.refused import bad_field
 from kmq.gateway.core.topic_admin import TopicState
 from kmq.gateway.core.topic_options import OPTIONS
 from kmq.gateway.http.bodies import Bodies, parse_json
-from kmq.gateway.http.operations import Call
+from kmq.gateway.http.operation import Call
 from kmq.gateway.http.schema import SCHEMAS, check
 
 

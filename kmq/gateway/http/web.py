@@ -1,6 +1,7 @@
 """HTTP: metrics, health, the API (api.py), its document (openapi.py), and the logs (logs.py).
 
-The start page lists what a browser can open; its row of PAGES says what it returns.
+The start page is the console (kmq/gateway/console). /pages lists what else a browser can open; its row of PAGES says
+what it returns.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ from html import escape
 from aiohttp import web
 
 from kmq.broker.readiness import Reason, Verdict
+from kmq.gateway.console.overview import Overview
+from kmq.gateway.console.page import Page
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
@@ -31,16 +34,17 @@ PAGES = {
 }
 
 
-def application(core: Core, groups: Groups, requests: Requests) -> web.Application:
-    """Return the application with all pages."""
+def application(core: Core, groups: Groups, requests: Requests, overview: Overview | None = None) -> web.Application:
+    """Return the application with all pages. `overview`: what the console shows; somebody else runs it."""
     broker = core.broker
 
-    async def index(request: web.Request) -> web.Response:
+    async def pages(request: web.Request) -> web.Response:
         return web.Response(text=_index(broker), content_type="text/html")
 
     app = monitoring(broker, requests)
-    app.add_routes([web.get("/", index)])
-    Api(core, groups).add_to(app, requests)
+    app.add_routes([web.get("/pages", pages)])
+    Page().add_to(app)
+    Api(core, groups, overview or Overview(core, groups)).add_to(app, requests)
     openapi.add_to(app)
     logs.Logs(broker).add_to(app)
     return app

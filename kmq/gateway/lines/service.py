@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
-from kmq import descriptors
+from kmq import descriptors, roles
 from kmq.broker.incidents import Strangers
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waking
+from kmq.log.damage import DamageError
 from kmq.settings import Settings
 from kmq.tokens import Tokens
 
@@ -39,15 +40,23 @@ class Service:
         self.settings, self.waking, self.requests = settings, waking, requests
         self.partitions = Partitions(settings.data)
         self._tokens, self._strangers = tokens, strangers
+        self.damaged: Callable[[DamageError], object] = lambda err: None  # the gateway counts what is met
         self._threads = ThreadPoolExecutor(_THREADS, "lines")
         self._most_reads = max(8, min(_READS, descriptors.claim() // 16))
         self._reads = asyncio.Semaphore(self._most_reads)
 
     def authorize(self, token: str, peer: str, what: str) -> None:
-        """Raise RequestRefused unless `token` is valid, or none is required."""
-        if self._tokens is not None and not self._tokens.check(token.encode()):
-            self._strangers.refuse(peer, f"{what} without a valid token")
+        """Raise RequestRefused unless `token` is valid and may do this, or none is required."""
+        if self._tokens is None:
+            return
+        holder = self._tokens.find(token.encode())
+        if holder is None:
+            self._strangers.refuse(peer, f"{what} without a valid token", "" if token else "token")
             raise RequestRefused("unauthorized", f"say {what} … token=<token>, with one that `kmq token new` has made")
+        act = what if what == roles.GET_STATUS else roles.LINES_OUT
+        if not holder.may(act):
+            self._strangers.refuse(peer, f"{what}: the token of {holder.name} may not")
+            raise RequestRefused("forbidden", holder.refusal(act))
 
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
         """Return the result of work that reads files.
@@ -61,6 +70,9 @@ class Service:
             if err.code == "out_of_range" and not self.waking.watermark.is_followed:
                 text = f"the router is down or recovers, so the end is unknown: {err}"
                 raise RequestRefused("not_ready", text) from None
+            raise
+        except DamageError as err:
+            self.damaged(err)
             raise
 
     @asynccontextmanager

@@ -1,0 +1,163 @@
+"""Dead letters for people: grouped by reason, and sent back.
+
+Bounds      The newest _SCANNED letters are grouped, for at most _SCAN_S; a replay ends after _REPLAY_S and says that it
+            is not complete: the same replay again goes on, because no letter is sent back twice.
+            One replay at a time.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import Any
+
+from kmq.client.letters import DLQ, parse_letter
+from kmq.client.message import messages
+from kmq.client.producer import Producer
+from kmq.deadletters import letters, redrive
+from kmq.deadletters.chosen import Filter, Replay
+from kmq.deadletters.pace import Pace
+from kmq.errors import ConfigError, KmqError
+from kmq.gateway.console.messages import shown, told
+from kmq.gateway.core.partitions import Partition, Partitions
+from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.log import identity
+from kmq.log.damage import DamageError
+
+_SCANNED, _SCAN_S, _REPLAY_S = 20_000, 2.0, 50.0
+_EXAMPLES, _REASONS, _REASON = 5, 200, 200
+_CHUNK_BYTES = 256 << 10
+_NO_LETTER = "(no letter: it says nothing about an origin)"
+
+
+class _Over(Exception):
+    """The time of a replay is over."""
+
+
+class DeadLetters:
+    """The letters of one broker. Call it in a thread."""
+
+    def __init__(self, partitions: Partitions) -> None:
+        self._partitions, self._data = partitions, partitions.data
+        self._replaying = Lock()
+
+    def topic_of(self, name: str) -> str:
+        """Return the topic of letters that is meant, by its own or its origin's name. Raises RequestRefused."""
+        try:
+            self._partitions.count(f"{name}{DLQ}")
+        except RequestRefused:
+            self._partitions.count(name)
+            return name
+        return f"{name}{DLQ}"
+
+    def grouped(self, name: str) -> dict[str, Any]:
+        """Return the letters by reason, the most frequent first, ready for JSON."""
+        found: dict[str, dict[str, Any]] = {}
+        topic = self.topic_of(name)
+        total, more, damage = 0, False, None
+        until = time.monotonic() + _SCAN_S
+        for partition in self._open(topic):
+            share = _SCANNED // self._partitions.count(partition.topic)
+            first = max(partition.start(), partition.end() - max(1, share))
+            more |= first > partition.start()
+            try:
+                for message in self._each(partition, first):
+                    letter = parse_letter(message.line)
+                    if letter is None and not topic.endswith(DLQ):
+                        continue
+                    reason = (" ".join(letter.why.split()) if letter else _NO_LETTER)[:_REASON]
+                    if reason not in found and len(found) >= _REASONS:
+                        reason = "(other reasons)"
+                    _count(found, reason, message)
+                    total += 1
+                    if time.monotonic() > until:
+                        more = True
+                        break
+            except DamageError as err:
+                more, damage = True, err
+        groups = sorted(found.values(), key=lambda row: -row["count"])
+        for row in groups:
+            row["examples"] = [shown(message) for message in row["examples"]]
+        return {
+            "as_of": round(time.time(), 3),
+            "topic": topic,
+            "groups": groups,
+            "total": total,
+            "more": more,
+            "error": None if damage is None else told(damage),
+        }
+
+    def replay(self, name: str, filters: Sequence[str], rate: float, most: int, dry_run: bool) -> dict[str, Any]:
+        """Send letters back to where they came from, or count them. Returns what JSON shows."""
+        topic = self.topic_of(name)
+        try:
+            chosen = Replay(self._data, topic, [Filter.parse(text) for text in filters], most, tick=_clock())
+        except ConfigError as err:
+            raise bad_field("filter", str(err).removeprefix("--filter ")) from None
+        if not self._replaying.acquire(blocking=False):
+            raise RequestRefused("too_many", "another replay is going on; it ends within a minute")
+        try:
+            return self._replay(topic, chosen, rate, dry_run)
+        finally:
+            self._replaying.release()
+
+    def _replay(self, topic: str, chosen: Replay, rate: float, dry_run: bool) -> dict[str, Any]:
+        total = repeated = 0
+        complete = True
+
+        def counted() -> Iterator[tuple[redrive.Record, bytes]]:
+            nonlocal total, complete
+            try:
+                for pair in chosen:
+                    yield pair
+                    total += 1
+            except _Over:  # what was yielded is still sent and counted
+                complete = False
+
+        if dry_run:
+            for _ in counted():
+                pass
+        else:
+            lines = redrive.sent_back(counted(), self._data)
+            try:
+                repeated = letters.send(lines, lambda each: Producer.local(producer=each, first_id=0), Pace(rate))
+            except KmqError as err:
+                raise RequestRefused("not_answered", f"after {total} letters: {err}; the same replay goes on") from err
+        return {
+            "dryRun": dry_run,
+            "topic": topic,
+            "would_replay" if dry_run else "replayed": total,
+            "repeated": repeated,
+            "stayed": chosen.stayed,
+            "strangers": chosen.strangers,
+            "complete": complete,
+        }
+
+    def _open(self, topic: str) -> list[Partition]:
+        return [self._partitions.open(topic, number) for number in range(self._partitions.count(topic))]
+
+    def _each(self, partition: Partition, offset: int) -> Iterator[Any]:
+        marks_from = identity.marks_from(self._data)
+        while True:
+            begin, lines = partition.read(offset, _CHUNK_BYTES)
+            if not lines:
+                return
+            yield from messages(partition.topic, partition.number, begin, lines, marks_from)
+            offset = begin + lines.count(b"\n")
+
+
+def _count(found: dict[str, dict[str, Any]], reason: str, message: Any) -> None:
+    at = message.recv_timestamp
+    row = found.setdefault(reason, {"reason": reason, "count": 0, "first_at": at, "last_at": at, "examples": []})
+    row["count"] += 1
+    row["first_at"], row["last_at"] = min(row["first_at"], at), max(row["last_at"], at)
+    row["examples"] = [*row["examples"], message][-_EXAMPLES:]
+
+
+def _clock() -> Any:
+    until = time.monotonic() + _REPLAY_S
+
+    def tick() -> None:
+        if time.monotonic() > until:
+            raise _Over
+
+    return tick

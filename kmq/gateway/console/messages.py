@@ -1,0 +1,206 @@
+"""Messages for people: found by place, seq, key or time, and shown with the raw line beside the decoded value.
+
+Invariant   A value or line over MOST_SHOWN bytes is cut, and the message says so. Damage never hides what is good in
+            front of it: it is told beside the messages, with the place to go on at.
+Bounds      At most _ANSWER_BYTES of an answer, _SCANNED records and _SCAN_S a search by key: `next` says where to go on.
+"""
+
+import time
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kmq.client.egress_lines import Position
+from kmq.client.message import Message, messages
+from kmq.gateway.core.core import Core
+from kmq.gateway.core.locating import Locator
+from kmq.gateway.core.partitions import Partition
+from kmq.gateway.core.refused import RequestRefused, bad_field
+from kmq.log import identity
+from kmq.log.damage import DamageError
+from kmq.settings import KIB, MIB
+
+MOST_SHOWN = 64 * KIB
+_ANSWER_BYTES = 4 * MIB
+_CHUNK_BYTES = 256 * KIB
+_SCANNED, _SCAN_S = 20_000, 1.0
+_HEADERS, _HEADER_BYTES = 100, 4 * KIB
+_LATEST = Position("latest")
+
+
+class Wanted(NamedTuple):
+    """What is asked for. `at`: where to begin; `latest` means the last `limit` messages. `key`: only that key's."""
+
+    partition: int | None
+    at: Position
+    seq: int | None
+    key: bytes | None
+    limit: int
+
+
+def shown(message: Message) -> dict[str, Any]:
+    """Return a message as JSON shows it."""
+    value, line, key = message.value, message.line, message.key
+    text, encoding = _text(value)
+    key_text, key_encoding = _text(key)
+    return {
+        "partition": message.partition,
+        "offset": message.offset,
+        "seq": message.seq,
+        "timestamp": message.timestamp_ms,
+        "key": key_text,
+        "key_encoding": key_encoding,
+        "value": text,
+        "encoding": encoding,
+        "headers": [
+            {"name": name[:_HEADER_BYTES], "value": None if content is None else _printable(content[:_HEADER_BYTES])}
+            for name, content in message.headers[:_HEADERS]
+        ],
+        "raw": _printable(line[:MOST_SHOWN]),
+        "bytes": message.size,
+        "truncated": len(line) > MOST_SHOWN or len(value or b"") > MOST_SHOWN,
+    }
+
+
+def _printable(content: bytes) -> str:
+    """Return bytes as text; those that are not UTF-8 as \\xNN."""
+    return content.decode(errors="backslashreplace")
+
+
+def _text(content: bytes | None) -> tuple[str | None, str]:
+    """Return (text, encoding): UTF-8 as it is, anything else as base64; both cut."""
+    if content is None:
+        return None, "text"
+    cut = content[:MOST_SHOWN]
+    for end in range(len(cut), max(-1, len(cut) - 4), -1) if len(content) > MOST_SHOWN else (len(cut),):
+        try:  # a cut may go through a character
+            return cut[:end].decode(), "text"
+        except UnicodeDecodeError:
+            continue
+    return b64encode(cut[: MOST_SHOWN // 3 * 3]).decode(), "base64"
+
+
+class _Read:
+    """One partition that is read: what was found, and where to go on."""
+
+    def __init__(self, partition: Partition, offset: int) -> None:
+        self.partition, self.offset = partition, offset
+        self.found: list[Message] = []
+        self.damage: DamageError | None = None
+
+
+class Finder:
+    """Finds messages. Call it in a thread."""
+
+    def __init__(self, core: Core) -> None:
+        data = core.settings.data
+        self._partitions, self._locator = core.partitions, Locator(data, core.broker.page)
+        self._marks_from = identity.marks_from(data)
+
+    def find(self, topic: str, wanted: Wanted) -> dict[str, Any]:
+        """Return messages, ready for JSON. Raises RequestRefused."""
+        try:
+            begun = self._begin(topic, wanted)
+        except DamageError as err:
+            return {"as_of": round(time.time(), 3), "messages": [], "next": [], "error": told(err)}
+        room = max(_CHUNK_BYTES, 4 * _ANSWER_BYTES // max(1, len(begun)))
+        reads = [self._read(read, wanted, room) for read in begun]
+        found = sorted((message for read in reads for message in read.found), key=lambda message: message.seq)
+        is_tail = wanted.at == _LATEST and wanted.seq is None
+        kept = found[-wanted.limit :] if is_tail else found[: wanted.limit]
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for message in kept:
+            row = shown(message)
+            size += len(row["raw"]) + len(row["value"] or "")
+            if rows and size > _ANSWER_BYTES:
+                kept = kept[: len(rows)]
+                break
+            rows.append(row)
+        behind = (
+            set()
+            if is_tail
+            else {(each.partition, each.offset) for each in found} - {(each.partition, each.offset) for each in kept}
+        )
+        damage = next((read.damage for read in reads if read.damage is not None), None)
+        return {
+            "as_of": round(time.time(), 3),
+            "messages": rows,
+            "next": [_next(read, behind) for read in reads],
+            "error": None if damage is None else told(damage),
+        }
+
+    def _begin(self, topic: str, wanted: Wanted) -> list[_Read]:
+        count = self._partitions.count(topic)
+        if wanted.seq is not None:
+            place = self._locator.find(wanted.seq)
+            if place is None or place.topic != topic:
+                raise RequestRefused("not_found", f"seq {wanted.seq}: no record of topic {topic!r} has it, or any more")
+            return [_Read(self._partitions.open(topic, place.partition), place.offset)]
+        if wanted.partition is None and wanted.at.kind == "offset" and count > 1:
+            raise bad_field("partition", f"is missing; topic {topic!r} has {count} partitions")
+        numbers = range(count) if wanted.partition is None else (wanted.partition,)
+        opened = [self._partitions.open(topic, number) for number in numbers]
+        return [_Read(partition, self._first(partition, wanted)) for partition in opened]
+
+    def _first(self, partition: Partition, wanted: Wanted) -> int:
+        if wanted.at == _LATEST:
+            back = wanted.limit if wanted.key is None else _SCANNED
+            return max(partition.start(), partition.end() - back)
+        offset = partition.locate(wanted.at)
+        return max(offset, partition.start())
+
+    def _read(self, read: _Read, wanted: Wanted, room: int) -> _Read:
+        """Read messages of one partition, until there are enough, or the bounds are reached."""
+        partition, until, scanned, size = read.partition, time.monotonic() + _SCAN_S, 0, 0
+        is_tail = wanted.at == _LATEST and wanted.seq is None
+        while (is_tail or len(read.found) < wanted.limit) and scanned < _SCANNED and size < room:
+            try:
+                begin, lines = partition.read(read.offset, _CHUNK_BYTES)
+            except DamageError as err:
+                read.damage, read.offset = err, max(read.offset + 1, err.next_offset)
+                break
+            if not lines:
+                break
+            some = messages(partition.topic, partition.number, begin, lines, self._marks_from)
+            if wanted.key is not None:
+                some = [message for message in some if message.key == wanted.key]
+            read.found += some
+            if is_tail:
+                del read.found[: -wanted.limit]
+            size = sum(message.size for message in read.found)
+            count = lines.count(b"\n")
+            scanned += count
+            read.offset = begin + count
+            if time.monotonic() > until:
+                break
+        return read
+
+
+def _next(read: _Read, behind: set[tuple[int, int]]) -> dict[str, int]:
+    """Return where to go on in a partition: at the first message that was found and is not shown."""
+    number = read.partition.number
+    left = (offset for partition, offset in behind if partition == number)
+    return {"partition": number, "offset": min(left, default=read.offset)}
+
+
+def told(damage: DamageError) -> dict[str, Any]:
+    """Return damage as JSON shows it."""
+    return {
+        "code": "damaged",
+        "message": str(damage),
+        "first_offset": damage.first_offset,
+        "next_offset": damage.next_offset,
+    }
+
+
+def position(query: Mapping[str, Any], micros: int | None) -> Position:
+    """Return where to begin; `micros`: the time that was asked for. Raises RequestRefused."""
+    given: Sequence[str] = [name for name in ("offset", "seq", "timestamp", "from") if query[name] is not None]
+    if len(given) > 1:
+        raise bad_field(given[1], f"excludes {given[0]}; give one of offset, seq, timestamp and from")
+    if query["offset"] is not None:
+        return Position("offset", query["offset"])
+    if micros is not None:
+        return Position("time", micros)
+    return Position(query["from"] or "latest")

@@ -1,0 +1,147 @@
+// The frame of the console: pages by hash, who is asking, how old the numbers are.
+//
+// Invariant: one page is open at a time, and everything it started ends with its signal. Numbers that are old are marked
+// as old from the first failure on.
+
+import { ApiError, get, keepToken, path, poll, token } from "./api.js";
+import { ask } from "./dialog.js";
+import { h, show } from "./dom.js";
+import * as groups from "./groups.js";
+import * as health from "./health.js";
+import * as letters from "./letters.js";
+import * as overview from "./overview.js";
+import { clock, duration, visible } from "./text.js";
+import * as topic from "./topic.js";
+import * as topics from "./topics.js";
+
+const PAGES = { overview, topics, groups, letters, health };
+const at = (id) => document.getElementById(id);
+let session = { role: "none", name: "", writable: false };
+let open = new AbortController();
+let goneSince = null;
+let newest = null; // as_of of the newest document
+let isAsking = false;
+
+/** What a page may use of the frame. */
+const app = {
+  get session() {
+    return session;
+  },
+  announce(text) {
+    at("announce").textContent = text;
+  },
+  /** Load and render again and again while the page is open; the first document also fills `data-as-of`. */
+  watch(load, render, everyMs, signal) {
+    return poll(load, render, everyMs, signal, (error, wait, found) => report(error, wait, found));
+  },
+};
+
+function report(error, wait, found) {
+  if (!error) {
+    const seen = found?.as_of;
+    if (seen) newest = seen;
+    if (seen) show(at("as-of"), h("span", { "data-field": "as_of", "data-value": String(seen) }, `As of ${clock(seen)} UTC`));
+    if (goneSince !== null) learnSession();
+    goneSince = null;
+    document.body.classList.remove("stale");
+    at("connection").hidden = true;
+    return;
+  }
+  if (error.status === 401) askToken("This gateway wants a token.");
+  if (error instanceof ApiError && !error.isGone) {
+    showTrouble(`Refused: ${visible(error.message)}.`, "");
+    const loading = at("main").querySelector(".now > .loading");
+    if (loading) loading.textContent = "Nothing to show.";
+    return;
+  }
+  goneSince ??= Date.now() / 1000;
+  document.body.classList.add("stale");
+  const age = newest ? `What you see is as of ${clock(newest)} UTC.` : "There is no data yet.";
+  const what = error instanceof ApiError ? error.message : `the page cannot show an answer (${error.message})`;
+  showTrouble(`No answer since ${clock(goneSince)} UTC: ${visible(what)}. ${age}`, `Next try in ${duration(Math.round(wait / 1000) || 1)}.`);
+}
+
+function showTrouble(text, next) {
+  at("connection").hidden = false;
+  at("connection").dataset.since = goneSince ?? "";
+  show(at("connection"), h("strong", null, text), " ", h("span", { "aria-hidden": "true" }, next));
+}
+
+async function learnSession() {
+  try {
+    session = await get(path("session"));
+  } catch (error) {
+    if (error.status === 401) askToken("This gateway wants a token.");
+    return;
+  }
+  const may = session.writable ? "may change" : "reads only";
+  show(at("who"), session.name ? `${visible(session.name)}: ${session.role}, ${may}` : may);
+  show(at("instance"), visible(session.instance ?? ""));
+  show(at("version"), `KMQ ${visible(session.version ?? "")}`);
+  document.body.dataset.role = session.role;
+}
+
+async function askToken(why) {
+  if (isAsking) return;
+  isAsking = true;
+  try {
+    const field = h("input", { id: "token-text", type: "password", autocomplete: "off", spellcheck: "false", value: token() });
+    const said = await ask({
+      title: "Token",
+      body: [
+        h("p", null, `${why} Make one with `, h("code", null, "kmq token new"), ". It stays in this tab until you close it."),
+        h("label", { for: "token-text" }, "Token"), field,
+      ],
+      yes: "Use it",
+    });
+    if (said) {
+      keepToken(field.value.trim());
+      await learnSession();
+      route();
+    }
+  } finally {
+    isAsking = false;
+  }
+}
+
+function parts() {
+  const found = location.hash.replace(/^#\/?/, "").split("/");
+  return found.map((part) => {
+    try {
+      return decodeURIComponent(part);
+    } catch {
+      return part;
+    }
+  });
+}
+
+function route(isFirst) {
+  open.abort();
+  open = new AbortController();
+  const [name, ...rest] = parts();
+  const known = Object.hasOwn(PAGES, name) ? name : "overview";
+  for (const link of at("nav").querySelectorAll("a")) {
+    if (link.hash === `#/${known}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  const page = known === "topics" && rest[0] ? topic : PAGES[known];
+  at("main").replaceChildren();
+  at("main").dataset.page = known;
+  page.open(at("main"), rest, app, open.signal);
+  const heading = at("main").querySelector("h1");
+  document.title = `${heading?.textContent ?? "Console"} · KMQ`;
+  if (isFirst !== true && !document.querySelector("dialog[open]")) {
+    heading?.setAttribute("tabindex", "-1");
+    heading?.focus({ preventScroll: true });
+    scrollTo(0, 0);
+  }
+}
+
+at("token").onclick = () => askToken("Empty: without a token.");
+at("skip").onclick = (event) => {
+  event.preventDefault(); // the hash is the page's name
+  at("main").focus();
+};
+addEventListener("hashchange", route);
+learnSession();
+route(true);

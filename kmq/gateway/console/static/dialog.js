@@ -1,0 +1,59 @@
+// Questions: what changes anything is shown by a dry run first, and done only after a yes.
+
+import { h, show } from "./dom.js";
+import { visible } from "./text.js";
+
+/** Show a dialog and return true for yes; Escape and Cancel are no. */
+export function ask({ title, body, yes, no = "Cancel", danger = false }) {
+  return new Promise((resolve) => {
+    const close = (said) => {
+      dialog.remove();
+      from?.focus?.();
+      resolve(said);
+    };
+    const from = document.activeElement;
+    const dialog = h(
+      "dialog",
+      { "aria-labelledby": "dialog-title" },
+      h("form", { onsubmit: (event) => { event.preventDefault(); close(true); } },
+        h("h2", { id: "dialog-title" }, title),
+        h("div", { class: "body" }, body),
+        h("p", { class: "buttons" },
+          no ? h("button", { type: "button", onclick: () => close(false) }, no) : null,
+          h("button", { type: "submit", class: danger ? "danger" : "main" }, yes))),
+    );
+    dialog.addEventListener("cancel", (event) => {
+      event.preventDefault();
+      close(false);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+/**
+ * Change something: `dry()` returns what would happen, `preview(found)` shows it, `apply()` does it.
+ * Results and refusals appear in `place`, which is a live region.
+ */
+export async function change({ title, dry, preview, apply, yes, done, place }) {
+  const tell = (text, kind) => show(place, h("p", { class: kind }, visible(text)));
+  try {
+    tell("Asking what would change…", "quiet");
+    const found = await dry();
+    const { body, isEmpty } = preview(found);
+    if (isEmpty) {
+      show(place, body);
+      return false;
+    }
+    show(place);
+    if (!(await ask({ title, body: [h("p", null, "Dry run: nothing has been changed yet."), body], yes, danger: true }))) {
+      tell("Nothing was changed.", "quiet");
+      return false;
+    }
+    tell(done(await apply()), "good");
+    return true;
+  } catch (error) {
+    tell(`Not done: ${error.message}`, "bad");
+    return false;
+  }
+}

@@ -1,0 +1,82 @@
+// Dead letters: grouped by reason, with examples, and a replay with its dry run and rate.
+
+import { get, path, post } from "./api.js";
+import { change } from "./dialog.js";
+import { h, show, shown, table } from "./dom.js";
+import { examples } from "./message.js";
+import { count, moment, number, visible } from "./text.js";
+
+const IS_DEAD = /(^dead$|\.dlq$|_dlq$|-dlq$)/;
+
+function all(main, app, signal) {
+  const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
+  main.append(h("h1", null, "Dead letters"), view);
+  app.watch(async (stop) => ({ topics: await get(path("admin", "topics"), null, stop) }), ({ topics }) => {
+    const rows = topics.filter((topic) => IS_DEAD.test(topic.name)).slice(0, 200).map((topic) => h("tr", { "data-key": topic.name, "data-topic": topic.name },
+      h("th", { scope: "row" }, h("a", { href: `#/letters/${encodeURIComponent(topic.name)}` }, visible(topic.name))),
+      h("td", { class: "n" }, number(topic.partitions))));
+    show(view, h("p", { class: "quiet" }, "Topics of messages that could not be routed or processed."),
+      table("Topics of dead letters", [["Topic"], ["Partitions", "n"]], rows, "None: every message was routed, and no consumer gave up on one."));
+  }, 5000, signal);
+}
+
+function reasons(found) {
+  return found.groups.map((group) => h("section", { class: "reason", "data-key": group.reason, "data-reason": group.reason },
+    h("h3", null, visible(group.reason) || "no reason given"),
+    h("p", null, shown("b", "count", group.count), ` ${group.count === 1 ? "letter" : "letters"}, ${moment(group.first_at * 1000).slice(0, 19)} to ${moment(group.last_at * 1000).slice(0, 19)} UTC`),
+    h("details", null, h("summary", null, `${group.examples.length} of them`), examples(group.examples))));
+}
+
+function stayed(found) {
+  const reasons = Object.entries(found.stayed ?? {});
+  return reasons.length ? `; ${reasons.map(([why, n]) => `${number(n)} stay: ${visible(why)}`).join(", ")}` : "";
+}
+
+function replayForm(name, app) {
+  const place = h("div", { role: "status", class: "result" });
+  const form = h("form", { class: "look", onsubmit: (event) => { event.preventDefault(); replay(); } },
+    h("label", null, "Filter ", h("input", { name: "filter", autocomplete: "off", spellcheck: "false", placeholder: "error=*timeout*" })),
+    h("label", null, "At most ", h("input", { name: "max", inputmode: "numeric", size: "8", autocomplete: "off", placeholder: "all" })),
+    h("label", null, "Messages a second ", h("input", { name: "rate", inputmode: "numeric", size: "8", autocomplete: "off", value: "100" })),
+    h("button", { type: "submit", class: "danger" }, "Replay…"));
+  const replay = () => {
+    const body = {};
+    const { filter, max, rate } = form.elements;
+    if (filter.value) body.filter = filter.value;
+    if (max.value.trim()) body.max = Number(max.value);
+    if (rate.value.trim()) body.rate = Number(rate.value);
+    const send = (dryRun) => post(path("topics", name, "replay"), { ...body, dryRun });
+    return change({
+      title: `Replay ${visible(name)}`, yes: "Replay", place, dry: () => send(true), apply: () => send(false),
+      preview: (found) => ({ isEmpty: !found.would_replay, body: h("p", { class: found.would_replay ? "" : "quiet" },
+        found.would_replay ? `${count(found.would_replay, "letter")} would be sent again to where they came from${stayed(found)}. They stay in this topic, too.` : `No letter would be replayed${stayed(found)}.`) }),
+      done: (found) => `${found.complete ? "Done" : "Not all, the same replay goes on"}: ${count(found.replayed, "letter")} replayed${stayed(found)}.`,
+    });
+  };
+  const note = h("p", { class: "quiet" });
+  const refresh = () => { // who is asking may be known later than the page is open
+    form.querySelector("button").disabled = !app.session.writable;
+    show(note, app.session.writable ? "" : "This session only reads: a token with the role admin may replay.");
+  };
+  refresh();
+  return { root: h("section", { "aria-labelledby": "replay" }, h("h2", { id: "replay" }, "Replay"), form, note, place), refresh };
+}
+
+function one(main, name, app, signal) {
+  const view = h("div", { class: "now" }, h("p", { class: "quiet loading" }, "Loading…"));
+  const form = replayForm(name, app);
+  main.append(h("p", { class: "crumb" }, h("a", { href: "#/letters" }, "Dead letters")), h("h1", null, visible(name)), view, form.root);
+  app.watch((stop) => get(path("topics", name, "letters"), null, stop), (found) => {
+    main.dataset.asOf = String(found.as_of);
+    form.refresh();
+    show(view, h("p", null, shown("b", "total", found.total), ` ${found.total === 1 ? "letter" : "letters"}${found.more ? " looked at; there are older ones" : ""}.`),
+      found.error ? h("p", { class: "warn" }, `Damaged: ${visible(found.error.message)}`) : null,
+      h("h2", null, "By reason"), found.groups.length ? h("div", null, reasons(found)) : h("p", { class: "empty" }, "No letters."));
+  }, 5000, signal);
+}
+
+/** Open all topics of dead letters, or the topic `rest[0]`. */
+export function open(main, rest, app, signal) {
+  if (rest[0]) one(main, rest[0], app, signal);
+  else all(main, app, signal);
+}

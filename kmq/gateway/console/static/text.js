@@ -1,0 +1,85 @@
+// How values are written: numbers, bytes, times, and text from strangers.
+
+const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const FINE = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+
+/** Return a number with separators; small fractions keep three digits. */
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  return Math.abs(value) >= 100 || Number.isInteger(value) ? WHOLE.format(value) : FINE.format(value);
+}
+
+/** Return a number of things: `count(1, "topic")` is "1 topic". */
+export function count(n, one, many) {
+  return `${number(n)} ${n === 1 ? one : (many ?? `${one}s`)}`;
+}
+
+/** Return bytes in the unit a reader wants. */
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  let rest = value;
+  while (Math.abs(rest) >= 1024 && unit < units.length - 1) {
+    rest /= 1024;
+    unit += 1;
+  }
+  return `${unit ? FINE.format(rest) : WHOLE.format(rest)} ${units[unit]}`;
+}
+
+/** Return seconds as a duration: 820 µs, 3.1 ms, 12 s, 5 min, 3 h, 2 d. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 0) return `−${duration(-seconds)}`;
+  if (seconds === 0) return "0 s";
+  if (seconds < 1e-3) return `${FINE.format(seconds * 1e6)} µs`;
+  if (seconds < 1) return `${FINE.format(seconds * 1e3)} ms`;
+  if (seconds < 120) return `${FINE.format(seconds)} s`;
+  if (seconds < 7200) return `${WHOLE.format(seconds / 60)} min`;
+  if (seconds < 172800) return `${FINE.format(seconds / 3600)} h`;
+  return `${FINE.format(seconds / 86400)} d`;
+}
+
+const pad = (n, width = 2) => String(n).padStart(width, "0");
+
+/** Return the time of day of unix seconds, in UTC like the log. */
+export function clock(seconds) {
+  if (!seconds) return "–";
+  const at = new Date(seconds * 1000);
+  return `${pad(at.getUTCHours())}:${pad(at.getUTCMinutes())}:${pad(at.getUTCSeconds())}`;
+}
+
+/** Return date and time of unix milliseconds, in UTC. */
+export function moment(milliseconds) {
+  if (milliseconds === null || milliseconds === undefined) return "–";
+  const at = new Date(milliseconds);
+  return Number.isNaN(at.getTime()) ? "–" : at.toISOString().replace("T", " ").replace("Z", "");
+}
+
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+
+/** Return text in which every character can be seen: control characters, and those that turn the text around, by name. */
+export function visible(text) {
+  return String(text).replace(HIDDEN, (character) => {
+    const code = character.charCodeAt(0);
+    if (code < 0x20) return String.fromCharCode(0x2400 + code);
+    return code === 0x7f ? "\u2421" : `‹U+${code.toString(16).toUpperCase().padStart(4, "0")}›`;
+  });
+}
+
+/** Return at most `most` characters of a text, and how many are left out. */
+export function cut(text, most) {
+  const whole = String(text);
+  if (whole.length <= most) return [visible(whole), 0];
+  return [visible(whole.slice(0, most)), whole.length - most];
+}
+
+/** Return text that may be JSON in lines that can be read, else as it is. */
+export function decoded(text) {
+  if (text.length > 1 << 18 || !/^\s*[[{]/.test(text)) return text;
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}

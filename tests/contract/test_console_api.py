@@ -1,0 +1,112 @@
+"""The console's JSON against a broker: every answer is one that the document names, and what it says is so."""
+
+import http.client
+
+import pytest
+from api_client import Api
+from brokers import PATIENCE_S, Broker
+
+from kmq.gateway.console.page import HEADERS
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    made = Broker(tmp_path_factory.mktemp("console") / "broker")
+    made.up()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def api(broker):
+    made = Api(int((broker.pipes / "http.port").read_text()))
+    yield made
+    made.close()
+
+
+def page(broker, path, **headers):
+    port = int((broker.pipes / "http.port").read_text())
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    return response.status, text, response.headers
+
+
+def test_the_page_comes_with_headers_that_shut_others_out(broker):
+    status, text, headers = page(broker, "/")
+    assert status == 200 and b"<script>" not in text and b"style=" not in text
+    assert {name: headers[name] for name in HEADERS} == HEADERS
+    assert "default-src 'self'" in headers["Content-Security-Policy"]
+    assert page(broker, "/", If_None_Match=headers["ETag"])[:2] == (304, b"")
+    kinds = {name: page(broker, f"/console/{name}")[2].get_content_type() for name in ("index.html", "console.css")}
+    assert kinds == {"index.html": "text/html", "console.css": "text/css"}
+
+
+@pytest.mark.parametrize("path", ["/console/none.js", "/console/..%2fpage.py", "/console/%2e%2e", "/console/"])
+def test_only_the_files_of_the_page_are_served(broker, path):
+    assert page(broker, path)[0] == 404
+
+
+def test_the_overview_shows_what_status_shows(broker, api):
+    shown = api.get("/api/overview").value
+    assert shown["status"]["ready"] is True
+    assert {row["name"] for row in shown["status"]["stages"]} == {*broker.status()} - {"backlog"}
+
+
+def test_rates_topics_and_groups_follow_what_is_sent(broker, api):
+    assert api.post("/api/admin/topics", {"name": "shown", "partitions": 2}).status == 201
+    sent = {"messages": [{"value": "eA==", "key": f"{n}"} for n in range(500)]}
+
+    def is_shown():
+        api.post("/api/topics/shown/produce?format=text", sent)
+        now = api.get("/api/overview").value
+        return now if any(row["topic"] == "shown" and row["rate"] > 0 for row in now["topics"]) else None
+
+    found = []
+    broker.wait(lambda: found.append(is_shown()) or found[-1], "a rate of the topic")
+    row = next(row for row in found[-1]["topics"] if row["topic"] == "shown")
+    assert row["partitions"] == 2 and row["records"] >= 500 and row["bytes"] > row["records"]
+    assert found[-1]["rates"]["router"]["messages"] > 0 and found[-1]["topics_total"] >= 1
+
+
+def test_the_lag_of_a_group_is_shown_and_kept(broker, api):
+    api.post("/api/topics/lagging/produce?format=text", {"messages": [{"value": "x"}] * 10})
+    offsets = {"group": "slow", "offsets": [{"partition": 0, "offset": 3}]}
+    assert api.post("/api/topics/lagging/commit", offsets).status == 200
+
+    def row():
+        return next((each for each in api.get("/api/overview").value["groups"] if each["group"] == "slow"), None)
+
+    broker.wait(lambda: (row() or {}).get("lag") == 7 and row()["lag_seconds"] is not None, "the lag of the group")
+    broker.wait(lambda: 7.0 in api.get("/api/groups/slow/history").value["lag"], "the lag in the history")
+    assert api.get("/api/groups/none/history").refusal == (404, "unknown_group", "")
+
+
+def test_the_history_has_a_number_or_null_for_each_step(broker, api):
+    broker.wait(lambda: any(api.get("/api/history").value["series"]["rate.router"]), "a step with a rate")
+    shown = api.get("/api/history").value
+    lengths = {len(row) for row in shown["series"].values()}
+    assert shown["step"] == 5.0 and len(lengths) == 1 and max(lengths) <= 720
+    end = shown["times_from"] + (max(lengths) - 1) * shown["step"]
+    assert abs(end - shown["as_of"]) < 1
+
+
+def test_events_tell_of_a_killed_stage_in_order(broker, api):
+    broker.kill("router")
+    broker.wait(lambda: broker.get("/readyz")[0] == 200, "readiness")
+
+    def kinds():
+        events = api.get("/api/events").value["events"]
+        assert [event["id"] for event in events] == sorted(event["id"] for event in events)
+        return [event["kind"] for event in events if event["about"] == "router"]
+
+    broker.wait(lambda: "restarted" in kinds(), "the event of a restart")
+    last = api.get("/api/events").value["events"][-1]["id"]
+    assert api.get(f"/api/events?after={last}").value["events"] == []
+
+
+def test_without_tokens_nobody_has_a_role(broker, api):
+    shown = api.get("/api/session").value
+    assert (shown["role"], shown["writable"], shown["instance"]) == ("none", False, broker.instance)

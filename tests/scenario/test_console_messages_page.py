@@ -1,0 +1,229 @@
+"""Messages in the console: whatever a producer sent is shown as text, however much of it there is.
+
+Invariant   No key, value, header, topic or group runs a script, opens a dialog, loads anything or breaks the layout. A topic
+            of any speed leaves the page quick, and the page says which share of it is shown.
+"""
+
+import json
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+from brokers import Broker
+from browsers import Watched, chromium, http_base
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)><svg onload=alert(2)>",
+    '"><a href="javascript:alert(1)">x</a>{{7*7}}${7*7}',
+    "\u202etxt.exe\u200b\u0007\u001b[31m\x7f\u0085",
+    "</pre></li><iframe src=//example.org></iframe><style>*{display:none}</style>",
+]
+ROWS = 500
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def broker(browser, tmp_path_factory):
+    made = Broker(tmp_path_factory.mktemp("console") / "broker")
+    made.up()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tab(browser, broker):
+    made = Watched(browser, http_base(broker.pipes))
+    yield made
+    made.close()
+
+
+def call(broker, path, body, method="POST"):
+    url = f"{http_base(broker.pipes)}{path}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), method=method)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def produce(broker, topic, *messages):
+    found = call(broker, f"/api/topics/{topic}/produce?format=text", {"messages": list(messages)})
+    assert all("offset" in each for each in found["results"]), found
+
+
+def test_hostile_keys_values_and_headers_are_text(tab, broker):
+    headers = [{"name": "h<b>", "value": text} for text in HOSTILE]
+    produce(broker, "hostile", *[{"key": text, "value": text, "headers": headers} for text in HOSTILE])
+    page = tab.open("#/topics/hostile")
+    page.wait_for_selector(f".message:nth-of-type({len(HOSTILE)})")
+    seen = page.inner_text(".messages")
+    assert HOSTILE[0] in seen and HOSTILE[1] in seen and HOSTILE[4] in seen
+    assert "\u2039U+202E\u203atxt.exe\u2039U+200B\u203a␇␛[31m␡\u2039U+0085\u203a" in seen, (
+        "what cannot be seen is named"
+    )
+    assert page.locator("main :is(script, iframe, img, style, [onload], [onerror])").count() == 0
+    assert page.locator("main a[href^='javascript']").count() == 0
+    assert tab.hosts == {tab.base.removeprefix("http://")}
+
+
+MARKUP = "<img src=x onerror=alert(1)><b>"
+
+
+def marked(found):
+    """The same document, with markup behind every text but the names of stages and links."""
+    if isinstance(found, dict):
+        kept = ("severity", *(("name",) if "pid" in found or "capacity" in found else ()))
+        return {name: each if name in kept else marked(each) for name, each in found.items()}
+    if isinstance(found, list):
+        return [marked(each) for each in found]
+    return found + MARKUP if isinstance(found, str) else found
+
+
+def test_whatever_name_a_document_holds_is_text(tab, broker):
+    """The broker refuses such names of topics and groups; the page must not rely on that."""
+    produce(broker, "read", {"value": "x"})
+    call(broker, "/api/topics/read/commit", {"group": "readers", "offsets": [{"partition": 0, "offset": 1}]})
+
+    def answer(route):
+        response = route.fetch()
+        route.fulfill(response=response, json=marked(response.json()))
+
+    tab.page.route("**/api/**", answer)
+    for hash in (
+        "#/overview",
+        "#/topics",
+        "#/groups",
+        "#/groups/readers",
+        f"#/topics/{MARKUP}",
+        "#/health",
+    ):
+        page = tab.open(hash)
+        tab.wait("(markup) => document.querySelector('main').innerText.includes(markup)", MARKUP)
+        assert page.locator("main :is(img, script, iframe)").count() == 0, hash
+    tab.page.unroute_all(behavior="wait")
+
+
+def test_a_value_that_is_not_text_is_shown_as_base64(tab, broker):
+    call(broker, "/api/topics/binary/produce", {"value": "AAH/gA==", "key": "/w=="})
+    page = tab.open("#/topics/binary")
+    page.wait_for_selector(".message")
+    assert "AAH/gA==" in page.inner_text(".message .right") and "not UTF-8" in page.inner_text(".message .right")
+
+
+def test_a_message_of_a_mebibyte_is_cut_and_says_so(tab, broker):
+    produce(broker, "large", {"value": "<b>" + "x" * ((1 << 20) - 500)})
+    page = tab.open("#/topics/large")
+    page.wait_for_selector(".message")
+    assert len(page.inner_text(".message")) < 10_000 and "shortened" in page.inner_text(".message .head")
+    page.get_by_role("button", name="All of 0:0").click()
+    page.wait_for_selector("dialog[open]")
+    assert "kmq consume has all of it" in page.inner_text("dialog")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    assert page.evaluate("document.activeElement.textContent") == "All of it", "the focus goes back to its button"
+
+
+def test_messages_are_found_by_offset_seq_key_and_time_and_show_the_line(tab, broker):
+    produce(broker, "found", *[{"key": f"k{n % 3}", "value": json.dumps({"n": n})} for n in range(120)])
+    page = tab.open("#/topics/found")
+    page.wait_for_selector(".message")
+    assert page.locator(".message").count() == 50
+    ask(page, start="earliest")
+    tab.wait("() => document.querySelector('.message')?.dataset.offset === '0'")
+    page.get_by_role("button", name="Read on").click()
+    tab.wait("() => document.querySelectorAll('.message').length === 100")
+    ask(page, start="offset", value="70")
+    tab.wait("() => document.querySelector('.message')?.dataset.offset === '70'")
+    message = page.locator(".message").first
+    line = broker.lines("found")[70].decode()
+    assert message.locator(".raw").inner_text() == line
+    assert message.locator(".value").inner_text() == '{\n  "n": 70\n}'
+    ask(page, start="seq", value=line.split("|")[0])
+    tab.wait("(seq) => document.querySelector('.message')?.dataset.seq === seq", line.split("|")[0])
+    ask(page, start="earliest", key="k1")
+    tab.wait("() => document.querySelector('.message')?.dataset.offset === '1'")
+    assert page.locator(".message").count() == 40
+    ask(page, start="time", time="2020-01-31T12:00:00", key="")
+    tab.wait("() => document.querySelector('.message')?.dataset.offset === '0'")
+    ask(page, start="offset", value="9999")
+    page.wait_for_selector(".said:has-text('Not read')")
+
+
+def ask(page, start, **fields):
+    page.select_option("[name=start]", start)
+    for name, text in fields.items():
+        page.fill(f"[name={name}]", text)
+    page.get_by_role("button", name="Show", exact=True).click()
+
+
+@contextmanager
+def torrent(broker, topic, rate):
+    """Send about so many messages a second meanwhile."""
+    ended = threading.Event()
+    lines = [b"%s|0||%d %s" % (topic, n, b"x" * 80) for n in range(rate // 20)]
+
+    def send():
+        begun, sent = time.monotonic(), 0
+        while not ended.is_set():
+            broker.send_lines(lines)
+            sent += 1
+            ended.wait(max(0.0, begun + sent / 20 - time.monotonic()))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_topic_of_20_000_messages_a_second_is_followed_without_a_freeze(tab, broker):
+    produce(broker, "fast", {"value": "first"})
+    page = tab.open("#/topics/fast")
+    page.wait_for_selector(".message")
+    page.evaluate("window.longest = 0")
+    with torrent(broker, b"fast", 20_000):
+        page.get_by_role("button", name="Follow live").click()
+        tab.wait("() => Number(document.querySelector('[data-seen]')?.dataset.seen) > 60000")
+        seen, taken, share = page.evaluate(
+            "Object.values(({ ...document.querySelector('[data-seen]').dataset })).slice(-3).map(Number)"
+        )
+        assert 0 < taken < seen and 0 < share < 1
+        assert f"of {seen:,}"[:4] in page.inner_text(".said")
+        assert page.locator(".message").count() <= ROWS
+        assert page.evaluate("window.longest") < 1000, "ms of the longest task"
+        page.get_by_role("button", name="Stop").click()
+    page.wait_for_selector(".said:has-text('Stopped')")
+    page.evaluate("location.hash = '#/overview'")
+    page.wait_for_selector("h1:has-text('Overview')")
+
+
+def test_dead_letters_are_grouped_by_reason_with_their_payload(tab, broker):
+    reasons = ["no such account", "<b>timeout</b>", "no such account"]
+    produce(broker, "bills", *[{"value": f"bill {n}"} for n in range(3)])
+    call(broker, "/api/admin/topics/bills", {"maxDeliveries": 1}, "PATCH")
+    broker.get("/api/topics/bills/consume?group=ledger&member=m&timeoutMs=20000")
+    for offset, reason in enumerate(reasons):
+        call(broker, "/api/topics/bills/nack", {"group": "ledger", "partition": 0, "offset": offset, "reason": reason})
+    page = tab.open("#/letters")
+    page.get_by_role("link", name="bills.dlq").click()
+    page.wait_for_selector(".reason")
+    counts = page.evaluate(
+        "[...document.querySelectorAll('.reason')].map((one) => [one.dataset.reason, one.querySelector('b').dataset.value])"
+    )
+    document = tab.document(
+        "/api/topics/bills.dlq/letters", page.evaluate("document.getElementById('main').dataset.asOf")
+    )
+    assert counts == [[group["reason"], str(group["count"])] for group in document["groups"]] and len(counts) == 2
+    page.locator(".reason summary").first.click()
+    assert (
+        "bill 0" in page.inner_text(".reason .messages") and page.locator(".reason b:has-text('timeout')").count() == 0
+    )

@@ -1,0 +1,65 @@
+"""The topics that groups know: a second life of a name is told once, whichever moments the looks meet."""
+
+import asyncio
+import threading
+
+from fake_logger import FakeLogger
+
+from kmq.gateway.groups.known_topics import KnownTopics
+
+PENDING = None
+
+
+class Declarations:
+    """In place of the partitions: topic → (partitions, from_seq), as the test says."""
+
+    def __init__(self, data) -> None:
+        self.data, self.rows = data, {}
+        self.before_answering = lambda: None
+
+    def set(self, **rows) -> None:
+        self.rows = rows
+        for name in rows:
+            (self.data / "topics" / name).mkdir(parents=True, exist_ok=True)
+            (self.data / "topics" / name / "topic.toml").write_text("partitions = 1\n")
+
+    def declared(self, topic):
+        found = self.rows[topic]
+        self.before_answering()
+        return found
+
+
+def known(data):
+    declarations, told = Declarations(data), []
+    (data / "topics").mkdir()
+    topics = KnownTopics(str(data), declarations, lambda counts, again: told.append((counts, again)), FakeLogger())
+    return topics, declarations, told
+
+
+def test_a_second_life_is_told_also_if_a_look_met_it_before_the_router_did(tmp_path):
+    topics, declarations, told = known(tmp_path)
+    for since in (5, PENDING, 12):
+        declarations.set(orders=(2, since))
+        asyncio.run(topics.know(["orders"]))
+    assert told[-1] == ({"orders": 2}, ["orders"])
+    assert [again for _, again in told].count(["orders"]) == 1
+
+
+def test_a_look_at_one_topic_does_not_undo_what_a_look_at_all_has_found_meanwhile(tmp_path):
+    topics, declarations, told = known(tmp_path)
+    declarations.set(orders=(2, 5), tills=(1, 1))
+    asyncio.run(topics.follow())
+
+    async def both():
+        is_looking, may_go_on = threading.Event(), threading.Event()
+        declarations.before_answering = lambda: (is_looking.set(), may_go_on.wait(30))
+        one = asyncio.create_task(topics.know(["tills"]))
+        await asyncio.to_thread(is_looking.wait, 30)
+        declarations.before_answering = lambda: None
+        declarations.set(orders=(2, 12), tills=(1, 1))
+        await topics.know(["orders"])
+        may_go_on.set()
+        await one
+
+    asyncio.run(both())
+    assert [again for _, again in told] == [[], ["orders"]]
