@@ -1,0 +1,223 @@
+"""What `kmq top` knows at one moment: one value, made from a document of the shape of GET /api/overview.
+
+Invariant   `parse` never fails and never invents: a value that is missing, or of another type, is None. The document
+            may come from any server that a URL leads to.
+Memory      At most _ROWS topics, groups, findings and events; a text is cut at _LONGEST characters.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+_ROWS = 200
+_LONGEST = 2000
+
+Document = dict[str, Any]
+
+
+class Stage(NamedTuple):
+    """A process, and what it moves."""
+
+    name: str
+    state: str
+    restarts: float | None
+    connections: float | None
+    seq: float | None
+    refused: float | None
+    dropped: float | None
+    rate: float | None  # messages a second
+    byte_rate: float | None
+
+
+class Link(NamedTuple):
+    """What waits between two processes. `fill`: 0 to 1."""
+
+    name: str
+    nbytes: float | None
+    capacity: float | None
+    messages: float | None
+    fill: float | None
+
+
+class Latency(NamedTuple):
+    """How long something takes, in seconds."""
+
+    name: str
+    p50: float | None
+    p99: float | None
+
+
+class Finding(NamedTuple):
+    """What is wrong, and what to do."""
+
+    code: str
+    is_error: bool
+    why: str
+    do: str
+
+
+class TopicRow(NamedTuple):
+    """A topic by its rate."""
+
+    topic: str
+    rate: float | None
+    byte_rate: float | None
+    records: float | None
+    nbytes: float | None
+    partitions: float | None
+
+
+class GroupRow(NamedTuple):
+    """A group by its lag."""
+
+    group: str
+    state: str
+    members: float | None
+    lag: float | None
+    lag_seconds: float | None
+
+
+class Event(NamedTuple):
+    """What happened, and when (unix seconds)."""
+
+    at: float
+    kind: str
+    about: str
+    text: str
+
+
+class Snapshot(NamedTuple):
+    """All that is known at `as_of` (unix seconds)."""
+
+    as_of: float
+    is_ready: bool
+    supervisor: str
+    instance: str
+    version: str
+    stages: list[Stage]
+    links: list[Link]
+    latency: list[Latency]
+    findings: list[Finding]
+    topics: list[TopicRow]
+    topics_total: int
+    groups: list[GroupRow]
+    groups_total: int
+    events: list[Event]  # newest first
+    notes: dict[str, str]  # about topics, groups or events: why there are none, or how they are known
+    problem: str = ""  # why nothing newer is known
+
+    @property
+    def is_up(self) -> bool:
+        return any(stage.state not in ("down", "stopped", "dead") for stage in self.stages)
+
+    def stage(self, name: str) -> Stage | None:
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    def link(self, name: str) -> Link | None:
+        return next((link for link in self.links if link.name == name), None)
+
+
+def parse(document: object, problem: str = "") -> Snapshot:
+    """Return the snapshot of an overview."""
+    overview = _map(document)
+    status, rates = _map(overview.get("status")), _map(overview.get("rates"))
+    notes = {key: _text(value) for key, value in _map(overview.get("notes")).items()}
+    topics = [_topic(row) for row in _rows(overview.get("topics"))]
+    groups = [_group(row) for row in _rows(overview.get("groups"))]
+    events = sorted((_event(row) for row in _rows(overview.get("events"))), key=lambda event: -event.at)
+    return Snapshot(
+        as_of=_number(overview.get("as_of")) or 0.0,
+        is_ready=status.get("ready") is True,
+        supervisor=_text(status.get("supervisor")),
+        instance=_text(status.get("instance")),
+        version=_text(status.get("version")),
+        stages=[_stage(row, _map(rates.get(_text(row.get("name"))))) for row in _rows(status.get("stages"))],
+        links=_links(status),
+        latency=_latency(overview, status),
+        findings=_findings(status),
+        topics=sorted(topics, key=lambda row: (-(row.rate or 0), -(row.byte_rate or 0), row.topic)),
+        topics_total=_count(overview.get("topics_total"), topics),
+        groups=sorted(groups, key=lambda row: (-(row.lag or 0), row.group)),
+        groups_total=_count(overview.get("groups_total"), groups),
+        events=events,
+        notes=notes,
+        problem=problem,
+    )
+
+
+def _map(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _rows(value: object) -> list[dict[str, Any]]:
+    return [row for row in value[:_ROWS] if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def _text(value: object) -> str:
+    return value[:_LONGEST] if isinstance(value, str) else ""
+
+
+def _number(value: object) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+    except OverflowError:
+        return None
+
+
+def _count(value: object, rows: list[Any]) -> int:
+    number = _number(value)
+    return len(rows) if number is None else int(number)
+
+
+def _stage(row: dict[str, Any], rates: dict[str, Any]) -> Stage:
+    counts = (_number(row.get(name)) for name in ("restarts", "connections", "seq", "refused", "dropped"))
+    moved = (_number(rates.get(name)) for name in ("messages", "bytes"))
+    return Stage(_text(row.get("name")), _text(row.get("state")) or "-", *counts, *moved)
+
+
+def _links(status: dict[str, Any]) -> list[Link]:
+    rows = _rows(status.get("links"))
+    if not rows:  # of a broker that says only what waits
+        backlog = _map(status.get("backlog"))
+        rows = [
+            {"name": "raw", "bytes": backlog.get("raw_bytes")},
+            {"name": "framed", "messages": backlog.get("framed_messages")},
+            {"name": "durable", "messages": backlog.get("durable_messages")},
+        ]
+    fields = ("bytes", "capacity", "messages", "fill")
+    return [Link(_text(row.get("name")), *(_number(row.get(field)) for field in fields)) for row in rows]
+
+
+def _latency(overview: dict[str, Any], status: dict[str, Any]) -> list[Latency]:
+    recent, since_start = _map(overview.get("latency")), _map(status.get("latency"))
+    found = []
+    for name in ("ack", "sync", "routed"):
+        row = _map(recent.get(name) if name in recent else since_start.get(name))
+        found.append(Latency(name, _number(row.get("p50")), _number(row.get("p99"))))
+    return found
+
+
+def _findings(status: dict[str, Any]) -> list[Finding]:
+    rows = [(row, row.get("severity") == "error") for row in _rows(status.get("findings"))]
+    if "findings" not in status:
+        rows = [(row, True) for row in _rows(status.get("reasons"))]
+        rows += [(row, False) for row in _rows(status.get("warnings"))]
+    return [
+        Finding(_text(row.get("code")), is_error, _text(row.get("why")), _text(row.get("advice")))
+        for row, is_error in rows
+    ]
+
+
+def _topic(row: dict[str, Any]) -> TopicRow:
+    fields = ("rate", "bytes_rate", "records", "bytes", "partitions")
+    return TopicRow(_text(row.get("topic")), *(_number(row.get(field)) for field in fields))
+
+
+def _group(row: dict[str, Any]) -> GroupRow:
+    numbers = (_number(row.get(field)) for field in ("members", "lag", "lag_seconds"))
+    return GroupRow(_text(row.get("group")), _text(row.get("state")), *numbers)
+
+
+def _event(row: dict[str, Any]) -> Event:
+    texts = (_text(row.get(field)) for field in ("kind", "about", "text"))
+    return Event(_number(row.get("at")) or 0.0, *texts)

@@ -1,0 +1,373 @@
+"""`kmq top` on a real terminal before a real broker: keys, sizes, ends, and the terminal as it was before."""
+
+import codecs
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import psutil
+import pytest
+from brokers import PATIENCE_S, Broker
+from rich.cells import cell_len
+
+_PLACED = re.compile(r"\x1b\[(\d+);1H|(\x1b\[2J)|(\x1b\[[0-9;?]*[A-Za-z])")
+_CUT = re.compile(r"\x1b(\[[0-9;?]*)?\Z")  # a sequence whose end has not been read yet
+INTERRUPTED = 130
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    """A broker with a gateway and some messages. The tests leave it up."""
+    made = Broker(tmp_path_factory.mktemp("top") / "b")
+    made.up()
+    made.send_lines([b"orders.%d|0|%d|x" % (n, n) for n in range(50)])
+    made.wait_routed(50)
+    yield made
+    made.close()
+
+
+class Terminal:
+    """`kmq top` on a pseudo-terminal, and what its screen shows."""
+
+    def __init__(self, broker, *options, columns=80, rows=24, **env):
+        self.master, self.slave = pty.openpty()
+        self.resize(columns, rows)
+        self.before = termios.tcgetattr(self.slave)
+        self.raw, self.lines, self._rest, self._row = "", {}, "", 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        kept = {name: value for name, value in broker.env.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            ["kmq", "top", *options],
+            env=kept | {"TERM": "xterm-256color", "PYTHONUTF8": "1"} | env,
+            cwd=broker.root,
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            preexec_fn=self._own,
+        )
+
+    def _own(self):
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    def resize(self, columns, rows):
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def type(self, keys):
+        os.write(self.master, keys.encode())
+
+    def look(self, seconds=0.05):
+        """Read what was written, and return the screen."""
+        while select.select([self.master], [], [], seconds)[0]:
+            try:
+                text = os.read(self.master, 65536)
+            except OSError:  # the last process that had it is gone
+                break
+            text = self._decoder.decode(text)
+            self.raw += text
+            self._draw(self._rest + text)
+            seconds = 0
+        return "\n".join(self.lines.get(row, "") for row in range(1, 60))
+
+    def _draw(self, text):
+        cut = _CUT.search(text)
+        text, self._rest = (text[: cut.start()], cut[0]) if cut else (text, "")
+        at = 0
+        for found in [*_PLACED.finditer(text), None]:
+            if self._row:
+                self.lines[self._row] += text[at : found.start() if found else None]
+            if found is None:
+                return
+            at = found.end()
+            if found[1]:
+                self._row = int(found[1])
+                self.lines[self._row] = ""
+            elif found[2]:
+                self.lines.clear()
+                self._row = 0
+
+    def until(self, *parts, absent=()):
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            shown = self.look()
+            if all(part in shown for part in parts) and not any(part in shown for part in absent):
+                return shown
+            assert time.monotonic() < deadline, f"never shown: {parts}\n{shown}\n{self.raw[-3000:]!r}"
+            assert self.process.poll() is None, self.raw[-3000:]
+
+    def ended(self):
+        """Wait for the end; return the exit code. The terminal is as it was."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None:
+            self.look()
+            assert time.monotonic() < deadline, "it does not end"
+        self.look()
+        assert termios.tcgetattr(self.slave) == self.before
+        assert self.raw.endswith("\x1b[0m\x1b[?25h\x1b[?1049l"), self.raw[-200:]
+        assert "Traceback" not in self.raw
+        return self.process.returncode
+
+    def close(self):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.kill()
+        self.process.wait()
+        for fd in (self.master, self.slave):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+@pytest.fixture
+def top(broker):
+    opened = []
+
+    def start(*options, **given):
+        opened.append(Terminal(broker, *options, **given))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_keys_turn_the_pages_and_q_gives_the_terminal_back(top, broker):
+    screen = top()
+    shown = screen.until("─▶ ingress", "router", "ready", "orders", "gateway")
+    assert max(cell_len(line) for line in shown.splitlines()) <= 80
+    for key, part in (("t", "records"), ("g", "lag time"), ("c", "connected"), ("l", "events"), ("?", "scroll")):
+        screen.type(key)
+        screen.until(part, absent=("─▶ ingress",))
+    screen.type("p")
+    screen.until("─▶ ingress")
+    screen.type("q")
+    assert screen.ended() == 0
+
+
+def test_a_new_size_draws_anew_and_small_terminals_get_lines_instead_of_a_drawing(top):
+    screen = top(columns=120, rows=40)
+    screen.until("─▶ ingress")
+    screen.resize(60, 20)
+    shown = screen.until("═▶ raw", absent=("─▶ ingress",))
+    assert max(cell_len(line) for line in shown.splitlines()) <= 60 and len(shown.rstrip().splitlines()) <= 20
+    screen.resize(80, 24)
+    screen.until("─▶ ingress")
+    screen.type("q")
+    assert screen.ended() == 0
+
+
+@pytest.mark.parametrize(("how", "code"), [("\x03", INTERRUPTED), (signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)])
+def test_every_end_gives_the_terminal_back(top, how, code):
+    screen = top()
+    screen.until("─▶ ingress")
+    screen.type(how) if isinstance(how, str) else screen.process.send_signal(how)
+    assert screen.ended() == code
+
+
+def test_a_closed_terminal_ends_the_command(top):
+    screen = top()
+    screen.until("─▶ ingress")
+    os.close(screen.slave)
+    os.close(screen.master)
+    assert screen.process.wait(timeout=PATIENCE_S) == 0
+
+
+def test_a_terminal_that_takes_no_output_does_not_keep_the_command(top):
+    screen = top(columns=200, rows=50)
+    screen.until("─▶ ingress")
+    deadline = time.monotonic() + PATIENCE_S
+    columns = 200
+    while select.select([], [screen.slave], [], 0.3)[1]:  # nobody reads: fill what lies between
+        columns = 399 - columns
+        screen.resize(columns, 50)
+        assert time.monotonic() < deadline
+    screen.process.send_signal(signal.SIGTERM)
+    assert screen.process.wait(timeout=PATIENCE_S) == 0
+    assert termios.tcgetattr(screen.slave) == screen.before
+
+
+def test_ctrl_z_gives_the_terminal_back_and_fg_takes_it_again(top):
+    screen = top()
+    screen.until("─▶ ingress")
+    screen.process.send_signal(signal.SIGTSTP)
+    deadline = time.monotonic() + PATIENCE_S
+    # Its process group is an orphan, which the kernel does not stop: it gives the terminal back and takes it again.
+    while screen.raw.count("\x1b[?1049h") < 2:
+        screen.look()
+        assert time.monotonic() < deadline
+    assert screen.raw.index("\x1b[?1049l") < screen.raw.rindex("\x1b[?1049h")
+    screen.until("─▶ ingress")
+    screen.type("q")
+    assert screen.ended() == 0
+
+
+def test_a_terminal_without_utf8_gets_ascii_and_no_color_no_colours(top):
+    screen = top(LC_ALL="C", LANG="C", PYTHONUTF8="0", PYTHONIOENCODING="latin-1", NO_COLOR="1")
+    screen.until("-> ingress", "=raw=")
+    screen.type("q")
+    assert screen.ended() == 0
+    assert screen.raw.isascii() and not re.search(r"\x1b\[[0-9;]*3[0-9]m", screen.raw)
+
+
+def test_it_says_that_the_broker_is_down_and_shows_it_again_when_it_is_up(top, new_broker):
+    second = new_broker()
+    second.gateway = False
+    screen = Terminal(second)
+    try:
+        screen.until("down", "do: start it with: kmq up", "no gateway")
+        second.up()
+        second.send_lines([b"late|0|1|x"])
+        screen.until("ready", "late", "seq 1", absent=("start it with",))
+        second.kill("router")
+        screen.type("l")
+        screen.until("restarted", "router")
+        second.down()
+        screen.type("p")
+        screen.until("do: start it with: kmq up")
+        screen.type("q")
+        assert screen.ended() == 0
+    finally:
+        screen.close()
+
+
+def test_a_stage_that_hangs_is_named_with_what_to_do(top, broker):
+    screen = top()
+    screen.until("─▶ ingress", "router")
+    router = psutil.Process(broker.pids()["router"])
+    router.suspend()
+    try:
+        screen.until("not ready, 1 error", "silent", "do: if it was stopped: kill -CONT")
+    finally:
+        router.resume()
+    screen.until("ready", absent=("do: if it was",))
+    screen.type("q")
+    assert screen.ended() == 0
+
+
+def test_it_takes_little_of_a_core_and_no_more_memory_with_time(top):
+    screen = top()
+    screen.until("─▶ ingress")
+    process = psutil.Process(screen.process.pid)
+    used, began = sum(process.cpu_times()[:2]), time.monotonic()
+    memory = process.memory_info().rss
+    frames = screen.raw.count(" UTC")
+    while screen.raw.count(" UTC") < frames + 5:
+        screen.look()
+        assert time.monotonic() < began + PATIENCE_S
+    share = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began)
+    assert share < 0.25  # of a core, on a loaded machine; alone it is a tenth of that
+    assert process.memory_info().rss - memory < 8 << 20
+
+
+# --- for scripts, and elsewhere --------------------------------------------------------------------------------------
+
+
+def test_once_prints_one_screen_as_wide_as_asked_and_nothing_that_moves_a_cursor(broker):
+    shown = broker.kmq("top", "--once", COLUMNS="100")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "─▶ ingress" in shown.stdout and "orders" in shown.stdout and "\x1b" not in shown.stdout
+    assert max(map(cell_len, shown.stdout.splitlines())) <= 100
+
+
+def test_once_in_json_says_what_status_says(broker):
+    document = json.loads(broker.kmq("top", "--once", "--json").stdout)
+    status = json.loads(broker.kmq("status", "--json").stdout)
+    assert document["as_of"] == document["status"]["as_of"] and document["status"].keys() == status.keys()
+    assert [stage["state"] for stage in document["status"]["stages"]] == [s["state"] for s in status["stages"]]
+    assert document["rates"]["router"]["messages"] == 0
+    assert [(row["topic"], row["records"]) for row in document["topics"]] == [("orders", 50)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "--once"),
+        (("--json",), "--once"),
+        (("--token", "x"), "--url"),
+        (("--once", "--url", "ftp://x"), "--url"),
+        (("--once", "--url", "http://x:1x"), "--url"),
+        (("--once", "--url", "http://localhost:1", "--token", "@none"), "--token @none"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(broker, options, said):
+    result = broker.kmq("top", *options)
+    assert result.returncode == 78 and said in result.stderr and result.stderr.count("\n") == 1
+
+
+class Gateway:
+    """An HTTP server in place of a gateway elsewhere: answers with `status` and `body`."""
+
+    def __init__(self):
+        self.status, self.body, self.tokens = 200, b"{}", []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                outer.tokens.append(self.headers.get("Authorization"))
+                self.send_response(outer.status if self.path == "/api/overview" else 404)
+                self.send_header("Content-Length", str(len(outer.body)))
+                self.end_headers()
+                self.wfile.write(outer.body)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def gateway():
+    made = Gateway()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def test_a_broker_elsewhere_is_shown_by_what_its_gateway_knows(broker, gateway, top, tmp_path):
+    gateway.body = broker.kmq("top", "--once", "--json").stdout.encode()
+    (tmp_path / "token").write_text("secret\n")
+    shown = broker.kmq("top", "--once", "--url", gateway.url, "--token", f"@{tmp_path}/token")
+    assert shown.returncode == 0 and "orders" in shown.stdout and "KMQ " + broker.instance in shown.stdout
+    assert set(gateway.tokens) == {"Bearer secret"}
+    screen = top("--url", gateway.url)
+    screen.until("─▶ ingress", "orders")
+    gateway.status = 503
+    screen.until("answered 503", "orders")
+    gateway.status = 200
+    screen.until("orders", absent=("503",))
+    screen.type("q")
+    assert screen.ended() == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"), [(404, 1, "older"), (401, 1, "--token"), (200, 75, "overview"), (500, 75, "500")]
+)
+def test_a_gateway_that_gives_no_overview_is_one_line(broker, gateway, status, code, said):
+    gateway.status, gateway.body = status, b"[" * 100_000
+    result = broker.kmq("top", "--once", "--url", gateway.url)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert said in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_what_a_stranger_at_the_url_says_is_never_printed_raw(broker, gateway):
+    gateway.status, gateway.body = 403, json.dumps({"message": "no \x1b[2J\x07way"}).encode()
+    result = broker.kmq("top", "--once", "--url", gateway.url)
+    assert result.returncode == 1 and "no \\x1b[2J\\x07way" in result.stderr and "\x1b" not in result.stderr
+
+
+def test_nobody_at_the_url_is_one_line_and_75(broker):
+    result = broker.kmq("top", "--once", "--url", "http://127.0.0.1:1")
+    assert result.returncode == 75 and "Connection refused" in result.stderr and result.stderr.count("\n") == 1

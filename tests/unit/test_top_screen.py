@@ -1,0 +1,313 @@
+"""What `kmq top` draws: pure, from a document and a size."""
+
+import json
+import os
+import time
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from kmq.broker import stats
+from kmq.cli.top import canvas, command, rates, screen, terminal
+from kmq.cli.top.changes import Changes
+from kmq.cli.top.latencies import Latencies
+from kmq.cli.top.snapshot import parse
+from kmq.cli.top.topic_rates import TopicRates
+from kmq.log import topics
+
+SIZES = [(80, 24), (120, 40), (60, 20), (20, 5), (300, 100)]
+HOSTILE = "\x1b[2J\x07\r\n\x9b31m\u202e日本" + "ü" * 300
+
+
+def stage(name, state="ready", **more):
+    counts = {"restarts": 0, "connections": 3, "seq": 12_345, "refused": 0, "dropped": 0, "pid": 7, "started": 1}
+    return {"name": name, "state": state} | counts | more
+
+
+def finding(code="quota", severity="error", about="data"):
+    return {"code": code, "severity": severity, "about": about, "why": "no room " * 9, "advice": "raise KMQ_DATA_QUOTA"}
+
+
+def link(name, fill=0.5, messages=None):
+    return {"name": name, "bytes": 2048, "capacity": 4096, "messages": messages, "fill": fill}
+
+
+def document(name="orders", **status):
+    """An overview with everything in it."""
+    shown = {
+        "ready": not status.get("findings"),
+        "supervisor": "up",
+        "instance": name,
+        "version": "1.0",
+        "stages": [stage(each) for each in ("ingress", "framer", "durability", "router", "gateway")],
+        "links": [link("raw"), link("received", 0.9), link("framed", 0.25, 12), link("durable", 0.0, 0)],
+        "findings": [],
+    }
+    moved = {"messages": 20_000.0, "bytes": 3e6}
+    return {
+        "as_of": time.time(),
+        "status": shown | status,
+        "rates": dict.fromkeys(("ingress", "framer", "durability", "router"), moved),
+        "latency": {"ack": {"p50": 0.0011, "p99": 0.0042, "count": 9}, "sync": None},
+        "topics": [{"topic": f"{name}{n}", "rate": float(n), "bytes_rate": 9.0, "records": n} for n in range(20)],
+        "topics_total": 10_000,
+        "groups": [{"group": name, "state": "stable", "members": 2, "lag": 5, "lag_seconds": 61.0}],
+        "groups_total": 1,
+        "events": [{"id": 1, "at": 5.0, "kind": "restarted", "about": name, "text": name}],
+    }
+
+
+def plain(lines, width=80, is_ascii=False):
+    painter = terminal.Painter(Console(color_system=None), is_ascii)
+    return [painter.line(line, width) for line in lines]
+
+
+def drawn(found, view="p", width=80, height=24, is_ascii=False, scroll=0):
+    snapshot = parse(found)
+    return plain(screen.draw(snapshot, screen.Wanted(view, scroll), width, height), width, is_ascii)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("view", [*screen.VIEWS, "?"])
+def test_a_screen_is_exactly_as_large_as_the_terminal(size, view):
+    width, height = size
+    many = [finding(f"code{n}") for n in range(9)]
+    for found in (document(), document(HOSTILE, findings=many), {}):
+        for is_ascii in (False, True):
+            lines = drawn(found, view, width, height, is_ascii)
+            assert len(lines) == height
+            assert {cell_len(line) for line in lines} == {width}
+
+
+@pytest.mark.parametrize("view", screen.VIEWS)
+def test_nothing_in_a_name_is_printed_raw(view):
+    stages = [stage(HOSTILE), stage("ingress", HOSTILE), stage("router")]
+    found = document(HOSTILE, findings=[finding(HOSTILE, about=HOSTILE)], stages=stages, links=[link(HOSTILE)])
+    found["notes"] = {"groups": HOSTILE}
+    for is_ascii in (False, True):
+        text = "".join(drawn(found, view, 120, 40, is_ascii))
+        assert text.isprintable() and (text.isascii() or not is_ascii)
+    assert "\\x1b[2J" in "".join(drawn(document(HOSTILE), "t", 120))
+
+
+def test_the_pipeline_shows_state_rate_and_fill_of_every_link_and_how_long_things_take():
+    text = "\n".join(drawn(document()))
+    for part in ("─▶ ingress", "raw", "framer", "framed", "durability", "durable", "router", "ready"):
+        assert part in text, part
+    assert "2.9 MiB/s" in text and text.count("20,000/s") == 3
+    assert "90%" in text and "4.0 KiB" in text  # FIFO and ring are one link: the fuller one counts
+    assert "25%" in text and "12 msg" in text
+    assert "ack 1.1 ms / 4.2 ms  sync - / -" in text
+    assert "orders19" in text and "stable" in text and "restarted" in text
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES[:3])
+def test_what_is_wrong_and_what_to_do_is_on_every_size(width, height):
+    text = "\n".join(drawn(document(findings=[finding(), finding("damage_found", "warning")]), "p", width, height))
+    assert "not ready, 1 error, 1 warning" in text
+    assert "quota: no room" in text and "do: raise KMQ_DATA_QUOTA" in text and "damage_found" in text
+
+
+def test_a_broker_without_newer_values_is_drawn_with_a_dash_for_each():
+    old = {"ready": True, "stages": [{"name": "framer", "state": "ready"}], "backlog": {"framed_messages": 7}}
+    old |= {"reasons": [], "warnings": [{"code": "certificate_expires", "why": "soon", "advice": "renew"}]}
+    text = "\n".join(drawn({"as_of": 1.0, "status": old}))
+    assert "7 msg" in text and "ack - / -" in text and "certificate_expires: soon" in text
+
+
+WRONG = [None, 5, "x", [], {}, float("nan"), float("inf"), 10**400, -1, True, [None], {"name": None}]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: str(value)[:8])
+def test_a_document_of_any_shape_is_drawn(value):
+    found = document(findings=[finding()])
+    spoiled = [value, *(found | {key: value} for key in found)]
+    spoiled += [found | {"status": found["status"] | {key: value}} for key in found["status"]]
+    spoiled += [found | {"topics": [{"topic": value, "rate": value, "records": value}]}]
+    spoiled += [found | {"events": [{"at": value, "text": value}], "groups": [{"lag_seconds": value}]}]
+    for each in spoiled:
+        for view in screen.VIEWS:
+            assert len(drawn(each, view)) == 24
+
+
+def test_a_snapshot_is_bounded_however_much_a_server_sends():
+    big = document(findings=[finding("x" * 100_000)] * 5_000)
+    big["topics"] = [{"topic": "y" * 100_000}] * 5_000
+    found = parse(big)
+    assert len(found.topics) <= 200 and len(found.findings) <= 200
+    assert max(len(found.topics[0].topic), len(found.findings[0].code)) <= 2000
+
+
+def test_a_table_scrolls_under_its_title_and_stops_at_its_end():
+    wanted, snapshot = screen.Wanted("t"), parse(document())
+    for _ in range(5):
+        wanted = command.turned(wanted, "down", snapshot, 24)
+    lines = drawn(document(), "t", scroll=wanted.scroll)
+    assert lines[1].startswith("topics (20 of 10,000)") and lines[2].startswith("orders14")
+    for _ in range(50):
+        wanted = command.turned(wanted, "page down", snapshot, 24)
+    assert drawn(document(), "t", scroll=wanted.scroll)[2].startswith("orders0")
+    assert command.turned(wanted, "home", snapshot, 24).scroll == 0
+    assert command.turned(wanted, "g", snapshot, 24) == screen.Wanted("g")
+    assert command.turned(wanted, "escape", snapshot, 24) == screen.Wanted("p")
+
+
+def test_keys_that_are_unknown_or_cut_do_nothing():
+    typed = b"t\x1b[A\x1bOB\x1b[5~\x1b[1;5C\x1b[200~q\x1b["
+    assert list(terminal.keys(typed)) == ["t", "up", "down", "page up", "q"]
+    assert list(terminal.keys(b"\x1b")) == ["escape"] and list(terminal.keys(b"\xff\xc3")) == ["�", "�"]
+
+
+def test_colours_are_those_of_the_terminal_and_none_with_no_color(monkeypatch):
+    line = screen.draw(parse(document(findings=[finding()])), screen.Wanted(), 80, 24)[0]
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = terminal.Painter(Console(force_terminal=True, color_system="256"), False).line(line, 80)
+    assert "\x1b[1;31m" in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain_line = terminal.Painter(Console(force_terminal=True, color_system="256"), False).line(line, 80)
+    assert "31m" not in plain_line and "not ready" in plain_line
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (canvas.count(None), "-"),
+        (canvas.count(9_999_999), "9,999,999"),
+        (canvas.count(12_300_000), "12.3M"),
+        (canvas.per_second(0.2), "0.2/s"),
+        (canvas.per_second(0), "0/s"),
+        (canvas.size(1023), "1,023 B"),
+        (canvas.size(1 << 20), "1.0 MiB"),
+        (canvas.duration(0.00085), "850 us"),
+        (canvas.duration(0.0012), "1.2 ms"),
+        (canvas.duration(0.99999), "1 s"),
+        (canvas.duration(7000), "117 m"),
+        (canvas.percent(0.0001), "1%"),
+        (canvas.percent(0), "0%"),
+        (canvas.bar(0.01, 4), "█░░░"),
+        (canvas.bar(None, 4), "░░░░"),
+    ],
+)
+def test_numbers_in_few_cells(shown, text):
+    assert shown == text
+
+
+# --- rates and events ------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_is_that_of_the_last_seconds_and_begins_again_with_its_process():
+    meter = rates.Meter()
+    assert meter.feed(0.0, 0) is None
+    shown = [meter.feed(step / 4, step * 100) for step in range(1, 40)]
+    assert shown[-1] == pytest.approx(400)
+    later = [meter.feed(10 + step / 4, 3900) for step in range(12)]
+    assert later[-1] == 0
+    assert meter.feed(20.0, 5) is None and meter.feed(21.0, 15) == 10
+
+
+def test_meters_forget_what_is_gone():
+    meters = rates.Meters()
+    meters.feed(0.0, {"a": 1, "b": 1})
+    assert meters.feed(1.0, {"b": 3}) == {"b": 2}
+    assert meters.feed(2.0, {"a": 9, "b": 3})["a"] is None
+
+
+def test_what_differs_between_two_looks_is_an_event():
+    changes = Changes()
+    before = document()["status"]
+    changes.see(before)
+    changes.see(before)
+    assert not changes.events
+    worse = document(stages=[stage("router", restarts=2, started=9, pid=8)], findings=[finding()])["status"]
+    changes.see(worse)
+    changes.see(before | {"stages": worse["stages"]})
+    kinds = [event["kind"] for event in changes.events]
+    assert kinds == ["ready", "cleared", "not_ready", "restarted"]
+    for _ in range(500):
+        changes.see(worse)
+        changes.see(before)
+    assert len(changes.events) <= 100
+
+
+def test_times_are_those_of_the_last_ten_seconds(tmp_path):
+    made = stats.StatsPage(f"top{os.getpid()}", "1", str(tmp_path))
+    try:
+        found, ack = Latencies(), made.histogram("ack")
+        ack.observe(9.0)
+        assert found.feed(0.0, made) == {"ack": None, "sync": None, "routed": None}
+        ack.observe(0.001, n=100)
+        shown = [found.feed(float(second), made)["ack"] for second in range(1, 12)]
+        assert shown[0]["count"] == 100 and 0.0005 < shown[0]["p50"] <= shown[0]["p99"] <= 0.00103
+        assert shown[8] and shown[10] is None
+    finally:
+        os.unlink(made.path)
+
+
+# --- topics from their files -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "topics").mkdir()
+    return tmp_path
+
+
+def swept(found, clock, monkeypatch):
+    clock[0] += 2.0
+    monkeypatch.setattr("kmq.cli.top.topic_rates.time.monotonic", lambda: clock[0])
+    found.sweep(1.0)
+    return {row["topic"]: row for row in found.rows(100)}
+
+
+def append(data, topic, count, partition=0):
+    directory = data / "topics" / topic / str(partition)
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / f"{0:020}.log", "ab") as file:
+        file.write(b"1|1.0|t|1.0||x\n" * count)
+
+
+def test_topics_are_rated_by_their_files_and_follow_what_comes_and_goes(data, monkeypatch):
+    clock, found = [100.0], TopicRates(str(data))
+    for name, partitions in (("busy", 2), ("idle", 1)):
+        topics.make(str(data), name, topics.Declaration(partitions, 1))
+        for partition in range(partitions):
+            append(data, name, 5, partition)
+            link = f"{name}.log" if partitions == 1 else f"{name}-{partition}.log"
+            (data / link).symlink_to(f"topics/{name}/{partition}/{0:020}.log")
+    first = swept(found, clock, monkeypatch)
+    assert first["busy"]["records"] == 10 and first["busy"]["rate"] is None and found.total == 2
+    append(data, "busy", 10)
+    append(data, "busy", 30, 1)
+    rated = swept(found, clock, monkeypatch)
+    assert rated["busy"]["rate"] == 20 and rated["busy"]["bytes_rate"] == 20 * 15 and rated["busy"]["records"] == 50
+    assert rated["idle"]["rate"] == 0 and next(iter(rated)) == "busy"
+    assert swept(found, clock, monkeypatch)["busy"]["rate"] == 0
+    (data / "busy-0.log").unlink()
+    assert swept(found, clock, monkeypatch)["busy"]["partitions"] == 2
+    (data / "topics" / "busy").rename(data / "topics" / ".gone")
+    assert list(swept(found, clock, monkeypatch)) == ["idle"]
+
+
+def test_a_sweep_over_many_topics_ends_in_time_and_goes_on_where_it_stopped(data, monkeypatch):
+    for number in range(300):
+        topics.make(str(data), f"t{number:03}", topics.Declaration(1, 1))
+        append(data, f"t{number:03}", 1)
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("kmq.cli.top.topic_rates.time.monotonic", lambda: float(next(ticks)))
+    found = TopicRates(str(data))
+    seen = set()
+    for _ in range(300):
+        found.sweep(10.0)
+        now = {row["topic"] for row in found.rows(1000)}
+        assert 0 < len(now - seen) < 30 or len(now) == 300
+        seen |= now
+        if len(seen) == 300:
+            break
+    assert len(seen) == 300 and len(json.dumps(found.rows(20))) < 10_000
+
+
+def test_no_data_directory_has_no_topics(tmp_path):
+    found = TopicRates(str(tmp_path / "none"))
+    found.sweep(1.0)
+    assert found.rows(9) == [] and found.total == 0
