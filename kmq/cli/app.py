@@ -10,12 +10,48 @@ from typing import Annotated, NoReturn
 import typer
 
 from kmq import __version__, terminal
-from kmq.cli import bq, consume, dlq, fleet, groups, lifecycle, logs, produce, redrive, spark, status, tokens, topics
+from kmq.cli import (
+    bq,
+    bundle,
+    config,
+    consume,
+    dlq,
+    doctor,
+    fleet,
+    groups,
+    lifecycle,
+    logs,
+    produce,
+    redrive,
+    spark,
+    status,
+    tokens,
+    topics,
+)
 from kmq.cli.helptext import examples
+from kmq.cli.top import command as top
 from kmq.errors import EXIT_SIGINT, ConfigError, KmqError, of_os_error
 
 # The order in `kmq --help`, except that groups of commands (kmq topics …) come after single commands.
-FAMILIES = (lifecycle, status, produce, consume, redrive, topics, groups, dlq, tokens, logs, bq, fleet, spark)
+FAMILIES = (
+    lifecycle,
+    status,
+    top,
+    doctor,
+    bundle,
+    config,
+    produce,
+    consume,
+    redrive,
+    topics,
+    groups,
+    dlq,
+    tokens,
+    logs,
+    bq,
+    fleet,
+    spark,
+)
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -15,6 +15,7 @@ from kmq.cli.helptext import examples
 from kmq.cli.progress import counting
 from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError
 from kmq.logfmt import pairs
+from kmq.settings import load
 
 if TYPE_CHECKING:
     from kmq.log.show import Stat
@@ -143,12 +144,14 @@ def verify(
     from the data; the rebuilt files equal the lost ones byte by byte. Records
     that no copy holds any more are named by seq in the directory quarantine.
     """
+    from kmq.broker import damage
     from kmq.repair import check
 
     data = existing_data()
     with counting("checked {task.completed:,.0f} MB") as advance:
-        code = check.run(data, only or [], repair, as_json, lambda nbytes: advance(nbytes / _MB))
-    raise typer.Exit(code)
+        checked = check.run(data, only or [], repair, as_json, lambda nbytes: advance(nbytes / _MB))
+    damage.tell(load(), checked.damage, checked.is_complete)
+    raise typer.Exit(checked.code)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -15,7 +15,6 @@ its module. `start` takes values; the module's `run` makes the same values of ke
 Importing this module imports neither pyspark nor pyarrow: `kmq up` starts as fast as before.
 """
 
-import sys
 from typing import Annotated, NamedTuple
 
 import typer
@@ -35,16 +34,6 @@ run_app = typer.Typer(no_args_is_help=True, help="Run a pipeline on Spark.", epi
 pipeline_app.add_typer(run_app, name="run")
 
 _EVERY_SECOND = Follow(every="1 second")
-
-
-@pipeline_app.command("list", epilog=examples("kmq pipeline list"))
-def list_pipelines() -> None:
-    """List the pipelines."""
-    for command in run_app.registered_commands:
-        function = command.callback
-        assert function is not None
-        name = command.name or function.__name__.replace("_", "-")
-        print(f"{name:10} {(function.__doc__ or '').strip().splitlines()[0]}", file=sys.stdout)
 
 
 # --- archive -------------------------------------------------------------------------------------------------------
@@ -242,11 +231,15 @@ class MetricsTo(NamedTuple):
     producers: Annotated[
         str, typer.Option("--producers", help="host:port of the ingress of the broker with --into; default: this one.")
     ] = ""
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each window as one JSON object, in place of the table.")
+    ] = False
 
 
 @run_app.command(
     epilog=examples(
         "kmq pipeline run metrics --window '5 minutes'",
+        "kmq pipeline run metrics --json",
         "kmq pipeline run metrics --topics orders,jobs --to metrics --continuous",
         "kmq pipeline run metrics --into metrics --checkpoint metrics.at --continuous",
     )
@@ -275,6 +268,10 @@ def metrics(
             job.progress.stop()
             if output.to:
                 print(f"added {rows:,} rows to {output.to} ({output.format})")
+        elif output.as_json:
+            from kmq.spark.sql import results
+
+            results.as_json(metrics.summary(job.spark, where, windows.window), job.progress)
         else:
             table = metrics.as_table(metrics.summary(job.spark, where, windows.window))
             job.progress.stop()

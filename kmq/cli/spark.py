@@ -1,8 +1,9 @@
-"""`kmq sql`, `kmq audit`, `kmq pipeline …`: the commands that run on Spark (sql.py, pipelines.py, checkpoints.py)."""
+"""`kmq sql`, `kmq audit`, `kmq pipeline …`: the commands that run on Spark (sql.py, pipelines.py, …)."""
 
 import typer
 
 from kmq.cli import checkpoints as checkpoints  # adds its commands to pipeline_app
+from kmq.cli import pipeline_list as pipeline_list  # this one, too
 from kmq.cli import pipelines, sql
 from kmq.cli.helptext import examples
 

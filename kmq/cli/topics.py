@@ -93,7 +93,9 @@ def create(
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S
     while statuses.collect(settings).ready and time.monotonic() < deadline:
-        from_seq = topics.load(settings.data, name)[1]
+        has, from_seq = topics.load(settings.data, name)
+        if from_seq is not None and has != partitions:
+            raise KmqError(f"topic {name}: exists with {has} partition(s); a message has just made it")
         if from_seq is not None:
             print(f"topic {name}: {partitions} partition(s), in force from seq {from_seq}")
             return

@@ -131,7 +131,11 @@ def test_a_mistyped_command_is_answered_with_the_right_one_and_2(broker):
 def test_bash_completes_commands_and_options(broker):
     script = shell(broker, "kmq --show-completion; true").stdout
     assert "complete -o default -F _kmq_completion kmq" in script
-    for words, completed in (("kmq top", ["topics"]), ("kmq topics cr", ["create"]), ("kmq log stat --js", ["--json"])):
+    for words, completed in (
+        ("kmq top", ["top", "topics"]),
+        ("kmq topics cr", ["create"]),
+        ("kmq log stat --js", ["--json"]),
+    ):
         typed = f"COMP_WORDS=({words}) COMP_CWORD={len(words.split()) - 1}"
         complete = '_kmq_completion kmq; echo "${COMPREPLY[@]}"'
         result = shell(broker, f'eval "$(kmq --show-completion; true)"; {typed}; {complete}')

@@ -1,0 +1,185 @@
+"""`kmq config show`: every setting, its value, and where the value came from."""
+
+import json
+import os
+import re
+import sys
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.table import Table
+
+from kmq import states, terminal
+from kmq.cli.helptext import examples
+from kmq.cli.redaction import HIDDEN, clean, shown
+from kmq.errors import EXIT_CONFIG, ConfigError
+from kmq.settings import FOREVER, SETTINGS, SHARED, Setting, load, of_environment, of_file, service_links, suggest
+
+config_app = typer.Typer(
+    no_args_is_help=True,
+    help="Settings: their values, and where each came from.",
+    epilog=examples("kmq config show", "kmq config show KMQ_DATA KMQ_PORT"),
+)
+_FILE = "kmq.toml"
+_ENVIRONMENT, _DEFAULT, _FLEET = "environment", "default", "fleet"
+
+
+class Value(NamedTuple):
+    """A setting as it is in force, fit to be shown."""
+
+    name: str
+    text: str  # "": not set
+    value: str | int | float | None  # in bytes or seconds; None: not set, no limit, never, or not valid
+    source: str
+    line: int | None  # of kmq.toml
+    default: str
+    problem: str  # "": it is valid
+
+    @property
+    def origin(self) -> str:
+        """Return where the value came from, for a person."""
+        return f"{self.source} line {self.line}" if self.line else self.source
+
+    def as_json(self) -> dict[str, object]:
+        fields = self._asdict()
+        return {"from" if name == "source" else name: value for name, value in fields.items()}
+
+
+class Shown(NamedTuple):
+    """All settings at one moment. `unknown`: (name, where it was given, the nearest right name as text)."""
+
+    values: list[Value]
+    unknown: list[tuple[str, str, str]]
+    ignored: list[str]
+    problem: str  # why `kmq up` refuses these settings; "": it does not
+    secrets: list[str]  # what no text may hold; never shown
+
+    def as_json(self) -> dict[str, object]:
+        """Return the document of --json."""
+        return {
+            "settings": [value.as_json() for value in self.values],
+            "unknown": [{"name": name, "from": source} for name, source, _ in self.unknown],
+            "ignored": self.ignored,
+            "problem": self.problem or None,
+        }
+
+
+def collect() -> Shown:
+    """Return the settings of this directory, also if they are wrong. Never raises for what is set."""
+    environ = dict(os.environ)
+    problem, from_env, from_file = "", of_environment(environ), dict[str, str]()
+    try:
+        from_file = of_file(_FILE)
+    except ConfigError as error:
+        problem = str(error)
+    known = {row.env for row in SETTINGS}
+    lines = _lines()
+    given = {_ENVIRONMENT: from_env, _FILE: from_file}
+    unknown = [
+        (name, source, suggest(name)) for source, names in given.items() for name in sorted(names) if name not in known
+    ]
+    told, fault = _of_fleet()
+    values = [_value(row, from_env, from_file, lines, told) for row in SETTINGS]
+    hidden = {value.name for value in values if value.text == HIDDEN}
+    secrets = [texts[name] for texts in given.values() for name in texts if name in hidden or name not in known]
+    try:
+        load()
+    except ConfigError as error:
+        problem = problem or str(error)
+    return Shown(values, unknown, service_links(environ), clean(problem or fault, secrets), secrets)
+
+
+def _lines() -> dict[str, int]:
+    """Return in which line of kmq.toml each setting stands."""
+    try:
+        with open(_FILE, encoding="utf-8", errors="replace") as file:
+            matches = ((re.match(r"""\s*["']?(\w+)["']?\s*=""", line), number) for number, line in enumerate(file, 1))
+            return {match[1]: number for match, number in matches if match}
+    except OSError:
+        return {}
+
+
+def _of_fleet() -> tuple[dict[str, str], str]:
+    """Return the settings that the fleet has told this broker, and why they cannot be read, or ""."""
+    try:
+        found = states.read(load())
+    except ConfigError as error:
+        return {}, str(error)
+    told = found.under(states.SETTINGS) if found else {}
+    return {name: text for name, text in told.items() if text != states.DEFAULT and not states.fault(name, text)}, ""
+
+
+def _value(
+    row: Setting, from_env: dict[str, str], from_file: dict[str, str], lines: dict[str, int], told: dict[str, str]
+) -> Value:
+    line = None
+    if row.env in from_env:
+        text, source = from_env[row.env], _ENVIRONMENT
+    elif row.env in from_file:
+        text, source, line = from_file[row.env], _FILE, lines.get(row.env)
+    else:
+        text, source = row.default, _DEFAULT
+    if row.attribute in SHARED and (text == "" or source == _DEFAULT):
+        text, source, line = row.default, _DEFAULT, None
+        if row.attribute in told:
+            text, source = told[row.attribute], _FLEET
+    visible = shown(row, text)
+    parsed: str | int | float | None = None
+    problem = ""
+    if text or row.default:
+        try:
+            parsed = row.parse(text)
+        except ValueError as error:
+            problem = str(error)
+    if isinstance(parsed, str):
+        parsed = visible
+    if parsed == FOREVER or text.strip().lower() in ("none", "never") or visible == HIDDEN:
+        parsed = None
+    return Value(row.env, visible, parsed, source, line, row.default, problem)
+
+
+@config_app.command(
+    "show", epilog=examples("kmq config show", "kmq config show KMQ_DATA KMQ_PORT", "kmq config show --json")
+)
+def show(
+    names: Annotated[list[str] | None, typer.Argument(help="Only these settings, such as KMQ_DATA.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
+) -> None:
+    """Show every setting: its value, and if it comes from the environment, kmq.toml, the fleet, or is the default.
+
+    Secrets are never shown: (hidden) stands for them. Exit code 78 if a
+    setting is unknown or wrong: kmq up would refuse it.
+
+    --json: {"settings": [{"name", "text", "value", "from", "line", "default",
+    "problem"}, …], "unknown", "ignored", "problem"}. value is in bytes or
+    seconds, null for none and never.
+    """
+    found = collect()
+    wanted = [name.upper() for name in names or ()]
+    for name in wanted:
+        if name not in {value.name for value in found.values}:
+            raise ConfigError(f"unknown setting {clean(name)}{suggest(name)}")
+    if wanted:
+        found = found._replace(values=[value for value in found.values if value.name in wanted])
+    print(json.dumps(found.as_json())) if as_json else _print(found)
+    problems = [f"{source}: unknown setting {name}{hint}" for name, source, hint in found.unknown]
+    problems += [f"{value.name}: {value.problem} ({value.origin})" for value in found.values if value.problem]
+    for problem in problems or filter(None, [found.problem]):
+        print(f"kmq: {problem}", file=sys.stderr)
+    if found.problem:
+        raise typer.Exit(EXIT_CONFIG)
+
+
+def _print(found: Shown) -> None:
+    table = Table("setting", "value", "from", box=None, pad_edge=False, header_style="bold")
+    for value in found.values:
+        style = "red" if value.problem else "" if value.source == _DEFAULT else "bold"
+        table.add_row(value.name, value.text, value.origin, style=style)
+    terminal.console().print(table, markup=False, highlight=False)
+    if found.ignored:
+        print(f"not settings, because Kubernetes makes them for a Service: {', '.join(found.ignored)}")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.add_typer(config_app, name="config")

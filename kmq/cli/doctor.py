@@ -1,0 +1,181 @@
+"""`kmq doctor`: what is wrong with the broker and with its machine, and what to do."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, NamedTuple
+
+import typer
+
+from kmq import __version__, gateway, terminal
+from kmq.broker import checks, disk_checks, machine, supervision
+from kmq.broker import status as statuses
+from kmq.broker.checks import ERROR, NOTE, OK, WARNING, Check
+from kmq.broker.findings import Finding
+from kmq.broker.readiness import LIFELESS, Verdict, state_of
+from kmq.broker.stats import StatsPage, peek
+from kmq.cli.helptext import examples
+from kmq.cli.progress import counting
+from kmq.errors import EXIT_FAILED, EXIT_OK, ConfigError, KmqError
+from kmq.settings import STAGES, Settings, load
+
+_COLOURS = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "red"}
+
+
+class Diagnosis(NamedTuple):
+    """What was found at one moment."""
+
+    as_of: float
+    checks: list[Check]
+    findings: list[dict[str, str]]  # of the broker, as kmq status has them
+
+    @property
+    def is_good(self) -> bool:
+        return not any(check.level == ERROR for check in self.checks)
+
+    def as_json(self) -> dict[str, object]:
+        """Return the document of --json."""
+        rows = [
+            {"check": each.name, "level": each.level, "text": each.text, "advice": each.advice} for each in self.checks
+        ]
+        return {
+            "as_of": self.as_of,
+            "version": __version__,
+            "ok": self.is_good,
+            "checks": rows,
+            "findings": self.findings,
+        }
+
+
+def diagnose(settings: Settings) -> Diagnosis:
+    """Look at everything. Creates nothing, and works whether or not the broker is up."""
+    page, found, verdict = _look(settings)
+    is_up = page is not None and any(state_of(name, page.rows[name]) not in LIFELESS for name in STAGES)
+    own = [*_of_broker(settings, verdict), *found]
+    pid = page.rows["ingress"].pid if page and is_up else 0
+    steps: list[tuple[str, Callable[[], Iterable[Check]]]] = [
+        ("python", lambda: [machine.python(), _extra()]),
+        ("open files", lambda: [machine.open_files(settings, pid)]),
+        ("shared memory", lambda: [machine.shared_memory(settings, is_up), machine.leftovers(settings)]),
+        ("memory", lambda: [machine.memory(settings)]),
+        ("the clock", lambda: [machine.clock(_newest_s(settings))]),
+        ("permissions", lambda: disk_checks.permissions(settings)),
+        ("the disk", lambda: [disk_checks.kind(settings), disk_checks.space(settings)]),
+        ("the speed of the disk", lambda: [disk_checks.speed(settings)]),
+        ("ports", lambda: machine.ports(settings, page, gateway.is_installed())),
+        ("Java", lambda: [_java()]),
+    ]
+    for title, step in steps:
+        with counting(f"looking at {title}"):
+            own += _guarded(title, step)
+    return Diagnosis(time.time(), own, [finding.fields() for finding in verdict.findings])
+
+
+def _guarded(title: str, step: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Return the checks of a step; a check that fails itself is a warning, and ends nothing."""
+    try:
+        return list(step())
+    except (OSError, KmqError) as error:
+        return [Check(title, WARNING, f"could not be looked at: {error}", "run as the broker's user")]
+
+
+# --- the broker ------------------------------------------------------------------------------------------------------
+
+
+def _look(settings: Settings) -> tuple[StatsPage | None, list[Check], Verdict]:
+    """Return the stats page of this broker, what keeps it from being read, and the verdict on the broker."""
+    try:
+        page = peek(settings.instance)
+        verdict = statuses.collect(settings).verdict
+        return (page if page is not None and page.serves(settings.data) else None), [], verdict
+    except (OSError, KmqError) as error:
+        check = Check("broker", ERROR, f"its stats page cannot be read: {error}", "run as the broker's user")
+        return None, [check], Verdict([], [], [])
+
+
+def _of_broker(settings: Settings, verdict: Verdict) -> Iterator[Check]:
+    if [reason.about for reason in verdict.reasons] == ["broker"]:
+        yield _down(settings)
+    else:
+        for finding in verdict.reasons:
+            yield _of_finding(finding, ERROR)
+    for finding in verdict.warnings:
+        yield _of_finding(finding, WARNING)
+    if not verdict.reasons:
+        yield Check("broker", OK, "ready: a message that is sent now would be stored")
+
+
+def _of_finding(finding: Finding, level: str) -> Check:
+    return Check(f"broker: {finding.code}", level, finding.why, f"{finding.advice}; more in {finding.section}")
+
+
+def _down(settings: Settings) -> Check:
+    """A broker that was never started, or was stopped in order, is no error: someone may look before the start."""
+    other = supervision.elsewhere(settings)
+    if other:
+        return Check("broker", WARNING, f"instance {settings.instance} is up with its data in {other}", "cd there")
+    return Check("broker", NOTE, "it is down: it was not started, or has been stopped", "start it with: kmq up")
+
+
+def _newest_s(settings: Settings) -> float | None:
+    """Return the age of the newest record; None if there is none."""
+    if not supervision.is_data(settings.data):
+        return None
+    from kmq.log import show
+
+    rows = list(show.stat(settings.data, "append"))
+    return rows[0].newest_s if rows and rows[0].end > rows[0].first else None
+
+
+# --- what is installed -----------------------------------------------------------------------------------------------
+
+
+def _extra() -> Check:
+    if gateway.is_installed():
+        return Check("gateway", OK, "gRPC, HTTP and consumers: installed")
+    return Check("gateway", NOTE, "not installed: no gRPC, no HTTP, no consumers", "pip install 'kmq[gateway]'")
+
+
+def _java() -> Check:
+    from kmq.spark.sessions import find_java
+
+    try:
+        return Check("java", OK, f"{find_java()}")
+    except ConfigError as error:
+        return Check("java", NOTE, f"only pipelines and kmq sql need it: {error}")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document; see above.")] = False,
+) -> None:
+    """Find what is wrong with the broker and its machine, and say what to do. Nothing is changed or made.
+
+    Checked: the broker's findings (kmq status), limits, shared memory, memory,
+    clock, permissions, disk and its speed, ports, Java. Exit code 1 if a check
+    is an error. Works with the broker up or down.
+
+    --json: {"as_of", "version", "ok", "checks": [{"check", "level", "text",
+    "advice"}, …], "findings"}. level: ok, note, warning or error.
+    """
+    found = diagnose(load())
+    print(json.dumps(found.as_json())) if as_json else _print(found)
+    raise typer.Exit(EXIT_OK if found.is_good else EXIT_FAILED)
+
+
+def _print(found: Diagnosis) -> None:
+    console = terminal.console()
+    for check in found.checks:
+        console.print(f"[{_COLOURS[check.level]}]{check.level:8}[/]", end="", highlight=False)
+        console.print(f"{check.name}: {check.text}", highlight=False, markup=False, soft_wrap=True)
+        if check.advice and check.level != OK:
+            console.print(f"        do: {check.advice}", highlight=False, markup=False, soft_wrap=True)
+    counts = {level: sum(check.level == level for check in found.checks) for level in checks.LEVELS}
+    console.print(", ".join(f"{count} {level}" for level, count in counts.items()), highlight=False)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `kmq`."""
+    app.command(epilog=examples("kmq doctor", "kmq doctor --json"))(doctor)
