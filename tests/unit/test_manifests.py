@@ -38,7 +38,7 @@ COMBINATIONS = [
     if "client-ca" not in combination or "tls" in combination
 ]
 # A broker beside an application; what that is lies in WORKLOADS.
-MORE_BESIDE = ("", "+sidecar-monitoring", "+sidecar-fleet", "+sidecar-monitoring+sidecar-fleet")
+MORE_BESIDE = ("", "+sidecar-monitoring", "+sidecar-fleet", "+sidecar-monitoring+alerts+sidecar-fleet")
 BESIDE = [f"{kind}+sidecar{more}" for kind in ("Deployment", "StatefulSet") for more in MORE_BESIDE]
 FLEETS = ["base+fleet", "base+monitoring+tls+client-ca+tokens+fleet", "base+fleet+monitoring+tokens"]
 BROKERS = [*("+".join(("base", *each)) for each in COMBINATIONS), *FLEETS]
@@ -131,7 +131,7 @@ POD_MONITOR = {
         },
     },
 }
-MONITORS = {"ServiceMonitor": SERVICE_MONITOR, "PodMonitor": POD_MONITOR}
+MONITORS = {"ServiceMonitor": SERVICE_MONITOR, "PodMonitor": POD_MONITOR, "PrometheusRule": schemas.PROMETHEUS_RULE}
 
 
 def kustomize(path):
@@ -259,6 +259,8 @@ def test_every_document_is_one_that_this_version_knows(render, good, version):
         ("NetworkPolicy", lambda spec: spec["ingress"][0].update(form=[])),
         ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(intervall="1s")),
         ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(interval="15")),
+        ("PrometheusRule", lambda spec: spec["groups"][0]["rules"][0].update({"for": "1"})),
+        ("PrometheusRule", lambda spec: spec["groups"][0]["rules"][0].update(anotations={})),
     ],
 )
 def test_a_misspelt_field_or_a_wrong_type_is_noticed(render, kind, change):
@@ -284,10 +286,10 @@ def test_all_agree(documents, check):
 
 
 def of(kind, change):
-    """A change of the `spec` (of a ConfigMap: the data) of all documents of a kind."""
+    """A change of the `spec` (of a ConfigMap with settings: the data) of all documents of a kind."""
 
     def changed(documents):
-        found = of_kind(documents, kind)
+        found = [each for each in of_kind(documents, kind) if each["metadata"]["name"] != "kmq-dashboard"]
         assert found
         for document in found:
             change(document.get("spec") or document["data"])
