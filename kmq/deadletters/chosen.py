@@ -1,6 +1,6 @@
 """Which dead letters a command means: those of a topic, narrowed by filters `<field>=<glob>`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -66,10 +66,16 @@ def find_topic(data: str, name: str) -> str | None:
     raise ConfigError(f"topic {name!r} does not exist; kmq dlq ls shows all topics of dead letters")
 
 
-def all_of(data: str, topic: str, filters: Sequence[Filter] = ()) -> Iterator[Found]:
-    """Yield the records of a topic that all filters accept, partition by partition, in order."""
+def all_of(
+    data: str, topic: str, filters: Sequence[Filter] = (), tick: Callable[[], None] = lambda: None
+) -> Iterator[Found]:
+    """Yield the records of a topic that all filters accept, partition by partition, in order.
+
+    `tick` is called for each record, and may raise to end the search.
+    """
     marks_from = identity.marks_from(data)
     for each in redrive.Queue(data, topic).records():
+        tick()
         message = Message(topic, each.partition, each.offset, each.line, marks_from)
         found = Found(each, message, parse_letter(each.line))
         if all(filter.accepts(found) for filter in filters):
@@ -90,17 +96,18 @@ class Replay:
         filters: Sequence[Filter] = (),
         most: int = 0,
         max_replays: int = letters.MAX_REPLAYS,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """`most`: at most so many letters, the oldest of each partition first; 0: all."""
         self._data, self._topic, self._filters = data, topic, filters
-        self._most, self._max_replays = most, max_replays
+        self._most, self._max_replays, self._tick = most, max_replays, tick
         self.stayed: dict[str, int] = {}
         self.strangers = 0
 
     def __iter__(self) -> Iterator[tuple[redrive.Record, bytes]]:
         self.stayed, self.strangers = {}, 0
         count = 0
-        for found in all_of(self._data, self._topic, self._filters):
+        for found in all_of(self._data, self._topic, self._filters, self._tick):
             if found.letter is None:
                 self.strangers += 1
                 continue

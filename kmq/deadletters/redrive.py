@@ -35,7 +35,7 @@ from kmq.client.letters import parse_letter
 from kmq.deadletters import letters
 from kmq.deadletters.pace import Pace, blocks
 from kmq.errors import ConfigError
-from kmq.log import dropped, identity, reader, topics
+from kmq.log import dropped, identity, reader, topic_records, topics
 from kmq.routing import exact, key_behind, resolve
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Dropped:
                 for line in text.split(b"\n")[:-1]:
                     seq = record.seq_of(line)
                     topic = resolve(self._table, record.routing_key_of(line), seq).topic.decode()
-                    if topic and self.topic in ("", topic):  # "": the topic was deleted since
+                    if topic != topic_records.TOPIC and topic and self.topic in ("", topic):  # "": deleted since
                         yield Record(reader.WAL, 0, seq, topic, line, seq >= self._table.marks_from)
 
 

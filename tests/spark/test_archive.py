@@ -461,7 +461,7 @@ def broken_off_and_gone_on(spark, broker, tmp_path, format, break_off):
     count, bad_every = 600, 10
     assert broker.kmq("topics", "create", "orders", "--partitions", "2").returncode == 0
     broker.send_lines(list(lines(0, count, bad_every)))
-    broker.wait_routed(count)
+    broker.wait_routed(1 + count)  # the declaration, and they
     arguments = {"where": {"path": str(broker.data), "subscribe": "orders", "maxOffsetsPerTrigger": "200"}}
     arguments |= {"to": str(tmp_path / "t"), "format": format, "schema": "n bigint, user string"}
     arguments |= {"producers": fixed_port.address(broker)}

@@ -565,12 +565,14 @@ def test_a_broker_that_is_written_to_has_no_finding_by_files_or_over_http(broker
     finally:
         stop.set()
         sender.join()
-    broker.wait_routed(sum(sent))  # ingress has taken them all, which is less than durable
+    broker.wait_routed(
+        1 + sum(sent)
+    )  # the declaration, and they; ingress has taken them all, which is less than durable
     rows = judged_at({"kmq.bootstrap.servers": address})
     assert (found(rows), noted(rows)) == ({}, {})
     [source] = sources({"kmq.bootstrap.servers": address})
-    assert {topic.name for topic in source.snapshot.topics} == {"test", "orders", "jobs", "new"}
-    assert source.snapshot.routed == sum(sent)
+    assert {topic.name for topic in source.snapshot.topics} == {"test", "orders", "jobs", "new", "__kmq"}
+    assert source.snapshot.routed == 1 + sum(sent)
 
 
 def test_what_is_wrong_is_seen_over_http_too(tmp_path):

@@ -242,7 +242,7 @@ def test_readers_see_every_kept_record_while_the_router_of_a_live_broker_is_kill
     declared = broker.kmq("topics", "create", "users", "--set", "cleanup=compact", "--set", "segment_bytes=64KiB")
     assert declared.returncode == 0, declared.stderr
     broker.send_lines([b"users.%d|0|%d|%b" % (n % 40, n, b"v" * 200) for n in range(4000)])
-    broker.wait_routed(4000)
+    broker.wait_routed(1 + 4000)  # the declaration, and they
     broker.down()  # a checkpoint, for which we would wait 30 s
     broker.up()
     data, stop, failed, sent, rounds = str(broker.data), threading.Event(), [], [4000], [0]
@@ -289,7 +289,7 @@ def test_readers_see_every_kept_record_while_the_router_of_a_live_broker_is_kill
         for thread in threads:
             thread.join()
     assert not failed and rounds[0] >= 3
-    broker.wait_routed(sent[0])
+    broker.wait_routed(1 + sent[0])
     found = records(data)
     assert {offset: line for offset, line in found.items() if offset < ends["users", 0]} == kept
     assert sorted(found)[-1] == sent[0] - 1 and len(found) == len(kept) + sent[0] - 4000

@@ -230,9 +230,9 @@ def test_pods_are_routed_over_http_by_the_tables_they_tell(spark, broker, tmp_pa
     broker.up()
     broker.kmq("topics", "create", "orders.eu", "--partitions", "3")
     broker.send_lines(messages(300))
-    broker.wait_routed(300)
+    broker.wait_routed(301)  # the declaration, which has a queue too, and they
     where = {"kmq.bootstrap.servers": f"127.0.0.1:{(broker.pipes / 'http.port').read_text().strip()}"}
-    assert route.run(spark, where, str(tmp_path / "table"), "parquet") == 300
+    assert route.run(spark, where, str(tmp_path / "table"), "parquet") == 301
     rows = spark.read.parquet(str(tmp_path / "table")).select("topic", "partition", "seq", "line").collect()
     for name in topics.names(str(broker.data)):
         for partition in range(topics.load(str(broker.data), name)[0]):

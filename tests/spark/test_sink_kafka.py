@@ -43,7 +43,7 @@ ALL = [
 def test_rows_of_kafkas_shape_are_stored_where_sent_and_come_back_to_the_byte(spark, up):
     assert up.kmq("topics", "create", "a.b").returncode == 0
     write(spark.createDataFrame(ALL, ROWS).coalesce(1), up, usePartition="true")
-    routed(up, len(ALL))
+    routed(up, 2 + len(ALL))  # two declarations, and they
     rows = read(
         spark, up, "topic string, partition int, key_bytes binary, value binary, id string, line binary"
     ).collect()
@@ -71,7 +71,7 @@ def test_a_copy_of_a_topic_with_its_columns_is_the_same_to_the_byte(spark, up, i
     else:
         lines = [line.replace(b";trace", b";trace=1;trace") for line in lines]
     up.send_lines([*lines, b"wide.@3|1|8|", b"wide.@3.|1|9;enc=b64|", b"wide.\xff|1|10|\xfe"])
-    up.wait_routed(11)
+    up.wait_routed(1 + 11)  # the declaration, and they
     assert up.kmq("topics", "create", "copy", "-p", "4").returncode == 0
     reader = spark.read.format("kmq").option("path", str(up.data)).option("includeHeaders", include_headers)
     frame = reader.option("subscribe", "wide").load().where("id <> '10'")  # whose key is no text
@@ -79,7 +79,7 @@ def test_a_copy_of_a_topic_with_its_columns_is_the_same_to_the_byte(spark, up, i
     kind = dict(frame.dtypes)["headers"]
     exact = f"topic string, partition int, routing_key binary, value binary, headers {kind}"
     write(reader.schema(exact).load(), up, usePartition="true", **{"kmq.producer": "same"})
-    routed(up, 32)
+    routed(up, 2 + 32)
     schema = (
         "topic string, partition int, key_bytes binary, value binary, headers array<struct<key:string,value:binary>>"
     )
@@ -129,4 +129,4 @@ def test_a_column_partition_that_is_not_used_is_said_once_a_write_and_once_a_que
     assert query.awaitTermination(100) and query.exception() is None
     said = capfd.readouterr().err
     assert said.count("column partition is not used") == 1 and "usePartition=true" in said
-    routed(up, 32)
+    routed(up, 1 + 32)

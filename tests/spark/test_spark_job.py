@@ -34,7 +34,7 @@ def served(broker):
     broker.send_lines(
         [b"%b.k%d|0|%d|payload %d" % (b"orders" if n % 3 else b"jobs", n % 7, n, n) for n in range(COUNT)]
     )
-    broker.wait_routed(COUNT)
+    broker.wait_routed(1 + COUNT)  # the declaration, and they
     return broker
 
 
