@@ -75,10 +75,13 @@ bench-bq: $(STAMP)  ## the Broadcast Queue on three Consul servers: publish, del
 bench-consumers: $(STAMP)  ## consumers in Python, and the consumer port
 	@$(BIN)/python scripts/bench_consumers $(ARGS)
 
+console-shots: $(STAMP)  ## docs/console.png: the console of a broker with load, by Chromium (ARGS="--all DIR": every page, light, dark, narrow)
+	@$(BIN)/python scripts/console_shots.py $(ARGS)
+
 soak: $(STAMP)  ## the full counts of kills and damages that CI samples
 	@$(BIN)/python -m pytest -m soak --timeout 3600 -s
 
 clean:  ## remove the environment and what runs leave (not ./data)
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup demo cluster-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-consumers soak clean
+.PHONY: help setup demo cluster-demo image image-spark pod pod-test test unit lint check scenario-1 scenario-2 scenario-3 scenario-3-block scenario-4 scenario-5 scenarios bench bench-spark bench-pod bench-bq bench-consumers console-shots soak clean
