@@ -13,8 +13,10 @@ Not covered Changes of less than JUMP_S at once. Limits by size, and a full disk
 import time
 
 from kmq.broker.stats import Row
-from kmq.logfmt import Logger
-from kmq.record import format_ts
+
+TYPE_CHECKING = False  # the probe, which judges clocks too, writes no log
+if TYPE_CHECKING:
+    from kmq.logfmt import Logger
 
 JUMP_S, GAP_S, STEADY_S = 60, 86_400, 600
 _BEHIND_S = 1.0  # a clock that is slewed, or corrected by a little, is behind by at most this much
@@ -26,7 +28,7 @@ ADVICE = "if the time of day is right now: kmq clock --trust"
 class AgeClock:
     """The trusted time of one process."""
 
-    def __init__(self, row: Row, last_record_us: int, log: Logger) -> None:
+    def __init__(self, row: Row, last_record_us: int, log: "Logger") -> None:
         """`last_record_us`: recv_ts of the last record on disk in µs; 0: no record."""
         self._row, self._log = row, log
         now, mono = time.time_ns(), time.monotonic_ns()
@@ -64,7 +66,7 @@ class AgeClock:
 class HeldTimes:
     """Logs once that recv_ts stays where it is because the time of day is behind it, and once that this is over."""
 
-    def __init__(self, row: Row, log: Logger) -> None:
+    def __init__(self, row: Row, log: "Logger") -> None:
         self._row, self._log, self._is_held = row, log, False
 
     def look(self, last_us: int) -> None:
@@ -72,7 +74,7 @@ class HeldTimes:
         behind_s = (last_us * 1000 - time.time_ns()) / _NS
         self._row.clock_behind = max(0, round(behind_s))
         if not self._is_held and behind_s > _BEHIND_S:
-            effect = f"recv_ts stays at {format_ts(last_us).decode()} until the clock has caught up"
+            effect = f"recv_ts stays at {last_us / 1_000_000:.6f} until the clock has caught up"
             self._log.warn("clock_behind", behind_s=round(behind_s), effect=effect)
             self._is_held = True
         elif self._is_held and behind_s <= 0:

@@ -30,11 +30,16 @@ EMPTY = Snapshot((0,) * BUCKETS, 0.0, 0)
 
 
 class Histogram:
-    """The histogram in `words`, which are WORDS words of 8 bytes."""
+    """A histogram in WORDS words of 8 bytes."""
 
     __slots__ = ("_words",)
 
-    def __init__(self, words: memoryview) -> None:
+    def __init__(self, words: memoryview | None = None) -> None:
+        if words is not None:
+            self.lie_in(words)
+
+    def lie_in(self, words: memoryview) -> None:
+        """Use these words from now on."""
         self._words = words
 
     def observe(self, seconds: float, n: int = 1) -> None:

@@ -126,9 +126,12 @@ class Row:
         def __getattr__(self, name: str) -> int: ...
         def __setattr__(self, name: str, value: int) -> None: ...
 
-    def lie_in(self, words: memoryview, times: Histogram | None = None) -> None:
-        """Use these words, and this histogram, from now on."""
-        self._words, self.times = words, times
+    def __init__(self, times: Histogram | None = None) -> None:
+        self.times = times
+
+    def lie_in(self, words: memoryview) -> None:
+        """Use these words from now on."""
+        self._words = words
 
     @property
     def age_s(self) -> float:
@@ -218,7 +221,7 @@ class StatsPage:
         """Open the page; make or wipe it if needed. Raises BusyError while another data directory uses the instance."""
         self.path = f"{SHM}/{instance}.stats"
         self._identity = _identity(data_id, data)
-        self.rows = {name: Row() for name in PROCESSES}
+        self.rows = _rows()
         with self._locked():
             if not self._is_ours():
                 self._take_over(instance)
@@ -279,16 +282,15 @@ class StatsPage:
     def _lie_in(self, memory: mmap.mmap | bytearray) -> None:
         self._mm = memory
         words = memoryview(memory).cast("Q")
-        times = {}
-        for at, name in enumerate(TIMED):
-            start = _TEXT // 8 + len(PROCESSES) * _ROW + at * WORDS
-            times[name] = Histogram(words[start : start + WORDS])
-        for at, (name, row) in enumerate(self.rows.items()):
+        for at, row in enumerate(self.rows.values()):
             start = _TEXT // 8 + at * _ROW
-            row.lie_in(words[start : start + _ROW], times.get(name))
+            row.lie_in(words[start : start + _ROW])
+        for at, what in enumerate(TIMED.values()):
+            start = _TEXT // 8 + len(PROCESSES) * _ROW + at * WORDS
+            self.histogram(what).lie_in(words[start : start + WORDS])
 
     def histogram(self, what: str) -> Histogram:
-        """Return the histogram of one of the values of TIMED."""
+        """Return the histogram of one of the values of TIMED. As a row, it stays when the page moves to another file."""
         times = next(self.rows[name].times for name in TIMED if TIMED[name] == what)
         assert times is not None
         return times
@@ -332,6 +334,10 @@ class StatsPage:
         return any(row.heartbeat and row.age_s < OWNER_WAIT_S and row.state_name != "stopped" for row in rows)
 
 
+def _rows() -> dict[str, Row]:
+    return {name: Row(Histogram() if name in TIMED else None) for name in PROCESSES}
+
+
 def _identity(data_id: str, data: str) -> bytes:
     return f"{_NAME} data_id={data_id}{_DIRECTORY}{os.path.abspath(data)}\n".encode()[:_TEXT].ljust(_TEXT, b"\0")
 
@@ -351,7 +357,7 @@ def _converted(page: bytes | bytearray) -> bytearray | None:
 
 def _unmapped(path: str) -> StatsPage:
     page = StatsPage.__new__(StatsPage)
-    page.path, page.rows = path, {name: Row() for name in PROCESSES}
+    page.path, page.rows = path, _rows()
     return page
 
 

@@ -33,7 +33,7 @@ from chaos.load import Lines
 from chaos.traces import TRACED, Point, few, read_all, traced
 from kmq.broker import stage as stage_module
 from kmq.broker.stage import Stage
-from kmq.framing import catalog, parser, recovery
+from kmq.framing import catalog, declarations, parser, recovery
 from kmq.links import layout, staging
 from kmq.links.doorbell import Doorbell
 from kmq.links.handover import Handover
@@ -190,6 +190,7 @@ class Bench:
                 )
                 # At every turn: what the clock decides, a run that is to be killed there may not reach.
                 catalog._LOOK_S = framer._TICK_S = stage_module.LOOK_S = -1
+                declarations._LOOK_S = declarations._WAITING_S = -1
                 Doorbell.wait.__defaults__ = (0.0,)
                 work()
                 code = 0

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from kmq.cli import pipeline_options, pipelines
+from kmq.cli import pipeline_list, pipeline_options, pipelines
 from kmq.errors import EXIT_CONFIG, EXIT_CORRUPT, EXIT_RETRY, ConfigError, CorruptError, RetryError
 from kmq.spark import failures, sessions
 from kmq.spark.sql import results
@@ -58,7 +58,7 @@ def test_a_conf_that_is_no_pair_is_named():
 
 
 def test_the_list_has_every_pipeline_with_what_it_does(capsys):
-    pipelines.list_pipelines()
+    pipeline_list.list_pipelines()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(pipelines.run_app.registered_commands)
     assert all(len(line.split()) > 2 for line in lines)

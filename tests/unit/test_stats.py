@@ -135,9 +135,11 @@ def test_a_page_of_layout_1_whose_processes_live_is_left_alone_but_can_be_read(i
 
 def test_a_removed_page_is_made_again_with_its_histograms(instance, tmp_path):
     first, second = (StatsPage(instance, "abc", str(tmp_path)) for _ in range(2))
+    acks, syncs = first.histogram("ack"), second.histogram("sync")  # as a stage does, once at its start
     os.unlink(first.path)
-    first.histogram("ack").observe(1)
+    acks.observe(1)
     first.keep_in_place("ingress")
-    second.histogram("sync").observe(1, 4)
+    syncs.observe(1, 4)
     second.keep_in_place("durability")
-    assert [first.histogram(what).snapshot().count for what in TIMED.values()] == [1, 4, 0]
+    acks.observe(1, 2)
+    assert [first.histogram(what).snapshot().count for what in TIMED.values()] == [3, 4, 0]

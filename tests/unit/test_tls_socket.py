@@ -308,7 +308,8 @@ def test_an_end_is_answered_only_when_the_fifo_speaks_of_the_lines_that_came_wit
 ):
     """Killed between the two, ingress would have told the producer that lines are safe of which nobody knows."""
     raw, acks = (open_fifo(str(tmp_path), name) for name in ("raw", "acks"))
-    stage = SimpleNamespace(settings=load({}, "/nonexistent.toml"), row=None, acks=acks, most_files=1000)
+    page = SimpleNamespace(histogram=lambda what: None)  # nothing is acked here
+    stage = SimpleNamespace(settings=load({}, "/nonexistent.toml"), row=None, page=page, acks=acks, most_files=1000)
     accepting = SimpleNamespace(refusal=b"")
     producers = Producers(stage, Handover(raw, Way(4 << 20).writer), accepting, None, None)
     told = []
