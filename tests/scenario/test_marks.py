@@ -8,11 +8,14 @@ import pytest
 import kmq
 from kmq.client import lines
 
+DECLARED = (("orders.eu", 1), ("wide", 4))
+BEFORE = len(DECLARED)  # each declaration takes a seq before the first message does
+
 
 @pytest.fixture
 def up(broker, monkeypatch):
     """A broker with topics whose names a key can be taken for, found by clients in this process."""
-    for topic, partitions in (("orders.eu", 1), ("wide", 4)):
+    for topic, partitions in DECLARED:
         assert broker.kmq("topics", "create", topic, "--partitions", str(partitions)).returncode == 0
     broker.up()
     for name, value in broker.env.items():
@@ -44,7 +47,7 @@ def test_a_typed_clients_key_does_not_change_the_topic(up):
 
     asyncio.run(send())
     up.send_lines([b"orders.eu|0||plain", b"orders.us.x|0||plain too"])
-    up.wait_routed(10)
+    up.wait_routed(BEFORE + 10)
     assert held(up, "orders") == [
         (b"orders.@.eu", b"one"),
         (b"orders.@.eu", b"two"),
@@ -66,9 +69,9 @@ def test_a_partition_is_the_one_that_was_asked_for_or_the_message_is_refused(up)
             with pytest.raises(kmq.Refused) as refused:
                 producer.send(topic, b"nowhere", partition=4).result()
             assert refused.value.code == "unknown_partition"
-        assert producer.send("wide", b"goes on", partition=0).result() == 4
+        assert producer.send("wide", b"goes on", partition=0).result() == BEFORE + 4
     up.send_lines([b"wide.@1.k|0||plain", b"wide.@4.k|0|7|nowhere", "w.ü.@|0|8|odd".encode(), b"wide.@a|0||a key"])
-    up.wait_routed(8)
+    up.wait_routed(BEFORE + 8)
     assert [held(up, "wide", number) for number in (0, 2)] == [
         [(b"wide.@0", b"goes on"), (b"wide.@a", b"a key")],
         [(b"wide.@2", b"in 2"), (b"wide.@2", b"too")],
@@ -84,10 +87,10 @@ def test_a_partition_is_the_one_that_was_asked_for_or_the_message_is_refused(up)
 
 def test_a_retry_in_the_new_spelling_is_known_from_the_old_one(up):
     with kmq.Producer.local(producer="p") as producer:
-        assert producer.send_lines(b"orders.eu|0|1|x\norders.us%2E1|0|2|x\n").result() == 1
+        assert producer.send_lines(b"orders.eu|0|1|x\norders.us%2E1|0|2|x\n").result() == BEFORE + 1
     with kmq.Producer.local(producer="p", first_id=1) as producer:
         again = [producer.send("orders", b"x", key=key, id=id) for id, key in ((1, "eu"), (2, "us.1"))]
-        assert [delivery.result() for delivery in again] == [1, 2] and producer.duplicates == 2
+        assert [delivery.result() for delivery in again] == [BEFORE + 1, BEFORE + 2] and producer.duplicates == 2
 
 
 KEYS = [
@@ -116,7 +119,7 @@ KEYS += [
 
 def test_queues_that_are_lost_are_made_again_from_the_wal_as_they_were(up):
     up.send_lines([b"%b|0|%d|payload" % (KEYS[n % len(KEYS)], n) for n in range(20 * len(KEYS))])
-    up.wait_routed(20 * len(KEYS))
+    up.wait_routed(BEFORE + 20 * len(KEYS))
     up.down()
     topics = up.data / "topics"
     before = {path.relative_to(topics): path.read_bytes() for path in topics.glob("*/*/*.log")}
@@ -133,7 +136,7 @@ def test_queues_that_are_lost_are_made_again_from_the_wal_as_they_were(up):
         shutil.rmtree(directory)
     shutil.rmtree(topics / "jobs.eu")
     up.up()
-    up.wait_routed(20 * len(KEYS))
+    up.wait_routed(BEFORE + 20 * len(KEYS))
     up.down()
     assert {path.relative_to(topics): path.read_bytes() for path in topics.glob("*/*/*.log")} == before
     assert up.kmq("verify").stdout.endswith("no damage\n")
@@ -142,6 +145,6 @@ def test_queues_that_are_lost_are_made_again_from_the_wal_as_they_were(up):
     for directory in topics.glob("jobs*"):
         shutil.rmtree(directory)
     up.up()
-    up.wait_routed(20 * len(KEYS))
+    up.wait_routed(BEFORE + 20 * len(KEYS))
     up.down()
     assert {path.relative_to(topics): path.read_bytes() for path in topics.glob("*/*/*.log")} == before

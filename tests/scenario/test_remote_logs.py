@@ -43,13 +43,13 @@ def test_a_gateway_that_is_killed_in_the_middle_of_a_read_is_not_noticed(broker,
     name = up_with_fixed_ports(broker)
     assert broker.kmq("topics", "create", "orders", "--partitions", "2").returncode == 0
     broker.send_lines([b"orders.k%d|||%d %b" % (n % 100, n, b"x" * 2000) for n in range(COUNT)])
-    broker.wait_routed(COUNT)
+    broker.wait_routed(1 + COUNT)  # the declaration has the first seq
     monkeypatch.setattr(remote, "BLOCK_BYTES", 1 << 18)
     access, connections = Remote(name), []
     connect = access.connect
     monkeypatch.setattr(access, "connect", lambda: connections.append(connect()) or connections[-1])
     bounds = access.bounds(["orders", WAL])
-    assert bounds[WAL, 0] == (1, COUNT + 1)
+    assert bounds[WAL, 0] == (1, COUNT + 2)
     assert bounds["orders", 0][1] + bounds["orders", 1][1] == COUNT
     got = {}
     for (topic, partition), (first, end) in bounds.items():
