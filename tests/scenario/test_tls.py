@@ -19,6 +19,8 @@ import pytest
 from certificates import Authority
 from chaos import attacks_ports
 
+from kmq.gateway.console import page
+
 PATIENCE_S = 30.0
 
 
@@ -445,7 +447,7 @@ def test_tokens_change_while_the_broker_runs(secured, tmp_path):
     old = token(tmp_path)
     assert admitted(old)
     new = broker.kmq("token", "new", "billing").stdout.strip()
-    row = r"name={0} tokens=1 ids={0}\.[0-9a-f]{{12}}\n".format
+    row = r"name={0} tokens=1 ids={0}\.[0-9a-f]{{12}} roles=produce,consume,admin\n".format
     assert re.fullmatch(row("orders") + row("billing"), broker.kmq("token", "list").stdout)
     broker.wait(lambda: admitted(new), "the new token in force")
     assert admitted(old)
@@ -574,7 +576,7 @@ def test_the_gateway_asks_for_client_certificates_too(secured, authority, tmp_pa
     assert call(broker, authority, HEALTH, b"", pair=ours) == SERVING
 
 
-def test_the_gateway_asks_for_tokens_but_not_for_questions_about_health(secured, authority, tmp_path):
+def test_the_gateway_asks_for_tokens_but_not_for_health_or_the_console_files(secured, authority, tmp_path):
     broker = secured(gateway=True, **token_file(tmp_path))
     wait_gateway(broker)
     good = token(tmp_path)
@@ -590,7 +592,16 @@ def test_the_gateway_asks_for_tokens_but_not_for_questions_about_health(secured,
     for name in ("http", "https"):
         for path in ("/healthz", "/readyz"):
             assert get(broker, path, name)[0] == 200
-        for path in ("/", "/metrics", "/nothing", "/healthz/../metrics", "//metrics"):
+        for path, file in (("/", "index.html"), ("/console/api.js", "api.js")):  # a browser sends no token for these
+            assert get(broker, path, name) == (200, (page.STATIC / file).read_text()), path
+        for path in (
+            "/metrics",
+            "/api/overview",
+            "/nothing",
+            "/console/../metrics",
+            "/healthz/../metrics",
+            "//metrics",
+        ):
             assert get(broker, path, name)[0] == get(broker, path, name, bearer=good + "x")[0] == 401, path
         assert get(broker, "/metrics", name, bearer=good)[0] == 200
     assert len(broker.wal()) == 1
