@@ -79,9 +79,9 @@ class Supervisor:
         page = StatsPage(settings.instance, data_id, settings.data)
         for row in page.rows.values():
             row.starts = 0  # and with it the streak of restarts
-        for name in ("gateway", AGENT):
+        for name in {"gateway", AGENT} - {child.name for child in self.children}:
             if not is_process(page.rows[name].pid, name):
-                page.rows[name].wipe()  # of one that was killed: this broker may have none
+                page.rows[name].wipe()  # of one that was killed: nothing comes that would take over its row
         self._remove_drained_rings()
         while not self._all_gone():
             self._start_due()

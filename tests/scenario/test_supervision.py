@@ -74,6 +74,19 @@ def test_up_counts_restarts_from_0_again(broker):
     assert broker.status()["router"]["restarts"] == "0"
 
 
+def test_up_names_the_gateway_too_when_everything_was_killed(broker):
+    broker.gateway = True
+    broker.up()
+    broker.kill()  # and with the supervisor the gateway
+    result = broker.kmq("up")
+    assert result.stderr.startswith(f"kmq: unclean_end: {', '.join((*STAGES, 'gateway'))} did not end in order")
+    assert metric(broker, "kmq_unclean_ends_total", "gateway") == 1
+    broker.kill()
+    broker.gateway = False
+    broker.up()
+    assert "gateway" not in broker.status()  # what was killed is not missed where none is started
+
+
 # --- up and down -----------------------------------------------------------------------------------------------------
 
 
