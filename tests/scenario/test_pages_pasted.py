@@ -10,7 +10,11 @@ ELSEWHERE = ["docs/spark.md"]  # tests/spark pastes it
 # What cannot run here: why, and how many blocks. Who marks a block changes this too, and somebody sees it.
 MARKED = {
     "README.md": {"needs a cluster": 1},
-    "docs/kubernetes.md": {"needs a cluster": 4, "tests/unit/test_kubernetes_page.py renders it": 2},
+    "docs/kubernetes.md": {
+        "needs a cluster": 4,
+        "tests/unit/test_alerts.py renders it": 1,
+        "tests/unit/test_kubernetes_page.py renders it": 2,
+    },
     "docs/performance.md": {"takes minutes, and what it prints depends on the machine": 1},
     "docs/spark.md": {
         "needs a broker with certificates; tests/spark/test_pipelines_tls.py runs it": 1,
