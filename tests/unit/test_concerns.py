@@ -20,7 +20,6 @@ from kmq.settings import GIB, MIB, STAGES, load, table
 ROOT = Path(__file__).parents[2]
 S = 1_000_000_000
 LIFE_S = 60
-NOW = int(time.time())
 
 
 @pytest.fixture
@@ -51,16 +50,21 @@ def ago(seconds):
     return time.monotonic_ns() - int(seconds * S)
 
 
+def date(seconds):
+    """A time of day so many seconds before it is put into a page: that may be long after this file was read."""
+    return lambda: int(time.time()) - seconds
+
+
 def set_words(row, **words):
     for name, value in words.items():
-        setattr(row, name, value)
+        setattr(row, name, value() if callable(value) else value)
 
 
 LOOPING = {"restart_streak": 3}
 FULL = {"disk_size": 100 * GIB, "inodes_total": 1 << 20, "disk_free": 50 * GIB, "inodes_free": 1 << 19}
 CASES = {  # code: (process, words that raise it, words that just do not)
     "damage_found": ("gateway", {"damage": 1, "damage_at": 100}, {"damage": 0}),
-    "oom_killed": ("durability", {"oom_kills": 1, "oom_at": NOW - 3000}, {"oom_kills": 1, "oom_at": NOW - 4000}),
+    "oom_killed": ("durability", {"oom_kills": 1, "oom_at": date(3000)}, {"oom_kills": 1, "oom_at": date(4000)}),
     "tokens_missing": ("ingress", {"tokens_missing": 1}, {"tokens_missing": 0}),
     "restarting": ("router", LOOPING, {"restart_streak": 2}),
     "unclean_end": ("framer", {"unclean": 1}, {"unclean": 0}),
