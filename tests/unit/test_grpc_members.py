@@ -49,6 +49,24 @@ class Gateway:
         self._read = self.core.fetching.read
         self.core.fetching.read = self._hold
         self._store = store
+        self.heard, self.looks = set(), 0  # members that gave a sign of life; how often the clock was looked at
+        self._beat, self._turn = self.groups.beat, self.groups._turn
+        self.groups.beat, self.groups._turn = self._hear, self._look
+
+    def _hear(self, group, member, **more):
+        self._beat(group, member, **more)
+        self.heard.add(member)
+
+    def _look(self):
+        self._turn()
+        self.looks += 1
+
+    async def until_heard(self, *members):
+        await until(lambda: self.heard >= {*members}, f"signs of life of {members}")
+
+    async def until_looked(self):
+        before = self.looks
+        await until(lambda: self.looks > before, "a look at the clock")
 
     async def _hold(self, *arguments):
         found = await self._read(*arguments)
@@ -79,6 +97,14 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             await self.core.close()
+            await self._close_connections()
+
+    async def _close_connections(self):
+        """A client closes its end some time after `close`, and this loop would not hear of it any more."""
+        relays = self.calls.front._relays
+        for relay in [*relays.values()]:
+            relay.force_close()
+        await until(lambda: not relays, "the end of the connections")
 
     async def _sweep(self):
         while True:
@@ -195,10 +221,13 @@ def test_a_member_that_is_stopped_beyond_its_session_loses_its_partitions(run, c
             await stopped.send("revoked")
             while len((await awake.next("assigned")).partitions) != 1:
                 pass
+            gateway.heard.clear()
             clock.ahead = 5.0
             await stopped.send("heartbeat")
             await awake.send("heartbeat")
+            await gateway.until_heard("stopped", "awake")
             clock.ahead = 10.0
+            await gateway.until_looked()
             await stopped.send("commit", offsets=[{"topic": "none"}])
             await stopped.next("error")  # it was a sign of life
             clock.ahead = 17.0
