@@ -5,6 +5,8 @@ Invariant   A number on a screen is the number in the document whose `as_of` the
 """
 
 import math
+import os
+import signal
 import threading
 from contextlib import contextmanager, suppress
 
@@ -190,9 +192,14 @@ def test_a_killed_router_comes_back_as_a_restart_without_a_reload(tab, broker):
 def test_a_gateway_that_is_gone_is_said_with_the_age_of_the_numbers(tab, broker):
     page = loaded(tab)
     page.wait_for_selector("[data-field=as_of]")
-    broker.kill("gateway")
-    page.wait_for_selector("#connection:not([hidden]) >> text=No answer since")
-    assert "as of" in page.inner_text("#connection") and page.evaluate("document.body.className") == "stale"
+    supervisor = broker.pids()["supervisor"]
+    os.kill(supervisor, signal.SIGSTOP)  # or the gateway may be back before the page asks again
+    try:
+        broker.kill("gateway")
+        page.wait_for_selector("#connection:not([hidden]) >> text=No answer since")
+        assert "as of" in page.inner_text("#connection") and page.evaluate("document.body.className") == "stale"
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
     page.wait_for_selector("#connection", state="hidden", timeout=60_000)
     assert page.evaluate("document.body.className") == ""
 
