@@ -10,6 +10,7 @@ from kmq.deadletters import letters, redrive
 from kmq.errors import ConfigError
 from kmq.log import identity, topics
 
+_REASONS = 100  # a letter names a number in its reason, and anybody can write a letter
 FIELDS = ("key", "value", "error", "group", "topic", "attempts", "replays")
 
 
@@ -112,6 +113,8 @@ class Replay:
                 self.strangers += 1
                 continue
             if reason := found.letter.obstacle(self._max_replays):
+                if len(self.stayed) >= _REASONS and reason not in self.stayed:
+                    reason = "other reasons"
                 self.stayed[reason] = self.stayed.get(reason, 0) + 1
                 continue
             new_key = letters.origin_key(found.record.line, self._topic, found.record.has_marks)

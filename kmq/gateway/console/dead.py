@@ -1,6 +1,7 @@
 """Dead letters for people: grouped by reason, and sent back.
 
-Bounds      The newest _SCANNED letters are grouped, for at most _SCAN_S; a replay ends after _REPLAY_S and says that it
+Bounds      The newest _SCANNED letters are grouped, for at most _SCAN_S; of the examples at most _HELD_BYTES are held, and
+            as many shown as an answer has room for: a group may have none. A replay ends after _REPLAY_S and says that it
             is not complete: the same replay again goes on, because no letter is sent back twice.
             One replay at a time.
 """
@@ -17,7 +18,7 @@ from kmq.deadletters import letters, redrive
 from kmq.deadletters.chosen import Filter, Replay
 from kmq.deadletters.pace import Pace
 from kmq.errors import ConfigError, KmqError
-from kmq.gateway.console.messages import shown, told
+from kmq.gateway.console.messages import ANSWER_BYTES, shown, told, weight
 from kmq.gateway.core.partitions import Partition, Partitions
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.log import identity
@@ -26,6 +27,7 @@ from kmq.log.damage import DamageError
 _SCANNED, _SCAN_S, _REPLAY_S = 20_000, 2.0, 50.0
 _EXAMPLES, _REASONS, _REASON = 5, 200, 200
 _CHUNK_BYTES = 256 << 10
+_HELD_BYTES = 16 << 20
 _NO_LETTER = "(no letter: it says nothing about an origin)"
 
 
@@ -53,7 +55,7 @@ class DeadLetters:
         """Return the letters by reason, the most frequent first, ready for JSON."""
         found: dict[str, dict[str, Any]] = {}
         topic = self.topic_of(name)
-        total, more, damage = 0, False, None
+        total, more, damage, room = 0, False, None, _HELD_BYTES
         until = time.monotonic() + _SCAN_S
         for partition in self._open(topic):
             share = _SCANNED // self._partitions.count(partition.topic)
@@ -67,7 +69,7 @@ class DeadLetters:
                     reason = (" ".join(letter.why.split()) if letter else _NO_LETTER)[:_REASON]
                     if reason not in found and len(found) >= _REASONS:
                         reason = "(other reasons)"
-                    _count(found, reason, message)
+                    room = _count(found, reason, message, room)
                     total += 1
                     if time.monotonic() > until:
                         more = True
@@ -75,8 +77,7 @@ class DeadLetters:
             except DamageError as err:
                 more, damage = True, err
         groups = sorted(found.values(), key=lambda row: -row["count"])
-        for row in groups:
-            row["examples"] = [shown(message) for message in row["examples"]]
+        _show_examples(groups)
         return {
             "as_of": round(time.time(), 3),
             "topic": topic,
@@ -145,12 +146,32 @@ class DeadLetters:
             offset = begin + lines.count(b"\n")
 
 
-def _count(found: dict[str, dict[str, Any]], reason: str, message: Any) -> None:
+def _count(found: dict[str, dict[str, Any]], reason: str, message: Any, room: int) -> int:
+    """Count a letter, and keep it as an example if there is room. Returns the bytes that further examples have."""
     at = message.recv_timestamp
     row = found.setdefault(reason, {"reason": reason, "count": 0, "first_at": at, "last_at": at, "examples": []})
     row["count"] += 1
     row["first_at"], row["last_at"] = min(row["first_at"], at), max(row["last_at"], at)
-    row["examples"] = [*row["examples"], message][-_EXAMPLES:]
+    examples = row["examples"]
+    examples.append(message)
+    room -= message.size
+    while len(examples) > _EXAMPLES or (examples and room < 0):
+        room += examples.pop(0).size
+    return int(room)
+
+
+def _show_examples(groups: list[dict[str, Any]]) -> None:
+    """Make examples what JSON shows, the newest of each group first, until the answer is full."""
+    size = 0
+    for row in groups:
+        rows: list[dict[str, Any]] = []
+        for message in reversed(row["examples"]) if size < ANSWER_BYTES else ():
+            one = shown(message)
+            size += weight(one)
+            if size > ANSWER_BYTES:
+                break
+            rows.append(one)
+        row["examples"] = rows[::-1]
 
 
 def _clock() -> Any:

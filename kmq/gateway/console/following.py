@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kmq.client.message import messages
-from kmq.gateway.console.messages import shown, told
+from kmq.gateway.console.messages import shown, told, weight
 from kmq.gateway.core.partitions import Partition, Partitions, Signature
 from kmq.log import identity
 from kmq.log.damage import DamageError
@@ -110,7 +110,7 @@ def _within(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return as many of the rows as a line may hold, the newest ones."""
     size, kept = 0, len(rows)
     while kept:
-        size += len(rows[kept - 1]["raw"]) + len(rows[kept - 1]["value"] or "")
+        size += weight(rows[kept - 1])
         if size > _LINE_BYTES and kept < len(rows):
             break
         kept -= 1

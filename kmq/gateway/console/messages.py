@@ -2,16 +2,20 @@
 
 Invariant   A value or line over MOST_SHOWN bytes is cut, and the message says so. Damage never hides what is good in
             front of it: it is told beside the messages, with the place to go on at.
-Bounds      At most _ANSWER_BYTES of an answer, _SCANNED records and _SCAN_S a search by key: `next` says where to go on.
+            What is left out of a message for its size makes it `truncated`, headers too.
+Bounds      At most ANSWER_BYTES of JSON, or one message, and some _HELD_BYTES while it is made, of however many
+            partitions. A search by key takes at most _SCANNED records of each partition, and _SCAN_S; a look without a
+            key _READ_S. `next` says where to go on.
 """
 
+import json
 import time
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kmq.client.egress_lines import Position
-from kmq.client.message import Message, messages
+from kmq.client.message import Header, Message, messages
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.locating import Locator
 from kmq.gateway.core.partitions import Partition
@@ -21,9 +25,11 @@ from kmq.log.damage import DamageError
 from kmq.settings import KIB, MIB
 
 MOST_SHOWN = 64 * KIB
-_ANSWER_BYTES = 4 * MIB
+ANSWER_BYTES = 4 * MIB
+_HELD_BYTES = 16 * MIB  # of messages that are found, until the answer is made
 _CHUNK_BYTES = 256 * KIB
 _SCANNED, _SCAN_S = 20_000, 1.0
+_READ_S = 5.0
 _HEADERS, _HEADER_BYTES = 100, 4 * KIB
 _LATEST = Position("latest")
 
@@ -37,12 +43,18 @@ class Wanted(NamedTuple):
     key: bytes | None
     limit: int
 
+    @property
+    def is_tail(self) -> bool:
+        """Return True if the last messages are wanted."""
+        return self.at == _LATEST and self.seq is None
+
 
 def shown(message: Message) -> dict[str, Any]:
     """Return a message as JSON shows it."""
     value, line, key = message.value, message.line, message.key
     text, encoding = _text(value)
     key_text, key_encoding = _text(key)
+    headers, are_cut = _headers(message.headers)
     return {
         "partition": message.partition,
         "offset": message.offset,
@@ -52,14 +64,30 @@ def shown(message: Message) -> dict[str, Any]:
         "key_encoding": key_encoding,
         "value": text,
         "encoding": encoding,
-        "headers": [
-            {"name": name[:_HEADER_BYTES], "value": None if content is None else _printable(content[:_HEADER_BYTES])}
-            for name, content in message.headers[:_HEADERS]
-        ],
+        "headers": headers,
         "raw": _printable(line[:MOST_SHOWN]),
         "bytes": message.size,
-        "truncated": len(line) > MOST_SHOWN or len(value or b"") > MOST_SHOWN,
+        "truncated": len(line) > MOST_SHOWN or len(value or b"") > MOST_SHOWN or are_cut,
     }
+
+
+def weight(row: dict[str, Any]) -> int:
+    """Return how many bytes of JSON a shown message is: a control character is six, in whatever field it stands."""
+    return len(json.dumps(row))
+
+
+def _headers(given: Sequence[Header]) -> tuple[list[dict[str, Any]], bool]:
+    """Return headers as JSON shows them, and True if some are cut or left out."""
+    rows: list[dict[str, Any]] = []
+    room, are_cut = MOST_SHOWN, False
+    for name, content in given[:_HEADERS]:
+        if room <= 0:
+            break
+        are_cut |= len(name) > _HEADER_BYTES or len(content or b"") > _HEADER_BYTES
+        name, content = name[:_HEADER_BYTES], None if content is None else content[:_HEADER_BYTES]
+        room -= len(name) + len(content or b"")
+        rows.append({"name": name, "value": None if content is None else _printable(content)})
+    return rows, are_cut or len(rows) < len(given)
 
 
 def _printable(content: bytes) -> str:
@@ -99,34 +127,35 @@ class Finder:
 
     def find(self, topic: str, wanted: Wanted) -> dict[str, Any]:
         """Return messages, ready for JSON. Raises RequestRefused."""
+        until = time.monotonic() + (_READ_S if wanted.key is None else _SCAN_S)
         try:
             begun = self._begin(topic, wanted)
         except DamageError as err:
             return {"as_of": round(time.time(), 3), "messages": [], "next": [], "error": told(err)}
-        room = max(_CHUNK_BYTES, 4 * _ANSWER_BYTES // max(1, len(begun)))
-        reads = [self._read(read, wanted, room) for read in begun]
-        found = sorted((message for read in reads for message in read.found), key=lambda message: message.seq)
-        is_tail = wanted.at == _LATEST and wanted.seq is None
-        kept = found[-wanted.limit :] if is_tail else found[: wanted.limit]
-        rows: list[dict[str, Any]] = []
-        size = 0
-        for message in kept:
-            row = shown(message)
-            size += len(row["raw"]) + len(row["value"] or "")
-            if rows and size > _ANSWER_BYTES:
-                kept = kept[: len(rows)]
-                break
-            rows.append(row)
-        behind = (
-            set()
-            if is_tail
-            else {(each.partition, each.offset) for each in found} - {(each.partition, each.offset) for each in kept}
-        )
-        damage = next((read.damage for read in reads if read.damage is not None), None)
+        found: list[Message] = []
+        behind: dict[int, int] = {}  # partition → first offset that was found and is not shown
+
+        def leave(out: Sequence[Message]) -> None:
+            for message in () if wanted.is_tail else out:
+                behind[message.partition] = min(message.offset, behind.get(message.partition, message.offset))
+
+        room = max(_CHUNK_BYTES, _HELD_BYTES // max(1, len(begun)))
+        for read in begun:
+            if read is begun[0] or time.monotonic() < until:
+                self._read(read, wanted, room, until)
+                found, out = _held([*found, *read.found], wanted)
+                read.found = []
+                leave(out)
+        rows, out = _rows(found, wanted)
+        leave(out)
+        damage = next((read.damage for read in begun if read.damage is not None), None)
         return {
             "as_of": round(time.time(), 3),
             "messages": rows,
-            "next": [_next(read, behind) for read in reads],
+            "next": [
+                {"partition": read.partition.number, "offset": behind.get(read.partition.number, read.offset)}
+                for read in begun
+            ],
             "error": None if damage is None else told(damage),
         }
 
@@ -150,11 +179,10 @@ class Finder:
         offset = partition.locate(wanted.at)
         return max(offset, partition.start())
 
-    def _read(self, read: _Read, wanted: Wanted, room: int) -> _Read:
+    def _read(self, read: _Read, wanted: Wanted, room: int, until: float) -> None:
         """Read messages of one partition, until there are enough, or the bounds are reached."""
-        partition, until, scanned, size = read.partition, time.monotonic() + _SCAN_S, 0, 0
-        is_tail = wanted.at == _LATEST and wanted.seq is None
-        while (is_tail or len(read.found) < wanted.limit) and scanned < _SCANNED and size < room:
+        partition, scanned, size = read.partition, 0, 0
+        while (wanted.is_tail or len(read.found) < wanted.limit) and scanned < _SCANNED and size < room:
             try:
                 begin, lines = partition.read(read.offset, _CHUNK_BYTES)
             except DamageError as err:
@@ -166,7 +194,7 @@ class Finder:
             if wanted.key is not None:
                 some = [message for message in some if message.key == wanted.key]
             read.found += some
-            if is_tail:
+            if wanted.is_tail:
                 del read.found[: -wanted.limit]
             size = sum(message.size for message in read.found)
             count = lines.count(b"\n")
@@ -174,14 +202,34 @@ class Finder:
             read.offset = begin + count
             if time.monotonic() > until:
                 break
-        return read
 
 
-def _next(read: _Read, behind: set[tuple[int, int]]) -> dict[str, int]:
-    """Return where to go on in a partition: at the first message that was found and is not shown."""
-    number = read.partition.number
-    left = (offset for partition, offset in behind if partition == number)
-    return {"partition": number, "offset": min(left, default=read.offset)}
+def _held(found: list[Message], wanted: Wanted) -> tuple[list[Message], list[Message]]:
+    """Return messages in order of seq, and those left out: the newest are kept at the tail, else the oldest."""
+    found.sort(key=lambda message: message.seq, reverse=wanted.is_tail)
+    size = count = 0
+    for message in found[: wanted.limit]:
+        size += message.size
+        if count and size > _HELD_BYTES:
+            break
+        count += 1
+    kept, out = found[:count], found[count:]
+    return (kept[::-1] if wanted.is_tail else kept), out
+
+
+def _rows(found: list[Message], wanted: Wanted) -> tuple[list[dict[str, Any]], list[Message]]:
+    """Return what an answer has room for, in order of seq, and the messages that are left out."""
+    rows: list[dict[str, Any]] = []
+    size = 0
+    for message in found[::-1] if wanted.is_tail else found:
+        row = shown(message)
+        size += weight(row)
+        if rows and size > ANSWER_BYTES:
+            break
+        rows.append(row)
+    if wanted.is_tail:
+        return rows[::-1], found[: -len(rows)]
+    return rows, found[len(rows) :]
 
 
 def told(damage: DamageError) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Messages and dead letters for the console, and what it may change. kmq/gateway/console does the work.
 
-Bounds      _THREADS reads at a time, _FOLLOWERS topics followed at a time, one replay at a time; none of them takes a
-            thread of consumers.
-End         A stream of `follow` ends when its client goes, reads nothing for KMQ_LINE_DEADLINE, or the gateway stops.
+Bounds      _THREADS reads at a time, _WAITING with those that wait, _FOLLOWERS topics followed at a time, one replay at a
+            time; none of them takes a thread of consumers.
+End         A stream of `follow` ends when its client goes, reads nothing for KMQ_LINE_DEADLINE, has had it for
+            _FOLLOWED_S (a token may have been revoked), or the gateway stops.
 """
 
 import asyncio
@@ -31,6 +32,8 @@ from kmq.log.damage import DamageError
 
 _THREADS = 2
 _FOLLOWERS = 16
+_WAITING = 32  # requests for messages and letters
+_FOLLOWED_S = 600.0
 _MOST_REPLAYED = 1000  # unless the request says otherwise
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ class ConsoleMessages:
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         self._threads = ThreadPoolExecutor(_THREADS, "console-reads")
         self._replays = ThreadPoolExecutor(2, "replays")  # the second one refuses
-        self.following = 0
+        self.following = self.reading = 0
         self.handlers = {
             "messages": self.messages,
             "follow": self.follow,
@@ -63,7 +66,13 @@ class ConsoleMessages:
 
     async def _answer(self, work: Callable[[], dict[str, Any]]) -> web.Response:
         """Return what `work` finds. A large answer becomes text in the thread, too."""
-        return web.Response(text=await self._run(lambda: json.dumps(work())), content_type=JSON)
+        if self.reading >= _WAITING:
+            raise RequestRefused("too_many", f"{_WAITING} requests read messages already; send this one again")
+        self.reading += 1
+        try:
+            return web.Response(text=await self._run(lambda: json.dumps(work())), content_type=JSON)
+        finally:
+            self.reading -= 1
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -99,7 +108,8 @@ class ConsoleMessages:
     async def _stream(self, call: Call, response: web.StreamResponse, follower: following.Follower) -> None:
         await self._write(response, _encoded(follower.line()))
         written = time.monotonic()
-        while not is_gone(call) and not self._core.fetching.is_stopping:
+        until = written + _FOLLOWED_S
+        while not is_gone(call) and not self._core.fetching.is_stopping and time.monotonic() < until:
             await asyncio.sleep(following.EVERY_S)
             try:
                 line = await self._run(lambda: _encoded(follower.look()))

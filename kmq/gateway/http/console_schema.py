@@ -115,7 +115,10 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         headers=array(ref("ShownHeader"), maxItems=100),
         raw=text("the stored line; bytes that are not UTF-8 as \\xNN"),
         bytes=number("of the stored line"),
-        truncated={"type": "boolean", "description": "true: value or raw is over 64 KiB, and cut"},
+        truncated={
+            "type": "boolean",
+            "description": "true: too large to be shown whole: value, raw or headers are cut",
+        },
     ),
     "ShownHeader": record(["name", "value"], name=text("its name"), value=or_null(text("null: none"))),
     "Damage": record(

@@ -1,0 +1,75 @@
+"""Bounds of the console's reads in time and number, on queue files without a broker."""
+
+import json
+import threading
+from contextlib import closing
+from http.client import HTTPConnection
+
+import pytest
+from api_client import Api
+from log_server import up
+from made_data import write_data
+
+from kmq.gateway.console import messages
+from kmq.gateway.http import console_messages
+
+PATIENCE_S = 30.0
+LINES = [b"t|1700000000.%03d|%d|v%d" % (n, n, n) for n in range(1, 401)]
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    data = write_data(tmp_path_factory.mktemp("data"), LINES, {"t": 4})
+    with up(data, synced=len(LINES)) as found:
+        found.page.rows["router"].seq = len(LINES)
+        found.serve()
+        yield found
+
+
+def test_a_search_has_one_deadline_for_all_partitions(broker, monkeypatch):
+    monkeypatch.setattr(messages, "_SCAN_S", 0.0)
+    with closing(Api(broker.port)) as api:
+        found = api.get("/api/topics/t/messages?key=nobody&from=earliest").value
+        assert [row["offset"] > 0 for row in found["next"]] == [True, False, False, False]
+        later = api.get("/api/topics/t/messages?key=nobody&partition=3&offset=0").value
+        assert later["next"][0]["offset"] > 0, "the search goes on in each partition"
+
+
+def test_reads_that_wait_are_bounded_and_the_next_one_is_refused(broker, monkeypatch):
+    monkeypatch.setattr(console_messages, "_WAITING", 2, raising=False)
+    begun, may_end, statuses = threading.Semaphore(0), threading.Event(), []
+
+    def find(self, topic, wanted):
+        begun.release()
+        assert may_end.wait(PATIENCE_S)
+        return {"as_of": 1.0, "messages": [], "next": [], "error": None}
+
+    def ask():
+        with closing(Api(broker.port)) as api:
+            statuses.append(api.get("/api/topics/t/messages").status)
+
+    monkeypatch.setattr(messages.Finder, "find", find)
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        assert begun.acquire(timeout=PATIENCE_S) and begun.acquire(timeout=PATIENCE_S)
+        connection = HTTPConnection("127.0.0.1", broker.port, timeout=5)
+        connection.request("GET", "/api/topics/t/letters")
+        answer = connection.getresponse()
+        assert (answer.status, json.loads(answer.read())["code"]) == (429, "too_many")
+        connection.close()
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert statuses == [200, 200]
+
+
+def test_a_stream_that_is_followed_ends_after_its_time(broker, monkeypatch):
+    monkeypatch.setattr(console_messages, "_FOLLOWED_S", 0.3, raising=False)
+    connection = HTTPConnection("127.0.0.1", broker.port, timeout=10)
+    connection.request("GET", "/api/topics/t/follow")
+    lines = connection.getresponse().read().splitlines()
+    connection.close()
+    assert lines and json.loads(lines[0])["error"] is None
