@@ -1,5 +1,8 @@
 """Events and history of the console: bounded, in order, and strangers push nothing out."""
 
+import sys
+import threading
+
 from kmq.gateway.console.events import Events
 from kmq.gateway.console.history import STEP_S, History
 
@@ -74,3 +77,29 @@ def test_after_a_long_gap_nothing_old_is_shown():
     history.put({"rate.router": 7.0}, {}, now=0.0)
     history.put({"rate.router": 8.0}, {}, now=5000 * STEP_S)
     assert history.document()["series"]["rate.router"] == [None] * 719 + [8.0]
+
+
+def test_events_of_several_threads_have_ids_of_their_own_and_can_be_read_meanwhile():
+    events, failures = Events(), []
+
+    def work(step):
+        try:
+            for _ in range(2000):
+                step()
+        except Exception as err:
+            failures.append(err)
+
+    steps = [lambda: events.add("changed", "a", "b")] * 2 + [lambda: events.add("rolled", "a", "b")]
+    steps += [events.after, lambda: events.newest(50)]
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    ids = [event.id for event in events.after()]
+    assert not failures and ids == sorted(set(ids)), failures
