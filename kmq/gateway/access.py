@@ -3,8 +3,10 @@
 Open        /healthz and /readyz, because kubelets send no token; the files of the console, because a browser sends none
             with the address that a user typed. They show nothing of what is stored.
 Console     Without KMQ_TOKENS its paths are served to this machine only and change nothing, unless KMQ_CONSOLE says
-            otherwise. What programs do without tokens over the other paths is as it was.
-Log         What an admin does over HTTP is a log line and an event of the console: what, who, from where.
+            otherwise; what a proxy passes on is not from this machine, wherever the proxy runs. What programs do without
+            tokens over the other paths is as it was.
+Log         What an admin does over HTTP is a log line and an event of the console: what, who, from where. So is what
+            failed (5xx), because it may be done in part.
 """
 
 from collections.abc import Awaitable, Callable
@@ -35,6 +37,7 @@ _OPEN_PATHS = ("/healthz", "/readyz", "/")
 _CONSOLE = {operation.name for operation in (*CONSOLE, *CONSOLE_PAGES)}
 _OF_CONSOLE = {"replay", "resetGroup"}  # changes that only the console has
 _READS = {"GET", "HEAD"}
+_FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,10 +66,14 @@ class HttpAccess:
                 more = {"WWW-Authenticate": "Bearer"} if refused.code == "unauthorized" else {}
                 return response_of(request, refused, **more)
             CALLER.set(caller)  # a connection has a task, which serves one request after the other
-            response = await handler(request)
-            if operation is not None and response.status < 300 and _changes(operation) and not caller.is_dry_run:
-                self._tell(request, operation, caller)
-            return response
+            status = 500
+            try:
+                response = await handler(request)
+                status = response.status
+                return response
+            finally:
+                if operation is not None and _changes(operation) and not caller.is_dry_run:
+                    self._tell(request, operation, caller, status)
 
         return guard
 
@@ -99,6 +106,7 @@ class HttpAccess:
     def _of_anybody(self, request: web.Request, act: str) -> Caller:
         console = self._settings.console
         is_here = _is_loopback(_address(request, "peername"))
+        is_here &= not any(name in request.headers for name in _FORWARDED)
         if act in _CONSOLE and act not in _OPEN and not is_here and console != "on":
             text = "without KMQ_TOKENS the console is shown to this machine only; set KMQ_TOKENS, or KMQ_CONSOLE=on"
             raise RequestRefused("forbidden", text)
@@ -112,11 +120,15 @@ class HttpAccess:
         self._strangers.refuse(request.remote or "", f"{act}: the token of {holder.name} may not")
         raise RequestRefused("forbidden", holder.refusal(act))
 
-    def _tell(self, request: web.Request, operation: Operation, caller: Caller) -> None:
+    def _tell(self, request: web.Request, operation: Operation, caller: Caller, status: int) -> None:
+        if 300 <= status < 500:
+            return  # refused: nothing was done
+        failed = {"status": status} if status >= 500 else {}
         who, peer = caller.name or "-", request.remote or ""
         what = f"{request.method} {request.path}"
-        self._log.info("changed", what=operation.name, path=what, who=who, peer=peer)
-        self._events.add("changed", operation.name, f"{what} by {who} from {peer}")
+        self._log.info("changed", what=operation.name, path=what, who=who, peer=peer, **failed)
+        more = f", answered {status}: may be done in part" if failed else ""
+        self._events.add("changed", operation.name, f"{what} by {who} from {peer}{more}")
 
 
 def _operation_of(request: web.Request) -> Operation | None:

@@ -74,3 +74,9 @@ def test_without_tokens_the_console_changes_nothing(broker):
     assert ask(broker, "POST", "/api/topics/c/replay", {"dryRun": False}) == (403, "forbidden")
     reset = {"topic": "c", "to": "latest"}
     assert ask(broker, "POST", "/api/groups/x/reset", reset) == (403, "forbidden")
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "Forwarded", "Via"])
+def test_what_a_proxy_of_this_machine_passes_on_is_not_from_this_machine(broker, header):
+    assert ask(broker, "GET", "/api/overview", **{header: "127.0.0.1"}) == (403, "forbidden")
+    assert ask(broker, "GET", "/api/admin/topics", **{header: "127.0.0.1"})[0] == 200, "programs are served as before"

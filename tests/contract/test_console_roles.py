@@ -18,6 +18,7 @@ def broker(tmp_path_factory):
     root = tmp_path_factory.mktemp("roles")
     made = Broker(root / "broker")
     made.env["KMQ_TOKENS"] = str(root / "tokens")
+    made.env["KMQ_AUTO_CREATE_TOPICS"] = "off"
     made.token = {}
     for role in (*ROLES, "all"):
         arguments = [] if role == "all" else ["--role", role]
@@ -155,3 +156,17 @@ def test_what_an_admin_changes_is_told_with_who_did_it(broker, apis):
     broker.wait(
         lambda: "event=changed what=deleteTopic" in broker.log() and "who=the-all" in broker.log(), "a log line"
     )
+
+
+def test_a_replay_that_ends_half_done_is_told_with_who_did_it(broker, apis):
+    for topic in ("half", "half.dlq"):
+        assert apis["admin"].post("/api/admin/topics", {"name": topic}).status == 201
+    headers = "origin_topic={};origin_partition=0;origin_offset=1;group=g;error=e;attempts=1"
+    lines = [f"half.dlq|0|g.{n};{headers.format(topic)}|x\n" for n, topic in enumerate(("half", "gone"))]
+    talk(port(broker, "ingress"), f"!hello acks=0 token={broker.token['produce']}\n{''.join(lines)}")
+    broker.wait(lambda: len(broker.lines("half.dlq")) == 2, "both letters")
+    answer = apis["admin"].post("/api/topics/half.dlq/replay", {"dryRun": False})
+    assert answer.refusal[:2] == (503, "not_answered")
+    broker.wait(lambda: broker.lines("half"), "the letter in front of the one that is refused")
+    told = [event["text"] for event in apis["admin"].get("/api/events").value["events"] if event["about"] == "replay"]
+    assert told == ["POST /api/topics/half.dlq/replay by the-admin from 127.0.0.1, answered 503: may be done in part"]
