@@ -13,6 +13,7 @@ Change      A browser that shows neither of these headers, as over plain HTTP to
 Programs    Without these headers a program is served as before, under whatever name it reached the gateway.
 """
 
+import re
 from collections.abc import Collection
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ _PAGES = ("/", "/pages", "/docs")  # what a link of another site may lead to
 _ORIGIN, _SITE = "Origin", "Sec-Fetch-Site"
 _SIGNS = (_ORIGIN, _SITE, "Referer", "Cookie")  # headers that hardly any program sends
 _SAFE = ("GET", "HEAD")
+_HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^\s:/?#@\\\[\]]+))(?::\d{1,5})?")
 
 Headers = CIMultiDictProxy[str]
 
@@ -79,13 +81,10 @@ def _is_browser(headers: Headers) -> bool:
 
 def _name_of(host: str) -> str | None:
     """Return the name or address in a Host header; None if it is none."""
-    try:
-        name = urlsplit(f"//{host}").hostname
-    except ValueError:
+    match = _HOST.fullmatch(host)
+    if match is None or (match[1] and ":" not in match[1]):  # in brackets there is an IPv6 address
         return None
-    if not name or any(mark in host for mark in "/?#@\\"):
-        return None
-    return name.rstrip(".")
+    return (match[1] or match[2]).lower().rstrip(".")
 
 
 def _is_at(url: str, host: str | None) -> bool:

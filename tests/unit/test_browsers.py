@@ -30,7 +30,11 @@ def test_names_in_the_settings_are_names_of_the_broker(host):
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example:8082", "localhost.evil.example", "127.0.0.1.evil.example", "", "a b", "x@localhost/"]
+    "host",
+    [
+        *("evil.example:8082", "localhost.evil.example", "127.0.0.1.evil.example", "", "a b", "x@localhost/"),
+        *("[::1].evil.example", "[::1]x:8082", "localhost:evil", "localhost:8082:80", "[localhost]", "127.0.0.1:"),
+    ],
 )
 def test_a_page_whose_name_was_rebound_is_refused(host):
     for method in ("GET", "POST"):
