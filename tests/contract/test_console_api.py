@@ -1,6 +1,9 @@
 """The console's JSON against a broker: every answer is one that the document names, and what it says is so."""
 
 import http.client
+import re
+from base64 import b64encode
+from hashlib import sha256
 
 import pytest
 from api_client import Api
@@ -42,6 +45,21 @@ def test_the_page_comes_with_headers_that_shut_others_out(broker):
     assert page(broker, "/", If_None_Match=headers["ETag"])[:2] == (304, b"")
     kinds = {name: page(broker, f"/console/{name}")[2].get_content_type() for name in ("index.html", "console.css")}
     assert kinds == {"index.html": "text/html", "console.css": "text/css"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/docs", "/pages", "/api/overview", "/v1/topics", "/metrics", "/none", "/readyz"]
+)
+def test_no_answer_can_be_taken_for_a_script_and_no_page_has_inline_code(broker, path):
+    _, text, headers = page(broker, path)
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    if headers.get_content_type() == "text/html":
+        policy = headers["Content-Security-Policy"]
+        assert {name: headers[name] for name in HEADERS} == HEADERS | {"Content-Security-Policy": policy}
+        assert "'unsafe-inline'" not in policy and "frame-ancestors 'none'" in policy
+        assert b"<script>" not in text and b"style=" not in text
+        styles = [b64encode(sha256(style).digest()).decode() for style in re.findall(b"<style>(.*?)</style>", text)]
+        assert all(f"'sha256-{digest}'" in policy for digest in styles), "the page's own style, and no other"
 
 
 @pytest.mark.parametrize("path", ["/console/none.js", "/console/..%2fpage.py", "/console/%2e%2e", "/console/"])

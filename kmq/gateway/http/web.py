@@ -12,7 +12,7 @@ from aiohttp import web
 
 from kmq.broker.readiness import Reason, Verdict
 from kmq.gateway.console.overview import Overview
-from kmq.gateway.console.page import Page
+from kmq.gateway.console.page import HEADERS, Page
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
@@ -73,7 +73,15 @@ def monitoring(broker: Broker, requests: Requests) -> web.Application:
     }
     app = web.Application(client_max_size=_MAX_BODY, middlewares=[refuse_unknown_paths])
     app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
+    app.on_response_prepare.append(_guard)
     return app
+
+
+async def _guard(request: web.Request, response: web.StreamResponse) -> None:
+    """Make an answer what it says it is: no stored bytes are ever run as a script, and no page has code of its own."""
+    headers = HEADERS if response.content_type == "text/html" else {"X-Content-Type-Options": "nosniff"}
+    for name, value in headers.items():
+        response.headers.setdefault(name, value)
 
 
 def _report(broker: Broker, verdict: Verdict, reason: Reason | None) -> web.Response:
