@@ -19,6 +19,7 @@ HOSTILE = [
     "<img src=x onerror=alert(1)><svg onload=alert(2)>",
     '"><a href="javascript:alert(1)">x</a>{{7*7}}${7*7}',
     "\u202etxt.exe\u200b\u0007\u001b[31m\x7f\u0085",
+    "a\u3164b\u034fc\ufe0fd\U000e0041e\u180ef",
     "</pre></li><iframe src=//example.org></iframe><style>*{display:none}</style>",
 ]
 ROWS = 500
@@ -70,10 +71,12 @@ def test_hostile_keys_values_and_headers_are_text(tab, broker):
     page = tab.open("#/topics/hostile")
     page.wait_for_selector(f".message:nth-of-type({len(HOSTILE)})")
     seen = text(page, ".messages")
-    assert HOSTILE[0] in seen and HOSTILE[1] in seen and HOSTILE[4] in seen
+    assert HOSTILE[0] in seen and HOSTILE[1] in seen and HOSTILE[5] in seen
     assert "\u2039U+202E\u203atxt.exe\u2039U+200B\u203a␇␛[31m␡\u2039U+0085\u203a" in seen, (
         "what cannot be seen is named"
     )
+    named = ("3164", "034F", "FE0F", "E0041", "180E")
+    assert "a{}b{}c{}d{}e{}f".format(*(f"\u2039U+{code}\u203a" for code in named)) in seen
     assert page.locator("main :is(script, iframe, img, style, [onload], [onerror])").count() == 0
     assert page.locator("main a[href^='javascript']").count() == 0
     assert tab.hosts == {tab.base.removeprefix("http://")}

@@ -56,12 +56,13 @@ export function moment(milliseconds) {
   return Number.isNaN(at.getTime()) ? "–" : at.toISOString().replace("T", " ").replace("Z", "");
 }
 
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+// Tab and line feed are seen as what they are. Default_Ignorable_Code_Point is whatever a font draws as nothing.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\p{Cf}\p{Zl}\p{Zp}\p{Cs}\p{Default_Ignorable_Code_Point}]/gu;
 
 /** Return text in which every character can be seen: control characters, and those that turn the text around, by name. */
 export function visible(text) {
   return String(text).replace(HIDDEN, (character) => {
-    const code = character.charCodeAt(0);
+    const code = character.codePointAt(0);
     if (code < 0x20) return String.fromCharCode(0x2400 + code);
     return code === 0x7f ? "\u2421" : `‹U+${code.toString(16).toUpperCase().padStart(4, "0")}›`;
   });
