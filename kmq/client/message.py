@@ -81,13 +81,20 @@ class Message:
     @property
     def headers(self) -> list[Header]:
         """Return (name, value) of each header, in order."""
-        return [(unquote(name), value) for name, value in self._stored_headers() if not is_transport_header(name)]
+        return [*self.each_header()]
 
-    def _stored_headers(self) -> Iterator[tuple[str, bytes | None]]:
-        """Yield the name of each header as it is stored, and its decoded value."""
+    def each_header(self, most: int | None = None) -> Iterator[Header]:
+        """Yield (name, value) of each header, decoded one by one; `most`: of a longer one only so many bytes, and some."""
+        stored = None if most is None else 3 * (most + 1)  # a byte is stored as three at most
+        for name, value in self._stored_headers(stored):
+            if not is_transport_header(name):
+                yield unquote(name), value
+
+    def _stored_headers(self, most: int | None = None) -> Iterator[tuple[str, bytes | None]]:
+        """Yield the name of each header as it is stored, and its decoded value, of `most` stored bytes each."""
         for header in self._split()[4].split(b";")[1:]:
             name, equals, value = header.partition(b"=")
-            yield name.decode(errors="replace"), unquote_to_bytes(value) if equals else None
+            yield name[:most].decode(errors="replace"), unquote_to_bytes(value[:most]) if equals else None
 
     @property
     def id(self) -> str:

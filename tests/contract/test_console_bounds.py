@@ -58,6 +58,7 @@ def test_headers_count_in_the_limit_of_an_answer(api, broker):
     fill(api, broker, "headers", [b";%b|x" % headers] * 20)
     size, found = body(broker, "/api/topics/headers/messages?limit=500")
     assert size < MOST and found["messages"] and all(message["truncated"] for message in found["messages"])
+    assert found["messages"][-1]["offset"] == 19, "the newest, although all of them are more than is held"
 
 
 def test_headers_that_are_left_out_make_a_message_truncated(api, broker):

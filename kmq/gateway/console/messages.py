@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kmq.client.egress_lines import Position
-from kmq.client.message import Header, Message, messages
+from kmq.client.message import Message, messages
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.locating import Locator
 from kmq.gateway.core.partitions import Partition
@@ -26,6 +26,7 @@ from kmq.settings import KIB, MIB
 
 MOST_SHOWN = 64 * KIB
 ANSWER_BYTES = 4 * MIB
+_WINDOW = 16  # messages, of which each may have KMQ_MAX_LINE
 _HELD_BYTES = 16 * MIB  # of messages that are found, until the answer is made
 _CHUNK_BYTES = 256 * KIB
 _SCANNED, _SCAN_S = 20_000, 1.0
@@ -54,7 +55,7 @@ def shown(message: Message) -> dict[str, Any]:
     value, line, key = message.value, message.line, message.key
     text, encoding = _text(value)
     key_text, key_encoding = _text(key)
-    headers, are_cut = _headers(message.headers)
+    headers, are_cut = _headers(message)
     return {
         "partition": message.partition,
         "offset": message.offset,
@@ -76,18 +77,18 @@ def weight(row: dict[str, Any]) -> int:
     return len(json.dumps(row))
 
 
-def _headers(given: Sequence[Header]) -> tuple[list[dict[str, Any]], bool]:
-    """Return headers as JSON shows them, and True if some are cut or left out."""
+def _headers(message: Message) -> tuple[list[dict[str, Any]], bool]:
+    """Return headers as JSON shows them, and True if some are cut or left out, which are not even decoded."""
     rows: list[dict[str, Any]] = []
     room, are_cut = MOST_SHOWN, False
-    for name, content in given[:_HEADERS]:
-        if room <= 0:
-            break
+    for name, content in message.each_header(_HEADER_BYTES):
+        if room <= 0 or len(rows) == _HEADERS:
+            return rows, True
         are_cut |= len(name) > _HEADER_BYTES or len(content or b"") > _HEADER_BYTES
         name, content = name[:_HEADER_BYTES], None if content is None else content[:_HEADER_BYTES]
         room -= len(name) + len(content or b"")
         rows.append({"name": name, "value": None if content is None else _printable(content)})
-    return rows, are_cut or len(rows) < len(given)
+    return rows, are_cut
 
 
 def _printable(content: bytes) -> str:
@@ -142,7 +143,8 @@ class Finder:
         room = max(_CHUNK_BYTES, _HELD_BYTES // max(1, len(begun)))
         for read in begun:
             if read is begun[0] or time.monotonic() < until:
-                self._read(read, wanted, room, until)
+                look = self._read_last if wanted.is_tail and wanted.key is None else self._read
+                look(read, wanted, room, until)
                 found, out = _held([*found, *read.found], wanted)
                 read.found = []
                 leave(out)
@@ -182,7 +184,7 @@ class Finder:
     def _read(self, read: _Read, wanted: Wanted, room: int, until: float) -> None:
         """Read messages of one partition, until there are enough, or the bounds are reached."""
         partition, scanned, size = read.partition, 0, 0
-        while (wanted.is_tail or len(read.found) < wanted.limit) and scanned < _SCANNED and size < room:
+        while scanned < _SCANNED and (wanted.is_tail or (len(read.found) < wanted.limit and size < room)):
             try:
                 begin, lines = partition.read(read.offset, _CHUNK_BYTES)
             except DamageError as err:
@@ -194,14 +196,43 @@ class Finder:
             if wanted.key is not None:
                 some = [message for message in some if message.key == wanted.key]
             read.found += some
-            if wanted.is_tail:
-                del read.found[: -wanted.limit]
             size = sum(message.size for message in read.found)
+            while wanted.is_tail and read.found and (len(read.found) > wanted.limit or size > room):
+                size -= read.found.pop(0).size
             count = lines.count(b"\n")
             scanned += count
             read.offset = begin + count
             if time.monotonic() > until:
                 break
+
+    def _read_last(self, read: _Read, wanted: Wanted, room: int, until: float) -> None:
+        """Read the last messages of one partition, backwards in windows: the newest come first if they are large."""
+        first, low, size = read.offset, read.partition.end(), 0
+        read.offset, window = low, min(_WINDOW, wanted.limit)
+        while low > first and len(read.found) < wanted.limit and size < room:
+            high, low = low, max(first, low - window)
+            read.found[:0] = self._window(read, low, high)
+            size = sum(message.size for message in read.found)
+            window = max(1, min(wanted.limit, (room - size) * len(read.found) // max(1, size)))
+            if time.monotonic() > until:
+                break
+
+    def _window(self, read: _Read, low: int, high: int) -> list[Message]:
+        """Return the messages with these offsets, but for damaged ones."""
+        partition, at = read.partition, low
+        found: list[Message] = []
+        while at < high:
+            try:
+                begin, lines = partition.read(at, _CHUNK_BYTES)
+            except DamageError as err:
+                read.damage, at = err, max(at + 1, err.next_offset)
+                continue
+            if not lines:
+                break
+            some = messages(partition.topic, partition.number, begin, lines, self._marks_from)
+            found += [message for message in some if message.offset < high]
+            at = begin + lines.count(b"\n")
+        return found
 
 
 def _held(found: list[Message], wanted: Wanted) -> tuple[list[Message], list[Message]]:
