@@ -207,7 +207,7 @@ def declarations(bundle: Bundle, data: str) -> None:
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 texts.append(f"# {name}\n{file.read(8192)}\n")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # a lock file, or a change that is asked for
             continue
         except OSError as error:
             bundle.leave(path, _reason(error))

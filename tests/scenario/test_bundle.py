@@ -104,6 +104,7 @@ def test_a_bundle_of_a_running_broker_is_whole_and_holds_no_secret(running):
     assert json.loads(found["stats-page.json"])["rows"]["durability"]["seq"] >= 100
     assert b"kmq_ready 1.0" in found["metrics.txt"] and b"no damage" in found["verify.txt"]
     assert b"event=ready" in found["log/kmq.log"] and b"event=the_last_line" in found["log/kmq.log"]
+    assert "Not a directory" not in manifest and b"# test\n" in found["topics.toml.txt"]
     assert b"topics/test/0/" in found["data.txt"] and b"key.pem" in found["data.txt"]
     assert "log/kmq.log.2            is no regular file" in manifest and "log/kmq.log.1 " in manifest
     assert str(broker.data) in found["config.json"].decode()
