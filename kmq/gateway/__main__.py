@@ -4,9 +4,12 @@ import argparse
 import contextlib
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
 
 from kmq import descriptors
-from kmq.broker.stats import STATES, StatsPage
+from kmq.broker.stats import STATES, Row, StatsPage
 from kmq.broker.supervision import end_with
 from kmq.errors import EXIT_OK, ConfigError, KmqError, of_os_error
 from kmq.links.ownership import FileLock, describe
@@ -14,7 +17,27 @@ from kmq.log.identity import open_data
 from kmq.logfmt import Logger
 from kmq.settings import load
 
+_BEAT_S = 0.25
 _LEAST_FILES = 128  # descriptors for its listeners, its event loop and some connections
+
+
+@contextlib.contextmanager
+def _alive(row: Row) -> Iterator[None]:
+    """Keep up the heartbeat meanwhile: on a busy machine loading the modules takes longer than a silence may."""
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(_BEAT_S):
+            row.heartbeat = time.monotonic_ns()
+
+    thread = threading.Thread(target=beat, name="kmq-alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        row.heartbeat = time.monotonic_ns()
 
 
 def run(log: Logger, supervisor: int) -> None:
@@ -30,9 +53,10 @@ def run(log: Logger, supervisor: int) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reports everything by exceptions too
     try:
         try:
-            import asyncio
+            with _alive(row):
+                import asyncio
 
-            from kmq.gateway.server import Gateway
+                from kmq.gateway.server import Gateway
         except ImportError as err:
             raise ConfigError(f"{err}; the gateway needs: pip install 'kmq[gateway]'") from err
 
