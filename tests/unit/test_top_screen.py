@@ -102,6 +102,16 @@ def test_the_pipeline_shows_state_rate_and_fill_of_every_link_and_how_long_thing
     assert "orders19" in text and "stable" in text and "restarted" in text
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_restarts_long_seqs_and_fast_rates_are_whole_and_apart(width):
+    stages = [stage(name, restarts=77, seq=9_876_543_210) for name in ("ingress", "framer", "durability", "router")]
+    found = document(stages=stages)
+    found["rates"] = {name: {"messages": 1_830_000.0, "bytes": 180e6} for name in found["rates"]}
+    words = " ".join(drawn(found, width=width)).split()
+    assert words.count("9876543210") == words.count("1,830,000/s") == 3
+    assert words.count("77") == words.count("restarts") == 4 and "…" not in "".join(words)
+
+
 @pytest.mark.parametrize(("width", "height"), SIZES[:3])
 def test_what_is_wrong_and_what_to_do_is_on_every_size(width, height):
     text = "\n".join(drawn(document(findings=[finding(), finding("damage_found", "warning")]), "p", width, height))

@@ -51,21 +51,25 @@ def draw(snapshot: Snapshot, width: int) -> list[Line]:
     if others:
         line = Line()
         for stage in others:
-            line.add(f"{stage.name} ").add(stage.state, state_style(stage.state)).add(_restarted(stage) + "  ")
+            line.add(f"{stage.name} ").add(stage.state, state_style(stage.state)).add(_and(_restarted(stage)) + "  ")
         drawn.append(line)
     return drawn
 
 
 def _wide(snapshot: Snapshot, width: int) -> list[Line]:
     link_width = min(_MOST_LINK, (width - _ENDS - len(STAGES) * _STAGE) // (len(STAGES) - 1))
-    names, states, moved, seqs = Line("─▶ ", "bar"), Line("   "), Line("   "), Line("   ")
+    names, states, moved, seqs, again = Line("─▶ ", "bar"), Line("   "), Line("   "), Line("   "), Line("   ")
     for name in STAGES:
         stage, link = snapshot.stage(name) or _ABSENT, between(snapshot, name)
         is_last = name == STAGES[-1]
         names.add(name, "head")
         states.cell(stage.state, _STAGE, state_style(stage.state))
-        moved.cell(_rate(name, stage), _STAGE)
-        seqs.cell(_about(name, stage), _STAGE + (0 if is_last else link_width))
+        rate = _rate(name, stage)
+        gap = int(len(rate) >= _STAGE)  # a rate that fills its place stays apart from what follows
+        moved.cell(rate, _STAGE).add(" " * gap)
+        place = width - _ENDS // 2 - (len(STAGES) - 1) * (_STAGE + link_width) if is_last else _STAGE + link_width
+        seqs.cell(_about(name, stage), place)
+        again.cell(_restarted(stage), place)
         if is_last:
             names.add(" " * (_STAGE - len(name) - 1)).add("─▶", "bar")
             continue
@@ -73,8 +77,9 @@ def _wide(snapshot: Snapshot, width: int) -> list[Line]:
         names.add(" ").add(f"{'═' + _AFTER[name]:═^{room - 1}}▶ ", "bar")
         fill = percent(link.fill if link else None)
         states.add(bar(link.fill if link else None, link_width - 6), fill_style(link) or "bar").cell(f" {fill}", 6)
-        moved.cell(waits(link), link_width, fill_style(link))
-    return [names, states, moved, seqs]
+        moved.cell(waits(link), link_width - gap, fill_style(link))
+    is_again = any(stage.restarts for stage in snapshot.stages if stage.name in STAGES)
+    return [names, states, moved, seqs, *([again] if is_again else [])]
 
 
 def _narrow(snapshot: Snapshot) -> list[Line]:
@@ -87,7 +92,7 @@ def _narrow(snapshot: Snapshot) -> list[Line]:
             .cell(stage.state, _STAGE, state_style(stage.state))
             .cell(_rate(name, stage), 13)
         )
-        lines.append(line.add(_about(name, stage)))
+        lines.append(line.add(_about(name, stage) + _and(_restarted(stage))))
         if link is not None or name in _AFTER:
             line = Line("  ═▶ ", "bar").cell(_AFTER[name], 8).add(bar(link.fill if link else None, 8), "bar")
             fill = percent(link.fill if link else None)
@@ -104,8 +109,7 @@ def _rate(name: str, stage: Stage) -> str:
 
 def _about(name: str, stage: Stage) -> str:
     producers = f"{count(stage.connections)} producer{'s' if stage.connections != 1 else ''}"
-    what = producers if name == "ingress" else f"seq {_whole(stage.seq)}"
-    return what + _restarted(stage)
+    return producers if name == "ingress" else f"seq {_whole(stage.seq)}"
 
 
 def _whole(value: float | None) -> str:
@@ -113,4 +117,8 @@ def _whole(value: float | None) -> str:
 
 
 def _restarted(stage: Stage) -> str:
-    return f", {stage.restarts:.0f} restart{'s' if stage.restarts != 1 else ''}" if stage.restarts else ""
+    return f"{stage.restarts:.0f} restart{'s' if stage.restarts != 1 else ''}" if stage.restarts else ""
+
+
+def _and(text: str) -> str:
+    return f", {text}" if text else ""
