@@ -40,15 +40,24 @@ def status(
 
 def _print_status(settings: Settings, found: Status) -> None:
     if found.stages:
-        terminal.console().print(_as_table(found))
+        show_table(found)
         _print_remarks(found)
     if found.supervisor == "killed":
         _print(supervision.KILLED, "yellow")
     elif found.supervisor == "down":
-        where = f"data in {os.path.abspath(settings.data)}, pipes in {os.path.abspath(settings.pipes)}"
-        print(f"kmq: instance {settings.instance} is down ({where})")
+        if not supervision.taken(settings):
+            where = f"data in {os.path.abspath(settings.data)}, pipes in {os.path.abspath(settings.pipes)}"
+            print(f"kmq: instance {settings.instance} is down ({where})")
         if reason := supervision.why_not_here(settings):
             print(f"kmq: {reason}")
+
+
+def show_table(found: Status) -> None:
+    """Print a row for each process, with less space between the columns where the terminal is narrow."""
+    console, table = terminal.console(), _as_table(found)
+    unbounded = console.options.update(max_width=10_000)
+    table.collapse_padding = console.measure(table, options=unbounded).maximum > console.width
+    console.print(table)
 
 
 def _as_table(found: Status) -> Table:

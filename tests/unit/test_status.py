@@ -1,13 +1,17 @@
 """`kmq status` and who else asks: one look says one thing."""
 
+import io
 import os
 import time
 
 import pytest
+from rich.console import Console
 
 import kmq
+from kmq import terminal
 from kmq.broker import status
 from kmq.broker.stats import STATES, StatsPage
+from kmq.cli import status as shown_status
 from kmq.links import layout
 from kmq.links.fifo import open_fifo
 from kmq.log.identity import open_data
@@ -44,6 +48,19 @@ def test_a_gateway_that_gets_ready_during_a_look_is_not_ready_and_starting_at_on
     assert found.ready == (found.gateway.state == "ready")
     later = status.collect(load())
     assert later.ready and later.gateway is not None and later.gateway.state == "ready"
+
+
+def test_the_table_fits_a_terminal_of_80_columns_while_the_disk_is_full(page, monkeypatch):
+    for name in STAGES:
+        begin(page.rows[name], "disk_full")
+        page.rows[name].messages = page.rows[name].seq = 24_286
+    begin(page.rows["gateway"], "ready")
+    monkeypatch.setattr(status.layout, "backlog", lambda instance, name: 2_330)
+    out = io.StringIO()
+    monkeypatch.setattr(terminal, "console", lambda: Console(file=out, width=80))
+    found = status.collect(load())
+    shown_status.show_table(found)
+    assert "durable 2,330 msg" in out.getvalue() and len(out.getvalue().splitlines()) == 6
 
 
 def test_the_document_says_when_who_what_waits_and_what_is_wrong(page):
