@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 from kmq.broker.checks import ERROR, NOTE, OK, WARNING, Check, size
+from kmq.broker.ports import wrong_host
 from kmq.broker.readiness import LIFELESS, state_of
 from kmq.broker.stats import StatsPage, peek
 from kmq.descriptors import LEAST, OWN
@@ -102,11 +103,12 @@ def leftovers(settings: Settings, shm: str = SHM) -> Check:
     if not found:
         return Check("leftovers", OK, "no shared memory of brokers that have ended")
     shown = ", ".join(found[:5]) + (" …" if len(found) > 5 else "")
+    files = " ".join(f"{shm}/{name}.*" for name in found[:5])
     return Check(
         "leftovers",
         NOTE,
-        f"{size(nbytes)} of shared memory belong to brokers that were killed: {shown}",
-        f"start them again, which keeps their messages; or, if they are gone for good: rm {shm}/<instance>.*",
+        f"{size(nbytes)} of shared memory belong to brokers that do not run: {shown}",
+        f"start them again, which keeps their messages; or, if they are gone for good: rm {files}",
     )
 
 
@@ -251,4 +253,6 @@ def _port(name: str, host: str, number: int) -> Check:
         return Check(title, ERROR, f"{name}: this user may not open it", f"choose {name} above 1023, or run as root")
     except OSError as error:
         text = f"{name}: {host}:{number}: {os.strerror(error.errno) if error.errno else error}"
+        if address := wrong_host(name, error):
+            return Check(title, ERROR, text, f"correct {address}: this machine has no such address")
         return Check(title, ERROR, text, f"see who has it: ss -ltnp 'sport = :{number}'; or choose another {name}")

@@ -4,7 +4,6 @@ With certificates (tls.py) HTTP and gRPC each listen on two ports, plaintext and
 `authorization: Bearer <token>` with a role for it, except health checks; access.py asks for it over HTTP.
 """
 
-import os
 from collections.abc import Awaitable, Callable, Iterable
 from secrets import token_hex
 from ssl import SSLContext
@@ -13,8 +12,8 @@ from typing import Any
 import grpc
 
 from kmq.broker.incidents import Strangers
+from kmq.broker.ports import cannot_listen
 from kmq.broker.tls import Certificates
-from kmq.errors import ConfigError
 from kmq.gateway.access import UNAUTHORIZED
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.doors import Doors, listening, most_consumers
@@ -172,19 +171,11 @@ def _open(
     try:
         opened = listening(host, port)  # a name may stand for several addresses
     except OSError as err:
-        reason = os.strerror(err.errno) if err.errno and err.errno > 0 else str(err)
-        raise _refused(setting, host, port, reason) from err
+        raise cannot_listen(setting, host, port, err) from err
     for door in opened:
         doors.serve(door, server, context, most)
     number: int = opened[0].getsockname()[1]
     return number
-
-
-def _refused(setting: str, host: str, port: int, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{setting}={port}: cannot listen on {host}:{port}: {reason};"
-        f" stop what uses it or set {setting} (0: any free port)"
-    )
 
 
 def _write_ports(settings: Settings, ports: dict[str, int]) -> dict[str, int]:

@@ -4,8 +4,9 @@ import socket
 from collections.abc import Callable, Iterator
 
 from kmq.broker.incidents import Strangers
+from kmq.broker.ports import cannot_listen
 from kmq.broker.stage import Stage
-from kmq.errors import ConfigError, Stopped
+from kmq.errors import Stopped
 from kmq.ingress.connection import Connection
 from kmq.log.disk import replace_file, with_room
 
@@ -110,10 +111,7 @@ def _listening(setting: str, host: str, port: int) -> socket.socket:
     try:
         server.bind((host, port))
     except OSError as err:
-        raise ConfigError(
-            f"{setting}={port}: cannot listen on {host}:{port}: {err.strerror};"
-            f" stop what uses it or set {setting} (0: any free port)"
-        ) from err
+        raise cannot_listen(setting, host, port, err) from err
     server.listen(_BACKLOG)
     server.setblocking(False)
     return server
