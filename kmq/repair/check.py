@@ -66,6 +66,6 @@ def _heal(data: str, as_json: bool, progress: Callable[[int], None]) -> Checked:
     for finding in left:
         print(json.dumps(finding._asdict()) if as_json else f"still damaged: {finding}")
     if not as_json:
-        print(f"{len(done)} files healed" if done else "nothing to heal")
+        print(f"{len(done)} file{'s' if len(done) != 1 else ''} healed" if done else "nothing to heal")
     is_lost = left or any(healed.lost for healed in done)
     return Checked(EXIT_CORRUPT if is_lost else EXIT_OK, len(left), is_complete=True)

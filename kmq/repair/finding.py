@@ -9,7 +9,7 @@ class Finding(NamedTuple):
     path: str  # under the data directory
     byte: int  # where the damage begins
     first_seq: int  # of the records concerned; 0: it concerns no record
-    last_seq: int
+    last_seq: int  # 0: it is not known, because what follows is damaged too
     what: str
     is_damage: bool = True  # False: a note, harmless
 
@@ -24,5 +24,6 @@ class Finding(NamedTuple):
         return cls(path, byte, *seqs, what)
 
     def __str__(self) -> str:
-        seqs = f"seq {self.first_seq} to {self.last_seq}: " if self.first_seq else ""
+        last = f"to {self.last_seq}" if self.last_seq else "and later"  # of damage at the end of a log
+        seqs = f"seq {self.first_seq} {last}: " if self.first_seq else ""
         return f"{self.path}: byte {self.byte}: {seqs}{self.what}"

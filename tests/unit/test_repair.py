@@ -250,6 +250,14 @@ def test_different_records_of_a_block_damaged_in_both_copies_are_all_healed(data
     check_healed(files(original), data)
 
 
+def test_a_cut_end_has_no_last_seq_and_its_finding_names_none(data):
+    path = max(reader.wal(data).segments())[1]
+    os.truncate(path, os.path.getsize(path) - 100)
+    said = [str(finding) for finding in findings(data)]
+    assert any("crc mismatch" in text and " and later" in text for text in said), said
+    assert not [text for text in said if " to 0:" in text]
+
+
 def test_what_no_copy_has_is_kept_aside_and_named_and_the_rest_goes_on(data, original):
     wal, queue = logs_of(original, 300)
     offset = queue.find(300, SEQ).offset
