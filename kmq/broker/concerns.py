@@ -65,9 +65,7 @@ def _duration(seconds: float) -> str:
 def _damage(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     found = {name: row.damage for name, row in page.rows.items() if row.damage}
     if found:
-        why = (
-            f"{sum(found.values())} damaged blocks or files were found (by {', '.join(found)}): they are not handed out"
-        )
+        why = f"{sum(found.values())} damaged blocks or files were found: what is in them is not handed out"
         advice = (
             "kmq verify names them; heal from the other copy with: kmq down && kmq verify --repair && kmq up;"
             " then look at the disk (dmesg)"
@@ -109,8 +107,9 @@ def _restarting(page: StatsPage, settings: Settings) -> Iterator[Finding]:
 def _unclean(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     names = [name for name in PROCESSES if (row := page.rows[name]).unclean and _age_s(row.started) < RESTARTED_S]
     if names:
-        why = f"{', '.join(names)} did not end in order the last time: a kill or a crash; nothing acknowledged is lost"
-        advice = "find out who killed it (dmesg, event=failed in KMQ_PIPES/kmq.log); it needs no repair"
+        verb = "was killed, or has crashed" if len(names) == 1 else "were killed, or have crashed"
+        why = f"{', '.join(names)} {verb}, since started again: nothing acknowledged is lost, nothing needs repair"
+        advice = "find out why: event=stage_ended and event=failed in KMQ_PIPES/kmq.log; an OOM kill is in dmesg"
         yield _warning("unclean_end", names[0] if len(names) == 1 else "broker", why, advice, *names)
 
 
@@ -132,11 +131,12 @@ def _clock(page: StatsPage, settings: Settings) -> Iterator[Finding]:
 def _disk(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     row = page.rows["ingress"]
     room = "make room on that disk, or bound what is kept by KMQ_RETENTION_BYTES or KMQ_RETENTION_AGE"
+    when = "messages are refused" if row.admission_name == "disk_full" else "messages will be refused soon"
     if row.disk_size and row.disk_free < min(row.disk_size // _FREE_SHARE, _FREE_BYTES):
-        why = f"{row.disk_free >> 20:,} MiB of {row.disk_size >> 20:,} MiB are free: messages will be refused soon"
+        why = f"{row.disk_free >> 20:,} MiB of {row.disk_size >> 20:,} MiB are free: {when}"
         yield _warning("disk_low", settings.data, why, f"{room}; kmq log stat shows what takes it", "ingress")
     if row.inodes_total and row.inodes_free < min(row.inodes_total // _FREE_SHARE, _FREE_INODES):
-        why = f"{row.inodes_free:,} of {row.inodes_total:,} inodes are free: messages will be refused soon"
+        why = f"{row.inodes_free:,} of {row.inodes_total:,} inodes are free: {when}"
         advice = "delete files there, or topics with: kmq topics delete <topic>; df -i shows the inodes"
         yield _warning("inodes_low", settings.data, why, advice, "ingress")
     if row.quota_limit and row.quota_used * 100 >= row.quota_limit * _QUOTA_PERCENT:

@@ -11,7 +11,7 @@ from test_docs import anchors
 
 from kmq.broker import concerns, damage, readiness, stats, waits
 from kmq.broker.clock import STEADY_S
-from kmq.broker.stats import STATES, StatsPage
+from kmq.broker.stats import ADMISSIONS, STATES, StatsPage
 from kmq.cli import app
 from kmq.log.damage import DamageError
 from kmq.log.identity import open_data
@@ -145,6 +145,14 @@ def test_a_small_disk_is_low_at_a_fifth_and_what_is_not_counted_is_never_low(pag
     assert [*found(page)] == ["disk_low"]
     row.disk_free = 20 * MIB
     assert found(page) == {}
+
+
+def test_a_disk_on_which_messages_are_refused_already_is_not_said_to_be_so_soon(page):
+    ingress = page.rows["ingress"]
+    set_words(ingress, disk_size=GIB, disk_free=1, inodes_total=10, inodes_free=1)
+    assert all("will be refused soon" in found(page)[code].why for code in ("disk_low", "inodes_low"))
+    ingress.admission = ADMISSIONS.index("disk_full")
+    assert all("are refused" in found(page)[code].why for code in ("disk_low", "inodes_low"))
 
 
 def test_a_waiting_writer_that_is_silent_itself_says_nothing_of_its_ring(page):
