@@ -144,7 +144,8 @@ def is_process(pid: int, name: str) -> bool:
 
 def _down(settings: Settings) -> Finding:
     why = f"the broker of KMQ_DATA={settings.data} does not run (KMQ_INSTANCE={settings.instance})"
-    return Finding("down", "broker", why, "start it with: kmq up", (*STAGES, "gateway"))
+    advice = "start it with: kmq up; if it ended by itself, the last event=failed in KMQ_PIPES/kmq.log says why"
+    return Finding("down", "broker", why, advice, (*STAGES, "gateway"))
 
 
 def _no_room(code: str, names: tuple[str, ...], settings: Settings) -> Finding:

@@ -5,10 +5,11 @@ import time
 
 import kmq
 from kmq.broker import clock, histogram, links
+from kmq.broker.findings import Finding
 from kmq.broker.links import Link
 from kmq.broker.readiness import Verdict, judge, state_of
 from kmq.broker.stats import AGENT, TIMED, Row, StatsPage, peek
-from kmq.broker.supervision import Supervision
+from kmq.broker.supervision import Supervision, taken
 from kmq.certificate import utc
 from kmq.links import fifo, layout, received
 from kmq.logfmt import pairs
@@ -92,7 +93,7 @@ def collect(settings: Settings) -> Status:
     page = peek(settings.instance)
     supervisor = Supervision(settings).word
     if page is None or not page.serves(settings.data):
-        return Status(judge(None, settings), supervisor, [], {}, measured=Measured(settings.instance))
+        return Status(_verdict(None, settings), supervisor, [], {}, measured=Measured(settings.instance))
     page = page.copy()  # a process that becomes ready meanwhile must not appear as ready here and as starting there
     stages = [StageStatus(name, page.rows[name]) for name in STAGES]
     gateway, agent = (StageStatus(name, row) if (row := page.rows[name]).pid else None for name in ("gateway", AGENT))
@@ -105,7 +106,17 @@ def collect(settings: Settings) -> Status:
     for name in ("framed", "durable"):
         waiting[f"{name}_messages"] = layout.backlog(settings.instance, name)
     measured = Measured(settings.instance, links.look(settings), _latency(page))
-    return Status(judge(page, settings), supervisor, stages, waiting, gateway, _clock(page), agent, measured=measured)
+    verdict = _verdict(page, settings)
+    return Status(verdict, supervisor, stages, waiting, gateway, _clock(page), agent, measured=measured)
+
+
+def _verdict(page: StatsPage | None, settings: Settings) -> Verdict:
+    """Return the verdict. If the broker is down because another one has its name or its files, that is the reason."""
+    verdict = judge(page, settings)
+    first = verdict.first
+    if first is None or first.about != "broker" or (found := taken(settings)) is None:
+        return verdict
+    return Verdict([Finding("down", "broker", *found, first.processes)], [], [])
 
 
 def _clock(page: StatsPage) -> str:

@@ -6,6 +6,7 @@ Mechanism   A stage that our supervisor has started holds the supervisor's pid i
             supervisor is found by its lock, or by that pid if KMQ_PIPES is not the directory that `kmq up` used.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -122,13 +123,27 @@ def is_data(path: str) -> bool:
     return os.path.isdir(f"{path}/append")
 
 
-def why_not_here(settings: Settings) -> str:
-    """Return why `settings` may name the wrong directory; "" if nothing suggests it."""
+def taken(settings: Settings) -> tuple[str, str] | None:
+    """Return what of these settings another broker has, and what to do; None if nothing."""
     other = elsewhere(settings)
     if other:
-        return (
-            f"instance {settings.instance} is up with its data in {other}; cd to where it was started, or set KMQ_DATA"
-        )
+        advice = "cd to where it was started, or set KMQ_DATA; a second broker needs a KMQ_INSTANCE of its own"
+        return f"instance {settings.instance} is up with its data in {other}", advice
+    wal = FileLock(f"{settings.data}/append/.owner")
+    with contextlib.suppress(OSError):  # another user's: not known
+        holder = wal.holder() if wal.is_held() else ""
+        if field(holder, "instance") not in ("", None, settings.instance):
+            advice = (
+                f"set KMQ_INSTANCE={field(holder, 'instance')} to see it; a second broker needs a KMQ_DATA of its own"
+            )
+            return f"KMQ_DATA={settings.data} is held by another broker ({holder})", advice
+    return None
+
+
+def why_not_here(settings: Settings) -> str:
+    """Return why `settings` may name the wrong directory; "" if nothing suggests it."""
+    if found := taken(settings):
+        return "; ".join(found)
     if not is_data(settings.data):
         directory = os.path.abspath(settings.data)
         return f"{directory} is no data directory; cd to where the broker was started, or set KMQ_DATA"

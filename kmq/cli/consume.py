@@ -133,7 +133,8 @@ def _partitions(topic: str) -> "list[TopicPartition]":
     try:
         return discover([topic], host, port, token, None, None)
     except OSError as err:
-        raise RetryError(no_connection(f"{host}:{port}", err)) from err
+        reason = no_connection(f"{host}:{port}", err)
+        raise RetryError(reason.replace("broker up?", "broker up, with its gateway? (kmq status)")) from err
 
 
 def _awaited_partitions(topic: str) -> "list[TopicPartition]":

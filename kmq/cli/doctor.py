@@ -54,7 +54,7 @@ def diagnose(settings: Settings) -> Diagnosis:
     own = [*_of_broker(settings, verdict), *found]
     pid = page.rows["ingress"].pid if page and is_up else 0
     steps: list[tuple[str, Callable[[], Iterable[Check]]]] = [
-        ("python", lambda: [machine.python(), _extra()]),
+        ("python", lambda: [machine.python(), _extra(page)]),
         ("open files", lambda: [machine.open_files(settings, pid)]),
         ("shared memory", lambda: [machine.shared_memory(settings, is_up), machine.leftovers(settings)]),
         ("memory", lambda: [machine.memory(settings)]),
@@ -95,7 +95,7 @@ def _look(settings: Settings) -> tuple[StatsPage | None, list[Check], Verdict]:
 
 def _of_broker(settings: Settings, verdict: Verdict) -> Iterator[Check]:
     if [reason.about for reason in verdict.reasons] == ["broker"]:
-        yield _down(settings)
+        yield _down(settings, verdict.reasons[0])
     else:
         for finding in verdict.reasons:
             yield _of_finding(finding, ERROR)
@@ -109,12 +109,11 @@ def _of_finding(finding: Finding, level: str) -> Check:
     return Check(f"broker: {finding.code}", level, finding.why, f"{finding.advice}; more in {finding.section}")
 
 
-def _down(settings: Settings) -> Check:
+def _down(settings: Settings, finding: Finding) -> Check:
     """A broker that was never started, or was stopped in order, is no error: someone may look before the start."""
-    other = supervision.elsewhere(settings)
-    if other:
-        return Check("broker", WARNING, f"instance {settings.instance} is up with its data in {other}", "cd there")
-    return Check("broker", NOTE, "it is down: it was not started, or has been stopped", "start it with: kmq up")
+    if supervision.taken(settings):
+        return Check("broker", WARNING, finding.why, finding.advice)
+    return Check("broker", NOTE, "it does not run", finding.advice)
 
 
 def _newest_s(settings: Settings) -> float | None:
@@ -130,10 +129,20 @@ def _newest_s(settings: Settings) -> float | None:
 # --- what is installed -----------------------------------------------------------------------------------------------
 
 
-def _extra() -> Check:
+def _extra(page: StatsPage | None) -> Check:
+    if page is not None and _has_lost_its_gateway(page):
+        advice = "read the last event=failed of stage=gateway in KMQ_PIPES/kmq.log; then: kmq down && kmq up"
+        return Check("gateway", WARNING, "it has ended: no gRPC, no HTTP, no console, no consumers", advice)
     if gateway.is_installed():
         return Check("gateway", OK, "gRPC, HTTP and consumers: installed")
     return Check("gateway", NOTE, "not installed: no gRPC, no HTTP, no consumers", "pip install 'kmq[gateway]'")
+
+
+def _has_lost_its_gateway(page: StatsPage) -> bool:
+    """Return True if the stages run, and the gateway that was started with them does not. A `kmq down` ends all."""
+    row, supervisor = page.rows["gateway"], page.rows["ingress"].supervisor
+    is_up = state_of("ingress", page.rows["ingress"]) not in LIFELESS
+    return is_up and row.supervisor == supervisor != 0 and state_of("gateway", row) == "stopped"
 
 
 def _java() -> Check:
@@ -173,7 +182,8 @@ def _print(found: Diagnosis) -> None:
         if check.advice and check.level != OK:
             console.print(f"        do: {check.advice}", highlight=False, markup=False, soft_wrap=True)
     counts = {level: sum(check.level == level for check in found.checks) for level in checks.LEVELS}
-    console.print(", ".join(f"{count} {level}" for level, count in counts.items()), highlight=False)
+    shown = (f"{count} {level}{'s' if count != 1 and level != OK else ''}" for level, count in counts.items())
+    console.print(", ".join(shown), highlight=False)
 
 
 def add_to(app: typer.Typer) -> None:

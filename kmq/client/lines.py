@@ -35,6 +35,7 @@ Headers = Mapping[str, str] | Iterable[tuple[str, str | bytes | None]]  # pairs 
 _T = TypeVar("_T")
 _BLOCK = MIB // 4  # bytes gathered before a send
 _CONNECT_S = 5.0
+_OF_INGRESS = ("ingress", "tls", "ack")  # listeners; every other one is the gateway's
 _MAX_TOPICS = 10_000  # routing keys remembered as bytes
 _KEY_SAFE = "".join(chr(c) for c in range(33, 127) if chr(c) not in "%|;")
 
@@ -48,7 +49,8 @@ def read_port(settings: Settings, name: str, fixed: int) -> int:
         with open(path, encoding="ascii") as file:
             return int(file.read())
     except (OSError, ValueError):
-        raise ConfigError(f"{path}: no port there; is the broker up? (kmq status)") from None
+        whose = "broker" if name in _OF_INGRESS else "broker, with its gateway,"
+        raise ConfigError(f"{path}: no port there; is the {whose} up? (kmq status)") from None
 
 
 def percent_encode(text: str | bytes) -> str:

@@ -85,6 +85,10 @@ def test_a_second_instance_on_the_same_directory_is_refused_before_it_starts(bro
     refused(second.kmq("up"), BUSY, f"KMQ_DATA={broker.data} is held by pid={broker.pids()['durability']} ")
     assert second.processes() == [] and shared_memory(second) == []
     assert broker.kmq("status").returncode == 0
+    held = f"KMQ_DATA={broker.data} is held by another broker (pid={broker.pids()['durability']} "
+    for command in (("status",), ("status", "--json"), ("top", "--once", "--json"), ("doctor",)):
+        shown = second.kmq(*command).stdout
+        assert held in shown and "start it with" not in shown, command
 
 
 def test_another_data_directory_behind_the_same_instance_name_is_refused(broker, new_broker):
@@ -93,6 +97,10 @@ def test_another_data_directory_behind_the_same_instance_name_is_refused(broker,
     result = broker.kmq("up", KMQ_DATA=other.data, KMQ_PIPES=other.pipes)
     refused(result, BUSY, f"KMQ_INSTANCE={broker.instance} is in use by another data directory", str(broker.data))
     assert broker.kmq("status").returncode == 0
+    for command in (("status",), ("status", "--json"), ("top", "--once", "--json"), ("doctor",)):
+        shown = broker.kmq(*command, KMQ_DATA=other.data, KMQ_PIPES=other.pipes).stdout
+        assert f"instance {broker.instance} is up with its data in {broker.data}" in shown, command
+        assert "a KMQ_INSTANCE of its own" in shown and "start it with" not in shown, command
 
 
 def test_an_instance_name_may_move_to_another_directory_once_its_pod_is_down(broker, new_broker):
@@ -111,6 +119,7 @@ def test_a_port_that_is_taken_is_named_with_its_setting(broker):
         port = taken.getsockname()[1]
         refused(broker.kmq("up", KMQ_PORT=port), CONFIG, f"KMQ_PORT={port}: cannot listen on 127.0.0.1:{port}")
         refused(broker.kmq("up", KMQ_ACK_PORT=port), CONFIG, f"KMQ_ACK_PORT={port}: cannot listen")
+    refused(broker.kmq("up", KMQ_HOST="192.0.2.1"), CONFIG, "cannot listen on 192.0.2.1:", "correct KMQ_HOST")
     assert broker.processes() == []
     broker.up(KMQ_PORT=port)
 

@@ -197,7 +197,35 @@ def test_a_port_that_is_taken_is_named_and_the_stages_go_on_without_the_gateway(
         broker.wait(lambda: broker.status()["gateway"]["state"] == "stopped", "the gateway's own word")
         broker.send_lines([b"test.a|0|1|x"])
         assert broker.kmq("status").returncode == 0
+        told = {row["check"]: row for row in json.loads(broker.kmq("doctor", "--json").stdout)["checks"]}
+        assert told["gateway"]["level"] == "warning" and "has ended" in told["gateway"]["text"]
+        assert "gateway" in broker.kmq("consume", "test", "--count", "1").stderr
         broker.down()
+
+
+SLOW_IMPORT = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kmq.gateway.server":
+            sys.meta_path.remove(self)
+            time.sleep(4)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def test_a_gateway_that_takes_long_to_start_is_starting_and_not_silent(new_broker):
+    """On a busy machine its modules alone take seconds; told that it is silent, an operator would kill it again."""
+    broker = new_broker()
+    (broker.root / "sitecustomize.py").write_text(SLOW_IMPORT)
+    up = subprocess.Popen(["kmq", "up"], env=broker.env | {"PYTHONPATH": str(broker.root)}, cwd=broker.root)
+    seen = set()
+    try:
+        while up.poll() is None:
+            seen.add(broker.status().get("gateway", {}).get("state"))
+    finally:
+        up.wait()
+    assert "starting" in seen and not seen & {"silent", "dead"}, seen
 
 
 def test_a_second_gateway_names_the_first_and_leaves(broker, bus):
