@@ -107,9 +107,11 @@ def _restarting(page: StatsPage, settings: Settings) -> Iterator[Finding]:
 def _unclean(page: StatsPage, settings: Settings) -> Iterator[Finding]:
     names = [name for name in PROCESSES if (row := page.rows[name]).unclean and _age_s(row.started) < RESTARTED_S]
     if names:
-        verb = "was killed, or has crashed" if len(names) == 1 else "were killed, or have crashed"
-        why = f"{', '.join(names)} {verb}, since started again: nothing acknowledged is lost, nothing needs repair"
-        advice = "find out why: event=stage_ended and event=failed in KMQ_PIPES/kmq.log; an OOM kill is in dmesg"
+        why = f"{', '.join(names)}: killed or crashed, and started again; nothing acknowledged is lost, nothing needs repair"
+        advice = (
+            "find out why: event=stage_ended and event=failed in KMQ_PIPES/kmq.log;"
+            " dmesg shows whether it was the OOM killer"
+        )
         yield _warning("unclean_end", names[0] if len(names) == 1 else "broker", why, advice, *names)
 
 

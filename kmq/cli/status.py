@@ -41,6 +41,7 @@ def status(
 def _print_status(settings: Settings, found: Status) -> None:
     if found.stages:
         show_table(found)
+    if found.stages or found.supervisor == "up":  # up without stages: of another name or directory, with these pipes
         _print_remarks(found)
     if found.supervisor == "killed":
         _print(supervision.KILLED, "yellow")

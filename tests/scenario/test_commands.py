@@ -101,6 +101,7 @@ def test_another_data_directory_behind_the_same_instance_name_is_refused(broker,
         shown = broker.kmq(*command, KMQ_DATA=other.data, KMQ_PIPES=other.pipes).stdout
         assert f"instance {broker.instance} is up with its data in {broker.data}" in shown, command
         assert "a KMQ_INSTANCE of its own" in shown and "start it with" not in shown, command
+    assert str(broker.data) in broker.kmq("status", KMQ_DATA=other.data).stdout  # with the pipes of the other broker
 
 
 def test_an_instance_name_may_move_to_another_directory_once_its_pod_is_down(broker, new_broker):
