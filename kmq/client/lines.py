@@ -49,8 +49,8 @@ def read_port(settings: Settings, name: str, fixed: int) -> int:
         with open(path, encoding="ascii") as file:
             return int(file.read())
     except (OSError, ValueError):
-        whose = "broker" if name in _OF_INGRESS else "broker, with its gateway,"
-        raise ConfigError(f"{path}: no port there; is the {whose} up? (kmq status)") from None
+        up = "up" if name in _OF_INGRESS else "up, with its gateway"
+        raise ConfigError(f"{path}: no port there; is the broker {up}? (kmq status)") from None
 
 
 def percent_encode(text: str | bytes) -> str:

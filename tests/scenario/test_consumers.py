@@ -447,7 +447,7 @@ def test_what_cannot_be_consumed_is_named(broker, new_broker):
         "kmq: --from 'soon': must be earliest, latest, an offset"
     )
     result = new_broker().kmq("consume", "orders")
-    assert result.returncode == 78 and "is the broker up?" in result.stderr
+    assert result.returncode == 78 and "is the broker up, with its gateway? (kmq status)" in result.stderr
 
 
 # --- TLS and tokens --------------------------------------------------------------------------------------------------

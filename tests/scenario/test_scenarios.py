@@ -7,8 +7,9 @@ import pytest
 
 RUNS = 2
 KILLED = (
-    "kmq: unclean_end: ingress, framer, durability, router, gateway did not end in order the last time: a kill or a crash;"
-    " nothing acknowledged is lost; find out who killed it (dmesg, event=failed in KMQ_PIPES/kmq.log); it needs no repair\n"
+    "kmq: unclean_end: ingress, framer, durability, router, gateway: killed or crashed, and started again;"
+    " nothing acknowledged is lost, nothing needs repair; find out why: event=stage_ended and event=failed in"
+    " KMQ_PIPES/kmq.log; dmesg shows whether it was the OOM killer\n"
 )
 
 

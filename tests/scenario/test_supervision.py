@@ -79,7 +79,7 @@ def test_up_names_the_gateway_too_when_everything_was_killed(broker):
     broker.up()
     broker.kill()  # and with the supervisor the gateway
     result = broker.kmq("up")
-    assert result.stderr.startswith(f"kmq: unclean_end: {', '.join((*STAGES, 'gateway'))} did not end in order")
+    assert result.stderr.startswith(f"kmq: unclean_end: {', '.join((*STAGES, 'gateway'))}: killed or crashed")
     assert metric(broker, "kmq_unclean_ends_total", "gateway") == 1
     broker.kill()
     broker.gateway = False
