@@ -154,7 +154,10 @@ def interrupted(process):
 
 def test_ctrl_c_while_a_command_is_still_being_imported_ends_it_with_130(broker):
     command = [sys.executable, "-X", "importtime", "-m", "kmq", "status"]
-    with subprocess.Popen(command, env=broker.env, cwd=broker.root, stderr=subprocess.PIPE) as process:
+    # Through a pipe this narrow the command cannot be far ahead of us, however busy the machine is.
+    with subprocess.Popen(
+        command, env=broker.env, cwd=broker.root, stderr=subprocess.PIPE, pipesize=4096, bufsize=0
+    ) as process:
         while not process.stderr.readline().endswith(b" typing\n"):
             assert process.poll() is None
         interrupted(process)
