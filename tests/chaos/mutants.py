@@ -592,7 +592,7 @@ MUTANTS = [
                 "written += self._route(blocks[begin:]) + self.sorter.make_topics()",
             )
         ],
-        [FROM_THE_WAL],
+        [RECORDS],
     ),
     Mutant(
         "the next change of a topic does not wait for the one before",

@@ -8,6 +8,7 @@ from fake_logger import FakeLogger
 from made_up import FIRST_TS, no_room
 
 from kmq.framing.declarations import Declarations
+from kmq.links.layout import Block
 from kmq.log import identity, requests, topic_records, topics
 from kmq.log.segment import Limits
 from kmq.log.topic_records import Change
@@ -64,6 +65,17 @@ def test_a_request_is_numbered_once_and_the_next_of_its_topic_behind_it(data):
     assert framer.due() == [(14, "create", "b", 0)], "it was dropped: the router is past it, and its request is there"
 
 
+def test_a_change_waits_until_the_router_is_past_the_one_before_of_its_topic(data):
+    adopted(data, "a", 5)
+    framer = Framer(data)
+    requests.submit(data, requests.SET, "a", {"segment_age": "1d"})
+    requests.submit(data, requests.GROW, "a", {"partitions": "3"})
+    assert framer.due() == [(11, "set", "a", 5)] and framer.due() == []
+    framer.routed = 11
+    carried_out(data, "a")
+    assert framer.due() == [(12, "grow", "a", 5)]
+
+
 def test_a_start_knows_what_is_numbered_already(data):
     topics.declare(data, "a", 1)
     [request] = requests.waiting(data)
@@ -98,16 +110,22 @@ def test_a_topic_that_is_made_again_is_numbered_again_whatever_inode_it_gets(dat
         os.rmdir(f"{data}/topics/again")
 
 
-def changed(data, *changes):
-    """A broker that was sent these, each as a record; its queues."""
-    wal = Wal(data, no_room, 1 << 20)
+def stored(data, *changes):
+    """Store these, each as a record; the blocks that the router gets."""
+    wal, blocks = Wal(data, no_room, 1 << 20), []
     for seq, change in enumerate(changes, 1):
         sent = topic_records.encode(change, b"1.000000") if isinstance(change, Change) else change
         line = b"%d|1732190000.%06d|%b\n" % (seq, seq, sent)
         wal.append([(line, seq, 1, FIRST_TS + seq)])
+        blocks.append(Block(line, 0, [len(line), seq, 1, sent.index(b"|"), FIRST_TS + seq, 0, 0]))
     wal.sync()
     wal.close()
-    return replayed(data, len(changes))
+    return blocks
+
+
+def changed(data, *changes):
+    """A broker that was sent these, each as a record, while its router was down; its queues."""
+    return replayed(data, len(stored(data, *changes)))
 
 
 def replayed(data, high):
@@ -144,6 +162,19 @@ def test_a_replay_carries_out_each_record_once_and_in_its_place(data):
     os.unlink(f"{data}/router.ckpt")  # so that all of them are looked at again
     replayed(data, len(CHANGES))
     assert (Path(data, "topics/orders/topic.toml").read_bytes(), Path(data, "deletions").read_bytes()) == before
+
+
+def test_a_change_among_the_blocks_of_a_turn_is_carried_out_in_its_place(data):
+    queues = Queues(data, no_room, FakeLogger())
+    queues.context.are_recorded = True
+    queues.recover(0, lambda: None)
+    queues.route(stored(data, *CHANGES))
+    queues.close()
+    found = topics.read(data, "orders")
+    assert (found.partitions, found.from_seq, found.grown, found.limits) == (4, 4, [(7, 2)], LIMITS)
+    assert Path(data, "deletions").read_text().splitlines()[0] == "orders|1|3|1732190000.000003|1"
+    lines = b"".join(path.read_bytes() for path in Path(data, "topics/orders").glob("*/*.log"))
+    assert lines == b"8|1732190000.000008|%b\n" % LINE, "the line before the deletion went with it"
 
 
 def test_limits_that_were_edited_by_hand_outlive_a_replay(data):
