@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from commands import PATIENCE_S, clean_env, wait
+from heard import Heard
 from made_data import write_data
 from pyspark.sql import functions as F
 from rich.console import Console
@@ -215,16 +216,10 @@ def gated(spark, tmp_path):
 
 
 def test_without_a_terminal_progress_is_a_line_of_logfmt_every_few_seconds(spark, gated, capfd):
-    said = ""
-
-    def text():
-        nonlocal said
-        said += capfd.readouterr().err
-        return said
-
+    heard = Heard(capfd)
     with Progress(spark, "audit", Console(file=io.StringIO()), log_s=0.1) as progress:
         progress.describe("reading the WAL")
-        wait(lambda: "tasks_done=0 tasks=2" in text())
+        said = heard.wait_for("tasks_done=0 tasks=2")
     assert 'stage=audit event=step what="reading the WAL"' in said
     assert 'event=progress what="reading the WAL" tasks_done=0 tasks=2' in said
 
@@ -243,16 +238,10 @@ def test_a_stream_shows_its_batches(spark, tmp_path, capfd):
     rows = rows.option("startingOffsets", "earliest").option("maxOffsetsPerTrigger", 20).schema("offset bigint").load()
     stream = rows.writeStream.format("noop").queryName("copy").option("checkpointLocation", str(tmp_path / "c"))
     query = stream.start()
-    said = ""
-
-    def text():
-        nonlocal said
-        said += capfd.readouterr().err
-        return said
-
+    heard = Heard(capfd)
     try:
         with Progress(spark, "copy", Console(file=io.StringIO()), log_s=0.05):
-            wait(lambda: "event=batch query=copy batch=2 rows=10 " in text())
+            said = heard.wait_for("event=batch query=copy batch=2 rows=10 ")
     finally:
         query.stop()
     assert "behind=0" in said

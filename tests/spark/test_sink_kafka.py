@@ -3,6 +3,7 @@
 import fixed_port
 import pytest
 from fixed_port import routed
+from heard import Heard
 from pyspark.errors import PySparkException
 
 from kmq.partitioners import murmur2
@@ -117,8 +118,10 @@ def test_a_partition_that_the_topic_does_not_have_is_named_with_row_and_column(s
 
 def test_a_column_partition_that_is_not_used_is_said_once_a_write_and_once_a_query(spark, up, tmp_path, capfd):
     frame = spark.range(30, numPartitions=3).selectExpr("cast(id as string) value", "7 partition")
+    heard = Heard(capfd)
     write(frame, up, topic="t")
-    assert capfd.readouterr().err.count("column partition is not used") == 1
+    assert heard.wait_for("usePartition=true").count("column partition is not used") == 1
+    heard = Heard(capfd)
     tmp_path.joinpath("in").mkdir()
     for number in range(2):
         tmp_path.joinpath("in", f"{number}.txt").write_text("x\n")
@@ -127,6 +130,6 @@ def test_a_column_partition_that_is_not_used_is_said_once_a_write_and_once_a_que
     options = {"kmq.producers": fixed_port.address(up), "topic": "t", "checkpointLocation": str(tmp_path / "c")}
     query = stream.options(**options).start()
     assert query.awaitTermination(100) and query.exception() is None
-    said = capfd.readouterr().err
-    assert said.count("column partition is not used") == 1 and "usePartition=true" in said
+    heard.wait_for("usePartition=true")
     routed(up, 1 + 32)
+    assert heard.text.count("column partition is not used") == 1
