@@ -68,6 +68,7 @@ def in_runs(blocks: list[Block]) -> Iterator[list[Block]]:
 def wait_for_quota(stage: Stage, queues: Queues, admission: Admission) -> None:
     """Wait until the quota has room for a new topic, which takes far more disk than its first message."""
     while admission.must_wait(NEW_TOPIC):
+        queues.set_limits_early()  # a lower limit may make the room
         queues.make_room()
         stage.wait_for_room(f"{stage.settings.data} (KMQ_DATA_QUOTA)", "quota")
 

@@ -93,10 +93,12 @@ def create(
     topics.declare(settings.data, name, partitions, limits, partitioner=partitioner)
     deadline = time.monotonic() + _ADOPT_S
     while statuses.collect(settings).ready and time.monotonic() < deadline:
-        has, from_seq = topics.load(settings.data, name)
-        if from_seq is not None and has != partitions:
-            raise KmqError(f"topic {name}: exists with {has} partition(s); a message has just made it")
+        found = topics.read(settings.data, name)
+        from_seq = found.from_seq
         if from_seq is not None:
+            if (found.partitions, found.partitioner, found.limits) != (partitions, partitioner, limits):
+                text = "a message or another command was first, so it is not as you declared it; see kmq topics show"
+                raise KmqError(f"topic {name}: exists with {found.partitions} partition(s): {text} {name}")
             print(f"topic {name}: {partitions} partition(s), in force from seq {from_seq}")
             return
         time.sleep(_POLL_S)
@@ -341,12 +343,13 @@ def delete(
         raise ConfigError(f"topic {name}: belongs to KMQ itself and cannot be deleted")
     _require(settings, name)
     found = describe(settings, name)
+    from_seq = topics.known_from_seq(settings.data, name)
     what = f"topic {name}: {found['messages']:,} messages, {found['bytes']:,} bytes, {found['partitions']} partition(s)"
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError(f"{what}: there is no terminal to ask on; give --yes to delete it")
         typer.confirm(f"{what}. Delete it for good?", abort=True)
-    request = requests.submit(settings.data, requests.DELETE, name, {})
+    request = requests.delete(settings.data, name, from_seq)
     if not _is_carried_out(settings, request):
         print(f"{what}; deleted when the router has adopted it: at the next kmq up, if the broker is down")
         return

@@ -46,7 +46,7 @@ class Declarations:
         if (mtime == self._seen_ns and now < self._due) or now < self._not_before:
             return []
         routed = self._routed_seq()  # first: what it is past is removed when we look
-        waiting = [request for request in requests.waiting(self._data) if request.verb in topic_records.VERBS]
+        waiting = [request for request in requests.waiting(self._data) if request.is_recorded]
         self._seen_ns = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
         self._due = now + (_WAITING_S if waiting else _LOOK_S)
         changes = self._next(waiting, routed)
@@ -62,9 +62,11 @@ class Declarations:
             if request.topic in busy:
                 continue
             busy.add(request.topic)
-            incarnation = 0 if request.verb == topic_records.CREATE else self._incarnation(request.topic)
+            incarnation = 0 if request.verb == topic_records.CREATE else request.incarnation
+            if incarnation is None:
+                incarnation = self._incarnation(request.topic)
             if incarnation is not None:
-                changes.append(Change(request.verb, request.topic, incarnation, request.limits, request.name))
+                changes.append(Change(request.verb, request.topic, incarnation, request.values, request.name))
         return changes
 
     def numbered(self, change: Change, seq: int) -> None:

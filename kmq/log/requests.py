@@ -8,6 +8,7 @@
     grow orders
     partitions=4
     delete orders
+    incarnation=17                   the from_seq of the topic that is meant; without it, of the topic in force by then
     retain                           seal what is over its limits now; the next tick deletes what is due
 
 Owner       a command submits a request; the framer puts a record for it into the WAL (kmq/framing/declarations.py), and
@@ -20,14 +21,20 @@ Crash       A request is removed after it was carried out, so it may be carried 
 
 import contextlib
 import os
+import re
+import stat
 import time
 from collections.abc import Sequence
 
+from kmq import record
 from kmq.log import topic_records
 from kmq.log.disk import replace_file, sync_directory
+from kmq.settings import KIB
 
 _PREFIX = ".request-"
-_MAKING = ".new"  # the suffix of a file that replace_file has not completed
+_NAME = re.compile(re.escape(_PREFIX) + r"\d{20}-\d{1,10}")  # a name becomes part of a record
+_MOST_BYTES = 64 * KIB  # of a request: its record must fit into a ring
+_INCARNATION, _SEQ = "incarnation", re.compile(r"[0-9]{1,18}")
 SET, GROW, DELETE, RETAIN, CREATE = topic_records.SET, topic_records.GROW, topic_records.DELETE, "retain", "create"
 
 
@@ -43,6 +50,22 @@ class Request:
     def name(self) -> str:
         """Return the name by which its record knows it."""
         return os.path.basename(self.path).removeprefix(_PREFIX)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Return True if a record can say it. The framer numbers these; others are for the router alone."""
+        return self.verb in topic_records.VERBS and record.is_topic_name(self.topic)
+
+    @property
+    def incarnation(self) -> int | None:
+        """Return the from_seq of the topic that is meant, if the request says it."""
+        text = self.limits.get(_INCARNATION, "")
+        return int(text) if _SEQ.fullmatch(text) else None
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Return what its record says beside topic and incarnation."""
+        return {name: text for name, text in self.limits.items() if name != _INCARNATION}
 
     @property
     def is_waiting(self) -> bool:
@@ -64,6 +87,14 @@ def submit(data: str, verb: str, topic: str, limits: dict[str, str]) -> Request:
     return Request(path, verb, topic, limits)
 
 
+def delete(data: str, topic: str, from_seq: int | None) -> Request:
+    """Ask to delete the topic that is in force from `from_seq` on; None: it is not known, so whatever has the name then.
+
+    Whoever asks again after a timeout must not delete the topic that a message has made meanwhile.
+    """
+    return submit(data, DELETE, topic, {} if from_seq is None else {_INCARNATION: str(from_seq)})
+
+
 def named(data: str, name: str) -> Request:
     """Return the request of this name, without its content: to be removed."""
     return Request(f"{data}/topics/{_PREFIX}{name}", "", "", {})
@@ -76,19 +107,33 @@ def asks_to_create(data: str, topic: str) -> bool:
 
 def waiting(data: str) -> list[Request]:
     """Return the requests that are not carried out yet, the oldest first."""
-    names = sorted(name for name in os.listdir(f"{data}/topics") if name.startswith(_PREFIX))
-    return [request for name in names if not name.endswith(_MAKING) and (request := _read(f"{data}/topics/{name}"))]
+    names = sorted(name for name in os.listdir(f"{data}/topics") if _NAME.fullmatch(name))
+    return [request for name in names if (request := _read(f"{data}/topics/{name}"))]
 
 
 def _read(path: str) -> Request | None:
-    """Return the request in a file; None if it was carried out meanwhile."""
+    """Return the request in a file; None if it was carried out meanwhile, or is no file.
+
+    A stray file must not stop the framer, and with it all producers: what cannot be read is a request that is refused.
+    """
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            head, *lines = file.read().splitlines() or [""]
-    except FileNotFoundError:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError:
+        return Request(path, "that cannot be read", "", {})
+    except OSError:
         return None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        text = os.read(fd, _MOST_BYTES + 1)
+    finally:
+        os.close(fd)
+    if len(text) > _MOST_BYTES:
+        return Request(path, f"of more than {_MOST_BYTES} bytes", "", {})
+    head, *lines = text.decode(errors="replace").split("\n")
     verb, _, topic = head.partition(" ")
-    return Request(path, verb, topic, {name: text for name, _, text in (line.partition("=") for line in lines)})
+    pairs = (line.partition("=") for line in lines if line)
+    return Request(path, verb, topic, {name: text for name, _, text in pairs})
 
 
 def apply(own: dict[str, str], changes: dict[str, str]) -> None:

@@ -221,6 +221,12 @@ def load(data: str, name: str) -> tuple[int, int | None]:
     return found.partitions, found.from_seq
 
 
+def known_from_seq(data: str, name: str) -> int | None:
+    """Return the from_seq of a topic; None while the declaration is pending, and if its file cannot be read."""
+    found = read(data, name)
+    return None if found.is_guessed else found.from_seq
+
+
 def names(data: str) -> list[str]:
     """Return the names of all topics, in order, without misnamed directories (see `check_names`)."""
     left = {name for name, _ in left_over(data)}

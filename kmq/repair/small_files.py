@@ -8,7 +8,7 @@ from itertools import product
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, dedupe_file, deletions, growth, identity, reader, topics
+from kmq.log import checkpoint, dedupe_file, deletions, growth, identity, reader, recorded, topics
 from kmq.log.damage import DamageError
 from kmq.log.disk import QUARANTINE, replace_file
 from kmq.log.growth import Since
@@ -18,7 +18,6 @@ from kmq.partitioners import PARTITIONERS, Partitioner
 from kmq.repair import faults
 from kmq.repair.directory import Directory, read_text
 from kmq.repair.quarantine import Quarantine
-from kmq.repair.recorded import limits as recorded_limits
 from kmq.repair.rewriting import Report
 from kmq.routing import Growth, Table, Topic, resolve
 
@@ -115,10 +114,9 @@ class SmallFiles:
             os.makedirs(f"{self.data}/topics/{name}/{number}", exist_ok=True)
         line = re.search(r"(?m)^from_seq = (\d+)\n", text)
         since = known.from_seq if known else int(line[1]) if line else self._first_seq(name, partitions)
-        recorded = recorded_limits(self.data, name, since)
-        limits = (
-            recorded if recorded is not None else dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
-        )
+        limits = recorded.limits(self.data).get((name, since))
+        if limits is None:
+            limits = dict(re.findall(rf'(?m)^({"|".join(LIMITS)}) = "?([\w ]+?)"?$', text))
         grown = _growth(text, partitions, known.grown if known else ())
         partitioner = known.partitioner if known else self._partitioner_of(name, text, partitions, grown)
         replace_file(path, topics.Declaration(partitions, since, limits, grown, partitioner.name).text())

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, requests, topics
+from kmq.log import checkpoint, recorded, requests, topics
 from kmq.log.disk import with_room
 from kmq.log.growth import Since
 from kmq.router.context import Context
@@ -37,8 +37,9 @@ class Declarations:
         topic = Topic(name.decode(), 1, seq)
         data = self._context.data
         path = topics.toml_path(data, topic.name)
-        is_late = self._context.are_recorded and requests.asks_to_create(data, topic.name)
-        if os.path.exists(path) and not is_late:
+        is_there = os.path.exists(path)
+        is_late = is_there and self._context.are_recorded and requests.asks_to_create(data, topic.name)
+        if is_there and not is_late:
             return self.adopt(topic.name, seq)
         self.before_topic()
 
@@ -84,8 +85,25 @@ class Declarations:
         logger.info("topic_adopted", topic=name, partitions=topic.partitions, from_seq=topic.from_seq)
         return topic
 
-    def _write(self, topic: Topic, declared: topics.Declaration) -> None:
-        self._context.replace(topics.toml_path(self._context.data, topic.name), declared.text())
+    def mend(self, name: str) -> None:
+        """Write the file of a topic in force again if it cannot be read: nothing could change the topic."""
+        if topics.read(self._context.data, name).is_guessed:
+            self._mend(self._in_force.table[name.encode()])
+
+    def _mend(self, topic: Topic) -> None:
+        self._write_again(topic, recorded.limits(self._context.data))
+        self._context.logger.warn(
+            "topic_mended", topic=topic.name, partitions=topic.partitions, from_seq=topic.from_seq
+        )
+
+    def _write_again(self, topic: Topic, known: recorded.Limits) -> None:
+        """Write the file of a topic, with the limits that it says, or, if it cannot be read, those of the records."""
+        data, name = self._context.data, topic.name
+        declared = topics.read(data, name)
+        limits = known.get((name, topic.from_seq), {}) if declared.is_guessed else declared.limits
+        declared = topics.Declaration.of(topic, limits)
+        self._context.replace(topics.toml_path(data, name), declared.text())
+        self._in_force.set_limits(name, declared)
 
     # --- at a start ----------------------------------------------------------------------------------------------
 
@@ -103,10 +121,12 @@ class Declarations:
                 self._in_force.set_limits(name, declared)
         self._correct(found, guessed, rows, since)
         self._restore_missing(found, rows, since)
+        blank = [topic for topic in found.values() if self._is_blank(topic.name)]
+        known = recorded.limits(self._context.data) if blank else {}
+        for topic in blank:  # a kill or a power cut came before its text was written
+            os.makedirs(f"{self._context.data}/topics/{topic.name}", exist_ok=True)
+            self._write_again(topic, known)
         for topic in found.values():
-            if self._is_blank(topic.name):  # a kill or a power cut came before its text was written
-                os.makedirs(f"{self._context.data}/topics/{topic.name}", exist_ok=True)
-                self._write(topic, topics.Declaration.of(topic))
             if topic.grown:  # a kill may have come before this
                 topics.drop_single_link(self._context.data, topic)
         self._in_force.load(found.values())
@@ -140,12 +160,8 @@ class Declarations:
         for name in [name for name in found if name in since]:
             topic, known = found[name], Topic(name, counts[name], since[name].from_seq, (), *since[name][1:])
             if name in guessed or not (_is_same(topic, known) or topics.has_grown(known, topic)):
-                self._context.logger.warn(
-                    "topic_mended", topic=name, partitions=known.partitions, from_seq=known.from_seq
-                )
                 found[name] = known  # a wrong number of partitions would route keys to other queues
-                limits = topics.read(self._context.data, name).limits
-                self._write(known, topics.Declaration.of(known, limits))
+                self._mend(known)
 
     def _restore_missing(self, found: dict[str, Topic], rows: checkpoint.Rows, since: dict[str, Since]) -> None:
         for name, partition in rows:

@@ -140,6 +140,10 @@ class Queues:
         """Route the records first…last from the WAL, without dropped ones; each log skips what it has."""
         self.sorter.replay(SeqRange(first, last))
 
+    def set_limits_early(self) -> None:
+        """Set the limits that were asked for since the last call, before their records come."""
+        self._changes.set_early()
+
     def adopt_declarations(self) -> None:
         """Carry out the requests and adopt the declarations that were made since the last call."""
         self._changes.carry_out()

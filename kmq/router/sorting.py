@@ -108,6 +108,7 @@ class Sorter:
             for lines in wal.read(self._context.data, first, last):
                 for part, is_change in topic_records.parts(lines):
                     if is_change:
+                        self.make_topics()  # of lines before this replay: they are older than the change
                         self.change(part)
                     self.routed_bytes += self._route_lines([part])
                     self.make_topics()

@@ -21,6 +21,7 @@ from kmq import record
 from kmq.errors import ConfigError
 from kmq.log import deletions, requests, topic_records, topics
 from kmq.log.disk import sync_file
+from kmq.log.segment import LIMITS
 from kmq.log.topic_records import Change
 from kmq.router.checkpoints import Checkpoints
 from kmq.router.context import Context
@@ -90,14 +91,18 @@ class TopicChanges:
         """Carry out requests that need no record, and put declarations that have none in force from the next seq on."""
         data = self._context.data
         if self._context.are_recorded and self._context.lacks_room():
-            self._set_early()
+            self.set_early()
         mtime = os.stat(f"{data}/topics").st_mtime_ns
         if mtime == self._read_mtime:
             return
         self._read_mtime = mtime if abs(time.time_ns() - mtime) > _COARSE_NS else 0
         pending = [name for name in topics.names(data) if not self._is_known(name)]
         waiting = requests.waiting(data)  # after the names: a declaration submits its request first
-        numbered = [each for each in waiting if self._context.are_recorded and each.verb in topic_records.VERBS]
+        numbered = [each for each in waiting if self._context.are_recorded and each.is_recorded]
+        for name in sorted({each.topic for each in numbered if self._in_force.has(each.topic)}):
+            self._declarations.mend(
+                name
+            )  # the framer waits for a file that says from which seq on the topic is in force
         for request in waiting:
             if request not in numbered:
                 next_seq = self._sorter.sorted_seq + 1
@@ -109,10 +114,14 @@ class TopicChanges:
             if name not in coming and not self._is_known(name) and os.path.isdir(f"{data}/topics/{name}"):
                 self._declarations.adopt(name, self._sorter.sorted_seq + 1)
 
-    def _set_early(self) -> None:
-        """Set limits before their record comes: it may wait for the room that a lower limit makes. It sets them again."""
+    def set_early(self) -> None:
+        """Set limits before their record comes: it may wait for the room that a lower limit makes. It sets them again.
+
+        Not of a topic that is only declared: its record, which says from which seq on it is in force, is still to come.
+        """
         for request in requests.waiting(self._context.data):
-            if request.verb == requests.SET and request.name not in self._early:
+            is_new = request.verb == requests.SET and request.name not in self._early
+            if is_new and self._in_force.has(request.topic):
                 self._early.add(request.name)
                 when = _When(0, 0, "")  # limits need none
                 self._carry_out(Change(request.verb, request.topic, None, request.limits, request.name), when)
@@ -156,6 +165,8 @@ class TopicChanges:
     def _create(self, change: Change, seq: int) -> None:
         """Put a declared topic in force from `seq` on. Raises ConfigError if there is one, or it cannot be."""
         name, data = change.topic, self._context.data
+        if not record.is_topic_name(name):
+            raise ConfigError(f"topic {name[:80]!r}: is no name of a topic")
         if change.incarnation is None:
             self._sorter.make_topics()
             if self._in_force.has(name):  # a message has adopted it
@@ -187,6 +198,8 @@ class TopicChanges:
         topic, name, changes = self._topic_of(change), change.topic, change.limits
         if name == topic_records.TOPIC:
             raise ConfigError(f"topic {name!r}: keeps everything")
+        if unknown := changes.keys() - {*LIMITS}:
+            raise ConfigError(f"{min(unknown)!r}: unknown limit; expected one of {', '.join(LIMITS)}")
         path = topics.toml_path(self._context.data, name)
         with open(path, encoding="utf-8") as file:
             text = topics.with_limits(file.read(), changes)

@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from base64 import b64encode
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 
@@ -260,6 +261,18 @@ def test_a_topic_is_created_changed_deleted_and_its_name_used_again(api, topic):
     assert topic not in [row["name"] for row in api.get(TOPICS).value]
     assert api.post(TOPICS, {"name": topic, "partitioner": "crc32"}).value["partitioner"] == "crc32"
     assert api.post(produce(topic), {"value": "new"}).value["topic"] == topic
+
+
+def test_a_topic_that_a_message_makes_first_is_not_created_as_asked(broker, api, topic):
+    router = broker.pids()["router"]
+    os.kill(router, signal.SIGSTOP)
+    broker.send_lines([b"%b.k|0|1|x" % topic.encode()])
+    broker.wait(lambda: any(topic.encode() in line for line in broker.wal()), "it is numbered")
+    with ThreadPoolExecutor() as pool, connected(broker) as other:
+        asked = pool.submit(other.post, TOPICS, {"name": topic, "partitions": 4, "retentionMs": 86_400_000})
+        broker.wait(lambda: list(broker.data.glob("topics/.request-*")), "it is asked for")
+        os.kill(router, signal.SIGCONT)
+        assert asked.result().refusal[:2] == (409, "topic_exists")
 
 
 def test_a_table_is_read_right_while_the_broker_compacts_it(broker, api, topic):

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from kmq.cli.app import app
 
-BUSY, RETRY, CONFIG, CORRUPT = 69, 75, 78, 65
+FAILED, BUSY, RETRY, CONFIG, CORRUPT = 1, 69, 75, 78, 65
 
 
 def shared_memory(broker):
@@ -364,6 +365,23 @@ def test_a_topic_that_cannot_be_declared_is_refused_with_the_reason(broker):
     refused(broker.kmq("topics", "create", "many", "-p", "0"), CONFIG, "partitions=0: must be between 1 and 1024")
     broker.kmq("topics", "create", "orders")
     refused(broker.kmq("topics", "create", "orders"), CONFIG, "topic 'orders' already exists with 1 partition(s)")
+
+
+def test_a_declaration_that_comes_behind_a_message_says_that_it_failed(broker):
+    broker.up()
+    router = broker.pids()["router"]
+    os.kill(router, signal.SIGSTOP)
+    broker.send_lines([b"orders.k|0|1|x", b"jobs.k|0|1|x"])
+    broker.wait(lambda: broker.status()["durability"]["seq"] == "2", "both are numbered")
+    with ThreadPoolExecutor() as pool:
+        asked = [
+            pool.submit(broker.kmq, "topics", "create", "orders", "--set", "retention_age=30d"),
+            pool.submit(broker.kmq, "topics", "create", "jobs", "--partitions", "4"),
+        ]
+        broker.wait(lambda: len(list(broker.data.glob("topics/.request-*"))) == 2, "both are asked for")
+        os.kill(router, signal.SIGCONT)
+    for declared in asked:
+        refused(declared.result(), FAILED, "exists with 1 partition(s): a message or another command was first")
 
 
 # --- redrive ---------------------------------------------------------------------------------------------------------

@@ -169,6 +169,27 @@ def test_a_router_killed_before_a_request_carries_it_out_when_it_is_back(broker)
     check_whole(broker)
 
 
+def test_a_deletion_that_is_asked_for_twice_takes_nothing_that_came_between(broker):
+    broker.up()
+    send(broker, "orders.k", *range(3))
+    router = broker.pids()["router"]
+    os.kill(router, signal.SIGSTOP)
+    for _ in range(2):  # as whoever got no answer
+        assert "deleted when the router has adopted it" in delete(broker)
+    os.kill(router, signal.SIGCONT)
+    sent = []
+
+    def is_decided():
+        sent.append(len(sent))
+        broker.send_lines([LINE % (b"orders.k", sent[-1], sent[-1])])
+        return not list(broker.data.glob("topics/.request-*"))
+
+    broker.wait(is_decided, "both requests")
+    broker.wait(lambda: broker.lines("orders") and payloads(broker, "orders")[-1] == sent[-1], "the last message")
+    assert payloads(broker, "orders") == sent
+    check_whole(broker)
+
+
 def test_with_auto_create_off_a_deleted_topic_is_refused(broker):
     broker.up(KMQ_AUTO_CREATE_TOPICS="off")
     broker.kmq("topics", "create", "orders")

@@ -76,6 +76,20 @@ def test_a_change_waits_until_the_router_is_past_the_one_before_of_its_topic(dat
     assert framer.due() == [(12, "grow", "a", 5)]
 
 
+def test_a_deletion_is_of_the_topic_that_was_seen_and_of_no_later_one(data):
+    adopted(data, "a", 5)
+    requests.delete(data, "a", 5)
+    requests.delete(data, "a", 5)  # who waited in vain for the first asks again
+    framer = Framer(data)
+    assert framer.due() == [(11, "delete", "a", 5)]
+    carried_out(data, "a")
+    os.unlink(f"{data}/topics/a/topic.toml")
+    os.rmdir(f"{data}/topics/a")
+    adopted(data, "a", 12)  # by a message
+    framer.routed = 11
+    assert framer.due() == [(12, "delete", "a", 5)]
+
+
 def test_a_start_knows_what_is_numbered_already(data):
     topics.declare(data, "a", 1)
     [request] = requests.waiting(data)
@@ -123,15 +137,21 @@ def stored(data, *changes):
     return blocks
 
 
+def started(data, high=0):
+    """The queues of a router that is up."""
+    queues = Queues(data, no_room, FakeLogger())
+    queues.context.are_recorded = True
+    queues.recover(high, lambda: None)
+    return queues
+
+
 def changed(data, *changes):
     """A broker that was sent these, each as a record, while its router was down; its queues."""
     return replayed(data, len(stored(data, *changes)))
 
 
 def replayed(data, high):
-    queues = Queues(data, no_room, FakeLogger())
-    queues.context.are_recorded = True
-    queues.recover(high, lambda: None)
+    queues = started(data, high)
     queues.close()
     return queues
 
@@ -165,9 +185,7 @@ def test_a_replay_carries_out_each_record_once_and_in_its_place(data):
 
 
 def test_a_change_among_the_blocks_of_a_turn_is_carried_out_in_its_place(data):
-    queues = Queues(data, no_room, FakeLogger())
-    queues.context.are_recorded = True
-    queues.recover(0, lambda: None)
+    queues = started(data)
     queues.route(stored(data, *CHANGES))
     queues.close()
     found = topics.read(data, "orders")
@@ -175,6 +193,19 @@ def test_a_change_among_the_blocks_of_a_turn_is_carried_out_in_its_place(data):
     assert Path(data, "deletions").read_text().splitlines()[0] == "orders|1|3|1732190000.000003|1"
     lines = b"".join(path.read_bytes() for path in Path(data, "topics/orders").glob("*/*.log"))
     assert lines == b"8|1732190000.000008|%b\n" % LINE, "the line before the deletion went with it"
+
+
+def test_a_gap_that_is_read_from_the_wal_comes_behind_the_topics_that_wait(data):
+    lines = [b"t%02d.k|0|1|x" % number for number in range(20)]  # more than are made at once
+    create = Change("create", "t19", 0, {"partitions": "4"}, "r1")
+    blocks = stored(data, *lines, create, b"t19.k|0|2|y", b"t19.z|0|3|y")
+    queues = started(data)
+    queues.route(blocks[:20])
+    queues.replay(21, 22)  # durability was killed before it showed them
+    queues.route(blocks[22:])
+    queues.close()
+    found = topics.read(data, "t19")
+    assert (found.partitions, found.from_seq) == (1, 20), "as a rebuild from the WAL has it"
 
 
 def test_limits_that_were_edited_by_hand_outlive_a_replay(data):
@@ -196,6 +227,92 @@ def test_a_repair_takes_the_limits_of_a_damaged_declaration_from_the_records(dat
     assert (found.partitions, found.from_seq, found.grown, found.limits) == (4, 4, [(7, 2)], LIMITS)
 
 
+def test_a_start_takes_the_limits_of_a_damaged_declaration_from_the_records(data):
+    changed(data, *CHANGES)
+    path = Path(data, "topics/orders/topic.toml")
+    whole = path.read_bytes()
+    for damaged in (whole.replace(b"=", b"<", 1), None):
+        path.write_bytes(damaged) if damaged else path.unlink()
+        queues = replayed(data, len(CHANGES))
+        assert path.read_bytes() == whole
+        assert queues.in_force.limits_of("orders").segment_bytes == 1 << 30
+
+
+def test_a_change_of_a_topic_whose_declaration_is_damaged_is_carried_out(data):
+    changed(data, *CHANGES)
+    queues, framer = started(data, len(CHANGES)), Framer(data)
+    path = Path(data, "topics/orders/topic.toml")
+    path.write_text(path.read_text().replace('"1 GiB"', "1 GiB"))  # by hand, without the quotes
+    requests.delete(data, "orders", topics.known_from_seq(data, "orders"))
+    assert framer.due() == []
+    queues.tick()
+    assert framer.due() == [(11, "delete", "orders", 4)] and queues.context.logger.of("topic_mended")
+    queues.close()
+
+
+BAD_REQUESTS = {
+    "nothing": b"",
+    "no topic": b"create \n",
+    "a path": b"create a/b\npartitions=1\n",
+    "another verb": b"shrink orders\n",
+    "a name that is none": "set äö\nsegment_age=1d\n".encode(),
+    "an unknown limit": b"set orders\nnonsense=1\n",
+    "a limit that is a pattern": b"set orders\n(=1\n",
+    "more than a record may hold": b"set orders\nsegment_age=" + b"1" * 70_000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("what", BAD_REQUESTS)
+def test_a_bad_request_is_refused_once_and_removed(data, what):
+    changed(data, *CHANGES)
+    queues, framer = started(data, len(CHANGES)), Framer(data)
+    before = Path(data, "topics/orders/topic.toml").read_bytes()
+    path = Path(data, "topics/.request-00000000000000000001-1")
+    path.write_bytes(BAD_REQUESTS[what])
+    for _ in range(2):
+        queues.tick()
+        framer.declarations._due = framer.declarations._seen_ns = 0
+        for change in framer.declarations.due():
+            queues.sorter.change(b"99|1732190000.000001|" + topic_records.encode(change, b"1.0") + b"\n")
+    assert not path.exists() and len(queues.context.logger.of("request_refused")) == 1
+    assert Path(data, "topics/orders/topic.toml").read_bytes() == before
+    queues.close()
+
+
+def test_what_is_no_request_stops_neither_framer_nor_router(data):
+    changed(data, *CHANGES)
+    where = f"{data}/topics/.request-"
+    os.mkdir(where + "00000000000000000001-1")
+    os.symlink(where + "00000000000000000002-1", where + "00000000000000000002-1")
+    os.mkfifo(where + "00000000000000000003-1")
+    for name in ("1-1.new", "00000000000000000004-1|x", "00000000000000000004-1\n9|1|a", "\udcff"):
+        Path(where + name).write_text("create nova\npartitions=1\n")
+    queues = started(data, len(CHANGES))
+    queues.tick()
+    assert Framer(data).due() == []
+    queues.close()
+
+
+def test_thousands_of_new_topics_cost_no_look_at_all_others(data, monkeypatch):
+    looks = []
+    monkeypatch.setattr(requests, "asks_to_create", lambda *names: looks.append(names))
+    queues = started(data)
+    queues.route(stored(data, *(b"t%d|0|1|x" % number for number in range(50))))
+    queues.make_topics()
+    queues.close()
+    assert topics.load(data, "t49") == (1, 50) and not looks
+
+
+def test_a_lower_limit_of_a_topic_that_is_only_declared_waits_for_its_declaration(data):
+    queues = started(data)
+    queues.context.lacks_room = lambda: True
+    topics.declare(data, "nova", 4)
+    requests.submit(data, requests.SET, "nova", {"retention_bytes": "1MiB"})
+    queues.tick()
+    assert topics.load(data, "nova") == (4, None)
+    queues.close()
+
+
 def test_retention_keeps_the_records_of_changes(data):
     changed(data, *CHANGES)
     queues = Queues(data, no_room, FakeLogger(), Limits(segment_bytes=300, retention_bytes=400))
@@ -211,9 +328,7 @@ def test_retention_keeps_the_records_of_changes(data):
 
 def test_a_lower_limit_is_in_force_before_its_record_while_there_is_no_room_for_that(data):
     changed(data, *CHANGES)
-    queues = Queues(data, no_room, FakeLogger())
-    queues.context.are_recorded = True
-    queues.recover(len(CHANGES), lambda: None)
+    queues = started(data, len(CHANGES))
     requests.submit(data, requests.SET, "orders", {"retention_bytes": "1MiB"})
     queues.tick()
     assert topics.read(data, "orders").limits == LIMITS

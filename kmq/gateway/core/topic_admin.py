@@ -105,7 +105,10 @@ class TopicAdmin:
         async with self._creating:
             is_made = await asyncio.to_thread(self._declare, name, partitions, limits, partitioner)
         if is_made:
-            await self._wait(lambda: topics.load(self._data, name)[1] is not None)
+            is_in_force = await self._wait(lambda: topics.load(self._data, name)[1] is not None)
+            if is_in_force:  # or a message, which was on its way already, has made it
+                chosen = partitioner or topics.DEFAULT_PARTITIONER
+                await asyncio.to_thread(self._refuse_other, name, partitions, limits, chosen)
         return await self.describe(name), is_made
 
     def _declare(self, name: str, partitions: int, limits: dict[str, str], partitioner: str | None) -> bool:
@@ -120,6 +123,11 @@ class TopicAdmin:
             except ConfigError as err:
                 if not self.exists(name):  # a message may have made it just now
                     raise RequestRefused("topic_exists", str(err)) from None
+        self._refuse_other(name, partitions, limits, partitioner)
+        return False
+
+    def _refuse_other(self, name: str, partitions: int, limits: dict[str, str], partitioner: str | None) -> None:
+        """Raise RequestRefused if the topic that exists differs."""
         declared = topics.read(self._data, name)
         if declared.partitions != partitions:
             text = f"topic {name!r}: exists with {declared.partitions} partition(s)"
@@ -132,7 +140,6 @@ class TopicAdmin:
             if _parsed(limit, own.get(limit, "")) != _parsed(limit, limits.get(limit, "")):
                 text = f"topic {name!r}: exists with {limit}={own.get(limit) or 'as the settings say'}"
                 raise RequestRefused("topic_exists", text)
-        return False
 
     def _check_room(self, partitions: int) -> None:
         settings = self._broker.settings
@@ -197,7 +204,9 @@ class TopicAdmin:
         """Delete a topic with its records, and wait until its files are gone."""
         _refuse_reserved(name, "deleted")
         before = await self.describe(name)
-        request = await asyncio.to_thread(requests.submit, self._data, requests.DELETE, name, {})
+        request = await asyncio.to_thread(
+            lambda: requests.delete(self._data, name, topics.known_from_seq(self._data, name))
+        )
         await self._carried_out(request)
         left = await asyncio.to_thread(lambda: self.exists(name) and topics.load(self._data, name))
         if left and left[1] == before.from_seq:  # otherwise a message has made it again
