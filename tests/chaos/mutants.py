@@ -567,6 +567,21 @@ MUTANTS = [
         [RECORDS],
     ),
     Mutant(
+        "a deletion is of whatever topic has the name by then",
+        [("kmq/framing/declarations.py", "else request.incarnation", "else None")],
+        [RECORDS],
+    ),
+    Mutant(
+        "a change in a gap comes before the topics that wait",
+        [("kmq/router/sorting.py", "self.make_topics()  # of lines before this replay", "pass  # of lines")],
+        [RECORDS],
+    ),
+    Mutant(
+        "while there is no room a limit puts a declared topic in force",
+        [(CHANGES, "if is_new and self._in_force.has(request.topic):", "if is_new:")],
+        [RECORDS],
+    ),
+    Mutant(
         "limits are set again by each replay",
         [(CHANGES, "change.seq <= (self._last_seq if change.verb == topic_records.SET else self._final)", "False")],
         [RECORDS],
