@@ -78,6 +78,11 @@ class IndexReader:
     def last(self, holds: Callable[[Entry], bool]) -> IndexLine | None:
         """Return the last line for whose entry `holds` is true; it must be true up to some line, and false after it."""
         best, low, high = None, self.begin, self.size
+        if low < high:  # most often who reads is at the end
+            line = self.line(high - 1)
+            if holds(line.entry):
+                return line
+            high = line.start
         while low < high:
             line = self.line((low + high) // 2)
             if holds(line.entry):

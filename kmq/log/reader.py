@@ -73,12 +73,12 @@ class LogReader:
         line = active.index.last(lambda _: True)
         start = LineStart(line.entry.offset, line.entry.position) if line else LineStart(active.first, 0)
         offset: int
-        offset, position = max(start, self._last_read_in(active))
+        offset, position = max(start, self.known_in(active))
         while position < active.size:
             data = os.pread(active.fd, READ_BYTES, position)
             offset, position = offset + data.count(b"\n"), position + len(data)
             if data.endswith(b"\n"):
-                self._last_read = _LastRead(active.inode, active.first, LineStart(offset, position))
+                self.note_read(active, LineStart(offset, position))
         return offset
 
     def stamp_at_end(self, offset: int) -> tuple[int, int] | None:
@@ -93,7 +93,11 @@ class LogReader:
                 return record.parse_stored(lines[-2]) if len(lines) > 1 + (start > 0) else None
         return None
 
-    def _last_read_in(self, part: SegmentReader) -> LineStart:
+    def note_read(self, part: SegmentReader, start: LineStart) -> None:
+        """Note where in `part` a read has ended: the next one need not check again what is in front of it."""
+        self._last_read = _LastRead(part.inode, part.first, start)
+
+    def known_in(self, part: SegmentReader) -> LineStart:
         """Return where the last read ended if that was in `part` and `part` is active; otherwise UNKNOWN.
 
         A sealed segment needs no such hint, because it has an index; and compaction may replace it by a file that
@@ -130,7 +134,7 @@ class LogReader:
         chunks: list[bytes] = []
         length, first, stop = 0, offset, UNKNOWN
         try:
-            for checked in part.checked_lines(offset, self._last_read_in(part)):
+            for checked in part.checked_lines(offset, self.known_in(part)):
                 lines = checked.lines
                 if not chunks:
                     first, lines = self._skip_before(checked, offset)
@@ -149,7 +153,7 @@ class LogReader:
         if length > max_bytes:
             text = text[: text.rfind(b"\n", 0, max_bytes) + 1 or text.find(b"\n") + 1]
         elif chunks:
-            self._last_read = _LastRead(part.inode, part.first, stop)
+            self.note_read(part, stop)
         return first, text
 
     def _skip_before(self, checked: CheckedLines, offset: int) -> tuple[int, bytes]:

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 from log_server import up
 from made_data import FIRST_TS, append, write_data
+from made_up import block
 
 from kmq.client.egress_lines import EARLIEST, LATEST, Position
 from kmq.gateway.core.locating import Locator, Place
 from kmq.gateway.core.partitions import MAX_BATCH, Partitions
 from kmq.gateway.core.refused import RequestRefused
-from kmq.log import deletions, topics
+from kmq.log import deletions, segment_reader, topics
 from kmq.log.damage import DamageError
+from kmq.log.lines import bad_line
 
 LINES = [b"t.k%d|%d|%d|%b" % (n % 7, n, n, b"x" * (n % 90)) for n in range(1, 2001)]
 BLOCK_BYTES = 4096  # of the index, see small_blocks
@@ -144,6 +146,30 @@ def test_batches_are_every_line_once_whatever_their_size(data, log, max_bytes):
             assert len(batch) <= max(max_bytes, len(lines[offset])) and len(batch) <= MAX_BATCH
             got += batch.splitlines(keepends=True)
         assert got == lines[start:]
+
+
+@pytest.mark.parametrize("max_bytes", [300, 10**9])
+def test_a_follower_checks_what_comes_and_not_again_what_it_has_had(tmp_path, monkeypatch, max_bytes):
+    """The index gets its lines once a second, and until then each look would begin where they end."""
+    wal, queues, _ = write_data(tmp_path / "d", LINES[:100], {"t": 1}, closed=False)
+    log, offset, checked = Partitions(str(tmp_path / "d")).open("t", 0), 100, list[int]()
+
+    def counted(lines, after=0):
+        checked.append(len(lines))
+        return bad_line(lines, after)
+
+    monkeypatch.setattr(segment_reader, "bad_line", counted)
+    came = 0
+    for at in range(100, 2000, 10):
+        routed = block(LINES[at : at + 10], at + 1)
+        queues.route([routed])
+        came += len(routed.data)
+        for first, lines in all_batches(log, offset, max_bytes):
+            offset = first + lines.count(b"\n")
+    assert offset == 2000
+    assert sum(checked) < 10 * came
+    wal.close()
+    queues.close()
 
 
 def test_a_batch_holds_at_most_the_lines_that_are_asked_for(data, log):

@@ -154,7 +154,9 @@ def _cut(found: Range, span: Span, max_bytes: int) -> Batch:
         return Batch(found, found.first_offset, found.reached - found.first_offset, span)
     lines = os.pread(span.fd, span.nbytes, span.begin)  # whole blocks: a small request was for less than one
     keep = lines.rfind(b"\n", 0, max_bytes) + 1 or lines.find(b"\n") + 1
-    return Batch(found, found.first_offset, lines.count(b"\n", 0, keep), span._replace(nbytes=keep))
+    count = lines.count(b"\n", 0, keep)
+    found.note_read(found.first_offset + count, span.begin + keep)
+    return Batch(found, found.first_offset, count, span._replace(nbytes=keep))
 
 
 class Partitions:

@@ -58,11 +58,17 @@ class Range:
         self._locate(end, max_bytes)
         self.length = sum(part.stop - part.begin for part in self._parts)
         self.reached = self.first_offset  # behind the records of the spans that were taken
+        self._segment: SegmentReader | None = None  # that the last span is of
         self._spans = self._check()
 
     def take(self) -> Span | None:
         """Return the next span; None at the end. Raises DamageError once all good records in front are taken."""
         return next(self._spans, None)
+
+    def note_read(self, offset: int, position: int) -> None:
+        """Note that the reader goes on with record `offset`, at byte `position` of the segment of the last span."""
+        if self._segment is not None:
+            self._log.note_read(self._segment, LineStart(offset, position))
 
     def close(self) -> None:
         self._spans.close()
@@ -82,9 +88,9 @@ class Range:
                     return  # a shorter range: the good records in front of the damage
                 raise
             with segment:
-                offset, begin = first, 0
+                offset, begin, piece = first, 0, None
                 if not self._parts:
-                    piece = _holding(segment, max(self.first_offset, first))
+                    piece = _holding(segment, max(self.first_offset, first), self._log.known_in(segment))
                     if piece is None:
                         _check_whole(segment, max(self.first_offset, first), following)
                         continue
@@ -95,7 +101,9 @@ class Range:
                     if offset >= end:
                         return
                 stop, self.next_offset = segment.size, following
-                if end < following:
+                if piece is not None and piece.end == segment.size and piece.next_offset <= end < following:
+                    self.next_offset = piece.next_offset  # who follows gets few lines: they need no second look
+                elif end < following:
                     stop, self.next_offset = _end(segment, LineStart(offset, begin), end)
                 if stop > begin or segment.sealed:
                     file = segment.inode, segment.size
@@ -129,6 +137,8 @@ class Range:
             raise
         if end > at:
             self.reached = part.next_offset if end == part.stop else offset
+            self._segment = segment
+            self.note_read(self.reached, end)
             yield Span(segment.fd, at, end - at)
         if end < part.stop:
             raise segment.damage(end, part.stop, offset, offset + 1, "the log ends inside the block")
@@ -141,9 +151,9 @@ def _check_whole(segment: SegmentReader, offset: int, following: int) -> None:
         raise segment.damage(segment.size, segment.size, offset, following, "the log ends before the next segment")
 
 
-def _holding(segment: SegmentReader, offset: int) -> CheckedLines | None:
+def _holding(segment: SegmentReader, offset: int, known: LineStart) -> CheckedLines | None:
     """Return the lines of the block with the first record at `offset` or later, from that record on."""
-    for piece in segment.checked_lines(offset):
+    for piece in segment.checked_lines(offset, known):
         if piece.next_offset > offset:
             lines = _rest(piece, offset, segment.by_seq)
             first = record.seq_of(lines) if segment.by_seq else max(offset, piece.offset)
