@@ -36,7 +36,9 @@ from kmq.errors import KmqError
 from kmq.refusals import find
 
 ANSWER_S = 30.0  # longest time for an answer; a connection that takes longer is replaced
-_FETCH_WAIT = 0.3  # longest wait of one `!fetch`, as a share of the session, which each request renews
+# Shares of the session, which each request renews: the longest wait of one `!fetch`, and of silence without one. A consumer
+# that waits for records needs no beats beside its fetches.
+_FETCH_WAIT, _BEAT = 0.3, 0.33
 _PAUSE_S = 0.2  # after a fetch that may come again later
 _POLL_S = 60.0  # a member that works on its records asks at least this often, or the broker would end it
 # A member that the broker has ended for one of these joins again.
@@ -230,7 +232,7 @@ class Core:
 
     def beat(self, now: float) -> None:
         """Say that the member lives, if that is due."""
-        is_due = now - self.requests.written_at >= self.options.session_s / 4
+        is_due = now - self.requests.written_at >= self.options.session_s * _BEAT
         if is_due and self.is_managed and self.phase is not Phase.AWAY:
             self.requests.write(lines.BEAT.encode(), now)
 

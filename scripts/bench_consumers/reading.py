@@ -136,12 +136,12 @@ def idle(port: str, topic: str, count: str, seconds: str) -> None:
         return writer
 
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"!fetch 100000 wait=5000\n")
+        writer.write(b"!fetch 100000 wait=9000\n")
         while line := await reader.readline():
             if line.startswith(b"!revoke"):
                 writer.write(b"!revoked\n")
             elif line.startswith(b"!batch"):
-                writer.write(b"!fetch 100000 wait=5000\n")
+                writer.write(b"!fetch 100000 wait=9000\n")
 
     tasks: list[asyncio.Task[None]] = []
 

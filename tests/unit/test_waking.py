@@ -10,7 +10,7 @@ from log_server import up
 
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.core.waking import Waking
+from kmq.gateway.core.waking import Waiter, Waking
 
 PATIENCE_S = 30.0
 
@@ -153,6 +153,32 @@ def test_a_directory_that_goes_away_wakes_its_waiter(run, log):
         os.rmdir(log.directory)
         assert await waiting
         assert await waking.news(log.looks, PATIENCE_S)
+
+    run(work)
+
+
+def test_a_reader_that_waits_again_looks_only_where_something_has_happened(run, log, tmp_path):
+    other, looks = Log(tmp_path / "b"), []
+
+    def noted(each):
+        return lambda: looks.append(each) or each.has_news()
+
+    async def work(waking):
+        asked = {each.directory: noted(each) for each in (log, other)}
+        waiter = Waiter(asyncio.Event())
+        for _ in range(5):
+            assert not await waking.next_news(waiter, asked, 0)
+        assert looks == [log, other]
+        other.add()  # while nobody waits
+        await waiter.event.wait()
+        waiter.event.clear()
+        assert await waking.next_news(waiter, asked, PATIENCE_S)
+        assert looks == [log, other, other] and waiter.is_quiet(log.directory)
+        other.seen = 1
+        waiter.look_again(log.directory)  # as its reader has moved
+        assert not await waking.next_news(waiter, asked, 0)
+        assert {*looks[3:]} == {log, other}
+        waking.forget(waiter)
 
     run(work)
 

@@ -88,7 +88,13 @@ class GroupLags:
 
     def look(self, asked: list[Asked]) -> None:
         """Find the lags of these groups."""
-        self._lags |= {row.group: self._lag_of(row) for row in asked}
+        bounds: dict[Place, tuple[int, int] | None] = {}  # many groups read the same partitions
+        for topic, number in {partition for row in asked for partition in row.committed}:
+            try:
+                bounds[topic, number] = self._partitions.bounds(topic, number)
+            except (RequestRefused, DamageError, OSError):  # deleted a moment ago; damage is told elsewhere
+                bounds[topic, number] = None
+        self._lags |= {row.group: _lag_of(row, bounds) for row in asked}
         shown = {lag.oldest for lag in self._shown() if lag.oldest is not None}
         self._received = {place: at for place, at in self._received.items() if place in shown}
         for place in shown - self._received.keys():
@@ -117,21 +123,22 @@ class GroupLags:
         received = self._received.get(lag.oldest)
         return None if received is None else round(max(0.0, now - received), 3)
 
-    def _lag_of(self, asked: Asked) -> _Lag:
-        total, largest, oldest = 0, 0, None
-        for (topic, number), offset in asked.committed.items():
-            try:
-                start, end = self._partitions.bounds(topic, number)
-            except (RequestRefused, DamageError, OSError):  # deleted a moment ago; damage is told elsewhere
-                continue
-            first = start if offset is None else max(start, offset)
-            lag = max(0, end - first)
-            total += lag
-            if lag > largest:
-                largest, oldest = lag, (topic, number, first)
-        return _Lag(asked, total, oldest)
-
     def _time_of(self, topic: str, number: int, offset: int) -> float:
         begin, lines = self._partitions.open(topic, number).read(offset, 1)
         line = next((line for line in lines.split(b"\n") if line), b"")
         return Message(topic, number, begin, line).recv_timestamp
+
+
+def _lag_of(asked: Asked, bounds: Mapping[Place, tuple[int, int] | None]) -> _Lag:
+    total, largest, oldest = 0, 0, None
+    for place, offset in asked.committed.items():
+        found = bounds[place]
+        if found is None:
+            continue
+        start, end = found
+        first = start if offset is None else max(start, offset)
+        lag = max(0, end - first)
+        total += lag
+        if lag > largest:
+            largest, oldest = lag, (place[0], place[1], first)
+    return _Lag(asked, total, oldest)

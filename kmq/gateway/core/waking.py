@@ -3,9 +3,9 @@
 Owner       one inotify descriptor of the gateway, from the first wait on.
 Invariant   A record that is written after `look` returned False wakes the waiter. Therefore a directory is watched
             before `look` is asked. A wake-up may come without news: the reader looks again.
-Cost        A directory is watched only while a reader waits for it, and the watch ends with its first event
-            (IN_ONESHOT): a busy partition without waiting readers costs nothing. 1,000 idle readers cost one look
-            each every _LOOK_S.
+Cost        A watch ends with its first event (IN_ONESHOT): a busy partition without waiting readers costs nothing. A
+            reader that waits again keeps its Waiter: a directory that is still watched is not looked at again, so
+            1,000 idle readers cost one look each every _LOOK_S.
 Memory      At most _MOST_WATCHES directories; beyond that, or where the system has no watches left, waiters follow the
             router's watermark (feed.py), which is polled for all of them at once.
 Not covered File systems that tell the kernel nothing of writes: there a look every _LOOK_S finds the records.
@@ -35,12 +35,25 @@ _ALL = -1  # the watch of an event that says that events were lost
 Looks = Mapping[str, Callable[[], bool]]  # directory → whether it has news
 
 
-class _Waiter:
-    """A task that waits, and what wakes it."""
+class Waiter:
+    """What wakes one reader, in one wait after the other. `event`: it is set when the reader must look.
+
+    Invariant   A directory that `is_quiet` is watched, had no news when its watch had begun, and has had no event since.
+    """
 
     def __init__(self, event: asyncio.Event) -> None:
         self.event = event
-        self.watches: set[int] = set()
+        self.watches: dict[int, str] = {}  # → the directory
+        self.quiet: set[str] = set()
+        self.look_at = 0.0  # when all directories are looked at again
+
+    def is_quiet(self, directory: str) -> bool:
+        """Return True if there is no news, as far as the kernel's events have been read."""
+        return directory in self.quiet
+
+    def look_again(self, directory: str) -> None:
+        """Look at the directory before the next wait: its reader has moved."""
+        self.quiet.discard(directory)
 
     async def woken(self, seconds: float) -> bool:
         """Wait for the event; return False if it has not come after `seconds`."""
@@ -59,7 +72,7 @@ class Waking:
         self.watermark, self._most = watermark, most
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = -1
-        self._waiters: dict[int, set[_Waiter]] = {}  # by watch
+        self._waiters: dict[int, set[Waiter]] = {}  # by watch
 
     @property
     def watches(self) -> int:
@@ -70,24 +83,32 @@ class Waking:
 
         Raises RequestRefused if the gateway stops while the watermark is followed.
         """
-        until = time.monotonic() + seconds
-        waiter = _Waiter(interrupt or asyncio.Event())
-        is_watching = False
+        waiter = Waiter(interrupt or asyncio.Event())
         try:
-            while True:
-                is_watching = is_watching or all(self._watch(waiter, directory) for directory in looks)
-                if waiter.event.is_set() or any(look() for look in looks.values()):
-                    return True
-                left = until - time.monotonic()
-                if left <= 0:
-                    return False
-                if is_watching:
-                    if await waiter.woken(min(left, _LOOK_S)):
-                        return True
-                else:
-                    await self._moved(min(left, _LOOK_S))
+            return await self.next_news(waiter, looks, seconds)
         finally:
-            self._forget(waiter)
+            self.forget(waiter)
+
+    async def next_news(self, waiter: Waiter, looks: Looks, seconds: float) -> bool:
+        """Do the same for a reader that will wait again. The caller forgets the waiter in the end."""
+        until = time.monotonic() + seconds
+        while True:
+            now = time.monotonic()
+            if now >= waiter.look_at:
+                waiter.look_at = now + _LOOK_S
+                waiter.quiet.clear()
+            fresh = [directory for directory in looks if directory not in waiter.quiet]
+            watched = [directory for directory in fresh if self._watch(waiter, directory)]
+            if waiter.event.is_set() or any(looks[directory]() for directory in fresh):
+                return True
+            waiter.quiet.update(watched)
+            if now >= until:
+                return False
+            left = min(until, waiter.look_at) - now
+            if len(watched) < len(fresh):
+                await self._moved(left)
+            elif await waiter.woken(left):
+                return True
 
     def close(self) -> None:
         """Close the descriptor, with all its watches."""
@@ -104,7 +125,7 @@ class Waking:
         except TimeoutError:
             pass
 
-    def _watch(self, waiter: _Waiter, directory: str) -> bool:
+    def _watch(self, waiter: Waiter, directory: str) -> bool:
         """Wake `waiter` at the next change in `directory`. Return False if the system has no watch for it."""
         if self._fd < 0 and not self._open():
             return False
@@ -116,7 +137,7 @@ class Waking:
             self._libc.inotify_rm_watch(self._fd, watch)
             return False
         self._waiters.setdefault(watch, set()).add(waiter)
-        waiter.watches.add(watch)
+        waiter.watches[watch] = directory
         return True
 
     def _open(self) -> bool:
@@ -139,9 +160,11 @@ class Waking:
             at += _EVENT.size + length
             for ended in [*self._waiters] if watch == _ALL else [watch]:
                 for waiter in self._waiters.pop(ended, ()):
+                    waiter.look_again(waiter.watches.pop(ended))
                     waiter.event.set()
 
-    def _forget(self, waiter: _Waiter) -> None:
+    def forget(self, waiter: Waiter) -> None:
+        """Watch nothing more for a reader."""
         for watch in waiter.watches:
             waiters = self._waiters.get(watch, set())
             waiters.discard(waiter)

@@ -44,10 +44,14 @@ class GroupAdmin:
         self._groups, self._partitions, self._fetching = groups, partitions, fetching
         self._received: dict[tuple[str, int, int | None], tuple[int, float]] = {}  # of the records last asked for
 
+    def names(self) -> list[str]:
+        """Return the names of all groups, sorted."""
+        self._groups.describe("")  # raises until the offsets are loaded
+        return self._groups.coordinator.groups()
+
     def all(self) -> list[tuple[GroupView, int]]:
         """Return all groups by name, each with the number of partitions in which it has committed."""
-        self._groups.describe("")  # raises until the offsets are loaded
-        views = (self._groups.describe(name) for name in self._groups.coordinator.groups())
+        views = (self._groups.describe(name) for name in self.names())
         return [(view, len(self._groups.committed(view.name))) for view in views if view is not None]
 
     async def describe(self, group: str) -> tuple[GroupView, list[PartitionLag]]:
@@ -63,7 +67,7 @@ class GroupAdmin:
     async def lags(self) -> list[tuple[str, str, int, int, float]]:
         """Return (group, topic, partition, messages, seconds) of what groups have committed, of MOST_LAGS at most."""
         try:
-            names = [view.name for view, _ in self.all()]
+            names = self.names()
         except RequestRefused:  # the offsets are not loaded yet
             return []
         asked: dict[str, dict[tuple[str, int], int]] = {}

@@ -38,7 +38,7 @@ class StalledGroups:
             rows = await self._admin.lags()
             names = {name for name, *_ in rows}
             committed = {name: self._groups.committed(name) for name in names}
-            count = len(self._admin.all())
+            count = len(self._admin.names())
         except RequestRefused:  # the offsets are not loaded yet
             return
         before, self._behind = self._behind, {}

@@ -28,6 +28,7 @@ from kmq.client.egress_replies import (
 )
 from kmq.gateway.core.partitions import Partition, Signature
 from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.core.waking import Waiter
 from kmq.gateway.lines.connection import Connection
 from kmq.gateway.lines.service import Service
 from kmq.log.damage import DamageError
@@ -78,6 +79,7 @@ class Session:
         self.cursors: dict[TopicPartition, Cursor] = {}  # in the order of their turns
         self._waiting: deque[tuple[requests.Fetch, float]] = deque()  # fetches, and until when they wait
         self._has_fetch, self._changed = asyncio.Event(), asyncio.Event()
+        self._waiter = Waiter(self._changed)
         self._sending = asyncio.Lock()
 
     # --- the partitions ----------------------------------------------------------------------------------------------
@@ -109,6 +111,8 @@ class Session:
     async def assign(self, generation: int, cursors: Iterable[Cursor]) -> None:
         """Make these the session's partitions, and tell the client. Cursors that stay are given again."""
         self.cursors = {cursor.place: cursor for cursor in cursors}
+        for cursor in self.cursors.values():
+            self._waiter.look_again(cursor.partition.directory)
         self._changed.set()
         rows = tuple((place, cursor.offset) for place, cursor in sorted(self.cursors.items()))
         await self.say(Assigned(generation, rows).encode())
@@ -133,6 +137,7 @@ class Session:
             served.cancel()
             beside.cancel()
             await asyncio.gather(served, beside, return_exceptions=True)
+            self.service.waking.forget(self._waiter)
 
     async def serve_beside(self) -> None:
         """Do what goes on beside requests; it ends with them, and an error ends them."""
@@ -196,6 +201,7 @@ class Session:
     async def _seek(self, request: requests.Seek) -> None:
         (cursor,) = self._chosen([request.place])
         cursor.move(await self.service.run(cursor.partition.locate, request.position))
+        self._waiter.look_again(cursor.partition.directory)
         self._changed.set()
         await self.say(Sought(cursor.place, cursor.offset).encode())
 
@@ -224,7 +230,7 @@ class Session:
         until = time.monotonic() + fetch.wait_ms / 1000
         cursors = self._chosen(fetch.partitions)
         if not self._waiting:
-            if await self._answer_from(cursors, fetch.max_bytes):
+            if await self._answer_from(cursors, fetch.max_bytes, is_patient=fetch.wait_ms > 0):
                 return
             if not fetch.wait_ms:
                 return await self.say(NO_RECORDS.encode())
@@ -256,15 +262,20 @@ class Session:
             self._changed.clear()
             cursors = self._chosen(fetch.partitions)
             looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
-            is_news = await self.service.waking.news(looks, until - time.monotonic(), self._changed)
-            if is_news and await self._answer_from(cursors, fetch.max_bytes):
+            is_news = await self.service.waking.next_news(self._waiter, looks, until - time.monotonic())
+            if is_news and await self._answer_from(cursors, fetch.max_bytes, is_patient=True):
                 return
             if time.monotonic() >= until:
                 return await self.say(NO_RECORDS.encode())
 
-    async def _answer_from(self, cursors: Sequence[Cursor], max_bytes: int) -> bool:
-        """Answer a fetch with records of one of these partitions. Return False if none has any."""
+    async def _answer_from(self, cursors: Sequence[Cursor], max_bytes: int, is_patient: bool) -> bool:
+        """Answer a fetch with records of one of these partitions. Return False if none has any.
+
+        `is_patient`: it waits, so a partition may be left out whose next event will wake it.
+        """
         for cursor in cursors:
+            if is_patient and cursor.seen is not None and self._waiter.is_quiet(cursor.partition.directory):
+                continue
             if await self._answer(cursor, max_bytes):
                 return True
         return False
