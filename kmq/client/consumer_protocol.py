@@ -381,7 +381,8 @@ class _Received:
             pending = core.requests.answered(failed.request)
             if isinstance(pending.value, Owned):
                 pending.value.moving -= 1
-                pending.value.stale = True
+                if not pending.value.moving:  # else a later seek, which is on its way, decides
+                    pending.value.stale = True
                 if not pending.value.revoked:  # else it crossed with the revocation
                     core.errors.append(refused)
             pending.finish(error=refused)

@@ -74,7 +74,7 @@ class Acceptor:
 
         `reserved`: it may name a reserved topic.
         """
-        reason = record.refusal(line, reserved) or ("too_long" if len(line) > self.max_line else "")
+        reason = "too_long" if len(line) > self.max_line else record.refusal(line, reserved)
         if reason:
             return b"!err %d %b" % (n, reason.encode())
         batch = self._batch

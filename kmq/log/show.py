@@ -47,11 +47,18 @@ def single_log(data: str, what: str) -> LogReader:
     return found[0][1]
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if seconds < 0:  # -1 is no time: somebody means "the end", or "one before the end"
+        raise ValueError
+    return seconds
+
+
 def parse_time(text: str) -> int:
     """Return µs since the epoch for `2024-05-01T12:00`, `1714564800.5` or `10m` (ago)."""
     ways: list[Callable[[], float]] = [
         lambda: time.time() - parse_duration(text),
-        lambda: float(text),
+        lambda: _seconds(text),
         lambda: datetime.fromisoformat(text).timestamp(),
     ]
     for parse in ways:

@@ -194,6 +194,24 @@ def test_what_the_broker_refuses_says_so(api, topic):
     assert [result.get("offset", result.get("error", {}).get("code")) for result in results] == [0, "too_long", 1]
 
 
+def test_a_body_that_is_encoded_is_refused_and_not_a_fault(broker, topic):
+    for path, body in ((produce(topic), {"value": "a"}), (TOPICS, {"name": topic})):
+        with connected(broker) as once:  # the body is not read, so the connection ends
+            answer = once.post(path, body, Content_Encoding="gzip")
+        assert answer.refusal[:2] == (400, "bad_request") and "gzip" in answer.value["message"]
+
+
+def test_a_message_of_the_epoch_is_answered_with_its_time(api, topic):
+    assert api.post(produce(topic), {"value": "a", "timestamp": 0}).value["timestamp"] == 0
+
+
+def test_an_offset_beyond_the_end_is_answered_with_the_bounds(api, topic):
+    api.post(produce(topic), {"value": "a"})
+    answer = api.get(f"/api/topics/{topic}/messages?offset=99")
+    assert (answer.status, answer.value["code"]) == (416, "out_of_range")
+    assert (answer.value["field"], answer.value["first"], answer.value["end"]) == ("offset", 0, 1)
+
+
 def test_a_message_that_is_not_routed_in_time_is_stored_and_found_later(broker, api, topic, monkeypatch):
     api.post(produce(topic), {"value": "first"})
     monkeypatch.setattr(producing, "ROUTED_S", 0.2)

@@ -285,6 +285,13 @@ def test_a_stale_generation_and_a_strangers_partition_are_409(api, topic, group)
     assert commit(api, topic, group, {7: 0}, member="one").refusal[:2] == (404, "unknown_partition")
 
 
+def test_a_stale_generation_is_409_for_nack_too_whether_or_not_a_member_is_named(api, topic, group):
+    produce(api, topic, "a")
+    assert consume(api, topic, group).status == 200
+    asked = {"group": group, "partition": 0, "offset": 0, "generation": 99}
+    assert api.post(f"/api/topics/{topic}/nack", asked).refusal[:2] == (409, "fenced")
+
+
 @pytest.mark.parametrize("below", ["{topic}%2F0", "..%2Ftopics%2F{topic}", "..", ".%2F{topic}"])
 def test_a_directory_that_is_no_topic_cannot_be_committed_to(api, topic, group, below):
     """Every such name would be a row of its own in the bounded table of offsets."""

@@ -147,6 +147,8 @@ def test_a_fetch_begins_where_it_is_asked_to_and_ends_at_its_limits(client, topi
     late = client.fetch(topic, at={"place": latest})
     assert (values(late), late.next_offset, late.end_offset) == ([], 3, 3)
     assert client.fetch(topic, at={"timestamp": 999_999_999_999_999}).next_offset == 3
+    with pytest.raises(grpc.RpcError, match=r"bad_field: from.place: must be one of EARLIEST, LATEST"):
+        client.fetch(topic, at={"place": 9})
 
 
 def test_a_fetch_that_waits_is_woken_by_a_message(client, topic):

@@ -42,6 +42,8 @@ def test_a_reset_shows_what_it_does_and_a_dry_run_does_nothing(broker):
     for to, expected in (("3", {0: 3, 1: 3}), ("99", {0: 10, 1: 10}), ("1h", {0: 0, 1: 0}), ("latest", {0: 10, 1: 10})):
         assert broker.kmq(*reset, to).returncode == 0
         assert committed(broker) == expected, to
+    refused = broker.kmq(*reset, "-1")  # not the year 1969
+    assert (refused.returncode, committed(broker)) == (78, {0: 10, 1: 10}), refused.stderr
     assert broker.kmq(*reset, "4").returncode == 0
     assert broker.kmq("consume", "orders", "--group", "report").stdout.count("\n") == 12
 

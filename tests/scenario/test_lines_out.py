@@ -325,6 +325,7 @@ BAD_QUESTIONS = [
     f"GET_STATUS 1 {'g' * 201}",
     "GET_STATUS 1 %ff",
     "GET_STATUS 1.0",
+    "GET_STATUS 1 日本",  # committed as %E6%97%A5…
 ]
 BAD_QUESTIONS += ["GET_STATUS 1 g token=a token=b", "GET_STATUS +1", "!batch -", "CONSUME orders", "GET / HTTP/1.1"]
 

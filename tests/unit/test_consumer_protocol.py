@@ -203,6 +203,18 @@ def test_a_refused_seek_is_raised_and_the_position_stays(pair):
     assert sorted(pair.read_all()) == in_order(5, 0) + in_order(3, 1)
 
 
+def test_a_refused_seek_leaves_the_later_one_alone(pair):
+    pair.peer.refuses["seek"] = "out_of_range orders/0 has 0 to 5"
+    pair.core.seek(EU, lines.Position("offset", 99), time.monotonic())
+    pair.core.seek(EU, lines.EARLIEST, time.monotonic())
+    pair.core.fetch(time.monotonic(), 1)
+    requests = pair.core.requests.take().splitlines()
+    pair.receive(b"!err seek out_of_range orders/0 has 0 to 5\n")
+    pair.core.fetch(time.monotonic() + 1, 1)
+    assert b"!seek orders/0 99" not in pair.core.requests.take()
+    assert requests[:2] == [b"!seek orders/0 99", b"!seek orders/0 earliest"]
+
+
 def test_a_fetch_that_is_refused_for_now_comes_again_later_and_others_are_raised(pair):
     pair.peer.refuses["fetch"] = "too_many 512 are sent records"
     pair.fetch()

@@ -168,6 +168,7 @@ ERRORS = {
     b"-x|1|2|": b"control_byte",
     b"t|1|2|\0": b"nul",
     b"t|1|2|" + b"x" * MAX: b"too_long",  # ingress cuts it at MAX + 1
+    b"x" * (MAX + 1): b"too_long",  # whatever was cut away may have had a separator
 }
 BAD_ID = b"bad_id a producer's ids are decimal numbers of at most 18 digits"
 OWN_HEADER = b"bad_id the headers p= and w= are KMQ's own"

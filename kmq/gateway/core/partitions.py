@@ -107,9 +107,8 @@ class Partition:
             return self._log.offset_of_time(position.value)
         start, end = self.start(), self.end()
         if position.value > end:
-            raise RequestRefused(
-                "out_of_range", f"{self.topic}/{self.number}: offset {position.value} is beyond first={start} end={end}"
-            )
+            text = f"{self.topic}/{self.number}: offset {position.value} is beyond first={start} end={end}"
+            raise RequestRefused("out_of_range", text, field="offset", first=start, end=end)
         return max(start, position.value)
 
     def range(self, start: int, end: int = END, max_bytes: int = 0) -> Range:

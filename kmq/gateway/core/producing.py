@@ -98,7 +98,7 @@ class Producing:
 
     async def produce(self, topic: str, messages: Sequence[NewMessage], producer: str = "") -> list[Outcome]:
         """Store messages of one topic, and return what became of each, in order. Raises RequestRefused for all."""
-        outgoing, now = self._format(topic, messages)
+        outgoing = self._format(topic, messages)
         delivery = await self._send(topic, outgoing, producer)
         seqs = delivery.seqs
         refused = _refusals(delivery)
@@ -110,19 +110,19 @@ class Producing:
             if n in refused:
                 outcomes.append(refused[n])
             elif (place := found.get(seq)) is not None:
-                stamp = _timestamp_ms(topic, place) if n in repeated else round((messages[n].timestamp or now) * 1000)
+                stamp = _timestamp_ms(topic, place) if n in repeated else round(outgoing[n][4] * 1000)
                 outcomes.append(Stored(seq, place.partition, place.offset, stamp, n in repeated))
             elif n in repeated and seq <= self._watermark.routed:  # stored long ago, and removed since
-                outcomes.append(Stored(seq, None, None, round((messages[n].timestamp or now) * 1000), True))
+                outcomes.append(Stored(seq, None, None, round(outgoing[n][4] * 1000), True))
             else:
                 outcomes.append(RequestRefused("stored_not_routed", self._where(seq), seq=seq))
         return outcomes
 
     async def send(self, topic: str, messages: Sequence[NewMessage], producer: str = "") -> None:
         """Send messages and forget what became of them; returns when the broker has replied, or not in time."""
-        await self._send(topic, self._format(topic, messages)[0], producer)
+        await self._send(topic, self._format(topic, messages), producer)
 
-    def _format(self, topic: str, messages: Sequence[NewMessage]) -> tuple[list[Outgoing], float]:
+    def _format(self, topic: str, messages: Sequence[NewMessage]) -> list[Outgoing]:
         now = time.time()
         try:
             plain = make_routing_key(topic)
@@ -135,7 +135,7 @@ class Producing:
                     now if timestamp is None else timestamp,
                 )
                 for key, value, headers, partition, id, timestamp in messages
-            ], now
+            ]
         except ValueError as err:
             raise RequestRefused("bad_topic", str(err)) from None
 

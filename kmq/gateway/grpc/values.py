@@ -87,6 +87,8 @@ def position(given: Any, field: str) -> Position:
         if given.timestamp > _MOST_TIMESTAMP:
             raise bad_field(f"{field}.timestamp", f"must be at most {_MOST_TIMESTAMP} ms")
         return Position("time", given.timestamp * 1000)
+    if given.place not in given.Place.values():
+        raise bad_field(f"{field}.place", "must be one of EARLIEST, LATEST")
     return LATEST if given.place == _LATEST else EARLIEST
 
 

@@ -43,6 +43,9 @@ class Bodies:
             share.give_back()
 
     async def _read(self, request: web.Request, share: "_Share") -> bytes:
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise RequestRefused("bad_request", f"content-encoding {encoding[:40]}: send the body as it is")
         if (length := request.content_length or 0) > self.most_bytes:
             raise self._too_large()
         share.grow_to(length)

@@ -227,9 +227,9 @@ class GroupCalls:
         body, topic = await self._read_body(call, "Nack"), call.path["topic"]
         group, partition = body["group"], body["partition"]
         place = TopicPartition(topic, partition)
-        if "member" in body:
-            generation, now = body.get("generation"), time.monotonic()
-            self._groups.coordinator.check_commit(group, body["member"], generation, [place], now)
+        if "member" in body or "generation" in body:
+            member, generation, now = body.get("member", SHARED), body.get("generation"), time.monotonic()
+            self._groups.coordinator.check_commit(group, member, generation, [place], now)
         delay_s = body.get("delayMs", 0) / 1000
         given = await self._redelivery.nack(
             group, topic, partition, body["offset"], reason=body.get("reason", ""), delay_s=delay_s

@@ -29,7 +29,9 @@ class Question:
     __slots__ = ("group", "seq", "token")
 
     def __init__(self, line: bytes) -> None:
-        verb, *words = line.decode("ascii", "replace").split() or [""]
+        if not line.isascii():  # a name of another spelling than the one that committed would be PENDING for ever
+            raise BadLine("the line must be ASCII; names are percent-encoded")
+        verb, *words = line.decode("ascii").split() or [""]
         shown = [word for word in words if word.startswith("token=")]
         words = [word for word in words if word not in shown]
         if verb != "GET_STATUS" or not 1 <= len(words) <= 2 or len(shown) > 1 or not words[0].isdecimal():
