@@ -21,7 +21,6 @@ import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Unpack
 
 from kmq.client.connection import Address, address_of, local_consumer_address
@@ -32,7 +31,7 @@ from kmq.client.consumer_state import Chunk, Event, Kind
 from kmq.client.consumer_waits import Waits
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
-from kmq.client.letterbox import local_producer, producer_at
+from kmq.client.letterbox import local_producer, makes_producers
 from kmq.client.message import Message
 from kmq.client.producer import Producer
 from kmq.client.runner import Runner
@@ -62,7 +61,7 @@ class Consumer(Waits):
         returns; it may commit.   on_lost: they are gone already; without it on_revoke is called.
         """
         self._start(address_of(host, port), ConsumerOptions(**options))
-        self._make_producer: Callable[[str], Producer] = partial(producer_at, host, self.options)
+        self._make_producer = makes_producers(host, port, self.options)
         self._callbacks = {Kind.ASSIGNED: on_assign, Kind.REVOKED: on_revoke, Kind.LOST: on_lost or on_revoke}
         if topics:
             self.subscribe(*topics)
@@ -163,10 +162,11 @@ class Consumer(Waits):
         A message whose handler raises is tried again, at most `max_retries` times; the other partitions go on. Then, or
         if it raises kmq.Permanent or one of `permanent`, the message goes to the topic `dlq`; None: the exception ends
         the run. `producer` makes the producer for dead letters, given its window; default: to port 5673 of the same
-        host, over TLS 5443.
+        host, over TLS 5443. A consumer at another port than 5674 or 5444 must name it.
         """
-        rules = Rules(max_retries, backoff, dlq, permanent)
-        Runner(self, rules, producer or self._make_producer).run(handler)
+        rules, make = Rules(max_retries, backoff, dlq, permanent), producer or self._make_producer
+        rules.check(handler, knows_producers=make is not None)
+        Runner(self, rules, make or local_producer).run(handler)
 
     # --- what happens between records --------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from inspect import isawaitable
 from types import TracebackType
 from typing import Unpack
@@ -30,7 +29,7 @@ from kmq.client.egress_lines import TopicPartition
 from kmq.client.egress_replies import PartitionOffsets
 from kmq.client.failures import NotAnswered
 from kmq.client.handling import DEFAULT_BACKOFF, OWN_TOPIC, Backoff, Rules
-from kmq.client.letterbox import local_producer, producer_at
+from kmq.client.letterbox import local_producer, makes_producers
 from kmq.client.message import Message
 from kmq.client.producer import Producer
 from kmq.client.runner_aio import AsyncRunner
@@ -121,7 +120,7 @@ class AsyncConsumer(AsyncWaits):
         self.options = ConsumerOptions(**options)
         self._core = Core(self.options)
         self._driver = Link(self._core, address_of(host, port))
-        self._make_producer: Callable[[str], Producer] = partial(producer_at, host, self.options)
+        self._make_producer = makes_producers(host, port, self.options)
         self._lock = nullcontext()
         self._given = None
         self._committed = deque()
@@ -204,8 +203,9 @@ class AsyncConsumer(AsyncWaits):
 
         Ends when the consumer is closed, or its task is cancelled: the message being handled then comes again.
         """
-        rules = Rules(max_retries, backoff, dlq, permanent)
-        await AsyncRunner(self, rules, producer or self._make_producer).run(handler)
+        rules, make = Rules(max_retries, backoff, dlq, permanent), producer or self._make_producer
+        rules.check(handler, knows_producers=make is not None)
+        await AsyncRunner(self, rules, make or local_producer).run(handler)
 
     async def _came_back(self) -> None:
         """The application has come back for more: run callbacks, commit if that is due."""

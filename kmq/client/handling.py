@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kmq import record
 from kmq.client.consumer_options import ConsumerOptions
 from kmq.client.egress_lines import TopicPartition
 from kmq.client.letters import DLQ, Failure
@@ -53,6 +54,26 @@ class Rules(NamedTuple):
     backoff: Backoff = Backoff()
     dlq: str | None = OWN_TOPIC
     permanent: tuple[type[Exception], ...] = ()
+
+    def check(self, handler: object, knows_producers: bool) -> None:
+        """Raise ConfigError for what would fail, or go astray, with the first message that cannot be handled.
+
+        `knows_producers`: it is known where the broker takes letters.
+        """
+        first, longest = self.backoff.first, self.backoff.longest
+        if not callable(handler):
+            raise ConfigError(f"handler={handler!r}: must be a function, which gets a message")
+        if not 0 <= first <= longest < math.inf:  # nan compares with nothing
+            raise ConfigError(f"backoff: first={first} and longest={longest} must be seconds, 0 <= first <= longest")
+        if self.dlq is None:
+            return
+        if self.dlq != OWN_TOPIC and not record.is_topic(self.dlq):
+            raise ConfigError(f"dlq={self.dlq!r}: must be a topic, {OWN_TOPIC!r} or None")
+        if not knows_producers:
+            raise ConfigError(
+                "producer: must be given, because the port of this consumer is not 5674 or 5444, so that of the same broker "
+                "for producers is not known: producer=lambda window: kmq.Producer(host, port, window=window), or dlq=None"
+            )
 
     def topic_of_letters(self, topic: str) -> str:
         """Return where the letters of a topic go."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from hashlib import sha256
 
-from kmq.client.consumer_options import ConsumerOptions, logger
+from kmq.client.consumer_options import PORT, ConsumerOptions, logger
 from kmq.client.failures import Refused
 from kmq.client.letters import Failure, format_letter
 from kmq.client.message import Message
@@ -14,6 +14,8 @@ from kmq.ids import NAME_PATTERN
 
 _NAME = re.compile(NAME_PATTERN)
 PLAIN_PORT, TLS_PORT = 5673, 5443  # for producers
+_TLS_CONSUMERS = 5444
+MakeProducer = Callable[[str], Producer]  # given its window
 _HEADER_ROOM = 4096  # bytes that a line takes beside its payload, where a letter has to be cut
 
 
@@ -60,11 +62,21 @@ def report(offsets: object, error: KmqError | None) -> None:
         logger().warning("handled, and not committed, so it comes again: %s", error)
 
 
-def producer_at(host: str, options: ConsumerOptions, window: str) -> Producer:
-    """Return a producer of the broker that a consumer with these options reads: at the usual port of its host."""
+def makes_producers(host: str, port: object, options: ConsumerOptions) -> MakeProducer | None:
+    """Return what makes a producer of the broker that a consumer at this address reads.
+
+    None at another port than the usual ones: behind the usual port for producers there may be another broker.
+    """
     tls = options.tls
-    port = TLS_PORT if tls else PLAIN_PORT
-    return Producer(host, port, window=window, token=options.token, tls=tls, server_hostname=options.server_hostname)
+    usual, other = (_TLS_CONSUMERS, TLS_PORT) if tls else (PORT, PLAIN_PORT)
+    if port != usual:
+        return None
+
+    def make(window: str) -> Producer:
+        name = options.server_hostname
+        return Producer(host, other, window=window, token=options.token, tls=tls, server_hostname=name)
+
+    return make
 
 
 def local_producer(window: str) -> Producer:
@@ -78,4 +90,4 @@ def _window(group: str) -> str:
     return name if _NAME.fullmatch(name) else f"dlq:{sha256(group.encode()).hexdigest()[:40]}"
 
 
-__all__ = ["Letterbox", "local_producer", "producer_at", "report"]
+__all__ = ["Letterbox", "MakeProducer", "local_producer", "makes_producers", "report"]

@@ -11,6 +11,7 @@ from consumer_peer import EU, US, Peer, Server
 
 import kmq
 from kmq.client import egress_lines as lines
+from kmq.errors import ConfigError
 
 PATIENCE_S = 20.0
 
@@ -324,3 +325,10 @@ def test_no_broker_is_waited_for_and_named():
 def test_a_consumer_of_nothing_says_so():
     with kmq.Consumer() as consumer, pytest.raises(kmq.KmqError, match="nothing to read"):
         consumer.poll()
+
+
+def test_letters_never_go_to_a_broker_at_a_port_that_nobody_has_named():
+    """Behind the usual port there may be another broker."""
+    for port in (15674, lambda: 5674):
+        with kmq.Consumer("orders", port=port, group_id="g") as consumer, pytest.raises(ConfigError, match="producer"):
+            consumer.run(print)

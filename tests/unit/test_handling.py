@@ -73,3 +73,24 @@ def test_a_consumer_without_a_group_cannot_run_a_handler():
         Attempts(ConsumerOptions(), RULES)
     with pytest.raises(ConfigError, match="max_retries=-1: must be 0 or more"):
         attempts(max_retries=-1)
+
+
+@pytest.mark.parametrize(
+    ("handler", "changes", "knows", "says"),
+    [
+        (5, {}, True, "handler=5: must be a function"),
+        (print, {"backoff": Backoff(first=float("nan"))}, True, "backoff: first=nan"),
+        (print, {"backoff": Backoff(first=-5)}, True, "backoff: first=-5"),
+        (print, {"backoff": Backoff(first=2, longest=1)}, True, "backoff: first=2 and longest=1"),
+        (print, {"dlq": "a/b"}, True, "dlq='a/b': must be a topic"),
+        (print, {}, False, "producer: must be given"),
+    ],
+)
+def test_what_would_fail_with_the_first_letter_is_refused_at_once(handler, changes, knows, says):
+    with pytest.raises(ConfigError, match=says):
+        RULES._replace(**changes).check(handler, knows)
+
+
+def test_without_dead_letters_no_producer_is_needed():
+    RULES._replace(dlq=None).check(print, knows_producers=False)
+    RULES._replace(dlq="letters").check(print, knows_producers=True)
