@@ -241,6 +241,7 @@ def _parse_changes(name: str, pairs: list[str]) -> dict[str, str]:
 # --- show --------------------------------------------------------------------------------------------------------
 
 
+@topics_app.command("describe", epilog=examples("kmq topics describe orders"), help="The same as show.")
 @topics_app.command("show", epilog=examples("kmq topics show orders", "kmq topics show orders --json"))
 def show(
     name: Annotated[str, _NAME],

@@ -15,7 +15,7 @@ Cost        A message keeps its line and looks into it on demand: some 0.2 µs t
 
 import re
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from urllib.parse import unquote, unquote_to_bytes
 
@@ -128,8 +128,18 @@ class Message:
         return len(self.line) + 1
 
     def as_dict(self, text: bool = False) -> dict[str, object]:
-        """Return the message as JSON knows it: timestamp in ms; key and values base64, with `text` as UTF-8 text."""
-        show = _as_text if text else _as_base64
+        """Return the message as JSON knows it: timestamp in ms; key and values base64.
+
+        With `text` they are text, if all of them are UTF-8; else they are base64, and `encoding` says so.
+        """
+        if not text:
+            return self._shown(_as_base64)
+        try:
+            return self._shown(_as_text)
+        except UnicodeDecodeError:
+            return self._shown(_as_base64) | {"encoding": "base64"}
+
+    def _shown(self, show: Callable[[bytes | None], str | None]) -> dict[str, object]:
         return {
             "topic": self.topic,
             "partition": self.partition,
@@ -166,7 +176,7 @@ def _as_base64(value: bytes | None) -> str | None:
 
 
 def _as_text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode(errors="replace")
+    return None if value is None else value.decode()
 
 
 def messages(topic: str, partition: int, first_offset: int, lines: bytes, marks_from: int = 0) -> list[Message]:

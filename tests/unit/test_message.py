@@ -1,6 +1,7 @@
 """A stored line as a consumer sees it: whatever a client gave comes back, and no line can stop a consumer."""
 
 import json
+from base64 import b64decode
 
 import pytest
 
@@ -150,6 +151,15 @@ def test_json_has_base64_or_text_and_keeps_nulls():
     text = message.as_dict(text=True)
     assert (text["key"], text["value"], text["headers"][1]) == ("eu", "hi", {"name": "none", "value": None})
     assert sent("orders", None).as_dict(text=True)["value"] is None
+    assert "encoding" not in text
+
+
+@pytest.mark.parametrize("key, value, header", [(b"\xff\0", b"v", b"h"), (b"k", b"\xff", b"h"), (b"k", b"v", b"\xff")])
+def test_json_of_what_is_no_text_has_base64_and_says_so(key, value, header):
+    shown = sent("orders", value, key, headers=[("a", header)]).as_dict(text=True)
+    assert shown["encoding"] == "base64"
+    given = (b64decode(text) for text in (shown["key"], shown["value"], shown["headers"][0]["value"]))
+    assert tuple(given) == (key, value, header)
 
 
 def test_messages_compare_by_place_and_content():
