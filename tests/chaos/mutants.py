@@ -662,6 +662,11 @@ MUTANTS = [
         [OFFSETS],
     ),
     Mutant(
+        "offsets: a commit beyond the end of a partition is stored",
+        [("kmq/gateway/groups/ends.py", "                if offset > end:", "                if False:")],
+        ["tests/unit/test_membership.py"],
+    ),
+    Mutant(
         "offsets: commits do not wait for one another",
         [("kmq/gateway/groups/store.py", "        async with self._declaring:  #", "        if True:  #")],
         [OFFSETS],
@@ -671,7 +676,7 @@ MUTANTS = [
         [
             (
                 "kmq/gateway/groups/store.py",
-                "                await self._watermark.passed(stored)\n",
+                "                await self.watermark.passed(stored)\n",
                 "                pass\n",
             )
         ],
