@@ -133,23 +133,11 @@ class Message:
         With `text` they are text, if all of them are UTF-8; else they are base64, and `encoding` says so.
         """
         if not text:
-            return self._shown(_as_base64)
+            return _shown(self, _as_base64)
         try:
-            return self._shown(_as_text)
+            return _shown(self, _as_text)
         except UnicodeDecodeError:
-            return self._shown(_as_base64) | {"encoding": "base64"}
-
-    def _shown(self, show: Callable[[bytes | None], str | None]) -> dict[str, object]:
-        return {
-            "topic": self.topic,
-            "partition": self.partition,
-            "offset": self.offset,
-            "seq": self.seq,
-            "timestamp": self.timestamp_ms,
-            "key": show(self.key),
-            "value": show(self.value),
-            "headers": [{"name": name, "value": show(value)} for name, value in self.headers],
-        }
+            return _shown(self, _as_base64) | {"encoding": "base64"}
 
     def __repr__(self) -> str:
         key, value = self.key, self.value or b""
@@ -169,6 +157,19 @@ class Message:
 
     def __hash__(self) -> int:
         return hash((self.topic, self.partition, self.offset))
+
+
+def _shown(message: Message, show: Callable[[bytes | None], str | None]) -> dict[str, object]:
+    return {
+        "topic": message.topic,
+        "partition": message.partition,
+        "offset": message.offset,
+        "seq": message.seq,
+        "timestamp": message.timestamp_ms,
+        "key": show(message.key),
+        "value": show(message.value),
+        "headers": [{"name": name, "value": show(value)} for name, value in message.headers],
+    }
 
 
 def _as_base64(value: bytes | None) -> str | None:
