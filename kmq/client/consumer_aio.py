@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Unpack
 
 from kmq.client.connection import address_of, local_consumer_address
-from kmq.client.consumer_commits import COMMIT_AGAIN_S, Commits, Offsets
+from kmq.client.consumer_commits import Commits, Offsets
 from kmq.client.consumer_link import Link
 from kmq.client.consumer_options import PORT, ConsumerChoices, ConsumerOptions, logger
 from kmq.client.consumer_protocol import Core, Phase
@@ -76,20 +76,12 @@ class AsyncWaits(Commits):
     async def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
         """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
 
-        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records;
-        `out_of_range` for an offset beyond the end. A commit that the broker cannot take now is repeated meanwhile.
+        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
         """
-        deadline = time.monotonic() + (self.options.timeout_s if timeout is None else timeout)
         pending = self._commit(offsets)
-        owned = self._owned(pending)
-        while True:
-            await self._wait_for(pending.is_done, max(deadline - time.monotonic(), 0.0), "the commit")
-            if pending.error is None:
-                return
-            if time.monotonic() + COMMIT_AGAIN_S > deadline or not self._may_repeat(pending, owned):
-                raise pending.error
-            await self._driver.wait(lambda: False, COMMIT_AGAIN_S)
-            pending = self._commit(dict(pending.offsets))
+        await self._wait_for(lambda: pending.done, timeout, "the commit")
+        if pending.error is not None:
+            raise pending.error
 
     async def _commit_last(self, places: Iterable[TopicPartition]) -> None:
         try:

@@ -10,15 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kmq.client.consumer_options import logger
 from kmq.client.consumer_places import Places
-from kmq.client.consumer_state import Owned
 from kmq.client.consumer_wire import Pending
 from kmq.client.egress_lines import TopicPartition
-from kmq.client.failures import Refused
 from kmq.client.message import Message
 from kmq.errors import KmqError
-from kmq.refusals import find
 
-COMMIT_AGAIN_S = 0.2  # after a commit that the broker cannot take now
 _MOST_CALLBACKS = 10_000
 
 Offsets = Mapping[tuple[str, int], int]
@@ -49,17 +45,6 @@ class Commits(Places):
             pending = self._core.commit(self._offsets(offsets), time.monotonic())
             self._driver.write()
         return pending
-
-    def _may_repeat(self, pending: Pending, owned: list[Owned | None]) -> bool:
-        """Return True if the broker cannot take this commit now, and nobody else has read on meanwhile.
-
-        `owned`: these partitions when the commit was made. One that has gone and come back is another object.
-        """
-        error = pending.error
-        return isinstance(error, Refused) and find(error.code).is_retryable and self._owned(pending) == owned
-
-    def _owned(self, pending: Pending) -> list[Owned | None]:
-        return [self._core.holdings.owned.get(place) for place, _ in pending.offsets]
 
     def _offsets(self, offsets: Message | Offsets | None) -> Iterable[tuple[TopicPartition, int]]:
         if isinstance(offsets, Message):
@@ -93,4 +78,4 @@ def _report(offsets: dict[TopicPartition, int], error: KmqError | None) -> None:
         logger().warning("not committed, so it comes again unless a later commit succeeds: %s", error)
 
 
-__all__ = ["COMMIT_AGAIN_S", "Commits", "Offsets", "OnCommit"]
+__all__ = ["Commits", "Offsets", "OnCommit"]

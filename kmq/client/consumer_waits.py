@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 
-from kmq.client.consumer_commits import COMMIT_AGAIN_S, Commits, Offsets
+from kmq.client.consumer_commits import Commits, Offsets
 from kmq.client.consumer_driver import Driver
 from kmq.client.consumer_options import logger
 from kmq.client.consumer_protocol import Phase
@@ -50,20 +50,12 @@ class Waits(Commits):
     def commit(self, offsets: Message | Offsets | None = None, timeout: float | None = None) -> None:
         """Commit and wait until that is durable: all that was given out, or up to a message, or the next offsets.
 
-        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records;
-        `out_of_range` for an offset beyond the end. A commit that the broker cannot take now is repeated meanwhile.
+        Raises Refused: `fenced` if the partition is no longer this member's, so another one handles its records.
         """
-        deadline = time.monotonic() + (self.options.timeout_s if timeout is None else timeout)
         pending = self._commit(offsets)
-        owned = self._owned(pending)
-        while True:
-            self._wait_for(pending.is_done, max(deadline - time.monotonic(), 0.0), "the commit")
-            if pending.error is None:
-                return
-            if time.monotonic() + COMMIT_AGAIN_S > deadline or not self._may_repeat(pending, owned):
-                raise pending.error
-            self._driver.wait(lambda: False, COMMIT_AGAIN_S)
-            pending = self._commit(dict(pending.offsets))
+        self._wait_for(lambda: pending.done, timeout, "the commit")
+        if pending.error is not None:
+            raise pending.error
 
     def _commit_last(self, places: Iterable[TopicPartition]) -> None:
         """Commit what was handled of these partitions, before others read them."""

@@ -31,9 +31,6 @@ class Pending:
         self.value: object = None
         self.callback: Callable[[Pending], object] | None = None
 
-    def is_done(self) -> bool:
-        return self.done
-
     def finish(self, value: object = None, error: KmqError | None = None) -> None:
         self.value, self.error, self.done = value, error, True
         if self.callback is not None:

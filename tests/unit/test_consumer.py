@@ -110,20 +110,6 @@ def test_a_refused_commit_raises_its_code(server, consumer):
     consumer.commit()
 
 
-def test_a_commit_that_the_broker_cannot_take_now_is_repeated(server, consumer):
-    read(consumer, 8)
-    server.peer.refuses["commit"] = "not_ready the router is down or recovers"
-    consumer.commit()
-    assert server.peer.committed == {EU: 5, US: 3}
-    server.peer.refuses["commit"] = "out_of_range offset 9: orders/0 has 0 to 5"
-    with pytest.raises(kmq.Refused, match="has 0 to 5"):
-        consumer.commit({("orders", 0): 9})
-    assert server.peer.committed == {EU: 5, US: 3}
-    server.peer.refuses["commit"] = "not_ready the router is down or recovers"
-    with pytest.raises(kmq.Refused, match="not_ready"):
-        consumer.commit(timeout=0.05)
-
-
 def test_nothing_is_committed_unless_asked_for(server):
     with kmq.Consumer("orders", group_id="billing", port=server.port) as consumer:
         read(consumer, 8)

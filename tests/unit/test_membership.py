@@ -1,26 +1,21 @@
 """Groups as doors use them, over committed offsets that a former life of the gateway has left. No broker is needed."""
 
 import asyncio
-import shutil
 import time
 from contextlib import asynccontextmanager, suppress
 
-import pytest
 from log_server import up
 from made_data import write_data
 
-from kmq.broker.stats import STATES
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.partitions import Partitions
-from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_records import Committed, Place, encode_payload, routing_key
 from kmq.gateway.groups.stalled import StalledGroups
-from kmq.gateway.groups.store import Commit, OffsetStore
+from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.groups.terms import Client, Terms
-from kmq.log import deletions
 from kmq.logfmt import Logger
 
 PATIENCE_S = 30.0
@@ -88,43 +83,6 @@ def test_a_damaged_record_hides_the_lag_of_no_other_partition(tmp_path):
             finally:
                 core.stop()
                 await core.close()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(("state", "code"), [("ready", "out_of_range"), ("recovering", "not_ready")])
-def test_a_commit_beyond_the_end_comes_too_early_while_the_router_recovers(tmp_path, state, code):
-    """After a power cut a log may end earlier than it did. What is known to be there is committed meanwhile."""
-    data = write_data(tmp_path / "d", [b"t|0||a", b"t|0||b", commit("g", 0, time.time())], {"t": 1})
-
-    async def main():
-        async with started(data, 3) as (broker, groups):
-            broker.page.rows["router"].state = STATES.index(state)
-            with pytest.raises(RequestRefused, match="offset 3: t/0") as refused:
-                await groups.commit("g", None, {("t", 0): Commit(3)})
-            assert refused.value.code == code
-            written = []
-            groups.store.commit = lambda group, rows, *_: asyncio.sleep(0, written.append(rows))
-            await groups.commit("g", None, {("t", 0): Commit(2)})
-            assert written == [{("t", 0): Commit(2)}]
-
-    asyncio.run(main())
-
-
-def test_a_group_may_commit_the_beginning_of_a_second_life(tmp_path):
-    """It is where the first life ended, though nothing is there yet."""
-    data = write_data(tmp_path / "d", [b"t|0||a", commit("g", 0, time.time())], {"t": 1})
-    shutil.rmtree(f"{data}/topics/t/0")
-    deletions.write(data, [deletions.Deletion("t", 1, 1, "1.000000", [9])], lambda _, action: action())
-
-    async def main():
-        async with started(data, 2) as (_, groups):
-            written = []
-            groups.store.commit = lambda group, rows, *_: asyncio.sleep(0, written.append(rows))
-            await groups.commit("g", None, {("t", 0): Commit(9)})
-            assert written == [{("t", 0): Commit(9)}]
-            with pytest.raises(RequestRefused, match="has 9 to 9"):
-                await groups.commit("g", None, {("t", 0): Commit(10)})
 
     asyncio.run(main())
 

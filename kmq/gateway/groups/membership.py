@@ -7,8 +7,8 @@
 
 Owner       the gateway: one task, from its start to its end.
 Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
-            before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and never
-            beyond the end of a partition (ends.py). The coordinator hears of it only after it is durable.
+            before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and the
+            coordinator hears of it only after it is durable.
             Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when somebody
             deletes it. What was committed after that stays.
 Crash       Groups that have committed offsets are restored from the store, and the start is counted (lives.py); nobody
@@ -27,7 +27,6 @@ from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups import lives
 from kmq.gateway.groups.coordinator import GENERATIONS, Coordinator
-from kmq.gateway.groups.ends import Ends
 from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupView, Revoke, State
 from kmq.gateway.groups.in_hand import InHand
 from kmq.gateway.groups.keeping import GRACE_S
@@ -54,7 +53,6 @@ class Groups:
         self.in_hand = InHand()
         self.coordinator = Coordinator()  # without groups, until they are restored
         self._settings, self._log = settings, log
-        self.ends = Ends(partitions, store.watermark)
         self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
         self._listeners: dict[tuple[str, str], Listener] = {}
         self.is_ready = False
@@ -218,15 +216,12 @@ class Groups:
     async def commit(
         self, group: str, member: str | None, rows: Mapping[Partition, Commit], generation: int | None = None
     ) -> None:
-        """Commit; durable when this returns. Raises what Coordinator.check_commit, Ends.look and the store raise."""
+        """Commit; durable when this returns. Raises what Coordinator.check_commit and OffsetStore.commit raise."""
         coordinator = self._coordinator()
         unknown = {topic for topic, _ in rows if topic not in self._topics}
         if unknown:
             await self._topics.know(unknown)
         coordinator.check_commit(group, member, generation, rows, time.monotonic())
-        if unseen := self.ends.unseen((place, row.offset) for place, row in rows.items()):
-            await self.ends.look(unseen)  # meanwhile the member may have lost the partition
-            coordinator.check_commit(group, member, generation, rows, time.monotonic())
         name = member if member is not None and _is_member(coordinator, group, member) else ""  # SHARED may be none
         if generation is None:
             generation = coordinator.assignment(group, name).generation if name else 0

@@ -112,18 +112,13 @@ class Poller:
             self._groups.sync(self.group, self.id)
 
     async def commit_delivered(self) -> None:
-        """Commit what was delivered with autoCommit; what is another member's now stays as that one has it.
-
-        Raises RequestRefused, for example not_ready: the next call commits what this one has not.
-        """
+        """Commit what was delivered with autoCommit; what is another member's now stays as that one has it."""
         rows, self.delivered = self.delivered, {}
-        while rows:
-            place, offset = rows.popitem()
+        for place, offset in rows.items():
             try:
                 await self._groups.commit(self.group, self.id, {place: Commit(offset)})
             except RequestRefused as err:
-                if err.code not in (*_LOST, "unknown_partition", "out_of_range"):
-                    self.delivered = {place: offset} | rows | self.delivered
+                if err.code not in (*_LOST, "unknown_partition"):
                     raise
 
     def take_back(self, moves: Iterable[Move]) -> None:

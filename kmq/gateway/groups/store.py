@@ -85,8 +85,7 @@ class OffsetStore:
     def __init__(self, settings: Settings, watermark: Watermark, log: Logger) -> None:
         self.is_loaded = False
         self.records = 0  # in the log: read by `load`, and written since
-        self.watermark = watermark
-        self._data, self._log = settings.data, log
+        self._data, self._watermark, self._log = settings.data, watermark, log
         self._table = OffsetTable()
         self._writing = Counter[str]()  # group → writes without an outcome
         self._deleted = _DeletedTopics(settings.data)
@@ -98,10 +97,10 @@ class OffsetStore:
         stored, _ = await asyncio.to_thread(wal.last_stored, self._data)
         try:
             async with asyncio.timeout(_LOAD_S):
-                await self.watermark.passed(stored)
+                await self._watermark.passed(stored)
         except TimeoutError:
             raise RequestRefused(
-                "not_routed", f"offsets up to seq {stored} are on disk, but the router is at {self.watermark.routed}"
+                "not_routed", f"offsets up to seq {stored} are on disk, but the router is at {self._watermark.routed}"
             ) from None
         started = time.monotonic()
         self._deleted.look()

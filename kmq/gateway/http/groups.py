@@ -161,9 +161,6 @@ class GroupCalls:
                 for place, cursor in cursors.items()
                 if cursor.offset > before[place] or place in shown
             ]
-            for move in moves:
-                if move.end > move.start:
-                    self._groups.ends.reach(move.place, move.end)
         return fresh, _Given(moves, again) if count or again else None, answer
 
     async def _send(self, call: Call, answer: web.Response, poller: Poller, given: _Given) -> None:

@@ -38,9 +38,6 @@ class GroupCommits:
         found = self._groups.committed(self._group)
         return {place: found[place].offset for place in places if place in found}
 
-    def has_read(self, place: TopicPartition, offset: int) -> None:
-        self._groups.ends.reach(place, offset)
-
     async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
         await self._groups.commit(self._group, self.member, {place: Commit(offset) for place, offset in offsets})
 

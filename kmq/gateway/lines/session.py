@@ -42,9 +42,6 @@ class Commits(Protocol):
     def committed(self, places: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
         """Return the next offsets that are committed, of those of `places` that have one."""
 
-    def has_read(self, place: TopicPartition, offset: int) -> None:
-        """Note that the session reads on there."""
-
     async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
         """Return when these next offsets are durable. Raises RequestRefused."""
 
@@ -54,9 +51,6 @@ class NoGroup:
 
     def committed(self, places: Iterable[TopicPartition]) -> Mapping[TopicPartition, int]:
         return {}
-
-    def has_read(self, place: TopicPartition, offset: int) -> None:
-        """Nothing of it can be committed."""
 
     async def commit(self, offsets: Sequence[tuple[TopicPartition, int]]) -> None:
         raise RequestRefused("bad_request", "this connection names no group; say ASSIGN <group> … or GROUP <group> …")
@@ -304,7 +298,6 @@ class Session:
                             return False  # revoked or sought meanwhile, which has set _changed
                         self._take_turn(cursor)
                         cursor.offset = batch.next_offset
-                        self.commits.has_read(cursor.place, cursor.offset)
                         said = Batch(cursor.place, batch.offset, batch.lines, batch.span.nbytes)
                         await self.connection.write(said.encode())
                         await self.connection.send(batch.span)
