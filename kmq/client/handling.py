@@ -63,8 +63,8 @@ class Rules(NamedTuple):
         first, longest = self.backoff.first, self.backoff.longest
         if not callable(handler):
             raise ConfigError(f"handler={handler!r}: must be a function, which gets a message")
-        if not 0 <= first <= longest < math.inf:  # nan compares with nothing
-            raise ConfigError(f"backoff: first={first} and longest={longest} must be seconds, 0 <= first <= longest")
+        if not (0 <= first < math.inf and 0 <= longest < math.inf):  # nan compares with nothing
+            raise ConfigError(f"backoff: first={first} and longest={longest} must be seconds, 0 or more")
         if self.dlq is None:
             return
         if self.dlq != OWN_TOPIC and not record.is_topic(self.dlq):

@@ -32,11 +32,14 @@ class Diary:
         goes_on: bool = False,
     ) -> None:
         places, fresh = tuple(places), tuple(fresh)
+        # In the very next generation nobody else has had what the member had and has: what it was given is still to commit.
+        is_next = goes_on and self.generation is not None and generation == self.generation + 1
+        kept = {*self._places} if is_next else set[Place]()
         self.generation, self._places = generation, places
         now = time.monotonic()
         self._write(Assigned(self.process, self.group, generation, places, fresh, began, now, goes_on))
         for table in (self.next, self.committed):
-            for place in [place for place in table if place not in places or place in fresh]:
+            for place in [place for place in table if place not in places or (place in fresh and place not in kept)]:
                 del table[place]
 
     @property
