@@ -20,7 +20,7 @@ from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import OffsetStore
-from kmq.gateway.http import logs
+from kmq.gateway.http import bodies, logs
 from kmq.gateway.http import web as pages
 from kmq.gateway.http.api import KEY as API
 from kmq.gateway.http.api import Api
@@ -109,7 +109,7 @@ class _Thread:
         tokens = open_tokens(up.settings, lambda *_, **__: None)
         access = HttpAccess(up.settings, tokens, _strangers(up), Logger("gateway"), Events())
         app.middlewares.append(access.middleware)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=60)
+        runner = web.AppRunner(app, **bodies.RUNNER, access_log=None, shutdown_timeout=60)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", up.port).start()
         ready.set()

@@ -40,6 +40,7 @@ from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.podbus import PodBus
 from kmq.gateway.grpc.schema import KMQ, PODBUS
 from kmq.gateway.grpc.service import kmq_handler, podbus_handler
+from kmq.gateway.http import bodies
 from kmq.gateway.http.web import application, monitoring
 from kmq.gateway.lines.door import Lines
 from kmq.gateway.lines.service import Service as Consumers
@@ -211,7 +212,7 @@ class Gateway:
         """Return the runner of `app`, which counts connections and knows who may do what."""
         app.middlewares.append(self.doors.middleware)
         app.middlewares.append(self.access.middleware)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=DRAIN_S / 2)
+        runner = web.AppRunner(app, **bodies.RUNNER, access_log=None, shutdown_timeout=DRAIN_S / 2)
         await runner.setup()
         return runner
 

@@ -1,5 +1,6 @@
 """The HTTP API on queue files, without a broker: bad input, reading, limits. Every answer is one that the document has."""
 
+import gzip
 import os
 import socket
 import threading
@@ -161,6 +162,14 @@ def test_nobody_may_do_anything_without_a_token(tmp_path):
             for method, target in (("GET", TOPICS), ("GET", CONSUME), ("POST", PRODUCE), ("DELETE", f"{TOPICS}/t")):
                 assert stranger.call(method, target).refusal == (401, "unauthorized", "")
             assert known.get(TOPICS).status == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "x"])
+def test_a_body_that_is_encoded_is_refused(api, encoding):
+    for body in (gzip.compress(b'{"value":""}'), b'{"value":""}'):
+        answer = api.call("POST", PRODUCE, body, Content_Encoding=encoding)
+        assert answer.refusal == (400, "bad_request", "") and "Content-Encoding" in answer.value["message"]
+    assert api.call("POST", PRODUCE, b"{}", Content_Encoding="identity").refusal == (422, "bad_field", "value")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

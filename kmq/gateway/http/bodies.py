@@ -23,6 +23,10 @@ _SMALL_BYTES = 64 * KIB  # is parsed at once
 _BASE64 = 2  # a message of KMQ_MAX_LINE as base64, with room for the rest
 
 
+# Encoded bodies are refused. Decoded, a broken one would end the connection, and a small one could hold any memory.
+RUNNER: dict[str, Any] = {"auto_decompress": False}
+
+
 class Bodies:
     """All bodies that are held now."""
 
@@ -45,7 +49,7 @@ class Bodies:
     async def _read(self, request: web.Request, share: "_Share") -> bytes:
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
-            raise RequestRefused("bad_request", f"content-encoding {encoding[:40]}: send the body as it is")
+            raise RequestRefused("bad_request", f"Content-Encoding {encoding[:40]}: unknown; send the body as it is")
         if (length := request.content_length or 0) > self.most_bytes:
             raise self._too_large()
         share.grow_to(length)
