@@ -47,9 +47,12 @@ def single_log(data: str, what: str) -> LogReader:
     return found[0][1]
 
 
+_MOST_SECONDS = 253_402_300_800  # the end of the year 9999
+
+
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if seconds < 0:  # -1 is no time: somebody means "the end", or "one before the end"
+    if not 0 <= seconds < _MOST_SECONDS:  # -1 is no time: somebody means the end, or one before the end
         raise ValueError
     return seconds
 
