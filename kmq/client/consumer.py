@@ -166,7 +166,7 @@ class Consumer(Waits):
         """
         rules, make = Rules(max_retries, backoff, dlq, permanent), producer or self._make_producer
         rules.check(handler, knows_producers=make is not None)
-        Runner(self, rules, make or local_producer).run(handler)
+        Runner(self, rules, make or local_producer).run(handler)  # without letters nobody is asked
 
     # --- what happens between records --------------------------------------------------------------------------------
 

@@ -205,7 +205,7 @@ class AsyncConsumer(AsyncWaits):
         """
         rules, make = Rules(max_retries, backoff, dlq, permanent), producer or self._make_producer
         rules.check(handler, knows_producers=make is not None)
-        await AsyncRunner(self, rules, make or local_producer).run(handler)
+        await AsyncRunner(self, rules, make or local_producer).run(handler)  # without letters nobody is asked
 
     async def _came_back(self) -> None:
         """The application has come back for more: run callbacks, commit if that is due."""

@@ -99,10 +99,9 @@ class TopicChanges:
         pending = [name for name in topics.names(data) if not self._is_known(name)]
         waiting = requests.waiting(data)  # after the names: a declaration submits its request first
         numbered = [each for each in waiting if self._context.are_recorded and each.is_recorded]
+        # The framer waits for a file that says from which seq on the topic is in force.
         for name in sorted({each.topic for each in numbered if self._in_force.has(each.topic)}):
-            self._declarations.mend(
-                name
-            )  # the framer waits for a file that says from which seq on the topic is in force
+            self._declarations.mend(name)
         for request in waiting:
             if request not in numbered:
                 next_seq = self._sorter.sorted_seq + 1
