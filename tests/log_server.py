@@ -18,6 +18,7 @@ from kmq.gateway.console.events import Events
 from kmq.gateway.core import metrics
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
+from kmq.gateway.core.fetching import Fetching
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import OffsetStore
 from kmq.gateway.http import bodies, logs
@@ -64,6 +65,12 @@ class Up:
         return self._serving.api
 
     @property
+    def fetching(self) -> Fetching:
+        """What reads for the handlers."""
+        assert self._serving is not None
+        return self._serving.fetching
+
+    @property
     def streams(self) -> int:
         """How many responses with records are being sent."""
         return len(self._serving.logs._sending) if self._serving else 0
@@ -105,7 +112,7 @@ class _Thread:
             app = pages.application(core, groups_of(core), metrics.Requests())
         finally:
             logs.Logs = original  # type: ignore[misc]
-        self.logs, self.api = made[0], app[API]
+        self.logs, self.api, self.fetching = made[0], app[API], core.fetching
         tokens = open_tokens(up.settings, lambda *_, **__: None)
         access = HttpAccess(up.settings, tokens, _strangers(up), Logger("gateway"), Events())
         app.middlewares.append(access.middleware)

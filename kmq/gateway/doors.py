@@ -1,14 +1,17 @@
 """The connections to the gateway's ports, from accept to close: their limits, deadlines and memory.
 
-Limits      At most _MOST connections on each port, _MOST_CONSUMERS on a consumer's, and _HANDSHAKES more whose TLS
-            handshake is unfinished (some 300 KiB each). At the limit a new connection evicts the one that has kept the
-            gateway waiting longest: a handshake evicts a handshake, a connection evicts a connection without a request.
-            If all connections are being served, the new one is refused. A consumer that was admitted (its token was
-            valid, if one is required) makes room only where all others were too: it is idle while it works.
+Limits      At most _MOST connections on each port, _MOST_HTTP on those of HTTP, _MOST_CONSUMERS on a consumer's, and
+            _HANDSHAKES more whose TLS handshake is unfinished (some 300 KiB each). At the limit a new connection evicts
+            the one that has kept the gateway waiting longest: a handshake evicts a handshake, a connection evicts a
+            connection without a request, or one whose client has closed its half and waits for records. Where there
+            is none, the call over HTTP that has waited longest for messages is answered now, without any, and makes
+            room: an honest client asks again. If all connections are being served, the new one is refused. A consumer
+            that was admitted (its token was valid, if one is required) makes room only where all others were too: it
+            is idle while it works.
 Deadline    KMQ_LINE_DEADLINE limits a handshake, the time until the next request is whole, and the reading of a
             response.
-Memory      Responses that clients have not read hold at most _UNREAD_BYTES in all connections together; beyond that the
-            connection that holds most is closed.
+Memory      Large answers have a budget of their own (core/answers.py). What clients have not read of the others is at
+            most _UNREAD_BYTES in all connections together; beyond that the connection that holds most is closed.
 """
 
 import asyncio
@@ -26,10 +29,12 @@ from aiohttp import web
 from kmq import descriptors
 from kmq.broker.incidents import Strangers
 from kmq.gateway.grpc.front import Relay
+from kmq.gateway.http.exchange import Exchange, exchange
 from kmq.gateway.lines.connection import Connection
 from kmq.settings import MIB, Settings
 
 _MOST = 320  # more than the gRPC streams that may wait for the gateway, so that some connection can always be evicted
+_MOST_HTTP = 1024  # calls that wait for messages among them
 _MOST_CONSUMERS = 4096  # consumers that wait cost little
 _HANDSHAKES = 96
 _UNREAD_BYTES = 32 * MIB
@@ -60,14 +65,19 @@ def listening(host: str, port: int) -> list[socket.socket]:
     return opened
 
 
-def most_connections(settings: Settings) -> int:
+def most_connections(settings: Settings, most: int = _MOST) -> int:
     """Return how many connections one port of the gateway may have at most."""
-    return max(1, min(_MOST, settings.connections, descriptors.claim() // 8))
+    return max(1, min(most, settings.connections, descriptors.claim() // 8))
+
+
+def most_over_http(settings: Settings) -> int:
+    """Return how many connections a port of HTTP may have at most."""
+    return most_connections(settings, _MOST_HTTP)
 
 
 def most_consumers(settings: Settings) -> int:
     """Return how many connections the consumer port, or the status port, may have at most."""
-    return max(1, min(_MOST_CONSUMERS, settings.connections, descriptors.claim() // 8))
+    return most_connections(settings, _MOST_CONSUMERS)
 
 
 class _Open:
@@ -76,6 +86,7 @@ class _Open:
     def __init__(self, transport: Any, peer: str, door: socket.socket) -> None:
         self.transport, self.peer, self.door = transport, peer, door
         self.has_asked = False  # at least one whole request has arrived
+        self.exchange: Exchange | None = None  # its last request, over HTTP
 
 
 class Doors:
@@ -103,8 +114,8 @@ class Doors:
 
         @web.middleware
         async def served(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-            if request.protocol in self._open:
-                self._open[request.protocol].has_asked = True
+            if (connection := self._open.get(request.protocol)) is not None:
+                connection.has_asked, connection.exchange = True, exchange()
             self._served.add(request.protocol)
             try:
                 return await handler(request)
@@ -115,7 +126,7 @@ class Doors:
         return served
 
     def serve(self, door: socket.socket, server: Any, context: SSLContext | None, most: int = 0) -> None:
-        """Accept the connections of a listening socket. `most`: at a time; 0: as many as a port of HTTP has."""
+        """Accept the connections of a listening socket. `most`: at a time; 0: _MOST."""
         self._doors[door] = most or self._most
         loop = asyncio.get_running_loop()
         loop.add_reader(door, self._accept, door, server, context)
@@ -196,12 +207,32 @@ class Doors:
             longest = min(slow, key=lambda handler: (_is_admitted(handler), self._waits_since(handler)))
             self._end(longest)
             self._strangers.turn_away(self._open.pop(longest).peer, f"{most} are open, and this one is the slowest")
-        return bool(slow)
+            return True
+        return self._has_poll_given_way(at_door, most)
+
+    def _has_poll_given_way(self, at_door: list[Any], most: int) -> bool:
+        """Answer the call that has waited longest for messages, to make room. Return False if none waits."""
+        polls = {
+            handler: asked
+            for handler in at_door
+            if (asked := self._open[handler].exchange) is not None and asked.polls_since
+        }
+        if not polls:
+            return False
+        longest = min(polls, key=lambda handler: polls[handler].polls_since)
+        polls[longest].give_way()
+        self._strangers.turn_away(
+            self._open.pop(longest).peer, f"{most} are open, and this call waits for messages longest: it is answered"
+        )
+        return True
 
     def _waits_since(self, handler: Any) -> float:
         """Return since when a client has kept the gateway waiting; 0 if the client waits for the gateway."""
         if isinstance(handler, (Relay, Connection)):
             return handler.waits_since
+        asked = self._open[handler].exchange
+        if asked is not None and asked.since:
+            return asked.since
         return 0.0 if handler in self._served else self._waiting.get(handler, time.monotonic())
 
     def _end(self, handler: Any) -> None:
@@ -230,8 +261,8 @@ class Doors:
         self._waiting = {
             handler: self._waiting.get(handler, now) for handler in over_http if handler not in self._served
         }
-        for handler, since in self._waiting.items():
-            if now - since >= self._deadline_s:
+        for handler in over_http:
+            if 0 < self._waits_since(handler) <= now - self._deadline_s:
                 if not self._open[handler].has_asked:
                     self._strangers.cut_off(self._open[handler].peer, "no whole request within KMQ_LINE_DEADLINE")
                 self._end(handler)

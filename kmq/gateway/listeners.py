@@ -16,7 +16,7 @@ from kmq.broker.ports import cannot_listen
 from kmq.broker.tls import Certificates
 from kmq.gateway.access import UNAUTHORIZED
 from kmq.gateway.core.refused import RequestRefused
-from kmq.gateway.doors import Doors, listening, most_consumers
+from kmq.gateway.doors import Doors, listening, most_consumers, most_over_http
 from kmq.gateway.grpc.calls import CHECK, Bystanders, Calls, longest_message
 from kmq.gateway.grpc.front import Front
 from kmq.gateway.grpc.statuses import refuse
@@ -135,10 +135,11 @@ def _credentials(settings: Settings, certificates: Certificates) -> Any:
 
 def listen_http(server: Any, doors: Doors, settings: Settings, certificates: Certificates | None) -> dict[str, int]:
     """Open the ports of aiohttp's `server`. Returns name → port number. Call inside the event loop."""
-    ports = {"http": _open(server, doors, "KMQ_HTTP_PORT", settings.host, settings.http_port)}
+    most = most_over_http(settings)
+    ports = {"http": _open(server, doors, "KMQ_HTTP_PORT", settings.host, settings.http_port, most=most)}
     if certificates is not None:
         context = certificates.context()
-        ports["https"] = _open(server, doors, "KMQ_HTTPS_PORT", settings.tls_host, settings.https_port, context)
+        ports["https"] = _open(server, doors, "KMQ_HTTPS_PORT", settings.tls_host, settings.https_port, context, most)
     return _write_ports(settings, ports)
 
 

@@ -124,17 +124,17 @@ class Gateway:
         self.settings, self.log = settings, log
         self.incidents = Incidents(self._warn)
         self.page, self.row = page, page.rows["gateway"]
-        self.core = Core(settings, page, log)
+        self.strangers = Strangers(self.row, self.incidents)
+        self.core = Core(settings, page, log, self.strangers)
         self.broker = self.core.broker
         self.certificates = certificates(settings, log, self.row)
         self.requests = Requests()
         self.tokens = open_tokens(settings, log.warn)
         self.health = Health()
-        self.strangers = Strangers(self.row, self.incidents)
         self.doors = Doors(settings, self.strangers)
         self.calls = Calls(settings, self.strangers)
         streams = Streams(STREAMS)
-        self.bus = PodBus(settings, self.core.watermark, log, streams, self.strangers)
+        self.bus = PodBus(settings, self.core.watermark, log, streams, self.core.answers)
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
         self.compacting = Compacting(settings, log)
@@ -166,7 +166,7 @@ class Gateway:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
         reflection.enable_server_reflection((*_SERVICES, HEALTH, reflection.SERVICE_NAME), server)
         runner = await self._runner(application(self.core, self.groups, self.requests, self.overview))
-        metrics = await self._runner(monitoring(self.broker, self.requests))
+        metrics = await self._runner(monitoring(self.broker, self.requests, self.core.answers))
         loops = self.keeper, self.compacting, self.groups, self.overview, self.stalled
         keeping = asyncio.gather(*(loop.run() for loop in loops))
         try:
@@ -229,6 +229,7 @@ class Gateway:
             self.page.keep_in_place("gateway")
             self.doors.sweep()
             self.calls.sweep()
+            await self.core.answers.tidy()
             self.row.connections = self.doors.connections
             if time.monotonic() >= report_at:
                 report_at = time.monotonic() + _REPORT_S

@@ -439,6 +439,69 @@ def unfinished_calls(target: Target, count: int = 600, size: int = MIB - 1000, m
         assert peak < most, f"{peak / MIB:.0f} MiB"
 
 
+def stored(target: Target, topic: str, count: int, size: int) -> None:
+    """So many records of that size, routed."""
+    with connect(target, "ingress") as sock:
+        sock.sendall(
+            b"!hello acks=1\n" + b"".join(b"%s|1|%d|%s\n" % (topic.encode(), n, b"x" * size) for n in range(count))
+        )
+        while not (reply := line_of(sock)).startswith(b"!ack %d " % count):
+            assert reply, "ingress has closed"
+        seq = reply.split()[2]
+    with connect(target, "egress") as sock:
+        sock.sendall(b"CONSUME %s from=earliest follow\n" % topic.encode())
+        file = sock.makefile("rb")
+        while (line := file.readline()).partition(b"|")[0] != seq:
+            assert line, "the gateway has closed"
+
+
+def reads_all(target: Target, path: bytes) -> bool:
+    """Whether somebody who comes now, and reads, is given 8 MiB."""
+    with connect(target, "http") as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(b"GET %s HTTP/1.1\r\nHost: kmq\r\nConnection: close\r\n\r\n" % path)
+        with sock.makefile("rb") as answer:
+            return answer.readline().startswith(b"HTTP/1.1 200") and len(answer.read()) > 8 * MIB
+    return False
+
+
+def unread_answers(target: Target, count: int = 200, most: int = 256 * MIB) -> None:
+    """Answers of 8 MiB over HTTP that nobody reads: others get theirs, and the memory is given back in the end."""
+    stored(target, f"unread-{count}", 80, 100_000)
+    path = b"/api/topics/unread-%d/consume?offset=0&maxBytes=8388608&maxMessages=1000" % count
+    begin, peak = memory(target, "gateway"), 0
+    with attack(target) as opened:
+        for _ in range(count):
+            sock = opened.enter_context(connect(target, "http"))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.sendall(b"GET %s HTTP/1.1\r\nHost: kmq\r\n\r\n" % path)
+        for _ in range(5):  # on a busy machine an honest reader may be the slowest once, and asks again
+            wait(lambda: reads_all(target, path), "somebody who reads is served")
+            peak = max(peak, memory(target, "gateway"))
+    assert peak - begin < most, f"{begin / MIB:.0f} -> {peak / MIB:.0f} MiB"
+    wait(lambda: memory(target, "gateway") - begin < most / 3, "the memory is given back")
+    print(f"event=unread_answers begin_mib={begin / MIB:.0f} peak_mib={peak / MIB:.0f}")
+
+
+def unread_lines(target: Target, count: int = 512, most: int = 96 * MIB) -> None:
+    """Consumers by lines that read nothing of records of 900 KB; others are sent theirs."""
+    stored(target, f"long-{count}", 4, 900_000)
+    begin, peak = memory(target, "gateway"), 0
+    with attack(target) as opened:
+        for _ in range(count):
+            sock = opened.enter_context(connect(target, "egress"))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.sendall(b"CONSUME long-%d from=earliest\n" % count)
+        for _ in range(20):
+            with connect(target, "egress") as sock:
+                sock.sendall(b"CONSUME long-%d from=earliest raw\n" % count)
+                sock.shutdown(socket.SHUT_WR)
+                with sock.makefile("rb") as lines:
+                    assert len(lines.read()) > 4 * 900_000
+            peak = max(peak, memory(target, "gateway"))
+    assert peak - begin < most, f"{begin / MIB:.0f} -> {peak / MIB:.0f} MiB"
+    print(f"event=unread_lines begin_mib={begin / MIB:.0f} peak_mib={peak / MIB:.0f}")
+
+
 def assert_small(target: Target, most: int, process: str = "gateway") -> None:
     now = memory(target, process)
     print(f"event=attacked process={process} rss_mib={now / MIB:.0f}")

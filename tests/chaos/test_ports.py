@@ -1,6 +1,8 @@
 """Strangers at the ports of a pod (attacks_ports.py): small in every run, full size with `make soak`."""
 
+import select
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -189,6 +191,64 @@ def test_calls_that_are_never_finished_end_at_the_line_deadline(gateway: Up) -> 
     assert row(broker).cut_off == 1
 
 
+def test_answers_that_nobody_reads_give_way_and_their_memory_comes_back(gateway: Up) -> None:
+    broker = gateway()
+    attacks.unread_answers(broker, 60)
+    assert row(broker).turned_away > 0
+
+
+def test_lines_that_nobody_reads_cost_socket_buffers_and_nothing_else(gateway: Up) -> None:
+    attacks.unread_lines(gateway(), 120, most=48 * attacks.MIB)
+
+
+def test_a_call_that_waits_for_messages_makes_room_for_a_newcomer(gateway: Up) -> None:
+    """All connections wait: who comes now is served, and who has waited longest is answered, without messages."""
+    broker = gateway(KMQ_CONNECTIONS=20)
+    attacks.produce(broker)
+    poll = b"GET /api/topics/test/consume?from=latest&timeoutMs=60000 HTTP/1.1\r\nHost: kmq\r\n\r\n"
+    with ExitStack() as opened:
+        polls = [opened.enter_context(attacks.connect(broker, "http")) for _ in range(20)]
+        for sock in polls:  # each has been served before, or a newcomer would evict one that has not asked yet
+            sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: kmq\r\n\r\n")
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+            sock.sendall(poll)
+        broker.wait(lambda: attacks.healthy(broker), "a newcomer is served")
+        answered = select.select(polls, [], [], attacks.PATIENCE_S)[0]
+        assert len(answered) < 20 and answered[0].recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+        left = [sock for sock in polls if sock not in answered]
+        attacks.produce(broker)
+        assert left[-1].recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_the_257th_call_that_waits_is_as_good_as_the_first(gateway: Up) -> None:
+    broker = gateway()
+    attacks.produce(broker)
+    poll = b"GET /api/topics/test/consume?from=latest&timeoutMs=60000 HTTP/1.1\r\nHost: kmq\r\n\r\n"
+    with attacks.attack(broker) as opened:
+        polls = [opened.enter_context(attacks.connect(broker, "http")) for _ in range(300)]
+        for sock in polls:
+            sock.sendall(poll)
+        assert attacks.healthy(broker) and not select.select(polls[256:], [], [], 0)[0]
+        while select.select(polls[-1:], [], [], 0.05)[0] == []:
+            attacks.produce(broker)
+        assert all(b'"offset":' in sock.recv(1 << 16) for sock in polls)
+
+
+def test_a_follower_that_died_while_it_waited_gives_its_place_back(gateway: Up) -> None:
+    broker = gateway(KMQ_CONNECTIONS=20)
+    attacks.produce(broker)
+    for _ in range(3):  # each time all of them are killed, and come again
+        with ExitStack() as opened:
+            for _ in range(20):
+                sock = opened.enter_context(attacks.connect(broker, "egress"))
+                sock.sendall(b"ASSIGN test/0@0\n!fetch 1000\n")
+                assert attacks.line_of(sock).startswith(b"!assign") and attacks.line_of(sock).startswith(
+                    b"!batch test/0"
+                )
+                sock.recv(1 << 16)
+                sock.sendall(b"!fetch 1000 wait=60000\n")
+
+
 # --- full size -------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +268,8 @@ def test_soak_strangers_at_the_http_ports(gateway: Up, tls: dict[str, object]) -
     attacks.idle_requests(broker)
     attacks.malformed_requests(broker)
     attacks.silent_handshakes(broker)
+    attacks.unread_answers(broker)
+    attacks.unread_lines(broker)
 
 
 @pytest.mark.soak

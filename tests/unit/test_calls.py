@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from kmq.broker.incidents import Incidents, Strangers
+from kmq.gateway.core import answers
+from kmq.gateway.core.answers import Budget
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.grpc import calls
-from kmq.gateway.grpc.calls import Budget, Call, Calls
+from kmq.gateway.grpc.calls import Call, Calls
 from kmq.settings import load
 
 PATIENCE_S = 30.0
@@ -58,7 +60,7 @@ def test_the_call_that_has_waited_for_its_client_for_longest_gives_way():
 
 
 def test_a_call_that_waits_for_us_does_not_give_way(monkeypatch):
-    monkeypatch.setattr(calls, "_LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(answers, "_LONGEST_WAIT_S", 0.0)
 
     async def run():
         budget = Budget(100, 0.0)
@@ -85,7 +87,7 @@ def test_one_call_may_hold_more_than_there_is_where_it_is_alone():
 
 
 def test_a_call_whose_request_is_read_does_not_give_way_to_another_request(monkeypatch):
-    monkeypatch.setattr(calls, "_LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr(answers, "_LONGEST_WAIT_S", 0.0)
 
     async def run():
         strangers = Strangers(SimpleNamespace(), Incidents(lambda *_, **__: None))

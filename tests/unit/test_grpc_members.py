@@ -12,14 +12,14 @@ from log_server import up
 from made_data import write_data
 
 from kmq.broker.incidents import Incidents, Strangers
-from kmq.gateway.core import producing
+from kmq.gateway.core import core, producing
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.doors import Doors
 from kmq.gateway.groups import membership
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.store import OffsetStore
-from kmq.gateway.grpc import calls, kmq_v1, reading
+from kmq.gateway.grpc import calls, kmq_v1
 from kmq.gateway.grpc.calls import Calls, Streams
 from kmq.gateway.grpc.kmq_v1 import KmqV1
 from kmq.gateway.grpc.schema import KMQ
@@ -272,7 +272,7 @@ def test_a_stopped_member_ends_although_it_has_not_read_its_batches(run, clock):
 
 
 def test_a_slow_reader_gives_way_when_others_need_its_memory(run, monkeypatch):
-    monkeypatch.setattr(reading, "_ALL_BYTES", 0)  # so there is room for one read
+    monkeypatch.setattr(core, "ANSWER_BYTES", 0)  # so there is room for one read
 
     async def work(gateway):
         async with gateway.client() as one, gateway.client() as two:

@@ -15,7 +15,7 @@ from made_data import write_data
 from kmq import tokens
 from kmq.broker.stats import STATES
 from kmq.gateway.core import partitions
-from kmq.gateway.http import bodies, consume, schema
+from kmq.gateway.http import bodies, schema
 
 PATIENCE_S = 30.0
 KEYED = [b"t.k|1700000000.%03d|%d|v%d" % (n, n, n) for n in range(1, 501)]
@@ -302,7 +302,7 @@ def append(broker, seq):
 
 
 def waiting(broker):
-    return broker.api.consume.waiting
+    return broker.fetching.waiting
 
 
 def test_a_long_poll_is_answered_when_a_message_comes(growing):
@@ -342,18 +342,6 @@ def test_a_long_poll_whose_client_has_gone_gives_its_place_back(growing):
         sock.sendall(f"GET {CONSUME}?offset=500&timeoutMs=60000 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         wait(lambda: waiting(growing) == 1, "a call that waits")
     wait(lambda: waiting(growing) == 0, "the end of a call without a client")
-
-
-def test_more_long_polls_than_the_limit_are_refused_by_name(growing, monkeypatch):
-    monkeypatch.setattr(consume, "_WAITING", 1)
-    answers = []
-    thread = polling(growing, answers)
-    wait(lambda: waiting(growing) == 1, "a call that waits")
-    with closing(Api(growing.port)) as api:
-        assert api.get(f"{CONSUME}?offset=500&timeoutMs=1").refusal[:2] == (429, "too_many")
-        assert api.get(f"{CONSUME}?offset=499").status == 200, "who does not wait needs no place"
-    append(growing, 501)
-    thread.join(PATIENCE_S)
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_read(broker):

@@ -1,6 +1,8 @@
 """The core of the gateway: what every door serves from. One for the whole process."""
 
+from kmq.broker.incidents import Strangers
 from kmq.broker.stats import StatsPage
+from kmq.gateway.core.answers import ANSWER_BYTES, Budget
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.fetching import Fetching
@@ -15,7 +17,7 @@ from kmq.settings import Settings
 class Core:
     """The broker's state, its topics, produced and fetched messages."""
 
-    def __init__(self, settings: Settings, page: StatsPage, log: Logger) -> None:
+    def __init__(self, settings: Settings, page: StatsPage, log: Logger, strangers: Strangers | None = None) -> None:
         self.settings = settings
         self.broker = Broker(settings, page)
         self.watermark = Watermark(page)
@@ -23,7 +25,8 @@ class Core:
         self.partitions = Partitions(settings.data)
         self.topics = TopicAdmin(self.broker)
         self.producing = Producing(settings, self.watermark, log)
-        self.fetching = Fetching(settings.data, page, self.partitions, self.waking)
+        self.answers = Budget(ANSWER_BYTES, strangers=strangers)
+        self.fetching = Fetching(settings.data, page, self.partitions, self.waking, self.answers)
 
     def stop(self) -> None:
         """End waiting calls; what was accepted still gets its answer."""

@@ -3,7 +3,8 @@
 Invariant   What is shown is in its partition, so durable and routed (partitions.py). A cursor moves over what was read,
             and over nothing else.
 Memory      At most _THREADS reads at a time, each of at most its limit's bytes, or of one longer record. The reading
-            thread turns the records into what the door sends, so nobody holds both for long.
+            thread turns the records into what the door sends, so nobody holds both for long. What answers hold until
+            their clients have taken them is bounded by one budget (answers.py).
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from kmq.broker.damage import Damaged
 from kmq.broker.stats import StatsPage
 from kmq.client.egress_lines import Position
 from kmq.client.message import Message, messages
+from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, READER, Budget
 from kmq.gateway.core.partitions import Partition, Partitions, Signature
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waking
@@ -53,8 +55,11 @@ class Cursor:
 class Fetching:
     """Reads for all doors. Every method may raise RequestRefused."""
 
-    def __init__(self, data: str, page: StatsPage, partitions: Partitions, waking: Waking) -> None:
+    def __init__(
+        self, data: str, page: StatsPage, partitions: Partitions, waking: Waking, answers: Budget | None = None
+    ) -> None:
         self._partitions, self._waking, self._router = partitions, waking, page.rows["router"]
+        self.answers = answers or Budget(ANSWER_BYTES)
         self.damaged = Damaged(page.rows["gateway"])
         self._marks_from = identity.marks_from(data)
         self._threads = ThreadPoolExecutor(_THREADS, "fetching")
@@ -69,6 +74,11 @@ class Fetching:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
+
+    @property
+    def waiting(self) -> int:
+        """Return how many calls wait for a message."""
+        return len(self._waiting)
 
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
         """Return the result of work that reads files."""
@@ -95,24 +105,31 @@ class Fetching:
         cursors: Sequence[Cursor],
         limit: Limit,
         shape: Callable[[list[Message]], T],
-        is_gone: Callable[[], bool] = lambda: False,
+        event: asyncio.Event,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> T:
         """Read from the cursors in order, and return what `shape` makes of the messages, in a thread.
 
-        Without a message, wait for one as long as the limit says, or until the client `is_gone`.
+        Without a message, wait for one as long as the limit says, or until it `is_over`; `event` lets it look.
         """
         deadline = time.monotonic() + limit.wait_s
         while True:
             count, shaped = await self.read(cursors, limit, shape)
-            if count or not await self.wait(cursors, deadline, asyncio.Event(), is_gone):
+            if count or not await self.wait(cursors, deadline, event, is_over):
                 return shaped
 
     async def read(self, cursors: Sequence[Cursor], limit: Limit, shape: Callable[[list[Message]], T]) -> tuple[int, T]:
-        """Read what is there, and move the cursors. Returns how many messages that is, and what `shape` makes of them."""
+        """Read what is there, and move the cursors. Returns how many messages that is, and what `shape` makes of them.
+
+        What is read counts for the READER of this task, if there is one, until its answer is sent.
+        """
+        reader, nbytes = READER.get(), 0
+        if reader is not None:
+            await self.answers.take(reader, COPIES * max(_CHUNK_BYTES, limit.nbytes))
 
         def work() -> tuple[int, T]:
+            nonlocal nbytes
             found: list[Message] = []
-            nbytes = 0
             for cursor in cursors:
                 room = Limit(limit.messages - len(found), limit.nbytes - nbytes)
                 if found and (room.messages <= 0 or room.nbytes <= 0):
@@ -127,16 +144,20 @@ class Fetching:
                 nbytes += sum(message.size for message in some)
             return len(found), shape(found)
 
-        return await self.run(work)
+        try:
+            return await self.run(work)
+        finally:
+            if reader is not None:
+                self.answers.settle(reader, COPIES * nbytes)
 
     async def wait(
-        self, cursors: Sequence[Cursor], deadline: float, event: asyncio.Event, is_gone: Callable[[], bool]
+        self, cursors: Sequence[Cursor], deadline: float, event: asyncio.Event, is_over: Callable[[], bool]
     ) -> bool:
         """Wait until a partition may have news, or `event` is set; return False if neither comes before the deadline."""
         looks = {cursor.partition.directory: cursor.has_news for cursor in cursors}
         self._waiting.add(event)
         try:
-            while (left := deadline - time.monotonic()) > 0 and not is_gone() and not self.is_stopping:
+            while (left := deadline - time.monotonic()) > 0 and not is_over() and not self.is_stopping:
                 if await self._waking.news(looks, min(left, _LOOK_S), event):
                     return not self.is_stopping
         except RequestRefused:  # the gateway stops

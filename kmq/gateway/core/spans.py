@@ -119,30 +119,41 @@ class Range:
                 yield from self._check_part(segment, part)
 
     def _check_part(self, segment: SegmentReader, part: _Part) -> Generator[Span, None, None]:
-        at = end = part.begin
-        offset = part.offset
-        try:
-            for piece in segment.checked_lines(part.offset, LineStart(part.offset, part.begin)):
-                end, offset = min(piece.position + len(piece.lines), part.stop), piece.next_offset
-                if end == part.stop:
-                    break
-                if end - at >= PIECE_BYTES:
-                    self.reached = offset
-                    yield Span(segment.fd, at, end - at)
-                    at = end
-        except DamageError:
+        at, offset = part.begin, part.offset
+        is_over = False
+        while not is_over:
+            end, offset, is_over, damage = _checked(segment, LineStart(offset, at), part.stop)
             if end > at:
-                self.reached = offset
+                self.reached = part.next_offset if end == part.stop else offset
+                if damage is None:
+                    self._segment = segment
+                    self.note_read(self.reached, end)
                 yield Span(segment.fd, at, end - at)
-            raise
-        if end > at:
-            self.reached = part.next_offset if end == part.stop else offset
-            self._segment = segment
-            self.note_read(self.reached, end)
-            yield Span(segment.fd, at, end - at)
-        if end < part.stop:
-            raise segment.damage(end, part.stop, offset, offset + 1, "the log ends inside the block")
+                at = end
+            if damage is not None:
+                raise damage
+        if at < part.stop:
+            raise segment.damage(at, part.stop, offset, offset + 1, "the log ends inside the block")
         _check_whole(segment, offset, part.next_offset)
+
+
+def _checked(segment: SegmentReader, start: LineStart, stop: int) -> tuple[int, int, bool, DamageError | None]:
+    """Check the lines from `start` on, a span at most. Return (byte, offset) where they end, and why they end there.
+
+    Nothing of them is kept: a client may take its time to read a span, and a line may have KMQ_MAX_LINE.
+    """
+    offset, end = start
+    try:
+        for piece in segment.checked_lines(start.offset, start):
+            following = min(piece.position + len(piece.lines), stop)
+            if following <= start.position:
+                continue  # the block in front, which an unindexed start is checked against
+            end, offset = following, piece.next_offset
+            if end == stop or end - start.position >= PIECE_BYTES:
+                return end, offset, end == stop, None
+    except DamageError as err:
+        return end, offset, True, err
+    return end, offset, True, None
 
 
 def _check_whole(segment: SegmentReader, offset: int, following: int) -> None:

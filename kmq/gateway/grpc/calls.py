@@ -32,6 +32,7 @@ from typing import Any
 import grpc
 
 from kmq.broker.incidents import Strangers
+from kmq.gateway.core.answers import PATIENCE_S, Budget, longest_waiting
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.grpc.front import Front, Relay
 from kmq.gateway.grpc.statuses import refuse
@@ -45,10 +46,7 @@ _LEAVE_S = 1.0  # how long an evicted bystander may still wait for its client
 _RECEIVING_BYTES = 48 * MIB  # of half-received requests; each counts as the longest message
 _UNFINISHED_BYTES = 48 * MIB  # of half-received requests of listeners
 _LITTLE_BYTES = 128 * KIB  # of one connection: looked at no further
-PATIENCE_S = 0.1  # how long a call may wait for its client before another call may evict it
 _IDLE_S = 1.0  # how long a stream of requests may be silent before another call may evict it
-_RETRY_S = 0.05  # between two attempts to reserve bytes
-_LONGEST_WAIT_S = 5.0  # for bytes of a budget
 
 
 def longest_message(settings: Settings) -> int:
@@ -113,47 +111,6 @@ class Call:
         """Give back all shares of budgets, because the call is over."""
         while self._held:
             self._held.pop().release(self)
-
-
-def longest_waiting(calls: Iterable[Call], seconds: float) -> Call | None:
-    """Return the call that has waited longest for its client; None if no call has waited for `seconds`."""
-    late = [call for call in calls if call.has_waited(seconds) and not call.why_ended]
-    return min(late, key=lambda call: call.since, default=None)
-
-
-class Budget:
-    """A limit on the bytes that all calls hold together."""
-
-    def __init__(self, most: int, patience_s: float, strangers: Strangers | None = None) -> None:
-        self.most, self.used = most, 0
-        self._patience_s, self._strangers = patience_s, strangers
-        self._held: dict[Call, int] = {}
-
-    async def take(self, call: Call, nbytes: int) -> None:
-        """Reserve bytes for `call`, waiting until they are free. Raises RequestRefused after _LONGEST_WAIT_S."""
-        begin = time.monotonic()
-        while self.used > self._held.get(call, 0) and self.used - self._held.get(call, 0) + nbytes > self.most:
-            slow = longest_waiting(self._held, self._patience_s)
-            if slow is not None:
-                slow.end("the call was evicted, because its client was slow and other calls needed its memory")
-                if self._strangers is not None:
-                    self._strangers.turn_away("", f"a call whose client is slow held {self._held[slow]} bytes")
-                self.release(slow)
-                continue
-            if time.monotonic() - begin > _LONGEST_WAIT_S:
-                raise RequestRefused("too_many", "too many calls have messages on the way")
-            await asyncio.sleep(_RETRY_S)
-        self.settle(call, nbytes)
-
-    def settle(self, call: Call, nbytes: int) -> None:
-        """Set the share of `call` to `nbytes`, without waiting."""
-        self.used += nbytes - self._held.get(call, 0)
-        self._held[call] = nbytes
-        call.hold(self)
-
-    def release(self, call: Call) -> None:
-        """Give back the share of `call`, if it has one."""
-        self.used -= self._held.pop(call, 0)
 
 
 class Streams:

@@ -16,12 +16,12 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
-from kmq.broker.incidents import Strangers
 from kmq.client.aio import AsyncProducer
 from kmq.errors import KmqError
+from kmq.gateway.core.answers import ANSWER_BYTES, COPIES, Budget
 from kmq.gateway.core.feed import Feed, Record, Watermark
 from kmq.gateway.core.refused import RequestRefused, refusal_of
-from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, Streams, longest_message
+from kmq.gateway.grpc.calls import Call, Streams, longest_message
 from kmq.gateway.grpc.schema import PODBUS
 from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
@@ -33,8 +33,6 @@ _WAITING_BYTES = 32 << 20  # of records that wait for room in the producer's win
 _STREAM_IN_FLIGHT = 1024  # requests of one ProduceStream without a response
 _FEEDS = 64  # read-ahead chunks kept for the next call of a consumer
 _KEPT_BYTES = 16 << 20  # of all these chunks together
-_READING_BYTES = 64 << 20  # of records read from files that clients have not received yet
-_COPIES = 4  # of a record on its way out: line, payload, message, and its bytes in gRPC
 ConsumeResponse, ProduceResponse = PODBUS.messages["ConsumeResponse"], PODBUS.messages["ProduceResponse"]
 _REPLACE_S = 1.0  # shortest time before a producer that ingress refused for good is replaced
 
@@ -48,11 +46,11 @@ class PodBus:
         watermark: Watermark,
         log: Logger,
         streams: Streams,
-        strangers: Strangers | None = None,
+        answers: Budget | None = None,
     ) -> None:
         self.settings, self.watermark, self.log = settings, watermark, log
         self._longest = longest_message(settings)
-        self._reading = Budget(max(_READING_BYTES, _COPIES * self._longest), PATIENCE_S, strangers)
+        self._answers = answers or Budget(ANSWER_BYTES)
         self._streams = streams
         self._waiting_bytes = 0  # of records that wait for room in the producer's window
         self._submitting: set[asyncio.Task[None]] = set()  # one task for each ProduceStream
@@ -184,12 +182,12 @@ class PodBus:
         if not feed.ready:
             durable = self.watermark.durable
             if feed.has_more():
-                await self._reading.take(call, _COPIES * self._longest)
+                await self._answers.take(call, COPIES * self._longest)
             if await self._fill(feed) < durable and not feed.ready:
                 await self._pass(durable)
                 await self._fill(feed)
             longest = max((len(record.payload) for record in feed.ready), default=0)
-            self._reading.settle(call, feed.weight + (_COPIES - 1) * longest)
+            self._answers.settle(call, feed.weight + (COPIES - 1) * longest)
         return feed.ready.popleft() if feed.ready else None
 
     async def _fill(self, feed: Feed) -> int:

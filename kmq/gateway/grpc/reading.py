@@ -1,20 +1,16 @@
-"""Reads of records for the calls of kmq.v1, within one bound of memory for all of them.
+"""Reads of records for the calls of kmq.v1, within the budget of all answers.
 
-Memory      A read reserves _COPIES of what it may return, or of the longest message, before it begins. After that only
-            what was found counts, until the client has taken it. A call whose client is slow is evicted when others
-            need its memory (calls.py).
+Memory      A read reserves COPIES of what it may return, or of the longest message, before it begins. After that only
+            what was found counts, until the client has taken it (kmq/gateway/core/answers.py).
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from kmq.client.message import Message
+from kmq.gateway.core.answers import COPIES
 from kmq.gateway.core.fetching import Cursor, Fetching, Limit
-from kmq.gateway.grpc.calls import PATIENCE_S, Budget, Call, Calls
-from kmq.settings import MIB
-
-_ALL_BYTES = 64 * MIB
-_COPIES = 4  # of a record on its way out: line, value, message, and its bytes in gRPC
+from kmq.gateway.grpc.calls import Call, Calls
 
 Shape = Callable[[list[Message]], tuple[Any, int]]  # messages → what is sent, and the bytes of their lines
 
@@ -23,18 +19,17 @@ class Reading:
     """The reads of all calls."""
 
     def __init__(self, fetching: Fetching, calls: Calls) -> None:
-        self._fetching, self._longest = fetching, calls.longest
-        self._budget = Budget(max(_ALL_BYTES, _COPIES * calls.longest), PATIENCE_S, calls.strangers)
+        self._fetching, self._longest, self._budget = fetching, calls.longest, fetching.answers
 
     async def read(self, call: Call, cursor: Cursor, limit: Limit, shape: Shape) -> tuple[int, Any]:
         """Read on from `cursor`. Returns how many messages there are, and what `shape` makes of them."""
-        await self._budget.take(call, _COPIES * max(self._longest, limit.nbytes))
+        await self._budget.take(call, COPIES * max(self._longest, limit.nbytes))
         nbytes = 0
         try:
             count, (made, nbytes) = await self._fetching.read([cursor], limit, shape)
         finally:
             if nbytes:
-                self._budget.settle(call, _COPIES * nbytes)
+                self._budget.settle(call, COPIES * nbytes)
             else:
                 self._budget.release(call)
         return count, made

@@ -24,8 +24,9 @@ from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http.bodies import Bodies, parse_json
 from kmq.gateway.http.caller import caller
-from kmq.gateway.http.consume import is_gone, micros
+from kmq.gateway.http.consume import micros
 from kmq.gateway.http.errors import body_of
+from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.operation import JSON, NDJSON, Call
 from kmq.gateway.http.schema import SCHEMAS, check
 from kmq.log.damage import DamageError
@@ -109,7 +110,8 @@ class ConsoleMessages:
         await self._write(response, _encoded(follower.line()))
         written = time.monotonic()
         until = written + _FOLLOWED_S
-        while not is_gone(call) and not self._core.fetching.is_stopping and time.monotonic() < until:
+        current = exchange()
+        while not current.is_over and not self._core.fetching.is_stopping and time.monotonic() < until:
             await asyncio.sleep(following.EVERY_S)
             try:
                 line = await self._run(lambda: _encoded(follower.look()))

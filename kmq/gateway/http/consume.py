@@ -1,8 +1,7 @@
 """GET /api/topics/{topic}/consume: messages of one partition, from an offset or a time on."""
 
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -14,10 +13,10 @@ from kmq.gateway.core.core import Core
 from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.redelivery import Again
+from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.message_json import Writer
 from kmq.gateway.http.operation import JSON, NDJSON, Call
 
-_WAITING = 256  # calls that wait for a message at the same time
 _NO_GROUP = '"generation":null,"assignment":[]'
 
 
@@ -26,7 +25,6 @@ class Consume:
 
     def __init__(self, core: Core) -> None:
         self._fetching, self._topics = core.fetching, core.topics
-        self.waiting = 0  # calls with timeoutMs that are open
         self.by_group: Callable[[Call], Awaitable[web.Response]] | None = None  # groups.py sets it
         self.handlers = {"consume": self.consume}
 
@@ -43,8 +41,9 @@ class Consume:
         def shape(found: list[Message]) -> web.Response:
             return response(call, found, [cursor])
 
-        with self.slot(limit):
-            return await self._fetching.fetch([cursor], limit, shape, lambda: is_gone(call))
+        current = exchange()
+        with current.polling(limit.wait_s):
+            return await self._fetching.fetch([cursor], limit, shape, current.interrupt, lambda: current.is_over)
 
     async def _partition(self, topic: str, asked: int | None) -> int:
         known = (await self._topics.describe(topic)).partitions
@@ -54,24 +53,6 @@ class Consume:
             text = f"topic {topic!r}: has the partitions 0 to {known - 1}"
             raise RequestRefused("unknown_partition", text, field="partition")
         return asked or 0
-
-    @contextmanager
-    def slot(self, limit: Limit) -> Iterator[None]:
-        """Count a call that may wait."""
-        waits = limit.wait_s > 0
-        if waits and self.waiting >= _WAITING:
-            raise RequestRefused("too_many", f"{_WAITING} calls with timeoutMs wait already")
-        self.waiting += waits
-        try:
-            yield
-        finally:
-            self.waiting -= waits
-
-
-def is_gone(call: Call) -> bool:
-    """Return True if the client has closed its connection."""
-    transport = call.request.transport
-    return transport is None or transport.is_closing()
 
 
 def response(

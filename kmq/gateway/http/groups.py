@@ -28,7 +28,8 @@ from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.bodies import Bodies, parse_json
 from kmq.gateway.http.console_messages import where_to
-from kmq.gateway.http.consume import Consume, is_gone, response
+from kmq.gateway.http.consume import Consume, response
+from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.operation import Call
 from kmq.gateway.http.schema import SCHEMAS, check
 
@@ -82,7 +83,7 @@ class GroupCalls:
         limit = Limit(query["maxMessages"], query["maxBytes"], query["timeoutMs"] / 1000)
         name = query["member"] or SHARED
         client = Client(name, call.request.remote or "")
-        with self._consume.slot(limit):
+        with exchange().polling(limit.wait_s):
             while True:
                 poller = await self._pollers.member(query["group"], name, client, [topic], lambda terms: terms)
                 try:
@@ -96,7 +97,8 @@ class GroupCalls:
         await poller.first_assignment(limit.wait_s)
         async with poller.lock:
             await poller.come_back()
-        watcher = asyncio.Event()
+        current = exchange()
+        watcher = current.interrupt
         poller.watchers.add(watcher)
         try:
             while True:
@@ -107,8 +109,8 @@ class GroupCalls:
                 if given or time.monotonic() >= deadline:
                     return answer
                 until = min(deadline, time.monotonic() + self._longest_wait_s(poller))
-                await self._fetching.wait(cursors, until, watcher, lambda: is_gone(call))
-                if is_gone(call) or self._fetching.is_stopping:
+                await self._fetching.wait(cursors, until, watcher, lambda: current.is_over)
+                if current.is_over or self._fetching.is_stopping:
                     return answer
                 if watcher.is_set():
                     poller.answer()
@@ -171,8 +173,7 @@ class GroupCalls:
         deadline_s = self._deadline_s if self._deadline_s != float("inf") else None
         try:
             async with asyncio.timeout(deadline_s):
-                await answer.prepare(call.request)
-                await answer.write_eof()
+                await exchange().send(call.request, answer)
         except (ConnectionError, TimeoutError):
             poller.take_back(given.moves)
             self._redelivery.take_back(poller.group, given.again)

@@ -14,6 +14,7 @@ from kmq.broker.readiness import Reason, Verdict
 from kmq.gateway.console.overview import Overview
 from kmq.gateway.console.page import HEADERS, Page
 from kmq.gateway.core import metrics
+from kmq.gateway.core.answers import Budget
 from kmq.gateway.core.broker import Broker
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.metrics import Requests
@@ -21,6 +22,7 @@ from kmq.gateway.groups.membership import Groups
 from kmq.gateway.http import logs, openapi
 from kmq.gateway.http.api import Api
 from kmq.gateway.http.errors import refuse_unknown_paths
+from kmq.gateway.http.exchange import exchanging
 
 _MAX_BODY = 1 << 16  # of requests whose body nobody reads; bodies.py has its own limit
 
@@ -41,7 +43,7 @@ def application(core: Core, groups: Groups, requests: Requests, overview: Overvi
     async def pages(request: web.Request) -> web.Response:
         return web.Response(text=_index(broker), content_type="text/html")
 
-    app = monitoring(broker, requests)
+    app = monitoring(broker, requests, core.answers)
     app.add_routes([web.get("/pages", pages)])
     Page().add_to(app)
     Api(core, groups, overview or Overview(core, groups)).add_to(app, requests)
@@ -50,7 +52,7 @@ def application(core: Core, groups: Groups, requests: Requests, overview: Overvi
     return app
 
 
-def monitoring(broker: Broker, requests: Requests) -> web.Application:
+def monitoring(broker: Broker, requests: Requests, answers: Budget) -> web.Application:
     """Return the application with the pages on the broker's state only: none of them shows records."""
 
     async def healthz(request: web.Request) -> web.Response:
@@ -71,7 +73,7 @@ def monitoring(broker: Broker, requests: Requests) -> web.Application:
         "/readyz": readyz,
         "/metrics": scrape,
     }
-    app = web.Application(client_max_size=_MAX_BODY, middlewares=[refuse_unknown_paths])
+    app = web.Application(client_max_size=_MAX_BODY, middlewares=[exchanging(answers), refuse_unknown_paths])
     app.add_routes([web.get(path, handler) for path, handler in handlers.items()])
     app.on_response_prepare.append(_guard)
     return app

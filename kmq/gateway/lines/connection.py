@@ -44,6 +44,7 @@ class Connection(asyncio.Protocol):
         self.pending = 0  # requests that are being served while the next line is awaited
         self.is_sending = False  # the client has to read before anything goes on
         self._idle_since = self._blocked_since = self._unfinished_since = time.monotonic()
+        self._closed_half_at = 0.0  # 0: it has not
         self._partial = b""
         self._lines: deque[bytes] = deque()
         self._arrived, self._writable = asyncio.Event(), asyncio.Event()
@@ -85,7 +86,7 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         if self._partial and not self._is_too_long:  # printf without a newline
             self._lines.append(self._partial)
-        self._is_over, self._unfinished_since = True, 0.0
+        self._is_over, self._unfinished_since, self._closed_half_at = True, 0.0, time.monotonic()
         self._arrived.set()
         return not self.is_tls
 
@@ -212,7 +213,9 @@ class Connection(asyncio.Protocol):
         """Return since when the client has kept the gateway waiting; 0 if the client waits for the gateway."""
         if self.is_sending:
             return self._blocked_since
-        return 0.0 if self.pending else self._idle_since
+        if self.pending:  # a client that has closed its half may have died: nobody can tell before it is sent something
+            return self._closed_half_at
+        return self._idle_since
 
     def late(self, latest: float) -> str:
         """Return which deadline is missed; "" for none. `latest`: since when a client may have been waited for."""

@@ -68,7 +68,7 @@ class Consumption:
         end = await self._service.run(reader.partition.end)
         while self._left and reader.offset < end:
             before = reader.offset
-            async with self._service.reading():
+            async with self._service.reading(self._connection):
                 try:
                     await self._send_range(reader, min(end, before + self._left))
                 except FileNotFoundError:  # a segment is gone, or another one by compaction: look again
@@ -111,7 +111,7 @@ class Consumption:
         seen = reader.partition.signature()
         if seen == reader.seen or not self._left:
             return False
-        async with self._service.reading():
+        async with self._service.reading(self._connection):
             batch = await self._service.run(reader.partition.batch, reader.offset, MAX_BATCH, self._left)
             if batch is None:
                 reader.seen = seen

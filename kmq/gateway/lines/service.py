@@ -1,11 +1,12 @@
 """What all connections of the consumer ports share: partitions, wake-ups, tokens, threads, limits, counters.
 
-Limits      At most _READS reads hold files open at a time; a further one waits, and is refused after _PATIENCE_S
-            (`too_many`). Slow clients are cut off by their deadline, so they hold them for so long only.
+Limits      At most _READS reads hold files open at a time. A further one evicts the connection that has waited for its
+            client longest; if all clients read, it waits, and is refused after _LONGEST_WAIT_S (`too_many`).
 Threads     Reading has a few threads of its own, so that a slow disk never stops the event loop.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -13,17 +14,19 @@ from typing import Protocol, TypeVar
 
 from kmq import descriptors, roles
 from kmq.broker.incidents import Strangers
+from kmq.gateway.core.answers import PATIENCE_S
 from kmq.gateway.core.metrics import Requests
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waking
+from kmq.gateway.lines.connection import Connection
 from kmq.log.damage import DamageError
 from kmq.settings import Settings
 from kmq.tokens import Tokens
 
 _THREADS = 4
 _READS = 512
-_PATIENCE_S = 5.0
+_LONGEST_WAIT_S = 5.0
 T = TypeVar("T")
 
 
@@ -44,6 +47,7 @@ class Service:
         self._threads = ThreadPoolExecutor(_THREADS, "lines")
         self._most_reads = max(8, min(_READS, descriptors.claim() // 16))
         self._reads = asyncio.Semaphore(self._most_reads)
+        self._readers: set[Connection] = set()
 
     def authorize(self, token: str, peer: str, what: str) -> None:
         """Raise RequestRefused unless `token` is valid and may do this, or none is required."""
@@ -76,18 +80,32 @@ class Service:
             raise
 
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        """Hold files open. Raises RequestRefused if too many do, and go on doing so."""
+    async def reading(self, connection: Connection) -> AsyncIterator[None]:
+        """Hold files open for a connection. Raises RequestRefused if too many do, and go on doing so."""
+        if self._reads.locked():
+            self._evict_slowest()
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_LONGEST_WAIT_S):
                 await self._reads.acquire()
         except TimeoutError:
-            text = f"{self._most_reads} consumers are being sent records already, and read slowly"
+            text = f"{self._most_reads} consumers are being sent records already"
             raise RequestRefused("too_many", text) from None
+        self._readers.add(connection)
         try:
             yield
         finally:
+            self._readers.discard(connection)
             self._reads.release()
+
+    def _evict_slowest(self) -> None:
+        """End the connection that has waited for its client longest, if any has for PATIENCE_S."""
+        latest = time.monotonic() - PATIENCE_S
+        slow = [reader for reader in self._readers if 0 < reader.waits_since <= latest]
+        if slow:
+            slowest = min(slow, key=lambda reader: reader.waits_since)
+            self._readers.discard(slowest)  # it gives its place back when its task has ended
+            self._strangers.turn_away(slowest.peer, f"{self._most_reads} are sent records, and this one is the slowest")
+            slowest.force_close()
 
     def release(self, opened: _Closes) -> None:
         """Close files that `run` may be reading at this moment, because its caller was cancelled."""

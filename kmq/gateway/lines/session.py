@@ -286,7 +286,7 @@ class Session:
         if seen == cursor.seen:
             return False
         try:
-            async with self.service.reading():
+            async with self.service.reading(self.connection):
                 batch = await self.service.run(cursor.partition.batch, cursor.offset, max_bytes)
                 if batch is None:
                     if cursor.version == version:  # else it was sought meanwhile, and is to be read anew

@@ -1,0 +1,116 @@
+"""The memory of answers on their way to clients, over HTTP and gRPC together: one budget.
+
+Invariant   A read of records reserves its share before it begins, and keeps what it found until the client has taken it.
+            All shares together are at most the budget, or one answer if a single message is longer.
+Eviction    Where the budget is used up, the answer whose client has kept the gateway waiting for longest ends with its
+            connection, and the new one waits until enough bytes are free: in turn, for at most _LONGEST_WAIT_S.
+Back        Pages that answers leave behind in the heap go back to the system once a burst is over (`tidy`): the C
+            library keeps them otherwise, hundreds of MiB after a crowd of readers that has long gone.
+Not covered What the kernel has taken for a client: its socket buffers are not memory of the gateway.
+"""
+
+import asyncio
+import ctypes
+from collections.abc import Iterable
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Protocol, TypeVar
+
+from kmq.broker.incidents import Strangers
+from kmq.gateway.core.refused import RequestRefused
+from kmq.settings import MIB
+
+ANSWER_BYTES = 64 * MIB  # of all answers together
+COPIES = 4  # of a record on its way out: line, value, message, and its bytes in the answer
+PATIENCE_S = 0.1  # how long a client may keep the gateway waiting before another answer may evict its own
+_BURST_BYTES = 16 * MIB  # held at once: the heap is looked at afterwards
+_LOOK_S = 0.05  # between two looks for a client that has become slow
+_LONGEST_WAIT_S = 5.0  # for bytes of a budget
+
+
+class Holder(Protocol):
+    """Whoever has a share of a budget: one answer."""
+
+    since: float  # since when it waits for its client; 0: it does not wait
+    why_ended: str
+
+    def has_waited(self, seconds: float) -> bool:
+        """Return True if it has waited for its client for at least that time."""
+
+    def hold(self, budget: "Budget") -> None:
+        """Note that it has a share of `budget`, to be given back at its end."""
+
+    def end(self, why: str) -> None:
+        """End it early, with its connection."""
+
+
+READER: ContextVar[Holder | None] = ContextVar("reader", default=None)  # the answer that this task makes, over HTTP
+
+
+H = TypeVar("H", bound=Holder)
+
+
+def longest_waiting(holders: Iterable[H], seconds: float) -> H | None:
+    """Return the one that has waited longest for its client; None if none has waited for `seconds`."""
+    late = [holder for holder in holders if holder.has_waited(seconds) and not holder.why_ended]
+    return min(late, key=lambda holder: holder.since, default=None)
+
+
+class Budget:
+    """A limit on the bytes that all answers, or all requests, hold together."""
+
+    def __init__(self, most: int, patience_s: float = PATIENCE_S, strangers: Strangers | None = None) -> None:
+        self.most, self.used, self._peak = most, 0, 0
+        self._patience_s, self._strangers = patience_s, strangers
+        self._held: dict[Holder, int] = {}
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+
+    async def take(self, holder: Holder, nbytes: int) -> None:
+        """Make `nbytes` the share of `holder`, waiting until they are free. Raises RequestRefused after _LONGEST_WAIT_S."""
+        if self._turn.locked() or not self._fits(holder, nbytes):
+            try:
+                async with asyncio.timeout(_LONGEST_WAIT_S), self._turn:
+                    while not self._fits(holder, nbytes):
+                        await self._make_room()
+            except TimeoutError:
+                raise RequestRefused("too_many", "too many answers are on their way to clients") from None
+        self.settle(holder, nbytes)
+
+    def _fits(self, holder: Holder, nbytes: int) -> bool:
+        others = self.used - self._held.get(holder, 0)
+        return not others or others + nbytes <= self.most
+
+    async def _make_room(self) -> None:
+        """Evict the slowest, or wait until a share is given back."""
+        slow = longest_waiting(self._held, self._patience_s)
+        if slow is not None:
+            if self._strangers is not None:
+                self._strangers.turn_away("", f"an answer of {self._held[slow]} bytes, which its client does not read")
+            slow.end("evicted: its client was slow, and other answers needed its memory")
+            return self.release(slow)
+        self._freed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await self._freed.wait()
+
+    def settle(self, holder: Holder, nbytes: int) -> None:
+        """Set the share of `holder` to `nbytes`, without waiting."""
+        before = self._held.get(holder, 0)
+        self.used += nbytes - before
+        self._peak = max(self._peak, self.used)
+        self._held[holder] = nbytes
+        holder.hold(self)
+        if nbytes < before:
+            self._freed.set()
+
+    def release(self, holder: Holder) -> None:
+        """Give back the share of `holder`, if it has one."""
+        self.used -= self._held.pop(holder, 0)
+        self._freed.set()
+
+    async def tidy(self) -> None:
+        """Give memory back to the system, if a burst is over. Call now and then."""
+        if self._peak >= _BURST_BYTES and self.used < _BURST_BYTES:
+            self._peak = self.used
+            with suppress(AttributeError):  # a C library without it
+                await asyncio.to_thread(ctypes.CDLL(None).malloc_trim, 0)
