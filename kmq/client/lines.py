@@ -171,6 +171,19 @@ def is_transport_header(name: str) -> bool:
     return len(name) == 1 or name == "enc"
 
 
+def payload_bytes(payload: object) -> bytes:
+    """Return the bytes of a payload that a program gave. Raises TypeError for what is neither bytes-like nor text.
+
+    bytes(5) would be five NULs, and bytes([1]) one byte that nobody meant.
+    """
+    if isinstance(payload, str):
+        return payload.encode()
+    try:
+        return memoryview(payload).tobytes()  # type: ignore[arg-type]  # this is the check
+    except TypeError:
+        raise TypeError(f"payload: must be bytes, str or None, not {type(payload).__name__}") from None
+
+
 def format_text(routing_key: bytes, payload: bytes | None, id: bytes, ts: float) -> bytes:
     """Return one line as a Python client sends it."""
     if payload is None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from kmq.client.delivery import Delivery, Outcomes
 from kmq.client.failures import Fenced, Refused, refused_message
 from kmq.client.ids import Ids
-from kmq.client.lines import Headers, RoutingKeys, format_many, format_text
+from kmq.client.lines import Headers, RoutingKeys, format_many, format_text, payload_bytes
 from kmq.client.options import Options
 from kmq.client.window import Pacing, Window
 from kmq.client.wire import Greeting, Replies, format_hello
@@ -75,7 +75,7 @@ class Core:
     ) -> None:
         """Queue one message."""
         if payload.__class__ is not bytes and payload is not None:
-            payload = payload.encode() if isinstance(payload, str) else bytes(payload)
+            payload = payload_bytes(payload)
         ids = self.ids
         if id is None and not headers:
             field = ids.make()

@@ -78,6 +78,22 @@ def test_any_bytes_come_back_identical(up, connect):
     assert {lines.decode(key.removeprefix(b"t.@.")) for key, _, _ in found} == {"k|;.ü"}
 
 
+@pytest.mark.parametrize("payload", [5, True, [1], (1, 2), range(3), {1: 2}, 1.5])
+def test_what_is_neither_bytes_nor_text_is_refused_and_nothing_is_stored(up, connect, payload):
+    producer = connect()
+    with pytest.raises(TypeError, match=r"payload: must be bytes, str or None, not \w+"):
+        producer.send("t", payload)
+
+    async def send():
+        async with kmq.AsyncProducer.local() as other:
+            with pytest.raises(TypeError, match="payload: must be bytes"):
+                await other.send("t", payload)
+
+    asyncio.run(send())
+    seq = producer.send("t", memoryview(bytearray(b"bytes"))).result(30)
+    assert stored(up) == {seq: (b"t", stored(up)[seq][1], b"bytes")}
+
+
 def test_callbacks_come_in_order_with_the_seqs(up, connect):
     seqs = []
     with connect() as producer:
