@@ -6,10 +6,12 @@ Owner       pipes/supervisor.owner: one supervisor per broker.
 Invariant   A stage that ends is always restarted while the others run: at once the first time, then after a growing
             pause if it keeps dying young. An exit code that says that a restart cannot help (errors.py) stops the
             broker with that code. A gateway or agent with such a code stays down alone: messages are accepted without.
+            A process that cannot be started (no memory, no free pid) is tried again after the same pauses. The
+            supervisor never ends before its processes, whatever fails in it.
 Stop        SIGTERM, Ctrl-C and a closed terminal mean the same: every process gets one SIGTERM, and the stages drain
             from the front by themselves. Each process has its own session, so that the signals of a terminal reach only
             the supervisor: a second signal would end a stage at once. A second Ctrl-C while they drain ends all
-            processes by SIGKILL.
+            processes by SIGKILL. Where a process had to be killed, the exit code is not 0.
 Crash       A supervisor that is killed leaves its stages running; `kmq down` finds them by the stats page. The gateway
             and the agent end.
 """
@@ -22,7 +24,7 @@ import time
 
 from kmq.broker.readiness import is_process
 from kmq.broker.stats import AGENT, StatsPage
-from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, of_os_error
+from kmq.errors import EXIT_FAILED, EXIT_NAMES, EXIT_OK, NO_RESTART, BusyError, KmqError, RetryError, of_os_error
 from kmq.links import layout, received
 from kmq.links.ownership import FileLock, describe
 from kmq.log.identity import open_data
@@ -43,6 +45,12 @@ class _Child:
         self.started = 0.0
         self.pause = 0.0
         self.due = 0.0  # when to start it, while pid is 0
+        self.is_killed = False
+
+    def back_off(self) -> None:
+        """Wait longer than the last time before the next start."""
+        self.pause = min(max(self.pause * 2, _PAUSE_S[0]), _PAUSE_S[1])
+        self.due = time.monotonic() + self.pause
 
 
 class Supervisor:
@@ -60,6 +68,7 @@ class Supervisor:
         self.children = [_Child(name, module, "--with", str(os.getpid())) for name, module in modules.items()]
         self.stopping_since = 0.0
         self.exit_code = EXIT_OK
+        self.is_misplaced = False  # whether the lock file, or the stats page, is missing and could not be made again
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("KMQ_", "RB_"))}
         self.environment = kept | settings.environment()
 
@@ -84,25 +93,45 @@ class Supervisor:
                 page.rows[name].wipe()  # of one that was killed: nothing comes that would take over its row
         self._remove_drained_rings()
         while not self._all_gone():
-            self._start_due()
-            info = signal.sigtimedwait(awaited, self._next_wait())
-            if info is not None and info.si_signo in stops:
-                self._on_stop(info.si_signo)
-            self._reap()
-            self._kill_overdue()
-            self._keep_in_place(owner, page)
+            try:
+                self._start_due()
+                info = signal.sigtimedwait(awaited, self._next_wait())
+                if info is not None and info.si_signo in stops:
+                    self._on_stop(info.si_signo)
+                self._reap()
+                self._kill_overdue()
+                self._keep_in_place(owner, page)
+            except (KmqError, OSError, MemoryError) as err:
+                self._give_up(err)
         if self.exit_code == EXIT_OK:
             self._remove_drained_rings()
         owner.release()
         self.log.info("stopped", exit_code=self.exit_code)
         return self.exit_code
 
+    def _give_up(self, err: KmqError | OSError | MemoryError) -> None:
+        """Stop the broker in order after an error of the supervisor itself: nothing may run on without it."""
+        error = err if isinstance(err, KmqError) else of_os_error(err) if isinstance(err, OSError) else RetryError(err)
+        if not self.stopping_since:
+            self.log.error("failed", exit_code=error.exit_code, reason=error, effect="the broker stops")
+            self._stop(error.exit_code)
+
     def _keep_in_place(self, owner: FileLock, page: StatsPage) -> None:
         """Make the lock file, by which `kmq down` finds the supervisor, and the stats page again if removed."""
-        if not owner.is_in_place():
-            owner.release()
-            owner.acquire("this broker", describe("supervisor", self.settings.data))
-        page.keep_in_place("gateway")  # the supervisor has no row; a running gateway writes its own row again
+        try:
+            if not owner.is_in_place():
+                again = FileLock(owner.path)
+                again.acquire("this broker", describe("supervisor", self.settings.data))
+                owner.replace(again)
+            page.keep_in_place("gateway")  # the supervisor has no row; a running gateway writes its own row again
+        except OSError as err:  # a full disk, say: the next turn tries again
+            if not self.is_misplaced:
+                self.log.warn(
+                    "lock_file_missing", file=owner.path, reason=err, effect="it is made as soon as it can be"
+                )
+            self.is_misplaced = True
+        else:
+            self.is_misplaced = False
 
     def _all_gone(self) -> bool:
         return bool(self.stopping_since) and not any(child.pid for child in self.children)
@@ -111,13 +140,22 @@ class Supervisor:
         now = time.monotonic()
         for child in self.children:
             if not child.pid and not self.stopping_since and child.due <= now:
-                argv = [sys.executable, "-m", *child.command]
-                child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[], setsid=True)
-                child.started = now
+                self._start(child, now)
+
+    def _start(self, child: _Child, now: float) -> None:
+        """Start the child. If the system lacks what a process needs, try again after a pause."""
+        argv = [sys.executable, "-m", *child.command]
+        try:
+            child.pid = os.posix_spawn(sys.executable, argv, self.environment, setsigmask=[], setsid=True)
+            child.started = now
+        except OSError as err:
+            child.back_off()
+            self.log.warn("start_failed", name=child.name, reason=err, restart_in_s=child.pause)
 
     def _next_wait(self) -> float:
+        """Return how long to wait for a signal. While stopping nothing is due: the end of a child is a signal."""
         now = time.monotonic()
-        due = [child.due - now for child in self.children if not child.pid]
+        due = [child.due - now for child in self.children if not child.pid and not self.stopping_since]
         return max(0.0, min([1.0, *due]))
 
     def _reap(self) -> None:
@@ -149,9 +187,10 @@ class Supervisor:
             self.log.error("stage_not_restarted", name=child.name, code=code, how=how, effect="the broker stops")
             self._stop(code)
             return
-        age = time.monotonic() - child.started
-        child.pause = min(max(child.pause * 2, _PAUSE_S[0]), _PAUSE_S[1]) if age < _YOUNG_S else 0.0
-        child.due = time.monotonic() + child.pause
+        if time.monotonic() - child.started < _YOUNG_S:
+            child.back_off()
+        else:
+            child.pause = child.due = 0.0
         self.log.warn("stage_ended", name=child.name, code=code, how=how, restart_in_s=child.pause)
 
     def _on_stop(self, number: int) -> None:
@@ -160,7 +199,6 @@ class Supervisor:
             self.log.info("stopping", signal=signal.Signals(number).name, effect=effect)
             self._stop(EXIT_OK)
         elif number == signal.SIGINT:
-            self.exit_code = EXIT_FAILED
             self._kill("Ctrl-C a second time")
 
     def _stop(self, code: int) -> None:
@@ -178,8 +216,11 @@ class Supervisor:
             self._kill("did not drain in time")
 
     def _kill(self, reason: str) -> None:
+        """Kill what still runs, each process once: one that hangs in the kernel dies when it comes out of it."""
         for child in self.children:
-            if child.pid:
+            if child.pid and not child.is_killed:
+                child.is_killed = True
+                self.exit_code = self.exit_code or EXIT_FAILED
                 self.log.warn("stage_killed", name=child.name, reason=reason)
                 os.kill(child.pid, signal.SIGKILL)
 

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from kmq import cluster, gateway
+from kmq.broker import status as statuses
 from kmq.broker import supervision
+from kmq.broker.readiness import is_process
 from kmq.broker.status import StageStatus, Status
 from kmq.cli.helptext import examples
 from kmq.cli.startup import Startup
@@ -120,8 +122,9 @@ def _print_gateway(settings: Settings, startup: Startup, process: StageStatus) -
 def down() -> None:
     """Stop the broker: stages drain from the front, nothing is left in the links.
 
-    Exit code 0 also if the broker is down already; 69 if something other than `kmq up` started the stages, which then
-    continue to run; 78 if KMQ_DATA is not a data directory, or this instance runs with another one.
+    Exit code 0 also if the broker is down already; 1 if a process did not end in order, but had to be killed; 69 if
+    something other than `kmq up` started the stages, which then continue to run; 78 if KMQ_DATA is not a data
+    directory, or this instance runs with another one.
     """
     settings = load()
     pids = _to_stop(settings)
@@ -130,6 +133,7 @@ def down() -> None:
             raise ConfigError(f"not up: {reason}")
         print(f"kmq: not up (data in {os.path.abspath(settings.data)})")
         return
+    running = [each.name for each in statuses.collect(settings).processes if is_process(each.pid, each.name)]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(pid, signal.SIGTERM)
@@ -137,10 +141,22 @@ def down() -> None:
     deadline = time.monotonic() + _DOWN_S
     while time.monotonic() < deadline:
         if not any(_is_alive(pid) for pid in pids):
-            print("kmq: down")
+            _print_down(settings, running)
             return
         time.sleep(_POLL_S)
     raise KmqError(f"still running after {_DOWN_S:.0f} s: pid {', '.join(map(str, pids))}")
+
+
+def _print_down(settings: Settings, were_running: list[str]) -> None:
+    """Say that the broker is down. Raises KmqError that names the processes that did not end in order."""
+    print("kmq: down")
+    ended = {each.name for each in statuses.collect(settings).processes if each.state == "stopped"}
+    killed = [name for name in were_running if name not in ended]
+    if killed:
+        raise KmqError(
+            f"not in order: {', '.join(killed)} had to be killed, or crashed. What was acknowledged is on disk; plain lines"
+            " on their way to ingress may be lost. Why: event=stage_killed or event=stage_ended in KMQ_PIPES/kmq.log"
+        )
 
 
 def _to_stop(settings: Settings) -> list[int]:

@@ -128,8 +128,12 @@ class FileLock:
         if not is_same_file(fd, self.path):  # deleted, or replaced, between the two calls
             os.close(fd)
             return False
-        # In this order the text needs no new block: on a full disk another process would take the one given back.
-        os.ftruncate(fd, os.pwrite(fd, who.encode() + b"\n", 0))
+        try:
+            # In this order the text needs no new block: on a full disk another process would take the one given back.
+            os.ftruncate(fd, os.pwrite(fd, who.encode() + b"\n", 0))
+        except OSError:
+            os.close(fd)  # and with it the lock
+            raise
         self._fd = fd
         return True
 
@@ -166,6 +170,11 @@ class FileLock:
     def is_in_place(self) -> bool:
         """Return True if the lock file that we hold still has its name, or if we hold none."""
         return self._fd < 0 or is_same_file(self._fd, self.path)
+
+    def replace(self, other: "FileLock") -> None:
+        """Hold what `other` holds, a lock on a file of the same name, in place of our own."""
+        self.release()
+        self._fd, other._fd = other._fd, -1
 
     def release(self) -> None:
         if self._fd >= 0:

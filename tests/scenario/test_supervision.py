@@ -1,12 +1,17 @@
 """Who started the stages decides who stops them: `kmq up`, or something else (a kubelet, systemd, a shell), as here by hand."""
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import urllib.request
 
+import psutil
 import pytest
+
+from kmq.links.ownership import FileLock
 
 STAGES = ("ingress", "framer", "durability", "router")
 BUSY = 69
@@ -147,3 +152,90 @@ def test_down_from_other_pipes_still_tells_the_supervisor(broker):
     result = broker.kmq("down", KMQ_PIPES=broker.root / "elsewhere")
     assert (result.returncode, result.stdout) == (0, "kmq: down\n"), result.stderr
     assert broker.processes() == [] and "event=stage_ended" not in broker.log()
+
+
+# --- a supervisor that lacks something -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_forks(broker):
+    """A file: while it exists, the supervisor of this broker cannot start a process, as if no pid were free (EAGAIN)."""
+    refusing = broker.root / "no-forks"
+    (broker.root / "sitecustomize.py").write_text(
+        f"""
+import errno, os
+spawn = os.posix_spawn
+def refuse(*arguments, **options):
+    if os.path.exists({str(refusing)!r}):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return spawn(*arguments, **options)
+os.posix_spawn = refuse
+"""
+    )
+    broker.env["PYTHONPATH"] = str(broker.root)
+    return refusing
+
+
+def events(broker, event):
+    return [line for line in broker.log().splitlines() if f"stage=supervisor event={event} " in line]
+
+
+def test_a_supervisor_that_cannot_start_a_stage_tries_again(broker, no_forks):
+    broker.up()
+    before = broker.pids()
+    no_forks.touch()
+    broker.kill("framer")
+    broker.wait(lambda: len(events(broker, "start_failed")) >= 3, "it has tried again")
+    assert (
+        "name=framer" in events(broker, "start_failed")[0] and "restart_in_s=0.2" in events(broker, "start_failed")[1]
+    )
+    no_forks.unlink()
+    broker.wait(lambda: broker.status()["framer"]["restarts"] == "1", "the framer is there again")
+    broker.wait(lambda: broker.status()["framer"]["state"] == "ready", "and ready")
+    after = broker.pids()
+    assert before.pop("framer") != after.pop("framer")
+    assert before == after
+    broker.down()
+    assert broker.processes() == []
+
+
+def test_up_waits_for_a_supervisor_that_cannot_start_the_stages_yet(broker, no_forks):
+    no_forks.touch()
+    with subprocess.Popen(["kmq", "up", "--no-gateway"], env=broker.env, cwd=broker.root) as up:
+        broker.wait((broker.pipes / "kmq.log").exists, "a log")
+        broker.wait(lambda: events(broker, "start_failed"), "a stage that cannot be started")
+        no_forks.unlink()
+        assert up.wait(60) == 0
+    assert {row["state"] for name, row in broker.status().items() if name in STAGES} == {"ready"}
+
+
+def test_a_supervisor_that_cannot_go_on_ends_the_stages_first(broker):
+    """Another one has taken its lock file, which somebody had deleted."""
+    broker.up()
+    owner = broker.pipes / "supervisor.owner"
+    owner.rename(broker.root / "moved")
+    other = FileLock(str(owner))
+    other.acquire("this broker", f"pid={os.getpid()}")
+    broker.wait(lambda: not broker.processes(), "the end of everything")
+    other.release()
+    assert "exit_code=69" in events(broker, "failed")[0] and f"pid={os.getpid()}" in events(broker, "failed")[0]
+    assert events(broker, "stopped") and all(name not in broker.log().partition("stage_killed")[2] for name in STAGES)
+
+
+def test_a_stage_that_has_to_be_killed_is_named_by_down_and_costs_no_cpu(broker):
+    broker.up()
+    pids = broker.pids()
+    supervisor = psutil.Process(pids["supervisor"])
+    os.kill(pids["router"], signal.SIGSTOP)
+    used = []
+    with subprocess.Popen(["kmq", "down"], env=broker.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as down:
+        while down.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                used.append(sum(supervisor.cpu_times()[:2]))
+                supervisor.wait(0.2)
+        out, err = (text.decode() for text in down.communicate())
+    assert down.returncode == 1 and "router" in err and "framer" not in err, (out, err)
+    assert len(events(broker, "stage_killed")) == 1
+    assert max(used) - used[0] < 0.5
+    assert broker.processes() == []
+    broker.up()
