@@ -389,11 +389,13 @@ class _Received:
 
     def _ended(self, refused: Refused) -> None:
         """The broker ends the connection."""
-        core = self._core
+        core, meaning = self._core, find(refused.code)
+        # A member that gets an error which this client does not know joins again: it had been admitted.
+        is_known = meaning.code == refused.code or core.phase is Phase.JOINING
         if refused.code in REJOIN:
             core.holdings.lose(tuple(core.holdings.owned))
-        elif not find(refused.code).is_retryable:
-            refused.exit_code = find(refused.code).exit_code
+        elif is_known and not meaning.is_retryable:
+            refused.exit_code = meaning.exit_code
             core.fail(refused)
         raise refused
 

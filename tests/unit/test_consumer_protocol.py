@@ -521,6 +521,16 @@ def test_a_member_that_was_ended_joins_again(pair, code):
     assert pair.events()[-1] == (Kind.LOST, (EU, US))
 
 
+def test_a_member_joins_again_after_an_error_that_it_cannot_place(pair):
+    """A gateway of another version answered so to `!revoked` in an ordinary rebalance, and the consumer had failed for good."""
+    with pytest.raises(Refused, match="word"):
+        pair.receive(b"!err word fenced generation 1 is not in force\n")
+    pair.core.lost("word")
+    assert pair.core.failed is None
+    pair.connect()
+    assert sorted(pair.read_all()) == in_order(5, 0) + in_order(3, 1)
+
+
 def test_a_fenced_member_has_ended_and_its_commits_with_it(pair):
     pending = pair.core.commit([(EU, 1)], time.monotonic())
     with pytest.raises(Fenced):

@@ -427,6 +427,35 @@ def test_a_batch_that_was_read_before_a_seek_is_not_sent(run):
     run(work)
 
 
+def test_a_partition_may_be_given_up_before_the_assignment_of_that_rebalance_is_written(run):
+    """The gateway opens what comes with it, which takes long with many partitions. It is nobody's fault."""
+
+    async def work(gateway):
+        async with gateway.client() as one, gateway.client() as two:
+            first = await one.member("one")
+            gate, run = asyncio.Event(), gateway.core.fetching.run
+
+            async def held(work, *arguments):
+                if work.__name__ == "_open":
+                    await gate.wait()
+                return await run(work, *arguments)
+
+            gateway.core.fetching.run = held
+            second = two.subscribe()
+            await second.send("join", group="g", topics=["t"], member="two")
+            await first.next("revoke")
+            await first.send("revoked")
+            await first.send("commit", offsets=[{"topic": "none"}])
+            assert (await first.next("error")).code == "unknown_partition", "not the one before it"
+            gate.set()
+            while len((await second.next("assigned")).partitions) != 1:
+                pass
+            while len((await first.next("assigned")).partitions) != 1:
+                pass
+
+    run(work)
+
+
 def test_a_batch_of_a_partition_that_is_revoked_while_it_is_read_is_not_sent(run):
     async def work(gateway):
         async with gateway.client() as one, gateway.client() as two:

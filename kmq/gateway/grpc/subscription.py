@@ -182,8 +182,10 @@ class Subscription:
     def _revoked(self) -> None:
         if not self._unanswered:
             return
-        self._groups.revoked(self._group, self._member, self._unanswered.popleft())
-        if not self._unanswered and self._told:
+        generation = self._unanswered.popleft()
+        self._groups.revoked(self._group, self._member, generation)
+        # The assignment of this generation may not be written yet; then the one that was told is older, and fenced.
+        if not self._unanswered and self._told > generation:
             self._groups.sync(self._group, self._member, self._told)
 
 

@@ -177,6 +177,8 @@ class Session:
             elif request == requests.REVOKED:
                 self.revoked()
         except RequestRefused as err:
+            if name not in requests.REQUESTS:
+                raise  # nothing answers `!revoked`, so no `!err <request>` does: it ends the connection
             await self.say(Failed(name, err.code, str(err)).encode())
         except DamageError as err:
             await self.say(Failed(name, "damaged", str(err)).encode())
