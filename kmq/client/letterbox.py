@@ -27,33 +27,39 @@ class Letterbox:
         self._group, self._make = group, make
         self._producer: Producer | None = None
 
-    def put(self, message: Message, dlq: str, failure: Failure) -> None:
-        """Store a message as a dead letter of topic `dlq`. Raises KmqError if that is impossible."""
+    def put(self, message: Message, dlq: str, failure: Failure) -> int:
+        """Store a message as a dead letter of topic `dlq`, and return its seq; 0: stored before, and not known.
+
+        Raises KmqError if that is impossible.
+        """
         if self._producer is None:
             self._producer = self._make(_window(self._group))
         try:
-            _send(self._producer, format_letter(message, dlq, failure))
+            seq = _send(self._producer, format_letter(message, dlq, failure))
         except Refused as refused:
             if refused.code != "too_long":
                 raise
             most = self._producer.connect() - _HEADER_ROOM
-            _send(self._producer, format_letter(message, dlq, failure, most))
+            seq = _send(self._producer, format_letter(message, dlq, failure, most))
         logger().warning(
             "%s/%d offset %d went to %s after %d attempts: %.200r",
             *(message.topic, message.partition, message.offset, dlq, failure.attempts, failure.error),
         )
+        return seq
 
     def close(self) -> None:
         if self._producer is not None:
             self._producer.close()
 
 
-def _send(producer: Producer, line: bytes) -> None:
+def _send(producer: Producer, line: bytes) -> int:
     try:
-        producer.send_lines(line).result()
+        return producer.send_lines(line).result()
     except Refused as refused:
         if refused.code != "id_reused":  # else it was stored before, with an older error
             raise
+        seq = re.search(r"as seq (\d+)", refused.reason)
+        return int(seq[1]) if seq else 0
 
 
 def report(offsets: object, error: KmqError | None) -> None:

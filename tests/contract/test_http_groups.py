@@ -9,7 +9,7 @@ from threading import Thread
 import pytest
 from api_client import NDJSON, Api
 from brokers import Broker
-from line_client import LineClient
+from line_client import LineClient, ask
 
 from kmq.log import reader
 
@@ -480,6 +480,94 @@ def test_a_message_given_back_too_often_is_a_dead_letter(api, topic, group):
     assert (said["error"], said["attempts"]) == ("no such account", "2") and said["first_failure"] < said[
         "last_failure"
     ]
+
+
+def letters(api, topic):
+    """The letters of a topic, as (offset of the message, attempts)."""
+    found = api.get(f"/api/topics/{topic}.dlq/consume?offset=0&format=text").value.get("messages", [])
+    said = [{header["name"]: header["value"] for header in letter["headers"]} for letter in found]
+    return [(int(each["origin_offset"]), int(each["attempts"])) for each in said]
+
+
+def live(api, topic, group, handled, poison, commits_each):
+    """One life of a program that dies of a message. Returns False once there is nothing left to read."""
+    joined = {"member": "m", "topics": [topic]}
+    assert api.post(f"/api/groups/{group}/members", joined).status == 200
+    position = 0
+    while True:
+        answer = consume(api, topic, group, member="m")
+        if not answer.value["messages"]:
+            if position:
+                commit(api, topic, group, {0: position}, member="m")
+            return False
+        for message in answer.value["messages"]:
+            if message["value"] == poison:
+                return True
+            handled.append(message["value"])
+            position = max(position, message["offset"] + 1)
+            if commits_each:
+                assert commit(api, topic, group, {0: message["offset"] + 1}, member="m").status == 200
+
+
+@pytest.mark.parametrize("commits_each", [True, False])
+def test_a_message_that_kills_its_readers_becomes_a_letter_alone_and_never_comes_again(api, topic, group, commits_each):
+    assert api.call("PATCH", f"{TOPICS}/{topic}", {"maxDeliveries": 2}).status == 200
+    innocents = [f"i{n}" for n in range(9)]
+    produce(api, topic, *innocents[:4], "poison", *innocents[4:])
+    handled, lives = [], 0
+    while live(api, topic, group, handled, "poison", commits_each):
+        lives += 1
+        assert lives < 20
+    assert {*handled} == {*innocents} and lives == 2
+    assert until(lambda: letters(api, topic), "the letter, which is stored, in its topic") == [(4, 2)]
+    [row] = [row for row in api.get(f"/api/groups/{group}").value["partitions"] if row["partition"] == 0]
+    assert (row["committed"], row["lag"], row["nacked"]) == (10, 0, 0)
+    handled.clear()
+    assert not live(api, topic, group, handled, "poison", commits_each) and not handled
+
+
+def test_messages_given_back_in_one_answer_with_one_that_kills_do_not_become_letters(api, topic, group):
+    assert api.call("PATCH", f"{TOPICS}/{topic}", {"maxDeliveries": 3}).status == 200
+    produce(api, topic, *"abcdefghij")
+    assert len(values(consume(api, topic, group, member="m"))) == 10
+    for offset in range(10):
+        nack(api, topic, group, offset)
+    assert commit(api, topic, group, {0: 10}, member="m").status == 200
+    handled, lives = [], 0
+    while live(api, topic, group, handled, "e", commits_each=True):
+        lives += 1
+        assert lives < 20
+    assert sorted(handled) == [*"abcdfghij"] and nacked(api, group) == 0
+    assert until(lambda: letters(api, topic), "the letter, which is stored, in its topic") == [(4, 3)]
+
+
+def test_a_letter_is_behind_its_group_also_where_nobody_commits(api, topic, group):
+    assert api.call("PATCH", f"{TOPICS}/{topic}", {"maxDeliveries": 1}).status == 200
+    produce(api, topic, "a", "b")
+    assert values(consume(api, topic, group, member="m")) == ["a", "b"]
+    assert nack(api, topic, group, 0).value["deadLetter"] == f"{topic}.dlq"
+    again = nack(api, topic, group, 0).value
+    assert (again["deadLetter"], again["deliveries"]) == (f"{topic}.dlq", 1)
+    leave(api, group, "m")
+    assert values(consume(api, topic, group, member="n")) == ["b"]
+
+
+def test_a_message_that_was_given_back_is_not_processed_until_it_is_committed(broker, api, topic, group):
+    produce(api, topic, "a", "b")
+    consume(api, topic, group, member="m")
+    seqs = [int(line.split(b"|")[0]) for line in broker.lines(topic)[:2]]
+    questions = [f"GET_STATUS {seq} {of}".strip() for seq in seqs for of in (group, "")]
+
+    def status():
+        return ask(int((broker.pipes / "status.port").read_text()), *questions).split()
+
+    nack(api, topic, group, 0, delayMs=600_000)
+    assert commit(api, topic, group, {0: 2}, member="m").status == 200
+    assert status() == [b"PENDING"] * 2 + [b"PROCESSED"] * 2
+    nack(api, topic, group, 0)
+    assert values(consume(api, topic, group, member="m")) == ["a"] and status()[0] == b"PENDING"
+    assert commit(api, topic, group, {0: 1}, member="m").status == 200
+    assert status() == [b"PROCESSED"] * 4
 
 
 def test_a_waiting_member_is_given_what_is_due_when_it_is_due(api, topic, group):

@@ -41,15 +41,24 @@ class Limit(NamedTuple):
 
 
 class Cursor:
-    """Where a partition is read next. `is_strict`: an offset that is not there is refused; else the nearest is read."""
+    """Where a partition is read next. `is_strict`: an offset that is not there is refused; else the nearest is read.
+
+    `skips`: offsets whose messages are left out.
+    """
 
     def __init__(self, partition: Partition, offset: int, is_strict: bool = False) -> None:
         self.partition, self.offset, self.is_strict = partition, offset, is_strict
+        self.skips: frozenset[int] = frozenset()
         self.end = offset  # of the partition, when it was read last
         self.seen: Signature | None = None  # when a read found nothing
 
     def has_news(self) -> bool:
         return self.partition.signature() != self.seen
+
+    def move(self, offset: int) -> None:
+        """Go on at another offset."""
+        if offset != self.offset:
+            self.offset, self.seen = offset, None
 
 
 class Fetching:
@@ -195,7 +204,7 @@ class Fetching:
             if len(found) + len(some) > limit.messages:
                 cursor.offset = some[limit.messages - len(found)].offset
                 del some[limit.messages - len(found) :]
-            found += some
+            found += [each for each in some if each.offset not in cursor.skips] if cursor.skips else some
         cursor.seen, cursor.is_strict = None if found else seen, False
         cursor.end = max(cursor.end, cursor.offset)
         return found

@@ -166,6 +166,13 @@ class Producing:
         except DamageError as err:
             raise RequestRefused("damaged", f"the messages are stored, but {err}") from err
 
+    async def place_of(self, topic: str, routing_key: bytes, seq: int) -> tuple[int, int] | None:
+        """Return partition and offset of a stored message; None: it has none any more. Raises RequestRefused."""
+        place = (await self._places(topic, [(routing_key, seq)])).get(seq) if seq else None
+        if place is None and seq > self._watermark.routed:
+            raise RequestRefused("stored_not_routed", self._where(seq), seq=seq)
+        return (place.partition, place.offset) if place else None
+
     def _where(self, seq: int) -> str:
         routed = self._watermark.routed
         if routed < seq:

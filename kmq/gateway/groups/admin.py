@@ -61,8 +61,12 @@ class GroupAdmin:
         places = {TopicPartition(*place) for place in committed}
         places |= {place for member in view.members for place in member.partitions}
         rows = await self._fetching.run(self._lags, sorted(places), committed)
-        nacks = self._groups.store.nacks
-        return view, [row._replace(nacked=len(nacks(group, row.topic, row.partition))) for row in rows]
+
+        def nacked(row: PartitionLag) -> int:
+            nacks = self._groups.store.nacks(group, row.topic, row.partition)
+            return sum(not nack.letter for nack in nacks.values())
+
+        return view, [row._replace(nacked=nacked(row)) for row in rows]
 
     async def lags(self) -> list[tuple[str, str, int, int, float]]:
         """Return (group, topic, partition, messages, seconds) of what groups have committed, of MOST_LAGS at most."""
@@ -129,6 +133,7 @@ class GroupAdmin:
         store = self._groups.store
         for number in offsets:  # the group reads from there; what it gave back before is not delivered besides
             await store.nack_done(group, topic, number, *store.nacks(group, topic, number))
+            self._groups.in_hand.drop(group, (topic, number))
         return offsets
 
     async def plan(self, group: str, topic: str, to: Position | Mapping[int, int]) -> dict[int, int]:

@@ -1,13 +1,18 @@
-"""Messages that members gave back (nack): which are due, who has one in hand again, and when one is done. Pure code.
+"""Which messages members have in hand, and which come again when a member gives them back or dies. Pure code.
 
     given back      a row of the store (offset_records.Nack): how often it was delivered, and when it is due
     in hand         delivered again to a member, which has neither committed nor given it back since
-    done            the member has committed the position that came with the message, or just this one message
+    read            new messages that a member was given: all up to a position, as far as they are not committed
+    apart           in hand, or read, when its reader died: it comes again as the only message that its reader has
+    done            the member has committed beyond the position that came with the message, or just this one message
 
 Invariant   A message that was given back is delivered before new ones, to one member at a time. It is done only by a
             commit that came after its delivery, so an older commit that passes it takes nothing away.
-Crash       What is in hand is in memory only: after a start of the gateway it is due again.
-Memory      An entry for each message in hand, at most as many as the store has rows.
+            Of the messages that a reader has when it dies, a delivery counts only for one that came apart and that the
+            reader has not come back from. So a message that kills its reader never counts against its neighbours.
+Crash       What is in hand, and what comes apart, is in memory only: after a start of the gateway rows are due again,
+            and the delivery that the gateway has counted stays counted.
+Memory      An entry for each message in hand, at most as many as the store has rows, and one or two for each partition.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,21 +26,31 @@ NEVER = float("inf")
 
 
 class Hand(NamedTuple):
-    """Who has a message, and the position that came with it: the partition's next new message."""
+    """Who has a message, from which committed position on it is done, and whether it is all that the member has."""
 
     member: str
     position: int
+    is_alone: bool = False
 
 
 class InHand:
-    """The messages of all groups that were delivered again."""
+    """The messages of all groups that members have."""
 
     def __init__(self) -> None:
         self._hands: dict[tuple[str, Partition], dict[int, Hand]] = {}
+        self._read: dict[tuple[str, str], dict[Partition, int]] = {}  # group and member → the next new message of each
+        # Rows that come apart, and whether their next delivery counts: it does not where the last one did without right.
+        self._apart: dict[tuple[str, Partition], dict[int, bool]] = {}
+        self._doubted: dict[tuple[str, Partition], int] = {}  # new messages up to here come apart
+        self._alone: dict[tuple[str, str], tuple[Partition, int]] = {}  # group and member → all that it has
+
+    # --- delivering --------------------------------------------------------------------------------------------------
 
     def take(self, group: str, place: Partition, offset: int, hand: Hand) -> None:
         """Note that a message is delivered again."""
         self._hands.setdefault((group, place), {})[offset] = hand
+        if hand.is_alone:
+            self._alone[group, hand.member] = place, offset
 
     def give_back(self, group: str, place: Partition, offset: int) -> bool:
         """Note that nobody has a message in hand any more. Returns True if somebody had."""
@@ -43,25 +58,134 @@ class InHand:
         found = mine.pop(offset, None)
         if not mine:
             self._hands.pop((group, place), None)
+        if found is not None and self._alone.get((group, found.member)) == (place, offset):
+            del self._alone[group, found.member]
         return found is not None
+
+    def show(self, group: str, place: Partition, offset: int, position: int) -> None:
+        """Note that a message was delivered with this position: a commit of it says that the message is done."""
+        if self.has(group, place, offset):
+            hands = self._hands[group, place]
+            hands[offset] = hands[offset]._replace(position=position)
+
+    def has(self, group: str, place: Partition, offset: int) -> bool:
+        """Return True if somebody has a message in hand."""
+        return offset in self._hands.get((group, place), ())
+
+    def read(self, group: str, member: str, positions: Mapping[Partition, int]) -> None:
+        """Note up to where a member was given new messages."""
+        if positions:
+            self._read.setdefault((group, member), {}).update(positions)
+
+    def has_one_alone(self, group: str, member: str) -> bool:
+        """Return True while a member has a message that must be all that it has."""
+        return (group, member) in self._alone
+
+    def came_back(self, group: str, member: str) -> None:
+        """Note that a member asks for more, so it lives: what it had alone is one of many from now on."""
+        found = self._alone.pop((group, member), None)
+        if found is not None:
+            hands = self._hands[group, found[0]]
+            hands[found[1]] = hands[found[1]]._replace(is_alone=False)
+
+    # --- the end of a reader -----------------------------------------------------------------------------------------
 
     def release(self, group: str, member: str, keeps: Iterable[Partition] = ()) -> None:
         """Note that a member reads only `keeps` any more: what it had in hand of other partitions is due again."""
         kept = set(keeps)
-        for other, place in [key for key in self._hands if key[0] == group and key[1] not in kept]:
-            for offset, hand in list(self._hands[other, place].items()):
-                if hand.member == member:
-                    self.give_back(group, place, offset)
+        for place, offset in self._of(group, member):
+            if place not in kept:
+                self.give_back(group, place, offset)
+        read = self._read.get((group, member), {})
+        for place in [place for place in read if place not in kept]:
+            del read[place]
+        if not read:
+            self._read.pop((group, member), None)
+
+    def died(self, group: str, member: str) -> None:
+        """Note that a member has died: what it had comes again, each message apart."""
+        for place, offset in self._of(group, member):
+            was_alone = self._hands[group, place][offset].is_alone
+            self.give_back(group, place, offset)
+            self._apart.setdefault((group, place), {})[offset] = was_alone
+        for place, position in self._read.pop((group, member), {}).items():
+            self._doubted[group, place] = max(position, self._doubted.get((group, place), 0))
+
+    def _of(self, group: str, member: str) -> list[tuple[Partition, int]]:
+        return [
+            (place, offset)
+            for (other, place), mine in self._hands.items()
+            if other == group
+            for offset, hand in mine.items()
+            if hand.member == member
+        ]
+
+    def is_apart(self, group: str, place: Partition, offset: int) -> bool:
+        """Return True if a row comes apart."""
+        return offset in self._apart.get((group, place), ())
+
+    def counts(self, group: str, place: Partition, offset: int) -> bool:
+        """Return True if the next delivery of a row counts."""
+        return self._apart.get((group, place), {}).get(offset, True)
+
+    def doubted(self, group: str, place: Partition) -> int:
+        """Return up to which offset new messages come apart; 0: none."""
+        return self._doubted.get((group, place), 0)
+
+    def trust(self, group: str, place: Partition, offset: int | None = None) -> None:
+        """Let a row come as others do; without `offset` all rows, and new messages."""
+        mine = self._apart.get((group, place))
+        if offset is None:
+            self.trust_new(group, place)
+            self._apart.pop((group, place), None)
+        elif mine is not None:
+            mine.pop(offset, None)
+            if not mine:
+                del self._apart[group, place]
+
+    def trust_new(self, group: str, place: Partition) -> None:
+        """Let new messages come as others do."""
+        self._doubted.pop((group, place), None)
+
+    def committed(self, group: str, place: Partition, offset: int) -> None:
+        """Note that a group has committed this next offset: what is in front of it is not in doubt any more."""
+        if self._doubted and 0 < self.doubted(group, place) <= offset:
+            self.trust_new(group, place)
+
+    def drop(self, group: str, place: Partition | None = None) -> None:
+        """Forget what a group had in hand, in a partition or in all: it reads anew there, or it is gone."""
+        for table in (self._hands, self._apart, self._doubted):
+            for key in [key for key in table if key[0] == group and place in (None, key[1])]:
+                del table[key]
+        for pair in [pair for pair, (where, _) in self._alone.items() if pair[0] == group and place in (None, where)]:
+            del self._alone[pair]
+        for pair in [pair for pair in self._read if pair[0] == group]:
+            self.release(*pair, keeps=() if place is None else [other for other in self._read[pair] if other != place])
+
+    def forget_topics(self, names: Iterable[str]) -> None:
+        """Forget what groups had in hand of topics that were deleted, and whose names others have now."""
+        gone = set(names)
+        tables = self._hands, self._apart, self._doubted
+        for group, place in {key for table in tables for key in table if key[1][0] in gone}:
+            self.drop(group, place)
+
+    # --- what is due, and what is done -------------------------------------------------------------------------------
+
+    def is_quiet(self, group: str) -> bool:
+        """Return True if no new message of any partition of the group comes apart."""
+        return not self._doubted or not any(other == group for other, _ in self._doubted)
 
     def due(self, group: str, place: Partition, rows: Mapping[int, Nack], now: float) -> list[int]:
         """Return the offsets that are to be delivered again now, in order."""
         mine = self._hands.get((group, place), {})
-        return sorted(offset for offset, row in rows.items() if row.due <= now and offset not in mine)
+        return sorted(
+            offset for offset, row in rows.items() if row.due <= now and offset not in mine and not row.letter
+        )
 
     def next_due(self, group: str, place: Partition, rows: Mapping[int, Nack]) -> float:
         """Return when the next message is due, by the clock of the rows; NEVER if none waits."""
         mine = self._hands.get((group, place), {})
-        return min((row.due for offset, row in rows.items() if offset not in mine), default=NEVER)
+        return min((row.due for offset, row in rows.items() if offset not in mine and not row.letter), default=NEVER)
 
     def done_by(self, group: str, place: Partition, committed: int) -> list[int]:
         """Return the offsets in hand that a commit of this next offset says are handled."""

@@ -44,6 +44,7 @@ class OffsetKeeper:
         self.forgotten: Callable[[str], None] = lambda group: None
         self._settings, self._row, self._store, self._log = settings, row, store, log
         self._clock: AgeClock | None = None
+        self._last_s = 0.0  # when the last record was stored
         self._look_at = time.monotonic() + GRACE_S
         self._failed = ""
         self._size_at = 0.0
@@ -55,6 +56,7 @@ class OffsetKeeper:
                 if self._store.is_loaded:
                     await self._turn()
                 else:
+                    self._store.epoch_s = await self._now() - time.monotonic()
                     await self._store.load()
                 self._failed = ""
             except (KmqError, OSError) as err:
@@ -78,7 +80,8 @@ class OffsetKeeper:
         if self._clock is None:
             _, last_us = await asyncio.to_thread(wal.last_stored, self._settings.data)
             self._clock = AgeClock(self._row, last_us, self._log)
-        return self._clock.now_s()
+            self._last_s = last_us / 1_000_000
+        return max(self._clock.now_s(), self._last_s)  # a machine may start with a date that lies in the past
 
     async def _bound_size(self) -> None:
         if time.monotonic() < self._size_at:

@@ -19,7 +19,8 @@ Memory      As coordinator.py and store.py say, and a listener for each member t
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from secrets import token_hex
 
 from kmq.errors import KmqError
@@ -55,6 +56,9 @@ class Groups:
         self._settings, self._log = settings, log
         self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
         self._listeners: dict[tuple[str, str], Listener] = {}
+        self._watchers: dict[
+            str, set[asyncio.Event]
+        ] = {}  # of readers that wait for what the group's members give back
         self.is_ready = False
         self._timer: asyncio.TimerHandle | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
@@ -97,6 +101,7 @@ class Groups:
 
     def _topics_changed(self, partitions_of: dict[str, int], again: list[str]) -> None:
         self.coordinator.topics_changed(partitions_of, time.monotonic(), again)
+        self.in_hand.forget_topics(again)
         self._arm()
 
     # --- the coordinator's clock and events --------------------------------------------------------------------------
@@ -113,10 +118,12 @@ class Groups:
         due = self.coordinator.tick(time.monotonic())
         for event in self.coordinator.take_events():
             if isinstance(event, Forgotten):
+                self.in_hand.drop(event.group)
                 self._forget(event.group)
                 continue
             listener = self._listeners.get((event.group, event.member))
             if isinstance(event, Ended):
+                self.in_hand.died(event.group, event.member)
                 self._listeners.pop((event.group, event.member), None)
             if listener is not None:
                 listener(event)
@@ -150,9 +157,11 @@ class Groups:
         terms: Terms,
         listener: Listener,
         resume: Resume | None = None,
+        is_anew: bool = False,
     ) -> str:
         """Join, or come back as `member`. Returns the member's id. `listener` hears the assignment in any case.
 
+        `is_anew`: the member's program has started, or lost its connection, so what it had in hand comes again.
         Raises what Coordinator.join raises.
         """
         self._coordinator()
@@ -160,6 +169,8 @@ class Groups:
         now = time.monotonic()
         is_back = _is_member(self.coordinator, group, member)
         id = self.coordinator.join(group, member, client, terms, now, resume or Resume())
+        if is_anew:
+            self.in_hand.died(group, id)
         former = self._listeners.pop((group, id), None)
         if former is not None:
             former(Ended(group, id, "fenced"))
@@ -191,11 +202,14 @@ class Groups:
         self._arm()
 
     def revoked(self, group: str, member: str, generation: int | None = None) -> None:
-        self._coordinator().revoked(group, member, generation, time.monotonic())
+        coordinator = self._coordinator()
+        coordinator.revoked(group, member, generation, time.monotonic())
+        self.in_hand.release(group, member, coordinator.assignment(group, member).partitions)
         self._arm()
 
     def leave(self, group: str, member: str) -> None:
         self._coordinator().leave(group, member, time.monotonic())
+        self.in_hand.release(group, member)
         self._listeners.pop((group, member), None)
         self._arm()
 
@@ -207,11 +221,9 @@ class Groups:
         return self.store.committed(group)
 
     def has_committed(self, place: Partition, offset: int, group: str | None) -> bool:
-        """Return True if the group, or any, has committed past this record."""
-        if group is None:
-            return self.store.table.furthest(place) > offset
-        row = self.store.committed(group).get(place)
-        return row is not None and row.offset > offset
+        """Return True if the group, or any, has committed past this record, and has not given it back."""
+        table = self.store.table
+        return table.is_handled(place, offset) if group is None else table.has_handled(group, place, offset)
 
     async def commit(
         self, group: str, member: str | None, rows: Mapping[Partition, Commit], generation: int | None = None
@@ -231,14 +243,57 @@ class Groups:
             for place, row in rows.items()
             if place not in known or not self.in_hand.is_of_one(group, place, row.offset, known[place].offset)
         }
+        # What is delivered while the commit is on its way is not done by it.
+        done = {place: self.in_hand.done_by(group, place, row.offset) for place, row in rows.items()}
         if ahead:
             await self.store.commit(group, ahead, name, generation)
         coordinator.committed(group, time.monotonic())
         for place, row in rows.items():
-            done = self.in_hand.done_by(group, place, row.offset)
-            await self.store.nack_done(group, *place, *done)
-            for offset in done:
-                self.in_hand.give_back(group, place, offset)
+            mine = [offset for offset in done[place] if self.in_hand.has(group, place, offset)]
+            await self.forget(group, place, mine, row.offset if place in ahead else 0)
+
+    @contextmanager
+    def watch(self, group: str, event: asyncio.Event) -> Iterator[None]:
+        """Set the event whenever a message of the group was given back."""
+        self._watchers.setdefault(group, set()).add(event)
+        try:
+            yield
+        finally:
+            self._watchers[group].discard(event)
+            if not self._watchers[group]:
+                del self._watchers[group]
+
+    def wake(self, group: str) -> None:
+        """Let the group's readers look again."""
+        for event in self._watchers.get(group, ()):
+            event.set()
+
+    async def forget(self, group: str, place: Partition, offsets: Iterable[int], committed: int = 0) -> None:
+        """Forget messages of a partition that the group has done with, and letters that it has committed beyond."""
+        nacks = self.store.nacks(group, *place)
+        letters = [offset for offset, row in nacks.items() if row.letter and offset < committed] if nacks else []
+        done = [*offsets, *letters]
+        await self.store.nack_done(group, *place, *done)
+        for offset in done:
+            self.in_hand.give_back(group, place, offset)
+            self.in_hand.trust(group, place, offset)
+        self.in_hand.committed(group, place, committed)
+
+    async def pass_letters(self, group: str, place: Partition, start: int) -> None:
+        """Move the group's offset over messages that were put aside, if it stands in front of one.
+
+        `start`: the first offset of the partition, where a group without a commit stands. While another commit is on
+        its way the offset stays: the next commit moves it. The rows stay, too, until a member has committed beyond
+        them: it may stand in front of them still.
+        """
+        nacks, known = self.store.nacks(group, *place), self.store.committed(group).get(place)
+        offset = begin = known.offset if known else start
+        while offset in nacks and nacks[offset].letter:
+            offset += 1
+        if offset > begin and not self.store.is_writing(group):
+            metadata, generation = (known.metadata, known.generation) if known else ("", 0)
+            await self.store.commit(group, {place: Commit(offset, metadata)}, generation=generation)
+            self.coordinator.committed(group, time.monotonic())
 
     # --- views -------------------------------------------------------------------------------------------------------
 
@@ -257,6 +312,7 @@ class Groups:
     def forgotten(self, group: str) -> None:
         """Note that the committed offsets of a group were deleted: it is gone, unless somebody uses it again."""
         if self.coordinator.state(group) is State.EMPTY and not self.store.committed(group):
+            self.in_hand.drop(group)
             self.coordinator.delete(group)
 
 

@@ -7,6 +7,7 @@
     key      <group>.<topic>.<partition>.<offset>    a message that a member gave back (nack)
     payload  deliveries=<n> due=<unix> reason=<…>    how often it was delivered, and when it may be delivered again;
              first=<unix>                            when it was first given back
+             letter=<topic>/<partition>@<offset>     of a message that was put aside: where its dead letter is
 
     The empty payload is a tombstone: nothing is known of that key any more. The last record of a key counts.
 
@@ -32,7 +33,7 @@ _COMMIT = rb"offset=\d{1,19} ts=\d{1,11}\.\d{3} member=%b generation=-?\d{1,10} 
 _NACK = rb"deliveries=\d{1,9} due=\d{1,11}\.\d{3} reason=%b(?: [^\n]*)?" % _FIELD
 _PAYLOAD = re.compile(
     r"offset=(\d+) ts=(\S+) member=(\S*) generation=(-?\d+) metadata=(\S*)"
-    r"|deliveries=(\d+) due=(\S+) reason=(\S*)(?: first=(\d{1,11}\.\d{3})(?= |\Z))?"
+    r"|deliveries=(\d+) due=(\S+) reason=(\S*)(?: first=(\d{1,11}\.\d{3})(?= |\Z))?(?: letter=(\S+))?"
 )
 _PLAIN = re.compile(r"[A-Za-z0-9_~-]*")  # stands for itself; most names do
 _PLACE = rb"%b\.%b\.\d{1,5}" % (_TEXT, rb"[A-Za-z0-9_~%-]+")
@@ -64,9 +65,10 @@ class Committed(NamedTuple):
 
 
 class Nack(NamedTuple):
-    """A message that a member gave back. Times in seconds since the epoch.
+    """A message that a member gave back, or that its reader died of. Times in seconds since the epoch.
 
-    `due`: from when on it may be delivered again. `first`: when it was first given back; 0: not known.
+    `due`: from when on it may be delivered again. `first`: when it was first given back; 0: not known. `letter`: it was
+    put aside, is not delivered any more, and the row goes as soon as the group has committed beyond it.
     """
 
     deliveries: int
@@ -74,6 +76,7 @@ class Nack(NamedTuple):
     reason: str = ""
     seq: int = 0
     first: float = 0.0
+    letter: str = ""
 
 
 Row = Committed | Nack
@@ -106,6 +109,7 @@ def encode_payload(row: Row) -> bytes:
     if isinstance(row, Nack):
         text = f"deliveries={row.deliveries} due={row.due:.3f} reason={_encode(row.reason)}"
         text += f" first={row.first:.3f}" if row.first else ""
+        text += f" letter={row.letter}" if row.letter else ""
     else:
         text = (
             f"offset={row.offset} ts={row.ts:.3f} member={_encode(row.member)}"
@@ -119,9 +123,9 @@ def decode_payload(payload: bytes, seq: int = 0) -> Row:
     match = _PAYLOAD.match(payload.decode("ascii"))
     if match is None:
         raise ValueError(f"payload {payload[:100]!r} is neither a commit nor a nack")
-    offset, ts, member, generation, metadata, deliveries, due, reason, first = match.groups()
+    offset, ts, member, generation, metadata, deliveries, due, reason, first, letter = match.groups()
     if deliveries is not None:
-        return Nack(int(deliveries), float(due), _decode(reason), seq, float(first or 0))
+        return Nack(int(deliveries), float(due), _decode(reason), seq, float(first or 0), letter or "")
     if int(offset) > MAX_OFFSET:
         raise ValueError(f"offset {offset} is over {MAX_OFFSET}")
     return Committed(int(offset), float(ts), _decode(member), int(generation), _decode(metadata), seq)

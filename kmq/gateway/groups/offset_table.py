@@ -65,6 +65,27 @@ class OffsetTable:
         found = self._groups.get(group)
         return found.nacks.get(at, {}) if found else {}
 
+    def has_nacks(self, group: str) -> bool:
+        """Return True if a group has messages to deliver again, or that were put aside."""
+        found = self._groups.get(group)
+        return bool(found and found.nacks)
+
+    def has_handled(self, group: str, at: Partition, offset: int) -> bool:
+        """Return True if a group has committed past a message, and does not keep it to be delivered again."""
+        found = self._groups.get(group)
+        if found is None or at not in found.commits or found.commits[at].offset <= offset:
+            return False
+        row = found.nacks.get(at, {}).get(offset)
+        return row is None or bool(row.letter)
+
+    def is_handled(self, at: Partition, offset: int) -> bool:
+        """Return True if any group has handled a message."""
+        if self.furthest(at) <= offset:
+            return False
+        return self.has_handled(self._furthest[at][1], at, offset) or any(
+            self.has_handled(group, at, offset) for group in self._groups
+        )
+
     def furthest(self, at: Partition) -> int:
         """Return the highest offset that any group has committed in a partition; 0: none has."""
         found = self._furthest.get(at)

@@ -59,7 +59,6 @@ class Poller:
         """Take over what the coordinator says."""
         if isinstance(event, Ended):
             self.ended = event.code
-            self._groups.in_hand.release(self.group, self.id)
             self._has_assignment.set()
         elif isinstance(event, Revoke):
             self._revoking = True
@@ -74,6 +73,7 @@ class Poller:
 
     def begin_anew(self) -> None:
         """Begin at the committed offsets again: the member's program has started, and what its predecessor had is lost."""
+        self._groups.in_hand.died(self.group, self.id)
         self.cursors.clear()
         self.delivered.clear()
 
@@ -104,7 +104,6 @@ class Poller:
         """Tell the coordinator that the member knows its assignment, and reads nothing that it was asked to give up."""
         for place in [place for place in self.cursors if place not in self.assigned]:
             del self.cursors[place]
-        self._groups.in_hand.release(self.group, self.id, self.assigned)
         if self._revoking:
             self._revoking = False
             self._groups.revoked(self.group, self.id)
@@ -200,15 +199,11 @@ class Pollers:
             return poller
 
     def given_back(self, group: str, place: TopicPartition) -> None:
-        """Let a group look again, because a message was given back: a sign of life of the member that reads there."""
+        """Note that a message was given back, which is a sign of life of the member that reads there."""
         for (name, id), poller in list(self._members.items()):
-            if name != group or poller.ended:
-                continue
-            if place in poller.assigned:
+            if name == group and not poller.ended and place in poller.assigned:
                 with suppress(RequestRefused):  # its session ends at this moment
                     self._groups.beat(group, id)
-            for watcher in poller.watchers:
-                watcher.set()
 
     async def leave(self, group: str, member: str) -> None:
         """End a member at once, with what its calls asked to commit. Raises RequestRefused (unknown_member)."""
@@ -216,5 +211,4 @@ class Pollers:
         if found is not None and not found.ended:
             await found.commit_delivered()
         self._groups.leave(group, member)
-        self._groups.in_hand.release(group, member)
         self._members.pop((group, member), None)

@@ -85,6 +85,7 @@ class OffsetStore:
     def __init__(self, settings: Settings, watermark: Watermark, log: Logger) -> None:
         self.is_loaded = False
         self.records = 0  # in the log: read by `load`, and written since
+        self.epoch_s = time.time() - time.monotonic()  # the keeper says better
         self._data, self._watermark, self._log = settings.data, watermark, log
         self._table = OffsetTable()
         self._writing = Counter[str]()  # group → writes without an outcome
@@ -133,6 +134,14 @@ class OffsetStore:
     def nacks(self, group: str, topic: str, partition: int) -> Mapping[int, Nack]:
         """Return offset → what is to be delivered again to the group in a partition. Do not change it."""
         return self.table.nacks_of(group, (topic, partition))
+
+    def now_s(self) -> float:
+        """Return seconds since the epoch, by a clock that goes evenly while this gateway lives: rows are due by it."""
+        return time.monotonic() + self.epoch_s
+
+    def is_writing(self, group: str) -> bool:
+        """Return True if a write of this group has no outcome yet."""
+        return group in self._writing
 
     def groups(self) -> list[str]:
         """Return the names of the groups that have committed something, in order."""

@@ -60,7 +60,7 @@ def response(
 ) -> web.Response:
     """Return the answer to a call. `more`: generation and assignment, as JSON without braces. `again` comes first."""
     dump = Writer(call.query["format"] == "text").dump
-    shown = [dump(message, deliveries) for message, deliveries in again]
+    shown = [dump(each.message, each.deliveries) for each in again]
     shown += [dump(message) for message in found]
     if NDJSON in call.request.headers.get("Accept", ""):
         headers = {}

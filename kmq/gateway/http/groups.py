@@ -20,10 +20,9 @@ from kmq.gateway.core.fetching import Cursor, Limit
 from kmq.gateway.core.refused import RequestRefused, bad_field
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.events import GroupView, TopicPartition
-from kmq.gateway.groups.in_hand import NEVER
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.polling import Move, Poller, Pollers
-from kmq.gateway.groups.redelivery import Again, Redelivery
+from kmq.gateway.groups.redelivery import Again, Reader, Redelivery
 from kmq.gateway.groups.store import Commit
 from kmq.gateway.groups.terms import SHARED, Client, Terms
 from kmq.gateway.http.bodies import Bodies, parse_json
@@ -33,7 +32,6 @@ from kmq.gateway.http.exchange import exchange
 from kmq.gateway.http.operation import Call
 from kmq.gateway.http.schema import SCHEMAS, check
 
-_LOOK_AGAIN_S = 0.5  # until a message is tried again that is due and could not be delivered
 _BEAT_S = 2.0  # between two signs of life of a call that waits; a third of the shortest session
 _ALONE = ("partition", "offset", "timestamp", "from")  # parameters of a call without a group
 
@@ -52,7 +50,7 @@ class GroupCalls:
         self._groups, self._fetching, self._bodies, self._consume = groups, core.fetching, bodies, consume
         self._topics, self._deadline_s = core.topics, core.settings.line_deadline
         self._pollers = Pollers(groups, core.fetching)
-        self._redelivery = Redelivery(groups, core.fetching, core.topics)
+        self._redelivery = Redelivery(groups, core)
         self._admin = GroupAdmin(groups, core.partitions, core.fetching)
         consume.by_group = self.consume
         self.handlers = {
@@ -97,67 +95,66 @@ class GroupCalls:
         await poller.first_assignment(limit.wait_s)
         async with poller.lock:
             await poller.come_back()
-        current = exchange()
+        current, reader = exchange(), Reader(self._redelivery, poller.group, poller.id)
         watcher = current.interrupt
         poller.watchers.add(watcher)
         try:
-            while True:
-                watcher.clear()
-                cursors, given, answer = await self._read(call, poller, topic, limit)
-                if given:
-                    await self._send(call, answer, poller, given)
-                if given or time.monotonic() >= deadline:
-                    return answer
-                until = min(deadline, time.monotonic() + self._longest_wait_s(poller))
-                await self._fetching.wait(cursors, until, watcher, lambda: current.is_over)
-                if current.is_over or self._fetching.is_stopping:
-                    return answer
-                if watcher.is_set():
-                    poller.answer()
+            with reader.watch(watcher):
+                while True:
+                    watcher.clear()
+                    cursors, given, answer = await self._read(call, poller, reader, topic, limit)
+                    if given:
+                        await self._send(call, answer, poller, given)
+                    if given or time.monotonic() >= deadline:
+                        return answer
+                    # Look again for a message that becomes due, or to give a sign of life.
+                    positions = {_place(cursor): cursor.offset for cursor in poller.cursors.values()}
+                    until = min(deadline, time.monotonic() + min(_BEAT_S, reader.wait_s(positions)))
+                    await self._fetching.wait(cursors, until, watcher, lambda: current.is_over)
+                    if current.is_over or self._fetching.is_stopping:
+                        return answer
+                    if watcher.is_set():
+                        poller.answer()
         finally:
             poller.watchers.discard(watcher)
 
-    def _longest_wait_s(self, poller: Poller) -> float:
-        """Return when to look again: for a message that becomes due, or to give a sign of life."""
-        due = self._redelivery.next_due(poller.group, poller.cursors)
-        if due == NEVER:
-            return _BEAT_S
-        left = due - time.time()
-        return min(_BEAT_S, left if left > 0 else _LOOK_AGAIN_S)
-
     async def _read(
-        self, call: Call, poller: Poller, topic: str, limit: Limit
+        self, call: Call, poller: Poller, reader: Reader, topic: str, limit: Limit
     ) -> tuple[list[Cursor], _Given | None, web.Response]:
         """Return the cursors that may have new messages, what is given if there are messages, and the answer."""
         async with poller.lock:
             cursors = {_place(cursor): cursor for cursor in await poller.turn(topic)}
-            again = await self._redelivery.next(poller.group, cursors, limit)
-            room = limit.messages - len(again), limit.nbytes - sum(each.message.size for each in again)
-            paused = {place for place in cursors if self._redelivery.is_paused(poller.group, place)}
-            fresh = [cursor for place, cursor in cursors.items() if place not in paused]
             before = {place: cursor.offset for place, cursor in cursors.items()}
-            more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
-
+            turn = await reader.turn(before, limit, is_idle=True)
+            again = turn.again
+            for each in again:
+                cursors[each.place].move(each.position)
+            fresh = []
+            for place, cursor in cursors.items():
+                if (skips := turn.skips(place)) is not None:
+                    cursor.skips = skips
+                    fresh.append(cursor)
+            room = limit.messages - len(again), limit.nbytes - sum(each.message.size for each in again)
             wanted = fresh if min(room) > 0 else []
-            unread = [cursor for cursor in cursors.values() if cursor not in wanted] if again or paused else []
-            apart = {place: self._redelivery.waiting(poller.group, place) for place in cursors}
+            unread = [cursor for cursor in cursors.values() if cursor not in wanted]
+            more = f'"generation":{poller.generation},"assignment":{json.dumps(_places(poller.assigned))}'
 
             def shape(found: list[Message]) -> tuple[int, web.Response]:
                 for cursor in unread:
                     cursor.end = max(cursor.end, cursor.partition.end())
-                new = [each for each in found if each.offset not in apart[each.topic, each.partition]]
-                return len(new), response(call, new, [*cursors.values()], more, again)
+                return len(found), response(call, found, [*cursors.values()], more, again)
 
             try:
                 _, (count, answer) = await self._fetching.read(wanted, Limit(*room), shape)
             except RequestRefused as err:
+                reader.take_back(again)
                 if err.code == "unknown_topic":
                     poller.close(topic)  # the next call reads what has its name now
                 raise
-            self._redelivery.delivered(
-                poller.group, poller.id, again, {place: cursor.offset for place, cursor in cursors.items()}
-            )
-            shown = {(each.message.topic, each.message.partition) for each in again}
+            after = {place: cursor.offset for place, cursor in cursors.items()}
+            reader.shown(again, after)
+            reader.read({place: offset for place, offset in after.items() if offset > before[place]})
+            shown = {each.place for each in again}
             moves = [
                 Move(TopicPartition(*place), cursor, before[place], cursor.offset)
                 for place, cursor in cursors.items()
@@ -176,7 +173,7 @@ class GroupCalls:
                 await exchange().send(call.request, answer)
         except (ConnectionError, TimeoutError):
             poller.take_back(given.moves)
-            self._redelivery.take_back(poller.group, given.again)
+            Reader(self._redelivery, poller.group, poller.id).take_back(given.again)
             if call.request.transport is not None:
                 call.request.transport.abort()
         else:
@@ -237,9 +234,9 @@ class GroupCalls:
         )
         self._pollers.given_back(group, place)
         row = {"partition": partition, "offset": body["offset"], "deliveries": given.deliveries}
-        if given.dead_letter:
-            return web.json_response(row | {"notBefore": None, "deadLetter": given.dead_letter})
-        return web.json_response(row | {"notBefore": round(given.due * 1000), "deadLetter": None})
+        if given.letter:
+            return web.json_response(row | {"notBefore": None, "deadLetter": given.letter.partition("/")[0]})
+        return web.json_response(row | {"notBefore": round((time.time() + given.due_s) * 1000), "deadLetter": None})
 
     async def seek(self, call: Call) -> web.Response:
         body = await self._read_body(call, "Seek")
