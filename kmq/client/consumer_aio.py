@@ -54,7 +54,7 @@ class AsyncWaits(Commits):
     async def position(self, place: tuple[str, int], timeout: float | None = None) -> int:
         """Return the offset of the next message of a partition. Waits while the broker looks for it."""
         owned = self._find(place)
-        await self._wait_for(lambda: not owned.moving, timeout, f"the position in {owned.place}")
+        await self._wait_for(lambda: owned.is_known, timeout, f"the position in {owned.place}")
         return owned.position
 
     async def committed(self, place: tuple[str, int], timeout: float | None = None) -> int | None:

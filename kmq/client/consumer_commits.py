@@ -51,7 +51,7 @@ class Commits(Places):
             return [(TopicPartition(offsets.topic, offsets.partition), offsets.offset + 1)]
         if offsets is not None:
             return [(TopicPartition(*place), offset) for place, offset in offsets.items()]
-        return [(place, owned.position) for place, owned in self._core.holdings.owned.items() if not owned.moving]
+        return [(place, owned.position) for place, owned in self._core.holdings.owned.items() if owned.is_known]
 
     def _run_callbacks(self) -> None:
         """Tell the application how its commits have ended, in order."""

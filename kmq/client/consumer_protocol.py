@@ -10,8 +10,11 @@ Records     Nothing comes unasked: one `!fetch` is on its way at a time, and the
 Rebalance   `!assign` and `!revoke` become events, which the application's thread takes. A partition that is to be
             revoked gives no more records; it stays this member's until `revoked`.
 Outage      The next connection opens with the same member name. Partitions that come back within session_s of the last
-            request go on at their positions. After that, or if they were given to others, they are lost, and begin
-            where the group is.
+            request go on at their positions, if the group's offset is the one that this member has committed last.
+            All others are lost, and begin where the group is: another member may have read on, or an operator has
+            moved the group.
+Start       Where the group has committed nothing, the option `start` is found and committed before a message is given
+            out. So `latest` is the moment of the subscription for every member that comes later.
 
 Invariant   No record is skipped: a partition goes on where the application is, where it has sought, or where the group
             has committed. Every commit gets exactly one outcome; without an answer it is sent again, unless another
@@ -24,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
+from functools import partial
 
 from kmq.client import egress_lines as lines
 from kmq.client import egress_replies as replies
@@ -158,12 +162,12 @@ class Core:
             return
         self._received.begin_at_start(now)  # where the broker would not say it before
         for owned in holdings.owned.values():
-            if owned.stale and not owned.paused and not owned.revoked:
+            if owned.stale and owned.is_placed and not owned.paused and not owned.revoked:
                 self.move(owned, Position("offset", owned.position), now)
         wanted = tuple(place for place, owned in holdings.owned.items() if owned.is_wanted)
         if not wanted and holdings.owned and not is_late:
             return
-        is_moving = any(owned.moving for owned in holdings.owned.values())
+        is_moving = any(owned.moving or owned.is_starting for owned in holdings.owned.values())
         wait_s = 0.0 if is_moving else min(wait_s, self.options.session_s * _FETCH_WAIT)  # what moves is asked for soon
         named = (
             ()
@@ -189,12 +193,13 @@ class Core:
         if self.phase is Phase.READING:
             self.move(owned, position, now)
 
-    def move(self, owned: Owned, position: Position, now: float) -> None:
+    def move(self, owned: Owned, position: Position, now: float) -> Pending:
         """Tell the broker where to go on reading a partition."""
         pending = Pending(lines.Seek(owned.place, position).encode(), now)
         pending.value = owned
         owned.moving, owned.stale = owned.moving + 1, False
         self.ask("seek", pending)
+        return pending
 
     def ask(self, name: str, *pendings: Pending) -> None:
         """Send requests that will be answered, now or with the next connection."""
@@ -295,8 +300,8 @@ class _Received:
         if is_first:
             core.phase = Phase.READING
             if core.is_managed:
-                if now >= core.expires_at:
-                    holdings.lose(tuple(holdings.owned))
+                is_late, asked = now >= core.expires_at, core.requests.asked_commits()
+                holdings.lose([p for p, owned in holdings.owned.items() if is_late or not owned.is_at(offsets, asked)])
                 core.requests.fence(holdings.owned)
         holdings.lose(place for place, owned in holdings.owned.items() if place not in offsets and not owned.revoked)
         kept = {place: owned for place, owned in holdings.owned.items() if place in offsets and not owned.revoked}
@@ -316,36 +321,65 @@ class _Received:
             self.begin_at_start(now)
 
     def begin_at_start(self, now: float) -> None:
-        """Where the group has committed nothing, begin at the option `start`, or where this consumer was before."""
+        """Where the group has committed nothing, begin at the option `start`."""
         core = self._core
         waiting = [
             owned
             for owned in core.holdings.owned.values()
-            if not owned.is_placed and not owned.revoked and not owned.moving
+            if not (owned.is_placed or owned.is_starting or owned.revoked or owned.moving)
         ]
         if not waiting:
             return
         for owned in waiting:
-            owned.moving += 1
+            owned.is_starting = True
 
         def answered(pending: Pending) -> None:
             rows = pending.value if isinstance(pending.value, tuple) else ()
             has_committed = {row.place: row.committed is not None for row in rows}
+            fresh: list[Owned] = []
             for owned in waiting:
-                owned.moving = max(0, owned.moving - 1)
-                if owned.revoked or owned.place not in has_committed:
+                is_asked = owned.is_starting and not owned.revoked and owned.place in has_committed
+                if is_asked and not has_committed[owned.place] and not owned.is_placed and not owned.moving:
+                    fresh.append(owned)
                     continue
-                owned.is_placed = True
-                owned.stale |= not owned.moving  # a batch of it may have come meanwhile, and was dropped
-                if not has_committed[owned.place] and not owned.moving:
-                    before = core.holdings.left.get(owned.place)
-                    core.move(owned, core.start if before is None else Position("offset", before), now)
+                if is_asked and not owned.is_placed:
+                    owned.is_placed = True
+                    owned.stale |= not owned.moving  # a batch of it may have come meanwhile, and was dropped
+                owned.is_starting = False
+            self._begin(fresh, now)
             if any(owned.revoked for owned in waiting):
                 self.begin_at_start(now)  # the question was refused, because a partition of it had just been revoked
             elif isinstance(pending.error, Refused):
                 core.errors.append(pending.error)
 
-        core.offsets(tuple(owned.place for owned in waiting), now).callback = answered
+        core.offsets(tuple(owned.place for owned in waiting), now).then(answered)
+
+    def _begin(self, fresh: list[Owned], now: float) -> None:
+        """Move these partitions to the option `start`, and commit that. They are read as soon as it is durable."""
+        core, found = self._core, dict[Owned, int]()
+        missing = len(fresh)
+
+        def committed(pending: Pending) -> None:
+            for owned in found:
+                owned.is_placed |= pending.error is None
+                owned.is_starting = False
+            if isinstance(pending.error, Refused):
+                core.fetch_from = time.monotonic() + _PAUSE_S
+                if not find(pending.error.code).is_retryable and not any(owned.revoked for owned in found):
+                    core.errors.append(pending.error)
+
+        def sought(owned: Owned, pending: Pending) -> None:
+            nonlocal missing
+            missing -= 1
+            if isinstance(pending.value, int) and not owned.revoked:
+                found[owned] = pending.value
+            else:
+                owned.is_starting = False
+            if not missing and found:
+                core.commit([(owned.place, at) for owned, at in found.items()], now).then(committed)
+
+        for owned in fresh:
+            core.move(owned, core.start, now).then(partial(sought, owned))
 
     def _sought(self, sought: replies.Sought) -> None:
         pending = self._core.requests.answered("seek")
@@ -354,11 +388,15 @@ class _Received:
             raise BadLine(f"{sought.place}: another partition was sought")
         owned.moving -= 1
         self._core.is_dry = False
-        if owned.is_settled:
+        if not owned.moving and not owned.stale:
             owned.position = sought.offset
-        pending.finish()
+        owned.is_placed |= pending.callback is None  # else the start, which is to be committed first
+        pending.finish(sought.offset)
 
     def _committed(self, pending: Pending, now: float, error: Refused | None = None) -> None:
+        for place, offset in pending.offsets if error is None else ():
+            if owned := self._core.holdings.owned.get(place):
+                owned.committed = offset
         pending.finish(error=error)
         if waiting := self._core.requests.next_commit(now):
             self._core.ask("commit", *commit_parts(waiting))

@@ -5,7 +5,7 @@ Memory      `Buffer.has_room` is False while a whole batch waits, so at most two
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import islice
 from typing import NamedTuple
@@ -17,19 +17,31 @@ from kmq.client.message import Message, each_message
 class Owned:
     """A partition that this consumer reads. `position`: the next offset for the application."""
 
-    __slots__ = ("is_placed", "moving", "paused", "place", "position", "revoked", "stale")
+    __slots__ = ("committed", "is_placed", "is_starting", "moving", "paused", "place", "position", "revoked", "stale")
 
     def __init__(self, place: TopicPartition, position: int) -> None:
         self.place, self.position = place, position
+        self.committed = position  # the group's offset when it was assigned, or this member's last commit since
         self.moving = 0  # answers to come that say where the broker goes on reading
         self.stale = False  # the broker goes on elsewhere than at `position`
         self.is_placed = True  # `position` is known; without a commit the option `start` may have to find it
+        self.is_starting = False  # the option `start` is being found, and committed
         self.paused = self.revoked = False
 
     @property
     def is_settled(self) -> bool:
         """Return True if the next batch of this partition begins at `position`, or behind what waits here."""
         return not self.moving and not self.stale and self.is_placed
+
+    @property
+    def is_known(self) -> bool:
+        """Return True unless `position` depends on an answer to come."""
+        return not self.moving and self.is_placed
+
+    def is_at(self, offsets: Mapping[TopicPartition, int], asked: Container[tuple[TopicPartition, int]]) -> bool:
+        """Return True unless the group's offset is another one than this member has committed, or `asked` to commit."""
+        at = offsets.get(self.place, self.committed)
+        return at == self.committed or (self.place, at) in asked
 
     @property
     def is_wanted(self) -> bool:
@@ -137,7 +149,6 @@ class Holdings:
         self.owned: dict[TopicPartition, Owned] = {}
         self.buffer = Buffer(most_bytes)
         self.events: deque[Event] = deque()
-        self.left: dict[TopicPartition, int] = {}  # positions in partitions that were lost
 
     def grant(self, offsets: dict[TopicPartition, int]) -> None:
         """Read these partitions too."""
@@ -149,7 +160,6 @@ class Holdings:
     def lose(self, places: Iterable[TopicPartition]) -> None:
         """Stop reading these partitions at once: they are no longer this consumer's."""
         gone = tuple(places)
-        self.left.update((place, self.owned[place].position) for place in gone if self.owned[place].is_placed)
         self._forget(gone)
         if gone:
             self.events.append(Event(Kind.LOST, gone))
@@ -176,7 +186,7 @@ class Holdings:
         owned = self.owned.get(place)
         if owned is not None and owned.is_wanted:
             self.buffer.add(Chunk(owned, offset, lines, body))
-        elif owned is not None and not owned.moving:
+        elif owned is not None and not owned.moving and not owned.is_starting:
             owned.stale = True
 
     def pause(self, places: Iterable[TopicPartition]) -> None:
@@ -193,7 +203,7 @@ class Holdings:
         """Drop what waits: the next connection reads from the positions on."""
         self.buffer.drop()
         for owned in self.owned.values():
-            owned.moving, owned.stale = 0, True
+            owned.moving, owned.stale, owned.is_starting = 0, True, False
 
 
 __all__ = ["Buffer", "Chunk", "Event", "Holdings", "Kind", "Owned"]

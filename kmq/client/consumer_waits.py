@@ -30,7 +30,7 @@ class Waits(Commits):
     def position(self, place: tuple[str, int], timeout: float | None = None) -> int:
         """Return the offset of the next message of a partition. Waits while the broker looks for it."""
         owned = self._find(place)
-        self._wait_for(lambda: not owned.moving, timeout, f"the position in {owned.place}")
+        self._wait_for(lambda: owned.is_known, timeout, f"the position in {owned.place}")
         return owned.position
 
     def committed(self, place: tuple[str, int], timeout: float | None = None) -> int | None:

@@ -31,6 +31,11 @@ class Pending:
         self.value: object = None
         self.callback: Callable[[Pending], object] | None = None
 
+    def then(self, callback: "Callable[[Pending], object]") -> None:
+        """Call back when it is done, after whoever waits already."""
+        before = self.callback
+        self.callback = callback if before is None else lambda pending: (before(pending), callback(pending))
+
     def finish(self, value: object = None, error: KmqError | None = None) -> None:
         self.value, self.error, self.done = value, error, True
         if self.callback is not None:
@@ -130,6 +135,10 @@ class Requests:
             self._next_commit = _commit_of(tuple(joined.items()), now)
         self._next_commit.offsets = tuple(joined.items())
         return None
+
+    def asked_commits(self) -> set[tuple[TopicPartition, int]]:
+        """Return what is asked to be committed, and not answered."""
+        return {pair for pending in self._asked["commit"] for pair in pending.offsets}
 
     @property
     def waiting_commit(self) -> Pending | None:

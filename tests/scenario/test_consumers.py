@@ -216,6 +216,59 @@ def test_a_member_goes_on_where_it_was_when_the_gateway_was_killed(broker):
         assert consumer.committed(("orders", 0)) == 1000
 
 
+class Away(kmq.Consumer):
+    """A consumer that can be cut off from the broker, as by a network."""
+
+    def __init__(self, broker, *topics, **options) -> None:
+        self.is_away = False
+        super().__init__(*topics, port=lambda: 1 if self.is_away else port(broker), **options)
+
+    def go_away(self) -> None:
+        self.is_away = True
+        with self._lock:
+            self._driver.drop("the network is away")
+
+
+@pytest.mark.parametrize("to", ["earliest", "latest"])
+def test_a_group_that_was_moved_while_the_gateway_was_down_is_where_it_was_moved_to(broker, to):
+    """The consumer is back after that: what an operator has set, or another member has committed, counts, not its memory."""
+    reset = ("groups", "reset", f"moved-{to}", "--topic", "orders", "--to", to)
+    with Away(broker, "orders", group_id=f"moved-{to}", session_s=60) as consumer:
+        read_upto(consumer, 600)
+        consumer.commit({("orders", 0): 500})
+        consumer.is_away = True
+        broker.kill("gateway")
+        broker.wait(lambda: broker.kmq(*reset).returncode == 0, "another gateway")
+        consumer.is_away = False
+        if to == "earliest":
+            assert [message.offset for message in read_upto(consumer, 1000)] == list(range(1000))
+        else:
+            broker.wait(lambda: not consumer.poll(timeout=0.2) and consumer.connected, "the consumer")
+            assert consumer.position(("orders", 0)) == 1000
+
+
+def read_upto(consumer, count: int) -> list[kmq.Message]:
+    found: list[kmq.Message] = []
+    while len(found) < count:
+        found += consumer.poll(count - len(found), timeout=0.5)
+    return found
+
+
+def test_the_heir_of_a_latest_consumer_begins_where_that_one_has_subscribed(broker):
+    """Its partition is idle, so it has committed nothing but its start; then it dies, and a message comes."""
+    topic = "heirs"
+    broker.send_lines([b"heirs|0||old"])
+    broker.wait(lambda: broker.lines(topic), "the first message")
+    options = {"group_id": topic, "start": "latest", "session_s": 6}
+    with Away(broker, topic, **options) as first:
+        assert first.poll(timeout=0.1) == [] and first.connect() and first.position((topic, 0)) == 1
+        first.go_away()
+        broker.send_lines([b"heirs|0||meanwhile"])
+        broker.wait(lambda: len(broker.lines(topic)) == 2, "the message")
+        with opened(broker, topic, **options) as heir:
+            assert [message.value for message in read(heir, 1)] == [b"meanwhile"]
+
+
 def test_consume_with_a_group_commits_what_it_has_printed(broker):
     with kmq.Producer(port=port(broker, "ingress")) as producer:
         producer.send_many("printed", [b"%d" % n for n in range(100)]).result()

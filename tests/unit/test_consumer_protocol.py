@@ -407,6 +407,66 @@ def test_a_commit_without_an_answer_is_not_sent_again_for_what_another_member_ma
     assert pair.peer.committed == {EU: 5}
 
 
+@pytest.mark.parametrize("others", [5, 0], ids=["another member has read on", "an operator has set it back"])
+def test_after_any_outage_the_groups_offset_counts_unless_it_is_this_members_own_commit(pair, others):
+    """Else what another member has committed is read again and goes back, and what an operator has set is overridden."""
+    pair.read_all()
+    pair.commit(eu=3, us=2)
+    pending = pair.core.commit([(EU, 4)], time.monotonic())  # not answered, and not stored
+    pair.core.requests.take()
+    pair.events()
+    pair.core.lost("gateway killed")
+    pair.peer.committed[EU] = others
+    pair.connect()
+    assert pair.events() == [(Kind.LOST, (EU,)), (Kind.ASSIGNED, (EU,))]
+    pair.pass_on()
+    assert isinstance(pending.error, Fenced) and pair.peer.committed == {EU: others, US: 2}
+    assert pair.read_all() == in_order(5, 0)[others:], "and nothing again of what was its own"
+
+
+def test_after_an_outage_a_commit_that_was_stored_without_an_answer_is_this_members_own(pair):
+    pair.read_all()
+    pending = [pair.core.commit([(EU, at)], time.monotonic()) for at in (2, 4)]
+    pair.core.requests.take()
+    pair.events()
+    pair.core.lost("gateway killed")
+    pair.peer.committed[EU] = 2
+    pair.connect().pass_on()
+    assert pair.events() == [] and all(each.done and each.error is None for each in pending)
+    assert pair.peer.committed == {EU: 4} and pair.read_all() == []
+
+
+def test_the_start_is_committed_before_a_message_is_given_out():
+    """Else the heir of a member that dies begins at its own `latest`, and what came meanwhile is skipped."""
+    pair = Pair(Peer({EU: 5, US: 3}), start="latest").connect()
+    pair.pass_on()
+    assert pair.peer.committed == {EU: 5, US: 3}
+    pair.peer.records[EU].append(b"new")
+    assert pair.read_all() == [(0, 5)]
+    heir = Pair(pair.peer, start="latest", member="heir").connect()
+    heir.pass_on()
+    assert heir.read_all() == [(0, 5)]
+
+
+def test_a_start_that_could_not_be_committed_is_looked_for_again():
+    pair = Pair(Peer({EU: 5, US: 3}), start="latest")
+    pair.peer.refuses["commit"] = "disk_full no room"
+    pair.connect().pass_on()
+    pair.core.fetch(time.monotonic(), 1.0)
+    assert pair.peer.committed == {} and pair.core.requests.take() == b"", "nothing is read, and it waits a moment"
+    pair.core.fetch_from = 0.0
+    pair.fetch()
+    assert pair.peer.committed == {EU: 5, US: 3}
+
+
+@pytest.mark.parametrize("to", ["earliest", "2"])
+def test_the_application_may_seek_before_the_start_is_known(to):
+    pair = Pair(Peer({EU: 5, US: 3}), start="latest").connect()
+    pair.core.seek(EU, lines.position_of(to), time.monotonic())
+    pair.pass_on()
+    assert pair.read_all() == in_order(5, 0)[2 if to == "2" else 0 :]
+
+
 def test_start_latest_skips_nothing_after_an_outage():
     pair = Pair(Peer({EU: 5, US: 3}), start="latest").connect()
     pair.pass_on()
