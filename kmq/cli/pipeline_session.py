@@ -1,7 +1,7 @@
 """The session that a command on Spark runs on, and how it ends."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import typer
@@ -57,6 +57,7 @@ def running(name: str, on: On = _HERE, continuous: bool = False, conf: dict[str,
     finally:
         stop.done()
         if spark:
-            spark.stop()
+            with suppress(Exception):  # a JVM that has ended has nothing left to stop, and the cause is known already
+                spark.stop()
     if stop.number:
         raise typer.Exit(EXIT_OK if continuous else 128 + stop.number)

@@ -239,8 +239,11 @@ def _launched(conf: "SparkConf") -> Any:
     reader = threading.Thread(target=_pass_on, args=(os.fdopen(reading, "rb"), last_lines), daemon=True)
     reader.start()
     failure: PySparkRuntimeError | None = None
+    # In a session of its own: a SIGTERM or SIGHUP for our process group must not end the JVM before its streams are
+    # stopped. The JVM ends when its stdin closes, also if this process is killed.
+    options = {"stderr": writing, "start_new_session": True}
     try:
-        return launch_gateway(conf, {"stderr": writing})  # type: ignore[no-untyped-call]
+        return launch_gateway(conf, options)  # type: ignore[no-untyped-call]
     except PySparkRuntimeError as err:
         failure = err
     finally:

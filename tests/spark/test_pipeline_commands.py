@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import os
 import pty
 import re
@@ -12,11 +13,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import PATIENCE_S, clean_env, wait
 from heard import Heard
 from made_data import write_data
+from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 from rich.console import Console
 
@@ -78,31 +81,43 @@ typer.run(main)
 
 
 @pytest.mark.parametrize(
-    ("kind", "number", "code"),
+    ("kind", "number", "send", "code"),
     [
-        ("continuous", signal.SIGTERM, 0),
-        pytest.param("continuous", signal.SIGINT, 0, marks=pytest.mark.soak),
-        ("once", signal.SIGTERM, 143),
+        pytest.param("continuous", signal.SIGTERM, os.kill, 0, marks=pytest.mark.soak),
+        ("continuous", signal.SIGTERM, os.killpg, 0),
+        pytest.param("continuous", signal.SIGINT, os.killpg, 0, marks=pytest.mark.soak),
+        ("once", signal.SIGTERM, os.kill, 143),
     ],
 )
-def test_a_signal_stops_a_stream_in_order_and_the_exit_code_tells_if_work_is_left(kind, number, code):
-    returned, out, err = signalled(number, STREAM, kind)
+def test_a_signal_stops_a_stream_in_order_and_the_exit_code_tells_if_work_is_left(kind, number, send, code):
+    returned, out, err = signalled(number, STREAM, kind, send=send)
     assert returned == code, out + err
-    assert "Traceback" not in err
+    assert [line for line in err.splitlines() if not line.startswith("ts=")] == []
 
 
-def signalled(number, script, *arguments):
-    """(exit code, stdout, stderr) of a script that is sent a signal when it says that it has started."""
+def signalled(number, script, *arguments, send=os.kill):
+    """(exit code, stdout, stderr) of a script that is sent a signal when it says that it has started.
+
+    `send`: os.kill signals the process alone; os.killpg all of its group, as a shell and `timeout` do.
+    """
     command = [sys.executable, "-c", script, *arguments]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=clean_env(), stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen(
+        command, env=clean_env(), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
         try:
             assert process.stdout.readline() == "started\n"
-            process.send_signal(number)
+            send(process.pid, number)
             out, err = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     return process.returncode, out, err
+
+
+def test_a_driver_that_is_killed_takes_its_jvm_with_it():
+    """The JVM is in no process group of the driver; it holds the driver's stdout open while it lives."""
+    code, out, err = signalled(signal.SIGKILL, STREAM, "continuous")
+    assert code == -signal.SIGKILL, out + err
 
 
 def test_a_signal_before_its_stream_is_active_stops_it_too(tmp_path):
@@ -171,7 +186,61 @@ def test_a_stream_whose_worker_is_not_up_in_time_is_started_again(spark, tmp_pat
         spark.sparkContext.environment.pop("PYTHONPATH")
         register(spark)
     assert (counts, described) == ([50], ["copy, batch 0: orders/0: up to 50 records"])
-    assert capfd.readouterr().err.count("event=stream_restarted query=copy start=2 of=5") == 1
+    assert capfd.readouterr().err.count("event=stream_restarted query=copy start=2 of=8") == 1
+
+
+class Busy:
+    """A stream, and the stop of its command, on a machine where no Python worker starts for `busy_s` of pauses."""
+
+    _spark = name = lastProgress = None
+    runId = "1"
+
+    def __init__(self, busy_s, stop_after_s=math.inf):
+        self.starts, self.paused_s = 0, 0.0
+        self._busy_s, self._stop_after_s = busy_s, stop_after_s
+
+    def trigger(self, **_):
+        return self
+
+    def start(self):
+        self.starts += 1
+        return self
+
+    def awaitTermination(self, _):
+        if self.paused_s < self._busy_s:
+            raise PySparkException("Python worker failed to connect back.")
+        return True
+
+    @property
+    def _jsq(self):
+        return SimpleNamespace(lastProgress=lambda: None, recentProgress=list)
+
+    def stop(self):
+        pass
+
+    def wait(self, seconds):
+        self.paused_s += seconds
+
+    def is_set(self):
+        return self.paused_s > self._stop_after_s
+
+
+def test_the_starts_of_a_stream_carry_over_a_minute_in_which_no_worker_starts(monkeypatch):
+    stream = Busy(busy_s=61)
+    monkeypatch.setattr(streams, "stopping", stream)
+    streams.run(stream)
+    assert stream.paused_s >= 61
+
+
+def test_a_machine_that_stays_busy_ends_the_stream_and_a_stop_ends_its_pauses(monkeypatch):
+    stream, stopped = Busy(busy_s=math.inf), Busy(busy_s=math.inf, stop_after_s=5)
+    monkeypatch.setattr(streams, "stopping", stream)
+    with pytest.raises(PySparkException, match="failed to connect back"):
+        streams.run(stream)
+    assert stream.starts == streams.STARTS
+    monkeypatch.setattr(streams, "stopping", stopped)
+    streams.run(stopped)
+    assert stopped.starts < streams.STARTS
 
 
 def test_kmq_sql_reads_a_script_and_ends_at_its_first_error_with_one_line(tmp_path):

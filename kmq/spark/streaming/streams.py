@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 EVERY = "10 seconds"
-STARTS = 5  # starts of a stream in a row without a finished batch
-_PAUSE_S = 1.0  # before the second start; it doubles before each further one
+STARTS = 8  # starts of a stream in a row without a finished batch
+_PAUSE_S = 1.0  # before the second start; it doubles before each further one: two minutes in all
 _POLL_S = 1  # between two checks of a running stream for late rows
 
 stopping = threading.Event()  # set: this process is stopping and starts no further stream
