@@ -27,14 +27,14 @@ from kmq.broker.clock import AgeClock
 from kmq.broker.oom import OomKills
 from kmq.broker.stage import Stage, main
 from kmq.broker.waits import RoomWaits, SlowSyncs
-from kmq.durability.recovery import SLACK, recover_wal, without_stored
+from kmq.durability.recovery import recover_wal, without_stored
 from kmq.errors import CorruptError, RetryError
 from kmq.links.acks import AckWriter
 from kmq.links.layout import Block, Framed
 from kmq.links.ring import RingReader, RingWriter
 from kmq.log import checkpoint, dropped, identity, numbered, spare
 from kmq.log.segment import Limits
-from kmq.log.wal import Stored, Wal
+from kmq.log.wal import Stored, Wal, torn_bytes
 from kmq.states import InForce
 
 _NOTE_NS = 1_000_000_000  # the open index block gets a provisional line this often, while there are writes
@@ -193,7 +193,7 @@ def run(stage: Stage) -> None:
         stage.log.info(
             "format_raised", to=identity.FORMAT, effect="releases before this one do not open the directory any more"
         )
-    unindexed = settings.ring_bytes + SLACK
+    unindexed = torn_bytes(settings.ring_bytes)
     wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check)
     if wal.cut_bytes:
         stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)

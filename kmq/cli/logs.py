@@ -147,10 +147,12 @@ def verify(
     from kmq.broker import damage
     from kmq.repair import check
 
-    data = existing_data()
+    data, settings = existing_data(), load()
     with counting("checked {task.completed:,.0f} MB") as advance:
-        checked = check.run(data, only or [], repair, as_json, lambda nbytes: advance(nbytes / _MB))
-    damage.tell(load(), checked.damage, checked.is_complete)
+        checked = check.run(
+            data, only or [], repair, as_json, lambda nbytes: advance(nbytes / _MB), settings.ring_bytes
+        )
+    damage.tell(settings, checked.damage, checked.is_complete)
     raise typer.Exit(checked.code)
 
 

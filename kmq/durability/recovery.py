@@ -13,9 +13,6 @@ from kmq.links.ring import RingReader
 from kmq.log import dropped, wal
 from kmq.log.disk import Buffer
 from kmq.log.wal import Wal
-from kmq.settings import MIB
-
-SLACK = 2 * MIB  # beyond one ring of blocks: how far back from the end of the WAL something may be torn
 
 
 def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
@@ -34,7 +31,7 @@ def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
             " run kmq verify --repair, which restores it from the queues"
         )
     if synced is None:
-        log.rewrite_tail(framed.size + SLACK)
+        log.rewrite_tail(wal.torn_bytes(framed.size))
     elif log.last_seq > synced or framed.sync_failed:
         # Records were appended that are not known to be on disk. Trust the ring rather than the page cache as long as
         # the ring still has them. Keep what `durable` has been shown: under a lax KMQ_FSYNC that is more than is synced,
@@ -51,7 +48,7 @@ def recover_wal(stage: Stage, log: Wal, framed: RingReader) -> None:
                 log.rewrite_after(synced)
                 log.roll()
         else:
-            log.rewrite_tail(framed.size + SLACK)
+            log.rewrite_tail(wal.torn_bytes(framed.size))
     log.sync()
     framed.set_synced(log.last_seq)
     framed.sync_failed = False

@@ -194,26 +194,35 @@ def find_tail(fd: int, size: int, is_good: Callable[[bytes], bool], floor: int =
 
     A torn last line, a run of NULs, and lines that are not good are skipped; `last` is b"" when none is left.
     """
-    end, data, start = size, b"", size
+    data, start = b"", size
+    until = 0  # how much of `data` is still to be searched: to cut it at each bad line would copy it each time
     while True:
-        cut = data.rstrip(b"\0").rfind(b"\n")
+        if until and not data[until - 1]:
+            until = len(data[:until].rstrip(b"\0"))
+        cut = data.rfind(b"\n", 0, until)
+        line_start = data.rfind(b"\n", 0, cut) + 1 if cut >= 0 else 0
+        if line_start == 0 and start > floor:  # the line may begin before `data`
+            step = min(_CHUNK, start - floor)
+            start -= step
+            data = os.pread(fd, step, start) + data[:until]
+            until = len(data)
+            continue
         if cut < 0:
-            if start <= floor:
-                return Tail(floor, b"", size - floor)
-            step = min(_CHUNK, start - floor)
-            data = os.pread(fd, step, start - step) + data
-            start -= step
-            continue
-        line_start = data.rfind(b"\n", 0, cut) + 1
-        if line_start == 0 and start > floor:
-            step = min(_CHUNK, start - floor)
-            data = os.pread(fd, step, start - step) + data
-            start -= step
-            continue
-        end = start + cut + 1
+            return Tail(floor, b"", size - floor)
         if is_good(data[line_start:cut]):
-            return Tail(end, data[line_start:cut], size - end)
-        data = data[:line_start]
+            return Tail(start + cut + 1, data[line_start:cut], size - start - cut - 1)
+        until = line_start
+
+
+def before_nuls(fd: int, size: int) -> int:
+    """Return where the run of NULs begins that ends at byte `size`; `size` if there is none."""
+    while size:
+        start = max(0, size - _CHUNK)
+        data = os.pread(fd, size - start, start).rstrip(b"\0")
+        if data:
+            return start + len(data)
+        size = start
+    return 0
 
 
 def find_nul(fd: int, start: int, end: int) -> int:

@@ -36,6 +36,7 @@ from kmq.log.disk import (
     AppendFile,
     Buffer,
     WaitForRoom,
+    before_nuls,
     find_nul,
     find_tail,
     give_up,
@@ -45,11 +46,18 @@ from kmq.log.disk import (
 )
 from kmq.log.index import IndexWriter, last_before
 from kmq.log.segment import Limits, Segment
+from kmq.settings import MIB
 
 # (lines, first seq, count, recv_ts in µs of the last line).
 Stored = tuple[Buffer, int, int, int]
 _READ_BYTES = 1 << 20
+RING_BYTES = 4 * MIB  # default of RB_BYTES
 _LAX_BYTES = 64 << 20  # without a sync per commit: how far back from the end a power cut may have left NULs
+
+
+def torn_bytes(ring_bytes: int) -> int:
+    """Return how many bytes after the last record a kill or a power cut may leave torn: a group commit has no more."""
+    return ring_bytes + 2 * MIB
 
 
 def _is_stored(line: bytes) -> bool:
@@ -155,15 +163,18 @@ class Wal:
         sync_directory(self.data)
 
     def _cut_tail(self, unindexed_bytes: int) -> None:
+        # A file system may leave any number of NULs at the end. They hold nothing, so they do not count: kmq verify
+        # calls them a torn end too (scan.py).
         file = self._file
+        size = before_nuls(file.fd, file.size)
         floor = 0
         if self._fsync:  # the index may have reached the disk before the log
             unindexed_bytes = max(unindexed_bytes, _LAX_BYTES)
         else:  # all that the index covers was synced: a difference there is damage, which must not be cut
             floor = reader.indexed_end(file.path, self._first, by_seq=True)
-        floor = max(floor, file.size - unindexed_bytes)
-        nul = find_nul(file.fd, floor, file.size)
-        end = file.size if nul < 0 else nul
+        floor = max(floor, size - unindexed_bytes)
+        nul = find_nul(file.fd, floor, size)
+        end = size if nul < 0 else nul
         tail = find_tail(file.fd, end, _is_stored)
         if end - tail.size > unindexed_bytes:
             raise CorruptError(f"{file.path}: no good record in the last {unindexed_bytes} bytes before byte {end}")

@@ -19,7 +19,9 @@ class Checked:
         self.code, self.damage, self.is_complete = code, damage, is_complete
 
 
-def run(data: str, only: list[str], heal: bool, as_json: bool, progress: Callable[[int], None]) -> Checked:
+def run(
+    data: str, only: list[str], heal: bool, as_json: bool, progress: Callable[[int], None], ring_bytes: int
+) -> Checked:
     """Check everything, or only some topics. The code is 0 if all is good, 1 if not, 65 if something cannot be healed."""
     unknown = set(only) - {"append", *topics.names(data)}
     if unknown:
@@ -27,16 +29,16 @@ def run(data: str, only: list[str], heal: bool, as_json: bool, progress: Callabl
     if heal:
         if only:
             raise ConfigError("--repair: takes no topics, because it heals each copy from the other; leave them out")
-        return _heal(data, as_json, progress)
-    damage = _look(data, only, as_json, progress)
+        return _heal(data, as_json, progress, ring_bytes)
+    damage = _look(data, only, as_json, progress, ring_bytes)
     return Checked(EXIT_FAILED if damage else EXIT_OK, damage, not only)
 
 
-def _look(data: str, only: list[str], as_json: bool, progress: Callable[[int], None]) -> int:
+def _look(data: str, only: list[str], as_json: bool, progress: Callable[[int], None], ring_bytes: int) -> int:
     """Print the findings; return how many are damage."""
     is_live = any(FileLock(f"{data}/{name}/.owner").is_held() for name in ("append", "topics"))
     count = 0
-    for finding in verify.Verifier(data, is_live, progress).findings(only):
+    for finding in verify.Verifier(data, is_live, progress, ring_bytes).findings(only):
         count += finding.is_damage
         text = f"{'damage' if finding.is_damage else 'note'}: {finding}"
         print(json.dumps(finding._asdict()) if as_json else text, flush=True)
@@ -45,13 +47,13 @@ def _look(data: str, only: list[str], as_json: bool, progress: Callable[[int], N
     return count
 
 
-def _heal(data: str, as_json: bool, progress: Callable[[int], None]) -> Checked:
+def _heal(data: str, as_json: bool, progress: Callable[[int], None], ring_bytes: int) -> Checked:
     locks = [(name, FileLock(f"{data}/{name}/.owner")) for name in ("append", "topics")]
     for name, lock in locks:
         lock.acquire(f"{data}/{name}: the broker must be down for a repair; it", describe("repair", data))
     try:
-        done = rebuild.Repair(data, progress).run()
-        found = verify.Verifier(data, is_live=False, progress=progress).findings()
+        done = rebuild.Repair(data, progress, ring_bytes).run()
+        found = verify.Verifier(data, False, progress, ring_bytes).findings()
         left = [finding for finding in found if finding.is_damage]
     finally:
         for _, lock in locks:

@@ -16,6 +16,7 @@ Crash       The next repair continues with what is left; see rewriting.py and pl
 from collections.abc import Callable
 
 from kmq.log import dedupe_file, deletions
+from kmq.log.wal import RING_BYTES
 from kmq.repair.conflicts import Conflicts
 from kmq.repair.directory import Directory
 from kmq.repair.places import Locator
@@ -26,10 +27,12 @@ from kmq.repair.wal import WalHealer
 
 
 class Repair:
-    """One run over a data directory."""
+    """One run over a data directory. `ring_bytes`: RB_BYTES of its broker."""
 
-    def __init__(self, data: str, progress: Callable[[int], None] = lambda _: None) -> None:
-        self._directory, self._rewriter = Directory(data), Rewriter(data, progress)
+    def __init__(
+        self, data: str, progress: Callable[[int], None] = lambda _: None, ring_bytes: int = RING_BYTES
+    ) -> None:
+        self._directory, self._rewriter = Directory(data), Rewriter(data, progress, ring_bytes)
         self._conflicts = Conflicts(data, self._rewriter, progress)
 
     def run(self) -> list[Healed]:

@@ -63,8 +63,8 @@ class Report:
 class Scans:
     """The segments of a data directory, each scanned once until it changes."""
 
-    def __init__(self, progress: Callable[[int], None]) -> None:
-        self._progress = progress
+    def __init__(self, progress: Callable[[int], None], ring_bytes: int) -> None:
+        self._progress, self._ring_bytes = progress, ring_bytes
         self._scans: dict[str, Scan] = {}
 
     def of_log(self, log: reader.LogReader) -> list[Scan]:
@@ -90,15 +90,15 @@ class Scans:
     def _scan(self, path: str, by_seq: bool, sealed: bool) -> Scan:
         if path not in self._scans:
             first = int(os.path.basename(path)[:20])
-            self._scans[path] = scan_segment(first, path, by_seq, sealed, self._progress)
+            self._scans[path] = scan_segment(first, path, by_seq, sealed, self._progress, self._ring_bytes)
         return self._scans[path]
 
 
 class Rewriter:
     """Rewrites damaged segments and their indexes."""
 
-    def __init__(self, data: str, progress: Callable[[int], None]) -> None:
-        self.scans, self.report = Scans(progress), Report(data)
+    def __init__(self, data: str, progress: Callable[[int], None], ring_bytes: int) -> None:
+        self.scans, self.report = Scans(progress, ring_bytes), Report(data)
         self.quarantine = Quarantine(data)
 
     def rewrite(self, scan: Scan, patches: list[Patch], lines: Lines, unwitnessed: Sequence[int] = ()) -> None:
@@ -129,6 +129,7 @@ class Rewriter:
             for patch in patches:
                 _copy(old, new, copied, patch.position)
                 missing: list[int] = []
+                begin = new.tell()
                 for seq, text in lines(scan, patch):
                     if text is not None:
                         new.write(text)
@@ -138,6 +139,8 @@ class Rewriter:
                             new.write(b"\n")  # so that the offsets behind it stay
                 if missing:
                     lost += self._give_up(scan, patch, missing)
+                elif new.tell() == begin and patch.end > patch.position:  # nothing stands for these bytes
+                    self.quarantine.keep(scan.path, patch.position, patch.end)
                 copied = patch.end
             _copy(old, new, copied, max(copied, scan.size - scan.torn))
             new.flush()

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kmq import record, routing
-from kmq.log import topics
+from kmq.log import topics, wal
 from kmq.log.damage import DamageError
+from kmq.log.disk import before_nuls
 from kmq.log.index import Entry, label, lineage_of, parse_label, parse_line, place_of
 from kmq.log.lines import bad_line, seqs_of
 from kmq.log.segment_reader import SegmentReader
+from kmq.log.wal import RING_BYTES
 
 _CHUNK = 1 << 20
 
@@ -74,9 +76,14 @@ class Scan(NamedTuple):
 
 
 def scan_segment(
-    first: int, path: str, by_seq: bool, sealed: bool, progress: Callable[[int], None] = lambda _: None
+    first: int,
+    path: str,
+    by_seq: bool,
+    sealed: bool,
+    progress: Callable[[int], None] = lambda _: None,
+    ring_bytes: int = RING_BYTES,
 ) -> Scan:
-    """Scan every byte of a segment."""
+    """Scan every byte of a segment. `ring_bytes`: RB_BYTES of the broker, from which follows what may be torn."""
     with SegmentReader(path, first, by_seq, sealed, trust=True) as segment:
         entries, wrong = _entries(segment)
         wrong[:0] = label_faults(segment, entries)
@@ -95,7 +102,9 @@ def scan_segment(
                 wrong.append((byte, fault))
             end = block.end
             progress(block.end - block.position)
-        return _uncovered(segment, end, scan, progress)
+        # The next start of durability refuses a longer end, the router cuts any (partition_recovery.py).
+        may_be_torn = wal.torn_bytes(ring_bytes) if by_seq else segment.size
+        return _uncovered(segment, end, scan, progress, may_be_torn)
 
 
 def _entries(segment: SegmentReader) -> tuple[list[tuple[int, Entry]], list[tuple[int, str]]]:
@@ -208,7 +217,7 @@ def _mismatch(data: bytes, position: int) -> str:
     return "crc mismatch" if bad is None else f"crc mismatch, and byte {position + bad} begins no stored line"
 
 
-def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[[int], None]) -> Scan:
+def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[[int], None], may_be_torn: int) -> Scan:
     """Add the bytes that the index does not cover, from byte `end` on."""
     unindexed = torn = 0
     want, last_seq = _CHUNK, scan.last_seq
@@ -228,8 +237,8 @@ def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[
             end += len(good)
             progress(len(good))
         if bad is not None or not whole:
-            rest = os.pread(segment.fd, segment.size - end, end)
-            if segment.sealed or _holds_records(rest):
+            rest = os.pread(segment.fd, before_nuls(segment.fd, segment.size) - end, end)
+            if segment.sealed or len(rest) > may_be_torn or _holds_records(rest):
                 scan.blocks.append(Block.bad(end, segment.size, "not a stored line in order of seq"))
             else:
                 torn = segment.size - end
@@ -239,4 +248,4 @@ def _uncovered(segment: SegmentReader, end: int, scan: Scan, progress: Callable[
 
 def _holds_records(rest: bytes) -> bool:
     """Return True if good lines follow a bad place: then it is damage, not a torn end."""
-    return any(record.parse_stored(line) for line in rest.rstrip(b"\0").split(b"\n")[1:-1])
+    return any(record.parse_stored(line) for line in rest.split(b"\n")[1:-1])

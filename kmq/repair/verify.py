@@ -16,6 +16,7 @@ from itertools import pairwise
 from kmq.log import checkpoint, deletions, dropped, segment
 from kmq.log.lines import seqs_of
 from kmq.log.reader import LogReader
+from kmq.log.wal import RING_BYTES
 from kmq.repair import copies, faults
 from kmq.repair.directory import At, Directory
 from kmq.repair.finding import Finding
@@ -23,10 +24,17 @@ from kmq.repair.scan import Block, Scan, scan_segment
 
 
 class Verifier:
-    """One run over a data directory. `is_live`: a broker may be writing meanwhile."""
+    """One run over a data directory. `is_live`: a broker may be writing meanwhile. `ring_bytes`: its RB_BYTES."""
 
-    def __init__(self, data: str, is_live: bool, progress: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        data: str,
+        is_live: bool,
+        progress: Callable[[int], None] = lambda _: None,
+        ring_bytes: int = RING_BYTES,
+    ) -> None:
         self._directory, self._is_live, self._progress = Directory(data), is_live, progress
+        self._ring_bytes = ring_bytes
 
     def findings(self, only: Iterable[str] = ()) -> Iterator[Finding]:
         """Yield all findings, or only those that concern these topics (`append`: the WAL)."""
@@ -64,7 +72,7 @@ class Verifier:
         for number, (first, path) in enumerate(segments):
             sealed = number + 1 < len(segments)
             try:
-                scan = scan_segment(first, path, log.by_seq, sealed, self._progress)
+                scan = scan_segment(first, path, log.by_seq, sealed, self._progress, self._ring_bytes)
             except FileNotFoundError:  # retention has just deleted it
                 continue
             if scan.misplaced:

@@ -126,3 +126,48 @@ def test_a_lax_fsync_survives_every_kill_and_says_what_is_on_disk(broker, fsync)
     broker.down()
     everything = list(range(1, 12 * BATCH + 1))
     assert seqs(broker.wal()) == everything and seqs(broker.lines("test")) == everything
+
+
+LONG = 20 << 20  # more than three group commits with the default RB_BYTES
+
+
+@pytest.mark.parametrize("half", [b"", b"9|1700000000.000301|test.k|1|9|to"], ids=["nothing", "half a line"])
+def test_nuls_of_any_length_after_the_last_record_are_a_torn_end_for_verify_and_start(broker, half):
+    broker.up()
+    broker.send_lines(batch(0, 8))
+    broker.wait_routed(8)
+    broker.down()
+    log = broker.data / "append.log"
+    whole = log.read_bytes()
+    with log.open("ab") as file:
+        file.write(half + bytes(LONG))
+    looked = broker.kmq("verify")
+    assert looked.returncode == 0 and f"byte {len(whole)}: a torn end, which the next start cuts" in looked.stdout
+    assert broker.kmq("verify", "--repair").returncode == 0
+    broker.up()
+    broker.send_lines(batch(1, 8))
+    broker.wait_routed(16)
+    broker.down()
+    assert log.read_bytes().startswith(whole) and seqs(broker.lines("test")) == list(range(1, 17))
+    assert broker.kmq("verify").stdout == "no damage\n"
+
+
+def test_what_a_start_refuses_after_the_last_record_is_damage_and_a_repair_sets_it_aside(broker):
+    broker.up()
+    broker.send_lines(batch(0, 8))
+    broker.wait_routed(8)
+    broker.down()
+    strange = b"no record\n" * (8 << 17)  # more than one
+    with (broker.data / "append.log").open("ab") as file:
+        file.write(strange)
+    assert broker.kmq("up", "--no-gateway").returncode != 0 and "no good record in the last" in broker.log()
+    broker.down()
+    looked = broker.kmq("verify")
+    assert looked.returncode == 1 and "not a stored line in order of seq" in looked.stdout
+    assert broker.kmq("verify", "--repair").returncode == 0
+    assert [path.read_bytes() for path in (broker.data / "quarantine").iterdir()] == [strange]
+    broker.up()
+    broker.send_lines(batch(1, 8))
+    broker.wait_routed(16)
+    broker.down()
+    assert seqs(broker.lines("test")) == list(range(1, 17)) and broker.kmq("verify").stdout == "no damage\n"
