@@ -138,8 +138,10 @@ class Gateway:
         self.offsets = OffsetStore(settings, self.core.watermark, log)
         self.keeper = OffsetKeeper(settings, self.row, self.offsets, log)
         self.compacting = Compacting(settings, log)
-        self.consumers = Consumers(settings, self.core.waking, self.tokens, self.strangers, self.requests)
-        self.groups = Groups(settings, self.offsets, self.consumers.partitions, log)
+        self.consumers = Consumers(
+            settings, self.core.waking, self.tokens, self.strangers, self.requests, self.core.partitions
+        )
+        self.groups = Groups(settings, self.offsets, self.core.partitions, log)
         self.kmq = KmqV1(self.core, self.groups, self.calls, streams)
         self.keeper.is_alive, self.keeper.forgotten = self.groups.is_alive, self.groups.forgotten
         admin = GroupAdmin(self.groups, self.core.partitions, self.core.fetching)

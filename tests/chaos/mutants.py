@@ -662,6 +662,16 @@ MUTANTS = [
         [OFFSETS],
     ),
     Mutant(
+        "offsets: a commit beyond the end of a partition is stored",
+        [("kmq/gateway/groups/membership.py", "            raise refused\n", "            pass\n")],
+        ["tests/unit/test_membership.py"],
+    ),
+    Mutant(
+        "offsets: a later commit overtakes one that waits for the router",
+        [("kmq/gateway/groups/membership.py", "        async with turn:\n", "        if turn:\n")],
+        ["tests/unit/test_membership.py"],
+    ),
+    Mutant(
         "offsets: commits do not wait for one another",
         [("kmq/gateway/groups/store.py", "        async with self._declaring:  #", "        if True:  #")],
         [OFFSETS],
@@ -671,7 +681,7 @@ MUTANTS = [
         [
             (
                 "kmq/gateway/groups/store.py",
-                "                await self._watermark.passed(stored)\n",
+                "                await self.watermark.passed(stored)\n",
                 "                pass\n",
             )
         ],

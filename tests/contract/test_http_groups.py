@@ -299,8 +299,27 @@ def test_a_directory_that_is_no_topic_cannot_be_committed_to(api, topic, group, 
     assert commit(api, below.format(topic=topic), group, {0: 1}).refusal[:2] == (404, "unknown_partition")
 
 
+def test_a_commit_beyond_the_end_is_refused_with_the_offsets_that_are_there(api, topic, group):
+    """Else the group would skip what comes later, and each message up to there would count as processed."""
+    produce(api, topic, "a", "b")
+    member = consume(api, topic, group, member="m").value
+    for named in ({"member": "m", "generation": member["generation"]}, {"member": "m"}):
+        for offset in (3, (1 << 63) - 1):
+            refused = commit(api, topic, group, {0: offset, 1: 0}, **named)
+            assert refused.refusal == (416, "out_of_range", "offset")
+            assert (refused.value["first"], refused.value["end"]) == (0, 2)
+    assert [row["committed"] for row in api.get(f"/api/groups/{group}").value["partitions"]] == [None, None]
+    assert commit(api, topic, group, {0: 2}, member="m").status == 200
+    produce(api, topic, "c")
+    assert commit(api, topic, group, {0: 3}, member="m").status == 200, "what is there now counts"
+    leave(api, group, "m")
+    assert commit(api, topic, group, {0: 4}).refusal == (416, "out_of_range", "offset"), "no member either"
+
+
 def test_a_commit_that_was_answered_is_a_record_of_the_reserved_topic(broker, api, topic, group):
-    commit(api, topic, group, {0: 5})
+    produce(api, topic, *"abcde")
+    produce(api, topic, "a", "b", partition=1)
+    assert commit(api, topic, group, {0: 5}).status == 200
     log = reader.partition(str(broker.data), "__consumer_offsets", 0)
     until(lambda: f"{group}.{topic}.0".encode() in log.read(0)[1], "the record in its topic")
     assert commit(api, topic, group, {1: 2}, member="-").status == 200, "the member of all without a name, while none"

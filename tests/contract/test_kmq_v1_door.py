@@ -259,6 +259,10 @@ def test_a_request_that_fails_is_answered_and_the_stream_goes_on(client, topic, 
         place = {"topic": "elsewhere", "partition": 0}
         assert code("commit", offsets=[{**place, "next_offset": 1}])[0] == "unknown_partition"
         assert code("commit", offsets=[{"topic": topic, "partition": 0, "next_offset": 1 << 63}])[0] == "bad_request"
+        assert code("commit", offsets=[{"topic": topic, "partition": 0, "next_offset": 1}]) == (
+            "out_of_range",
+            "offset",
+        )
         assert code("commit") == ("bad_field", "commit.offsets")
         assert code("seek", topic=topic, partition=0, to={"offset": 1})[0] == "out_of_range"
         assert code("seek", **place)[0] == "unknown_partition"

@@ -142,6 +142,7 @@ def test_commits_that_are_not_the_members_are_refused_and_the_connection_goes_on
             "!commit orders/4 1": b"!err commit unknown_partition orders/4: ",
             "!commit none/0 1": b"!err commit unknown_partition none/0: ",
             "!commit orders/0": b"!err commit bad_request ",
+            "!commit orders/0 1000000": b"!err commit out_of_range orders/0: offset 1000000 is beyond first=0 end=",
             "!commit orders/0 1 eaten/0 1": b"!err commit fenced ",
         }.items():
             a.send(request)
@@ -153,6 +154,8 @@ def test_commits_that_are_not_the_members_are_refused_and_the_connection_goes_on
         assert b"!err commit unknown_member " in others
         a.send("!leave")
         a.rest()
+    beyond = ask(port(broker), "ASSIGN refused orders/0", "!commit orders/0 1000000")
+    assert b"!err commit out_of_range " in beyond
     assert ask(port(broker), "ASSIGN refused orders/0", "!commit orders/0 7").endswith(b"!committed orders/0 7\n")
     assert ask(port(broker), "ASSIGN refused orders/0").startswith(b"!assign 0 orders/0@7\n")
 

@@ -1,21 +1,27 @@
 """Groups as doors use them, over committed offsets that a former life of the gateway has left. No broker is needed."""
 
 import asyncio
+import shutil
 import time
 from contextlib import asynccontextmanager, suppress
 
+import pytest
 from log_server import up
 from made_data import write_data
 
+from kmq.broker.stats import STATES
 from kmq.gateway.core.core import Core
 from kmq.gateway.core.feed import Watermark
 from kmq.gateway.core.partitions import Partitions
+from kmq.gateway.core.refused import RequestRefused
+from kmq.gateway.groups import membership
 from kmq.gateway.groups.admin import GroupAdmin
 from kmq.gateway.groups.membership import Groups
 from kmq.gateway.groups.offset_records import Committed, Place, encode_payload, routing_key
 from kmq.gateway.groups.stalled import StalledGroups
-from kmq.gateway.groups.store import OffsetStore
+from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Terms
+from kmq.log import deletions
 from kmq.logfmt import Logger
 
 PATIENCE_S = 30.0
@@ -83,6 +89,61 @@ def test_a_damaged_record_hides_the_lag_of_no_other_partition(tmp_path):
             finally:
                 core.stop()
                 await core.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("catches_up", [True, False])
+def test_a_commit_ahead_of_the_files_is_judged_when_the_router_has_caught_up(tmp_path, monkeypatch, catches_up):
+    """After a power cut a log may end earlier than a member has read. It is honest, and a later commit does not overtake it."""
+    data = write_data(tmp_path / "d", [b"t|0||a", b"t|0||b", commit("g", 0, time.time())], {"t": 1})
+    monkeypatch.setattr(membership, "_ROUTED_S", PATIENCE_S if catches_up else 0.2)
+
+    async def main():
+        async with started(data, 3) as (broker, groups):
+            router, written = broker.page.rows["router"], []
+            groups.store.commit = lambda group, rows, *_: asyncio.sleep(0, written.append(rows["t", 0].offset))
+            await groups.commit("g", None, {("t", 0): Commit(2)})
+            router.state = STATES.index("recovering")
+            early = asyncio.create_task(groups.commit("g", None, {("t", 0): Commit(3)}))
+            await asyncio.sleep(0)
+            late = asyncio.create_task(groups.commit("g", None, {("t", 0): Commit(1)}))
+            if catches_up:
+                await asyncio.sleep(0.1)
+                assert not early.done() and not late.done()
+                log = tmp_path / "d/topics/t/0/00000000000000000000.log"
+                log.write_bytes(log.read_bytes() + b"4|1700000000.000004|t|0||c\n")
+                router.state = STATES.index("ready")
+                await early
+            else:
+                with pytest.raises(RequestRefused, match="commit again") as refused:
+                    await early
+                assert refused.value.code == "not_ready"
+            await late
+            assert written == ([2, 3, 1] if catches_up else [2, 1])
+            router.state = STATES.index("ready")
+            with pytest.raises(RequestRefused, match="offset 9 is beyond first=0 end=") as refused:
+                await groups.commit("g", None, {("t", 0): Commit(9)})
+            assert refused.value.code == "out_of_range"
+
+    asyncio.run(main())
+
+
+def test_a_group_may_commit_the_beginning_of_a_second_life(tmp_path):
+    """It is where the first life ended, though nothing is there yet."""
+    data = write_data(tmp_path / "d", [b"t|0||a", commit("g", 0, time.time())], {"t": 1})
+    shutil.rmtree(f"{data}/topics/t/0")
+    deletions.write(data, [deletions.Deletion("t", 1, 1, "1.000000", [9])], lambda _, action: action())
+
+    async def main():
+        async with started(data, 2) as (broker, groups):
+            broker.page.rows["router"].state = STATES.index("ready")
+            written = []
+            groups.store.commit = lambda group, rows, *_: asyncio.sleep(0, written.append(rows))
+            await groups.commit("g", None, {("t", 0): Commit(9)})
+            assert written == [{("t", 0): Commit(9)}]
+            with pytest.raises(RequestRefused, match="first=9 end=9"):
+                await groups.commit("g", None, {("t", 0): Commit(10)})
 
     asyncio.run(main())
 

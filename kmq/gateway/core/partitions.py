@@ -6,6 +6,7 @@ Invariant   Only durable and routed records are shown: the router writes a recor
 Deletion    No offset ever means two records, also if a topic is deleted and made again (kmq/log/deletions.py). A
             partition that was opened before belongs to the deleted topic, and raises RequestRefused from then on.
 Files       A batch keeps two descriptors open until `close`.
+Memory      A number for each partition that was read.
 Not covered Who may read, and how far a group has come.
 """
 
@@ -89,7 +90,9 @@ class Partition:
 
     def end(self) -> int:
         """Return the offset that the next record gets."""
-        return self._log.end_offset() if self._log.segments() else self._owner.empty_at(self)
+        end = self._log.end_offset() if self._log.segments() else self._owner.empty_at(self)
+        self._owner.reach(self, end)
+        return end
 
     def nearest(self, offset: int) -> int:
         """Return this offset, or the first or the end offset if it lies outside."""
@@ -135,7 +138,9 @@ class Partition:
                 found.close()
                 raise
             if span is not None:
-                return _cut(found, span, max_bytes)
+                batch = _cut(found, span, max_bytes)
+                self._owner.reach(self, batch.next_offset)
+                return batch
             found.close()
             if most == END or (first := self.start()) <= offset:
                 return None
@@ -144,7 +149,9 @@ class Partition:
     def read(self, offset: int, max_bytes: int) -> tuple[int, bytes]:
         """Return (offset of the first line, whole checked lines): as `batch` does, in memory."""
         self.check()
-        return self._log.read(offset, max_bytes)
+        first, lines = self._log.read(offset, max_bytes)
+        self._owner.reach(self, first + lines.count(b"\n"))
+        return first, lines
 
 
 def _cut(found: Range, span: Span, max_bytes: int) -> Batch:
@@ -164,6 +171,17 @@ class Partitions:
     def __init__(self, data: str) -> None:
         self.data = data
         self._bounds = Bounds(data)
+        self._reached: dict[tuple[str, int], int] = {}
+
+    def reach(self, partition: Partition, end: int) -> None:
+        """Note that a partition has records up to `end`. Ends only grow, also in a second life of a topic."""
+        place = partition.topic, partition.number
+        if end > self._reached.get(place, 0):
+            self._reached[place] = end
+
+    def reached(self, place: tuple[str, int]) -> int:
+        """Return up to which offset a partition is known to have records, without a look at its files."""
+        return self._reached.get(place, 0)
 
     def count(self, topic: str) -> int:
         """Return how many partitions a topic has. Raises RequestRefused if there is no such topic."""

@@ -7,8 +7,10 @@
 
 Owner       the gateway: one task, from its start to its end.
 Invariant   Each member has at most one listener: who joins under the name of a member takes its place, and the listener
-            before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and the
-            coordinator hears of it only after it is durable.
+            before it is told Ended(fenced). A commit is stored only after the coordinator has allowed it, and never
+            beyond the end of a partition; the coordinator hears of it only after it is durable.
+            The commits of a group are judged and stored in the order of the calls: one that has to wait for the router
+            never lands behind a later one.
             Committed offsets are forgotten only when the group had no members for KMQ_GROUP_RETENTION, or when somebody
             deletes it. What was committed after that stays.
 Crash       Groups that have committed offsets are restored from the store, and the start is counted (lives.py); nobody
@@ -22,7 +24,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from secrets import token_hex
+from weakref import WeakValueDictionary
 
+from kmq.client.egress_lines import Position
 from kmq.errors import KmqError
 from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
@@ -32,12 +36,14 @@ from kmq.gateway.groups.events import Assigned, Ended, Event, Forgotten, GroupVi
 from kmq.gateway.groups.in_hand import InHand
 from kmq.gateway.groups.keeping import GRACE_S
 from kmq.gateway.groups.known_topics import KnownTopics
-from kmq.gateway.groups.offset_records import Committed
+from kmq.gateway.groups.offset_records import MAX_OFFSET, Committed
 from kmq.gateway.groups.store import Commit, OffsetStore
 from kmq.gateway.groups.terms import Client, Limits, Resume, Terms
+from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.settings import Settings
 
+_ROUTED_S = 5.0  # longest wait of a commit for the router
 _LOOK_S = 1.0  # between two looks whether topics came or went
 _LOAD_S = 0.05  # between two looks whether the offsets are loaded
 _COME_BACK_S = 2.0  # how long the members of a former life of the gateway are waited for
@@ -53,7 +59,8 @@ class Groups:
         self.store = store
         self.in_hand = InHand()
         self.coordinator = Coordinator()  # without groups, until they are restored
-        self._settings, self._log = settings, log
+        self._settings, self._partitions, self._log = settings, partitions, log
+        self._judging: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # group → its commits' turn
         self._topics = KnownTopics(settings.data, partitions, self._topics_changed, log)
         self._listeners: dict[tuple[str, str], Listener] = {}
         self._watchers: dict[
@@ -229,11 +236,15 @@ class Groups:
         self, group: str, member: str | None, rows: Mapping[Partition, Commit], generation: int | None = None
     ) -> None:
         """Commit; durable when this returns. Raises what Coordinator.check_commit and OffsetStore.commit raise."""
-        coordinator = self._coordinator()
-        unknown = {topic for topic, _ in rows if topic not in self._topics}
-        if unknown:
-            await self._topics.know(unknown)
-        coordinator.check_commit(group, member, generation, rows, time.monotonic())
+        coordinator, deadline = self._coordinator(), time.monotonic() + _ROUTED_S
+        turn = self._judging.setdefault(group, asyncio.Lock())
+        async with turn:
+            unknown = {topic for topic, _ in rows if topic not in self._topics}
+            if unknown:
+                await self._topics.know(unknown)
+            coordinator.check_commit(group, member, generation, rows, time.monotonic())
+            if await self._check_ends(rows, deadline):  # meanwhile the member may have lost the partition
+                coordinator.check_commit(group, member, generation, rows, time.monotonic())
         name = member if member is not None and _is_member(coordinator, group, member) else ""  # SHARED may be none
         if generation is None:
             generation = coordinator.assignment(group, name).generation if name else 0
@@ -251,6 +262,37 @@ class Groups:
         for place, row in rows.items():
             mine = [offset for offset in done[place] if self.in_hand.has(group, place, offset)]
             await self.forget(group, place, mine, row.offset if place in ahead else 0)
+
+    async def _check_ends(self, rows: Mapping[Partition, Commit], deadline: float) -> bool:
+        """Raise RequestRefused (out_of_range) for an offset beyond the end: the group would skip what comes there.
+
+        What somebody has read is there, so an ordinary commit costs no look at a file. Return True if there was one.
+        A log may end earlier than it did while the router recovers. So whoever is ahead of the files is judged when all
+        that is durable now is routed, and no honest commit is refused. If that takes too long, it is `not_ready`.
+        """
+        reached = self._partitions.reached
+        ahead = [(place, row.offset) for place, row in rows.items() if reached(place) < row.offset <= MAX_OFFSET]
+        if not ahead or await asyncio.to_thread(self._first_beyond, ahead) is None:
+            return bool(ahead)
+        watermark, durable = self.store.watermark, self.store.watermark.durable
+        while not (watermark.is_followed and watermark.routed >= durable):
+            if time.monotonic() >= deadline:
+                raise RequestRefused("not_ready", "the router is down or recovers, so the end is unknown; commit again")
+            await asyncio.sleep(_LOAD_S)
+        if (refused := await asyncio.to_thread(self._first_beyond, ahead)) is not None:
+            raise refused
+        return True
+
+    def _first_beyond(self, offsets: Iterable[tuple[Partition, int]]) -> RequestRefused | None:
+        for place, offset in offsets:
+            try:
+                self._partitions.open(*place).locate(Position("offset", offset))
+            except RequestRefused as err:
+                if err.code == "out_of_range":
+                    return err
+            except DamageError:
+                pass  # nobody knows where it ends
+        return None
 
     @contextmanager
     def watch(self, group: str, event: asyncio.Event) -> Iterator[None]:

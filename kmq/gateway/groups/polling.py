@@ -117,7 +117,7 @@ class Poller:
             try:
                 await self._groups.commit(self.group, self.id, {place: Commit(offset)})
             except RequestRefused as err:
-                if err.code not in (*_LOST, "unknown_partition"):
+                if err.code not in (*_LOST, "unknown_partition", "out_of_range"):
                     raise
 
     def take_back(self, moves: Iterable[Move]) -> None:

@@ -86,7 +86,8 @@ class OffsetStore:
         self.is_loaded = False
         self.records = 0  # in the log: read by `load`, and written since
         self.epoch_s = time.time() - time.monotonic()  # the keeper says better
-        self._data, self._watermark, self._log = settings.data, watermark, log
+        self.watermark = watermark
+        self._data, self._log = settings.data, log
         self._table = OffsetTable()
         self._writing = Counter[str]()  # group → writes without an outcome
         self._deleted = _DeletedTopics(settings.data)
@@ -98,10 +99,10 @@ class OffsetStore:
         stored, _ = await asyncio.to_thread(wal.last_stored, self._data)
         try:
             async with asyncio.timeout(_LOAD_S):
-                await self._watermark.passed(stored)
+                await self.watermark.passed(stored)
         except TimeoutError:
             raise RequestRefused(
-                "not_routed", f"offsets up to seq {stored} are on disk, but the router is at {self._watermark.routed}"
+                "not_routed", f"offsets up to seq {stored} are on disk, but the router is at {self.watermark.routed}"
             ) from None
         started = time.monotonic()
         self._deleted.look()

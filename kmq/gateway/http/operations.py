@@ -130,7 +130,7 @@ GROUPS = (
         "Commit the next offsets to read",
         {200: Reply("on disk", ref("Offsets"))},
         body=ref("Commit"),
-        errors=(*_JOINING, *_WRITING),
+        errors=(*_JOINING, *_WRITING, "out_of_range"),
     ),
     Operation(
         "POST",

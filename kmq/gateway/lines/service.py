@@ -38,10 +38,16 @@ class Service:
     """Make one for each gateway, inside the event loop."""
 
     def __init__(
-        self, settings: Settings, waking: Waking, tokens: Tokens | None, strangers: Strangers, requests: Requests
+        self,
+        settings: Settings,
+        waking: Waking,
+        tokens: Tokens | None,
+        strangers: Strangers,
+        requests: Requests,
+        partitions: Partitions | None = None,
     ) -> None:
         self.settings, self.waking, self.requests = settings, waking, requests
-        self.partitions = Partitions(settings.data)
+        self.partitions = partitions or Partitions(settings.data)
         self._tokens, self._strangers = tokens, strangers
         self.damaged: Callable[[DamageError], object] = lambda err: None  # the gateway counts what is met
         self._threads = ThreadPoolExecutor(_THREADS, "lines")
