@@ -28,10 +28,16 @@ class StageStatus:
         self.messages, self.bytes, self.seq = row.messages, row.bytes, row.seq
         self.restarts, self.connections = row.restarts, row.connections
         self.refused, self.dropped = row.refused, row.dropped
-        self.started = row.started
+        self.begun = row.started  # CLOCK_MONOTONIC, ns
         self.age_s = row.age_s
         self.state = state_of(name, row)
         self.rate = 0.0
+
+    def fields(self) -> dict[str, object]:
+        """Return what JSON shows: when it was started in unix seconds, by the time of day of now."""
+        age_s = (time.monotonic_ns() - self.begun) / 1e9
+        shown = {name: value for name, value in vars(self).items() if name != "begun"}
+        return shown | {"started": round(time.time() - age_s, 3) if self.begun else None}
 
 
 class Measured:
@@ -187,7 +193,7 @@ def as_json(status: Status) -> dict[str, object]:
             {"process": c.process, "file": c.path, "setting": c.setting, "not_after": utc(c.validity.not_after)}
             for c in verdict.certificates
         ],
-        "stages": [vars(stage) for stage in status.processes],
+        "stages": [stage.fields() for stage in status.processes],
         "backlog": status.backlog,
         "links": [link.fields() for link in measured.links],
         "latency": measured.latency,

@@ -80,7 +80,7 @@ def ls(
 
 
 def _list_topics(data: str, as_json: bool) -> None:
-    from kmq.client.letters import DLQ
+    from kmq.client.letters import is_dead_letters
     from kmq.log import topics
     from kmq.log.partition import end_offset
     from kmq.log.reader import partition
@@ -88,14 +88,14 @@ def _list_topics(data: str, as_json: bool) -> None:
     rows = [
         (name, sum(end_offset(data, name, n)[0] - partition(data, name, n).first_offset for n in range(partitions)))
         for name, partitions, _ in topics.listing(data)
-        if name.endswith(DLQ)
+        if is_dead_letters(name)
     ]
     if as_json:
         for name, count in rows:
             print(json.dumps({"topic": name, "letters": count}))
         return
     if not rows:
-        print("no topics of dead letters (<topic>.dlq)")
+        print("no topics of dead letters (dead, <topic>.dlq)")
         return
     table = Table("topic", box=None, pad_edge=False, header_style="bold")
     table.add_column("letters", justify="right")
@@ -122,13 +122,15 @@ def _list_letters(data: str, topic: str, filters: "list[Filter]", most: int, as_
 
 
 def _row(found: "Found") -> Iterator[str]:
+    from kmq.client.letters import why_dead
+
     message, letter = found.message, found.letter
     yield f"{message.partition}@{message.offset}"
     yield letter.origin if letter else "-"
     yield "-" if message.key is None else message.key.decode(errors="replace")
     yield (letter.attempts if letter else "") or "-"
     yield str(letter.replays) if letter else "-"
-    why = " ".join(letter.why.split()) if letter else "(no letter: it says nothing about an origin)"
+    why = why_dead(message.line)
     yield why if len(why) <= _MOST_ERROR else f"{why[: _MOST_ERROR - 1]}…"
 
 
@@ -240,11 +242,11 @@ def replay(
         for record, new_key in terminal.while_read(chosen):
             print(f"{record.partition}@{record.offset} -> {new_key.decode(errors='replace')}")
             total += 1
-        print(f"would replay {total} of {name}{_left(chosen)}")
+        print(f"would replay {total} of {name}{_left(chosen, name)}")
         return
     total, repeated = _send(data, chosen, sending.rate)
     before = f"; {repeated} of them were replayed before" if repeated else ""
-    print(f"replayed {total} of {name}{before}{_left(chosen)}")
+    print(f"replayed {total} of {name}{before}{_left(chosen, name)}")
 
 
 def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
@@ -265,10 +267,11 @@ def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
     return total, repeated
 
 
-def _left(chosen: "Replay") -> str:
+def _left(chosen: "Replay", name: str) -> str:
     parts = [f"{count} stay: {reason}" for reason, count in chosen.stayed.items()]
     if chosen.strangers:
-        parts.append(f"{chosen.strangers} are no letters: they say nothing about an origin")
+        where = f"kmq redrive {name} --to '<topic>.{{key}}'"
+        parts.append(f"{chosen.strangers} say nothing about an origin; send them where they belong with: {where}")
     return "".join(f"; {part}" for part in parts)
 
 

@@ -62,7 +62,7 @@ class Startup:
 
     def _started(self, processes: list[StageStatus]) -> int:
         """Return how many of them this start has brought up."""
-        return sum(process.started > self._launched for process in processes)
+        return sum(process.begun > self._launched for process in processes)
 
     def _check_space(self, status: Status) -> None:
         """Raise KmqError if all stages run, but have refused messages for lack of space for a while.

@@ -30,9 +30,15 @@ from kmq.client.lines import (
 from kmq.client.message import Message
 
 DLQ = ".dlq"  # suffix of a dead letter topic's name
+_TOPICS = re.compile(r"dead|.+[._-]dlq")  # `dead` holds lines that were no messages; they have no origin
 _FROM = re.compile(r"(?s)(.+)-(\d{1,9})-(\d{1,18})")
 _MOST_ERROR = 500  # characters of an error
 _OLD = re.compile(rb";(?:p|w|%b)(?:=[^;]*)?(?=;|\Z)" % b"|".join(name.encode() for name in LETTER_HEADERS))
+
+
+def is_dead_letters(topic: str) -> bool:
+    """Return True if the name says that every record of the topic is a dead letter, whoever has written it."""
+    return _TOPICS.fullmatch(topic) is not None
 
 
 class Failure(NamedTuple):
@@ -134,6 +140,13 @@ def parse_letter(line: bytes) -> Letter | None:
     )
 
 
+def why_dead(line: bytes) -> str:
+    """Return why a stored line is where dead letters are, in one line: as its letter says, else its header `reason`."""
+    letter = parse_letter(line)
+    reason = "" if letter else stored_headers(line.split(b"|", 5)[4]).get("reason", "")
+    return " ".join((letter.why if letter else reason or "(it says nothing about an origin)").split())
+
+
 def stored_headers(field: bytes) -> dict[str, str]:
     """Return the headers by their stored names, so that a user's `error`, which is stored as `%65rror`, is another."""
     pairs = (header.decode(errors="replace").partition("=") for header in field.split(b";")[1:])
@@ -156,4 +169,14 @@ def _number(text: str) -> int:
     return int(text) if re.fullmatch(r"\d{1,9}", text) else 0
 
 
-__all__ = ["DLQ", "Failure", "Letter", "format_letter", "letter_id", "parse_letter", "stored_headers"]
+__all__ = [
+    "DLQ",
+    "Failure",
+    "Letter",
+    "format_letter",
+    "is_dead_letters",
+    "letter_id",
+    "parse_letter",
+    "stored_headers",
+    "why_dead",
+]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from kmq.client.letters import DLQ, Letter, parse_letter
+from kmq.client.letters import DLQ, Letter, is_dead_letters, parse_letter
 from kmq.client.message import Message
 from kmq.deadletters import letters, redrive
 from kmq.errors import ConfigError
@@ -63,7 +63,7 @@ def find_topic(data: str, name: str) -> str | None:
     if not name.endswith(DLQ) and f"{name}{DLQ}" in known:
         return f"{name}{DLQ}"
     if name in known:
-        return name if name.endswith(DLQ) or any(each.letter for each in all_of(data, name)) else None
+        return name if is_dead_letters(name) or any(each.letter for each in all_of(data, name)) else None
     raise ConfigError(f"topic {name!r} does not exist; kmq dlq ls shows all topics of dead letters")
 
 

@@ -2,12 +2,15 @@
 
 import http.client
 import re
+import time
 from base64 import b64encode
+from contextlib import closing
 from hashlib import sha256
 
 import pytest
 from api_client import Api
 from brokers import PATIENCE_S, Broker
+from browsers import free_port
 
 from kmq.gateway.console.page import HEADERS
 
@@ -73,6 +76,16 @@ def test_the_overview_shows_what_status_shows(broker, api):
     assert {row["name"] for row in shown["status"]["stages"]} == {*broker.status()} - {"backlog"}
 
 
+def test_a_process_has_started_at_a_time_of_day(broker, api):
+    rows = api.get("/api/overview").value["status"]["stages"]
+    assert all(0 < time.time() - row["started"] < 3600 for row in rows), rows
+    ages = {row["name"]: time.time() - row["started"] for row in rows}
+    broker.kill("framer")
+    broker.wait(lambda: broker.status()["framer"]["restarts"] != "0", "the framer is there again")
+    young = {row["name"]: time.time() - row["started"] for row in api.get("/api/overview").value["status"]["stages"]}
+    assert young["framer"] < ages["framer"] <= ages["framer"] + 1 and young["ingress"] >= ages["ingress"]
+
+
 def test_rates_topics_and_groups_follow_what_is_sent(broker, api):
     assert api.post("/api/admin/topics", {"name": "shown", "partitions": 2}).status == 201
     sent = {"messages": [{"value": "eA==", "key": f"{n}"} for n in range(500)]}
@@ -100,6 +113,26 @@ def test_the_lag_of_a_group_is_shown_and_kept(broker, api):
     broker.wait(lambda: (row() or {}).get("lag") == 7 and row()["lag_seconds"] is not None, "the lag of the group")
     broker.wait(lambda: 7.0 in api.get("/api/groups/slow/history").value["lag"], "the lag in the history")
     assert api.get("/api/groups/none/history").refusal == (404, "unknown_group", "")
+
+
+def test_a_lag_that_the_gateway_does_not_know_yet_is_no_0(new_broker):
+    broker = new_broker()
+    broker.env["KMQ_HTTP_PORT"] = str(free_port())
+    broker.up()
+    with closing(Api(int(broker.env["KMQ_HTTP_PORT"]))) as api:
+        api.post("/api/topics/lagging/produce?format=text", {"messages": [{"value": "x"}] * 10})
+        commit = {"group": "slow", "offsets": [{"partition": 0, "offset": 3}]}
+        assert api.post("/api/topics/lagging/commit", commit).status == 200
+        pid = broker.pids()["gateway"]
+    broker.kill("gateway")
+    broker.wait(lambda: broker.status()["gateway"]["state"] == "ready" and broker.pids()["gateway"] != pid, "a gateway")
+    with closing(Api(int(broker.env["KMQ_HTTP_PORT"]))) as api:
+
+        def lags():
+            return [lag for lag in api.get("/api/history").value["series"]["lag.total"] if lag is not None]
+
+        broker.wait(lags, "a lag that is known")
+        assert lags()[0] == 7.0
 
 
 def test_the_history_has_a_number_or_null_for_each_step(broker, api):

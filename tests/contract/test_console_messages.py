@@ -3,6 +3,7 @@
 import base64
 import http.client
 import json
+import re
 import threading
 
 import pytest
@@ -188,6 +189,22 @@ def test_letters_are_grouped_by_reason(api, broker, dead, orders):
     assert found["topic"] == "jobs.dlq" and not found["more"]
     assert all(row["first_at"] <= row["last_at"] for row in found["groups"])
     assert api.get("/api/topics/orders/letters").value["groups"] == []
+
+
+def test_lines_that_were_no_messages_are_letters_by_reason_everywhere(api, broker):
+    broker.send_lines([b"no separator"] * 3 + [b"|0||no key"] * 2)
+    broker.wait(lambda: len(broker.lines("dead")) == 5, "the dead letters")
+    found = api.get("/api/topics/dead/letters").value
+    assert [(row["reason"], row["count"]) for row in found["groups"]] == [("no_separator", 3), ("empty_routing_key", 2)]
+    assert found["total"] == 5 and [row["value"] for row in found["groups"][0]["examples"]] == ["no separator"] * 3
+    listed = broker.kmq("dlq", "ls")
+    assert re.search(r"^dead +5$", listed.stdout, re.M), listed.stdout
+    rows = broker.kmq("dlq", "ls", "dead").stdout.splitlines()
+    assert len(rows) == 6 and sum("no_separator" in row for row in rows) == 3
+    shown = broker.kmq("dlq", "show", "dead", "0").stdout
+    assert "no_separator" in shown and shown.endswith("no separator\n")
+    tried = broker.kmq("dlq", "replay", "dead", "--dry-run").stdout
+    assert "would replay 0 of dead; 5 " in tried and "kmq redrive dead --to" in tried
 
 
 def test_a_replay_sends_nothing_until_it_is_told_to_and_nothing_twice(api, broker, dead):

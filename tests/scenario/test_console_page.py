@@ -6,6 +6,7 @@ Invariant   A number on a screen is the number in the document whose `as_of` the
 
 import math
 import os
+import re
 import signal
 import threading
 from contextlib import contextmanager, suppress
@@ -202,6 +203,47 @@ def test_a_gateway_that_is_gone_is_said_with_the_age_of_the_numbers(tab, broker)
         os.kill(supervisor, signal.SIGCONT)
     page.wait_for_selector("#connection", state="hidden", timeout=60_000)
     assert page.evaluate("document.body.className") == ""
+
+
+def test_a_gateway_that_hangs_is_said_before_the_request_to_it_is_given_up(tab, broker):
+    page = loaded(tab)
+    page.wait_for_selector("[data-field=as_of]")
+    gateway = broker.pids()["gateway"]
+    os.kill(gateway, signal.SIGSTOP)
+    try:
+        waited = page.evaluate(
+            """() => new Promise((done) => {
+              const begin = performance.now();
+              new MutationObserver(() => done(performance.now() - begin)).observe(document.body, { attributeFilter: ["class"] });
+            })"""
+        )
+        assert page.evaluate("document.body.className") == "stale" and waited < 10_000
+        assert "as of" in page.inner_text("#connection")
+    finally:
+        os.kill(gateway, signal.SIGCONT)
+    page.wait_for_selector("#connection", state="hidden", timeout=60_000)
+    assert page.evaluate("document.body.className") == ""
+
+
+def test_health_says_when_a_process_was_started(tab):
+    page = loaded(tab, "#/health")
+    page.wait_for_selector("[data-stage=router]")
+    row = page.inner_text("[data-stage=router]")
+    now = page.evaluate("new Date().toISOString().slice(0, 11).replace('T', ' ')")
+    assert re.search(now[:4] + r"-\d\d-\d\d \d\d:\d\d:\d\d", row), row
+
+
+def test_an_axis_says_a_number_once_and_none_where_nothing_is_known(tab):
+    page = loaded(tab)
+    labels = """async (values) => {
+      const { chart } = await import("/console/chart.js");
+      const say = (value) => String(Math.round(value));
+      const made = chart({ title: "t", series: [{ name: "a", values, kind: "s0" }], from: 0, step: 5, say });
+      return [...made.querySelectorAll(".y span")].map((span) => span.textContent);
+    }"""
+    assert page.evaluate(labels, [None, None]) == ["", "", ""]
+    assert page.evaluate(labels, [0, 1]) == ["1", "", "0"]
+    assert page.evaluate(labels, [0, 40]) == ["50", "25", "0"]
 
 
 @pytest.mark.parametrize("look", ["light", "dark"])

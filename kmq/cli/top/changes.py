@@ -43,12 +43,12 @@ class Changes:
         name = now["name"]
         if now["restarts"] > was["restarts"]:
             self._add("restarted", name, f"restart {now['restarts']}, pid {now['pid']}")
-        elif now["started"] != was["started"]:
+        elif now["pid"] != was["pid"]:
             self._add("started", name, f"pid {now['pid']}")
         if now["state"] == "stopped" != was["state"]:
             self._add("stopped", name, "ended in order")
         for kind in ("refused", "dropped"):
-            if now["started"] == was["started"] and now[kind] > was[kind]:
+            if now["pid"] == was["pid"] and now[kind] > was[kind]:
                 self._add(kind, name, f"{now[kind] - was[kind]:,} messages")
 
     def _add(self, kind: str, about: str, text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
-from kmq.client.letters import DLQ, parse_letter
+from kmq.client.letters import DLQ, is_dead_letters, parse_letter, why_dead
 from kmq.client.message import messages
 from kmq.client.producer import Producer
 from kmq.deadletters import letters, redrive
@@ -28,7 +28,6 @@ _SCANNED, _SCAN_S, _REPLAY_S = 20_000, 2.0, 50.0
 _EXAMPLES, _REASONS, _REASON = 5, 200, 200
 _CHUNK_BYTES = 256 << 10
 _HELD_BYTES = 16 << 20
-_NO_LETTER = "(no letter: it says nothing about an origin)"
 
 
 class _Over(Exception):
@@ -63,10 +62,9 @@ class DeadLetters:
             more |= first > partition.start()
             try:
                 for message in self._each(partition, first):
-                    letter = parse_letter(message.line)
-                    if letter is None and not topic.endswith(DLQ):
+                    if not is_dead_letters(topic) and parse_letter(message.line) is None:
                         continue
-                    reason = (" ".join(letter.why.split()) if letter else _NO_LETTER)[:_REASON]
+                    reason = why_dead(message.line)[:_REASON]
                     if reason not in found and len(found) >= _REASONS:
                         reason = "(other reasons)"
                     room = _count(found, reason, message, room)

@@ -43,17 +43,19 @@ class GroupLags:
         self._groups, self._partitions = groups, partitions
         self._lags: dict[str, _Lag] = {}
         self._received: dict[tuple[str, int, int], float] = {}  # when a record was received
-        self._names: list[str] = []
+        self._names: list[str] | None = None  # None: the committed offsets are not loaded yet
         self._turn = 0
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> list[str] | None:
+        """Return the names of all groups; None until they are known."""
         return self._names
 
     @property
-    def total(self) -> int:
-        """Return the messages that all groups together have not committed."""
-        return sum(lag.messages for lag in self._lags.values())
+    def total(self) -> int | None:
+        """Return the messages that all groups together have not committed; None until each was looked at once."""
+        is_known = self._names is not None and self._lags.keys() >= {*self._names}
+        return sum(lag.messages for lag in self._lags.values()) if is_known else None
 
     def messages(self) -> dict[str, float]:
         """Return the lag by group, the largest first."""
@@ -65,6 +67,7 @@ class GroupLags:
         try:
             self._groups.describe("")
         except RequestRefused:
+            self._names = None
             return []
         self._names = self._groups.coordinator.groups()
         self._lags = {name: lag for name in self._names if (lag := self._lags.get(name)) is not None}

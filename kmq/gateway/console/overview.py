@@ -89,14 +89,16 @@ class Overview:
         self._turns.follow_files()
         self.topics.look()
         self.groups.look(asked)
-        self.history.forget(set(self.groups.names))
+        if self.groups.names is not None:
+            self.history.forget(set(self.groups.names))
         self.history.put(self._values(), self.groups.messages())
 
     def _values(self) -> dict[str, float]:
         found = {f"fill.{link.name}": link.fill for link in links.look(self._settings)}
         for stage, rate in self._rates(int(STEP_S)).items():
             found[f"rate.{stage}"], found[f"bytes.{stage}"] = rate["messages"], rate["bytes"]
-        found["lag.total"] = float(self.groups.total)
+        if (lag := self.groups.total) is not None:
+            found["lag.total"] = float(lag)
         for name, latency in self._latency(int(STEP_S)).items():
             if latency is not None:
                 found[f"{name}.p50"], found[f"{name}.p99"] = latency["p50"], latency["p99"]
@@ -116,7 +118,7 @@ class Overview:
             "topics": self.topics.rows(),
             "topics_total": self.topics.total,
             "groups": self.groups.rows(time.time()),
-            "groups_total": len(self.groups.names),
+            "groups_total": None if self.groups.names is None else len(self.groups.names),
             "events": [event.fields() for event in self.events.newest(_EVENTS)],
         }
         self._made = time.monotonic(), made

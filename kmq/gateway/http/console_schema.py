@@ -46,7 +46,7 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         topics=array(ref("TopicRate"), description="the 20 with the highest rate"),
         topics_total=number("how many there are"),
         groups=array(ref("GroupLag"), description="the 20 with the largest lag"),
-        groups_total=number("how many there are"),
+        groups_total=or_null(number("how many there are; null: the committed offsets are not loaded yet")),
         events=array(ref("Event"), description="the newest 50, oldest first"),
     ),
     "History": record(

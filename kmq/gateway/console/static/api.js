@@ -5,6 +5,7 @@
 
 const TOKEN = "kmq-token";
 const TIMEOUT_MS = 15000;
+const SLOW_MS = 3000; // a poll without an answer for so long is reported, and goes on
 const CHANGE_MS = 70000; // a replay ends after 50 s
 const MOST_WAIT_MS = 15000;
 
@@ -137,10 +138,14 @@ export function pause(milliseconds, signal) {
   });
 }
 
-/** Load and render until the signal is raised; `report(error, waitMs)` hears of each failure, `report(null)` of success. */
+/**
+ * Load and render until the signal is raised; `report(error, waitMs)` hears of each failure, and of an answer that is
+ * late, `report(null)` of success.
+ */
 export async function poll(load, render, everyMs, signal, report) {
   for (let failures = 0; !signal.aborted; ) {
     let wait = everyMs;
+    const late = setTimeout(() => signal.aborted || report(new ApiError(0, "late", "the gateway does not answer"), 0), SLOW_MS);
     try {
       const found = await load(signal);
       if (signal.aborted) return;
@@ -152,6 +157,8 @@ export async function poll(load, render, everyMs, signal, report) {
       failures += 1;
       wait = Math.min(MOST_WAIT_MS, Math.max(everyMs, 500 * 2 ** failures)) * (0.8 + 0.4 * Math.random());
       report(error, wait);
+    } finally {
+      clearTimeout(late);
     }
     await pause(wait, signal);
   }

@@ -53,9 +53,15 @@ export function chart({ title, series, from, step, say, ceiling }) {
     [0, 0.5, 1].map((part) => s("line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT * part, y2: HEIGHT * part })),
     shade ? s("path", { class: `area ${series[0].kind}`, d: shade }) : null,
     series.map((one) => s("path", { class: `line ${one.kind}`, d: line(one.values, most) })));
-  const axis = h("div", { class: "y", "aria-hidden": "true" }, h("span", null, say(most)), h("span", null, say(most / 2)), h("span", null, say(0)));
+  const axis = h("div", { class: "y", "aria-hidden": "true" }, marks(most, say, ceiling !== undefined || known.flat().length > 0));
   const times = h("div", { class: "x", "aria-hidden": "true" }, h("span", null, clock(from)), h("span", null, clock(until)));
   return h("figure", { class: "chart", "data-key": title }, caption, h("div", { class: "plot" }, axis, svg), times);
+}
+
+/** Return the labels of the axis: none if no value is known, and the one in the middle only if it says another number. */
+function marks(most, say, isKnown) {
+  const [high, middle, low] = isKnown ? [most, most / 2, 0].map(say) : ["", "", ""];
+  return [high, middle === high || middle === low ? "" : middle, low].map((text) => h("span", null, text));
 }
 
 function area(values, most) {

@@ -58,7 +58,8 @@ function report(error, wait, found) {
   document.body.classList.add("stale");
   const age = newest ? `What you see is as of ${clock(newest)} UTC.` : "There is no data yet.";
   const what = error instanceof ApiError ? error.message : `the page cannot show an answer (${error.message})`;
-  showTrouble(`No answer since ${clock(goneSince)} UTC: ${visible(what)}. ${age}`, `Next try in ${duration(Math.round(wait / 1000) || 1)}.`);
+  const next = wait ? `Next try in ${duration(Math.round(wait / 1000) || 1)}.` : "Still waiting for it.";
+  showTrouble(`No answer since ${clock(goneSince)} UTC: ${visible(what)}. ${age}`, next);
 }
 
 function showTrouble(text, next) {

@@ -28,8 +28,9 @@ function reasons(found) {
 }
 
 function stayed(found) {
-  const reasons = Object.entries(found.stayed ?? {});
-  return reasons.length ? `; ${reasons.map(([why, n]) => `${number(n)} stay: ${visible(why)}`).join(", ")}` : "";
+  const reasons = Object.entries(found.stayed ?? {}).map(([why, n]) => `; ${number(n)} stay: ${visible(why)}`);
+  if (found.strangers) reasons.push(`; ${number(found.strangers)} say nothing about an origin, so only kmq redrive can send them`);
+  return reasons.join("");
 }
 
 function replayForm(name, app) {
