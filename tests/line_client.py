@@ -32,10 +32,14 @@ class LineClient:
         """Send lines; `last`: and no more, as nc does at the end of its input."""
         self.send_raw("".join(f"{line}\n" for line in lines).encode())
         if last:
-            self._sock.shutdown(socket.SHUT_WR)
+            self.end()
 
     def send_raw(self, data: bytes) -> None:
         self._sock.sendall(data)
+
+    def end(self) -> None:
+        """Send no more."""
+        self._sock.shutdown(socket.SHUT_WR)
 
     def line(self) -> bytes:
         """The next line, without its newline."""

@@ -1,9 +1,9 @@
 """One producer's connection: what it may send, the line it has not finished, and its replies (replies.py).
 
     phase      reads it                           an unfinished line, when the connection ends
-    GREETING   always                             is forgotten: it may be a hello with a token
-    PLAIN      only while messages are accepted   becomes dead.malformed; with a sender it is forgotten
-    ACKED      always: refused messages are told  is forgotten: it was never sent
+    GREETING   always                             is refused, and kept nowhere: it may be a hello with a token
+    PLAIN      only while messages are accepted   becomes dead.malformed
+    ACKED      always: refused messages are told  is refused: no_newline
     CLOSING    never; it only gets its replies    -
 
 GREETING becomes PLAIN by a first line that is no hello, or by one with acks=0, and ACKED by a hello with acks=1. Every

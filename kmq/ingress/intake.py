@@ -7,8 +7,8 @@ judges the lines. Only what it cannot judge is looked at here:
     no newline at the end        becomes dead.malformed
 
 A connection whose first line begins with `!` speaks the acknowledged protocol (hello.py). Its messages are counted, for
-the replies. One over KMQ_MAX_LINE goes on cut, one byte longer than the limit, so that the framer refuses it. A line
-without newline at the end was never sent.
+the replies. One over KMQ_MAX_LINE goes on cut, one byte longer than the limit, so that the framer refuses it. One
+without newline at the end is refused here, or becomes dead.malformed where the hello asked for no replies.
 
 Memory      An unfinished line keeps at most KMQ_MAX_LINE bytes, and all of them together PARTIAL_BYTES (budgets.py).
             Over that the connection with the longest line is closed, and what it has sent so far becomes
@@ -24,6 +24,7 @@ from kmq.ingress.budgets import PartialBudget
 from kmq.ingress.connection import GREETING, PLAIN, Connection
 from kmq.ingress.errs import Errs
 from kmq.links.handover import Handover, Part
+from kmq.links.raw import Sender
 from kmq.settings import KIB
 
 RECEIVE_BYTES = 256 * KIB  # one receive; the buffer is shared by all connections
@@ -177,12 +178,23 @@ class Intake:
             replies.passed += count
             if not replies.train_at and replies.acks:
                 replies.train_end, replies.train_at = replies.taken, time.monotonic()
+        self._hand_over(parts, sender, count)
+
+    def _hand_over(self, parts: list[Part], sender: Sender | None, count: int) -> None:
         self.bytes += sum(map(len, parts))
         self.handover.put(parts, sender, count)
 
     def finish(self, connection: Connection) -> None:
-        """Take the end of a connection: its unfinished line becomes dead.malformed, or is forgotten (connection.py)."""
-        if connection.length and connection.sender is None and connection.phase != GREETING:
-            self._pass_line(connection, "too_long" if connection.length > self.max_line else "no_newline")
-        else:
-            self._forget_partial(connection)
+        """Take the end of a connection: its unfinished line is refused, or becomes dead.malformed (connection.py)."""
+        line, length, replies = bytes(connection.partial), connection.length, connection.replies
+        self._forget_partial(connection)
+        if not length or connection.phase == GREETING:
+            return
+        reason = "too_long" if length > self.max_line else "no_newline"
+        if replies.acks:
+            replies.refusal = replies.refusal or b"%b the connection ended before the line did" % reason.encode()
+            replies.refuse(1)
+            self.errs.count(replies.refusal)
+        elif not replies.refusal:
+            self.refused += 1
+            self._hand_over([record.malformed(reason, line, length, self.max_line), b"\n"], None, 0)

@@ -172,14 +172,14 @@ class Producers:
             if connection.phase == CLOSING or reason == UNREAD:
                 self._break(connection)  # it does not read its replies
                 continue
-            if connection.phase == GREETING and connection.length:
-                connection.replies.pending += b"!err 0 bad_hello not finished within KMQ_LINE_DEADLINE\n"
-                self._errs.count(b"bad_hello")
-            self._end(connection)
+            self._end(connection, "within KMQ_LINE_DEADLINE")
         self.entrance.sweep()
 
-    def _end(self, connection: Connection) -> None:
-        """Receive nothing more; replies may still have to be sent."""
+    def _end(self, connection: Connection, when: str = "when the connection ended") -> None:
+        """Receive nothing more; replies may still have to be sent. `when`: about a hello that is not finished."""
+        if connection.phase == GREETING and connection.length:
+            connection.replies.pending += f"!err 0 bad_hello not finished {when}\n".encode()
+            self._errs.count(b"bad_hello")
         self.intake.finish(connection)
         connection.phase = CLOSING
         self._tell(connection)

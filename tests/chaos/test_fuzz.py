@@ -467,7 +467,8 @@ class AckedSender(Sender):
             [("", ""), (f";p=f{number}", f" producer=f{number}"), (f";w=f{number}", f" window=f{number}")]
         )
         super().__init__(pod, rng, f"!hello acks=1{hello}\n".encode() + stream, step)
-        self.account, self.lines, self.heard = account, stream.split(b"\n")[:-1], b""
+        *self.lines, self.unfinished = stream.split(b"\n")
+        self.account, self.heard = account, b""
 
     def events(self):
         return select.POLLIN | (select.POLLOUT if self.at < self.end else 0)
@@ -500,6 +501,8 @@ class AckedSender(Sender):
     def settle(self):
         """Each line has been told what becomes of it; what is acknowledged has to be there."""
         told, known, last = self.replies(), {}, -1
+        if self.unfinished:
+            assert told.pop() in ((b"!err", b"no_newline"), (b"!err", b"too_long"))
         assert len(told) == len(self.lines)
         for line, (word, what) in zip(self.lines, told, strict=True):
             why = reasons(line)

@@ -1,4 +1,4 @@
-"""`kmq produce` while the broker accepts nothing, on a terminal, and when it is interrupted: what the user is told."""
+"""`kmq produce`, and lines by hand, while the broker accepts nothing, or not all: what the user is told."""
 
 import contextlib
 import os
@@ -10,6 +10,7 @@ import subprocess
 import threading
 
 import pytest
+from line_client import LineClient
 
 RETRY, INTERRUPTED = 75, 130
 MANY = b"x" * 1000 + b"\n"
@@ -210,3 +211,38 @@ def test_produce_on_a_terminal_says_that_it_reads_from_it(broker):
     assert shown.startswith("kmq: reading messages from the terminal, one per line; end with Ctrl-D\r\n")
     assert "sending" not in shown
     assert broker.lines("test")[0].endswith(b"|typed")
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def by_hand(broker, text):
+    """Send text without a newline at its end, and no more; return what ingress replies until it closes."""
+    with LineClient(int((broker.pipes / "ingress.port").read_text())) as client:
+        client.send_raw(text)
+        client.end()
+        return client.rest().decode().splitlines()
+
+
+@pytest.mark.parametrize("hello", ["!hello acks=1", "!hello acks=1 producer=till-7", "!hello acks=1 window=w"])
+def test_the_unfinished_last_line_of_an_acknowledged_connection_is_refused(broker, hello):
+    broker.up()
+    lines = "test.a|0|1|whole\ntest.a|0|2|whole\n"
+    replies = by_hand(broker, f"{hello}\n{lines}test.a|0|3|not whole".encode())
+    assert replies[0].startswith("!ok ") and replies[-2:-1] == ["!ack 2 2"]
+    assert replies[-1].split()[:3] == ["!err", "3", "no_newline"]
+    assert [line.rpartition(b"|")[2] for line in broker.lines("test")] == [b"whole", b"whole"]
+    assert broker.lines("dead") == []
+
+
+def test_the_unfinished_last_line_of_a_producer_without_replies_is_a_dead_letter(broker):
+    broker.up()
+    assert len(by_hand(broker, b"!hello acks=0 producer=till-7\ntest.a|0|1|whole\ntest.a|0|2|not whole")) == 1
+    broker.wait(lambda: broker.lines("dead"), "the dead letter")
+    assert b"reason=no_newline;len=20|test.a|0|2|not whole" in broker.lines("dead")[0]
+    assert [line.rpartition(b"|")[2] for line in broker.lines("test")] == [b"whole"]
+
+
+def test_an_unfinished_hello_is_refused(broker):
+    broker.up()
+    assert by_hand(broker, b"!hello acks=1")[0].startswith("!err 0 bad_hello ")

@@ -227,3 +227,10 @@ def test_every_command_in_a_page_is_there_with_its_options(path):
 def test_a_command_or_an_option_that_is_not_there_is_found():
     page = "$ kmq up && kmq down\n`kmq produce x --akcs`\n`kmq sing`\n$ kmq verify --repair  # --not-this\n"
     assert _unknown_commands(page) == ["kmq produce x --akcs", "kmq sing"]
+
+
+def test_the_glossary_does_not_deny_a_word_that_it_explains():
+    page = (ROOT / "docs/glossary.md").read_text()
+    explained = set(re.findall(r"^\| ([^|]+?) \|", page, re.M))
+    denied = set(re.findall(r"(?:: |, )([\w ]+?) \(", page[page.index("that KMQ does not have") :].replace("\n", " ")))
+    assert denied and not denied & explained
