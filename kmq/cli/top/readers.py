@@ -71,7 +71,7 @@ class LocalReader:
 
     def _rates(self, at: float, found: Status) -> Document:
         counts = {
-            (stage.name, counter, stage.started): int(getattr(stage, counter))
+            (stage.name, counter, stage.begun): int(getattr(stage, counter))
             for stage in found.processes
             for counter in ("messages", "bytes")
         }

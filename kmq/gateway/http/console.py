@@ -40,7 +40,7 @@ class Console:
 
     async def group_history(self, call: Call) -> web.Response:
         group = call.path["group"]
-        if group not in self._overview.groups.names:
+        if group not in (self._overview.groups.names or ()):
             raise RequestRefused("unknown_group", f"group {group!r}: is not known, or not yet looked at")
         return web.json_response(self._overview.history.of_group(group))
 
