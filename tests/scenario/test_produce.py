@@ -231,6 +231,7 @@ def test_the_unfinished_last_line_of_an_acknowledged_connection_is_refused(broke
     replies = by_hand(broker, f"{hello}\n{lines}test.a|0|3|not whole".encode())
     assert replies[0].startswith("!ok ") and replies[-2:-1] == ["!ack 2 2"]
     assert replies[-1].split()[:3] == ["!err", "3", "no_newline"]
+    broker.wait(lambda: len(broker.lines("test")) == 2, "the whole lines are in their queue")
     assert [line.rpartition(b"|")[2] for line in broker.lines("test")] == [b"whole", b"whole"]
     assert broker.lines("dead") == []
 
