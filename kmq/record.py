@@ -168,6 +168,11 @@ def refusal(line: bytes, reserved: bool = False) -> str:
     return ""
 
 
+def key_refusal(routing_key: bytes) -> str:
+    """Return why a routing key is none, as one word; "" if it is one."""
+    return refusal(routing_key + b"|||") or ("separator" if b"|" in routing_key or b"\n" in routing_key else "")
+
+
 def malformed(reason: str, original: bytes, length: int, max_line: int) -> bytes:
     """Return the `dead.malformed` line, as sent, that keeps a line which is not a message.
 

@@ -18,6 +18,7 @@ import typer
 from kmq import terminal
 from kmq.cli.helptext import examples
 from kmq.cli.options import grouped
+from kmq.client.consumer_options import to_topic
 from kmq.client.failures import Refused
 from kmq.client.waiting import STALL_S, say
 from kmq.errors import ConfigError, KmqError, RetryError
@@ -69,6 +70,7 @@ def consume(topic: _TOPIC, reading: Reading, as_json: _JSON = False) -> None:
 
     Without --follow the command ends where the topic ended when it began.
     """
+    topic = to_topic(topic, "kmq consume")
     start = reading.start or ("latest" if reading.follow and not reading.group else "earliest")
     _require(topic, reading.follow)
     printer = _Printer(_json if as_json else _value)
@@ -82,7 +84,7 @@ def tail(
     as_json: _JSON = False,
 ) -> None:
     """Print the last messages of a topic with place, time and key, and then those that come, until Ctrl-C."""
-    places = _require(topic, follows=True)
+    places = _require(to_topic(topic, "kmq tail"), follows=True)
     printer = _Printer(_json if as_json else _row)
     with _open(topic, printer, start="latest") as consumer:
         if places:

@@ -4,7 +4,7 @@ import socket
 
 from kmq import tokens
 from kmq.broker import status
-from kmq.client.lines import no_connection, read_port
+from kmq.client.lines import no_connection, read_port, request_line
 from kmq.errors import KmqError
 from kmq.settings import Settings
 
@@ -40,9 +40,9 @@ def _of_greeting(settings: Settings) -> str:
     try:
         port = read_port(settings, "ingress", settings.port)
         where = f"{settings.host}:{port}"
-        token = f" token={tokens.local(settings)}" if settings.tokens else ""
+        token = f"token={tokens.local(settings)}" if settings.tokens else ""
         with socket.create_connection((settings.host, port), timeout=_ASK_S) as sock:
-            sock.sendall(f"!hello acks=1{token}\n".encode())
+            sock.sendall(request_line("!hello", "acks=1", token))
             reply = sock.recv(4096).decode(errors="replace").strip()
     except TimeoutError:
         return f"{where} does not answer: the disk there may be full, or a stage stopped; see kmq status there"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kmq import record, refusals
 from kmq.cli.helptext import examples
 from kmq.cli.obstacle import obstacle
 from kmq.cli.progress import counted
@@ -61,19 +62,21 @@ def produce(
     settings = load()
     if raw == bool(routing_key):
         raise ConfigError("give a routing key, or --raw for lines with routing keys of their own")
-    if "|" in routing_key or "\n" in routing_key:
-        raise ConfigError(f"routing key {routing_key!r}: must not hold | or a newline")
+    key = os.fsencode(routing_key)
+    if key and (reason := record.key_refusal(key)):
+        what = "it must not hold | or a newline" if reason == "separator" else refusals.find(reason).text
+        raise ConfigError(f"routing key {routing_key!r}: {what}")
 
     payloads = [[os.fsencode(text) for text in message]] if message else _read_blocks(sys.stdin.fileno())
     acks = acks or bool(producer)
     ids = map(b"%d".__mod__, itertools.count(1)) if acks else itertools.repeat(b"")
-    blocks = _as_lines(payloads, os.fsencode(routing_key), ids)
+    blocks = _as_lines(payloads, key, ids)
     shown = counted(blocks, "sending", len) if message or not sys.stdin.isatty() else blocks
     patience = Patience(lambda: obstacle(settings), math.inf if acks or timeout is None else timeout)
     if acks:
         print(_store(shown, producer, bool(producer) or not raw, patience, timeout))
     else:
-        print(_send(shown, line_sender(settings, patience)))
+        print(_send(shown, line_sender(settings, patience), settings.max_line))
 
 
 def line_sender(settings: Settings, patience: Patience) -> LineSender:
@@ -116,11 +119,31 @@ def _as_lines(payloads: Iterable[list[bytes]], key: bytes, ids: Iterator[bytes])
 # --- without and with replies ----------------------------------------------------------------------------------------
 
 
-def _send(blocks: Iterable[list[bytes]], sender: LineSender) -> str:
-    """Send whole lines without acknowledgement, each block as soon as it is available."""
+class _Malformed:
+    """The lines that the broker will keep as dead letters, because they are no messages: nobody else says so."""
+
+    def __init__(self, max_line: int) -> None:
+        self._max_line = max_line
+        self.count, self.first = 0, ""
+
+    def look(self, block: list[bytes]) -> None:
+        data = b"".join(block)
+        if len(data) <= self._max_line and b".@" not in data and record.good_prefix(data) == len(data):
+            return
+        for line in block:
+            reason = record.refusal(line[:-1]) or ("too_long" if len(line) - 1 > self._max_line else "")
+            if reason:
+                self.count += 1
+                self.first = self.first or f"{line[:80]!r}: {refusals.find(reason).text}"
+
+
+def _send(blocks: Iterable[list[bytes]], sender: LineSender, max_line: int) -> str:
+    """Send whole lines without acknowledgement, each block as soon as it is available. Raises KmqError for dead letters."""
+    malformed = _Malformed(max_line)
     try:
         with sender:
             for block in blocks:
+                malformed.look(block)
                 for line in block:
                     sender.send(line)
                 sender.flush()
@@ -129,6 +152,11 @@ def _send(blocks: Iterable[list[bytes]], sender: LineSender) -> str:
         raise
     except RetryError as err:
         raise RetryError(f"{err}; {sender.outcome()}") from err
+    if malformed.count:
+        text = (
+            f"{malformed.count} of them are no messages, so they went to dead.malformed; the first: {malformed.first}"
+        )
+        raise KmqError(f"sent {sender.sent}; {text}")
     return f"sent {sender.sent}"
 
 

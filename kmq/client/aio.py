@@ -13,17 +13,17 @@ Loop        Use a producer only in the event loop that entered it. Messages queu
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Unpack
 
 from kmq.client.aio_link import Link
 from kmq.client.connection import address_of, local_address
-from kmq.client.delivery import Delivery
+from kmq.client.delivery import Delivery, in_parts
 from kmq.client.failures import NotAnswered
 from kmq.client.lines import Headers, make_routing_key
 from kmq.client.options import Choices, Options
-from kmq.client.protocol import Core, Outgoing
+from kmq.client.protocol import Core, Outgoing, as_list
 from kmq.errors import KmqError
 
 
@@ -114,7 +114,7 @@ class AsyncProducer:
     ) -> "asyncio.Future[int]":
         """Queue one message, waiting only while the window is full. Returns a future of its seq."""
         await self._wait_for_room(timeout)
-        if key is None and partition is None:
+        if key is None and partition is None and topic.__class__ is str:
             routing_key = self._core.routing_keys[topic]
         else:
             routing_key = make_routing_key(topic, key, partition)
@@ -126,24 +126,26 @@ class AsyncProducer:
     async def send_many(
         self,
         topic: str,
-        payloads: Sequence[bytes | None],
+        payloads: Iterable[bytes | str | None],
         key: str | bytes | None = None,
         *,
         partition: int | None = None,
         ts: float | None = None,
         timeout: float | None = None,
     ) -> list[int]:
-        """Send a list in one go, for a fraction of the cost of as many sends. Returns their seqs."""
-        if len(payloads) > self.options.max_in_flight:
-            raise ValueError(
-                f"a list of {len(payloads):,} messages is over max_in_flight={self.options.max_in_flight:,}"
-            )
+        """Send a list in one go, for a fraction of the cost of as many sends. Returns their seqs.
+
+        A list that is longer than max_in_flight is sent in parts, each as soon as there is room for it.
+        """
+        payloads = as_list(payloads, self.options)
+        routing_key = make_routing_key(topic, key, partition)
         if not payloads:
             return []
-        await self._wait_for_room(timeout)
         delivery, reply = _expect()
-        self._core.add_many(delivery, make_routing_key(topic, key, partition), payloads, ts)
-        self._link.queued()
+        for part, at, end in in_parts(delivery, len(payloads), self.options.max_in_flight):
+            await self._wait_for_room(timeout)
+            self._core.add_many(part, routing_key, payloads[at:end], ts)
+            self._link.queued()
         async with self._timeout(timeout, "the replies to this list"):
             await reply
         return delivery.seqs
@@ -153,13 +155,12 @@ class AsyncProducer:
 
         Returns when each has an outcome: what was refused or not answered is in the Delivery, and raises nothing.
         """
-        if len(messages) > self.options.max_in_flight:
-            raise ValueError(f"{len(messages):,} messages are over max_in_flight={self.options.max_in_flight:,}")
-        await self._wait_for_room(timeout)
         is_done = asyncio.Event()
         delivery = Delivery(lambda _: is_done.set())
-        self._core.add_each(delivery, messages)
-        self._link.queued()
+        for part, at, end in in_parts(delivery, len(messages), self.options.max_in_flight):
+            await self._wait_for_room(timeout)
+            self._core.add_each(part, messages[at:end])
+            self._link.queued()
         if not delivery.done:
             async with self._timeout(timeout, "the replies to these messages"):
                 await is_done.wait()

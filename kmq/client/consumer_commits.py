@@ -8,10 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from kmq.client.consumer_options import logger
+from kmq.client.consumer_options import logger, to_place
 from kmq.client.consumer_places import Places
 from kmq.client.consumer_wire import Pending
 from kmq.client.egress_lines import TopicPartition
+from kmq.client.lines import whole_number, wrong_type
 from kmq.client.message import Message
 from kmq.errors import KmqError
 
@@ -50,7 +51,10 @@ class Commits(Places):
         if isinstance(offsets, Message):
             return [(TopicPartition(offsets.topic, offsets.partition), offsets.offset + 1)]
         if offsets is not None:
-            return [(TopicPartition(*place), offset) for place, offset in offsets.items()]
+            if not isinstance(offsets, Mapping):
+                raise wrong_type("offsets", offsets, "a message, or a mapping of (topic, number) to next offsets")
+            pairs = offsets.items()
+            return [(to_place(place, "commit"), whole_number(offset, "offset")) for place, offset in pairs]
         return [(place, owned.position) for place, owned in self._core.holdings.owned.items() if owned.is_known]
 
     def _run_callbacks(self) -> None:

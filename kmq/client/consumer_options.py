@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypedDict
 
-from kmq.client.egress_lines import ASSIGNORS, MAX_NAME, Position, position_of
+from kmq.client.egress_lines import ASSIGNORS, MAX_NAME, Position, TopicPartition, position_of
+from kmq.client.options import check_token
 from kmq.errors import ConfigError
+from kmq.record import NO_PARTITION, is_topic_name
 from kmq.settings import MIB
 
 PORT = 5674
@@ -57,11 +59,13 @@ class ConsumerOptions:
             raise ConfigError(f"assignor={self.assignor!r}: must be one of {', '.join(ASSIGNORS)}")
         if self.auto_commit and not self.group_id:
             raise ConfigError("auto_commit= needs group_id=, the group that remembers what was committed")
-        if min(self.max_poll_records, self.fetch_max_bytes) < 1:
-            raise ConfigError("max_poll_records and fetch_max_bytes must be at least 1")
         if min(self.session_s, self.max_poll_interval_s, self.auto_commit_s, self.timeout_s) <= 0:
             raise ConfigError("session_s, max_poll_interval_s, auto_commit_s and timeout_s must be above 0")
+        sizes = self.max_poll_records, self.fetch_max_bytes
+        if not all(isinstance(size, int) for size in sizes) or min(sizes) < 1:
+            raise ConfigError("max_poll_records and fetch_max_bytes must be whole numbers from 1 on")
         to_position(self.start)
+        check_token(self.token)
 
 
 class ConsumerChoices(TypedDict, total=False):
@@ -97,9 +101,35 @@ def to_position(start: Start) -> Position:
         raise ConfigError(str(err)) from None
 
 
+def to_topic(name: object, call: str) -> str:
+    """Return the name of a topic that an application has given to `call`. Raises ConfigError."""
+    if isinstance(name, str) and is_topic_name(name):
+        return str.__str__(name)
+    raise ConfigError(f"{call}: topic {name!r}: must be a topic's name, of letters, digits, _ . and -")
+
+
+def to_place(place: object, call: str) -> TopicPartition:
+    """Return a partition that an application has given. Raises ConfigError."""
+    if isinstance(place, tuple | list) and len(place) == 2:
+        topic, number = place
+        if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < NO_PARTITION:
+            return TopicPartition(to_topic(topic, call), number)
+    raise ConfigError(f"{call}: {place!r}: must be (topic, number)")
+
+
 def made_up_member() -> str:
     """Return a name that no other consumer has, and that tells people whose it is."""
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-__all__ = ["PORT", "ConsumerChoices", "ConsumerOptions", "Start", "logger", "made_up_member", "to_position"]
+__all__ = [
+    "PORT",
+    "ConsumerChoices",
+    "ConsumerOptions",
+    "Start",
+    "logger",
+    "made_up_member",
+    "to_place",
+    "to_position",
+    "to_topic",
+]

@@ -4,7 +4,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from kmq.client.consumer_options import ConsumerOptions, Start, to_position
+from kmq.client.consumer_options import ConsumerOptions, Start, to_place, to_position, to_topic
 from kmq.client.consumer_protocol import Core, Phase
 from kmq.client.consumer_state import Owned
 from kmq.client.consumer_wire import Pending
@@ -56,8 +56,9 @@ class Places:
 
     def subscribe(self, *topics: str) -> None:
         """Read these topics instead of what was read before: with a group its share of them, else all partitions."""
-        if not topics or not all(isinstance(topic, str) for topic in topics):
+        if not topics:
             raise ConfigError("subscribe: give the names of topics, each an argument of its own")
+        topics = tuple(dict.fromkeys(to_topic(topic, "subscribe") for topic in topics))
         with self._lock:
             self._core.choose(topics if self.options.group_id else ())
             self._driver.discovers = () if self.options.group_id else topics
@@ -68,8 +69,9 @@ class Places:
         if not places:
             raise ConfigError("assign: give at least one partition, as (topic, number)")
         position = self._core.start if start is None else to_position(start)
+        wanted = [(to_place(place, "assign"), position) for place in places]
         with self._lock:
-            self._core.choose((), [(TopicPartition(*place), position) for place in places])
+            self._core.choose((), wanted)
             self._driver.discovers = ()
             self._driver.drop("other partitions were assigned")
 
@@ -137,10 +139,11 @@ class Places:
         return [rows[place] for place in wanted]
 
     def _find(self, place: tuple[str, int]) -> Owned:
+        wanted = to_place(place, "partition")
         with self._lock:
-            owned = self._core.holdings.owned.get(TopicPartition(*place))
+            owned = self._core.holdings.owned.get(wanted)
         if owned is None:
-            raise KmqError(f"{place[0]}/{place[1]}: not assigned to this consumer; see assignment()")
+            raise KmqError(f"{wanted}: not assigned to this consumer; see assignment()")
         return owned
 
 

@@ -1,14 +1,16 @@
 """Messages on their way, and their outcomes."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from kmq.client.failures import Refused
 from kmq.errors import KmqError
 
 _NONE: Mapping[int, Refused] = MappingProxyType({})  # shared by all messages that are not refused
 _MAX_UNSEEN = 1000  # failed messages kept until an error of one of them is shown
+_Row = TypeVar("_Row")
 
 
 class Delivery:
@@ -33,6 +35,7 @@ class Delivery:
         "is_provisional",
         "lines",
         "may_be_stored",
+        "missing",
         "refused",
         "runs",
         "seen",
@@ -43,6 +46,7 @@ class Delivery:
 
     data: bytes
     count: int  # messages
+    missing: int  # messages of a list in parts that have no outcome yet
     size: int  # bytes
     since: float  # when it was queued, by the monotonic clock
 
@@ -111,6 +115,54 @@ class Delivery:
         return seqs
 
 
+class Part(Delivery):
+    """Some messages of a list that is longer than may be in flight. Their outcomes become those of the `whole` list."""
+
+    __slots__ = ("at", "whole")
+
+    def __init__(self, whole: Delivery, at: int) -> None:
+        """`at`: the place of the first of them in the list."""
+        super().__init__(_joins)
+        self.whole, self.at, self.may_be_stored = whole, at, whole.may_be_stored
+
+    def join(self) -> bool:
+        """Add these outcomes to those of the list. Returns True if all of the list is done."""
+        whole, at = self.whole, self.at
+        runs = self.runs or ([(0, self.seq, 1)] if self.seq >= 0 else ())
+        whole.seq = self.seq if whole.seq < 0 else whole.seq
+        whole.runs = _extended(whole.runs, [(at + place, seq, count) for place, seq, count in runs])
+        whole.duplicates = _extended(whole.duplicates, [(at + place, seq) for place, seq in self.duplicates])
+        if self.refused:
+            whole.refused = {**whole.refused, **{at + place: error for place, error in self.refused.items()}}
+        whole.error = whole.error or self.error
+        whole.answered += self.answered
+        whole.missing -= self.count
+        return not whole.missing
+
+
+def _joins(_: Delivery) -> None:
+    """Stand for a callback: the outcome of a part goes to its list."""
+
+
+def _extended(rows: Sequence[_Row], more: list[_Row]) -> list[_Row]:
+    known = rows if isinstance(rows, list) else []
+    known += more
+    return known
+
+
+def in_parts(whole: Delivery, count: int, most: int) -> Iterator[tuple[Delivery, int, int]]:
+    """Yield what to queue of a list of `count` messages: a delivery, and the places where its messages begin and end.
+
+    That is `whole` itself, or parts of at most `most` messages.
+    """
+    if count <= most:
+        yield whole, 0, count
+        return
+    whole.data, whole.count, whole.missing = b"", count, count
+    for at in range(0, count, most):
+        yield Part(whole, at), at, min(count, at + most)
+
+
 class Outcomes:
     """Deliveries that are done: which callbacks to call, and errors that the user has not seen."""
 
@@ -128,7 +180,10 @@ class Outcomes:
         delivery.done = True
         if delivery.callback is not None:
             delivery.seen = True
-            self.done.append(delivery)
+            if not isinstance(delivery, Part):
+                self.done.append(delivery)
+            elif delivery.join():
+                self.finish(delivery.whole)
         elif delivery.error is not None:
             if len(self._unseen) >= _MAX_UNSEEN:
                 self._unseen = [other for other in self._unseen if not other.seen][:_MAX_UNSEEN]
@@ -143,4 +198,4 @@ class Outcomes:
         return unseen[0].error if unseen else None
 
 
-__all__ = ["Delivery", "Outcomes"]
+__all__ = ["Delivery", "Outcomes", "Part", "in_parts"]

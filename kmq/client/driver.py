@@ -68,11 +68,9 @@ class Driver:
             self.resting = False
             self._work.notify()
 
-    def wait_for_room(self, timeout: float | None, count: int = 1) -> None:
-        """Wait until `count` messages may be queued; the lock is released meanwhile."""
+    def wait_for_room(self, timeout: float | None) -> None:
+        """Wait until a message or a list may be queued; the lock is released meanwhile."""
         core = self.core
-        if count > core.options.max_in_flight:
-            raise ValueError(f"a list of {count:,} messages is over max_in_flight={core.options.max_in_flight:,}")
         if core.window.is_full:
             self._wait_locked(lambda: core.window.is_half_free, timeout, "room among the messages in flight")
             core.pacing.filling = True

@@ -18,18 +18,20 @@
 A position is `earliest`, `latest`, an offset, or a time in RFC 3339. Names of groups and members are percent-encoded.
 A line ends with a newline, or with carriage return and newline. No stored line begins with `!`.
 
-Invariant   decode(encode(x)) == x for every request and reply. A request that is no such line raises BadLine, whose text
-            says what is wrong, and what was expected.
+Invariant   decode(encode(x)) == x for every request and reply: a value of which another request would be read is never
+            encoded. It raises BadLine, as does a line that is no request; the text says what is wrong and was expected.
 Not covered Whether a topic, a partition or an offset exists: only the broker knows that.
 """
 
 import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from kmq import record
+from kmq.client.lines import request_line
 
 MAX_REQUEST = 1 << 16  # bytes of a request line
 MAX_REPLY = 1 << 20  # bytes of a reply line
@@ -45,6 +47,7 @@ _DURATION = re.compile(r"(\d{1,6})(ms|s|m)")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _NAME_SAFE = "!$&'()*+,-.:;@^_`~"
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MOST_PLACES = 10_000  # whose words are remembered
 
 
 class BadLine(ValueError):
@@ -119,7 +122,7 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
 def _topic(text: str) -> str:
     if not record.is_topic_name(text):
-        raise BadLine(f"{text[:80]!r}: must be the name of a topic")
+        raise BadLine(f"{text[:80]!r}: must be the name of a topic: letters, digits, _ . and -")
     return text
 
 
@@ -154,8 +157,17 @@ def _quoted(name: str) -> str:
     return quote(name, safe=_NAME_SAFE)
 
 
+@lru_cache(_MOST_PLACES)
+def _spelled(place: TopicPartition) -> str:
+    """Return a partition as a word. Raises BadLine if another one, or none, would be read from it."""
+    return str(partition_of(str(place)))
+
+
 def _encoded(*words: object) -> bytes:
-    return " ".join(str(word) for word in words if word != "").encode() + b"\n"
+    try:
+        return request_line(*words)
+    except ValueError as err:
+        raise BadLine(str(err)) from None
 
 
 def _option(name: str, value: object, default: object = "") -> str:
@@ -182,7 +194,9 @@ class Consume(NamedTuple):
         return self.start or (LATEST if self.follow else EARLIEST)
 
     def encode(self) -> bytes:
-        target = self.topic if self.partition is None else f"{self.topic}/{self.partition}"
+        target = _topic(self.topic)
+        if self.partition is not None:
+            target = _spelled(TopicPartition(self.topic, self.partition))
         start, most = _option("from", self.start, None), _option("max", self.most, 0)
         follow, raw = "follow" * self.follow, "raw" * self.raw
         return _encoded("CONSUME", target, start, most, follow, raw, _option("token", self.token))
@@ -200,7 +214,7 @@ class Group(NamedTuple):
 
     def encode(self) -> bytes:
         session = "" if self.session_s == 30 else f"session={round(self.session_s * 1000)}ms"
-        who, topics = f"member={_quoted(self.member)}", f"topics={','.join(self.topics)}"
+        who, topics = f"member={_quoted(self.member)}", f"topics={','.join(map(_topic, self.topics))}"
         assignor = _option("assignor", self.assignor, ASSIGNORS[0])
         return _encoded("GROUP", _quoted(self.group), who, topics, assignor, session, _option("token", self.token))
 
@@ -213,7 +227,7 @@ class Assign(NamedTuple):
     token: str = ""
 
     def encode(self) -> bytes:
-        words = [str(place) if at is None else f"{place}@{at}" for place, at in self.partitions]
+        words = [_spelled(place) if at is None else f"{_spelled(place)}@{at}" for place, at in self.partitions]
         return _encoded("ASSIGN", _quoted(self.group or ""), *words, _option("token", self.token))
 
 
@@ -225,7 +239,7 @@ class Fetch(NamedTuple):
     partitions: tuple[TopicPartition, ...] = ()
 
     def encode(self) -> bytes:
-        return _encoded("!fetch", self.max_bytes, _option("wait", self.wait_ms, 0), *self.partitions)
+        return _encoded("!fetch", self.max_bytes, _option("wait", self.wait_ms, 0), *map(_spelled, self.partitions))
 
 
 class Seek(NamedTuple):
@@ -233,7 +247,7 @@ class Seek(NamedTuple):
     position: Position
 
     def encode(self) -> bytes:
-        return _encoded("!seek", self.place, self.position)
+        return _encoded("!seek", _spelled(self.place), self.position)
 
 
 class Offsets(NamedTuple):
@@ -242,7 +256,7 @@ class Offsets(NamedTuple):
     partitions: tuple[TopicPartition, ...] = ()
 
     def encode(self) -> bytes:
-        return _encoded("!offsets", *self.partitions)
+        return _encoded("!offsets", *map(_spelled, self.partitions))
 
 
 class Commit(NamedTuple):
@@ -251,7 +265,7 @@ class Commit(NamedTuple):
     offsets: tuple[tuple[TopicPartition, int], ...]
 
     def encode(self) -> bytes:
-        return _encoded("!commit", *(word for pair in self.offsets for word in pair))
+        return _encoded("!commit", *(word for place, offset in self.offsets for word in (_spelled(place), offset)))
 
 
 class Word(NamedTuple):

@@ -2,7 +2,7 @@
 
 from secrets import token_hex
 
-from kmq.client.lines import Headers, format_headers, make_id
+from kmq.client.lines import Headers, format_headers, make_id, wrong_type
 from kmq.client.options import Options
 from kmq.ids import MADE_UP, MAX_ID_DIGITS
 
@@ -58,6 +58,8 @@ class Ids:
         """Return the id field with its headers, for the user's `id` or a generated id."""
         if id is None:
             return self.make() + format_headers(headers or ())
+        if isinstance(id, bool) or not isinstance(id, str | int):
+            raise wrong_type("id", id, "str or int")
         if self.name:
             text = str(id)
             if not text.isdecimal() or not text.isascii() or len(text) > MAX_ID_DIGITS:

@@ -17,12 +17,13 @@ Promise     close() returns only after ingress has received every byte and close
 """
 
 import contextlib
+import math
 import re
 import socket
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import SupportsFloat, SupportsIndex, TypeVar, cast
 from urllib.parse import quote, unquote, unquote_to_bytes
 
 from kmq.client.waiting import Patience
@@ -51,6 +52,63 @@ def read_port(settings: Settings, name: str, fixed: int) -> int:
     except (OSError, ValueError):
         up = "up" if name in _OF_INGRESS else "up, with its gateway"
         raise ConfigError(f"{path}: no port there; is the broker {up}? (kmq status)") from None
+
+
+# --- what an application gives ---------------------------------------------------------------------------------------
+
+
+def wrong_type(name: str, value: object, wanted: str) -> TypeError:
+    return TypeError(f"{name}: must be {wanted}, not {type(value).__name__}")
+
+
+def as_bytes(value: object, name: str) -> bytes:
+    """Return the bytes that `value` means. Raises TypeError that names the parameter.
+
+    `bytes(value)` does not do: it takes a number for a count of NULs, and a list for the bytes of its numbers.
+    """
+    if isinstance(value, str):
+        return value.encode()
+    try:
+        view = memoryview(cast("bytes", value))
+    except TypeError:
+        raise wrong_type(name, value, "bytes, str or None") from None
+    if not view.ndim:  # a number of numpy
+        raise wrong_type(name, value, "bytes, str or None")
+    return view.tobytes()
+
+
+def whole_number(value: object, name: str) -> int:
+    """Return `value`, a whole number from 0 on. Raises TypeError or ValueError that names the parameter."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise wrong_type(name, value, "int")
+    if (number := value.__index__()) < 0:
+        raise ValueError(f"{name} {number}: must be 0 or more")
+    return number
+
+
+def seconds(value: object, name: str) -> float:
+    """Return `value`, a time in seconds. Raises TypeError or ValueError that names the parameter."""
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise wrong_type(name, value, "a number of seconds")
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{name} {number}: must be a number of seconds")
+    return number
+
+
+def request_line(*words: object) -> bytes:
+    """Return a line of a protocol, made of these words; "" is left out.
+
+    All that a client says besides messages goes through here. Raises ValueError for a word that the other side would
+    read as several, or as a line of its own. The error does not show it, because it may be a token.
+    """
+    said = [text for word in words if (text := str(word))]
+    line = " ".join(said)
+    if line.count(" ") != len(said) - 1 or not (line.isascii() and line.isprintable()):
+        bad = next(word for word in said if " " in word or not (word.isascii() and word.isprintable()))
+        name, equals, _ = bad.partition("=")
+        name = name if equals and name.isidentifier() else "a word of a request"
+        raise ValueError(f"{name}: must be printable ASCII without spaces")
+    return line.encode() + b"\n"
 
 
 def percent_encode(text: str | bytes) -> str:
@@ -117,13 +175,16 @@ def decode(field: bytes | str) -> str:
 
 def make_routing_key(topic: str, key: str | bytes | None = None, partition: int | None = None) -> bytes:
     """Return `<topic>.@[<partition>][.<key>]`, or just `<topic>` if that is enough. Raises ValueError."""
+    if not isinstance(topic, str):
+        raise wrong_type("topic", topic, "str")
+    topic = str.__str__(topic)  # a member of an enum of texts is written as its value
     if not _TOPIC.fullmatch(topic):
         raise ValueError(f"topic {topic!r}: must be letters, digits, _ . - and begin with none of the last two")
-    if partition is not None and partition < 0:
-        raise ValueError(f"partition {partition}: must be 0 or more")
+    if partition is not None:
+        partition = whole_number(partition, "partition")
     if key is None and partition is None and "." not in topic:
         return topic.encode()
-    head = f"{topic}.@{'' if partition is None else int(partition)}"
+    head = f"{topic}.@{'' if partition is None else partition}"
     return (head if key is None else f"{head}.{key_text(key)}").encode()
 
 
@@ -141,7 +202,7 @@ def key_text(key: str | bytes) -> str:
     """Return a key in the form that it has in a routing key."""
     if isinstance(key, str) and _PLAIN_KEY.fullmatch(key):
         return key
-    return percent_encode(key).replace(".", "%2E")
+    return percent_encode(as_bytes(key, "key")).replace(".", "%2E")
 
 
 def make_id(id: str, headers: Headers = ()) -> bytes:
@@ -155,12 +216,25 @@ def format_headers(headers: Headers) -> bytes:
     The first letter of a name that is KMQ's own is percent-encoded, which makes it another name until it is decoded.
     """
     field = ""
-    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
-        field += f";{_header_name(name)}" if value is None else f";{_header_name(name)}={percent_encode(value)}"
+    for name, value in headers.items() if isinstance(headers, Mapping) else _pairs(headers):
+        field += f";{_header_name(name)}"
+        if value is not None:
+            field += f"={percent_encode(value if type(value) is str else as_bytes(value, 'headers: a value'))}"
     return field.encode()
 
 
+def _pairs(headers: object) -> Iterable[tuple[str, str | bytes | None]]:
+    """Return the headers. Raises TypeError for what is no list of pairs, such as text, whose letters would be headers."""
+    if isinstance(headers, Iterable) and not isinstance(headers, str | bytes | bytearray):
+        pairs = tuple(headers)
+        if all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            return pairs
+    raise wrong_type("headers", headers, "a mapping, or a list of (name, value)")
+
+
 def _header_name(name: str) -> str:
+    if not isinstance(name, str):
+        raise wrong_type("headers: a name", name, "str")
     if len(name) == 1 or name in _OWN_HEADERS:
         return f"%{ord(name[0]):02X}{name[1:]}" if name.isascii() else percent_encode(name)
     return percent_encode(name).replace("=", "%3D")
@@ -169,19 +243,6 @@ def _header_name(name: str) -> str:
 def is_transport_header(name: str) -> bool:
     """Return True if KMQ wrote this header for itself: it is not among a message's headers."""
     return len(name) == 1 or name == "enc"
-
-
-def payload_bytes(payload: object) -> bytes:
-    """Return the bytes of a payload that a program gave. Raises TypeError for what is neither bytes-like nor text.
-
-    bytes(5) would be five NULs, and bytes([1]) one byte that nobody meant.
-    """
-    if isinstance(payload, str):
-        return payload.encode()
-    try:
-        return memoryview(payload).tobytes()  # type: ignore[arg-type]  # this is the check
-    except TypeError:
-        raise TypeError(f"payload: must be bytes, str or None, not {type(payload).__name__}") from None
 
 
 def format_text(routing_key: bytes, payload: bytes | None, id: bytes, ts: float) -> bytes:
@@ -193,7 +254,9 @@ def format_text(routing_key: bytes, payload: bytes | None, id: bytes, ts: float)
     return b"%b|%.6f|%b|%b\n" % (routing_key, ts, id, payload)
 
 
-def format_many(routing_key: bytes, payloads: Sequence[bytes | None], ts: float, first_id: int | None = None) -> bytes:
+def format_many(
+    routing_key: bytes, payloads: Sequence[bytes | str | None], ts: float, first_id: int | None = None
+) -> bytes:
     """Return many such lines, numbered from `first_id` on if given: some 70 ns per message if all are text."""
     if not payloads:
         return b""
@@ -201,18 +264,28 @@ def format_many(routing_key: bytes, payloads: Sequence[bytes | None], ts: float,
     data = b""
     if all(payloads):  # no payload is None or empty
         texts = cast("Sequence[bytes]", payloads)
-        if first_id is None:
-            separator = b"\n" + head + b"|"
-            data = b"".join((head, b"|", separator.join(texts), b"\n"))
-        else:
-            data = _numbered(head, texts, first_id)
+        with contextlib.suppress(TypeError, BufferError):  # not all are bytes
+            if first_id is None:
+                separator = b"\n" + head + b"|"
+                data = b"".join((head, b"|", separator.join(texts), b"\n"))
+            else:
+                data = _numbered(head, texts, first_id)
     has_lines = data and len(data.translate(None, _CONTROL_FREE)) == len(payloads)
     if has_lines and (data.isascii() or _is_utf8(data)):
         return data  # the only control characters are the newlines added here
     ids: Iterable[bytes] = (b"" for _ in payloads)
     if first_id is not None:
         ids = (b"%d" % id for id in range(first_id, first_id + len(payloads)))
-    return b"".join(format_text(routing_key, payload, id, ts) for payload, id in zip(payloads, ids, strict=True))
+    exact = each_as_bytes(payloads)
+    return b"".join(format_text(routing_key, payload, id, ts) for payload, id in zip(exact, ids, strict=True))
+
+
+def each_as_bytes(payloads: Iterable[bytes | str | None]) -> list[bytes | None]:
+    """Return the bytes of each payload. Raises TypeError that names the first one that has none."""
+    return [
+        payload if payload is None or type(payload) is bytes else as_bytes(payload, f"payloads[{n}]")
+        for n, payload in enumerate(payloads)
+    ]
 
 
 def _numbered(head: bytes, payloads: Sequence[bytes], first_id: int) -> bytes:
@@ -277,7 +350,7 @@ class LineSender:
         if not self._token:
             return sock
         try:
-            sock.sendall(f"!hello acks=0 token={self._token}\n".encode())
+            sock.sendall(request_line("!hello", "acks=0", f"token={self._token}"))
             reply = sock.recv(4096).decode(errors="replace").strip()
         except TimeoutError:
             sock.close()
@@ -361,9 +434,11 @@ __all__ = [
     "KmqError",
     "LineSender",
     "RoutingKeys",
+    "as_bytes",
     "decode",
     "decode_bytes",
     "decode_payload",
+    "each_as_bytes",
     "format_headers",
     "format_many",
     "format_message",
@@ -377,4 +452,8 @@ __all__ = [
     "percent_encode",
     "read_port",
     "renumber",
+    "request_line",
+    "seconds",
+    "whole_number",
+    "wrong_type",
 ]

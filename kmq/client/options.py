@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypedDict
 
+from kmq.client.lines import request_line
 from kmq.errors import ConfigError
 from kmq.ids import NAME_PATTERN
 from kmq.refusals import RETRYABLE
@@ -61,8 +62,17 @@ class Options:
             raise ConfigError("producer=, window= and dedupe=False exclude each other")
         if self.first_id is not None and not self.producer:
             raise ConfigError("first_id= needs producer=, a name of your own")
+        check_token(self.token)
         if min(self.max_in_flight, self.max_in_flight_bytes, self.batch_bytes) < 1:
             raise ConfigError("max_in_flight, max_in_flight_bytes and batch_bytes must be at least 1")
+
+
+def check_token(token: str, name: str = "token") -> None:
+    """Raise ConfigError for a token that is no single word of a request line. The error does not show it."""
+    try:
+        request_line(f"token={token}")
+    except ValueError as err:
+        raise ConfigError(str(err).replace("token", name, 1)) from None
 
 
 class Choices(TypedDict, total=False):
@@ -87,4 +97,4 @@ class Choices(TypedDict, total=False):
     reserved: bool
 
 
-__all__ = ["Choices", "Options"]
+__all__ = ["Choices", "Options", "check_token"]

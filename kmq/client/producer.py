@@ -15,15 +15,17 @@ Threads     kmq/client/driver.py. Callbacks run one after the other, in order; a
 """
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Unpack
 
 from kmq.client.connection import Address, address_of, local_address, logger
 from kmq.client.delivery import Delivery as CoreDelivery
+from kmq.client.delivery import in_parts
 from kmq.client.driver import Driver
-from kmq.client.lines import Headers, make_routing_key
+from kmq.client.failures import NotAnswered
+from kmq.client.lines import Headers, as_bytes, make_routing_key
 from kmq.client.options import Choices, Options
-from kmq.client.protocol import Core
+from kmq.client.protocol import Core, as_list
 from kmq.errors import KmqError
 
 
@@ -123,12 +125,13 @@ class Producer:
     ) -> Delivery:
         """Queue one message; waits only while the window is full. `callback` is called with the delivery.
 
-        A payload of None is a tombstone. Without `partition` the key decides; without either, partitions take turns.
+        A payload of None is a tombstone, text is sent as UTF-8. Without `partition` the key decides; without either,
+        partitions take turns. Raises TypeError, which names the parameter, for anything else.
         """
         delivery = Delivery(callback)
         core, driver = self._core, self._driver
         delivery._driver = driver
-        if key is None and partition is None:
+        if key is None and partition is None and topic.__class__ is str:
             routing_key = core.routing_keys[topic]
         else:
             routing_key = make_routing_key(topic, key, partition)
@@ -143,7 +146,7 @@ class Producer:
     def send_many(
         self,
         topic: str,
-        payloads: Sequence[bytes | None],
+        payloads: Iterable[bytes | str | None],
         key: str | bytes | None = None,
         *,
         partition: int | None = None,
@@ -151,15 +154,18 @@ class Producer:
         callback: Callable[[CoreDelivery], object] | None = None,
         timeout: float | None = None,
     ) -> Delivery:
-        """Queue a list as one delivery, with generated ids, for a fraction of the cost of as many sends."""
+        """Queue a list as one delivery, with generated ids, for a fraction of the cost of as many sends.
+
+        A list that is longer than max_in_flight is queued in parts, each as soon as there is room for it.
+        """
+        payloads = as_list(payloads, self.options)
         delivery = Delivery(callback)
-        delivery._driver = self._driver
         routing_key = make_routing_key(topic, key, partition)
-        with self._lock:
-            self._driver.wait_for_room(timeout, len(payloads))
-            self._core.add_many(delivery, routing_key, payloads, ts)
-            self._driver.queued()
-        return delivery
+
+        def add(part: CoreDelivery, at: int, end: int) -> None:
+            self._core.add_many(part, routing_key, payloads[at:end], ts)
+
+        return self._queue(delivery, len(payloads), add, timeout)
 
     def send_lines(
         self,
@@ -169,15 +175,33 @@ class Producer:
         timeout: float | None = None,
     ) -> Delivery:
         """Queue whole lines `routing_key|ts|id|payload` as they are: with producer= or window= the ids are your own."""
+        lines = lines if type(lines) is bytes else as_bytes(lines, "lines")
         count = lines.count(b"\n")
         if lines and not lines.endswith(b"\n"):
             raise ValueError("lines: each must end with a newline")
         delivery = Delivery(callback)
-        delivery._driver, delivery.may_be_stored = self._driver, True
-        with self._lock:
-            self._driver.wait_for_room(timeout, count)
-            self._core.add_lines(delivery, lines, count)
-            self._driver.queued()
+        delivery.may_be_stored = True
+        each = lines.split(b"\n") if count > self.options.max_in_flight else []
+
+        def add(part: CoreDelivery, at: int, end: int) -> None:
+            some = b"\n".join([*each[at:end], b""]) if each else lines
+            self._core.add_lines(part, some, end - at)
+
+        return self._queue(delivery, count, add, timeout)
+
+    def _queue(
+        self, delivery: Delivery, count: int, add: Callable[[CoreDelivery, int, int], None], timeout: float | None
+    ) -> Delivery:
+        """Queue `count` messages as one delivery. `add` queues some of them, from one place to another."""
+        delivery._driver = self._driver
+        for part, at, end in in_parts(delivery, count, self.options.max_in_flight):
+            with self._lock:
+                try:
+                    self._driver.wait_for_room(timeout)
+                except NotAnswered as err:
+                    raise NotAnswered(f"{err}; {at:,} of these {count:,} messages were sent before") from None
+                add(part, at, end)
+                self._driver.queued()
         return delivery
 
     def flush(self, timeout: float | None = None) -> None:

@@ -17,12 +17,21 @@ Threads     None: callers lock.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kmq.client.delivery import Delivery, Outcomes
 from kmq.client.failures import Fenced, Refused, refused_message
 from kmq.client.ids import Ids
-from kmq.client.lines import Headers, RoutingKeys, format_many, format_text, payload_bytes
+from kmq.client.lines import (
+    Headers,
+    RoutingKeys,
+    as_bytes,
+    each_as_bytes,
+    format_many,
+    format_text,
+    seconds,
+    wrong_type,
+)
 from kmq.client.options import Options
 from kmq.client.window import Pacing, Window
 from kmq.client.wire import Greeting, Replies, format_hello
@@ -31,6 +40,20 @@ from kmq.refusals import RETRYABLE
 from kmq.settings import MIB
 
 Outgoing = tuple[bytes, bytes | None, str | int | None, Headers | None, float]  # routing key, payload, id, headers, ts
+
+
+def as_list(payloads: Iterable[bytes | str | None], options: Options) -> Sequence[bytes | str | None]:
+    """Return the payloads of a list to send. Raises TypeError for what is no list of them.
+
+    A list that is sent in parts is checked as a whole, so that none of it is sent if one of its payloads is wrong.
+    """
+    if isinstance(payloads, list | tuple):
+        found: Sequence[bytes | str | None] = payloads
+    elif isinstance(payloads, str | bytes | bytearray | memoryview | Mapping) or not isinstance(payloads, Iterable):
+        raise wrong_type("payloads", payloads, "a list of bytes, str or None")
+    else:
+        found = list(payloads)
+    return each_as_bytes(found) if len(found) > options.max_in_flight else found
 
 
 class Outage:
@@ -73,9 +96,9 @@ class Core:
         headers: Headers | None = None,
         ts: float | None = None,
     ) -> None:
-        """Queue one message."""
+        """Queue one message. Raises TypeError that names the parameter which is of another type."""
         if payload.__class__ is not bytes and payload is not None:
-            payload = payload_bytes(payload)
+            payload = as_bytes(payload, "payload")
         ids = self.ids
         if id is None and not headers:
             field = ids.make()
@@ -84,17 +107,18 @@ class Core:
             field = ids.make_field(id, headers)
         if ids.is_provisional:
             delivery.is_provisional = True
-        line = format_text(routing_key, payload, field, time.time() if ts is None else ts)
+        line = format_text(routing_key, payload, field, time.time() if ts is None else seconds(ts, "ts"))
         self.window.enqueue(delivery, line, 1)
 
     def add_many(
-        self, delivery: Delivery, routing_key: bytes, payloads: Sequence[bytes | None], ts: float | None = None
+        self, delivery: Delivery, routing_key: bytes, payloads: Sequence[bytes | str | None], ts: float | None = None
     ) -> None:
         """Queue a list, with generated ids."""
         ids = self.ids
-        ts = time.time() if ts is None else ts
+        ts = time.time() if ts is None else seconds(ts, "ts")
         if ids.prefix:
-            data = b"".join(format_text(routing_key, payload, ids.make(), ts) for payload in payloads)
+            exact = each_as_bytes(payloads)
+            data = b"".join(format_text(routing_key, payload, ids.make(), ts) for payload in exact)
         else:
             data = format_many(routing_key, payloads, ts, ids.next_number)
             ids.skip(len(payloads))
@@ -273,4 +297,4 @@ class Overdue:
         return core.describe(now)
 
 
-__all__ = ["Core", "Outgoing", "Overdue"]
+__all__ = ["Core", "Outgoing", "Overdue", "as_list"]

@@ -10,17 +10,15 @@ kmq/ingress/hello.py reads the first line, kmq/framing/parser.py makes the last.
 
 from kmq.client.failures import Refused
 from kmq.client.ids import Ids
+from kmq.client.lines import request_line
 
 
 def format_hello(ids: Ids, window: str, token: str, reserved: bool = False) -> bytes:
     """Return the first line of a connection. `reserved`: it writes to topics of KMQ itself."""
-    words = ["!hello acks=1"]
-    words += [f"producer={ids.name}"] if ids.name else []
-    words += [f"window={window}"] if window else []
-    words += ["last=?"] if ids.asks_last else []
-    words += ["reserved=1"] if reserved else []
-    words += [f"token={token}"] if token else []
-    return " ".join(words).encode() + b"\n"
+    who = f"producer={ids.name}" if ids.name else ""
+    scope = f"window={window}" if window else ""
+    options = "last=?" * ids.asks_last, "reserved=1" * reserved, f"token={token}" if token else ""
+    return request_line("!hello", "acks=1", who, scope, *options)
 
 
 class Greeting:

@@ -7,7 +7,7 @@ Source      The records of a queue; or the records that dropped.log names for th
 New key     A template: `{routing_key}`, `{topic}` and `{key}` (without a mark) stand for the parts of the old routing
             key. `{topic}.{key}` is exactly the same topic and key, even if other topics were declared since. `{origin}`
             stands for topic and key that a dead letter came from. `to_sql` turns a template into a SQL expression; Spark
-            also accepts any other expression. `not_a_key` checks the result before anything is sent.
+            also accepts any other expression. `record.key_refusal` checks the result before anything is sent.
 Line        Producer's time, id, headers and payload as stored, byte by byte, without the headers that name the first
             sender (p, w). Headers of a dead letter, and which letters stay: see letters.py.
 Once        With a producer name and a number the broker stores a line once, even if the same redrive runs again;
@@ -75,15 +75,9 @@ def to_sql(template: str) -> str:
     return f"concat({', '.join(terms)})" if terms else "''"
 
 
-def not_a_key(new: bytes) -> str:
-    """Return why `new` cannot be a routing key; "" if it can."""
-    reason = record.refusal(new + b"|||")
-    return reason or ("separator in it" if b"|" in new or b"\n" in new else "")
-
-
 def checked(to: str, new: bytes) -> bytes:
     """Return `new`, the result of the template `to`. Raises ConfigError if it is no routing key."""
-    if reason := not_a_key(new):
+    if reason := record.key_refusal(new):
         raise ConfigError(f"--to {to!r}: gives {new.decode(errors='replace')!r}, which is no routing key ({reason})")
     return new
 

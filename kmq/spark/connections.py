@@ -19,6 +19,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kmq.client.options import check_token
 from kmq.errors import ConfigError
 from kmq.settings import parse_duration
 
@@ -77,6 +78,7 @@ class Access:
 
         Raises ConfigError.
         """
+        check_token(options.get("kmq.token", ""), "kmq.token")
         return cls(
             options.get("kmq.token", ""),
             tls_of(options),

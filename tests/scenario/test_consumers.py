@@ -14,6 +14,7 @@ from brokers import PATIENCE_S, Broker
 from secured import Secured
 
 import kmq
+from kmq.errors import ConfigError
 
 HEADERS = [("trace", b"\xff;|\n"), ("trace", None), ("p", b"mine"), ("", b"")]
 
@@ -131,6 +132,42 @@ def test_an_async_consumer_waits_and_reads_over_a_killed_gateway(broker):
                     broker.send_lines([b"waited|0||two"])
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["orders\n!commit orders/0 3", "orders session=7s", "x,orders", "a b", "orders/0", "", "orders token=x", "é"],
+)
+def test_a_name_is_one_name_or_an_error(broker, name):
+    """No name of a topic commits, sets options, or names two topics."""
+    for group in ("", "inj"):
+        with pytest.raises(ConfigError, match="must be a topic's name"):
+            opened(broker, name, group_id=group)
+    with opened(broker, group_id="inj") as consumer:
+        with pytest.raises(ConfigError, match="must be a topic's name"):
+            consumer.assign((name, 0))
+        with pytest.raises(ConfigError, match="must be a topic's name"):
+            consumer.commit({(name, 0): 3})
+        for place in [("orders", -1), ("orders", True), ("orders", "0"), "orders", ("orders",)]:
+            with pytest.raises(ConfigError, match=r"must be \(topic, number\)"):
+                consumer.assign(place)
+        for offset, error in [("3", TypeError), (1.5, TypeError), (True, TypeError), (-1, ValueError)]:
+            with pytest.raises(error, match=r"^offset"):
+                consumer.commit({("orders", 0): offset})
+    for command in ("consume", "tail"):
+        result = broker.kmq(command, "--", name)
+        assert result.returncode == 78 and "must be a topic's name" in result.stderr
+    with opened(broker, "orders", group_id="inj") as consumer:
+        assert consumer.connect() and consumer.committed(("orders", 0)) is None
+
+
+def test_names_of_groups_and_members_are_taken_as_they_are(broker):
+    name = "session=7s,%0A!x,token=é"
+    with opened(broker, "orders", group_id=name, member=name) as consumer:
+        consumer.connect()
+        consumer.commit({("orders", 0): 5})
+        assert consumer.committed(("orders", 0)) == 5
+    assert name in {group["group"] for group in json.loads(broker.get("/api/groups")[1])}
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 
 import kmq
 from kmq.client import lines
+from kmq.errors import ConfigError
 
 CODE_RETRY, CODE_CONFIG = 75, 78
 
@@ -58,6 +59,101 @@ def ids(broker, name):
 
 # --- sending ---------------------------------------------------------------------------------------------------------
 
+NO_BYTES = [5, True, 1.5, [1, 2], (3,), range(3), {1: 2}, {4}, object()]
+SAME_BYTES = [b"\0\xff", bytearray(b"\0\xff"), memoryview(b"\0\xff")]
+
+
+def test_what_is_no_bytes_is_refused_by_name_and_nothing_of_it_is_stored(up, connect):
+    with connect() as producer:
+        for wrong in NO_BYTES:
+            with pytest.raises(TypeError, match=r"^payload: must be bytes, str or None, not "):
+                producer.send("t", wrong)
+            with pytest.raises(TypeError, match=r"^payloads\[1\]: must be "):
+                producer.send_many("t", [b"good", wrong, None])
+            with pytest.raises(TypeError, match=r"^key: must be "):
+                producer.send("t", b"x", key=wrong)
+            with pytest.raises(TypeError, match=r"^headers: a value: must be "):
+                producer.send("t", b"x", headers={"name": wrong})
+            with pytest.raises(TypeError, match=r"^topic: must be str, not "):
+                producer.send(wrong, b"x")
+        for wrong in (b"abc", "abc", {"a": 1}, 5):
+            with pytest.raises(TypeError, match=r"^payloads: must be a list"):
+                producer.send_many("t", wrong)
+        for name, wrong in [("partition", 1.5), ("partition", True), ("id", b"1"), ("id", True), ("ts", "now")]:
+            with pytest.raises(TypeError, match=rf"^{name}: must be "):
+                producer.send("t", b"x", **{name: wrong})
+        for wrong in ("trace", ["ab"], 5, [(b"name", "x")]):
+            with pytest.raises(TypeError, match=r"^headers: "):
+                producer.send("t", b"x", headers=wrong)
+        for same in SAME_BYTES:
+            producer.send("t", same, key=same, headers={"h": same})
+        producer.send_many("t", [*SAME_BYTES, "text", None]).result()
+    rows = list(stored(up).values())
+    assert len({(key, id.partition(b";")[2].rpartition(b";p=")[0], payload) for key, id, payload in rows[:3]}) == 1
+    assert [row[2] for row in rows[3:]] == [b"AP8="] * 3 + [b"text", b""] and rows[0][2] == b"AP8="
+
+
+def test_async_what_is_no_bytes_is_refused_by_name(up, connect):
+    async def main():
+        async with connect(kmq.AsyncProducer) as producer:
+            for wrong in NO_BYTES:
+                with pytest.raises(TypeError, match=r"^payload: "):
+                    await producer.send("t", wrong)
+                with pytest.raises(TypeError, match=r"^payloads\[0\]: "):
+                    await producer.send_many("t", [wrong])
+                with pytest.raises(TypeError, match=r"^key: "):
+                    await producer.submit("t", b"x", key=wrong)
+            assert await producer.send("t", memoryview(b"x")) == 1
+
+    asyncio.run(main())
+    assert len(stored(up)) == 1
+
+
+def test_a_list_that_is_longer_than_may_be_in_flight_is_sent_in_parts(up, connect):
+    done = []
+    with connect(max_in_flight=10, window="parts") as producer:
+        sent = producer.send_many("t", [b"%d" % n for n in range(95)], callback=done.append)
+        assert sent.results() == list(range(1, 96)) and sent.result() == 1
+        for many in (producer.send_many("t", [b"x"] * 10), producer.send_many("t", iter([b"x"] * 21))):
+            assert len(many.results()) == many.count
+        with pytest.raises(TypeError, match=r"payloads\[34\]"):
+            producer.send_many("t", [b"x"] * 34 + [5])
+        rows = [b"t||line-%d|x\n" % n for n in range(35)]
+        rows[7] = rows[22] = b"no separator\n"
+        lines = producer.send_lines(b"".join(rows))
+        with pytest.raises(kmq.Refused, match="no_separator"):
+            lines.result()
+        assert sorted(lines.refused) == [7, 22] and [n for n, seq in enumerate(lines.seqs) if not seq] == [7, 22]
+    assert done == [sent]
+    assert [row[2] for row in stored(up).values()][:95] == [b"%d" % n for n in range(95)]
+    assert len(stored(up)) == 95 + 31 + 33
+
+
+def test_async_a_list_that_is_longer_than_may_be_in_flight_is_sent_in_parts(up, connect):
+    async def main():
+        async with connect(kmq.AsyncProducer, max_in_flight=10) as producer:
+            assert await producer.send_many("t", [b"%d" % n for n in range(95)]) == list(range(1, 96))
+
+    asyncio.run(main())
+    assert [row[2] for row in stored(up).values()] == [b"%d" % n for n in range(95)]
+
+
+def test_kmq_produce_refuses_what_is_no_message_or_says_where_it_went(up):
+    for key in ("orders/eu", "a b", "orders\n!hello", "-x|", "__own", "append"):
+        result = up.kmq("produce", "-m", "lost", "--", key)
+        assert result.returncode == CODE_CONFIG and f"routing key {key!r}: " in result.stderr and not result.stdout
+    assert not stored(up)
+    result = up.kmq("produce", "--raw", text="t|||one\norders/eu|||two\nt|||three\nnothing\n")
+    assert result.returncode == 1 and "sent 4; 2 of them are no messages" in result.stderr
+    assert "dead.malformed; the first: b'orders/eu|||two" in result.stderr
+
+
+def test_a_token_that_is_several_words_never_leaves_the_client(up, connect):
+    for wrong in ("a b", "a\n!beat", "a\tb", "ä"):
+        for kind in (kmq.Producer, kmq.Consumer, kmq.AsyncProducer, kmq.AsyncConsumer):
+            with pytest.raises(ConfigError, match=r"^token: must be printable ASCII without spaces$"):
+                kind(token=wrong)
+
 
 def test_the_seq_of_a_message_is_where_it_is_stored(up, connect):
     with connect() as producer:
@@ -76,22 +172,6 @@ def test_any_bytes_come_back_identical(up, connect):
     found = [stored(up)[seq] for seq in seqs]
     assert [lines.decode_payload(id, payload) for _, id, payload in found] == payloads
     assert {lines.decode(key.removeprefix(b"t.@.")) for key, _, _ in found} == {"k|;.ü"}
-
-
-@pytest.mark.parametrize("payload", [5, True, [1], (1, 2), range(3), {1: 2}, 1.5])
-def test_what_is_neither_bytes_nor_text_is_refused_and_nothing_is_stored(up, connect, payload):
-    producer = connect()
-    with pytest.raises(TypeError, match=r"payload: must be bytes, str or None, not \w+"):
-        producer.send("t", payload)
-
-    async def send():
-        async with kmq.AsyncProducer.local() as other:
-            with pytest.raises(TypeError, match="payload: must be bytes"):
-                await other.send("t", payload)
-
-    asyncio.run(send())
-    seq = producer.send("t", memoryview(bytearray(b"bytes"))).result(30)
-    assert stored(up) == {seq: (b"t", stored(up)[seq][1], b"bytes")}
 
 
 def test_callbacks_come_in_order_with_the_seqs(up, connect):

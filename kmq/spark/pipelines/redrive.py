@@ -159,7 +159,7 @@ def _read(spark: SparkSession, where: Mapping[str, str], topic: str) -> DataFram
 
 def _summary(chosen: DataFrame, to: str, source: _Source) -> Summary:
     """Count records by new key. Raises ConfigError if a new key is not valid."""
-    fault = F.udf(lambda new: "it is null" if new is None else rules.not_a_key(bytes(new)), "string")
+    fault = F.udf(lambda new: "it is null" if new is None else record.key_refusal(bytes(new)), "string")
     keys = chosen.groupBy("new_key").agg(F.count("*").alias("records"), F.min("routing_key").alias("old")).cache()
     bad = keys.withColumn("fault", fault("new_key")).where("fault <> ''").first()
     if bad is not None:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kmq.client.connection import local_address
+from kmq.client.lines import request_line
 from kmq.client.producer import Producer
 from kmq.errors import ConfigError
 from kmq.refusals import RETRYABLE
@@ -165,7 +166,7 @@ def check(address: Address, access: Access, is_host_sure: bool = False) -> None:
 
 def _greeting(address: Address, access: Access) -> bytes:
     """Return the broker's reply to hello; b"" if it only closes the connection."""
-    hello = f"!hello acks=0{f' token={access.token}' if access.token else ''}\n".encode()
+    hello = request_line("!hello", "acks=0", f"token={access.token}" if access.token else "")
     context = (access.tls or Tls()).context() if address.is_tls else None
     reply = b""
     with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
