@@ -195,6 +195,11 @@ def run(stage: Stage) -> None:
         )
     unindexed = torn_bytes(settings.ring_bytes)
     wal = Wal(settings.data, stage.wait_for_room, unindexed, Limits.of(settings), settings.fsync, stage.check)
+    for path in wal.restored:
+        stage.log.warn("index_restored", file=path)
+    for err in wal.misplaced:
+        stage.log.error("damaged", file=err.path, reason=err)
+        stage.row.found_damage()
     if wal.cut_bytes:
         stage.log.warn("torn_tail_cut", file=wal.path, bytes=wal.cut_bytes, last_seq=wal.last_seq)
     if wal.set_aside:

@@ -19,6 +19,7 @@ from kmq.certificate import Validity
 from kmq.settings import STAGES, Settings
 
 NO_SPACE = ADMISSIONS[1:]
+LASTING = (*NO_SPACE, "offsets_unreadable")  # no start that waits longer gets ready
 LIFELESS = ("down", "stopped", "dead", "silent")  # a process in such a state does nothing at all
 _AGAIN = "it is started again within seconds; if not, its log says why: kmq down, then kmq up"
 _ADVICE = {  # in the order of importance: a cause comes before its consequences
@@ -33,6 +34,8 @@ _ADVICE = {  # in the order of importance: a cause comes before its consequences
     " it is started again",
     "message_not_processed": "its log says why (event message_not_processed or states_ignored); it is tried again until"
     " it succeeds",
+    "offsets_unreadable": "heal them from the WAL with: kmq down && kmq verify --repair && kmq up; until then no group is"
+    " served, because to begin again would repeat or skip messages",
     "draining": "wait until it has ended, then: kmq up",
     "recovering": "wait: its log says how far it is",
     "waiting": "wait: its log says for whom",
@@ -105,6 +108,9 @@ def judge(page: StatsPage | None, settings: Settings) -> Verdict:
     agent = page.rows[AGENT] if states.pop(AGENT) not in LIFELESS else None  # messages are accepted without it, too
     lacking = {code: tuple(name for name in states if states[name] == code) for code in NO_SPACE}
     reasons = [_no_room(code, names, settings) for code, names in lacking.items() if names]
+    if states.get("gateway") == "recovering" and page.rows["gateway"].failing:
+        states["gateway"] = "ready"  # it serves everything but groups
+        reasons.append(_offsets_unreadable(settings))
     reasons += [_of_process(name, state, page.rows[name]) for name, state in states.items() if state not in _FINE]
     if agent is not None and agent.failing:
         reasons.append(_not_processed(agent))
@@ -163,6 +169,12 @@ def _not_processed(agent: Row) -> Finding:
     code = "message_not_processed"
     why = f"what the fleet has told after message {agent.epoch} of the Broadcast Queue cannot be done"
     return Finding(code, AGENT, why, _ADVICE[code], (AGENT,))
+
+
+def _offsets_unreadable(settings: Settings) -> Finding:
+    code = "offsets_unreadable"
+    why = "the committed offsets of consumer groups cannot be read; the gateway's log says why (event offsets_damaged)"
+    return Finding(code, f"{settings.data}/topics/__consumer_offsets", why, _ADVICE[code], ("gateway",))
 
 
 def presented(name: str, row: Row, settings: Settings) -> list[Presented]:

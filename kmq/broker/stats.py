@@ -74,7 +74,7 @@ _FIELDS = (
     "client_ca_until",  # ingress, gateway: unix seconds until which client certificates can be valid
     "epoch",  # agent: the last message of the Broadcast Queue that was processed
     "newest",  # agent: the last message that it knows of
-    "failing",  # agent: 1 while a message cannot be processed
+    "failing",  # agent: 1 while a message cannot be processed; gateway: 1 while committed offsets cannot be read
     "unclean",  # 1: the predecessor of this process did not report its end, so it was killed or has crashed
     "oom_kills",  # durability: processes of its cgroup that the kernel killed for lack of memory, as the kernel counts
     "damage",  # damaged blocks or files that this process found since the page was made

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import typer
 
 from kmq.broker import status as statuses
-from kmq.broker.readiness import NO_SPACE
+from kmq.broker.readiness import LASTING
 from kmq.broker.status import StageStatus, Status
 from kmq.errors import EXIT_FAILED, EXIT_OK, KmqError, RetryError
 from kmq.settings import STAGES, Settings
@@ -52,7 +52,7 @@ class Startup:
             status = statuses.collect(self._settings)
             if self._started(status.processes) == self._expected and status.ready:
                 return status
-            self._check_space(status)
+            self._check_lasting(status)
             self._check_supervisor()
             time.sleep(_POLL_S)
         raise KmqError(
@@ -64,18 +64,18 @@ class Startup:
         """Return how many of them this start has brought up."""
         return sum(process.begun > self._launched for process in processes)
 
-    def _check_space(self, status: Status) -> None:
-        """Raise KmqError if all stages run, but have refused messages for lack of space for a while.
+    def _check_lasting(self, status: Status) -> None:
+        """Raise KmqError if all stages run, but are not ready for a reason that waiting does not end.
 
         The gateway may be missing: without space it cannot write where it listens, and ends again and again.
         """
-        no_space = next((reason for reason in status.verdict.reasons if reason.code in NO_SPACE), None)
-        if not (no_space and self._started(status.stages) == len(STAGES)):
+        lasting = next((reason for reason in status.verdict.reasons if reason.code in LASTING), None)
+        if not (lasting and self._started(status.stages) == len(STAGES)):
             self._full_since = 0.0
             return
         self._full_since = self._full_since or time.monotonic()
         if time.monotonic() - self._full_since > _FULL_S:
-            raise KmqError(f"up, but not ready: {no_space}; {no_space.advice}")
+            raise KmqError(f"up, but not ready: {lasting}; {lasting.advice}")
 
     def _check_supervisor(self) -> None:
         """Raise RetryError or typer.Exit if the supervisor has ended."""

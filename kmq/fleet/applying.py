@@ -18,7 +18,7 @@ from kmq.cluster.message import Message
 from kmq.cluster.subscriber import Item, Snapshot
 from kmq.errors import ConfigError
 from kmq.log import requests, topics
-from kmq.log.disk import replace_file
+from kmq.log.disk import replace_file, sync_directory
 from kmq.log.segment import LIMITS, Limits
 from kmq.logfmt import Logger
 from kmq.settings import Settings
@@ -32,6 +32,7 @@ class Applier:
         self._settings, self._log = settings, log
         self._path = path_of(settings)
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        sync_directory(settings.data)
         self.states: States | None = None  # None: this broker knows nothing, so it needs a snapshot
         self.unreadable = ""  # why the file could not be read when we began; "": all states are known
         self._lock = threading.Lock()  # of the file

@@ -227,7 +227,7 @@ class Gateway:
         while not self.stopping.is_set():
             if keeping.done():
                 await keeping
-            self._state("ready")
+            self._state("ready" if self.offsets.is_loaded else "recovering")
             self.page.keep_in_place("gateway")
             self.doors.sweep()
             self.calls.sweep()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kmq import record
 from kmq.errors import CorruptError
-from kmq.log.disk import QUARANTINE, AppendFile, WaitForRoom
+from kmq.log.disk import QUARANTINE, AppendFile, WaitForRoom, sync_directory
 
 _LINE_BYTES = 256  # a line is shorter
 _LINE = re.compile(rb"(?:framed|durable)\|(\d+)\|(\d+)\|(\d+)\|\d+\.\d{6}")
@@ -84,8 +84,11 @@ def append(data: str, ring: str, first: int, last: int, wait_for_room: WaitForRo
             file.truncate(file.size - torn)
         stamp = record.format_ts(time.time_ns() // 1000)
         line = b"%b|%d|%d|%d|%b\n" % (ring.encode(), first, last, last - first + 1, stamp)
+        is_new = not file.size
         file.append([line], len(line))
         file.sync()
+        if is_new:
+            sync_directory(data)
     finally:
         file.close()
 

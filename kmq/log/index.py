@@ -187,7 +187,7 @@ def _first_fields(data: Buffer, at: int) -> list[bytes]:
         at = record_at
 
 
-def _must_have_label(log_path: str, log_fd: int) -> bool:
+def must_have_label(log_path: str, log_fd: int) -> bool:
     """Return True if the index needs a label, by the first seq of its log: a power cut may have taken the label."""
     seq = os.pread(log_fd, _HEAD_BYTES, 0).lstrip(b"\n").split(b"|")[0]
     return bool(label(log_path)) and seq.isdigit() and int(seq) >= identity.labelled_from(log_path)
@@ -267,7 +267,7 @@ class IndexWriter:
         head = read_label(text)
         kept = [parse_line(line) for line in text[len(head) :].splitlines()]
         whole = text.endswith(b"\n") or not text
-        needs_label = not head and bool(entries) and _must_have_label(self._label_of, log_fd)
+        needs_label = not head and bool(entries) and must_have_label(self._label_of, log_fd)
         if whole and not needs_label and all(entry is not None and entry.position < log_size for entry in kept):
             return
         self._rewrite(label(self._label_of) if needs_label else head, entries)

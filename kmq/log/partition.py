@@ -110,7 +110,7 @@ class PartitionLog:
         """Take a log that is not open yet. `state` belongs to the caller, and outlives this object."""
         self._place, self._wait_for_room = place, wait_for_room
         self.topic, self.number, self.state = place.topic, place.number, state
-        self.unsynced: list[str] = []  # files sealed since the last checkpoint
+        self.unsynced: list[str] = []  # files beside the active segment that the next checkpoint has to sync
         self._limits = limits or Limits()
         self._directory = place.directory
         self._file: AppendFile | None = None
@@ -165,6 +165,12 @@ class PartitionLog:
     def use_link(self, name: str) -> None:
         """Use another name for the symlink, from the next `open` on."""
         self._place = self._place._replace(link=name)
+
+    def take_unsynced(self) -> list[str]:
+        """Return the files that were written since the last checkpoint, which syncs them. Records before their index."""
+        files = [*self.unsynced, self.path, segment.index_path(self.path)]
+        self.unsynced.clear()
+        return files
 
     def append(self, data: Buffer, count: int, first_seq: int, last_seq: int) -> int:
         """Append `data`, the `count` lines first_seq…last_seq, and return the bytes written.

@@ -30,7 +30,8 @@ from functools import partial
 
 from kmq import record
 from kmq.errors import CorruptError, RetryError
-from kmq.log import dropped, lines, reader, remnant, segment, spare
+from kmq.log import dropped, lines, lost_index, reader, remnant, segment, spare
+from kmq.log.damage import DamageError
 from kmq.log.disk import (
     FULL,
     AppendFile,
@@ -115,7 +116,7 @@ class Wal:
         fsync: float = 0.0,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the WAL of `data`: cut a torn end, and rebuild a missing index.
+        """Open the WAL of `data`: cut a torn end, and write lost indexes again (`restored`; not of `misplaced`).
 
         `unindexed_bytes`: how many bytes at the end are searched for NULs; must cover at least one group commit.
         `fsync`: seconds between two syncs; 0: every commit; FOREVER: only at a roll and at the end.
@@ -132,6 +133,7 @@ class Wal:
         self._synced_at = time.monotonic()
         _settle(self.directory)
         *self._sealed, active = segment.survey(self.directory) or [Segment(1, f"{self.directory}/{segment.name(1)}", 0)]
+        self.restored, self.misplaced = self._restore_indexes([*self._sealed, active], check)
         self.cut_bytes = 0
         if active.size:
             reader.check_place(active.path, active.first, by_seq=True)
@@ -144,6 +146,24 @@ class Wal:
         self.synced_seq = 0  # not known yet
         self._first_ts = segment.stamp(os.pread(self._file.fd, 64, 0))[1]
         self._index.resume(self._file.fd, self._file.size, active.first, check)
+
+    def _restore_indexes(
+        self, segments: Sequence[Segment], check: Callable[[], None]
+    ) -> tuple[list[str], list[DamageError]]:
+        """Write the lost indexes of sealed segments again. Return them, and why others may not have one."""
+        restored: list[str] = []
+        misplaced: list[DamageError] = []
+        queues = lost_index.Queues(self.data)
+        for number, part in enumerate(segments[:-1]):
+            if not part.size or lost_index.is_whole(part.path):
+                continue
+            try:
+                lost_index.check(segments, number, True, segments[number + 1].first, queues.contradiction, check)
+                restored.append(lost_index.write(part, True, self._wait_for_room, check))
+                _sync_path(restored[-1])
+            except DamageError as err:
+                misplaced.append(err)
+        return restored, misplaced
 
     def _open_segment(self, first: int, path: str) -> None:
         self._file = AppendFile(path, self._wait_for_room)
@@ -339,6 +359,8 @@ class Wal:
         if self.synced_seq < self.last_seq:
             self.sync()
         self.note_open_block()
+        with contextlib.suppress(FileNotFoundError):  # it is written again at the next start
+            _sync_path(self._index.path)
         self._file.close()
 
 

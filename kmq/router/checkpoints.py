@@ -53,8 +53,7 @@ class Checkpoints:
     def start(self, retired: Sequence[Segment] = ()) -> None:
         """Begin to write a checkpoint; the segments `retired` are deleted once it is on disk."""
         for log in self._logs.unsynced:
-            self.dirty += [log.path, *log.unsynced]
-            log.unsynced.clear()
+            self.dirty += log.take_unsynced()
         if not self._context.wal_is_synced:
             self.dirty.append(os.path.realpath(f"{self._context.data}/append.log"))
         made = (topic for name, topic in self._in_force.table.items() if name not in self._sorter.newcomers)

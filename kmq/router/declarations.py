@@ -3,6 +3,7 @@
 Owner       the router process: no other process writes the topic.toml of a topic in force.
 Invariant   A topic's `from_seq` is on disk before a record is routed by it, except for topics without a dot in their
             name that a message created: those have one partition from the start, which their directory says as well.
+            The next checkpoint syncs their file.
 Crash       Every topic.toml is replaced atomically. A kill may leave a topic that a message created half made: the next
             start makes it again from the same message. The checkpoint's row of a topic outlives its directory.
 """
@@ -55,6 +56,7 @@ class Declarations:
 
         with_room(path, self._context.wait_for_room, write)
         self._in_force.put(topic)
+        self._logs.log_of(topic, 0).unsynced.append(path)
         return topic
 
     def adopt(self, name: str, next_seq: int) -> Topic:
@@ -143,9 +145,10 @@ class Declarations:
         return declared
 
     def _is_blank(self, name: str) -> bool:
-        """Return True if a topic's file is missing or empty."""
+        """Return True if a topic's file is missing, empty, or all NULs, as a power cut may leave one not synced."""
         try:
-            return os.stat(topics.toml_path(self._context.data, name)).st_size == 0
+            with open(topics.toml_path(self._context.data, name), "rb") as file:
+                return not file.read().strip(b"\0")
         except FileNotFoundError:
             return True
 

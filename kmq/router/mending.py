@@ -6,10 +6,10 @@ Invariant   A record gets the offset it had. Where records are lost for good, th
 Crash       What was mended is not synced yet, so after a kill or a power cut the next start mends the log again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kmq import record
-from kmq.log import reader, segment, wal
+from kmq.log import lost_index, reader, segment, wal
 from kmq.log.damage import DamageError
 from kmq.log.dropped import SeqRange
 from kmq.log.index import IndexWriter
@@ -19,7 +19,7 @@ from kmq.log.segment import Segment
 from kmq.router.context import Context
 from kmq.router.in_force import TopicsInForce
 from kmq.router.wal_records import WalRecords
-from kmq.routing import Topic
+from kmq.routing import Topic, resolve
 
 
 class Row:
@@ -78,8 +78,10 @@ class Mender:
 
     def _complete_indexes(self, touched: list[Segment]) -> list[str]:
         """Complete the indexes of sealed segments; return the files to be synced."""
-        dirty = []
+        dirty = [part.path for part in touched]
         for part in touched:
+            if not lost_index.is_whole(part.path):
+                continue  # whether it may get one again is for `may_have_index` to say
             try:  # a damaged segment must not get a new crc: readers refuse it until it is repaired
                 reader.indexed_end(part.path, part.first, by_seq=False)
             except DamageError as err:
@@ -87,8 +89,21 @@ class Mender:
                 self._context.damaged(err)
                 continue
             IndexWriter.complete(part.path, part.first, self._context.wait_for_room, self._context.check)
-            dirty += [part.path, segment.index_path(part.path)]
+            dirty.append(segment.index_path(part.path))
         return dirty
+
+    def may_have_index(self, row: Row, segments: Sequence[Segment], number: int, end: int) -> None:
+        """Check that a segment that has lost its index may get one again; raises DamageError if not. `end`: its end."""
+        table, name, data = self._in_force.table, row.topic.name.encode(), self._context.data
+
+        def contradiction(line: bytes) -> str:
+            seq = record.seq_of(line)
+            route = resolve(table, record.routing_key_of(line), seq)
+            if route.topic != name or row.topic.partition_of(route, seq) != row.number:
+                return f"its record {seq} belongs to another queue"
+            return lost_index.wal_contradiction(data, line)
+
+        lost_index.check(segments, number, False, end, contradiction, self._context.check)
 
     def _find_missing_end(self, row: Row, remains: Remains, mended: Mended, wal_range: WalRange) -> None:
         """Decide how a short log gets its missing end: from the replay (`needed`), or as one more gap."""

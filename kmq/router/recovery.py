@@ -8,9 +8,11 @@ Crash       Every step may be repeated. The next checkpoint syncs a log that was
 """
 
 import os
+from collections.abc import Sequence
 
 from kmq.errors import CorruptError
-from kmq.log import checkpoint, remnant, segment, wal
+from kmq.log import checkpoint, lost_index, remnant, segment, wal
+from kmq.log.damage import DamageError
 from kmq.log.growth import Since
 from kmq.log.partition import State, directory_of
 from kmq.log.partition_recovery import WalRange, fits
@@ -91,6 +93,7 @@ class Recovery:
         self._logs.states[topic.name, number] = state
         if is_changed and segments:  # a process that was killed wrote it, and it may not be synced
             self._logs.unsynced.add(self._logs.log_of(topic, number))
+        self._restore_indexes(row, segments, state.end_offset)
         if not was_there or self._lacks_link_or_index(row, state):
             self._logs.restore(self._logs.log_of(topic, number))
         return needed
@@ -102,7 +105,33 @@ class Recovery:
                 return True
         except OSError:
             return True
-        return bool(state.active_bytes) and not os.path.exists(segment.index_path(f"{self._context.data}/{active}"))
+        return not os.path.exists(segment.index_path(f"{self._context.data}/{active}"))
+
+    def _restore_indexes(self, row: Row, segments: Sequence[Segment], end: int) -> None:
+        """Write the indexes again that are lost or torn: no reader believes a segment without.
+
+        Raises DamageError if the active segment may not get one: an append would give it one.
+        """
+        context, ends = self._context, [*(part.first for part in segments[1:]), end]
+        for number, part in enumerate(segments):
+            if not part.size or lost_index.is_whole(part.path):
+                continue
+            is_active = number == len(segments) - 1
+            try:
+                self._mender.may_have_index(row, segments, number, ends[number])
+                if is_active:
+                    log = self._logs.log_of(row.topic, row.number)
+                    self._logs.restore(log)
+                    self._logs.unsynced.add(log)
+                else:
+                    self._checkpoints.dirty.append(lost_index.write(part, False, context.wait_for_room, context.check))
+            except DamageError as err:
+                if is_active:
+                    raise
+                context.logger.error("damaged", file=part.path, reason=err)
+                context.damaged(err)
+                continue
+            context.logger.warn("index_restored", file=segment.index_path(part.path))
 
 
 def _settle(directory: str, known: State) -> list[Segment]:

@@ -14,6 +14,7 @@ def route(self, blocks, route=queues.Queues.route):
     return written
 
 checkpointer.CHECKPOINT_BYTES = checkpoints.CHECKPOINT_BYTES = 1 << 20
+checkpoints.CHECKPOINT_NS = 1_000_000_000
 queues.Queues.route = route
 """
 

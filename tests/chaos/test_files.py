@@ -52,6 +52,15 @@ def zero_tail(name: str, nbytes: int) -> Damage:
     return damage
 
 
+def nuls(name: str) -> Damage:
+    """A small file as a power cut leaves it when its size got to the disk and its text did not."""
+
+    def damage(data: Path) -> None:
+        (data / name).write_bytes(b"\0" * (data / name).stat().st_size)
+
+    return damage
+
+
 def unlink(*names: str) -> Damage:
     def damage(data: Path) -> None:
         for name in names:
@@ -98,6 +107,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "no index of the WAL": (unlink(WAL.replace(".log", ".idx")), ""),
     "no index of a queue": (unlink(QUEUE.replace(".log", ".idx")), ""),
     "an index cut inside a line": (cut(WAL.replace(".log", ".idx"), 0.5), ""),
+    "NULs in place of a topic's file that no checkpoint knows": (
+        both(unlink("router.ckpt"), nuls("topics/jobs/topic.toml")),
+        "",
+    ),
     "symlinks gone": (unlink("append.log", "jobs.log", "wide-1.log"), ""),
 }
 

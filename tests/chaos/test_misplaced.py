@@ -148,6 +148,61 @@ def test_seqs_are_not_given_out_again_when_the_end_of_the_wal_is_lost(original: 
     assert goes_on(pod, original.sent), pod.tail()
 
 
+def spoil(index: Path, how: str) -> None:
+    """Leave of an index what a power cut may leave of it."""
+    label = index.read_bytes().partition(b"\n")[0]
+    size = index.stat().st_size
+    if how == "removed":
+        index.unlink()
+    elif how == "zeroed":
+        index.write_bytes(b"\0" * size)
+    elif how == "with a zeroed end":
+        index.write_bytes(index.read_bytes()[: len(label) + 1 + 30] + b"\0" * 4000)
+    else:
+        os.truncate(index, {"emptied": 0, "cut in its label": 40, "left with its label": len(label) + 1}[how])
+
+
+HOW = ["removed", "emptied", "zeroed", "with a zeroed end", "cut in its label", "left with its label"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_start_writes_every_index_again_that_a_power_cut_has_taken(
+    original: Original, make_pod: Make, how: str
+) -> None:
+    """Of sealed and active segments, in the WAL and in the queues; nothing has to be written to them."""
+    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES)
+    shutil.copytree(original.data, pod.data, symlinks=True)
+    for index in [*pod.data.glob("append/*.idx"), *pod.data.glob("topics/*/*/*.idx")]:
+        spoil(index, how)
+    pod.start()
+    pod.wait_ready()
+    for name, log in show.logs(str(pod.data), ""):
+        assert everything(log) == original.logs[name], name
+    pod.judge(original.sent)
+    assert not findings(pod.data, notes=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(f"another broker's first segment in {name}" for name in ("the WAL", "a queue")),
+        "two sealed segments of a queue swapped",
+        "active segments of two queues swapped",
+        *(pytest.param(case, marks=pytest.mark.soak) for case in CASES),
+    ],
+)
+def test_no_start_gives_an_index_to_a_segment_that_belongs_elsewhere(
+    original: Original, make_pod: Make, case: str
+) -> None:
+    pod = make_pod(KMQ_SEGMENT_BYTES=SEGMENT_BYTES)
+    misplaced(original, pod.data, case, "lost")
+    goes_on(pod, original.sent)
+    for name, log in show.logs(str(pod.data), ""):
+        for number, line in everything(log).items():
+            known = original.logs[name].get(number)
+            assert line == known or (known is None and line.endswith(AFTER.line(0))), f"{name} {number}: {line[:80]!r}"
+
+
 @pytest.mark.parametrize("lost", ["emptied", "removed", "zeroed"])
 def test_a_start_goes_on_where_a_power_cut_took_the_index_of_the_wal(
     original: Original, make_pod: Make, lost: str

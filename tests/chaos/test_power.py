@@ -3,7 +3,9 @@
 A power cut takes the page cache, every process and /dev/shm at once. The file system stops first, under stages at work.
 """
 
+import contextlib
 import itertools
+import json
 import random
 import time
 from collections import Counter
@@ -11,14 +13,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
+from brokers import Broker
 
 from chaos.acked import AckedLoad, account, read_wal
+from chaos.directories import everything
 from chaos.hurry import hurried
 from chaos.load import Load
 from chaos.loopfs import LoopFs, disk_of
-from chaos.pod import RINGS, Pod
+from chaos.pod import RINGS, SHM, Pod
 from kmq.links import layout
+from kmq.log import checkpoint, show
 
 pytestmark = pytest.mark.root
 CUTS, SOAK_CUTS, MOST_CUTS = 8, 20, 60
@@ -131,3 +137,62 @@ def test_nothing_acknowledged_is_lost_in_power_cuts(
     account(pod.data, *producers)
     print(f"fs={kind} cuts={cuts} acked={sum(len(load.seqs) for load in producers)} met={dict(met)}")
     assert all(load.duplicates for load in producers)
+
+
+# --- topics that nobody writes to ------------------------------------------------------------------------------------
+
+TOPICS = 100
+
+
+def values_of(broker: Broker, topic: str) -> list[str]:
+    shown = broker.kmq("consume", topic)
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout.splitlines()
+
+
+def cut_the_power_of(broker: Broker, disk: LoopFs) -> None:
+    disk.cut_power()
+    for process in broker.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+            process.wait()
+    for path in SHM.glob(f"{broker.instance}.*"):
+        path.unlink()
+    disk.power_on()
+
+
+@pytest.mark.parametrize("kind", ["ext4", pytest.param("xfs", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("moment", ["after kmq down", "after a checkpoint"])
+def test_idle_topics_and_offsets_are_read_after_a_power_cut(
+    new_broker: Callable[..., Broker], tmp_path: Path, cleanup: ExitStack, kind: str, moment: str
+) -> None:
+    """What router.ckpt vouches for is on disk with all that a reader needs for it; nothing is written to it again."""
+    disk = disk_of(kind, 512 << 20, tmp_path, cleanup)
+    broker = new_broker(disk.path / "data")
+    broker.env["PYTHONPATH"] = hurried(tmp_path)
+    broker.up()
+    broker.send_lines(
+        [b"idle%d|0|%d|value %d" % (n, n, n) for n in range(TOPICS)] + [b"orders|0||%d" % n for n in range(100)]
+    )
+    read = broker.kmq("consume", "orders", "--group", "readers", "--count", "40")
+    assert read.stdout.split() == [str(n) for n in range(40)], read.stderr
+    last = int(broker.wal()[-1].split(b"|")[0])
+    if moment == "after kmq down":
+        broker.down()
+    else:
+        broker.wait(lambda: checkpoint.routed_seq(str(broker.data)) >= last, "a checkpoint")
+    cut_the_power_of(broker, disk)
+
+    broker.up()
+    shown = broker.kmq("status")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    for name, log in show.logs(str(broker.data), ""):
+        assert everything(log), name
+    assert values_of(broker, f"idle{TOPICS - 1}") == [f"value {TOPICS - 1}"]
+    groups = json.loads(broker.kmq("groups", "describe", "readers", "--json").stdout)
+    assert [row["committed"] for row in groups["partitions"]] == [40]
+    rest = broker.kmq("consume", "orders", "--group", "readers", "--from", "latest")
+    assert rest.stdout.split() == [str(n) for n in range(40, 100)], rest.stderr
+    broker.down()
+    verified = broker.kmq("verify")
+    assert verified.returncode == 0, verified.stdout

@@ -510,5 +510,35 @@ def test_many_groups_are_known_again_soon_after_everything_was_killed(pod):
     assert asyncio.run(look()) < 10
 
 
+def test_offsets_that_cannot_be_read_are_a_reason_and_never_no_groups(new_broker):
+    """A group would begin again, or with `latest` skip what waits for it."""
+    broker = new_broker()
+    broker.up()
+    broker.send_lines([b"orders|0||%d" % n for n in range(100)])
+    read = broker.kmq("consume", "orders", "--group", "readers", "--count", "40")
+    assert read.stdout.split() == [str(n) for n in range(40)], read.stderr
+    broker.down()
+    log = broker.data / "topics" / TOPIC / "0" / f"{0:020d}.log"
+    text = bytearray(log.read_bytes())
+    text[len(text) // 2] ^= 1
+    log.write_bytes(text)
+
+    up = broker.kmq("up")
+    assert up.returncode != 0 and "offsets_unreadable" in up.stderr, up.stdout + up.stderr
+    status = json.loads(broker.kmq("status", "--json").stdout)
+    assert [reason["code"] for reason in status["reasons"]] == ["offsets_unreadable"]
+    assert broker.get("/readyz")[0] == 503
+    assert broker.get("/api/groups")[0] == 503
+    assert "readers" not in broker.kmq("consume", "orders", "--count", "1").stdout
+    groups = broker.kmq("groups", "list")
+    assert groups.returncode != 0, groups.stdout
+    broker.down()
+    healed = broker.kmq("verify", "--repair")
+    assert healed.returncode == 0, healed.stdout + healed.stderr
+    broker.up()
+    rest = broker.kmq("consume", "orders", "--group", "readers", "--from", "latest")
+    assert rest.stdout.split() == [str(n) for n in range(40, 100)], rest.stderr
+
+
 def test_the_local_token_is_not_for_everybody(pod):
     assert os.stat(pod.pipes / "local.token").st_mode & 0o777 == 0o640

@@ -340,6 +340,19 @@ def test_a_checkpoint_syncs_what_a_killed_router_had_written(data, monkeypatch):
     assert checkpoint.load(data)[0] == len(lines)
 
 
+def test_an_empty_segment_whose_index_a_power_cut_took_gets_it_again(data):
+    """A checkpoint syncs both files of a log that changed since the last one."""
+    lines = [b"test.a|||x"] * 20
+    write_wal(data, lines).close()
+    made = open_queues(data, 0, Limits(segment_bytes=1 << 20))
+    route(made, lines, 1)
+    made.logs.log_of(made.in_force.table[b"test"], 0).roll()  # and then killed
+    lost = f"{data}/topics/test/0/{segment.name(len(lines))}".replace(".log", ".idx")
+    os.unlink(lost)
+    open_queues(data, len(lines)).close()
+    assert checkpoint.load(data)[0] == len(lines) and os.path.exists(lost)
+
+
 def test_a_dotted_topic_takes_messages_only_from_its_declaration_on(data):
     lines = [b"a.b.k|||%d" % n for n in range(20)]
     write_wal(data, lines).close()

@@ -233,6 +233,7 @@ def test_a_new_segment_has_its_name_on_disk_before_append_log_leads_to_it(data, 
         ("rename", "append.log"),
         ("fsync", "."),
         ("fdatasync", new),
+        ("fsync", segment.index_path(new)),
     ]
 
 

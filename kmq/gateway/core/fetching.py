@@ -22,7 +22,7 @@ from kmq.gateway.core.partitions import Partition, Partitions, Signature
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waking
 from kmq.log import identity
-from kmq.log.damage import DamageError
+from kmq.log.damage import DamageError, MisplacedError
 from kmq.settings import KIB
 
 _THREADS = 4
@@ -94,6 +94,8 @@ class Fetching:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         except DamageError as err:
+            if isinstance(err, MisplacedError) and self._router.state_name != "ready":
+                raise RequestRefused("not_ready", f"{err.path}: the router may be about to write its index") from err
             self.damaged.note(err)
             fields = {name: getattr(err, name) for name in ("path", "byte", "end", "first_offset", "next_offset")}
             raise RequestRefused("damaged", str(err), **fields) from err

@@ -22,6 +22,7 @@ from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.groups.offset_records import TOPIC
 from kmq.gateway.groups.store import OffsetStore
 from kmq.log import reader, segment, wal
+from kmq.log.damage import DamageError
 from kmq.log.partition import directory_of
 from kmq.logfmt import Logger
 from kmq.settings import FOREVER, MIB, Settings
@@ -58,7 +59,14 @@ class OffsetKeeper:
                 else:
                     self._store.epoch_s = await self._now() - time.monotonic()
                     await self._store.load()
+                    self._row.failing = 0
                 self._failed = ""
+            except DamageError as err:
+                self._row.failing = 1
+                if str(err) != self._failed:
+                    self._failed = str(err)
+                    effect = "no group is served until they are healed; tried again"
+                    self._log.error("offsets_damaged", reason=err, effect=effect)
             except (KmqError, OSError) as err:
                 if isinstance(err, RequestRefused) and err.code == "stopping":
                     return

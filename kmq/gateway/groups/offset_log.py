@@ -1,7 +1,8 @@
 """Reading the log of topic `__consumer_offsets` at a start: the last record of each key, and how many there were.
 
-Damage      A record that is no commit is skipped, counted and named in a log line, and so is a damaged block: a group
-            then continues at an older commit, so it reads some messages again and misses none.
+Damage      A record that is no commit is skipped, counted and named in a log line. Damaged bytes raise DamageError: what
+            is lost in them may be all that a group has committed, and a group that is not known begins anew: it reads
+            everything again, or with `latest` skips what waits for it.
 """
 
 import os
@@ -10,7 +11,6 @@ from collections.abc import Iterator
 
 from kmq.gateway.groups.offset_records import TOPIC, Nack, Place, Row, decode_key, decode_payload, scan
 from kmq.log import reader
-from kmq.log.damage import DamageError
 from kmq.logfmt import Logger
 from kmq.settings import MIB
 
@@ -27,7 +27,10 @@ class OffsetLog:
         self._skipped, self._example = 0, ""
 
     def read(self) -> list[tuple[Place, Row]]:
-        """Return the rows in force: the last of each place, without those that a tombstone deleted."""
+        """Return the rows in force: the last of each place, without those that a tombstone deleted.
+
+        Raises DamageError.
+        """
         latest: dict[bytes, tuple[int, bytes]] = {}
         for lines in self._blocks():
             lines = _REMOVED.sub(b"", lines)
@@ -57,19 +60,12 @@ class OffsetLog:
             yield place, row
 
     def _blocks(self) -> Iterator[bytes]:
-        """Yield the lines of the log; a damaged block is logged and left out."""
+        """Yield the lines of the log."""
         if not os.path.isdir(f"{self._data}/topics/{TOPIC}"):
             return
         log, offset = reader.partition(self._data, TOPIC, 0), 0
         while True:
-            try:
-                first, lines = log.read(offset, _READ_BYTES)
-            except DamageError as err:
-                self._log.error("offsets_damaged", reason=err, effect="skipped: groups may read messages again")
-                if err.next_offset <= offset:
-                    return
-                offset = err.next_offset
-                continue
+            first, lines = log.read(offset, _READ_BYTES)
             if not lines:
                 return
             yield lines

@@ -95,7 +95,10 @@ class OffsetStore:
         self._writer = OffsetWriter(settings, self._apply, lambda text: log.warn("commits_stalled", waiting=text))
 
     async def load(self) -> None:
-        """Read the log. Raises RequestRefused (not_routed) if the router does not catch up with the WAL in time."""
+        """Read the log. Raises RequestRefused (not_routed) if the router does not catch up with the WAL in time.
+
+        Raises DamageError if the log cannot be read: then the store stays as it is, and nobody hears of no groups.
+        """
         stored, _ = await asyncio.to_thread(wal.last_stored, self._data)
         try:
             async with asyncio.timeout(_LOAD_S):
@@ -107,8 +110,9 @@ class OffsetStore:
         started = time.monotonic()
         self._deleted.look()
         log = OffsetLog(self._data, self._log)
+        rows = await asyncio.to_thread(log.read)
         self._table.clear()
-        for place, row in await asyncio.to_thread(log.read):
+        for place, row in rows:
             if not self._deleted.covers(place.topic, row.seq):
                 self._table.put(place, row)
         self.records, self.is_loaded = log.records, True

@@ -20,7 +20,7 @@ from kmq.gateway.core.partitions import Partitions
 from kmq.gateway.core.refused import RequestRefused
 from kmq.gateway.core.waking import Waking
 from kmq.gateway.lines.connection import Connection
-from kmq.log.damage import DamageError
+from kmq.log.damage import DamageError, MisplacedError
 from kmq.settings import Settings
 from kmq.tokens import Tokens
 
@@ -71,8 +71,8 @@ class Service:
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
         """Return the result of work that reads files.
 
-        After a power cut logs end earlier than they did, until the router has recovered: a consumer that goes on behind
-        such an end comes too early (not_ready), and is not wrong (out_of_range).
+        After a power cut logs end earlier than they did, or lack their index, until the router has recovered: a consumer
+        of these comes too early (not_ready). It is not wrong (out_of_range), and nothing is damaged.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
@@ -82,6 +82,8 @@ class Service:
                 raise RequestRefused("not_ready", text) from None
             raise
         except DamageError as err:
+            if isinstance(err, MisplacedError) and not self.waking.watermark.is_followed:
+                raise RequestRefused("not_ready", f"{err.path}: the router may be about to write its index") from None
             self.damaged(err)
             raise
 
