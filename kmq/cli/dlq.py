@@ -228,7 +228,8 @@ def replay(
     """Send dead letters back to the topics they came from, as new messages.
 
     The topic of the letters stays as it is. Each letter is sent back once,
-    however often the command runs and whatever it selects.
+    however often the command runs and whatever it selects; --max and
+    --dry-run leave out those that were sent back before.
     """
     from kmq.deadletters.chosen import Replay
 
@@ -242,15 +243,14 @@ def replay(
         for record, new_key in terminal.while_read(chosen):
             print(f"{record.partition}@{record.offset} -> {new_key.decode(errors='replace')}")
             total += 1
-        print(f"would replay {total} of {name}{_left(chosen, name)}")
+        print(f"would replay {total} of {name}{_left(chosen, name, chosen.before)}")
         return
     total, repeated = _send(data, chosen, sending.rate)
-    before = f"; {repeated} of them were replayed before" if repeated else ""
-    print(f"replayed {total} of {name}{before}{_left(chosen, name)}")
+    print(f"replayed {total - repeated} of {name}{_left(chosen, name, chosen.before + repeated)}")
 
 
 def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
-    """Return how many letters were sent, and how many of them were stored before."""
+    """Return how many letters were sent, and how many of them another replay has stored at the same time."""
     from kmq.client.producer import Producer
     from kmq.deadletters import letters, redrive
     from kmq.deadletters.pace import Pace
@@ -267,8 +267,11 @@ def _send(data: str, chosen: "Replay", rate: float) -> tuple[int, int]:
     return total, repeated
 
 
-def _left(chosen: "Replay", name: str) -> str:
-    parts = [f"{count} stay: {reason}" for reason, count in chosen.stayed.items()]
+def _left(chosen: "Replay", name: str, before: int) -> str:
+    """Return why other records of the topic do not go back. `before`: how many letters did so before."""
+    parts = [f"{before} were replayed before"] if before else []
+    parts += [] if chosen.is_complete else ["more are left, with which the same replay goes on"]
+    parts += [f"{count} stay: {reason}" for reason, count in chosen.stayed.items()]
     if chosen.strangers:
         where = f"kmq redrive {name} --to '<topic>.{{key}}'"
         parts.append(f"{chosen.strangers} say nothing about an origin; send them where they belong with: {where}")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from kmq import record
 from kmq.client.letters import DLQ, Letter, is_dead_letters, parse_letter
 from kmq.client.message import Message
 from kmq.deadletters import letters, redrive
@@ -84,10 +85,11 @@ def all_of(
 
 
 class Replay:
-    """The letters of a topic that go back, each with its new routing key. Each iteration reads the topic again.
+    """The letters of a topic that have not gone back yet, each with its new routing key.
 
-    After an iteration `stayed` has the reasons of letters that stay, and how often each; `strangers` counts records
-    that are no letters.
+    Each iteration reads the topic again. After it `before` counts the letters that went back before, `stayed` has the
+    reasons of letters that stay, and how often each, `strangers` counts records that are no letters, and `is_complete`
+    says that the limit has left out none.
     """
 
     def __init__(
@@ -99,14 +101,20 @@ class Replay:
         max_replays: int = letters.MAX_REPLAYS,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`most`: at most so many letters, the oldest of each partition first; 0: all."""
+        """`most`: at most so many letters, the oldest of each partition first; 0: all.
+
+        `tick` is called now and then, and may raise to end an iteration.
+        """
         self._data, self._topic, self._filters = data, topic, filters
         self._most, self._max_replays, self._tick = most, max_replays, tick
         self.stayed: dict[str, int] = {}
-        self.strangers = 0
+        self.strangers = self.before = 0
+        self.is_complete = False
 
     def __iter__(self) -> Iterator[tuple[redrive.Record, bytes]]:
-        self.stayed, self.strangers = {}, 0
+        self.stayed, self.strangers, self.before, self.is_complete = {}, 0, 0, False
+        partitions, _ = topics.load(self._data, self._topic)
+        sent_back = letters.SentBack(self._data, self._topic, partitions, self._tick)
         count = 0
         for found in all_of(self._data, self._topic, self._filters, self._tick):
             if found.letter is None:
@@ -117,9 +125,13 @@ class Replay:
                     reason = "other reasons"
                 self.stayed[reason] = self.stayed.get(reason, 0) + 1
                 continue
+            if sent_back.has(found.record.partition, record.seq_of(found.record.line)):
+                self.before += 1
+                continue
+            if self._most and count >= self._most:
+                return
             new_key = letters.origin_key(found.record.line, self._topic, found.record.has_marks)
             assert new_key is not None
             yield found.record, new_key
             count += 1
-            if self._most and count >= self._most:
-                return
+        self.is_complete = True

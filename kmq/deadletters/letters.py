@@ -7,7 +7,8 @@ Once        The letters of a partition go back under one producer name, each num
             which of them it has stored, whatever was selected before. A producer's numbers must rise: the broker refuses
             an older letter that another selection left out (`id_too_old`), and that one goes under the next name of the
             same partition. So a letter is sent to the names in the same order each time, and is found under the one
-            that stored it.
+            that stored it. SentBack reads the same from the disk, so that a limit counts only letters that have not
+            gone back, and a dry run says what the replay would do.
 Not covered A name that was idle for KMQ_PRODUCER_TTL is forgotten, and so may be a name with very many gaps. The same
             replay then stores its letters again.
 """
@@ -21,11 +22,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from kmq import record
+from kmq import ids, record
 from kmq.client.letters import Letter, parse_letter, stored_headers
 from kmq.client.lines import LETTER_HEADERS, REPLAYS, percent_encode
 from kmq.deadletters.pace import Pace, blocks
 from kmq.errors import KmqError
+from kmq.log import dedupe_file, identity, reader
 from kmq.routing import exact, key_behind
 
 if TYPE_CHECKING:
@@ -35,7 +37,10 @@ MAX_REPLAYS = 3
 _SPARK = ("reason", "from", "id", "len", "other")  # headers of a pipeline's letter
 _SENDERS = ("p", "w")
 _MOST_NAMES = 64  # of one partition: how many selections may each have left out older letters
-_NAME_BYTES = 64
+_NAME_BYTES, _DIGITS = 64, 16
+_NAMES = "dlq-"  # begins each name under which letters go back
+_CLAIM = b";p=" + _NAMES.encode()
+_WENT_BACK = re.compile(rb"^(\d+)\|[^|\n]*\|[^|\n]*\|[^|\n]*\|(\d+);p=(dlq-[^;|\n]+)", re.MULTILINE)
 _BLOCK_BYTES = 1 << 20  # sent at once: each block waits for its replies
 
 
@@ -91,8 +96,49 @@ def _odd(text: str) -> list[tuple[str, str]]:
 
 def producer_name(broker: str, topic: str, partition: int, number: int = 0) -> str:
     """Return a name under which the letters of a partition go back. `broker`: the id of its data directory."""
-    digest = sha256("\0".join((broker, topic, str(partition))).encode()).hexdigest()[:16]
-    return f"dlq-{digest}-{number}-{topic}"[:_NAME_BYTES]
+    return f"{_NAMES}{_digest(broker, topic, partition)}-{number}-{topic}"[:_NAME_BYTES]
+
+
+def _digest(broker: str, topic: str, partition: int) -> str:
+    return sha256("\0".join((broker, topic, str(partition))).encode()).hexdigest()[:_DIGITS]
+
+
+class SentBack:
+    """The letters of a topic that the broker knows as stored where they came from.
+
+    Read from producers.ckpt and from the WAL after it: a broker that was asked (`!hello … last=?`) would fence a replay
+    that is going on, and it tells the last id of a name, not those that were left out before.
+    """
+
+    def __init__(self, data: str, topic: str, partitions: int, tick: Callable[[], None] = lambda: None) -> None:
+        """Read what is there now. `tick` is called now and then, and may raise to end it."""
+        broker = identity.read(data, "id")
+        self._partitions = {_digest(broker, topic, number).encode(): number for number in range(partitions)}
+        self._names: dict[int, dict[bytes, ids.Producer]] = {number: {} for number in range(partitions)}
+        try:
+            saved = dedupe_file.read(data)
+        except ValueError:  # damaged: the framer, too, reads the whole WAL instead
+            saved = None
+        for row in saved.rows(b"p|" + _NAMES.encode()) if saved is not None else ():
+            if isinstance(row, ids.Producer) and (names := self._names_like(row.name)) is not None:
+                names[row.name] = row
+        log = reader.wal(data)
+        first = max(log.first_offset, saved.seq + 1 if saved is not None else 0)
+        for lines in reader.read(data, first, log.end_offset() - 1):
+            tick()
+            for match in _WENT_BACK.finditer(lines) if _CLAIM in lines else ():
+                seq, id, name = match.groups()
+                if (names := self._names_like(name)) is not None:
+                    names.setdefault(name, ids.Producer(name)).add(int(id), int(seq), 1)
+
+    def _names_like(self, name: bytes) -> "dict[bytes, ids.Producer] | None":
+        """Return the names of the partition whose letters went back under this one; None: it is not of this topic."""
+        number = self._partitions.get(name[len(_NAMES) : len(_NAMES) + _DIGITS])
+        return None if number is None else self._names[number]
+
+    def has(self, partition: int, seq: int) -> bool:
+        """Return True if the letter with this seq has gone back."""
+        return any(producer.find(seq) >= 0 for producer in self._names[partition].values())
 
 
 class Place(NamedTuple):

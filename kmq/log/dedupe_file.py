@@ -85,9 +85,9 @@ class Saved:
         if version not in (1, _VERSION):
             raise ValueError(f"format {version} is not known here")
 
-    def rows(self) -> Iterator[Producer | WindowRow]:
-        """Yield the producers and the ids of windows, in the order of the file."""
-        return map(_decode_row, self._text.splitlines())
+    def rows(self, prefix: bytes = b"") -> Iterator[Producer | WindowRow]:
+        """Yield the producers and the ids of windows whose rows begin with `prefix`, in the order of the file."""
+        return (_decode_row(row) for row in self._text.splitlines() if row.startswith(prefix))
 
 
 def read(data: str) -> Saved | None:

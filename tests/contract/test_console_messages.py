@@ -216,12 +216,38 @@ def test_a_replay_sends_nothing_until_it_is_told_to_and_nothing_twice(api, broke
     sent = api.post("/api/topics/jobs/replay", {"filter": ["error=late"], "dryRun": False, "rate": 1000}).value
     assert (sent["replayed"], sent["repeated"]) == (2, 0)
     again = api.post("/api/topics/jobs/replay", {"filter": ["error=late"], "dryRun": False}).value
-    assert (again["replayed"], again["repeated"]) == (2, 2)
+    assert (again["replayed"], again["repeated"], again["complete"]) == (0, 2, True)
+    tried = api.post("/api/topics/jobs/replay", {"filter": "error=late"}).value
+    assert (tried["would_replay"], tried["repeated"], tried["complete"]) == (0, 2, True)
     broker.wait(
         lambda: [message["value"] for message in shown(api, "jobs", "?limit=2")["messages"]] == ["job3", "job7"],
         "the letters in their topic",
     )
     assert api.post("/api/topics/jobs/replay", {"filter": "boom"}).refusal == (422, "bad_field", "filter")
+
+
+def test_a_replay_at_its_limit_says_so_and_the_same_one_goes_on(api, broker):
+    own = "origin_topic=limited;origin_partition=0;origin_offset={0};group=g;error={1};attempts=1"
+    for topic in ("limited", "limited.dlq"):
+        assert api.post("/api/admin/topics", {"name": topic}).status == 201
+    errors = ("even", "odd")
+    lines = [f"limited.dlq.@|0|g.{n};{own.format(n, errors[n % 2])}|{n}".encode() for n in range(2300)]
+    broker.send_lines(lines)
+    broker.wait(lambda: api.get("/api/topics/limited/letters").value["total"] == 2300, "the letters")
+
+    def replay(**body):
+        found = api.post("/api/topics/limited/replay", body).value
+        return found["would_replay" if found["dryRun"] else "replayed"], found["repeated"], found["complete"]
+
+    assert replay(dryRun=False, filter="error=odd", max=100) == (100, 0, False)
+    assert replay(filter="error=odd") == (1000, 100, False)
+    assert replay() == replay(dryRun=False) == (1000, 100, False)
+    assert replay(dryRun=False) == (1000, 1100, False)
+    assert replay() == replay(dryRun=False) == (200, 2100, True)
+    assert replay() == replay(dryRun=False) == (0, 2300, True)
+    broker.wait(lambda: len(broker.lines("limited")) >= 2300, "the letters where they came from")
+    payloads = [line.rpartition(b"|")[2] for line in broker.lines("limited")]
+    assert sorted(map(int, payloads)) == list(range(2300))
 
 
 def test_a_reset_moves_nothing_until_it_is_told_to(api, orders):

@@ -189,7 +189,7 @@ def test_letters_go_back_by_the_rules_of_kmq_dlq_and_each_once_by_either_way(bro
     assert broker.kmq("dlq", "replay", "orders", "--filter", "key=k[12]").stdout == "replayed 2 of orders.dlq\n"
     found = run(broker, "orders.dlq", rules.to_sql("{origin}"))
     assert (found.records, found.before, found.stayed) == (5, 2, 2)
-    assert "replayed 5 of orders.dlq; 5 of them were replayed before" in broker.kmq("dlq", "replay", "orders").stdout
+    assert "replayed 0 of orders.dlq; 5 were replayed before" in broker.kmq("dlq", "replay", "orders").stdout
     broker.wait_routed(7 + 5)
     sent = {(line.split(b"|")[2], line.split(b"|")[4].split(b";", 2)[2]) for line in broker.lines("orders")}
     assert sent == {(b"orders.@.k%d" % n, b"a=b;orig_seq=1;replays=1") for n in range(4)} | {

@@ -1,8 +1,9 @@
 """Dead letters for people: grouped by reason, and sent back.
 
 Bounds      The newest _SCANNED letters are grouped, for at most _SCAN_S; of the examples at most _HELD_BYTES are held, and
-            as many shown as an answer has room for: a group may have none. A replay ends after _REPLAY_S and says that it
-            is not complete: the same replay again goes on, because no letter is sent back twice.
+            as many shown as an answer has room for: a group may have none. A replay ends after _REPLAY_S or at its limit,
+            and says if letters are left: the same replay again goes on with them, because the limit counts only letters
+            that had not gone back.
             One replay at a time.
 """
 
@@ -101,16 +102,15 @@ class DeadLetters:
 
     def _replay(self, topic: str, chosen: Replay, rate: float, dry_run: bool) -> dict[str, Any]:
         total = repeated = 0
-        complete = True
 
         def counted() -> Iterator[tuple[redrive.Record, bytes]]:
-            nonlocal total, complete
+            nonlocal total
             try:
                 for pair in chosen:
                     yield pair
                     total += 1
             except _Over:  # what was yielded is still sent and counted
-                complete = False
+                pass
 
         if dry_run:
             for _ in counted():
@@ -124,11 +124,11 @@ class DeadLetters:
         return {
             "dryRun": dry_run,
             "topic": topic,
-            "would_replay" if dry_run else "replayed": total,
-            "repeated": repeated,
+            "would_replay" if dry_run else "replayed": total - repeated,
+            "repeated": chosen.before + repeated,  # another replay may have sent some at the same time
             "stayed": chosen.stayed,
             "strangers": chosen.strangers,
-            "complete": complete,
+            "complete": chosen.is_complete,
         }
 
     def _open(self, topic: str) -> list[Partition]:

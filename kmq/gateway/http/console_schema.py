@@ -148,7 +148,7 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
     "Replay": record(
         filter={"anyOf": [text("a filter"), array(text("a filter"), maxItems=20)]},
         rate=number("messages a second; 0: no limit", most=1_000_000),
-        max=number("at most so many letters, the oldest first", least=1, most=100_000),
+        max=number("at most so many letters that have not gone back, the oldest first", least=1, most=100_000),
         dryRun={"type": "boolean", "description": "true (default): only count"},
     ),
     "Replayed": record(
@@ -156,11 +156,14 @@ CONSOLE_SCHEMAS: dict[str, Schema] = {
         dryRun={"type": "boolean", "description": "true: nothing was sent"},
         topic=text("the topic of the letters"),
         would_replay=number("letters that would go back"),
-        replayed=number("letters that went back"),
-        repeated=number("of them, how many had been stored before"),
+        replayed=number("letters that went back now"),
+        repeated=number("letters that had gone back before; they are not in the other numbers"),
         stayed=by_name(number("how many"), "letters that stay, by reason"),
         strangers=number("records that are no letters"),
-        complete={"type": "boolean", "description": "false: the time was over; the same replay goes on"},
+        complete={
+            "type": "boolean",
+            "description": "false: limit or time left letters out; the same replay goes on with them",
+        },
     ),
     "Reset": record(
         ["topic", "to"],

@@ -27,17 +27,18 @@ function reasons(found) {
     h("details", null, h("summary", null, `${group.examples.length} of them`), examples(group.examples))));
 }
 
-function stayed(found) {
-  const reasons = Object.entries(found.stayed ?? {}).map(([why, n]) => `; ${number(n)} stay: ${visible(why)}`);
-  if (found.strangers) reasons.push(`; ${number(found.strangers)} say nothing about an origin, so only kmq redrive can send them`);
-  return reasons.join("");
+function others(found) {
+  const parts = Object.entries(found.stayed ?? {}).map(([why, n]) => `; ${number(n)} stay: ${visible(why)}`);
+  if (found.repeated) parts.unshift(`; ${number(found.repeated)} had gone back before`);
+  if (found.strangers) parts.push(`; ${number(found.strangers)} say nothing about an origin, so only kmq redrive can send them`);
+  return parts.join("");
 }
 
 function replayForm(name, app) {
   const place = h("div", { role: "status", class: "result" });
   const form = h("form", { class: "look", onsubmit: (event) => { event.preventDefault(); replay(); } },
     h("label", null, "Filter ", h("input", { name: "filter", autocomplete: "off", spellcheck: "false", placeholder: "error=*timeout*" })),
-    h("label", null, "At most ", h("input", { name: "max", inputmode: "numeric", size: "8", autocomplete: "off", placeholder: "all" })),
+    h("label", null, "At most ", h("input", { name: "max", inputmode: "numeric", size: "8", autocomplete: "off", placeholder: "1000" })),
     h("label", null, "Messages a second ", h("input", { name: "rate", inputmode: "numeric", size: "8", autocomplete: "off", value: "100" })),
     h("button", { type: "submit", class: "danger" }, "Replay…"));
   const replay = () => {
@@ -50,8 +51,8 @@ function replayForm(name, app) {
     return change({
       title: `Replay ${visible(name)}`, yes: "Replay", place, dry: () => send(true), apply: () => send(false),
       preview: (found) => ({ isEmpty: !found.would_replay, body: h("p", { class: found.would_replay ? "" : "quiet" },
-        found.would_replay ? `${count(found.would_replay, "letter")} would be sent again to where they came from${stayed(found)}. They stay in this topic, too.` : `No letter would be replayed${stayed(found)}.`) }),
-      done: (found) => `${found.complete ? "Done" : "Not all, the same replay goes on"}: ${count(found.replayed, "letter")} replayed${stayed(found)}.`,
+        found.would_replay ? `${count(found.would_replay, "letter")} would be sent again to where they came from${found.complete ? "" : ", and more by the same replay again"}${others(found)}. They stay in this topic, too.` : `No letter would be replayed${others(found)}.`) }),
+      done: (found) => `${found.complete ? "Done" : "Not all, the same replay goes on"}: ${count(found.replayed, "letter")} replayed${others(found)}.`,
     });
   };
   const note = h("p", { class: "quiet" });
